@@ -1,0 +1,3 @@
+//! `gradfs`: a parameter server that you mount.
+
+fn main() {}

@@ -1,0 +1,72 @@
+//! The identifiers of gradfs, one type each, so that a block is never taken for a shard.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+macro_rules! id {
+    ($(#[$doc:meta])* $name:ident($inner:ty)) => {
+        $(#[$doc])*
+        #[derive(
+            Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+        )]
+        #[serde(transparent)]
+        pub struct $name(pub $inner);
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+    };
+}
+
+id!(
+    /// Index of a fixed-size piece of the model's flat byte range.
+    BlockId(u32)
+);
+id!(
+    /// A parameter-server process (or thread group) that owns a set of blocks.
+    ShardId(u16)
+);
+id!(
+    /// One training process, unique within the life of a job; a name that rejoins keeps no number.
+    LearnerId(u32)
+);
+id!(
+    /// Which life of a learner name this is: a learner that returns has a new one.
+    Incarnation(u32)
+);
+id!(
+    /// A complete, immutable state of the model. Version 0 is what was loaded.
+    Version(u64)
+);
+id!(
+    /// A learner's step: its first contribution is step 1.
+    Step(u64)
+);
+id!(
+    /// Generation of a block map; a newer one fences an older one.
+    Epoch(u64)
+);
+
+impl Version {
+    /// The version after this one.
+    pub fn next(self) -> Version {
+        Version(self.0 + 1)
+    }
+}
+
+impl Step {
+    /// The step after this one.
+    pub fn next(self) -> Step {
+        Step(self.0 + 1)
+    }
+}
+
+impl BlockId {
+    /// As an index into per-block tables.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}

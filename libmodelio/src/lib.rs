@@ -1,0 +1,4 @@
+//! Model layout, contribution tracking and transports of gradfs.
+
+pub mod ids;
+pub mod layout;

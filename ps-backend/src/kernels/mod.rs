@@ -1,0 +1,1 @@
+//! Reduction kernels: from wire bytes to the next weights in one pass.

@@ -1,0 +1,3 @@
+//! Aggregation shards of gradfs: block store, reducers, versions, membership.
+
+pub mod kernels;
