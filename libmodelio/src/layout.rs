@@ -3,21 +3,101 @@
 //! The range is what a safetensors file has behind its header: tensors back to back, no padding.
 //! Blocks are what moves, is reduced, locked and versioned (iRDMA §IV-C).
 
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, TryReserveError};
 use std::ops::Range;
 
+pub use crate::dtype::{DType, UnknownDType};
 use crate::ids::BlockId;
+use crate::safetensors_file::{MAX_HEADER_BYTES, header_bytes};
 
-/// Element type of a tensor, as safetensors names them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DType {
-    /// 32-bit float.
-    F32,
-    /// 16-bit IEEE float.
-    F16,
-    /// bfloat16.
-    BF16,
-    /// Anything else: carried byte for byte, never reduced.
-    Opaque(safetensors::Dtype),
+/// Smallest block, in bytes.
+pub const MIN_BLOCK_SIZE: u32 = 64 << 10;
+/// Block size where nobody asked for another, in bytes.
+pub const DEFAULT_BLOCK_SIZE: u32 = 256 << 10;
+/// Largest block, in bytes.
+pub const MAX_BLOCK_SIZE: u32 = 4 << 20;
+/// Most tensors a model may have.
+pub const MAX_TENSORS: usize = 1 << 20;
+/// Longest tensor name in bytes: `tensors/<name>.npy` is a file name, and those end at 255.
+pub const MAX_NAME_LEN: usize = 255 - ".npy".len();
+
+/// What of the header size is left to `__metadata__`, which the layout does not know.
+const METADATA_ROOM: usize = 1 << 20;
+
+/// Why no layout can be made, and what to do about it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LayoutError {
+    /// No tensor at all.
+    #[error("the model has no tensors: give it at least one")]
+    NoTensors,
+    /// Tensors, but not one byte in them.
+    #[error("the model's tensors hold no bytes: give at least one of them a shape without zeros")]
+    Empty,
+    /// A name that cannot be a file name or a safetensors key.
+    #[error("tensor name {name:?} {reason}: rename the tensor")]
+    BadName {
+        /// The name.
+        name: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// Two tensors of one name.
+    #[error("two tensors are named {0:?}: rename one of them")]
+    DuplicateName(String),
+    /// Not a power of two in the allowed range.
+    #[error(
+        "block size {0} is not a power of two from {MIN_BLOCK_SIZE} (64 KiB) to {MAX_BLOCK_SIZE} (4 MiB): \
+         choose one that is; {DEFAULT_BLOCK_SIZE} (256 KiB) suits most models"
+    )]
+    BlockSize(u32),
+    /// Byte counts beyond 64 bits.
+    #[error("tensor {0:?} takes the model beyond 2^64 bits: check its shape")]
+    TooLarge(String),
+    /// Elements of less than a byte that do not fill the last byte.
+    #[error(
+        "tensor {name:?} of {dtype} does not end on a whole byte: pad its shape so that elements times {bits} \
+         bits is a multiple of 8"
+    )]
+    NotWholeBytes {
+        /// The tensor.
+        name: String,
+        /// Its element type.
+        dtype: DType,
+        /// Bits of one element.
+        bits: usize,
+    },
+    /// A byte size that is no multiple of the element size.
+    #[error("{size} bytes are no whole number of {dtype} elements: choose a multiple of {bits} bits")]
+    NotWholeElements {
+        /// The size asked for, in bytes.
+        size: u64,
+        /// The element type asked for.
+        dtype: DType,
+        /// Bits of one element.
+        bits: usize,
+    },
+    /// More than [`MAX_TENSORS`].
+    #[error("the model has {0} tensors, more than {MAX_TENSORS}: merge small ones or split the model")]
+    TooManyTensors(usize),
+    /// More blocks than a [`BlockId`] can name.
+    #[error("{size} bytes in blocks of {block_size} are too many blocks (at most 2^32-1): use larger blocks")]
+    TooManyBlocks {
+        /// Total bytes of the model.
+        size: u64,
+        /// The block size asked for.
+        block_size: u32,
+    },
+    /// The safetensors header of this model would be refused by every reader.
+    #[error(
+        "the names and shapes need a safetensors header of {0} bytes, and readers stop at {MAX_HEADER_BYTES}: \
+         shorten tensor names or merge small tensors"
+    )]
+    HeaderTooLarge(usize),
+    /// The tables of the layout do not fit into memory.
+    #[error("no memory for the tables of the layout ({0}): use larger blocks")]
+    OutOfMemory(#[from] TryReserveError),
 }
 
 /// A tensor and where it lies.
@@ -47,6 +127,16 @@ pub struct Segment {
     pub element: u64,
 }
 
+impl Segment {
+    /// Number of reducible elements in it; 0 for an opaque segment.
+    pub fn elements(&self) -> u64 {
+        match self.dtype.size_bytes() {
+            Some(bytes) if self.dtype.is_reducible() => (self.bytes.end - self.bytes.start) / bytes as u64,
+            _ => 0,
+        }
+    }
+}
+
 /// The whole layout: tensors in order of offset, and the block grid over them.
 #[derive(Clone, Debug)]
 pub struct ModelLayout {
@@ -57,9 +147,73 @@ pub struct ModelLayout {
     /// `segments[first_segment[b]..first_segment[b + 1]]` are block `b`'s.
     first_segment: Vec<u32>,
     elements: u64,
+    /// Indices into `tensors`, by rising name.
+    by_name: Vec<u32>,
 }
 
 impl ModelLayout {
+    /// Lays `tensors` back to back and cuts them into blocks of `block_size` bytes.
+    ///
+    /// Tensors keep the given order unless one would start off a multiple of its element size; then
+    /// all are sorted by falling element size, those of one size in the given order. Sizes are 8, 4, 2
+    /// and 1 bytes (packed types count as 1), so after the sort every tensor is aligned. Empty tensors
+    /// take part: typed views want an aligned start even of nothing.
+    ///
+    /// # Errors
+    /// [`LayoutError`], for each of the limits it names.
+    pub fn new(
+        tensors: Vec<(String, DType, Vec<usize>)>,
+        block_size: u32,
+    ) -> Result<ModelLayout, LayoutError> {
+        if !block_size.is_power_of_two() || !(MIN_BLOCK_SIZE..=MAX_BLOCK_SIZE).contains(&block_size) {
+            return Err(LayoutError::BlockSize(block_size));
+        }
+        if tensors.is_empty() {
+            return Err(LayoutError::NoTensors);
+        }
+        if tensors.len() > MAX_TENSORS {
+            return Err(LayoutError::TooManyTensors(tensors.len()));
+        }
+        let (tensors, size) = place(tensors)?;
+        if size == 0 {
+            return Err(LayoutError::Empty);
+        }
+        let by_name = index_names(&tensors)?;
+        let runs = typed_runs(&tensors);
+        let elements = runs.iter().map(Segment::elements).sum();
+        let (segments, first_segment) = cut(&runs, size, block_size)?;
+        let layout = ModelLayout { tensors, size, block_size, segments, first_segment, elements, by_name };
+        let header = header_bytes(&layout, &BTreeMap::new()).len();
+        if header > MAX_HEADER_BYTES - METADATA_ROOM {
+            return Err(LayoutError::HeaderTooLarge(header));
+        }
+        Ok(layout)
+    }
+
+    /// A model that is one tensor, `weights`, of `size_bytes` bytes: for jobs that bring no file.
+    ///
+    /// # Errors
+    /// [`LayoutError::NotWholeElements`], and those of [`ModelLayout::new`].
+    pub fn blank(size_bytes: u64, dtype: DType, block_size: u32) -> Result<ModelLayout, LayoutError> {
+        let bits = dtype.size_bits();
+        let total = u128::from(size_bytes) * 8;
+        if !total.is_multiple_of(bits as u128) {
+            return Err(LayoutError::NotWholeElements { size: size_bytes, dtype, bits });
+        }
+        let name = "weights".to_owned();
+        match usize::try_from(total / bits as u128) {
+            Ok(elements) => ModelLayout::new(vec![(name, dtype, vec![elements])], block_size),
+            Err(_) => Err(LayoutError::TooLarge(name)),
+        }
+    }
+
+    /// Where in [`ModelLayout::tensors`] the tensor called `name` is.
+    pub fn tensor_index(&self, name: &str) -> Option<usize> {
+        let tensor = |index: &u32| self.tensors[*index as usize].name.as_str();
+        let found = self.by_name.binary_search_by(|index| tensor(index).cmp(name)).ok()?;
+        Some(self.by_name[found] as usize)
+    }
+
     /// Total bytes.
     pub fn size(&self) -> u64 {
         self.size
@@ -100,5 +254,240 @@ impl ModelLayout {
     pub fn segments(&self, block: BlockId) -> &[Segment] {
         let i = block.index();
         &self.segments[self.first_segment[i] as usize..self.first_segment[i + 1] as usize]
+    }
+}
+
+/// Bytes of a tensor.
+///
+/// # Errors
+/// [`LayoutError::TooLarge`], [`LayoutError::NotWholeBytes`].
+pub(crate) fn tensor_bytes(name: &str, dtype: DType, shape: &[usize]) -> Result<u64, LayoutError> {
+    let bits = dtype.size_bits();
+    // The bits must fit too, because that is how readers of safetensors count.
+    let total = shape
+        .iter()
+        .try_fold(1u64, |product, &dim| product.checked_mul(dim as u64))
+        .and_then(|elements| elements.checked_mul(bits as u64))
+        .ok_or_else(|| LayoutError::TooLarge(name.to_owned()))?;
+    if total.is_multiple_of(8) {
+        Ok(total / 8)
+    } else {
+        Err(LayoutError::NotWholeBytes { name: name.to_owned(), dtype, bits })
+    }
+}
+
+/// Whether `name` can be a file name and a key of a safetensors header.
+pub(crate) fn check_name(name: &str) -> Result<(), LayoutError> {
+    let reason = match name {
+        "" => "is empty",
+        "." | ".." => "is a directory's own name",
+        "__metadata__" => "is what safetensors keeps its metadata under",
+        _ if name.contains('/') => "contains '/', so it cannot be a file name",
+        _ if name.contains('\0') => "contains a NUL byte, so it cannot be a file name",
+        _ if name.len() > MAX_NAME_LEN => "is longer than 251 bytes, so it cannot be a file name",
+        _ => return Ok(()),
+    };
+    Err(LayoutError::BadName { name: shown(name), reason })
+}
+
+/// As much of `text` as a message needs: what a file says may be megabytes long.
+pub(crate) fn shown(text: &str) -> String {
+    match text.char_indices().nth(MAX_NAME_LEN) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+/// Gives every tensor its bytes; returns them with their sum.
+fn place(mut specs: Vec<(String, DType, Vec<usize>)>) -> Result<(Vec<Tensor>, u64), LayoutError> {
+    let (mut end, mut aligned) = (0u64, true);
+    for (name, dtype, shape) in &mut specs {
+        check_name(name)?;
+        *dtype = dtype.canonical();
+        aligned &= end.is_multiple_of(dtype.alignment() as u64);
+        end = end
+            .checked_add(tensor_bytes(name, *dtype, shape)?)
+            .ok_or_else(|| LayoutError::TooLarge(name.clone()))?;
+    }
+    if !aligned {
+        specs.sort_by_key(|(_, dtype, _)| Reverse(dtype.alignment()));
+    }
+    let mut tensors = Vec::with_capacity(specs.len());
+    let mut start = 0;
+    for (name, dtype, shape) in specs {
+        let bytes = start..start + tensor_bytes(&name, dtype, &shape)?;
+        start = bytes.end;
+        tensors.push(Tensor { name, dtype, shape, bytes });
+    }
+    Ok((tensors, start))
+}
+
+/// Tensor indices by rising name; refuses duplicates.
+fn index_names(tensors: &[Tensor]) -> Result<Vec<u32>, LayoutError> {
+    let name = |index: u32| &tensors[index as usize].name;
+    let mut by_name: Vec<u32> = (0..tensors.len() as u32).collect();
+    by_name.sort_unstable_by(|&a, &b| name(a).cmp(name(b)));
+    match by_name.windows(2).find(|pair| name(pair[0]) == name(pair[1])) {
+        Some(pair) => Err(LayoutError::DuplicateName(name(pair[0]).clone())),
+        None => Ok(by_name),
+    }
+}
+
+/// Maximal runs of one type, across tensors and blocks.
+fn typed_runs(tensors: &[Tensor]) -> Vec<Segment> {
+    let mut runs: Vec<Segment> = Vec::new();
+    let mut element = 0;
+    for tensor in tensors.iter().filter(|tensor| !tensor.bytes.is_empty()) {
+        match runs.last_mut() {
+            Some(run) if run.dtype == tensor.dtype => run.bytes.end = tensor.bytes.end,
+            last => {
+                element += last.map_or(0, |run| run.elements());
+                runs.push(Segment { bytes: tensor.bytes.clone(), dtype: tensor.dtype, element });
+            }
+        }
+    }
+    runs
+}
+
+/// Cuts gapless `runs` at block boundaries; returns the pieces and where each block's begin.
+fn cut(runs: &[Segment], size: u64, block_size: u32) -> Result<(Vec<Segment>, Vec<u32>), LayoutError> {
+    let too_many = || LayoutError::TooManyBlocks { size, block_size };
+    let step = u64::from(block_size);
+    let blocks = u32::try_from(size.div_ceil(step)).map_err(|_| too_many())? as usize;
+    let (mut segments, mut first_segment) = (Vec::new(), Vec::new());
+    segments.try_reserve_exact(blocks + runs.len())?;
+    first_segment.try_reserve_exact(blocks + 1)?;
+    for run in runs {
+        let mut rest = run.clone();
+        while !rest.bytes.is_empty() {
+            if rest.bytes.start.is_multiple_of(step) {
+                first_segment.push(u32::try_from(segments.len()).map_err(|_| too_many())?);
+            }
+            let end = (rest.bytes.start / step + 1).saturating_mul(step).min(rest.bytes.end);
+            let piece = Segment { bytes: rest.bytes.start..end, ..rest };
+            rest = Segment { bytes: end..rest.bytes.end, element: rest.element + piece.elements(), ..rest };
+            segments.push(piece);
+        }
+    }
+    first_segment.push(u32::try_from(segments.len()).map_err(|_| too_many())?);
+    Ok((segments, first_segment))
+}
+
+#[cfg(test)]
+mod tests {
+    use safetensors::Dtype;
+
+    use super::*;
+
+    const BLOCK: u32 = MIN_BLOCK_SIZE;
+
+    fn spec(name: &str, dtype: DType, shape: &[usize]) -> (String, DType, Vec<usize>) {
+        (name.to_owned(), dtype, shape.to_vec())
+    }
+
+    fn refusal(specs: Vec<(String, DType, Vec<usize>)>) -> LayoutError {
+        ModelLayout::new(specs, BLOCK).expect_err("must be refused")
+    }
+
+    fn segment(bytes: Range<u64>, dtype: DType, element: u64) -> Segment {
+        Segment { bytes, dtype, element }
+    }
+
+    #[test]
+    fn tensors_and_segments_lie_where_expected() {
+        let i32 = DType::Opaque(Dtype::I32);
+        let layout = ModelLayout::new(
+            vec![
+                spec("a", DType::F32, &[10_000]),
+                spec("b", DType::F32, &[2, 5_000]), // merges with a; together 80,000 bytes
+                spec("none", i32, &[3, 0]),         // splits nothing
+                spec("scalar", DType::F32, &[]),
+                spec("mask", i32, &[3]),
+                spec("c", DType::BF16, &[4]),
+            ],
+            BLOCK,
+        )
+        .unwrap();
+        assert_eq!((layout.size(), layout.blocks(), layout.elements()), (80_024, 2, 20_005));
+        assert_eq!(layout.tensors()[3].bytes, 80_000..80_004);
+        assert_eq!(layout.segments(BlockId(0)), [segment(0..65_536, DType::F32, 0)]);
+        assert_eq!(
+            layout.segments(BlockId(1)),
+            [
+                segment(65_536..80_004, DType::F32, 16_384),
+                segment(80_004..80_016, i32, 20_001),
+                segment(80_016..80_024, DType::BF16, 20_001),
+            ]
+        );
+        assert_eq!(layout.block_bytes(BlockId(1)), 65_536..80_024);
+        assert_eq!(layout.tensor_index("c"), Some(5));
+        assert_eq!(layout.tensor_index("a"), Some(0));
+        assert_eq!(layout.tensor_index("d"), None);
+    }
+
+    #[test]
+    fn order_changes_only_for_alignment() {
+        let names = |specs| -> Vec<String> {
+            let layout = ModelLayout::new(specs, BLOCK).unwrap();
+            layout.tensors().iter().map(|tensor| tensor.name.clone()).collect()
+        };
+        let half = |name, n| spec(name, DType::F16, &[n]);
+        let single = |name| spec(name, DType::F32, &[1]);
+        assert_eq!(names(vec![half("z", 2), single("y"), half("x", 1)]), ["z", "y", "x"]);
+        assert_eq!(names(vec![half("z", 1), single("y"), half("x", 2), single("w")]), ["y", "w", "z", "x"]);
+        let c64 = spec("c", DType::Opaque(Dtype::C64), &[1]);
+        assert_eq!(names(vec![single("y"), c64, half("x", 1)]), ["c", "y", "x"]);
+    }
+
+    #[test]
+    fn bad_input_is_refused() {
+        let ok = || vec![spec("a", DType::F32, &[4])];
+        for block_size in [0, 1, 4096, BLOCK + 1, BLOCK * 3, 8 << 20, u32::MAX] {
+            assert!(
+                matches!(ModelLayout::new(ok(), block_size), Err(LayoutError::BlockSize(b)) if b == block_size)
+            );
+        }
+        assert!(matches!(refusal(vec![]), LayoutError::NoTensors));
+        assert!(matches!(refusal(vec![spec("a", DType::F32, &[4, 0])]), LayoutError::Empty));
+        let twice =
+            vec![spec("a", DType::F32, &[1]), spec("b", DType::F32, &[1]), spec("a", DType::F16, &[1])];
+        assert!(matches!(refusal(twice), LayoutError::DuplicateName(name) if name == "a"));
+        for shape in [vec![usize::MAX], vec![usize::MAX, 2], vec![1 << 32, 1 << 32, 0], vec![1 << 59]] {
+            let error = refusal(vec![spec("a", DType::F32, &shape)]);
+            assert!(matches!(error, LayoutError::TooLarge(_)), "{shape:?}: {error}");
+        }
+        let many = |n| (0..n).map(|i| spec(&format!("t{i}"), DType::F32, &[1 << 58])).collect();
+        assert!(matches!(refusal(many(17)), LayoutError::TooLarge(_)), "the sum overflows");
+        assert!(matches!(refusal(many(1)), LayoutError::TooManyBlocks { .. }));
+        let flood = vec![spec("a", DType::F32, &[1]); MAX_TENSORS + 1];
+        assert!(matches!(refusal(flood), LayoutError::TooManyTensors(n) if n == MAX_TENSORS + 1));
+        let odd = refusal(vec![spec("q", DType::Opaque(Dtype::F4), &[3])]);
+        assert!(odd.to_string().contains("\"q\" of F4"), "{odd}");
+    }
+
+    #[test]
+    fn bad_names_are_refused() {
+        let long = "x".repeat(MAX_NAME_LEN + 1);
+        for name in ["", ".", "..", "a/b", "/", "a\0", "__metadata__", &long] {
+            let error = refusal(vec![spec(name, DType::F32, &[1])]);
+            assert!(matches!(error, LayoutError::BadName { .. }), "{name:?}: {error}");
+        }
+        for name in ["model.layers.0.weight", "...", "a b", "ü", "a\nb", &long[1..]] {
+            assert!(ModelLayout::new(vec![spec(name, DType::F32, &[1])], BLOCK).is_ok(), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn blank_models() {
+        let layout = ModelLayout::blank(1 << 20, DType::BF16, DEFAULT_BLOCK_SIZE).unwrap();
+        assert_eq!((layout.size(), layout.blocks(), layout.elements()), (1 << 20, 4, 1 << 19));
+        assert_eq!(layout.tensors()[0].shape, [1 << 19]);
+        assert_eq!(layout.tensor_index("weights"), Some(0));
+        let blank = |size, dtype| ModelLayout::blank(size, dtype, BLOCK);
+        assert_eq!(blank(3, DType::Opaque(Dtype::F4)).unwrap().tensors()[0].shape, [6]);
+        assert!(matches!(blank(0, DType::F32), Err(LayoutError::Empty)));
+        assert!(matches!(blank(6, DType::F32), Err(LayoutError::NotWholeElements { size: 6, .. })));
+        assert!(matches!(blank(1 << 48, DType::F32), Err(LayoutError::TooManyBlocks { .. })));
+        assert!(blank(u64::MAX, DType::Opaque(Dtype::U8)).is_err());
     }
 }

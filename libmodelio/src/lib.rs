@@ -1,4 +1,11 @@
 //! Model layout, contribution tracking and transports of gradfs.
 
+pub mod contributor;
+pub mod dtype;
 pub mod ids;
 pub mod layout;
+pub mod mmap;
+pub mod npy;
+pub mod safetensors_file;
+pub mod tracker;
+pub mod transport;

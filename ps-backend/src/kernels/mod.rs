@@ -1,1 +1,230 @@
 //! Reduction kernels: from wire bytes to the next weights in one pass.
+//!
+//! [`apply`] reads each contribution, the old weights and the old optimizer state once and writes the
+//! next ones elsewhere, so that the double buffer costs no extra pass. Large outputs bypass the caches: nobody
+//! reads them soon, and a line that is streamed need not be fetched first. What bounds a reduction is
+//! then memory: 8 bytes moved for each fp32 weight with `sum` and `sgd`, 24 with `adam`.
+//!
+//! Everything is written once over [`line::Line`] and compiled for several instruction sets, chosen at
+//! run time in [`level`]. Results are the same bit for bit (but for which NaN a NaN is) whatever the
+//! instruction set, address or length: sources are added in the given order, and nothing is fused.
+
+mod level;
+mod line;
+mod ops;
+mod pass;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+#[doc(hidden)]
+pub use level::{Level, with_level};
+
+use crate::reducer::{Reducer, Step};
+use level::dispatch;
+use ops::Op;
+use pass::{bytes, bytes_mut};
+
+const _: () = assert!(cfg!(target_endian = "little"), "wire bytes are used as they are");
+
+/// Element type of a segment as it travels and as `weights` shows it; little-endian.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Wire {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// The upper half of a binary32.
+    BF16,
+}
+
+impl Wire {
+    /// Bytes an element takes.
+    #[inline]
+    pub fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::BF16 => 2,
+        }
+    }
+}
+
+/// Gradients, replicas or values that enter one reduction.
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// Bytes of the segment's [`Wire`] type, at any address.
+    Wire(&'a [u8]),
+    /// An fp32 accumulator, as [`fold`] makes it.
+    Acc(&'a [f32]),
+}
+
+impl Source<'_> {
+    fn elements(&self, wire: Wire) -> usize {
+        match self {
+            Self::Wire(src) => elements(wire, src),
+            Self::Acc(acc) => acc.len(),
+        }
+    }
+}
+
+/// The version a reduction starts from.
+#[derive(Clone, Copy, Debug)]
+pub struct Input<'a> {
+    /// Weights in the segment's wire type, at any address.
+    pub weights: &'a [u8],
+    /// fp32 master of half-precision weights. Without one the weights are widened and rounded again at
+    /// each step; F32 has none.
+    pub master: Option<&'a [f32]>,
+    /// Optimizer state; what the reducer does not have is empty.
+    pub slots: [&'a [f32]; 2],
+}
+
+/// Where the next version goes: the same lengths as in [`Input`], and the same parts.
+///
+/// Large outputs are fastest where equal elements of all parts are equally aligned to 64 bytes (halves to
+/// 32).
+#[derive(Debug)]
+pub struct Output<'a> {
+    /// Weights in the segment's wire type; for half types, the master rounded to nearest even.
+    pub weights: &'a mut [u8],
+    /// fp32 master of half-precision weights.
+    pub master: Option<&'a mut [f32]>,
+    /// Optimizer state; what the reducer does not have is empty.
+    pub slots: [&'a mut [f32]; 2],
+}
+
+/// Elements in `bytes`.
+///
+/// # Panics
+/// If they are not whole elements.
+fn elements(wire: Wire, bytes: &[u8]) -> usize {
+    assert!(bytes.len().is_multiple_of(wire.size()), "{} bytes are not whole {wire:?}", bytes.len());
+    bytes.len() / wire.size()
+}
+
+/// Compute the next version of a segment: `output = reducer(input, sum of sources)`.
+///
+/// Sources are summed in fp32 in the order given; none at all is a zero gradient, with which optimizers
+/// still decay and step. `assign` takes the last source, bytes as they are, and without one keeps the
+/// weights.
+///
+/// Returns whether every element of every source was finite, or true if not asked to `check`. The output
+/// is complete either way; a caller who refuses the contributions drops it.
+///
+/// # Panics
+/// If lengths disagree, or parts are there that the reducer or the type does not have, or missing.
+pub fn apply(
+    wire: Wire,
+    step: &Step,
+    sources: &[Source<'_>],
+    input: Input<'_>,
+    output: Output<'_>,
+    check: bool,
+) -> bool {
+    let n = elements(wire, input.weights);
+    assert_eq!(output.weights.len(), input.weights.len(), "output weights");
+    assert!(sources.iter().all(|source| source.elements(wire) == n), "a source is not of {n} elements");
+    assert!(wire != Wire::F32 || input.master.is_none(), "F32 weights are their own master");
+    assert_eq!(input.master.map(<[f32]>::len), output.master.as_ref().map(|out| out.len()), "masters");
+    assert!(input.master.is_none_or(|master| master.len() == n), "the master is not of {n} elements");
+    for slot in 0..2 {
+        let want = if slot < step.reducer.state_slots() { n } else { 0 };
+        assert_eq!((input.slots[slot].len(), output.slots[slot].len()), (want, want), "slot {slot}");
+    }
+
+    let h = &step.hyper;
+    let finite = match step.reducer {
+        Reducer::Assign => return assign(wire, sources, input, output, check),
+        Reducer::Sum if h.carry == 0.0 && !sources.is_empty() => {
+            reduce(ops::Replace, wire, sources, input, output)
+        }
+        Reducer::Sum => reduce(ops::Sum { carry: h.carry }, wire, sources, input, output),
+        Reducer::Sgd => reduce(ops::Sgd::new(step), wire, sources, input, output),
+        Reducer::Momentum | Reducer::Nesterov => {
+            let nesterov = step.reducer == Reducer::Nesterov;
+            if step.t <= 1 {
+                reduce(ops::Momentum::<true>::new(step, nesterov), wire, sources, input, output)
+            } else {
+                reduce(ops::Momentum::<false>::new(step, nesterov), wire, sources, input, output)
+            }
+        }
+        Reducer::Adam => reduce(ops::Adam::new(step, false), wire, sources, input, output),
+        Reducer::AdamW => reduce(ops::Adam::new(step, true), wire, sources, input, output),
+    };
+    finite || !check
+}
+
+fn reduce<O: Op>(op: O, wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'_>) -> bool {
+    let [slot0, slot1] = output.slots;
+    dispatch(pass::Reduce {
+        op,
+        wire,
+        sources,
+        weights: (input.weights, output.weights),
+        master: input.master.map(bytes).zip(output.master.map(bytes_mut)),
+        slots: [(bytes(input.slots[0]), bytes_mut(slot0)), (bytes(input.slots[1]), bytes_mut(slot1))],
+        staged: [0; 32],
+    })
+}
+
+fn assign(wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'_>, check: bool) -> bool {
+    let finite = !check
+        || sources.iter().all(|source| match source {
+            Source::Wire(src) => all_finite(wire, src),
+            Source::Acc(acc) => all_finite(Wire::F32, bytes(acc)),
+        });
+    match sources.last() {
+        None => {
+            stream_copy(input.weights, output.weights);
+            if let (Some(old), Some(new)) = (input.master, output.master) {
+                stream_copy(bytes(old), bytes_mut(new));
+            }
+        }
+        Some(Source::Wire(src)) => {
+            stream_copy(src, output.weights);
+            if let Some(master) = output.master {
+                widen(wire, src, master);
+            }
+        }
+        Some(Source::Acc(_)) => {
+            reduce(ops::Replace, wire, &sources[sources.len() - 1..], input, output);
+        }
+    }
+    finite
+}
+
+/// Add (or, when `first`, store) wire bytes into an fp32 accumulator.
+///
+/// Returns whether every element was finite, or true if not asked to `check`.
+///
+/// # Panics
+/// If the lengths disagree.
+pub fn fold(wire: Wire, src: &[u8], acc: &mut [f32], first: bool, check: bool) -> bool {
+    assert_eq!(elements(wire, src), acc.len(), "accumulator");
+    dispatch(pass::Fold { wire, src, acc: bytes_mut(acc), first }) || !check
+}
+
+/// fp32 master copy from weights.
+///
+/// # Panics
+/// If the lengths disagree.
+pub fn widen(wire: Wire, src: &[u8], dst: &mut [f32]) {
+    fold(wire, src, dst, true, false);
+}
+
+/// Copy, past the caches when large.
+///
+/// # Panics
+/// If the lengths disagree.
+pub fn stream_copy(src: &[u8], dst: &mut [u8]) {
+    assert_eq!(src.len(), dst.len(), "copy");
+    dispatch(pass::Copy { src, dst });
+}
+
+/// Are all elements finite?
+///
+/// # Panics
+/// If the bytes are not whole elements.
+pub fn all_finite(wire: Wire, src: &[u8]) -> bool {
+    elements(wire, src);
+    dispatch(pass::Finite { wire, src })
+}

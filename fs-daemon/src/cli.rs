@@ -1,0 +1,369 @@
+//! The command line: what can be typed, and what it says about itself.
+//!
+//! Values stay texts here: environment and configuration file give the same ones, and [`UpConfig`]
+//! parses them all alike.
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::path::PathBuf;
+
+use clap::builder::PossibleValuesParser;
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueHint};
+
+use crate::config::{
+    AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPES, Layer, NONFINITES, REDUCERS, UpConfig,
+};
+use crate::error::Error;
+
+const EXAMPLES: &str = "\
+Examples:
+  Serve a model, and train it with two processes that only open files:
+    gradfs up --learners 2 --reducer adamw --learning-rate 3e-4 llama.safetensors /mnt/job
+    ls /mnt/job/llama
+
+  Try it without a model:
+    gradfs up --size 1GiB --reducer sum /mnt/job
+
+  Stop it, from anywhere:
+    gradfs unmount /mnt/job
+
+Run gradfs COMMAND --help for all options of a command.";
+
+const UP_EXAMPLES: &str = "\
+Examples:
+  One model, four learners, synchronous Adam; at least three must stay:
+    gradfs up --learners 4 --min-learners 3 --reducer adam llama.safetensors /mnt/job
+
+  Two models side by side, as /mnt/job/policy and /mnt/job/value:
+    gradfs up --name policy --name value a.safetensors b.safetensors /mnt/job
+
+  A blank model of 1 GiB of bf16 zeros, contributions added up as they come:
+    gradfs up --size 1GiB --dtype bf16 --reducer sum --consistency async /mnt/job
+
+  The same from a file; a flag or GRADFS_REDUCER=sgd would override its line:
+    printf 'size = \"1GiB\"\\ndtype = \"bf16\"\\nreducer = \"sum\"\\nmount = \"/mnt/job\"\\n' > job.toml
+    gradfs up --config job.toml
+
+Every option has a key for the file (--block-size: block_size; the arguments: models and mount) and
+an environment variable (GRADFS_BLOCK_SIZE). Flags beat the environment, which beats the file.
+Settings of the job can be changed while it runs:
+    echo 0.01 > /mnt/job/llama/control/learning_rate";
+
+/// A parameter server that you mount: a model is a directory, reading `weights` returns the newest
+/// version, writing `gradients` contributes to the next one.
+#[derive(Debug, Parser)]
+#[command(name = "gradfs", version, arg_required_else_help = true, after_help = EXAMPLES, max_term_width = 100)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+    /// Say more: -v informs, -vv debugs (GRADFS_LOG takes a filter instead)
+    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
+    pub verbose: u8,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Load models, mount them and serve until stopped
+    #[command(
+        after_help = UP_EXAMPLES,
+        override_usage = "gradfs up [OPTIONS] MODEL.safetensors... MOUNT\n       \
+                          gradfs up [OPTIONS] --size SIZE MOUNT\n       gradfs up --config FILE"
+    )]
+    Up(Box<UpArgs>),
+    /// Unmount a gradfs mount, whether its daemon lives or not
+    Unmount {
+        /// The directory it is mounted on
+        #[arg(value_name = "MOUNT", value_hint = ValueHint::DirPath)]
+        mountpoint: PathBuf,
+        /// Detach it even while files are open; they keep working until closed if its daemon lives
+        #[arg(long)]
+        lazy: bool,
+    },
+    /// Print a completion script, for example: gradfs completions bash > /etc/bash_completion.d/gradfs
+    Completions {
+        /// The shell it is for
+        shell: clap_complete::Shell,
+    },
+}
+
+/// The arguments of `gradfs up`.
+#[derive(Args, Debug, Default)]
+pub struct UpArgs {
+    /// Models to serve, in safetensors format, then the empty directory to mount on
+    #[arg(value_name = "MODEL.safetensors... MOUNT", value_hint = ValueHint::AnyPath, hide_possible_values = true)]
+    paths: Vec<PathBuf>,
+    /// TOML file with the same options as keys
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    config: Option<PathBuf>,
+
+    /// Serve a blank model of this size instead of files: 1GiB, 1048576
+    #[arg(long, value_name = "SIZE", help_heading = "Models")]
+    size: Option<String>,
+    /// Element type of the blank model [default: f32]
+    #[arg(long, value_parser = PossibleValuesParser::new(DTYPES), help_heading = "Models")]
+    dtype: Option<String>,
+    /// Directory of a model, once per model [default: the file's name; `model` if blank]
+    #[arg(long, value_name = "NAME", help_heading = "Models")]
+    name: Vec<String>,
+    /// Unit of transfer, locking and versioning: a power of two, 64KiB to 4MiB [default: 256KiB]
+    #[arg(long, value_name = "SIZE", help_heading = "Models")]
+    block_size: Option<String>,
+
+    /// What becomes of contributions [default: sgd]
+    #[arg(long, value_parser = PossibleValuesParser::new(REDUCERS), help_heading = "Job")]
+    reducer: Option<String>,
+    /// Whether a version needs all active learners, or every contribution makes one [default: sync]
+    #[arg(long, value_parser = PossibleValuesParser::new(CONSISTENCIES), help_heading = "Job")]
+    consistency: Option<String>,
+    /// Learners to wait for before the first version [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Job")]
+    learners: Option<String>,
+    /// Stop below this many active learners [default: 1]
+    #[arg(long, value_name = "N", help_heading = "Job")]
+    min_learners: Option<String>,
+    /// Silence after which a learner leaves; 0 is never [default: 60]
+    #[arg(long, value_name = "SECONDS", help_heading = "Job")]
+    lease: Option<String>,
+    /// Longest wait of an open, fsync or close [default: 60]
+    #[arg(long, value_name = "SECONDS", help_heading = "Job")]
+    timeout: Option<String>,
+    /// Older versions to keep under versions/ [default: 1]
+    #[arg(long, value_name = "K", help_heading = "Job")]
+    retain: Option<String>,
+    /// Most version buffers at once: newest, next, retained and held open [default: 16]
+    #[arg(long, value_name = "N", help_heading = "Job")]
+    max_versions: Option<String>,
+    /// What to do with a contribution that holds NaN or Inf [default: reject]
+    #[arg(long, value_parser = PossibleValuesParser::new(NONFINITES), help_heading = "Job")]
+    nonfinite: Option<String>,
+
+    /// Step size of the optimizers [default: 0.01]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    learning_rate: Option<String>,
+    /// Weight of the running gradient (momentum, nesterov) [default: 0.9]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    momentum: Option<String>,
+    /// Share of the new gradient left out (momentum) [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    dampening: Option<String>,
+    /// Decay of the first moment (adam, adamw) [default: 0.9]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    beta1: Option<String>,
+    /// Decay of the second moment (adam, adamw) [default: 0.999]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    beta2: Option<String>,
+    /// Added to the denominator (adam, adamw) [default: 1e-8]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    epsilon: Option<String>,
+    /// Pull towards zero, decoupled for adamw [default: 0]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    weight_decay: Option<String>,
+    /// How much of the old weights stays (sum): 1 adds to them, 0 is an all-reduce [default: 1]
+    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    carry: Option<String>,
+    /// What an optimizer sees of several contributions [default: mean]
+    #[arg(long, value_parser = PossibleValuesParser::new(AGGREGATIONS), help_heading = "Optimizer")]
+    aggregation: Option<String>,
+
+    /// Threads that serve the filesystem [default: 2]
+    #[arg(long, value_name = "N", help_heading = "Daemon")]
+    threads: Option<String>,
+    /// Let other users use the mount (/etc/fuse.conf may have to permit it)
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          hide_possible_values = true, help_heading = "Daemon")]
+    allow_other: Option<String>,
+    /// Serve reads through the daemon even where the kernel could bypass it
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          hide_possible_values = true, help_heading = "Daemon")]
+    no_passthrough: Option<String>,
+}
+
+impl UpArgs {
+    /// The configuration that these flags, the environment `variables` and the file they name ask for.
+    pub fn config(
+        self,
+        variables: impl IntoIterator<Item = (OsString, OsString)>,
+    ) -> Result<UpConfig, Error> {
+        let variables: Vec<_> = variables.into_iter().collect();
+        let file = self.config.clone().or_else(|| {
+            let named = variables.iter().find(|(name, value)| name == CONFIG_VARIABLE && !value.is_empty());
+            named.map(|(_, value)| value.into())
+        });
+        let mut layers = vec![self.layer(), Layer::environment(variables)];
+        if let Some(path) = file {
+            layers.push(Layer::file(&path)?);
+        }
+        UpConfig::merge(&layers)
+    }
+
+    fn layer(mut self) -> Layer {
+        let mut layer = Layer::flags();
+        layer.set("mount", self.paths.pop());
+        layer.set("models", self.paths);
+        layer.set("name", self.name);
+        for (key, value) in [
+            ("size", self.size),
+            ("dtype", self.dtype),
+            ("block_size", self.block_size),
+            ("reducer", self.reducer),
+            ("consistency", self.consistency),
+            ("learners", self.learners),
+            ("min_learners", self.min_learners),
+            ("lease", self.lease),
+            ("timeout", self.timeout),
+            ("retain", self.retain),
+            ("max_versions", self.max_versions),
+            ("nonfinite", self.nonfinite),
+            ("learning_rate", self.learning_rate),
+            ("momentum", self.momentum),
+            ("dampening", self.dampening),
+            ("beta1", self.beta1),
+            ("beta2", self.beta2),
+            ("epsilon", self.epsilon),
+            ("weight_decay", self.weight_decay),
+            ("carry", self.carry),
+            ("aggregation", self.aggregation),
+            ("threads", self.threads),
+            ("allow_other", self.allow_other),
+            ("no_passthrough", self.no_passthrough),
+        ] {
+            layer.set(key, value);
+        }
+        layer
+    }
+}
+
+/// Parses a command line. On `Err`, everything is printed, and it is the exit code.
+pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Cli, u8> {
+    use clap::error::ErrorKind::{DisplayHelp, DisplayHelpOnMissingArgumentOrSubcommand, DisplayVersion};
+    Cli::try_parse_from(arguments).map_err(|error| {
+        match error.kind() {
+            DisplayHelp | DisplayVersion | DisplayHelpOnMissingArgumentOrSubcommand => {
+                // A reader that closed the pipe has seen enough.
+                let _ = error.print();
+            }
+            _ => eprint!("gradfs: {}", error.render()),
+        }
+        u8::try_from(error.exit_code()).unwrap_or(2)
+    })
+}
+
+/// Prints the completion script for `shell`.
+pub fn completions(shell: clap_complete::Shell) -> Result<(), Error> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "gradfs", &mut script);
+    std::io::stdout()
+        .write_all(&script)
+        .map_err(|e| Error::new("cannot write the completion script").caused_by(e))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    use super::*;
+    use crate::config::{KEYS, ModelSource};
+
+    fn up(arguments: &str, variables: &[(&str, &str)]) -> Result<UpConfig, Error> {
+        let words = ["gradfs", "up"].into_iter().chain(arguments.split_whitespace());
+        let cli = Cli::try_parse_from(words).map_err(|e| Error::usage(e.to_string()))?;
+        let Command::Up(args) = cli.command else { panic!("not up") };
+        args.config(variables.iter().map(|(k, v)| (k.into(), v.into())))
+    }
+
+    #[test]
+    fn the_definition_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_key_is_a_flag_and_every_flag_a_key() {
+        let command = Cli::command();
+        let up = command.find_subcommand("up").unwrap();
+        let flags: BTreeSet<&str> = up.get_arguments().map(|arg| arg.get_id().as_str()).collect();
+        for key in KEYS.iter().filter(|key| !matches!(key.name, "models" | "mount")) {
+            assert!(flags.contains(key.name), "{} has no flag", key.name);
+        }
+        assert_eq!(flags.len(), KEYS.len() - 2 + 2, "paths and config, but no models and mount: {flags:?}");
+    }
+
+    #[test]
+    fn the_last_path_is_the_mountpoint() {
+        let config = up("a.safetensors b.safetensors /mnt", &[]).unwrap();
+        assert_eq!(config.models.len(), 2);
+        assert_eq!(config.mountpoint, Path::new("/mnt"));
+        let config = up("--size 1GiB --dtype f16 --name x /mnt", &[]).unwrap();
+        assert!(matches!(config.models[0].source, ModelSource::Blank { .. }));
+        assert!(up("/mnt", &[]).is_err());
+        assert!(up("", &[]).is_err());
+        assert!(up("--size 1GiB a.safetensors /mnt", &[]).is_err());
+    }
+
+    #[test]
+    fn every_option_reaches_the_configuration() {
+        let mut words = String::from("--size 1MiB --block-size 64KiB --threads 3 --allow-other /mnt");
+        let texts = [
+            ("reducer", "adamw"),
+            ("consistency", "async"),
+            ("learners", "4"),
+            ("min_learners", "2"),
+            ("lease", "2.5"),
+            ("timeout", "7"),
+            ("retain", "3"),
+            ("max_versions", "9"),
+            ("nonfinite", "accept"),
+            ("learning_rate", "1e-3"),
+            ("momentum", "0.5"),
+            ("dampening", "0.25"),
+            ("beta1", "0.8"),
+            ("beta2", "0.9"),
+            ("epsilon", "1e-6"),
+            ("weight_decay", "0.1"),
+            ("carry", "-0.5"),
+            ("aggregation", "sum"),
+        ];
+        for (key, text) in texts {
+            words.push_str(&format!(" --{} {text}", key.replace('_', "-")));
+        }
+        let config = up(&words, &[]).unwrap();
+        assert_eq!(config.settings.len(), texts.len());
+        for (key, text) in texts {
+            assert_eq!(config.settings[key], text);
+        }
+        assert_eq!((config.block_size, config.threads), (64 << 10, 3));
+        assert!(config.allow_other && config.passthrough);
+    }
+
+    #[test]
+    fn a_switch_can_be_turned_off_again() {
+        let variables = [("GRADFS_ALLOW_OTHER", "1"), ("GRADFS_NO_PASSTHROUGH", "1")];
+        let config = up("--size 1MiB /mnt", &variables).unwrap();
+        assert!(config.allow_other && !config.passthrough);
+        let config = up("--size 1MiB --allow-other=false --no-passthrough=no /mnt", &variables).unwrap();
+        assert!(!config.allow_other && config.passthrough);
+    }
+
+    #[test]
+    fn the_file_is_found_by_flag_or_variable() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("job.toml");
+        std::fs::write(&path, "size = '1MiB'\nmount = 'mnt'\nreducer = 'sum'").unwrap();
+        let shown = path.to_str().unwrap();
+        let config = up(&format!("--config {shown}"), &[]).unwrap();
+        assert_eq!(config.mountpoint, directory.path().join("mnt"));
+        let config = up("--reducer adam", &[(CONFIG_VARIABLE, shown)]).unwrap();
+        assert_eq!(config.settings["reducer"], "adam");
+        let error = up("--config /nonexistent", &[(CONFIG_VARIABLE, shown)]).unwrap_err();
+        assert!(error.message.contains("/nonexistent"));
+    }
+
+    #[test]
+    fn wrong_words_are_refused() {
+        assert!(up("--reducer SGD --size 1MiB /mnt", &[]).is_err());
+        assert!(up("--frobnicate --size 1MiB /mnt", &[]).is_err());
+        assert_eq!(parse(["gradfs", "down"].map(OsString::from)).unwrap_err(), 2);
+    }
+}

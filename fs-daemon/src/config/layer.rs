@@ -1,0 +1,327 @@
+//! The sources of a configuration: each gives texts by key, and knows how to name where they are from.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use crate::error::Error;
+
+/// A thing that can be configured: `--some-key`, `GRADFS_SOME_KEY` and `some_key` in a file.
+#[derive(Clone, Copy, Debug)]
+pub struct Key {
+    /// Its name, in snake case.
+    pub name: &'static str,
+    /// What its value looks like.
+    pub kind: Kind,
+    /// Whether it is a job setting, with a `control/` file of the same name.
+    pub setting: bool,
+}
+
+/// What a value looks like.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    /// One path.
+    Path,
+    /// Any number of paths.
+    Paths,
+    /// Any number of names.
+    Names,
+    /// Bytes, with or without a unit.
+    Size,
+    /// True or false.
+    Switch,
+    /// A whole number, at least this.
+    Whole(u64),
+    /// A finite number.
+    Number,
+    /// A finite number of seconds, not negative.
+    Seconds,
+    /// One of these words.
+    Word(&'static [&'static str]),
+}
+
+/// Element types of a blank model.
+pub const DTYPES: &[&str] = &["f32", "f16", "bf16"];
+/// What a shard can do with contributions.
+pub const REDUCERS: &[&str] = &["sum", "sgd", "momentum", "nesterov", "adam", "adamw", "assign"];
+/// Which contributions a version waits for.
+pub const CONSISTENCIES: &[&str] = &["sync", "async"];
+/// What an optimizer sees of several contributions.
+pub const AGGREGATIONS: &[&str] = &["mean", "sum"];
+/// What becomes of NaN and Inf.
+pub const NONFINITES: &[&str] = &["reject", "accept"];
+
+/// Every key.
+pub const KEYS: &[Key] = &[
+    key("models", Kind::Paths),
+    key("mount", Kind::Path),
+    key("name", Kind::Names),
+    key("size", Kind::Size),
+    key("dtype", Kind::Word(DTYPES)),
+    key("block_size", Kind::Size),
+    key("threads", Kind::Whole(1)),
+    key("allow_other", Kind::Switch),
+    key("no_passthrough", Kind::Switch),
+    setting("reducer", Kind::Word(REDUCERS)),
+    setting("consistency", Kind::Word(CONSISTENCIES)),
+    setting("learners", Kind::Whole(1)),
+    setting("min_learners", Kind::Whole(1)),
+    setting("lease", Kind::Seconds),
+    setting("timeout", Kind::Seconds),
+    setting("retain", Kind::Whole(0)),
+    setting("max_versions", Kind::Whole(1)),
+    setting("learning_rate", Kind::Number),
+    setting("momentum", Kind::Number),
+    setting("dampening", Kind::Number),
+    setting("beta1", Kind::Number),
+    setting("beta2", Kind::Number),
+    setting("epsilon", Kind::Number),
+    setting("weight_decay", Kind::Number),
+    setting("carry", Kind::Number),
+    setting("aggregation", Kind::Word(AGGREGATIONS)),
+    setting("nonfinite", Kind::Word(NONFINITES)),
+];
+
+const fn key(name: &'static str, kind: Kind) -> Key {
+    Key { name, kind, setting: false }
+}
+
+const fn setting(name: &'static str, kind: Kind) -> Key {
+    Key { name, kind, setting: true }
+}
+
+fn known(name: &str) -> Option<&'static Key> {
+    KEYS.iter().find(|key| key.name == name)
+}
+
+/// Prefix of environment variables that set keys.
+const PREFIX: &str = "GRADFS_";
+/// Names the configuration file.
+pub const CONFIG_VARIABLE: &str = "GRADFS_CONFIG";
+
+/// One source of values.
+#[derive(Clone, Debug)]
+pub struct Layer {
+    source: Source,
+    values: BTreeMap<&'static str, Vec<OsString>>,
+}
+
+#[derive(Clone, Debug)]
+enum Source {
+    Flags,
+    Environment,
+    File(PathBuf),
+}
+
+impl Layer {
+    /// The command line, to be filled with [`Layer::set`].
+    pub fn flags() -> Layer {
+        Layer { source: Source::Flags, values: BTreeMap::new() }
+    }
+
+    /// Gives `key` these values; with none, it stays unset.
+    pub fn set<T: Into<OsString>>(&mut self, key: &'static str, values: impl IntoIterator<Item = T>) {
+        debug_assert!(known(key).is_some(), "{key} is no key");
+        let values: Vec<OsString> = values.into_iter().map(Into::into).collect();
+        if !values.is_empty() {
+            self.values.insert(key, values);
+        }
+    }
+
+    /// The variables `GRADFS_<KEY>` among `variables`; empty ones count as unset. `GRADFS_MODELS` is
+    /// separated by colons, `GRADFS_NAME` by commas.
+    pub fn environment(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Layer {
+        let mut layer = Layer { source: Source::Environment, values: BTreeMap::new() };
+        for (variable, value) in variables {
+            let Some(name) = variable.to_str().and_then(|v| v.strip_prefix(PREFIX)) else { continue };
+            let Some(key) = known(&name.to_lowercase()).filter(|_| name == name.to_uppercase()) else {
+                // Others may use the prefix, so this is no error; but a slip of the pen should show.
+                if !matches!(name, "CONFIG" | "LOG")
+                    && let Some(meant) = nearest(&name.to_lowercase(), 2)
+                {
+                    let meant = meant.to_uppercase();
+                    tracing::warn!("{PREFIX}{name} means nothing to gradfs: did you mean {PREFIX}{meant}?");
+                }
+                continue;
+            };
+            let values = match key.kind {
+                _ if value.is_empty() => continue,
+                Kind::Paths => std::env::split_paths(&value).map(PathBuf::into_os_string).collect(),
+                Kind::Names => match value.to_str() {
+                    Some(text) => text.split(',').map(|name| name.trim().into()).collect(),
+                    None => vec![value],
+                },
+                _ => vec![value],
+            };
+            layer.values.insert(key.name, values);
+        }
+        layer
+    }
+
+    /// The configuration file at `path`.
+    pub fn file(path: &Path) -> Result<Layer, Error> {
+        let text = std::fs::read_to_string(path).map_err(|e| {
+            Error::usage(format!("cannot read the configuration {}", path.display()))
+                .caused_by(e)
+                .hint(format!("--config and {CONFIG_VARIABLE} name a TOML file"))
+        })?;
+        Layer::from_toml(path, &text)
+    }
+
+    /// The configuration `text`, read from `path`. Relative paths in it start from its directory.
+    pub fn from_toml(path: &Path, text: &str) -> Result<Layer, Error> {
+        let shown = path.display();
+        let table: toml::Table = text.parse().map_err(|e: toml::de::Error| {
+            Error::usage(format!("{shown} is not valid TOML"))
+                .caused_by(e.to_string().trim_end().to_owned())
+                .hint("write one setting a line: key = value, with texts in double quotes")
+        })?;
+        let mut layer = Layer { source: Source::File(path.to_owned()), values: BTreeMap::new() };
+        for (name, value) in table {
+            let Some(key) = known(&name) else {
+                let hint = match nearest(&name, usize::MAX) {
+                    Some(meant) => format!("did you mean {meant}?"),
+                    None => "see gradfs up --help for the keys".into(),
+                };
+                return Err(Error::usage(format!("{shown}: unknown key {name}")).hint(hint));
+            };
+            let many = matches!(key.kind, Kind::Paths | Kind::Names);
+            let values = match value {
+                toml::Value::Array(values) if many => values.into_iter().map(scalar).collect(),
+                value => scalar(value).map(|value| vec![value]),
+            };
+            let Some(mut values) = values else {
+                let wanted = if many { "a text or a list of texts" } else { "a single value" };
+                return Err(Error::usage(format!("{shown}: {name} must be {wanted}")));
+            };
+            if matches!(key.kind, Kind::Path | Kind::Paths) {
+                let base = path.parent().unwrap_or(Path::new(""));
+                values.iter_mut().for_each(|value| *value = base.join(&value).into());
+            }
+            layer.set(key.name, values);
+        }
+        Ok(layer)
+    }
+
+    /// The values of `key`.
+    pub fn get(&self, key: &str) -> Option<&[OsString]> {
+        self.values.get(key).map(Vec::as_slice)
+    }
+
+    /// How a user would call the place where `key` was given.
+    pub fn origin(&self, key: &str) -> String {
+        match &self.source {
+            Source::Flags if matches!(key, "models" | "mount") => key.into(),
+            Source::Flags => format!("--{}", key.replace('_', "-")),
+            Source::Environment => format!("{PREFIX}{}", key.to_uppercase()),
+            Source::File(path) => format!("{}: {key}", path.display()),
+        }
+    }
+}
+
+/// A TOML value as the text one would have given as a flag.
+fn scalar(value: toml::Value) -> Option<OsString> {
+    Some(match value {
+        toml::Value::String(text) => text.into(),
+        toml::Value::Integer(number) => number.to_string().into(),
+        toml::Value::Float(number) => number.to_string().into(),
+        toml::Value::Boolean(yes) => yes.to_string().into(),
+        toml::Value::Datetime(_) | toml::Value::Array(_) | toml::Value::Table(_) => return None,
+    })
+}
+
+/// The key that needs the fewest edits to become `name`, at most `limit`.
+fn nearest(name: &str, limit: usize) -> Option<&'static str> {
+    let plain = name.replace('-', "_").to_lowercase();
+    KEYS.iter()
+        .map(|key| (edits(&plain, key.name), key.name))
+        .min()
+        .filter(|(edits, _)| *edits <= limit)
+        .map(|(_, name)| name)
+}
+
+/// Levenshtein distance.
+fn edits(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = row[0];
+        row[0] = i + 1;
+        for (j, y) in b.iter().enumerate() {
+            let swapped = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = swapped.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn distances() {
+        assert_eq!(edits("", "abc"), 3);
+        assert_eq!(edits("kitten", "sitting"), 3);
+        assert_eq!(edits("same", "same"), 0);
+        assert_eq!(nearest("block-size", 0), Some("block_size"));
+        assert_eq!(nearest("lerning_rate", 2), Some("learning_rate"));
+        assert_eq!(nearest("zzzzzzzzzz", 2), None);
+    }
+
+    #[test]
+    fn unknown_toml_keys_are_named_with_the_nearest() {
+        let error = Layer::from_toml(Path::new("job.toml"), "lerning_rate = 0.1").unwrap_err();
+        assert_eq!(error.message, "job.toml: unknown key lerning_rate");
+        assert_eq!(error.hint.as_deref(), Some("did you mean learning_rate?"));
+        assert_eq!(error.exit_code(), 2);
+        // Sections are keys too.
+        assert!(Layer::from_toml(Path::new("job.toml"), "[reduce]\nx = 1").is_err());
+    }
+
+    #[test]
+    fn toml_values_are_the_texts_of_flags() {
+        let text = "models = ['a.safetensors', '/m/b.safetensors']\nname = 'x'\nsize = 65_536\n\
+                    learning_rate = 1e-3\nallow_other = true\nmount = 'mnt'";
+        let layer = Layer::from_toml(Path::new("/etc/job.toml"), text).unwrap();
+        assert_eq!(layer.get("models").unwrap(), ["/etc/a.safetensors", "/m/b.safetensors"]);
+        assert_eq!(layer.get("mount").unwrap(), ["/etc/mnt"]);
+        assert_eq!(layer.get("name").unwrap(), ["x"]);
+        assert_eq!(layer.get("size").unwrap(), ["65536"]);
+        assert_eq!(layer.get("learning_rate").unwrap(), ["0.001"]);
+        assert_eq!(layer.get("allow_other").unwrap(), ["true"]);
+        assert_eq!(layer.get("threads"), None);
+        assert_eq!(layer.origin("size"), "/etc/job.toml: size");
+    }
+
+    #[test]
+    fn toml_of_the_wrong_shape_is_refused() {
+        for text in ["learners = [1]", "name = [1979-05-27]", "lease = {a = 1}", "size = ", "size 1"] {
+            let error = Layer::from_toml(Path::new("job.toml"), text).unwrap_err();
+            assert!(error.message.starts_with("job.toml"), "{text}: {}", error.message);
+        }
+        assert!(Layer::file(Path::new("/nonexistent/job.toml")).is_err());
+    }
+
+    #[test]
+    fn environment_is_read_by_prefix() {
+        let layer = Layer::environment(
+            [
+                ("GRADFS_LEARNING_RATE", "0.5"),
+                ("GRADFS_NAME", "a, b"),
+                ("GRADFS_MODELS", "/x:/y"),
+                ("GRADFS_THREADS", ""),
+                ("GRADFS_LOG", "debug"),
+                ("GRADFS_learners", "3"),
+                ("HOME", "/root"),
+            ]
+            .map(|(k, v)| (k.into(), v.into())),
+        );
+        assert_eq!(layer.get("learning_rate").unwrap(), ["0.5"]);
+        assert_eq!(layer.get("name").unwrap(), ["a", "b"]);
+        assert_eq!(layer.get("models").unwrap(), ["/x", "/y"]);
+        assert_eq!(layer.values.len(), 3);
+        assert_eq!(layer.origin("learning_rate"), "GRADFS_LEARNING_RATE");
+    }
+}

@@ -1,0 +1,249 @@
+//! Precedence, defaults, and every way to get a configuration wrong.
+
+use super::*;
+
+fn flags(pairs: &[(&'static str, &str)]) -> Layer {
+    let mut layer = Layer::flags();
+    for (key, value) in pairs {
+        // A comma separates values, as nothing here holds one.
+        layer.set(key, value.split(','));
+    }
+    layer
+}
+
+fn environment(pairs: &[(&str, &str)]) -> Layer {
+    Layer::environment(pairs.iter().map(|(k, v)| (k.into(), v.into())))
+}
+
+fn file(text: &str) -> Layer {
+    Layer::from_toml(Path::new("/etc/job.toml"), text).unwrap()
+}
+
+/// A configuration of a blank model with these flags in addition.
+fn blank(pairs: &[(&'static str, &str)]) -> Result<UpConfig, Error> {
+    let mut all = vec![("mount", "/mnt"), ("size", "1MiB")];
+    all.extend_from_slice(pairs);
+    UpConfig::merge(&[flags(&all)])
+}
+
+/// The message and hint with which these flags are refused.
+fn refused(pairs: &[(&'static str, &str)]) -> String {
+    let error = blank(pairs).unwrap_err();
+    assert_eq!(error.exit_code(), 2, "{}", error.message);
+    format!("{} ({})", error.message, error.hint.unwrap_or_default())
+}
+
+#[test]
+fn defaults() {
+    let config = blank(&[]).unwrap();
+    assert_eq!(
+        config,
+        UpConfig {
+            mountpoint: "/mnt".into(),
+            models: vec![ModelSpec {
+                name: "model".into(),
+                source: ModelSource::Blank { bytes: 1 << 20, dtype: DType::F32 },
+            }],
+            block_size: 256 << 10,
+            threads: 2,
+            allow_other: false,
+            passthrough: true,
+            settings: [("reducer", "sgd"), ("consistency", "sync")].map(|(k, v)| (k.into(), v.into())).into(),
+            origins: BTreeMap::new(),
+        }
+    );
+}
+
+#[test]
+fn flags_beat_environment_beats_file_beats_default() {
+    let flag = flags(&[("mount", "/mnt"), ("size", "1MiB"), ("learning_rate", "1")]);
+    let env = environment(&[("GRADFS_LEARNING_RATE", "2"), ("GRADFS_REDUCER", "adam")]);
+    let toml = file("learning_rate = 3.0\nreducer = 'sum'\nthreads = 5\nsize = '4MiB'\nmount = 'x'");
+    let config = UpConfig::merge(&[flag, env.clone(), toml.clone()]).unwrap();
+    assert_eq!(config.settings["learning_rate"], "1");
+    assert_eq!(config.settings["reducer"], "adam");
+    assert_eq!(config.settings["consistency"], "sync");
+    assert_eq!(config.threads, 5);
+    assert_eq!(config.mountpoint, Path::new("/mnt"));
+    assert!(matches!(config.models[0].source, ModelSource::Blank { bytes: 0x10_0000, .. }));
+    assert_eq!(config.origins["learning_rate"], "--learning-rate");
+    assert_eq!(config.origins["reducer"], "GRADFS_REDUCER");
+
+    let config = UpConfig::merge(&[Layer::flags(), env, toml.clone()]).unwrap();
+    assert_eq!(config.settings["learning_rate"], "2");
+    assert_eq!(config.mountpoint, Path::new("/etc/x"));
+
+    let config = UpConfig::merge(&[Layer::flags(), environment(&[]), toml]).unwrap();
+    assert_eq!(config.settings["learning_rate"], "3");
+    assert_eq!(config.origins["learning_rate"], "/etc/job.toml: learning_rate");
+    let error = config.setting_error("learning_rate", "too fast");
+    assert_eq!(error.message, "/etc/job.toml: learning_rate: too fast");
+}
+
+#[test]
+fn complaints_name_the_source() {
+    let env = environment(&[("GRADFS_THREADS", "many")]);
+    let toml = file("mount = '/mnt'\nsize = '1MiB'");
+    let error = UpConfig::merge(&[Layer::flags(), env, toml]).unwrap_err();
+    assert!(error.message.starts_with("GRADFS_THREADS: \"many\""), "{}", error.message);
+    let toml = file("mount = '/mnt'\nsize = '1MiB'\nblock_size = 1000");
+    let error = UpConfig::merge(&[toml]).unwrap_err();
+    assert!(error.message.starts_with("/etc/job.toml: block_size: 1000"), "{}", error.message);
+}
+
+#[test]
+fn models_are_named_after_their_files() {
+    let layer = flags(&[("mount", "/mnt"), ("models", "a.safetensors,/x/b.v2.safetensors")]);
+    let config = UpConfig::merge(&[layer]).unwrap();
+    let names: Vec<_> = config.models.iter().map(|model| model.name.as_str()).collect();
+    assert_eq!(names, ["a", "b.v2"]);
+    assert_eq!(config.models[1].source, ModelSource::File("/x/b.v2.safetensors".into()));
+}
+
+#[test]
+fn names_are_checked() {
+    assert_eq!(blank(&[("name", "llama")]).unwrap().models[0].name, "llama");
+    for bad in ["", ".", "..", "a/b", "a\nb", "a\0b"] {
+        assert!(refused(&[("name", bad)]).contains("cannot name a model"), "{bad:?}");
+    }
+    assert!(refused(&[("name", &"x".repeat(256))]).contains("longer than 255"));
+    assert!(blank(&[("name", &"x".repeat(255))]).is_ok());
+    assert!(refused(&[("name", "a,b")]).contains("2 name(s) for 1 model(s)"));
+
+    let files = ("models", "x/a.safetensors,y/a.safetensors");
+    let error = UpConfig::merge(&[flags(&[("mount", "/mnt"), files])]).unwrap_err();
+    assert_eq!(error.message, "two models are called a");
+    let config = UpConfig::merge(&[flags(&[("mount", "/mnt"), files, ("name", "one,two")])]).unwrap();
+    assert_eq!(config.models[1].name, "two");
+}
+
+#[test]
+fn files_and_blank_exclude_each_other() {
+    assert!(refused(&[("models", "a.safetensors")]).contains("exclude each other"));
+    // But a flag overrides what the file of settings says.
+    let toml = file("size = '1MiB'\ndtype = 'bf16'\nmount = '/mnt'");
+    let config = UpConfig::merge(&[flags(&[("models", "a.safetensors")]), toml.clone()]).unwrap();
+    assert_eq!(config.models[0].name, "a");
+    let error = UpConfig::merge(&[flags(&[("models", "a.safetensors"), ("dtype", "f16")]), toml]);
+    assert!(error.unwrap_err().message.contains("--dtype is of no use"));
+}
+
+#[test]
+fn a_model_and_a_mountpoint_are_needed() {
+    let error = UpConfig::merge(&[flags(&[("mount", "/mnt")])]).unwrap_err();
+    assert_eq!(error.message, "no model is given");
+    let error = UpConfig::merge(&[flags(&[("size", "1MiB")])]).unwrap_err();
+    assert_eq!(error.message, "no mountpoint is given");
+    let error = UpConfig::merge(&[flags(&[("size", "1MiB"), ("mount", "")])]).unwrap_err();
+    assert_eq!(error.message, "no mountpoint is given");
+    let error = UpConfig::merge(&[flags(&[("models", "a"), ("mount", "b.safetensors")])]).unwrap_err();
+    assert!(error.message.contains("looks like a model"), "{}", error.message);
+}
+
+#[test]
+fn sizes() {
+    for (text, bytes) in [
+        ("1048576", 1 << 20),
+        ("256KiB", 256 << 10),
+        ("256 kib", 256 << 10),
+        ("64K", 64 << 10),
+        ("1GiB", 1 << 30),
+        ("2t", 2 << 40),
+        ("1_000B", 1000),
+        ("0", 0),
+    ] {
+        assert_eq!(size("--size", text).unwrap(), bytes, "{text}");
+    }
+    for bad in ["", "GiB", "-1", "1.5GiB", "1e9", "0x10", "1GiBs", "ten", "_", "1 2"] {
+        let error = size("--size", bad).unwrap_err();
+        assert!(error.message.contains("not a size"), "{bad}: {}", error.message);
+    }
+    assert!(size("--size", "1GB").unwrap_err().message.contains("two meanings"));
+    for huge in ["9223372036854775808", "8388608TiB", "99999999TiB"] {
+        assert!(size("--size", huge).unwrap_err().message.contains("more than a file"), "{huge}");
+    }
+    assert!(size("--size", "99999999999999999999").is_err());
+}
+
+#[test]
+fn blank_models_have_whole_elements() {
+    let config = UpConfig::merge(&[flags(&[("mount", "/m"), ("size", "6"), ("dtype", "bf16")])]).unwrap();
+    assert_eq!(config.models[0].source, ModelSource::Blank { bytes: 6, dtype: DType::BF16 });
+    for (size, dtype, says) in [
+        ("6", "f32", "4 bytes is"),
+        ("3", "f32", "4 bytes is"),
+        ("5", "f16", "4 bytes is"),
+        ("0", "f32", "empty"),
+    ] {
+        let message = refused(&[("size", size), ("dtype", dtype)]);
+        assert!(message.contains(says), "{message}");
+    }
+    assert!(refused(&[("dtype", "f64")]).contains("f32, f16, bf16"));
+    assert!(refused(&[("size", "512TiB"), ("block_size", "64KiB")]).contains("--block-size"));
+}
+
+#[test]
+fn block_sizes() {
+    for (text, bytes) in [("64KiB", 64 << 10), ("4MiB", 4 << 20), ("1048576", 1 << 20)] {
+        assert_eq!(blank(&[("block_size", text)]).unwrap().block_size, bytes);
+    }
+    for bad in ["32KiB", "8MiB", "100KiB", "0", "65537"] {
+        assert!(refused(&[("block_size", bad)]).contains("power of two"), "{bad}");
+    }
+    assert!(refused(&[("block_size", "large")]).contains("not a size"));
+}
+
+#[test]
+fn threads_and_switches() {
+    assert_eq!(blank(&[("threads", "8")]).unwrap().threads, 8);
+    for bad in ["0", "-1", "257", "1.5", ""] {
+        assert!(refused(&[("threads", bad)]).contains("whole number"), "{bad}");
+    }
+    assert!(!blank(&[("no_passthrough", "true")]).unwrap().passthrough);
+    assert!(blank(&[("allow_other", "yes")]).unwrap().allow_other);
+    assert!(!blank(&[("allow_other", "0")]).unwrap().allow_other);
+    assert!(refused(&[("allow_other", "maybe")]).contains("true or false"));
+}
+
+#[test]
+fn settings_are_passed_on_and_sanity_checked() {
+    let config = blank(&[("learning_rate", "1e-3"), ("learners", "4"), ("min_learners", "2")]).unwrap();
+    assert_eq!(config.settings["learning_rate"], "1e-3");
+    assert_eq!(config.settings["learners"], "4");
+    for (key, bad) in [
+        ("learning_rate", "fast"),
+        ("learning_rate", "inf"),
+        ("beta1", "NaN"),
+        ("learners", "0"),
+        ("learners", "-2"),
+        ("min_learners", "0"),
+        ("lease", "-1"),
+        ("lease", "inf"),
+        ("timeout", "NaN"),
+        ("timeout", "5s"),
+        ("retain", "-1"),
+        ("max_versions", "0"),
+        ("reducer", "SGD"),
+        ("consistency", "eventual"),
+        ("aggregation", "max"),
+        ("nonfinite", "ignore"),
+    ] {
+        let message = refused(&[(key, bad)]);
+        let origin = format!("--{}: {bad:?} is not", key.replace('_', "-"));
+        assert!(message.starts_with(&origin), "{message}");
+    }
+    assert!(refused(&[("learners", "2"), ("min_learners", "3")]).contains("learners is 2"));
+    assert!(refused(&[("min_learners", "2")]).contains("learners is 1"));
+}
+
+#[test]
+fn texts_must_be_text() {
+    use std::os::unix::ffi::OsStringExt;
+    let mut layer = flags(&[("mount", "/mnt"), ("size", "1MiB")]);
+    layer.set("reducer", [OsString::from_vec(vec![0xff])]);
+    assert!(UpConfig::merge(&[layer]).unwrap_err().message.contains("not valid UTF-8"));
+    // Paths need not be.
+    let mut layer = flags(&[("size", "1MiB")]);
+    layer.set("mount", [OsString::from_vec(b"/mnt/\xff".to_vec())]);
+    assert!(UpConfig::merge(&[layer]).is_ok());
+}

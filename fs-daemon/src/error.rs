@@ -1,0 +1,98 @@
+//! The error a user of `gradfs` sees: what went wrong, what to do about it, and which exit code says so.
+//!
+//! Errors inside the filesystem carry an errno and live with the code that answers the kernel; this
+//! type is for the command line, where a person reads the text.
+
+use std::error::Error as StdError;
+use std::fmt;
+
+/// A failed command: what failed, what the user can do, and the cause underneath.
+#[derive(Debug)]
+pub struct Error {
+    /// What went wrong, naming the offending thing.
+    pub message: String,
+    /// What to do about it.
+    pub hint: Option<String>,
+    /// The cause, shown after the message.
+    pub source: Option<Box<dyn StdError + Send + Sync>>,
+    /// The command was used wrongly, as opposed to having failed: decides the exit code.
+    pub usage: bool,
+}
+
+impl Error {
+    /// The command was right and could not be carried out.
+    pub fn new(message: impl Into<String>) -> Error {
+        Error { message: message.into(), hint: None, source: None, usage: false }
+    }
+
+    /// The command or its configuration is wrong.
+    pub fn usage(message: impl Into<String>) -> Error {
+        Error { usage: true, ..Error::new(message) }
+    }
+
+    /// Adds what the user can do about it.
+    pub fn hint(mut self, hint: impl Into<String>) -> Error {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    /// Adds the cause.
+    pub fn caused_by(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Error {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// 2 for wrong usage, 1 for a failure at run time.
+    pub fn exit_code(&self) -> u8 {
+        if self.usage { 2 } else { 1 }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.source.as_deref().map(|source| source as &(dyn StdError + 'static))
+    }
+}
+
+/// The whole report, as printed on stderr: the message with its causes, then the hint.
+pub fn report(error: &Error) -> String {
+    let mut text = format!("gradfs: error: {}", error.message);
+    let mut cause = StdError::source(error);
+    while let Some(source) = cause {
+        let said = source.to_string();
+        // Many errors repeat their cause in their own text.
+        if !text.ends_with(&said) {
+            text.push_str(": ");
+            text.push_str(&said);
+        }
+        cause = source.source();
+    }
+    if let Some(hint) = &error.hint {
+        text.push_str(&format!("\ngradfs: hint: {hint}"));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn report_names_message_cause_and_hint() {
+        let error = Error::new("cannot read a.safetensors")
+            .caused_by(std::io::Error::other("disk on fire"))
+            .hint("use another disk");
+        assert_eq!(
+            report(&error),
+            "gradfs: error: cannot read a.safetensors: disk on fire\ngradfs: hint: use another disk"
+        );
+        assert_eq!(error.exit_code(), 1);
+        assert_eq!(Error::usage("x").exit_code(), 2);
+    }
+}

@@ -1,0 +1,289 @@
+//! Processes behind FUSE requests, known by pidfd, and how they end (edge module).
+//!
+//! A number can be reused as soon as its process is reaped; a pidfd cannot. A learner that dies by a
+//! signal must not count like one that left, so how it ended matters, and a daemon is not its parent:
+//! the status comes from `/proc` while it is a zombie, and from the pidfd itself once it is reaped.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use parking_lot::Mutex;
+
+use crate::sys::pidfd;
+
+/// Most processes watched at once: each costs a descriptor, and they must not use up the daemon's.
+pub const MAX_WATCHED: usize = 4096;
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// It exited with this code.
+    Code(i32),
+    /// This signal killed it.
+    Signal(i32),
+    /// It is gone, and the system does not tell how.
+    Unknown,
+}
+
+impl Exit {
+    /// From a status as wait(2) gives it.
+    fn from_status(status: i32) -> Exit {
+        match status & 0x7f {
+            0 => Exit::Code((status >> 8) & 0xff),
+            signal => Exit::Signal(signal),
+        }
+    }
+}
+
+impl fmt::Display for Exit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Exit::Code(code) => write!(f, "exited with code {code}"),
+            Exit::Signal(signal) => match nix::sys::signal::Signal::try_from(*signal) {
+                Ok(name) => write!(f, "killed by {name}"),
+                Err(_) => write!(f, "killed by signal {signal}"),
+            },
+            Exit::Unknown => f.write_str("ended in a way the system does not tell"),
+        }
+    }
+}
+
+/// A process, held by a pidfd: it stays this very process whatever happens to its number.
+#[derive(Debug)]
+pub struct Process {
+    tgid: u32,
+    pidfd: OwnedFd,
+}
+
+impl Process {
+    /// The process that thread `tid` belongs to; a FUSE request names the thread. None if it is gone,
+    /// or in a PID namespace that is not ours (the kernel then says 0).
+    pub fn of_thread(tid: u32) -> Option<Process> {
+        let tgid = thread_group(tid)?;
+        let pidfd = pidfd::open(tgid).ok()?;
+        // Had it ended in between, the numbers could be another's; if they still agree with the pidfd
+        // open, the pidfd is of the process we mean.
+        (thread_group(tid)? == tgid).then_some(Process { tgid, pidfd })
+    }
+
+    /// Its process ID.
+    pub fn tgid(&self) -> u32 {
+        self.tgid
+    }
+
+    /// How it ended, or None while it runs. Never blocks.
+    pub fn exited(&self) -> Option<Exit> {
+        self.wait_exit(Duration::ZERO)
+    }
+
+    /// Waits up to `timeout` for its end.
+    pub fn wait_exit(&self, timeout: Duration) -> Option<Exit> {
+        let deadline = Instant::now().checked_add(timeout);
+        loop {
+            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            // Rounded up, so that the last wait does not spin, and cut to what poll(2) can take.
+            let ms = left
+                .map_or(i32::MAX, |left| i32::try_from(left.as_micros().div_ceil(1000)).unwrap_or(i32::MAX));
+            let timeout = PollTimeout::try_from(ms).unwrap_or(PollTimeout::MAX);
+            match poll(&mut [PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)], timeout) {
+                Ok(0) if left.is_some_and(|left| left.is_zero()) => return None,
+                Ok(0) | Err(Errno::EINTR) => {}
+                Ok(_) => return Some(self.status()),
+                Err(_) => return Some(Exit::Unknown),
+            }
+        }
+    }
+
+    /// How it ended; it has.
+    fn status(&self) -> Exit {
+        if let Some(status) = pidfd::exit_status(self.pidfd.as_fd()) {
+            return Exit::from_status(status);
+        }
+        let seen = zombie_status(self.tgid);
+        if !pidfd::reaped(self.pidfd.as_fd()) {
+            // Not reaped even now, so what was read was of this process.
+            return seen.map_or(Exit::Unknown, Exit::from_status);
+        }
+        pidfd::exit_status(self.pidfd.as_fd()).map_or(Exit::Unknown, Exit::from_status)
+    }
+}
+
+impl AsFd for Process {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+}
+
+fn thread_group(tid: u32) -> Option<u32> {
+    if tid == 0 {
+        return None;
+    }
+    let status = fs::read_to_string(format!("/proc/{tid}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("Tgid:"))?.trim().parse().ok()
+}
+
+/// The wait status in `/proc/<pid>/stat` of a zombie, or None if it is none or we may not see it.
+fn zombie_status(pid: u32) -> Option<i32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let status = status_in_stat(&stat)?;
+    // Without permission the field reads 0, like a good end. Links under ns/ need the same permission;
+    // that a zombie has no namespace any more is another error than not being allowed to look.
+    if status == 0
+        && let Err(e) = fs::read_link(format!("/proc/{pid}/ns/user"))
+        && e.kind() == io::ErrorKind::PermissionDenied
+    {
+        return None;
+    }
+    Some(status)
+}
+
+/// Field 52 of a `/proc/<pid>/stat` whose field 3 says zombie.
+fn status_in_stat(stat: &str) -> Option<i32> {
+    // The name, field 2, may hold anything, brackets and spaces too: what follows its last bracket counts.
+    let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
+    let state = fields.next()?;
+    if state != "Z" && state != "X" {
+        return None;
+    }
+    fields.nth(52 - 4)?.parse().ok()
+}
+
+/// Tells when processes end: one thread for all of them.
+#[derive(Debug)]
+pub struct Watcher {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    epoll: Epoll,
+    /// Written to once, to end the thread.
+    stop: EventFd,
+    watched: Mutex<Watched>,
+}
+
+#[derive(Debug, Default)]
+struct Watched {
+    /// By the token that epoll returns: never reused, so that an event can not be taken for another's.
+    processes: HashMap<u64, (Process, u64)>,
+    last_token: u64,
+}
+
+impl Shared {
+    /// Takes a process out of the epoll set before its pidfd closes: closing alone does not while a
+    /// forked child that has not called exec yet holds a copy.
+    fn unregister(&self, process: &Process) {
+        // It can only fail if it is not in the set, and then all is well.
+        let _ = self.epoll.delete(process);
+    }
+}
+
+/// The token of `Shared::stop`; processes count from 1.
+const STOP: u64 = 0;
+
+impl Watcher {
+    /// Starts the thread. It calls `ended` with the key and the end of each watched process, one at a
+    /// time, holding no lock: `ended` may call [`Watcher::watch`] and [`Watcher::forget`].
+    pub fn start(ended: impl FnMut(u64, Exit) + Send + 'static) -> io::Result<Watcher> {
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        let stop = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        epoll.add(&stop, EpollEvent::new(EpollFlags::EPOLLIN, STOP))?;
+        let shared = Arc::new(Shared { epoll, stop, watched: Mutex::default() });
+        let of_thread = Arc::clone(&shared);
+        let thread = thread::Builder::new()
+            .name("gradfs-watcher".into())
+            .spawn(move || run_watcher(&of_thread, ended))?;
+        Ok(Watcher { shared, thread: Some(thread) })
+    }
+
+    /// Watches `process` until it ends; one that has ended already is reported like the others. A key
+    /// may stand for several processes. Fails when [`MAX_WATCHED`] are watched.
+    pub fn watch(&self, process: Process, key: u64) -> io::Result<()> {
+        let mut watched = self.shared.watched.lock();
+        if watched.processes.len() >= MAX_WATCHED {
+            return Err(io::Error::other(format!("{MAX_WATCHED} processes are watched already")));
+        }
+        watched.last_token += 1;
+        let token = watched.last_token;
+        // Under the lock: the thread finds the entry even if the event comes at once.
+        self.shared.epoll.add(&process, EpollEvent::new(EpollFlags::EPOLLIN, token))?;
+        watched.processes.insert(token, (process, key));
+        Ok(())
+    }
+
+    /// Stops watching the processes of `key`. An end that is being reported already still is.
+    pub fn forget(&self, key: u64) {
+        let mut watched = self.shared.watched.lock();
+        for (_, (process, _)) in watched.processes.extract_if(|_, (_, of)| *of == key) {
+            self.shared.unregister(&process);
+        }
+    }
+
+    /// How many processes are watched.
+    pub fn watched(&self) -> usize {
+        self.shared.watched.lock().processes.len()
+    }
+
+    /// Ends the thread; no report comes after this returns (unless called from within one).
+    pub fn shutdown(mut self) {
+        self.stop();
+    }
+
+    fn stop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        // It fails only when the counter is full, and then the thread is awake anyway.
+        let _ = self.shared.stop.write(1);
+        if thread.thread().id() != thread::current().id() {
+            // A callback that panicked has printed so.
+            let _ = thread.join();
+        }
+        self.shared.watched.lock().processes.clear();
+    }
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+fn run_watcher(shared: &Shared, mut ended: impl FnMut(u64, Exit)) {
+    let mut events = [EpollEvent::empty(); 64];
+    loop {
+        let count = match shared.epoll.wait(&mut events, EpollTimeout::NONE) {
+            Ok(count) => count,
+            Err(Errno::EINTR) => continue,
+            Err(e) => {
+                tracing::error!("watching processes failed, their ends go unnoticed from now on: {e}");
+                return;
+            }
+        };
+        for event in &events[..count] {
+            if event.data() == STOP {
+                return;
+            }
+            let found = shared.watched.lock().processes.remove(&event.data());
+            // Forgotten in the meantime: not to be reported.
+            let Some((process, key)) = found else { continue };
+            let exit = process.exited().unwrap_or(Exit::Unknown);
+            // Closed before the callback, which may take its time.
+            shared.unregister(&process);
+            drop(process);
+            ended(key, exit);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,3 @@
+//! System calls that have no safe wrapper elsewhere. All `unsafe` of the daemon is under here.
+
+pub mod pidfd;

@@ -1,0 +1,220 @@
+//! Page-aligned memory that lives in a memfd or in anonymous pages, mapped once and pre-faulted.
+//!
+//! This is one of the modules that may hold `unsafe`. Everything a transport registers, a version
+//! is published in, or a learner maps is a [`Mapping`].
+//!
+//! # The aliasing rule
+//! A mapping is shared between threads (and, through its descriptor, between processes), so it
+//! cannot hand out Rust references under the borrow checker's rules by itself. [`Mapping::bytes`]
+//! and [`Mapping::bytes_mut`] are therefore `unsafe`: their callers promise that for the life of the
+//! slice nobody writes what they read, and nobody touches what they write. Block ownership in the
+//! shard and byte ranges in the contribution tracker are what keeps that promise.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+/// A run of mapped pages, unmapped when dropped.
+#[derive(Debug)]
+pub struct Mapping {
+    fd: Option<OwnedFd>,
+    address: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the pages stay mapped until drop, and the pointer is only turned into references by
+// functions whose callers uphold the aliasing rule above.
+unsafe impl Send for Mapping {}
+// SAFETY: as for Send; `&Mapping` gives no access to the bytes without that promise.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// `len` zero bytes (> 0) in a new memfd called `name` (as seen in /proc/*/maps).
+    ///
+    /// # Errors
+    /// ENOMEM, EMFILE or what else the kernel says.
+    pub fn memfd(name: &str, len: usize) -> io::Result<Mapping> {
+        let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC)?;
+        nix::unistd::ftruncate(&fd, i64::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?)?;
+        let size = len.try_into().map_err(|_| io::ErrorKind::InvalidInput)?;
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
+        let address = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, &fd, 0)? };
+        Ok(Mapping { fd: Some(fd), address: address.cast(), len })
+    }
+
+    /// `len` zero bytes (> 0) of private memory, in huge pages where the kernel has them.
+    ///
+    /// # Errors
+    /// ENOMEM or what else the kernel says.
+    pub fn anonymous(len: usize) -> io::Result<Mapping> {
+        let size = len.try_into().map_err(|_| io::ErrorKind::InvalidInput)?;
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
+        let address = unsafe { mmap_anonymous(None, size, protection, flags)? };
+        let mapping = Mapping { fd: None, address: address.cast(), len };
+        // SAFETY: advice on our own pages. A kernel without huge pages says EINVAL, which is no loss.
+        let _ = unsafe { madvise(address, len, MmapAdvise::MADV_HUGEPAGE) };
+        Ok(mapping)
+    }
+
+    /// Takes every page now, so that no request pays for a first touch.
+    ///
+    /// # Errors
+    /// ENOMEM when the memory is not there.
+    pub fn prefault(&self) -> io::Result<()> {
+        const CHUNK: usize = 64 << 20;
+        let mut done = 0;
+        while done < self.len {
+            let len = CHUNK.min(self.len - done);
+            // SAFETY: the range lies inside the mapping; populating does not change contents.
+            let rc = unsafe {
+                libc::madvise(self.address.as_ptr().add(done).cast(), len, libc::MADV_POPULATE_WRITE)
+            };
+            if rc != 0 {
+                let error = io::Error::last_os_error();
+                // Kernels before 5.14 do not know the advice: touch the pages by hand.
+                if error.raw_os_error() == Some(libc::EINVAL) {
+                    self.touch();
+                    return Ok(());
+                }
+                return Err(error);
+            }
+            done += len;
+        }
+        Ok(())
+    }
+
+    fn touch(&self) {
+        for offset in (0..self.len).step_by(4096) {
+            // SAFETY: in bounds; an atomic add of zero faults the page in and changes no byte, whoever
+            // else is at work on it.
+            unsafe {
+                let byte = self.address.as_ptr().add(offset).cast::<std::sync::atomic::AtomicU8>();
+                (*byte).fetch_add(0, std::sync::atomic::Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Length in bytes.
+    #[allow(clippy::len_without_is_empty)] // never empty
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The descriptor behind it; `None` for anonymous memory.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(|fd| fd.as_fd())
+    }
+
+    /// Copies `data` in at `offset`.
+    ///
+    /// # Panics
+    /// When the range is out of bounds.
+    ///
+    /// # Safety
+    /// Nobody reads or writes that range meanwhile (see the module's rule).
+    pub unsafe fn write(&self, offset: usize, data: &[u8]) {
+        // SAFETY: passed on to the caller.
+        unsafe { self.bytes_mut(offset..offset + data.len()) }.copy_from_slice(data);
+    }
+
+    /// The bytes of `range`.
+    ///
+    /// # Panics
+    /// When the range is out of bounds.
+    ///
+    /// # Safety
+    /// Nobody writes that range while the slice lives.
+    pub unsafe fn bytes(&self, range: Range<usize>) -> &[u8] {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
+        // SAFETY: in bounds of live pages; aliasing is the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr().add(range.start), range.len()) }
+    }
+
+    /// The bytes of `range`, to write.
+    ///
+    /// # Panics
+    /// When the range is out of bounds.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes that range while the slice lives.
+    #[allow(clippy::mut_from_ref)] // that is what the safety contract is about
+    pub unsafe fn bytes_mut(&self, range: Range<usize>) -> &mut [u8] {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} bytes", self.len);
+        // SAFETY: in bounds of live pages; aliasing is the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr().add(range.start), range.len()) }
+    }
+
+    /// `range` (in elements) as fp32.
+    ///
+    /// # Panics
+    /// When the range is out of bounds.
+    ///
+    /// # Safety
+    /// As for [`Mapping::bytes`].
+    pub unsafe fn floats(&self, range: Range<usize>) -> &[f32] {
+        assert!(range.start <= range.end && range.end <= self.len / 4, "{range:?} of {} bytes", self.len);
+        // SAFETY: page-aligned start plus a multiple of four; any bits are an f32.
+        unsafe {
+            std::slice::from_raw_parts(self.address.as_ptr().cast::<f32>().add(range.start), range.len())
+        }
+    }
+
+    /// `range` (in elements) as fp32, to write.
+    ///
+    /// # Panics
+    /// When the range is out of bounds.
+    ///
+    /// # Safety
+    /// As for [`Mapping::bytes_mut`].
+    #[allow(clippy::mut_from_ref)] // as for bytes_mut
+    pub unsafe fn floats_mut(&self, range: Range<usize>) -> &mut [f32] {
+        assert!(range.start <= range.end && range.end <= self.len / 4, "{range:?} of {} bytes", self.len);
+        // SAFETY: page-aligned start plus a multiple of four; any bits are an f32.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.address.as_ptr().cast::<f32>().add(range.start), range.len())
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and no reference outlives `self` by the borrow rules above.
+        if let Err(error) = unsafe { munmap(self.address.cast(), self.len) } {
+            tracing::error!(%error, "munmap of {} bytes failed", self.len);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memfd_and_mapping_are_the_same_bytes() {
+        let mapping = Mapping::memfd("test", 10_000).unwrap();
+        mapping.prefault().unwrap();
+        // SAFETY: single thread.
+        unsafe { mapping.write(9_990, b"0123456789") };
+        let mut file = vec![0; 10];
+        nix::sys::uio::pread(mapping.fd().unwrap(), &mut file, 9_990).unwrap();
+        assert_eq!(file, b"0123456789");
+        mapping.touch();
+        // SAFETY: single thread.
+        assert_eq!(unsafe { mapping.bytes(9_990..10_000) }, b"0123456789");
+    }
+
+    #[test]
+    #[should_panic(expected = "of 100 bytes")]
+    fn out_of_bounds_panics() {
+        let mapping = Mapping::anonymous(100).unwrap();
+        // SAFETY: single thread.
+        unsafe { mapping.bytes(90..101) };
+    }
+}

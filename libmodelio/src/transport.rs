@@ -1,0 +1,290 @@
+//! A remote machine is a device (RPCH §3.1): memory is registered with a [`Device`] as a
+//! [`Region`], and a [`Channel`] moves bytes between regions of two ends.
+//!
+//! Code above this seam never asks which transport it is on. In process, a region of the shard is
+//! the same memory, so nothing moves; over a network the same calls become pushes and pulls.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use fixedbitset::FixedBitSet;
+
+use crate::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use crate::mmap::Mapping;
+
+/// Which way the bytes go. Named at start, in `status.json` and in messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TransportKind {
+    /// Shard and mount share one address space.
+    InProcess,
+}
+
+impl fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            TransportKind::InProcess => f.write_str("in-process"),
+        }
+    }
+}
+
+/// Names a region to the other end of a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RegionKey(pub u64);
+
+/// Memory registered with a transport, addressable from the other side.
+#[derive(Clone, Debug)]
+pub struct Region {
+    memory: Arc<Mapping>,
+    key: RegionKey,
+}
+
+impl Region {
+    /// For implementors of [`Device`]: `memory` under the key they gave it.
+    pub fn new(memory: Arc<Mapping>, key: RegionKey) -> Region {
+        Region { memory, key }
+    }
+
+    /// The memory itself.
+    pub fn memory(&self) -> &Arc<Mapping> {
+        &self.memory
+    }
+
+    /// Its name on the wire.
+    pub fn key(&self) -> RegionKey {
+        self.key
+    }
+}
+
+/// A local endpoint of one transport: it registers memory and opens channels.
+pub trait Device: Send + Sync {
+    /// What it is.
+    fn kind(&self) -> TransportKind;
+
+    /// Makes `memory` addressable for peers. Not for the data path: register at start, then reuse.
+    ///
+    /// # Errors
+    /// When the transport's limits are reached.
+    fn register(&self, memory: Arc<Mapping>) -> Result<Region, ShardError>;
+
+    /// Opens a channel to the shard that owns the model.
+    ///
+    /// # Errors
+    /// [`ShardError::Unreachable`] when nobody answers.
+    fn connect(&self) -> Result<Arc<dyn Channel>, ShardError>;
+}
+
+/// Names one block of one contribution: the exactly-once key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockSlot {
+    /// Whose.
+    pub learner: LearnerId,
+    /// In which life.
+    pub incarnation: Incarnation,
+    /// Which of its steps.
+    pub step: Step,
+    /// Which block.
+    pub block: BlockId,
+}
+
+/// What the shard did with a block offered by [`Channel::write`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// Reduced on arrival; the payload may be forgotten.
+    Reduced,
+    /// The shard reads it from the learner's staging region at commit (RPCH §3.3, dynamic
+    /// placement): the caller keeps it there.
+    Deferred,
+    /// Taken before: a resend changes nothing.
+    Duplicate,
+}
+
+/// What a contribution consists of when it ends.
+#[derive(Clone, Debug)]
+pub struct CommitNotice {
+    /// Blocks that were sent; others count as zero.
+    pub sent: FixedBitSet,
+    /// Those of them to be read from `staging`.
+    pub deferred: FixedBitSet,
+    /// Those of `deferred` that were never offered whole, so nobody has looked for NaN in them.
+    pub unchecked: FixedBitSet,
+    /// The learner's staging region.
+    pub staging: Region,
+    /// Whether the staging memory stays untouched until the learner opens its next contribution, so
+    /// that the shard may read it later. False where a program has it mapped.
+    pub lendable: bool,
+}
+
+/// Requests that are not bulk data. Each gets exactly one [`Reply`] before its deadline.
+#[derive(Debug)]
+pub enum Message {
+    /// A learner joins under a name.
+    Join {
+        /// As in `learners/<name>`.
+        name: String,
+    },
+    /// A learner leaves; an unfinished contribution is dropped, a committed one stays.
+    Leave {
+        /// Who.
+        learner: LearnerId,
+        /// For the log and the status.
+        reason: LeaveReason,
+    },
+    /// First write of a contribution: which step is it?
+    Open {
+        /// Who.
+        learner: LearnerId,
+    },
+    /// The contribution is complete.
+    Commit {
+        /// Who.
+        learner: LearnerId,
+        /// Which step.
+        step: Step,
+        /// What it holds.
+        notice: CommitNotice,
+    },
+    /// Drop the open contribution.
+    Abort {
+        /// Who.
+        learner: LearnerId,
+    },
+    /// Answered when a version holds the learner's last committed step.
+    AwaitStep {
+        /// Who.
+        learner: LearnerId,
+    },
+    /// A buffer that can become a version by [`Message::Assign`].
+    Allocate,
+    /// Publish the buffer as the next version; bytes outside `written` keep their value.
+    Assign {
+        /// From [`Message::Allocate`].
+        buffer: Region,
+        /// Sorted, disjoint byte ranges that were written.
+        written: Vec<std::ops::Range<u64>>,
+    },
+}
+
+/// Why a learner left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LeaveReason {
+    /// It asked to (rmdir).
+    Asked,
+    /// Its process was killed or failed.
+    Died,
+    /// It was silent past its lease.
+    LeaseExpired,
+}
+
+impl fmt::Display for LeaveReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            LeaveReason::Asked => "left",
+            LeaveReason::Died => "its process died",
+            LeaveReason::LeaseExpired => "silent past its lease",
+        })
+    }
+}
+
+/// Answers to [`Message`]s.
+#[derive(Debug)]
+pub enum Reply {
+    /// Done, nothing to say.
+    Done,
+    /// The learner's identity.
+    Joined {
+        /// Its number.
+        learner: LearnerId,
+        /// Its life.
+        incarnation: Incarnation,
+    },
+    /// A contribution is open.
+    Opened {
+        /// Which step it is.
+        step: Step,
+        /// The staging region still holds the last contribution: stage this one elsewhere.
+        staging_lent: bool,
+    },
+    /// The newest version, which holds what was asked for.
+    Version(Version),
+    /// A buffer of the model's size.
+    Buffer(Region),
+}
+
+/// Called once with the outcome, perhaps from another thread, perhaps before `send` returns.
+pub type Completion = Box<dyn FnOnce(Result<Reply, ShardError>) + Send>;
+
+/// A connection to the shard that moves bytes between two regions.
+pub trait Channel: Send + Sync {
+    /// Offers one whole block of a contribution. Hot path: takes no lock for the length of a copy and
+    /// allocates nothing.
+    ///
+    /// # Errors
+    /// [`ShardError`]; then the block was not taken.
+    fn write(&self, payload: &[u8], slot: BlockSlot) -> Result<Placement, ShardError>;
+
+    /// Reads `local.len()` bytes of the newest version at `offset` of the model.
+    ///
+    /// # Errors
+    /// [`ShardError::OutOfRange`] past the end.
+    fn read(&self, offset: u64, local: &mut [u8]) -> Result<Version, ShardError>;
+
+    /// Sends a message; `done` is called before `timeout` is over.
+    fn send(&self, message: Message, timeout: Duration, done: Completion);
+}
+
+/// What a shard refuses, and why. State is unchanged by a refused request.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ShardError {
+    /// The learner is not (or no longer) in the job, or in another life.
+    #[error("learner {0} is no longer in the job: join again (mkdir learners/<id>)")]
+    UnknownLearner(LearnerId),
+    /// The name is taken by a live learner.
+    #[error("learner {0:?} is already in the job")]
+    NameTaken(String),
+    /// A learner table is full.
+    #[error("the job already has {0} learners, its limit")]
+    TooManyLearners(usize),
+    /// A step that is neither the learner's next nor an earlier one.
+    #[error("step {got} is out of order: step {expected} is next")]
+    StepOutOfOrder {
+        /// What came.
+        got: Step,
+        /// What is next.
+        expected: Step,
+    },
+    /// A block the model does not have, or a payload of another length than the block.
+    #[error("block {block} with {bytes} bytes does not fit the model's layout")]
+    BadBlock {
+        /// The block.
+        block: BlockId,
+        /// The payload.
+        bytes: usize,
+    },
+    /// Offset and length leave the model.
+    #[error("the range leaves the model")]
+    OutOfRange,
+    /// NaN or Inf under `nonfinite=reject`.
+    #[error("block {0} holds NaN or Inf (control/nonfinite is \"reject\"); the contribution is dropped")]
+    NonFinite(BlockId),
+    /// Fewer active learners than `min_learners`.
+    #[error("the job is stopped: {active} active learners, control/min_learners is {needed}")]
+    Stopped {
+        /// Active now.
+        active: u32,
+        /// Needed.
+        needed: u32,
+    },
+    /// The deadline passed.
+    #[error("no answer before the deadline: {0}")]
+    TimedOut(&'static str),
+    /// Nobody there, or it is shutting down.
+    #[error("the shard is not reachable")]
+    Unreachable,
+    /// No memory for what is asked.
+    #[error("out of memory: {0}")]
+    OutOfMemory(String),
+    /// Not in this state.
+    #[error("{0}")]
+    NotAllowed(String),
+}

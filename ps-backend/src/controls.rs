@@ -1,0 +1,387 @@
+//! The settings of a job, one text value each, as `control/<name>` shows and takes them.
+//!
+//! Pure: parsing and validation only. A value that does not parse, or that contradicts another,
+//! is refused and the old one stays.
+
+use std::fmt::Write as _;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::reducer::{Aggregation, Hyper, Reducer};
+
+/// Which contributions a version waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Consistency {
+    /// All active learners.
+    Sync,
+    /// Any one: every contribution makes a version.
+    Async,
+}
+
+/// What happens to NaN and Inf in a contribution.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NonFinite {
+    /// The contribution fails with EINVAL and counts nowhere.
+    Reject,
+    /// They are reduced like any number.
+    Accept,
+}
+
+/// All settings of a job.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Controls {
+    /// What a shard does with contributions.
+    pub reducer: Reducer,
+    /// Its hyper-parameters.
+    pub hyper: Hyper,
+    /// Which contributions a version waits for.
+    pub consistency: Consistency,
+    /// Learners to wait for before the first version.
+    pub learners: u32,
+    /// Below this many active learners the job stops.
+    pub min_learners: u32,
+    /// Silence after which a learner leaves; zero: never.
+    pub lease: Duration,
+    /// Longest wait of an open, fsync or close.
+    pub timeout: Duration,
+    /// Older versions to keep under `versions/`.
+    pub retain: u32,
+    /// Version buffers that may exist: newest, next, retained and held open.
+    pub max_versions: u32,
+    /// NaN and Inf.
+    pub nonfinite: NonFinite,
+}
+
+impl Default for Controls {
+    fn default() -> Controls {
+        Controls {
+            reducer: Reducer::Sgd,
+            hyper: Hyper::default(),
+            consistency: Consistency::Sync,
+            learners: 1,
+            min_learners: 1,
+            lease: Duration::from_secs(60),
+            timeout: Duration::from_secs(60),
+            retain: 1,
+            max_versions: 16,
+            nonfinite: NonFinite::Reject,
+        }
+    }
+}
+
+/// Why a setting is refused. The message names what is valid.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ControlError {
+    /// No such setting.
+    #[error("there is no setting {0:?}")]
+    Unknown(String),
+    /// The value does not parse or is out of range.
+    #[error("{name}: {value:?} is not {expected}")]
+    Invalid {
+        /// The setting.
+        name: &'static str,
+        /// What was given.
+        value: String,
+        /// What would do.
+        expected: &'static str,
+    },
+    /// The value contradicts another setting.
+    #[error("{0}")]
+    Conflict(String),
+}
+
+/// Name and meaning of every setting, in the order `control/` lists them.
+pub const SETTINGS: &[(&str, &str)] = &[
+    ("reducer", "sum, sgd, momentum, nesterov, adam, adamw or assign"),
+    ("consistency", "sync (a version needs all active learners) or async (every contribution makes one)"),
+    ("learning_rate", "step size of the optimizers"),
+    ("momentum", "momentum, nesterov: weight of the running gradient"),
+    ("dampening", "momentum: share of the new gradient left out"),
+    ("beta1", "adam, adamw: decay of the first moment"),
+    ("beta2", "adam, adamw: decay of the second moment"),
+    ("epsilon", "adam, adamw: added to the denominator"),
+    ("weight_decay", "pull towards zero (decoupled for adamw)"),
+    ("carry", "sum: how much of the old weights stays (1 adds to them, 0 is an all-reduce)"),
+    ("aggregation", "optimizers: mean or sum over the contributions"),
+    ("learners", "learners to wait for before the first version"),
+    ("min_learners", "below this many active learners the job stops"),
+    ("lease", "seconds of silence after which a learner leaves; 0 is never"),
+    ("timeout", "longest wait in seconds of an open, fsync or close"),
+    ("retain", "older versions kept under versions/"),
+    ("max_versions", "version buffers that may exist, the held ones included"),
+    ("nonfinite", "NaN and Inf in a contribution: reject or accept"),
+];
+
+impl Controls {
+    /// The present value of `name`, as text; `None` for an unknown name.
+    pub fn get(&self, name: &str) -> Option<String> {
+        let h = &self.hyper;
+        Some(match name {
+            "reducer" => self.reducer.to_string(),
+            "consistency" => match self.consistency {
+                Consistency::Sync => "sync".into(),
+                Consistency::Async => "async".into(),
+            },
+            "learning_rate" => h.learning_rate.to_string(),
+            "momentum" => h.momentum.to_string(),
+            "dampening" => h.dampening.to_string(),
+            "beta1" => h.beta1.to_string(),
+            "beta2" => h.beta2.to_string(),
+            "epsilon" => format!("{:e}", h.epsilon),
+            "weight_decay" => h.weight_decay.to_string(),
+            "carry" => h.carry.to_string(),
+            "aggregation" => match h.aggregation {
+                Aggregation::Mean => "mean".into(),
+                Aggregation::Sum => "sum".into(),
+            },
+            "learners" => self.learners.to_string(),
+            "min_learners" => self.min_learners.to_string(),
+            "lease" => self.lease.as_secs_f64().to_string(),
+            "timeout" => self.timeout.as_secs_f64().to_string(),
+            "retain" => self.retain.to_string(),
+            "max_versions" => self.max_versions.to_string(),
+            "nonfinite" => match self.nonfinite {
+                NonFinite::Reject => "reject".into(),
+                NonFinite::Accept => "accept".into(),
+            },
+            _ => return None,
+        })
+    }
+
+    /// A copy with `name` set to `value` (surrounding white space is ignored).
+    ///
+    /// # Errors
+    /// [`ControlError`]; `self` is not changed in any case.
+    pub fn with(&self, name: &str, value: &str) -> Result<Controls, ControlError> {
+        let (name, _) = SETTINGS
+            .iter()
+            .find(|(known, _)| *known == name)
+            .ok_or_else(|| ControlError::Unknown(name.to_owned()))?;
+        let field = Field { name, value: value.trim() };
+        let mut new = self.clone();
+        let h = &mut new.hyper;
+        match *name {
+            "reducer" => new.reducer = field.parse("sum, sgd, momentum, nesterov, adam, adamw or assign")?,
+            "consistency" => {
+                new.consistency = match field.value {
+                    "sync" => Consistency::Sync,
+                    "async" => Consistency::Async,
+                    _ => return Err(field.invalid("sync or async")),
+                }
+            }
+            "learning_rate" => h.learning_rate = field.float(0.0..=f32::MAX, "a finite number >= 0")?,
+            "momentum" => h.momentum = field.float(0.0..=1.0, "a number from 0 to 1")?,
+            "dampening" => h.dampening = field.float(0.0..=1.0, "a number from 0 to 1")?,
+            "beta1" => h.beta1 = field.below_one()?,
+            "beta2" => h.beta2 = field.below_one()?,
+            "epsilon" => h.epsilon = field.float(0.0..=f32::MAX, "a finite number >= 0")?,
+            "weight_decay" => h.weight_decay = field.float(0.0..=f32::MAX, "a finite number >= 0")?,
+            "carry" => h.carry = field.float(f32::MIN..=f32::MAX, "a finite number")?,
+            "aggregation" => {
+                h.aggregation = match field.value {
+                    "mean" => Aggregation::Mean,
+                    "sum" => Aggregation::Sum,
+                    _ => return Err(field.invalid("mean or sum")),
+                }
+            }
+            "learners" => new.learners = field.count(1)?,
+            "min_learners" => new.min_learners = field.count(1)?,
+            "lease" => new.lease = field.seconds(0.0, "a number of seconds from 0 to a year")?,
+            "timeout" => new.timeout = field.seconds(0.001, "a number of seconds from 0.001 to a year")?,
+            "retain" => new.retain = field.count(0)?,
+            "max_versions" => new.max_versions = field.count(3)?,
+            "nonfinite" => {
+                new.nonfinite = match field.value {
+                    "reject" => NonFinite::Reject,
+                    "accept" => NonFinite::Accept,
+                    _ => return Err(field.invalid("reject or accept")),
+                }
+            }
+            _ => return Err(ControlError::Unknown((*name).to_owned())),
+        }
+        new.validated()
+    }
+
+    fn validated(self) -> Result<Controls, ControlError> {
+        if self.min_learners > self.learners {
+            return Err(ControlError::Conflict(format!(
+                "min_learners ({}) is above learners ({})",
+                self.min_learners, self.learners
+            )));
+        }
+        if self.max_versions < self.retain.saturating_add(3) {
+            return Err(ControlError::Conflict(format!(
+                "max_versions ({}) must be at least retain + 3 ({})",
+                self.max_versions,
+                self.retain.saturating_add(3)
+            )));
+        }
+        Ok(self)
+    }
+
+    /// Applies several settings at once; order does not matter for contradictions between them.
+    ///
+    /// # Errors
+    /// The first [`ControlError`].
+    pub fn with_all<'a>(
+        &self,
+        settings: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Result<Controls, ControlError> {
+        let mut left: Vec<_> = settings.into_iter().collect();
+        let mut controls = self.clone();
+        // A conflict may be resolved by a later setting (learners before min_learners), so go round
+        // until a round brings nothing.
+        loop {
+            let before = left.len();
+            let mut conflict = None;
+            let mut again = Vec::new();
+            for (name, value) in left {
+                match controls.with(name, value) {
+                    Ok(new) => controls = new,
+                    Err(error @ ControlError::Conflict(_)) => {
+                        conflict = Some(error);
+                        again.push((name, value));
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            match conflict {
+                None => return Ok(controls),
+                Some(error) if again.len() == before => return Err(error),
+                Some(_) => left = again,
+            }
+        }
+    }
+
+    /// One `name value` line a setting, for people.
+    pub fn describe(&self) -> String {
+        let mut text = String::new();
+        for (name, meaning) in SETTINGS {
+            let value = self.get(name).unwrap_or_default();
+            let _ = writeln!(text, "{name:<14} {value:<8} {meaning}");
+        }
+        text
+    }
+}
+
+/// A value under its setting's name, for errors.
+struct Field<'a> {
+    name: &'static str,
+    value: &'a str,
+}
+
+impl Field<'_> {
+    fn invalid(&self, expected: &'static str) -> ControlError {
+        ControlError::Invalid { name: self.name, value: self.value.to_owned(), expected }
+    }
+
+    fn parse<T: FromStr>(&self, expected: &'static str) -> Result<T, ControlError> {
+        self.value.parse().map_err(|_| self.invalid(expected))
+    }
+
+    fn float(
+        &self,
+        range: std::ops::RangeInclusive<f32>,
+        expected: &'static str,
+    ) -> Result<f32, ControlError> {
+        let value: f32 = self.parse(expected)?;
+        if range.contains(&value) { Ok(value) } else { Err(self.invalid(expected)) }
+    }
+
+    fn below_one(&self) -> Result<f32, ControlError> {
+        let value = self.float(0.0..=1.0, "a number from 0 to below 1")?;
+        if value < 1.0 { Ok(value) } else { Err(self.invalid("a number from 0 to below 1")) }
+    }
+
+    fn count(&self, least: u32) -> Result<u32, ControlError> {
+        let value: u32 = self.parse("a whole number")?;
+        if (least..=65_536).contains(&value) {
+            return Ok(value);
+        }
+        Err(self.invalid(match least {
+            0 => "a whole number from 0 to 65536",
+            1 => "a whole number from 1 to 65536",
+            _ => "a whole number from 3 to 65536",
+        }))
+    }
+
+    fn seconds(&self, least: f64, expected: &'static str) -> Result<Duration, ControlError> {
+        let value: f64 = self.parse(expected)?;
+        if (least..=31_536_000.0).contains(&value) {
+            Ok(Duration::from_secs_f64(value))
+        } else {
+            Err(self.invalid(expected))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_reads_back_what_was_written() {
+        let mut controls = Controls::default();
+        for (name, value) in [
+            ("learners", "4"),
+            ("min_learners", "2"),
+            ("reducer", "adam"),
+            ("consistency", "async"),
+            ("learning_rate", "0.25"),
+            ("momentum", "0.5"),
+            ("dampening", "0.1"),
+            ("beta1", "0.8"),
+            ("beta2", "0.99"),
+            ("epsilon", "1e-6"),
+            ("weight_decay", "0.01"),
+            ("carry", "0"),
+            ("aggregation", "sum"),
+            ("lease", "2.5"),
+            ("timeout", "0.5"),
+            ("retain", "3"),
+            ("max_versions", "9"),
+            ("nonfinite", "accept"),
+        ] {
+            controls = controls.with(name, &format!("{value}\n")).unwrap();
+            assert_eq!(controls.get(name).as_deref(), Some(value), "{name}");
+        }
+        assert_eq!(SETTINGS.len(), 18);
+        assert!(SETTINGS.iter().all(|(name, _)| controls.get(name).is_some()));
+    }
+
+    #[test]
+    fn bad_values_are_refused_with_what_would_do() {
+        let controls = Controls::default();
+        let error = controls.with("learning_rate", "fast").unwrap_err();
+        assert_eq!(error.to_string(), "learning_rate: \"fast\" is not a finite number >= 0");
+        for (name, value) in [
+            ("learning_rate", "-1"),
+            ("learning_rate", "NaN"),
+            ("learning_rate", "inf"),
+            ("learning_rate", ""),
+            ("beta1", "1"),
+            ("reducer", "SGD2"),
+            ("consistency", "maybe"),
+            ("learners", "0"),
+            ("learners", "-1"),
+            ("lease", "-1"),
+            ("timeout", "0"),
+            ("timeout", "1e300"),
+            ("max_versions", "2"),
+            ("nonfinite", "yes"),
+            ("nothing", "1"),
+        ] {
+            assert!(controls.with(name, value).is_err(), "{name}={value}");
+        }
+    }
+
+    #[test]
+    fn settings_that_contradict_each_other_are_refused() {
+        let controls = Controls::default();
+        assert!(matches!(controls.with("min_learners", "2"), Err(ControlError::Conflict(_))));
+        assert!(matches!(controls.with("retain", "14"), Err(ControlError::Conflict(_))));
+        let both = controls.with_all([("min_learners", "2"), ("learners", "2")]).unwrap();
+        assert_eq!((both.learners, both.min_learners), (2, 2));
+        assert!(controls.with_all([("min_learners", "3"), ("learners", "2")]).is_err());
+    }
+}

@@ -1,0 +1,236 @@
+//! Who is in the job: joining, leaving, leases, and when there are too few.
+
+use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::transport::{LeaveReason, ShardError};
+
+use super::{Action, MAX_LEARNERS, Member, Now, PendingKind, Phase, ShardCore};
+
+/// A learner as the status shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemberView {
+    /// Its number.
+    pub learner: LearnerId,
+    /// Its name.
+    pub name: String,
+    /// Its life.
+    pub incarnation: Incarnation,
+    /// Committed steps.
+    pub step: Step,
+    /// `idle`, `writing` or `committed`.
+    pub phase: &'static str,
+    /// Since its last request.
+    pub silent: Now,
+    /// Versions it takes part in begin after this one.
+    pub joined_at: Version,
+}
+
+impl<S: Clone> ShardCore<S> {
+    /// A learner joins as `name`. In the middle of a step it takes part from the next one.
+    ///
+    /// # Errors
+    /// [`ShardError::NameTaken`], [`ShardError::TooManyLearners`].
+    pub fn join(
+        &mut self,
+        name: &str,
+        now: Now,
+        actions: &mut Vec<Action<S>>,
+    ) -> Result<(LearnerId, Incarnation), ShardError> {
+        if self.members.values().any(|member| member.name == name) {
+            return Err(ShardError::NameTaken(name.to_owned()));
+        }
+        if self.members.len() >= MAX_LEARNERS {
+            return Err(ShardError::TooManyLearners(MAX_LEARNERS));
+        }
+        let learner = LearnerId(self.next_learner);
+        self.next_learner += 1;
+        let incarnation = self.lives.entry(name.to_owned()).or_insert(Incarnation(0));
+        incarnation.0 += 1;
+        let incarnation = *incarnation;
+        let in_mid_step = self.formed
+            && (!self.committed.is_empty()
+                || self.running.is_some()
+                || self.members.values().any(|member| matches!(member.phase, Phase::Open { .. })));
+        let member = Member {
+            name: name.to_owned(),
+            incarnation,
+            joined_at: if in_mid_step { self.version.next() } else { self.version },
+            last_seen: now,
+            attached: false,
+            step: Step(0),
+            unpublished: false,
+            phase: Phase::Idle,
+        };
+        self.members.insert(learner, member);
+        self.formed |= self.members.len() >= self.controls.learners as usize;
+        self.advance(now, actions);
+        Ok((learner, incarnation))
+    }
+
+    /// A learner leaves. What it committed stays; what it was writing is dropped.
+    ///
+    /// # Errors
+    /// [`ShardError::UnknownLearner`].
+    pub fn leave(
+        &mut self,
+        learner: LearnerId,
+        reason: LeaveReason,
+        now: Now,
+        actions: &mut Vec<Action<S>>,
+    ) -> Result<(), ShardError> {
+        self.drop_open(learner)?;
+        self.members.remove(&learner);
+        let mut gone = Vec::new();
+        self.pending.retain(|pending| match &pending.kind {
+            PendingKind::Commit { contribution, .. } if contribution.learner == learner => {
+                gone.push(pending.ticket);
+                false
+            }
+            _ => true,
+        });
+        self.waiters.retain(|waiter| {
+            let stays = waiter.learner != learner;
+            if !stays {
+                gone.push(waiter.ticket);
+            }
+            stays
+        });
+        for ticket in gone {
+            actions.push(Action::Reply(ticket, Err(ShardError::UnknownLearner(learner))));
+        }
+        actions.push(Action::Left { learner, reason });
+        self.stop_if_too_few(actions);
+        self.advance(now, actions);
+        if self.members.is_empty() {
+            // The next ones are a new job: it waits again until all are there.
+            self.formed = false;
+        }
+        Ok(())
+    }
+
+    /// Drops the open contribution of `learner`, if it has one.
+    ///
+    /// # Errors
+    /// [`ShardError::UnknownLearner`].
+    pub fn abort(
+        &mut self,
+        learner: LearnerId,
+        now: Now,
+        actions: &mut Vec<Action<S>>,
+    ) -> Result<(), ShardError> {
+        self.drop_open(learner)?;
+        self.advance(now, actions);
+        Ok(())
+    }
+
+    fn drop_open(&mut self, learner: LearnerId) -> Result<(), ShardError> {
+        let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
+        if matches!(member.phase, Phase::Open { .. }) {
+            member.phase = Phase::Idle;
+            if self.fusing.as_ref().is_some_and(|fusing| fusing.owner == learner) {
+                self.fusing = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sign of life from `learner`. `attached`: a living process is known to use it.
+    pub fn touch(&mut self, learner: LearnerId, attached: Option<bool>, now: Now) {
+        if let Some(member) = self.members.get_mut(&learner) {
+            member.last_seen = now;
+            if let Some(attached) = attached {
+                member.attached = attached;
+            }
+        }
+    }
+
+    /// Learners in the job, by number.
+    pub fn members(&self, now: Now) -> Vec<MemberView> {
+        self.members
+            .iter()
+            .map(|(&learner, member)| MemberView {
+                learner,
+                name: member.name.clone(),
+                incarnation: member.incarnation,
+                step: member.step,
+                phase: match member.phase {
+                    Phase::Open { .. } => "writing",
+                    Phase::Idle if member.unpublished => "committed",
+                    Phase::Idle => "idle",
+                },
+                silent: now.saturating_sub(member.last_seen),
+                joined_at: member.joined_at,
+            })
+            .collect()
+    }
+
+    /// Short description of what the job is doing.
+    pub fn state(&self) -> &'static str {
+        if self.is_stopped() {
+            "stopped"
+        } else if !self.formed {
+            "forming"
+        } else if self.running.is_some() {
+            "reducing"
+        } else {
+            "running"
+        }
+    }
+
+    /// Learners whose lease is over: silent for as long, and either nobody's process, or somebody has
+    /// been waiting for them that long.
+    pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        let lease = self.controls.lease;
+        if lease.is_zero() {
+            return;
+        }
+        let waited = self.waiting_since.is_some_and(|since| now.saturating_sub(since) >= lease);
+        let expired: Vec<LearnerId> = self
+            .members
+            .iter()
+            .filter(|(_, member)| {
+                let waited_for = waited && self.formed && self.takes_part(member);
+                now.saturating_sub(member.last_seen) >= lease
+                    && !member.unpublished
+                    && (waited_for || !member.attached)
+            })
+            .map(|(&learner, _)| learner)
+            .collect();
+        for learner in expired {
+            // Cannot fail: the learner was just found.
+            let _ = self.leave(learner, LeaveReason::LeaseExpired, now, actions);
+        }
+    }
+
+    pub(super) fn is_stopped(&self) -> bool {
+        self.formed && (self.members.len() as u32) < self.controls.min_learners
+    }
+
+    pub(super) fn refuse_if_stopped(&self) -> Result<(), ShardError> {
+        if self.is_stopped() { Err(self.stopped()) } else { Ok(()) }
+    }
+
+    fn stopped(&self) -> ShardError {
+        ShardError::Stopped { active: self.members.len() as u32, needed: self.controls.min_learners }
+    }
+
+    /// Tells those who wait that the job has stopped.
+    pub(super) fn stop_if_too_few(&mut self, actions: &mut Vec<Action<S>>) {
+        if !self.is_stopped() {
+            return;
+        }
+        let error = self.stopped();
+        for waiter in self.waiters.drain(..) {
+            actions.push(Action::Reply(waiter.ticket, Err(error.clone())));
+        }
+        let mut kept = std::collections::VecDeque::new();
+        for pending in self.pending.drain(..) {
+            match pending.kind {
+                PendingKind::Commit { .. } => {
+                    actions.push(Action::Reply(pending.ticket, Err(error.clone())));
+                }
+                PendingKind::Assign { .. } => kept.push_back(pending),
+            }
+        }
+        self.pending = kept;
+    }
+}

@@ -1,0 +1,481 @@
+//! The shard's decisions: who is in the job, which contribution a block belongs to, when a version
+//! is complete. Pure: events and `now` go in, [`Action`]s come out; no socket, no clock, no bytes.
+//!
+//! # How a version is made
+//! Every learner has at most one open contribution. A block of it is either *reduced on arrival*,
+//! straight from the request buffer into the next version's buffer, or *deferred*: it waits in the
+//! learner's staging region, and the shard reads it when the contribution is committed.
+//!
+//! A block may be reduced on arrival only when nothing but its own learner can still undo the
+//! result: in a synchronous job when all other learners have committed, in an asynchronous one when
+//! the learner is alone. The result stays invisible (the old version and the old optimizer state are
+//! untouched: double buffers), so a learner that dies in mid-write leaves no half step: its blocks
+//! are computed again without it. What a learner has committed stays, whatever becomes of it.
+//!
+//! Memory does not grow with the learners: deferred payloads live in the learners' own regions, and
+//! one fp32 accumulator takes what must leave them early (iRDMA §IV-C).
+
+mod commit;
+mod membership;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::transport::{BlockSlot, LeaveReason, ShardError};
+
+use crate::controls::{Consistency, Controls};
+use crate::reducer;
+
+pub use membership::MemberView;
+
+/// Time since the shard started. The core has no clock of its own.
+pub type Now = Duration;
+
+/// Names a request whose answer comes later.
+pub type Ticket = u64;
+
+/// Learners a job can have at once.
+pub const MAX_LEARNERS: usize = 4096;
+
+/// One learner's committed contribution. `S` is where its deferred payload lies.
+#[derive(Clone, Debug)]
+pub struct Contribution<S> {
+    /// Whose.
+    pub learner: LearnerId,
+    /// Blocks it holds; the others count as zero.
+    pub sent: FixedBitSet,
+    /// Blocks to be read from `source`.
+    pub deferred: FixedBitSet,
+    /// The staging memory.
+    pub source: S,
+}
+
+/// What to compute for the next version.
+#[derive(Clone, Debug)]
+pub struct Plan<S> {
+    /// The version it makes.
+    pub version: Version,
+    /// How.
+    pub work: Work<S>,
+    /// Blocks that still have to be computed; the others were reduced on arrival.
+    pub todo: FixedBitSet,
+}
+
+/// The kinds of plan.
+#[derive(Clone, Debug)]
+pub enum Work<S> {
+    /// Reduce contributions.
+    Reduce {
+        /// Reducer, hyper-parameters and counts, fixed for all blocks of the version.
+        step: reducer::Step,
+        /// Optimizer state starts from zero.
+        fresh_state: bool,
+        /// Contributions read from staging, by learner.
+        inputs: Vec<Arc<Contribution<S>>>,
+        /// Blocks for which the accumulator holds the sum of contributions that left staging.
+        accumulated: FixedBitSet,
+    },
+    /// Publish new values that were written to `weights`.
+    Assign {
+        /// The buffer that becomes the version.
+        buffer: S,
+        /// Sorted, disjoint byte ranges that were written.
+        written: Vec<Range<u64>>,
+    },
+}
+
+/// What the edge has to do.
+#[derive(Debug)]
+pub enum Action<S> {
+    /// Add the deferred blocks into the accumulator, then call [`ShardCore::folded`].
+    Fold {
+        /// What to add.
+        contribution: Arc<Contribution<S>>,
+        /// Blocks that the accumulator already holds; others are stored, not added.
+        accumulated: FixedBitSet,
+    },
+    /// Compute a version, then call [`ShardCore::reduced`].
+    Reduce(Arc<Plan<S>>),
+    /// Answer a request.
+    Reply(Ticket, Result<Answer, ShardError>),
+    /// A version is complete.
+    Published(Version),
+    /// A learner is no longer in the job.
+    Left {
+        /// Who.
+        learner: LearnerId,
+        /// Why.
+        reason: LeaveReason,
+    },
+}
+
+/// Answers to requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// The contribution is taken for good.
+    Committed,
+    /// The newest version.
+    Version(Version),
+}
+
+/// What to do with a block just offered.
+#[derive(Debug)]
+pub enum Arrival<S> {
+    /// Reduce it now into the next version, then call [`ShardCore::fused`].
+    Fuse(Arc<Plan<S>>),
+    /// Leave it in the learner's staging region.
+    Defer,
+    /// It was taken before.
+    Duplicate,
+}
+
+/// Answer to the first write of a contribution.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Opening {
+    /// Which step of the learner it is.
+    pub step: Step,
+    /// The learner's last contribution is still to be read from its staging region: this one must be
+    /// staged elsewhere.
+    pub staging_lent: bool,
+}
+
+#[derive(Debug)]
+enum Phase {
+    Idle,
+    Open {
+        step: Step,
+        /// The exactly-once record.
+        received: FixedBitSet,
+        /// Reduced on arrival.
+        fused: FixedBitSet,
+    },
+}
+
+#[derive(Debug)]
+struct Member {
+    name: String,
+    incarnation: Incarnation,
+    /// It takes part in versions after this one.
+    joined_at: Version,
+    last_seen: Now,
+    /// Some process that is known to live uses it.
+    attached: bool,
+    /// Last committed step.
+    step: Step,
+    /// That step waits for its version.
+    unpublished: bool,
+    phase: Phase,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// The payload stays in staging until the version is made.
+    Lent,
+    /// Waits for its turn to be folded.
+    ToFold,
+    /// Being folded; the commit's ticket waits, if there is one.
+    Folding,
+    /// In the accumulator.
+    Folded,
+}
+
+#[derive(Debug)]
+struct Committed<S> {
+    contribution: Arc<Contribution<S>>,
+    place: Place,
+    /// To answer when the payload is safe.
+    ticket: Option<Ticket>,
+}
+
+/// A commit that cannot be taken yet.
+#[derive(Debug)]
+struct Pending<S> {
+    ticket: Ticket,
+    deadline: Now,
+    kind: PendingKind<S>,
+}
+
+#[derive(Debug)]
+enum PendingKind<S> {
+    Commit { contribution: Contribution<S>, lendable: bool },
+    Assign { buffer: S, written: Vec<Range<u64>> },
+}
+
+/// Blocks of one learner being reduced on arrival.
+#[derive(Debug)]
+struct Fusing<S> {
+    owner: LearnerId,
+    plan: Arc<Plan<S>>,
+}
+
+/// A learner waits for the version with its step.
+#[derive(Debug)]
+struct Waiter {
+    ticket: Ticket,
+    learner: LearnerId,
+    deadline: Now,
+}
+
+/// The shard, without its memory and its sockets.
+#[derive(Debug)]
+pub struct ShardCore<S> {
+    blocks: usize,
+    controls: Controls,
+    version: Version,
+    members: BTreeMap<LearnerId, Member>,
+    /// Last incarnation of each name.
+    lives: BTreeMap<String, Incarnation>,
+    next_learner: u32,
+    /// As many learners as expected have been here.
+    formed: bool,
+    committed: Vec<Committed<S>>,
+    /// Blocks in the accumulator.
+    accumulated: FixedBitSet,
+    pending: VecDeque<Pending<S>>,
+    waiters: Vec<Waiter>,
+    fusing: Option<Fusing<S>>,
+    /// The learner whose blocks may be reduced on arrival just now.
+    fuser: Option<LearnerId>,
+    /// Blocks being reduced on arrival at this moment.
+    fuses_in_flight: u32,
+    running: Option<Arc<Plan<S>>>,
+    /// The write of `weights` that the running plan publishes.
+    running_ticket: Option<Ticket>,
+    /// `learners` changed in mid-step: count again after it.
+    reform: bool,
+    /// The next version has a buffer.
+    buffer_ready: bool,
+    /// First commit of the coming version.
+    waiting_since: Option<Now>,
+    /// Optimizer steps since its state was zero.
+    optimizer_steps: u64,
+    contributions_taken: u64,
+    blocks_on_arrival: u64,
+}
+
+impl<S: Clone> ShardCore<S> {
+    /// A job at version 0 without learners, for a model of `blocks` blocks. The next version's buffer
+    /// is taken to be ready.
+    pub fn new(blocks: u32, controls: Controls) -> ShardCore<S> {
+        let blocks = blocks as usize;
+        ShardCore {
+            blocks,
+            controls,
+            version: Version(0),
+            members: BTreeMap::new(),
+            lives: BTreeMap::new(),
+            next_learner: 1,
+            formed: false,
+            committed: Vec::new(),
+            accumulated: FixedBitSet::with_capacity(blocks),
+            pending: VecDeque::new(),
+            waiters: Vec::new(),
+            fusing: None,
+            fuser: None,
+            fuses_in_flight: 0,
+            running: None,
+            running_ticket: None,
+            reform: false,
+            buffer_ready: true,
+            waiting_since: None,
+            optimizer_steps: 0,
+            contributions_taken: 0,
+            blocks_on_arrival: 0,
+        }
+    }
+
+    /// The newest complete version.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The settings.
+    pub fn controls(&self) -> &Controls {
+        &self.controls
+    }
+
+    /// Contributions taken since the start.
+    pub fn contributions_taken(&self) -> u64 {
+        self.contributions_taken
+    }
+
+    /// Blocks that were reduced on arrival since the start.
+    pub fn blocks_on_arrival(&self) -> u64 {
+        self.blocks_on_arrival
+    }
+
+    /// Learners whose contribution to the coming version is in.
+    pub fn committed(&self) -> usize {
+        self.committed.len()
+    }
+
+    /// New settings take effect at the next version.
+    pub fn set_controls(&mut self, controls: Controls, now: Now, actions: &mut Vec<Action<S>>) {
+        if controls.reducer != self.controls.reducer {
+            self.optimizer_steps = 0;
+        }
+        self.controls = controls;
+        if self.committed.is_empty() && self.fusing.is_none() && self.running.is_none() {
+            self.formed = self.members.len() >= self.controls.learners as usize;
+        } else {
+            self.reform = true;
+        }
+        self.stop_if_too_few(actions);
+        self.advance(now, actions);
+    }
+
+    /// A block was offered. The hot path: no allocation.
+    ///
+    /// # Errors
+    /// For a learner that is gone, a step out of order, a block out of range, a stopped job.
+    pub fn arrive(&mut self, slot: BlockSlot, now: Now) -> Result<Arrival<S>, ShardError> {
+        if slot.block.index() >= self.blocks {
+            return Err(ShardError::BadBlock { block: slot.block, bytes: 0 });
+        }
+        self.refuse_if_stopped()?;
+        let may_fuse = self.fuser == Some(slot.learner);
+        let Some(member) =
+            self.members.get_mut(&slot.learner).filter(|member| member.incarnation == slot.incarnation)
+        else {
+            return Err(ShardError::UnknownLearner(slot.learner));
+        };
+        member.last_seen = now;
+        if slot.step <= member.step {
+            return Ok(Arrival::Duplicate);
+        }
+        let expected = member.step.next();
+        let Phase::Open { step, received, .. } = &mut member.phase else {
+            return Err(ShardError::StepOutOfOrder { got: slot.step, expected });
+        };
+        if slot.step != *step {
+            return Err(ShardError::StepOutOfOrder { got: slot.step, expected: *step });
+        }
+        if received.put(slot.block.index()) {
+            return Ok(Arrival::Duplicate);
+        }
+        if !may_fuse {
+            return Ok(Arrival::Defer);
+        }
+        if self.fusing.is_none() {
+            let plan = Arc::new(self.reduce_plan(1));
+            self.fusing = Some(Fusing { owner: slot.learner, plan });
+        }
+        match &self.fusing {
+            Some(fusing) => {
+                self.fuses_in_flight += 1;
+                Ok(Arrival::Fuse(Arc::clone(&fusing.plan)))
+            }
+            None => Ok(Arrival::Defer),
+        }
+    }
+
+    /// A block that [`Self::arrive`] said to fuse was computed (`ok`), or refused.
+    pub fn fused(&mut self, slot: BlockSlot, ok: bool, now: Now, actions: &mut Vec<Action<S>>) {
+        self.fuses_in_flight -= 1;
+        self.blocks_on_arrival += u64::from(ok);
+        // The learner may be gone by now; then its result is void.
+        if let Some(member) = self.members.get_mut(&slot.learner)
+            && let Phase::Open { step, received, fused } = &mut member.phase
+            && *step == slot.step
+        {
+            if ok {
+                fused.insert(slot.block.index());
+            } else {
+                received.remove(slot.block.index());
+            }
+        }
+        if self.fuses_in_flight == 0 {
+            self.advance(now, actions);
+        }
+    }
+
+    /// A block that was to be deferred is refused (NaN): it may be offered again.
+    pub fn refuse(&mut self, slot: BlockSlot) {
+        if let Some(member) = self.members.get_mut(&slot.learner)
+            && let Phase::Open { step, received, .. } = &mut member.phase
+            && *step == slot.step
+        {
+            received.remove(slot.block.index());
+        }
+    }
+
+    /// Whether blocks of the coming version have been reduced on arrival.
+    pub fn is_fusing(&self) -> bool {
+        self.fusing.is_some() || self.fuses_in_flight > 0 || self.running.is_some()
+    }
+
+    /// Optimizer steps since its state was zero.
+    pub fn optimizer_steps(&self) -> u64 {
+        self.optimizer_steps
+    }
+
+    /// Whose blocks may go straight into the next version: nobody else can still change what they
+    /// are added to.
+    fn find_fuser(&self) -> Option<LearnerId> {
+        if self.running.is_some() || !self.buffer_ready || !self.formed {
+            return None;
+        }
+        match &self.fusing {
+            Some(fusing) => return Some(fusing.owner),
+            // A learner that is gone has a block under way into the same buffer.
+            None if self.fuses_in_flight > 0 => return None,
+            None => {}
+        }
+        if !self.pending.is_empty() {
+            return None;
+        }
+        match self.controls.consistency {
+            Consistency::Sync => {
+                let mut missing =
+                    self.members.iter().filter(|(_, member)| self.takes_part(member) && !member.unpublished);
+                let settled = self.committed.iter().all(|c| matches!(c.place, Place::Lent | Place::Folded));
+                match (missing.next(), missing.next()) {
+                    (Some((&learner, _)), None) if settled => Some(learner),
+                    _ => None,
+                }
+            }
+            Consistency::Async => match self.members.len() {
+                1 => self.members.keys().next().copied(),
+                _ => None,
+            },
+        }
+    }
+
+    fn takes_part(&self, member: &Member) -> bool {
+        member.joined_at <= self.version
+    }
+
+    /// The plan for the coming version from what is committed, and `more` contributions.
+    fn reduce_plan(&self, more: u32) -> Plan<S> {
+        let mut inputs: Vec<_> = self
+            .committed
+            .iter()
+            .filter(|committed| committed.place == Place::Lent)
+            .map(|committed| Arc::clone(&committed.contribution))
+            .collect();
+        inputs.sort_by_key(|contribution| contribution.learner);
+        let mut todo = FixedBitSet::with_capacity(self.blocks);
+        todo.insert_range(..);
+        Plan {
+            version: self.version.next(),
+            work: Work::Reduce {
+                step: reducer::Step {
+                    reducer: self.controls.reducer,
+                    hyper: self.controls.hyper.clone(),
+                    contributions: self.committed.len() as u32 + more,
+                    t: self.optimizer_steps + 1,
+                },
+                fresh_state: self.optimizer_steps == 0,
+                inputs,
+                accumulated: self.accumulated.clone(),
+            },
+            todo,
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! The core under hand-made schedules.

@@ -1,0 +1,332 @@
+//! The loops: one pass over a segment, line by line, ragged ends included.
+//!
+//! A ragged end goes through the same arithmetic in a zero-padded line, so that where a segment starts and
+//! ends changes no result.
+
+use super::level::Job;
+use super::line::{LANES, Line, RawHalf};
+use super::ops::Op;
+use super::{Source, Wire, elements};
+
+/// Outputs of at least this many bytes are stored past the caches, if their alignment allows: they are
+/// read only after much else went through the caches, and a streamed line is not read before it is
+/// written. Below, waiting for the stores to drain costs more than that saves.
+const STREAM_FROM: usize = 16 << 10;
+
+/// How many bytes ahead cold inputs are asked for: the hardware's prefetcher stops at each page's end.
+const AHEAD: usize = 1 << 10;
+
+/// The fp32 values as they lie in memory.
+pub fn bytes(values: &[f32]) -> &[u8] {
+    // SAFETY: the same memory, and any byte is a valid u8.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
+
+/// As [`bytes`], to write to.
+pub fn bytes_mut(values: &mut [f32]) -> &mut [u8] {
+    // SAFETY: the same memory, exclusively borrowed; any bytes make a valid f32.
+    unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
+}
+
+/// A piece of a segment: `count` elements from element `at`.
+#[derive(Clone, Copy)]
+struct Piece {
+    at: usize,
+    count: usize,
+}
+
+/// How a segment falls into lines.
+struct Split {
+    /// Elements before the first whole line.
+    head: usize,
+    whole: usize,
+    /// Whole lines, from the first, that may be streamed in every output.
+    streamed: usize,
+    tail: Piece,
+}
+
+impl Split {
+    /// Lines over `elements`, placed so that those of the outputs (address, element size) are aligned.
+    fn new(elements: usize, outputs: impl Iterator<Item = (*const u8, usize)> + Clone) -> Self {
+        let misaligned = |(ptr, size): (*const u8, usize), at: usize| (ptr.addr() + at * size) % 64;
+        let largest = outputs.clone().map(|(_, size)| size * elements).max().unwrap_or(0);
+        let head = outputs.clone().next().map_or(0, |first| (64 - misaligned(first, 0)) % 64 / first.1);
+        let stream = largest >= STREAM_FROM && outputs.clone().all(|output| misaligned(output, head) == 0);
+        let head = if stream { head } else { 0 };
+        let whole = (elements - head) / LANES;
+        // Halves fill a line of memory in pairs.
+        let paired = if outputs.clone().any(|(_, size)| size == 2) { whole & !1 } else { whole };
+        let at = head + whole * LANES;
+        let tail = Piece { at, count: elements - at };
+        Self { head, whole, streamed: if stream { paired } else { 0 }, tail }
+    }
+}
+
+/// A computation that goes over a segment piece by piece. Not closures: those cannot be `#[inline(always)]`,
+/// which [`Job::run`] needs of all that it calls.
+trait Pass {
+    fn split(&self) -> Split;
+    /// Do one piece, streaming it if it says so; returns `seen` with the exponents of its sources.
+    fn piece<L: Line>(&mut self, seen: L::Exponents, piece: Piece, stream: bool) -> L::Exponents;
+}
+
+/// Do all pieces; returns whether all sources were finite.
+#[inline(always)]
+fn run<L: Line>(mut pass: impl Pass) -> bool {
+    let split = pass.split();
+    let mut seen = L::no_exponents();
+    for line in 0..split.whole {
+        let piece = Piece { at: split.head + line * LANES, count: LANES };
+        seen = pass.piece::<L>(seen, piece, line < split.streamed);
+    }
+    for ragged in [Piece { at: 0, count: split.head }, split.tail] {
+        if ragged.count > 0 {
+            seen = pass.piece::<L>(seen, ragged, false);
+        }
+    }
+    if split.streamed > 0 {
+        L::fence();
+    }
+    L::finite(seen)
+}
+
+/// The `N`-byte line at `piece`, zero-padded where the piece is shorter.
+#[inline(always)]
+fn line<const N: usize, L>(src: &[u8], piece: Piece, load: impl Fn(&[u8; N]) -> L) -> L {
+    let size = N / LANES;
+    let part = &src[piece.at * size..][..piece.count * size];
+    match part.first_chunk::<N>() {
+        Some(line) => load(line),
+        None => {
+            let mut padded = [0; N];
+            padded[..part.len()].copy_from_slice(part);
+            load(&padded)
+        }
+    }
+}
+
+#[inline(always)]
+fn get<L: Line>(wire: Wire, src: &[u8], piece: Piece) -> L {
+    match wire {
+        Wire::F32 => line(src, piece, L::load),
+        Wire::F16 => line(src, piece, L::load_f16),
+        Wire::BF16 => line(src, piece, L::load_bf16),
+    }
+}
+
+/// As [`get`], asking for what follows it.
+#[inline(always)]
+fn get_cold<L: Line>(wire: Wire, src: &[u8], piece: Piece) -> L {
+    L::prefetch(src.as_ptr().wrapping_add(piece.at * wire.size() + AHEAD));
+    get(wire, src, piece)
+}
+
+/// Store `value` at `piece`.
+///
+/// # Safety
+/// With `stream`, the piece is a whole line, and 64-byte aligned in `dst`.
+#[inline(always)]
+unsafe fn put<L: Line>(value: L, dst: &mut [u8], piece: Piece, stream: bool) {
+    let part = &mut dst[piece.at * 4..][..piece.count * 4];
+    match part.first_chunk_mut() {
+        // SAFETY: aligned, says the caller, and `run` fences.
+        Some(line) if stream => unsafe { value.stream(line) },
+        Some(line) => value.store(line),
+        None => {
+            let mut padded = [0; 64];
+            value.store(&mut padded);
+            part.copy_from_slice(&padded[..part.len()]);
+        }
+    }
+}
+
+/// Store `value` at `piece` in the half type `wire`. With `stream`, the first line of a pair waits in
+/// `staged` for the second: streaming half a line at a time halves the bandwidth.
+///
+/// # Safety
+/// With `stream`, the piece is a whole line, its pair is 64-byte aligned in `dst`, and both lines of it
+/// come one after the other.
+#[inline(always)]
+unsafe fn put_half<L: Line>(
+    wire: Wire,
+    value: L,
+    dst: &mut [u8],
+    piece: Piece,
+    stream: bool,
+    staged: &mut RawHalf,
+) {
+    let half = if wire == Wire::F16 { value.to_f16() } else { value.to_bf16() };
+    let part = &mut dst[piece.at * 2..][..piece.count * 2];
+    if !stream {
+        part.copy_from_slice(&half[..piece.count * 2]);
+    } else if part.as_ptr().addr() % 64 == 0 {
+        *staged = half;
+    } else if let [first, second] = dst[piece.at * 2 - 32..][..64].as_chunks_mut().0 {
+        // SAFETY: aligned, says the caller, and `run` fences.
+        unsafe {
+            L::stream_half(*staged, first);
+            L::stream_half(half, second);
+        }
+    }
+}
+
+/// One reducer over one segment. All lengths were checked to agree.
+pub struct Reduce<'a, O> {
+    pub op: O,
+    pub wire: Wire,
+    pub sources: &'a [Source<'a>],
+    pub weights: (&'a [u8], &'a mut [u8]),
+    pub master: Option<(&'a [u8], &'a mut [u8])>,
+    /// As many as the operation has.
+    pub slots: [(&'a [u8], &'a mut [u8]); 2],
+    /// Half a line on its way; any value at first.
+    pub staged: RawHalf,
+}
+
+impl<O: Op> Pass for Reduce<'_, O> {
+    fn split(&self) -> Split {
+        let [(_, slot0), (_, slot1)] = &self.slots;
+        let outputs = [
+            Some((self.weights.1.as_ptr(), self.wire.size())),
+            self.master.as_ref().map(|(_, out)| (out.as_ptr(), 4)),
+            (O::SLOTS > 0).then_some((slot0.as_ptr(), 4)),
+            (O::SLOTS > 1).then_some((slot1.as_ptr(), 4)),
+        ];
+        Split::new(elements(self.wire, self.weights.0), outputs.into_iter().flatten())
+    }
+
+    #[inline(always)]
+    fn piece<L: Line>(&mut self, mut seen: L::Exponents, piece: Piece, stream: bool) -> L::Exponents {
+        let wire = self.wire;
+        let mut sum = L::splat(0.0);
+        for (i, source) in self.sources.iter().enumerate() {
+            let value: L = match source {
+                Source::Wire(src) => get(wire, src, piece),
+                Source::Acc(acc) => get(Wire::F32, bytes(acc), piece),
+            };
+            seen = value.exponents(seen);
+            sum = if i == 0 { value } else { sum + value };
+        }
+
+        let (mut w, mut slots) = (L::splat(0.0), [L::splat(0.0); 2]);
+        if O::READS_WEIGHTS {
+            w = match &self.master {
+                Some((master, _)) => get_cold(Wire::F32, master, piece),
+                None => get_cold(wire, self.weights.0, piece),
+            };
+        }
+        if O::READS_SLOTS && O::SLOTS > 0 {
+            slots[0] = get_cold(Wire::F32, self.slots[0].0, piece);
+        }
+        if O::READS_SLOTS && O::SLOTS > 1 {
+            slots[1] = get_cold(Wire::F32, self.slots[1].0, piece);
+        }
+
+        let (w, slots) = self.op.step(sum, w, slots);
+        // SAFETY: `split` streams only whole lines, and only if they are aligned in all outputs.
+        unsafe {
+            if wire == Wire::F32 {
+                put(w, self.weights.1, piece, stream);
+            } else {
+                put_half(wire, w, self.weights.1, piece, stream, &mut self.staged);
+            }
+            if let Some((_, master)) = &mut self.master {
+                put(w, master, piece, stream);
+            }
+            if O::SLOTS > 0 {
+                put(slots[0], self.slots[0].1, piece, stream);
+            }
+            if O::SLOTS > 1 {
+                put(slots[1], self.slots[1].1, piece, stream);
+            }
+        }
+        seen
+    }
+}
+
+/// Wire bytes into an fp32 accumulator.
+pub struct Fold<'a> {
+    pub wire: Wire,
+    pub src: &'a [u8],
+    pub acc: &'a mut [u8],
+    pub first: bool,
+}
+
+impl Pass for Fold<'_> {
+    fn split(&self) -> Split {
+        // Streamed only when first: a line that was just read is in the cache.
+        let outputs = self.first.then_some((self.acc.as_ptr(), 4));
+        Split::new(elements(Wire::F32, self.acc), outputs.into_iter())
+    }
+
+    #[inline(always)]
+    fn piece<L: Line>(&mut self, seen: L::Exponents, piece: Piece, stream: bool) -> L::Exponents {
+        let value: L = get(self.wire, self.src, piece);
+        let sum = if self.first { value } else { get_cold::<L>(Wire::F32, self.acc, piece) + value };
+        // SAFETY: `split` streams only whole lines, and only if they are aligned in all outputs.
+        unsafe { put(sum, self.acc, piece, stream) };
+        value.exponents(seen)
+    }
+}
+
+/// A plain copy; both sides have the same length.
+pub struct Copy<'a> {
+    pub src: &'a [u8],
+    pub dst: &'a mut [u8],
+}
+
+impl Job for Copy<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Line>(self) {
+        let Self { src, dst } = self;
+        if dst.len() < STREAM_FROM {
+            dst.copy_from_slice(src);
+            return;
+        }
+        let (head, rest) = dst.split_at_mut(dst.as_ptr().align_offset(64));
+        let (src_head, src) = src.split_at(head.len());
+        head.copy_from_slice(src_head);
+        let (lines, tail) = rest.as_chunks_mut::<64>();
+        let (src_lines, src_tail) = src.as_chunks::<64>();
+        for (src, dst) in src_lines.iter().zip(lines) {
+            // SAFETY: the lines start after `head`, at a multiple of 64 bytes; the fence follows.
+            unsafe { L::load(src).stream(dst) };
+        }
+        tail.copy_from_slice(src_tail);
+        L::fence();
+    }
+}
+
+/// Whether all elements are finite.
+pub struct Finite<'a> {
+    pub wire: Wire,
+    pub src: &'a [u8],
+}
+
+impl Pass for Finite<'_> {
+    fn split(&self) -> Split {
+        Split::new(elements(self.wire, self.src), std::iter::empty())
+    }
+
+    #[inline(always)]
+    fn piece<L: Line>(&mut self, seen: L::Exponents, piece: Piece, _: bool) -> L::Exponents {
+        get::<L>(self.wire, self.src, piece).exponents(seen)
+    }
+}
+
+macro_rules! jobs {
+    ($([$($generics:tt)*] $pass:ty),*) => {$(
+        impl<$($generics)*> Job for $pass {
+            /// Whether all sources were finite.
+            type Output = bool;
+
+            #[inline(always)]
+            fn run<L: Line>(self) -> bool {
+                run::<L>(self)
+            }
+        }
+    )*};
+}
+jobs!([O: Op] Reduce<'_, O>, [] Fold<'_>, [] Finite<'_>);
