@@ -1,18 +1,14 @@
 //! `gradfs`: a parameter server that you mount.
 
 mod cli;
-// The attributes below go once `up` uses what they cover.
-#[allow(dead_code)]
 mod config;
 mod error;
+mod fs;
+mod fuse;
 mod logging;
-#[allow(dead_code)]
 mod mountpoint;
-#[allow(dead_code)]
 mod process;
-#[allow(dead_code)]
 mod progress;
-#[allow(dead_code)]
 mod signals;
 mod sys;
 mod up;

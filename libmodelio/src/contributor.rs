@@ -139,6 +139,33 @@ impl Contributor {
         &self.mapped
     }
 
+    /// Stores bytes that a program put into its mapping of `gradients`, where the kernel hands them over
+    /// instead of mapping the region itself.
+    ///
+    /// # Errors
+    /// [`WriteRefused::PastEnd`].
+    pub fn store_mapped(&self, offset: u64, data: &[u8]) -> Result<(), WriteRefused> {
+        let (size, end) = (self.layout.size(), offset.saturating_add(data.len() as u64));
+        // The last page of a mapping reaches past the end; those bytes belong to nobody.
+        let len = size.saturating_sub(offset).min(data.len() as u64) as usize;
+        if len == 0 && !data.is_empty() {
+            return Err(WriteRefused::PastEnd { offset, end, size });
+        }
+        // SAFETY: this is the program's own store; the shard reads the region only in its fsync.
+        unsafe { self.mapped.memory().write(offset as usize, &data[..len]) };
+        Ok(())
+    }
+
+    /// Reads the mapped region; bytes past its end stay as they are.
+    pub fn load_mapped(&self, offset: u64, bytes: &mut [u8]) {
+        let len = self.layout.size().saturating_sub(offset).min(bytes.len() as u64) as usize;
+        if len > 0 {
+            let start = offset as usize;
+            // SAFETY: as good as any read(2) of a file that others have mapped: each byte is old or new.
+            bytes[..len].copy_from_slice(unsafe { self.mapped.memory().bytes(start..start + len) });
+        }
+    }
+
     /// Takes the staging memory now rather than page by page under the first contribution.
     ///
     /// # Errors

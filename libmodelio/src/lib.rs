@@ -9,3 +9,5 @@ pub mod npy;
 pub mod safetensors_file;
 pub mod tracker;
 pub mod transport;
+pub mod publisher;
+pub mod ranges;

@@ -10,11 +10,13 @@
 //! slice nobody writes what they read, and nobody touches what they write. Block ownership in the
 //! shard and byte ranges in the contribution tracker are what keeps that promise.
 
+use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
@@ -38,7 +40,7 @@ impl Mapping {
     /// # Errors
     /// ENOMEM, EMFILE or what else the kernel says.
     pub fn memfd(name: &str, len: usize) -> io::Result<Mapping> {
-        let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC)?;
+        let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
         nix::unistd::ftruncate(&fd, i64::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?)?;
         let size = len.try_into().map_err(|_| io::ErrorKind::InvalidInput)?;
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
@@ -61,6 +63,19 @@ impl Mapping {
         // SAFETY: advice on our own pages. A kernel without huge pages says EINVAL, which is no loss.
         let _ = unsafe { madvise(address, len, MmapAdvise::MADV_HUGEPAGE) };
         Ok(mapping)
+    }
+
+    /// From now on nobody can write the memfd or map it writable through its descriptor; this mapping
+    /// stays writable.
+    ///
+    /// # Errors
+    /// What the kernel says (before Linux 5.1: EINVAL).
+    pub fn seal(&self) -> io::Result<()> {
+        if let Some(fd) = &self.fd {
+            let seals = SealFlag::F_SEAL_FUTURE_WRITE | SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW;
+            fcntl(fd, FcntlArg::F_ADD_SEALS(seals))?;
+        }
+        Ok(())
     }
 
     /// Takes every page now, so that no request pays for a first touch.
@@ -122,6 +137,37 @@ impl Mapping {
     pub unsafe fn write(&self, offset: usize, data: &[u8]) {
         // SAFETY: passed on to the caller.
         unsafe { self.bytes_mut(offset..offset + data.len()) }.copy_from_slice(data);
+    }
+
+    /// Reads `len` bytes of `file` at `offset` straight into the mapping at `at`.
+    ///
+    /// # Errors
+    /// What reading says; `UnexpectedEof` when the file ends early, `InvalidInput` out of bounds.
+    pub fn fill_from(&self, file: &File, offset: u64, at: usize, len: usize) -> io::Result<()> {
+        if at.checked_add(len).is_none_or(|end| end > self.len) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mut done = 0;
+        while done < len {
+            let from = i64::try_from(offset + done as u64).map_err(|_| io::ErrorKind::InvalidInput)?;
+            // SAFETY: in bounds; the kernel writes through the pointer, no reference is made. Whoever reads
+            // the range meanwhile sees old or new bytes, as with any shared mapping.
+            let got = unsafe {
+                let target = self.address.as_ptr().add(at + done).cast();
+                libc::pread(file.as_raw_fd(), target, len - done, from)
+            };
+            match got {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                1.. => done += got as usize,
+                _ => {
+                    let error = io::Error::last_os_error();
+                    if error.kind() != io::ErrorKind::Interrupted {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     /// The bytes of `range`.

@@ -26,6 +26,9 @@ pub enum WriteRefused {
         /// The model's size.
         size: u64,
     },
+    /// The contribution is complete.
+    #[error("the version was already committed: open weights again")]
+    Sealed,
     /// The write touches a block that was already sent in this contribution.
     #[error("block {0} of this contribution was already sent: a byte is written once a step")]
     Rewrite(BlockId),

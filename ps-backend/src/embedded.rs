@@ -237,6 +237,25 @@ impl EmbeddedShard {
         self.inner.lock().core.may_assign()
     }
 
+    /// Whether a committed contribution of `learner` is not yet part of a version.
+    pub fn has_unpublished(&self, learner: LearnerId) -> bool {
+        self.inner.lock().core.has_unpublished(learner)
+    }
+
+    /// Looks for NaN and Inf in the `written` ranges of new weights, if they are to be refused.
+    ///
+    /// # Errors
+    /// [`ShardError::NonFinite`].
+    pub fn check_finite(&self, buffer: &Region, written: &[std::ops::Range<u64>]) -> Result<(), ShardError> {
+        if self.inner.lock().core.controls().nonfinite != NonFinite::Reject {
+            return Ok(());
+        }
+        match region_store::written_is_finite(&self.layout, buffer, written) {
+            None => Ok(()),
+            Some(block) => Err(ShardError::NonFinite(block)),
+        }
+    }
+
     /// Sign of life from `learner`.
     pub fn touch(&self, learner: LearnerId, attached: Option<bool>) {
         self.inner.lock().core.touch(learner, attached, self.now());

@@ -153,7 +153,10 @@ impl RegionStore {
 
     /// A new buffer whose blocks hold version `stamp`. Its pages are taken when touched.
     fn allocate(&mut self, stamp: u64) -> io::Result<Arc<VersionBuffer>> {
-        let memory = Arc::new(Mapping::memfd("gradfs-version", self.layout.size() as usize)?);
+        let memory = Mapping::memfd("gradfs-version", self.layout.size() as usize)?;
+        // Programs get this memory through passthrough; none of them may ever change it.
+        memory.seal()?;
+        let memory = Arc::new(memory);
         let region = Region::new(memory, RegionKey(self.next_key));
         self.next_key += 1;
         self.live += 1;
@@ -670,4 +673,29 @@ pub fn is_finite(layout: &ModelLayout, block: BlockId, payload: &[u8]) -> bool {
 pub fn region_is_finite(layout: &ModelLayout, block: BlockId, region: &Region) -> bool {
     // SAFETY: the contribution is sealed: its program waits in fsync or close.
     is_finite(layout, block, unsafe { region.memory().bytes(span(&layout.block_bytes(block))) })
+}
+
+/// The first block in which one of the `written` byte ranges holds NaN or Inf.
+pub fn written_is_finite(layout: &ModelLayout, region: &Region, written: &[Range<u64>]) -> Option<BlockId> {
+    for range in written.iter().filter(|range| !range.is_empty()) {
+        for block in (layout.block_of(range.start).0..=layout.block_of(range.end - 1).0).map(BlockId) {
+            for segment in layout.segments(block) {
+                let Some(wire) = wire(segment.dtype) else { continue };
+                let size = wire.size() as u64;
+                // Whole elements only; one that is written in part is judged when it is read.
+                let start = segment.bytes.start
+                    + range.start.saturating_sub(segment.bytes.start).next_multiple_of(size);
+                let end = segment.bytes.end.min(range.end);
+                let end = end.saturating_sub((end.saturating_sub(segment.bytes.start)) % size);
+                if start >= end {
+                    continue;
+                }
+                // SAFETY: the writer is in fsync or close, and nobody else knows the buffer.
+                if !kernels::all_finite(wire, unsafe { region.memory().bytes(span(&(start..end))) }) {
+                    return Some(block);
+                }
+            }
+        }
+    }
+    None
 }

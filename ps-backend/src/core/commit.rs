@@ -130,6 +130,11 @@ impl<S: Clone> ShardCore<S> {
         }
     }
 
+    /// Whether a committed contribution of `learner` waits for its version.
+    pub fn has_unpublished(&self, learner: LearnerId) -> bool {
+        self.members.get(&learner).is_some_and(|member| member.unpublished)
+    }
+
     /// The next version's buffer is there, or not yet.
     pub fn set_buffer_ready(&mut self, ready: bool, now: Now, actions: &mut Vec<Action<S>>) {
         self.buffer_ready = ready;

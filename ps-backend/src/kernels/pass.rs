@@ -79,7 +79,10 @@ fn run<L: Line>(mut pass: impl Pass) -> bool {
         let piece = Piece { at: split.head + line * LANES, count: LANES };
         seen = pass.piece::<L>(seen, piece, line < split.streamed);
     }
-    for ragged in [Piece { at: 0, count: split.head }, split.tail] {
+    // Up to a line of memory, which is two lines of halves.
+    let first = split.head.min(LANES);
+    let heads = [Piece { at: 0, count: first }, Piece { at: first, count: split.head - first }];
+    for ragged in heads.into_iter().chain([split.tail]) {
         if ragged.count > 0 {
             seen = pass.piece::<L>(seen, ragged, false);
         }
@@ -159,7 +162,7 @@ unsafe fn put_half<L: Line>(
     let part = &mut dst[piece.at * 2..][..piece.count * 2];
     if !stream {
         part.copy_from_slice(&half[..piece.count * 2]);
-    } else if part.as_ptr().addr() % 64 == 0 {
+    } else if part.as_ptr().addr().is_multiple_of(64) {
         *staged = half;
     } else if let [first, second] = dst[piece.at * 2 - 32..][..64].as_chunks_mut().0 {
         // SAFETY: aligned, says the caller, and `run` fences.

@@ -1,0 +1,165 @@
+//! Sizes, modes and times.
+
+use std::time::SystemTime;
+
+use libmodelio::ids::Version;
+use ps_backend::controls::SETTINGS;
+
+use super::errno::{FsError, FsResult};
+use super::model::Model;
+use super::node::{File, Node};
+use super::{Fs, text};
+
+/// What stat(2) shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Attributes {
+    /// Inode number.
+    pub ino: u64,
+    /// Bytes.
+    pub size: u64,
+    /// Permission bits.
+    pub mode: u16,
+    /// Directory or regular file.
+    pub is_dir: bool,
+    /// Links: subdirectories and two for a directory.
+    pub links: u32,
+    /// Last change.
+    pub modified: SystemTime,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Good read and write size.
+    pub block_size: u32,
+    /// Whether it can never change: the kernel may keep it.
+    pub immutable: bool,
+}
+
+impl Fs {
+    /// Attributes of an inode.
+    ///
+    /// # Errors
+    /// ENOENT for learners and versions that are gone.
+    pub fn attributes(&self, ino: u64) -> FsResult<Attributes> {
+        let node = self.node(ino)?;
+        let (uid, gid) = self.owner;
+        let base = Attributes {
+            ino,
+            size: 0,
+            mode: if node.is_dir() { 0o755 } else { 0o444 },
+            is_dir: node.is_dir(),
+            links: if node.is_dir() { 2 } else { 1 },
+            modified: self.started,
+            uid,
+            gid,
+            block_size: 1 << 20,
+            immutable: false,
+        };
+        match node {
+            Node::Root => Ok(Attributes { links: 2 + self.models.len() as u32, ..base }),
+            Node::Readme => {
+                let size = text::readme(&self.models).len() as u64;
+                Ok(Attributes { size, immutable: true, ..base })
+            }
+            Node::Model(index, file) => self.file_attributes(self.model(index)?, file, base),
+        }
+    }
+
+    fn file_attributes(&self, model: &Model, file: File, base: Attributes) -> FsResult<Attributes> {
+        let newest = || published(model, model.shard.version()).unwrap_or(model.started);
+        let of = |version: Version| published(model, version).ok_or_else(FsError::not_found);
+        let size = model.layout.size();
+        let with_header = model.safetensors_header_len() + size;
+        Ok(match file {
+            File::Dir => Attributes { links: 6, modified: newest(), ..base },
+            File::Weights(v) => Attributes { size, mode: 0o644, modified: of(v)?, immutable: true, ..base },
+            File::RetainedWeights(v) | File::LearnerWeights(_, v) => {
+                Attributes { size, modified: of(v)?, immutable: true, ..base }
+            }
+            File::Safetensors(v) | File::RetainedSafetensors(v) => {
+                Attributes { size: with_header, modified: of(v)?, immutable: true, ..base }
+            }
+            File::Tensors(v) | File::RetainedTensors(v) => Attributes { modified: of(v)?, ..base },
+            File::Retained(v) => Attributes { links: 3, modified: of(v)?, ..base },
+            File::Tensor(v, i) | File::RetainedTensor(v, i) => {
+                if i as usize >= model.layout.tensors().len() {
+                    return Err(FsError::not_found());
+                }
+                Attributes { size: model.npy_size(i), modified: of(v)?, immutable: true, ..base }
+            }
+            File::RetainedText(v) => {
+                Attributes { size: text_len(v), modified: of(v)?, immutable: true, ..base }
+            }
+            File::Gradients => Attributes { size, mode: 0o200, modified: newest(), ..base },
+            File::LearnerGradients(id) => {
+                model.learner(id)?;
+                Attributes { size, mode: 0o200, modified: newest(), ..base }
+            }
+            File::Device => Attributes { size, mode: 0o600, modified: newest(), ..base },
+            File::VersionText => {
+                Attributes { size: text_len(model.shard.version()), modified: newest(), ..base }
+            }
+            File::LearnerVersion(id) => {
+                model.learner(id)?;
+                Attributes { size: text_len(model.shard.version()), modified: newest(), ..base }
+            }
+            File::Status => {
+                let size = text::status(model, self.passthrough).len() as u64;
+                Attributes { size, modified: newest(), ..base }
+            }
+            File::Versions => Attributes {
+                links: 2 + model.shard.retained().len() as u32,
+                modified: newest(),
+                ..base
+            },
+            File::Learners => Attributes { links: 2 + model.learners().len() as u32, ..base },
+            File::Learner(id) => Attributes { modified: model.learner(id)?.joined, ..base },
+            File::LearnerStatus(id) => {
+                let size = text::learner_status(model, id)?.len() as u64;
+                Attributes { size, modified: newest(), ..base }
+            }
+            File::Controls => base,
+            File::Control(i) => {
+                let (name, _) = SETTINGS.get(i as usize).ok_or_else(FsError::not_found)?;
+                let value = model.shard.controls().get(name).unwrap_or_default();
+                Attributes { size: value.len() as u64 + 1, mode: 0o644, ..base }
+            }
+        })
+    }
+
+    /// Size of the filesystem for statfs(2): version buffers that may exist, in all models; the free ones
+    /// are those that do not hold a version.
+    pub fn space(&self) -> Space {
+        let mut space = Space { block_size: 4096, ..Space::default() };
+        for model in &self.models {
+            let pages = model.layout.size().div_ceil(4096);
+            let most = u64::from(model.shard.controls().max_versions);
+            let used = model.shard.status().versions.len() as u64;
+            space.blocks += pages * most;
+            space.free += pages * most.saturating_sub(used);
+            space.files += 32 + model.layout.tensors().len() as u64;
+        }
+        space
+    }
+}
+
+/// What statfs(2) shows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Space {
+    /// Bytes of a block.
+    pub block_size: u32,
+    /// Blocks in all.
+    pub blocks: u64,
+    /// Free ones.
+    pub free: u64,
+    /// Files.
+    pub files: u64,
+}
+
+fn published(model: &Model, version: Version) -> Option<SystemTime> {
+    model.shard.get(version).map(|(_, at)| at)
+}
+
+fn text_len(version: Version) -> u64 {
+    version.to_string().len() as u64 + 1
+}

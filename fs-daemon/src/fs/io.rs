@@ -1,0 +1,401 @@
+//! Reading, writing, committing and closing open files.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use libmodelio::contributor::{ContributeError, Fill};
+use libmodelio::ids::Version;
+use libmodelio::publisher::Publisher;
+use libmodelio::transport::ShardError;
+use ps_backend::controls::SETTINGS;
+use ps_backend::reducer::Reducer;
+
+use super::errno::{FsError, FsResult};
+use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, VersionHandle};
+use super::node::{File, Node};
+use super::{Caller, Chore, DEATH_PATIENCE, Done, Fs, Wake};
+use crate::process::Exit;
+
+/// Longest value of a setting.
+const MAX_SETTING: usize = 4096;
+
+impl Fs {
+    /// Reads up to `len` bytes at `offset` and gives them to `with`, without a copy where possible.
+    pub fn read<R>(&self, fh: u64, offset: u64, len: usize, with: impl FnOnce(FsResult<&[u8]>) -> R) -> R {
+        let handle = match self.handle(fh) {
+            Ok(handle) => handle,
+            Err(error) => return with(Err(error)),
+        };
+        match &*handle {
+            Handle::Version(version) => read_version(version, offset, len, with),
+            Handle::Publish(publish) => read_version(&publish.reads, offset, len, with),
+            Handle::Contribution(contribution) => match &contribution.version {
+                Some(version) => {
+                    let version = Arc::clone(&version.lock());
+                    read_version(&version, offset, len, with)
+                }
+                None => {
+                    let size = contribution.model.layout.size();
+                    let end = offset.saturating_add(len as u64).min(size);
+                    let mut bytes = vec![0; end.saturating_sub(offset) as usize];
+                    contribution.learner.contributor.load_mapped(offset, &mut bytes);
+                    with(Ok(&bytes))
+                }
+            },
+            Handle::Text(text) => {
+                // As in sysfs: a read from the start shows the present state.
+                if offset == 0 {
+                    match self.render(text) {
+                        Ok(new) => *text.text.lock() = new.into(),
+                        Err(error) => return with(Err(error)),
+                    }
+                }
+                let text = Arc::clone(&text.text.lock());
+                with(Ok(part(text.as_bytes(), offset, len)))
+            }
+        }
+    }
+
+    /// Writes. `from_mapping`: the kernel writes back pages that a program stored through mmap.
+    ///
+    /// # Errors
+    /// With nothing changed: EFBIG past the end, EINVAL for bytes already sent or for an unfit setting,
+    /// EBUSY while a commit runs, ECANCELED below `min_learners`, EBADF for a file not open for writing.
+    pub fn write(
+        &self,
+        fh: u64,
+        offset: u64,
+        data: &[u8],
+        from_mapping: bool,
+        caller: Caller,
+    ) -> FsResult<()> {
+        let handle = self.handle(fh)?;
+        match &*handle {
+            Handle::Contribution(contribution) => {
+                let contributor = &contribution.learner.contributor;
+                if from_mapping {
+                    return Ok(contributor.store_mapped(offset, data)?);
+                }
+                contribution.note_writer(caller.tid);
+                Ok(contributor.write(offset, data, contribution.model.timeout())?)
+            }
+            Handle::Publish(publish) => {
+                publish.users.lock().note(caller.tid);
+                let publisher = {
+                    let mut publisher = publish.publisher.lock();
+                    match &*publisher {
+                        Some(publisher) => Arc::clone(publisher),
+                        None => {
+                            publish.model.shard.may_assign()?;
+                            let channel = Arc::clone(&publish.model.channel);
+                            let new = Publisher::new(channel, publish.model.timeout())?;
+                            Arc::clone(publisher.insert(Arc::new(new)))
+                        }
+                    }
+                };
+                Ok(publisher.write(offset, data)?)
+            }
+            Handle::Text(text) => set(text, offset, data),
+            Handle::Version(_) => Err(FsError::new(libc::EBADF, "not open for writing")),
+        }
+    }
+
+    /// fsync(2): ends the contribution, whoever calls.
+    pub fn fsync(&self, fh: u64, done: Done<()>) {
+        match self.handle(fh) {
+            Err(error) => done(Err(error)),
+            Ok(handle) => match &*handle {
+                Handle::Contribution(_) => commit(handle, Closing::No, done),
+                Handle::Publish(_) => publish(&handle, done),
+                _ => done(Ok(())),
+            },
+        }
+    }
+
+    /// close(2) of one descriptor. It ends the contribution if it is the opener's own, so that a shell
+    /// can hand its redirected output to several programs in turn; what a program leaves to its exit is
+    /// settled when the last descriptor is gone.
+    pub fn flush(&self, fh: u64, caller: Caller, done: Done<()>) {
+        let handle = match self.handle(fh) {
+            Ok(handle) => handle,
+            Err(error) => return done(Err(error)),
+        };
+        match &*handle {
+            Handle::Contribution(contribution) => {
+                if !contribution.wrote.load(Ordering::Relaxed) {
+                    return done(Ok(()));
+                }
+                let owns = owns(contribution.opener, &contribution.users, caller);
+                if owns { commit(handle, Closing::Yes, done) } else { done(Ok(())) }
+            }
+            Handle::Publish(publisher) => {
+                if owns(publisher.opener, &publisher.users, caller) {
+                    publish(&handle, done);
+                } else {
+                    done(Ok(()));
+                }
+            }
+            _ => done(Ok(())),
+        }
+    }
+
+    /// The last descriptor of an open file is gone.
+    pub fn release(&self, fh: u64) {
+        let Some(handle) = self.handles.remove(fh) else { return };
+        let unsettled = match &*handle {
+            Handle::Contribution(contribution) => {
+                contribution.model.count_handle(&contribution.learner, false);
+                contribution.wrote.load(Ordering::Relaxed) && contribution.learner.contributor.is_open()
+            }
+            Handle::Publish(publish) => publish.publisher.lock().as_ref().is_some_and(|p| p.is_open()),
+            _ => false,
+        };
+        if unsettled {
+            // Finding out how the program ended may take a moment.
+            let _ = self.chores.send(Chore::Settle(handle));
+        }
+    }
+
+    /// truncate(2) and the truncation of open(2). The size is fixed; what is asked for may only be
+    /// "nothing yet".
+    ///
+    /// # Errors
+    /// EINVAL.
+    pub fn truncate(&self, ino: u64, size: u64, caller: Caller) -> FsResult<()> {
+        let Node::Model(_, file) = self.node(ino)? else {
+            return Err(FsError::new(libc::EACCES, "README is read-only"));
+        };
+        match file {
+            File::Control(_) => Ok(()),
+            File::Gradients | File::LearnerGradients(_) | File::Device | File::Weights(_) => {
+                let whole = self.attributes(ino)?.size;
+                if size != 0 && size != whole {
+                    return Err(FsError::new(
+                        libc::EINVAL,
+                        format!("the size is fixed at {whole} bytes by the model"),
+                    ));
+                }
+                if size == 0 {
+                    self.mark_truncated(ino, caller);
+                }
+                Ok(())
+            }
+            _ => Err(FsError::new(libc::EACCES, "read-only")),
+        }
+    }
+
+    /// A `weights` opened with O_TRUNC is meant to be written whole.
+    fn mark_truncated(&self, ino: u64, caller: Caller) {
+        for handle in self.handles.all() {
+            if let Handle::Publish(publish) = &*handle
+                && publish.ino == ino
+                && publish.opener == publish.users.lock().note(caller.tid)
+                && publish.publisher.lock().as_ref().is_some_and(|publisher| !publisher.is_open())
+            {
+                publish.truncated.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Whether a read would show something new; if not, `wake` is called when it does.
+    ///
+    /// # Errors
+    /// EBADF.
+    pub fn poll(&self, fh: u64, wake: Option<Wake>) -> FsResult<bool> {
+        let handle = self.handle(fh)?;
+        let Handle::Text(text) = &*handle else { return Ok(true) };
+        let (Some(model), Node::Model(_, File::VersionText | File::LearnerVersion(_))) = (&text.model, text.node)
+        else {
+            return Ok(true);
+        };
+        let is_new = || model.shard.version() != Version(text.seen.load(Ordering::Relaxed));
+        if !is_new()
+            && let Some(wake) = wake
+        {
+            self.wake_later(model.index, wake);
+        }
+        // Asked again: a version may have come between the look and the registration.
+        Ok(is_new())
+    }
+}
+
+fn part(bytes: &[u8], offset: u64, len: usize) -> &[u8] {
+    let start = (offset.min(bytes.len() as u64)) as usize;
+    &bytes[start..bytes.len().min(start + len)]
+}
+
+fn read_version<R>(
+    handle: &VersionHandle,
+    offset: u64,
+    len: usize,
+    with: impl FnOnce(FsResult<&[u8]>) -> R,
+) -> R {
+    let header = handle.header.len() as u64;
+    let size = header + (handle.bytes.end - handle.bytes.start);
+    let end = offset.saturating_add(len as u64).min(size);
+    let data = |from: u64, to: u64| {
+        handle.buffer.bytes(handle.bytes.start + from - header..handle.bytes.start + to - header)
+    };
+    if offset >= end {
+        with(Ok(&[]))
+    } else if end <= header {
+        with(Ok(part(&handle.header, offset, len)))
+    } else if offset >= header {
+        with(Ok(data(offset, end)))
+    } else {
+        let mut bytes = part(&handle.header, offset, len).to_vec();
+        bytes.extend_from_slice(data(header, end));
+        with(Ok(&bytes))
+    }
+}
+
+/// Writes a setting.
+fn set(text: &TextHandle, offset: u64, data: &[u8]) -> FsResult<()> {
+    let (Some(index), Some(model)) = (text.control(), &text.model) else {
+        return Err(FsError::new(libc::EBADF, "not open for writing"));
+    };
+    let (name, _) = SETTINGS.get(index as usize).ok_or_else(FsError::not_found)?;
+    let invalid = |why: &str| FsError::new(libc::EINVAL, format!("control/{name}: {why}"));
+    if offset != 0 || data.len() > MAX_SETTING {
+        return Err(invalid("write the whole value at once"));
+    }
+    let value = std::str::from_utf8(data).map_err(|_| invalid("not text"))?;
+    model.shard.set_control(name, value).map_err(|error| invalid(&error.to_string()))?;
+    tracing::info!(model = model.name, setting = name, value = value.trim(), "set");
+    Ok(())
+}
+
+/// Whether closing a descriptor is the opener's own doing. A process whose exit closes it is not seen
+/// here at all (the kernel sends that from a thread of its own).
+fn owns(opener: Option<u32>, users: &parking_lot::Mutex<super::handle::Users>, caller: Caller) -> bool {
+    let mut users = users.lock();
+    let (Some(opener), Some(caller)) = (opener, users.note(caller.tid)) else { return true };
+    // A child that was handed the file and outlived its parent is its owner now.
+    caller == opener
+        || users.processes().iter().any(|process| process.tgid() == opener && process.exited().is_some())
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Closing {
+    Yes,
+    No,
+}
+
+/// Ends the contribution of a handle's learner.
+fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
+    let Handle::Contribution(contribution) = &*handle else { return done(Ok(())) };
+    let model = &contribution.model;
+    let contributor = Arc::clone(&contribution.learner.contributor);
+    let controls = model.shard.controls();
+    let fill = if controls.reducer == Reducer::Assign { Fill::Present } else { Fill::Zero };
+    let mapped = closing == Closing::No
+        && contribution.mappable
+        && !contribution.ever_wrote.load(Ordering::Relaxed)
+        && !contributor.is_open();
+    let of_closure = Arc::clone(&handle);
+    let of_abort = Arc::clone(&contributor);
+    let finished = move |result: Result<(), ContributeError>| {
+        let Handle::Contribution(contribution) = &*of_closure else { return };
+        match &result {
+            Ok(()) => {
+                contribution.wrote.store(false, Ordering::Relaxed);
+                refresh(contribution);
+            }
+            // Still open: fsync can be called again.
+            Err(ContributeError::Busy | ContributeError::Shard(ShardError::TimedOut(_)))
+                if closing == Closing::No => {}
+            Err(_) => {
+                contribution.wrote.store(false, Ordering::Relaxed);
+                of_abort.abort();
+            }
+        }
+        done(result.map_err(FsError::from));
+    };
+    if mapped {
+        contributor.commit_mapped(controls.timeout, finished);
+    } else {
+        contributor.commit(fill, controls.timeout, finished);
+    }
+}
+
+/// After a commit, `device` reads the newest version.
+fn refresh(contribution: &ContributionHandle) {
+    if let (Some(version), Some(newest)) =
+        (&contribution.version, VersionHandle::pin_newest(&contribution.model))
+    {
+        *version.lock() = Arc::new(newest);
+    }
+}
+
+/// Publishes what was written to `weights`.
+fn publish(handle: &Arc<Handle>, done: Done<()>) {
+    let Handle::Publish(publish) = &**handle else { return done(Ok(())) };
+    let Some(publisher) = publish.publisher.lock().take_if(|publisher| publisher.is_open()) else {
+        return done(Ok(()));
+    };
+    if publish.truncated.load(Ordering::Relaxed) && !publisher.is_complete() {
+        let size = publish.model.layout.size();
+        return done(Err(FsError::new(
+            libc::EINVAL,
+            format!("weights was truncated but not all of its {size} bytes were written; nothing has changed"),
+        )));
+    }
+    if let Err(error) = check_finite(publish, &publisher) {
+        return done(Err(error));
+    }
+    publisher.commit(publish.model.timeout(), move |result| done(result.map_err(FsError::from)));
+}
+
+/// NaN and Inf are refused in new weights as in gradients.
+fn check_finite(publish: &PublishHandle, publisher: &Publisher) -> FsResult<()> {
+    publish.model.shard.check_finite(publisher.buffer(), &publisher.written())?;
+    Ok(())
+}
+
+/// Commits or drops what a handle left open when its last descriptor went.
+pub(super) fn settle(handle: &Arc<Handle>) {
+    let users = match &**handle {
+        Handle::Contribution(contribution) => contribution.users.lock().processes(),
+        Handle::Publish(publish) => publish.users.lock().processes(),
+        _ => return,
+    };
+    let handle = Arc::clone(handle);
+    let settle = move || {
+        let violent = users
+            .iter()
+            .filter_map(|process| process.wait_exit(DEATH_PATIENCE).map(|exit| (process.tgid(), exit)))
+            .find(|(_, exit)| matches!(exit, Exit::Signal(_) | Exit::Unknown));
+        match (&*handle, violent) {
+            (Handle::Contribution(contribution), Some((pid, exit))) => {
+                let learner = &contribution.learner;
+                tracing::warn!(learner = learner.name, pid, "{exit} in mid-write: its contribution is dropped");
+                learner.contributor.abort();
+            }
+            (Handle::Contribution(contribution), None) => {
+                let name = contribution.learner.name.clone();
+                let report = move |result: FsResult<()>| {
+                    if let Err(error) = result {
+                        tracing::warn!(learner = name, "closed at exit: {error}; its contribution is dropped");
+                    }
+                };
+                commit(Arc::clone(&handle), Closing::Yes, Box::new(report));
+            }
+            (Handle::Publish(_), Some((pid, exit))) => {
+                tracing::warn!(pid, "{exit} while it wrote weights: nothing has changed");
+            }
+            (Handle::Publish(_), None) => publish(
+                &handle,
+                Box::new(|result| {
+                    if let Err(error) = result {
+                        tracing::warn!("weights closed at exit: {error}");
+                    }
+                }),
+            ),
+            _ => {}
+        }
+    };
+    // Rare, short, and not to hold up the other chores.
+    if let Err(error) = std::thread::Builder::new().name("gradfs-settle".into()).spawn(settle) {
+        tracing::error!(%error, "cannot settle a contribution left open; its lease will");
+    }
+}

@@ -1,0 +1,268 @@
+//! What the mount's files mean, apart from how the kernel asks for them.
+//!
+//! The FUSE adapter turns requests into calls here and outcomes into replies; an NBD server or a test
+//! can make the same calls. Nothing here blocks for long: what has to wait takes a callback.
+
+pub mod errno;
+pub mod handle;
+pub mod model;
+pub mod node;
+pub mod text;
+
+mod attr;
+mod io;
+mod names;
+mod open;
+mod xattr;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, mpsc};
+use std::time::{Duration, SystemTime};
+
+use libmodelio::ids::{LearnerId, Version};
+use libmodelio::transport::LeaveReason;
+use parking_lot::Mutex;
+use ps_backend::embedded::Event;
+
+use self::errno::{FsError, FsResult};
+use self::handle::{Handle, Handles};
+use self::model::Model;
+use self::node::{File, Node};
+use crate::process::{Exit, Watcher};
+
+pub use attr::Attributes;
+pub use names::Entry;
+pub use open::{Opened, Way};
+
+/// Called with the outcome, perhaps from another thread.
+pub type Done<T> = Box<dyn FnOnce(FsResult<T>) + Send>;
+
+/// Who makes a request.
+#[derive(Clone, Copy, Debug)]
+pub struct Caller {
+    /// The thread, as the daemon's PID namespace numbers it; 0 where it does not.
+    pub tid: u32,
+}
+
+/// How the binding tells the kernel about changes. Never called from within a request.
+pub trait Kernel: Send + Sync {
+    /// `name` in directory `parent` leads elsewhere now.
+    fn forget_name(&self, parent: u64, name: &str);
+}
+
+/// Somebody polls a file; called once when it is ready.
+pub type Wake = Box<dyn FnOnce() + Send>;
+
+/// Work for the thread that may talk to the kernel on its own accord.
+enum Chore {
+    Published(u8, Version),
+    Left(u8, LearnerId, LeaveReason),
+    /// A handle with an unfinished contribution was closed.
+    Settle(Arc<Handle>),
+}
+
+/// The filesystem of one mount.
+pub struct Fs {
+    models: Vec<Arc<Model>>,
+    handles: Handles,
+    /// Whether reads and mappings may bypass the daemon.
+    passthrough: bool,
+    owner: (u32, u32),
+    started: SystemTime,
+    pollers: Mutex<Vec<(u8, Wake)>>,
+    chores: mpsc::Sender<Chore>,
+    watcher: OnceLock<Watcher>,
+    next_watch: AtomicU64,
+}
+
+/// How long a process that closes its files by ending may take to be gone.
+const DEATH_PATIENCE: Duration = Duration::from_millis(500);
+
+impl Fs {
+    /// A filesystem with these models, owned by `owner` (user, group). Starts its two helper threads.
+    ///
+    /// # Errors
+    /// When a thread cannot be started.
+    pub fn start(models: Vec<Arc<Model>>, passthrough: bool, owner: (u32, u32)) -> std::io::Result<Started> {
+        let (chores, inbox) = mpsc::channel();
+        let fs = Arc::new(Fs {
+            models,
+            handles: Handles::default(),
+            passthrough,
+            owner,
+            started: SystemTime::now(),
+            pollers: Mutex::default(),
+            chores,
+            watcher: OnceLock::new(),
+            next_watch: AtomicU64::new(1),
+        });
+        for model in &fs.models {
+            let (index, chores) = (model.index, fs.chores.clone());
+            model.shard.subscribe(Box::new(move |event| {
+                // The receiver only goes when the mount does.
+                let _ = chores.send(match event {
+                    Event::Published(version) => Chore::Published(index, version),
+                    Event::Left(learner, reason) => Chore::Left(index, learner, reason),
+                });
+            }));
+        }
+        let of_watcher = Arc::downgrade(&fs);
+        let watcher = Watcher::start(move |key, exit| {
+            if let Some(fs) = of_watcher.upgrade() {
+                fs.process_ended(key, exit);
+            }
+        })?;
+        let _ = fs.watcher.set(watcher);
+        Ok(Started { fs, inbox })
+    }
+
+    /// The models, in the order of their indices.
+    pub fn models(&self) -> &[Arc<Model>] {
+        &self.models
+    }
+
+    /// Whether reads and mappings may bypass the daemon.
+    pub fn is_passthrough(&self) -> bool {
+        self.passthrough
+    }
+
+    /// Whether the name that led to this inode leads to it for good.
+    pub fn is_fixed(&self, ino: u64) -> bool {
+        match Node::from_ino(ino) {
+            Some(Node::Model(_, File::Learner(_))) | None => false,
+            Some(Node::Model(_, file)) => file.version().is_none(),
+            Some(_) => true,
+        }
+    }
+
+    /// Open files.
+    pub fn open_handles(&self) -> usize {
+        self.handles.len()
+    }
+
+    fn model(&self, index: u8) -> FsResult<&Arc<Model>> {
+        self.models.get(usize::from(index)).ok_or_else(FsError::not_found)
+    }
+
+    fn node(&self, ino: u64) -> FsResult<Node> {
+        Node::from_ino(ino).ok_or_else(FsError::not_found)
+    }
+
+    fn handle(&self, fh: u64) -> FsResult<Arc<Handle>> {
+        self.handles.get(fh).ok_or_else(|| FsError::new(libc::EBADF, format!("no open file {fh}")))
+    }
+
+    /// The kernel forgets `count` lookups of an inode.
+    pub fn forget(&self, ino: u64, count: u64) {
+        if let Some(Node::Model(index, file)) = Node::from_ino(ino)
+            && let (Some(version), Ok(model)) = (file.version(), self.model(index))
+        {
+            model.shard.unpin(version, count);
+        }
+    }
+
+    /// A watched process ended. Killed ones take their learner with them; one that exits by itself may
+    /// have been one of many (a shell's `dd`), and the lease decides.
+    fn process_ended(&self, key: u64, exit: Exit) {
+        for model in &self.models {
+            let Some(learner) = model.unwatch(key) else { continue };
+            if let Exit::Signal(_) = exit {
+                tracing::warn!(model = model.name, learner = learner.name, "its process {exit}");
+                // It may have left by itself meanwhile.
+                let _ = model.leave(learner.id, LeaveReason::Died);
+            }
+        }
+    }
+
+    /// Calls `wake` at the model's next version.
+    fn wake_later(&self, model: u8, wake: Wake) {
+        let mut pollers = self.pollers.lock();
+        // A program that polls in a loop without reading leaves one behind each time; the oldest ones
+        // are woken for nothing rather than kept without bound.
+        if pollers.len() >= 4096 {
+            let (_, oldest) = pollers.remove(0);
+            oldest();
+        }
+        pollers.push((model, wake));
+    }
+
+    /// Fails what waits and ends the shards.
+    pub fn shut_down(&self) {
+        for model in &self.models {
+            model.shard.shut_down();
+        }
+    }
+}
+
+/// A filesystem whose chores still need somebody who can talk to the kernel.
+pub struct Started {
+    /// The filesystem.
+    pub fs: Arc<Fs>,
+    inbox: mpsc::Receiver<Chore>,
+}
+
+impl Started {
+    /// Starts the thread that tells `kernel` what has changed.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn run_chores(self, kernel: Arc<dyn Kernel>) -> std::io::Result<()> {
+        let Started { fs, inbox } = self;
+        let fs = Arc::downgrade(&fs);
+        std::thread::Builder::new().name("gradfs-chores".into()).spawn(move || {
+            while let Ok(chore) = inbox.recv() {
+                let Some(fs) = fs.upgrade() else { return };
+                fs.do_chore(chore, &*kernel);
+            }
+        })?;
+        Ok(())
+    }
+}
+
+impl Fs {
+    fn do_chore(&self, chore: Chore, kernel: &dyn Kernel) {
+        match chore {
+            Chore::Published(index, version) => self.published(index, version, kernel),
+            Chore::Left(index, learner, reason) => {
+                let Ok(model) = self.model(index) else { return };
+                if let Some(name) = model.left(learner, reason) {
+                    kernel.forget_name(Node::Model(index, File::Learners).ino(), &name);
+                }
+            }
+            Chore::Settle(handle) => io::settle(&handle),
+        }
+    }
+
+    fn published(&self, index: u8, _version: Version, kernel: &dyn Kernel) {
+        let ready: Vec<Wake> = {
+            let mut pollers = self.pollers.lock();
+            let (ready, kept): (Vec<_>, Vec<_>) = pollers.drain(..).partition(|(of, _)| *of == index);
+            *pollers = kept;
+            ready.into_iter().map(|(_, wake)| wake).collect()
+        };
+        for wake in ready {
+            wake();
+        }
+        // The names lead to new inodes. Telling the kernel makes it let go of the old ones once nobody
+        // has them open or mapped, and then their memory can be used again.
+        let Ok(model) = self.model(index) else { return };
+        let dir = Node::Model(index, File::Dir).ino();
+        for name in ["weights", "weights.safetensors", "tensors"] {
+            kernel.forget_name(dir, name);
+        }
+        for learner in model.learners() {
+            kernel.forget_name(Node::Model(index, File::Learner(learner.id)).ino(), "weights");
+        }
+        let versions = Node::Model(index, File::Versions).ino();
+        let retained = model.shard.retained();
+        for old in model.shard.status().versions {
+            if !retained.contains(&old) {
+                kernel.forget_name(versions, &old.to_string());
+            }
+        }
+    }
+
+    fn watch_key(&self) -> u64 {
+        self.next_watch.fetch_add(1, Ordering::Relaxed)
+    }
+}

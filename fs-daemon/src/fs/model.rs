@@ -1,0 +1,266 @@
+//! One model of the mount: its shard, its headers, and its learners as directories.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use libmodelio::contributor::{Contributor, Traffic, request};
+use libmodelio::ids::{LearnerId, Version};
+use libmodelio::layout::ModelLayout;
+use libmodelio::transport::{Channel, Device, LeaveReason, Message, Reply};
+use libmodelio::{npy, safetensors_file};
+use parking_lot::Mutex;
+use ps_backend::embedded::EmbeddedShard;
+
+use super::errno::{FsError, FsResult};
+use crate::process::{Process, Watcher};
+
+/// Directory name of the mount's own learner, which joins with the first write to `gradients`.
+pub const OWN_LEARNER: &str = "mount";
+
+/// Longest answer to wait for where a request has no deadline of its own.
+const PROMPT: Duration = Duration::from_secs(10);
+
+/// A learner that is in the job.
+pub struct Learner {
+    /// Its number.
+    pub id: LearnerId,
+    /// Its directory's name.
+    pub name: String,
+    /// Its way to the shard.
+    pub contributor: Arc<Contributor>,
+    /// When it joined.
+    pub joined: SystemTime,
+    /// The mapped region has its pages.
+    pub mapped_ready: AtomicBool,
+    use_: Mutex<Use>,
+}
+
+/// Who uses a learner: what keeps it attached.
+#[derive(Default)]
+struct Use {
+    handles: u32,
+    /// Processes that have had `gradients` open and still live.
+    processes: Vec<u32>,
+}
+
+/// One model.
+pub struct Model {
+    /// Its directory's name.
+    pub name: String,
+    /// Its index in the mount.
+    pub index: u8,
+    /// Tensors and blocks.
+    pub layout: Arc<ModelLayout>,
+    /// Where it is aggregated.
+    pub shard: Arc<EmbeddedShard>,
+    /// The transport to it.
+    pub device: Arc<dyn Device>,
+    /// The connection to it.
+    pub channel: Arc<dyn Channel>,
+    /// Bytes that went through the mount.
+    pub traffic: Arc<Traffic>,
+    /// When it was mounted.
+    pub started: SystemTime,
+    /// `__metadata__` of the file it came from.
+    pub metadata: BTreeMap<String, String>,
+    /// Header of `tensors/<name>.npy`, by tensor.
+    pub npy_headers: Vec<Arc<[u8]>>,
+    learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
+    /// Watcher keys of this model's learners: key → (learner, process).
+    watched: Mutex<HashMap<u64, (LearnerId, u32)>>,
+    header_len: AtomicU64,
+}
+
+impl Model {
+    /// A model over its shard.
+    ///
+    /// # Errors
+    /// When the device does not connect.
+    pub fn new(
+        name: String,
+        index: u8,
+        shard: Arc<EmbeddedShard>,
+        device: Arc<dyn Device>,
+        metadata: BTreeMap<String, String>,
+    ) -> FsResult<Model> {
+        let layout = Arc::clone(shard.layout());
+        let npy_headers = layout.tensors().iter().map(|tensor| npy::npy_header(tensor).into()).collect();
+        let model = Model {
+            name,
+            index,
+            channel: device.connect()?,
+            device,
+            layout,
+            shard,
+            traffic: Arc::default(),
+            started: SystemTime::now(),
+            metadata,
+            npy_headers,
+            learners: Mutex::default(),
+            watched: Mutex::default(),
+            header_len: AtomicU64::new(0),
+        };
+        // The version in it has a fixed width, so that the length never changes.
+        let len = model.safetensors_header(Version(0)).len() as u64;
+        model.header_len.store(len, Ordering::Relaxed);
+        Ok(model)
+    }
+
+    /// Header of `weights.safetensors` of `version`; it names the version in its metadata.
+    pub fn safetensors_header(&self, version: Version) -> Arc<[u8]> {
+        let mut metadata = self.metadata.clone();
+        metadata.insert("gradfs.version".into(), format!("{:010}", version.0));
+        safetensors_file::header_bytes(&self.layout, &metadata).into()
+    }
+
+    /// Length of that header, the same for all versions.
+    pub fn safetensors_header_len(&self) -> u64 {
+        self.header_len.load(Ordering::Relaxed)
+    }
+
+    /// Longest wait of an open, fsync or close.
+    pub fn timeout(&self) -> Duration {
+        self.shard.controls().timeout
+    }
+
+    /// Learners in the job, by number.
+    pub fn learners(&self) -> Vec<Arc<Learner>> {
+        self.learners.lock().values().cloned().collect()
+    }
+
+    /// The learner with this number, if it is in the job.
+    pub fn learner(&self, id: LearnerId) -> FsResult<Arc<Learner>> {
+        self.learners.lock().get(&id).cloned().ok_or_else(FsError::not_found)
+    }
+
+    /// The learner of this name, if it is in the job.
+    pub fn learner_named(&self, name: &str) -> Option<Arc<Learner>> {
+        self.learners.lock().values().find(|learner| learner.name == name).cloned()
+    }
+
+    /// A learner joins.
+    ///
+    /// # Errors
+    /// EEXIST for a name in use, EDQUOT when the job is full, ENOMEM.
+    pub fn join(&self, name: &str) -> FsResult<Arc<Learner>> {
+        let reply = request(&*self.channel, Message::Join { name: name.to_owned() }, PROMPT)?;
+        let Reply::Joined { learner: id, incarnation } = reply else {
+            return Err(FsError::new(libc::EIO, "the shard did not answer the join"));
+        };
+        let made = Contributor::new(
+            id,
+            incarnation,
+            Arc::clone(&self.layout),
+            Arc::clone(&self.device),
+            Arc::clone(&self.channel),
+            Arc::clone(&self.traffic),
+        );
+        let contributor = match made {
+            Ok(contributor) => Arc::new(contributor),
+            Err(error) => {
+                self.send_leave(id, LeaveReason::Asked);
+                return Err(error.into());
+            }
+        };
+        if self.shard.controls().learners > 1 {
+            // With others about, blocks will wait in staging: take its pages now. A shortage shows when
+            // they are written; it need not fail the join.
+            if let Err(error) = contributor.prefault() {
+                tracing::warn!(%error, learner = name, "pre-faulting the staging region");
+            }
+        }
+        let learner = Arc::new(Learner {
+            id,
+            name: name.to_owned(),
+            contributor,
+            joined: SystemTime::now(),
+            mapped_ready: AtomicBool::new(false),
+            use_: Mutex::default(),
+        });
+        self.learners.lock().insert(id, Arc::clone(&learner));
+        tracing::info!(model = self.name, learner = name, "joined");
+        Ok(learner)
+    }
+
+    /// The mount's own learner, joining if it is not in the job.
+    ///
+    /// # Errors
+    /// As [`Self::join`].
+    pub fn own_learner(&self) -> FsResult<Arc<Learner>> {
+        match self.learner_named(OWN_LEARNER) {
+            Some(learner) => Ok(learner),
+            None => self.join(OWN_LEARNER),
+        }
+    }
+
+    /// A learner leaves the job.
+    ///
+    /// # Errors
+    /// ENOENT when it is not in it.
+    pub fn leave(&self, id: LearnerId, reason: LeaveReason) -> FsResult<()> {
+        request(&*self.channel, Message::Leave { learner: id, reason }, PROMPT)?;
+        Ok(())
+    }
+
+    fn send_leave(&self, learner: LearnerId, reason: LeaveReason) {
+        self.channel.send(Message::Leave { learner, reason }, PROMPT, Box::new(|_| {}));
+    }
+
+    /// The shard says that a learner is gone. Returns its name.
+    pub fn left(&self, id: LearnerId, reason: LeaveReason) -> Option<String> {
+        let learner = self.learners.lock().remove(&id)?;
+        self.watched.lock().retain(|_, (of, _)| *of != id);
+        match reason {
+            LeaveReason::Asked => tracing::info!(model = self.name, learner = learner.name, "left"),
+            _ => tracing::warn!(model = self.name, learner = learner.name, "out of the job: {reason}"),
+        }
+        Some(learner.name.clone())
+    }
+
+    /// A handle of the learner was opened or closed.
+    pub fn count_handle(&self, learner: &Learner, opened: bool) {
+        let mut use_ = learner.use_.lock();
+        use_.handles = if opened { use_.handles + 1 } else { use_.handles.saturating_sub(1) };
+        let attached = use_.handles > 0 || !use_.processes.is_empty();
+        drop(use_);
+        self.shard.touch(learner.id, Some(attached));
+    }
+
+    /// `process` has the learner's `gradients` open: its violent end is the learner's.
+    pub fn watch(&self, learner: &Learner, process: Process, watcher: &Watcher, key: u64) {
+        let tgid = process.tgid();
+        {
+            let mut use_ = learner.use_.lock();
+            if use_.processes.contains(&tgid) {
+                return;
+            }
+            use_.processes.push(tgid);
+        }
+        self.watched.lock().insert(key, (learner.id, tgid));
+        if let Err(error) = watcher.watch(process, key) {
+            tracing::warn!(%error, learner = learner.name, "its process cannot be watched; the lease decides");
+            self.unwatch(key);
+        }
+    }
+
+    /// Takes back the watch of `key`: the learner it was of.
+    pub fn unwatch(&self, key: u64) -> Option<Arc<Learner>> {
+        let (id, tgid) = self.watched.lock().remove(&key)?;
+        let learner = self.learner(id).ok()?;
+        let mut use_ = learner.use_.lock();
+        use_.processes.retain(|&process| process != tgid);
+        let attached = use_.handles > 0 || !use_.processes.is_empty();
+        drop(use_);
+        self.shard.touch(id, Some(attached));
+        Some(learner)
+    }
+
+    /// Bytes the kernel may be told this file has.
+    pub fn npy_size(&self, tensor: u32) -> u64 {
+        let index = tensor as usize;
+        let bytes = &self.layout.tensors()[index].bytes;
+        self.npy_headers[index].len() as u64 + (bytes.end - bytes.start)
+    }
+}

@@ -1,0 +1,262 @@
+//! Which names there are: lookup, readdir, mkdir and rmdir.
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+
+use libmodelio::ids::Version;
+use libmodelio::transport::LeaveReason;
+use ps_backend::controls::SETTINGS;
+
+use super::errno::{FsError, FsResult};
+use super::model::Model;
+use super::node::{File, Node};
+use super::{Attributes, Fs};
+
+/// A directory entry.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Inode number.
+    pub ino: u64,
+    /// Whether it is a directory.
+    pub is_dir: bool,
+    /// Name.
+    pub name: String,
+}
+
+/// Longest learner name.
+const MAX_LEARNER_NAME: usize = 64;
+
+impl Fs {
+    /// The inode that `name` in `parent` leads to now. Inodes of versions are pinned: each success is to
+    /// be followed by a [`Fs::forget`] in the end.
+    ///
+    /// # Errors
+    /// ENOENT.
+    pub fn lookup(&self, parent: u64, name: &OsStr) -> FsResult<Attributes> {
+        let name = name.to_str().ok_or_else(FsError::not_found)?;
+        let node = match self.node(parent)? {
+            Node::Root if name == "README" => Node::Readme,
+            Node::Root => {
+                let model = self.models.iter().find(|model| model.name == name);
+                Node::Model(model.ok_or_else(FsError::not_found)?.index, File::Dir)
+            }
+            Node::Readme => return Err(FsError::new(libc::ENOTDIR, "README is no directory")),
+            Node::Model(index, dir) => {
+                let model = self.model(index)?;
+                Node::Model(index, lookup_in(model, dir, name).ok_or_else(FsError::not_found)?)
+            }
+        };
+        let pinned = self.pin(node)?;
+        self.attributes(node.ino()).inspect_err(|_| {
+            if pinned {
+                self.forget(node.ino(), 1);
+            }
+        })
+    }
+
+    /// Pins the version that an inode shows.
+    fn pin(&self, node: Node) -> FsResult<bool> {
+        let Node::Model(index, file) = node else { return Ok(false) };
+        let Some(version) = file.version() else { return Ok(false) };
+        if self.model(index)?.shard.pin(version) {
+            Ok(true)
+        } else {
+            Err(FsError::not_found())
+        }
+    }
+
+    /// All names in a directory, `.` and `..` first.
+    ///
+    /// # Errors
+    /// ENOTDIR, ENOENT.
+    pub fn list(&self, ino: u64) -> FsResult<Vec<Entry>> {
+        let node = self.node(ino)?;
+        let mut entries = Vec::new();
+        let mut add = |name: &str, node: Node| {
+            entries.push(Entry { ino: node.ino(), is_dir: node.is_dir(), name: name.to_owned() });
+        };
+        add(".", node);
+        match node {
+            Node::Root => {
+                add("..", node);
+                add("README", Node::Readme);
+                for model in &self.models {
+                    add(&model.name, Node::Model(model.index, File::Dir));
+                }
+            }
+            Node::Readme => return Err(FsError::new(libc::ENOTDIR, "README is no directory")),
+            Node::Model(index, dir) => {
+                if !dir.is_dir() {
+                    return Err(FsError::new(libc::ENOTDIR, "no directory"));
+                }
+                let model = self.model(index)?;
+                add("..", parent_of(index, dir));
+                for (name, file) in list_in(model, dir)? {
+                    add(&name, Node::Model(index, file));
+                }
+            }
+        }
+        Ok(entries)
+    }
+
+    /// A learner joins.
+    ///
+    /// # Errors
+    /// EPERM outside of `learners/`, EEXIST, EINVAL for an unfit name, EDQUOT.
+    pub fn make_dir(&self, parent: u64, name: &OsStr) -> FsResult<Attributes> {
+        let Node::Model(index, File::Learners) = self.node(parent)? else {
+            return Err(FsError::new(libc::EPERM, "directories can only be made in learners/"));
+        };
+        let model = self.model(index)?;
+        let name = learner_name(name)?;
+        let learner = model.join(name)?;
+        self.attributes(Node::Model(index, File::Learner(learner.id)).ino())
+    }
+
+    /// A learner leaves.
+    ///
+    /// # Errors
+    /// EPERM outside of `learners/`, ENOENT.
+    pub fn remove_dir(&self, parent: u64, name: &OsStr) -> FsResult<()> {
+        let Node::Model(index, File::Learners) = self.node(parent)? else {
+            return Err(FsError::new(libc::EPERM, "only directories in learners/ can be removed"));
+        };
+        let model = self.model(index)?;
+        let learner = name.to_str().and_then(|name| model.learner_named(name)).ok_or_else(FsError::not_found)?;
+        model.leave(learner.id, LeaveReason::Asked)?;
+        // The directory goes with the answer, not whenever the chore comes round.
+        model.left(learner.id, LeaveReason::Asked);
+        Ok(())
+    }
+}
+
+fn learner_name(name: &OsStr) -> FsResult<&str> {
+    let fits = |name: &&str| {
+        name.len() <= MAX_LEARNER_NAME
+            && !name.starts_with('.')
+            && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+    };
+    name.to_str().filter(fits).ok_or_else(|| {
+        FsError::new(
+            libc::EINVAL,
+            format!("learner name {name:?}: use up to {MAX_LEARNER_NAME} letters, digits, '-', '_' and '.'"),
+        )
+    })
+}
+
+fn parent_of(index: u8, dir: File) -> Node {
+    match dir {
+        File::Dir => Node::Root,
+        File::Retained(_) => Node::Model(index, File::Versions),
+        File::RetainedTensors(version) => Node::Model(index, File::Retained(version)),
+        File::Learner(_) => Node::Model(index, File::Learners),
+        _ => Node::Model(index, File::Dir),
+    }
+}
+
+/// The version directory of this name, if it is retained. Only the plain decimal number is a name.
+fn retained(model: &Model, name: &str) -> Option<Version> {
+    let version = Version(name.parse().ok()?);
+    (version.to_string() == name && model.shard.retained().contains(&version)).then_some(version)
+}
+
+fn tensor(model: &Model, name: &str) -> Option<u32> {
+    model.layout.tensor_index(name.strip_suffix(".npy")?).map(|index| index as u32)
+}
+
+fn lookup_in(model: &Arc<Model>, dir: File, name: &str) -> Option<File> {
+    let newest = || model.shard.version();
+    match dir {
+        File::Dir => Some(match name {
+            "weights" => File::Weights(newest()),
+            "weights.safetensors" => File::Safetensors(newest()),
+            "tensors" => File::Tensors(newest()),
+            "gradients" => File::Gradients,
+            "device" => File::Device,
+            "version" => File::VersionText,
+            "status.json" => File::Status,
+            "versions" => File::Versions,
+            "learners" => File::Learners,
+            "control" => File::Controls,
+            _ => return None,
+        }),
+        File::Tensors(version) => tensor(model, name).map(|i| File::Tensor(version, i)),
+        File::RetainedTensors(version) => tensor(model, name).map(|i| File::RetainedTensor(version, i)),
+        File::Versions => retained(model, name).map(File::Retained),
+        File::Retained(version) => Some(match name {
+            "weights" => File::RetainedWeights(version),
+            "weights.safetensors" => File::RetainedSafetensors(version),
+            "tensors" => File::RetainedTensors(version),
+            "version" => File::RetainedText(version),
+            _ => return None,
+        }),
+        File::Learners => model.learner_named(name).map(|learner| File::Learner(learner.id)),
+        File::Learner(id) => {
+            model.learner(id).ok()?;
+            Some(match name {
+                "weights" => File::LearnerWeights(id, newest()),
+                "gradients" => File::LearnerGradients(id),
+                "version" => File::LearnerVersion(id),
+                "status" => File::LearnerStatus(id),
+                _ => return None,
+            })
+        }
+        File::Controls => {
+            SETTINGS.iter().position(|(known, _)| *known == name).map(|i| File::Control(i as u32))
+        }
+        _ => None,
+    }
+}
+
+fn list_in(model: &Arc<Model>, dir: File) -> FsResult<Vec<(String, File)>> {
+    let fixed = |names: &[(&str, File)]| names.iter().map(|(n, f)| ((*n).to_owned(), *f)).collect();
+    let newest = model.shard.version();
+    let tensors = |file: fn(Version, u32) -> File, version| {
+        let named = model.layout.tensors().iter().enumerate();
+        named.map(|(i, tensor)| (format!("{}.npy", tensor.name), file(version, i as u32))).collect()
+    };
+    Ok(match dir {
+        File::Dir => fixed(&[
+            ("weights", File::Weights(newest)),
+            ("weights.safetensors", File::Safetensors(newest)),
+            ("tensors", File::Tensors(newest)),
+            ("gradients", File::Gradients),
+            ("device", File::Device),
+            ("version", File::VersionText),
+            ("versions", File::Versions),
+            ("learners", File::Learners),
+            ("control", File::Controls),
+            ("status.json", File::Status),
+        ]),
+        File::Tensors(version) => tensors(File::Tensor, version),
+        File::RetainedTensors(version) => tensors(File::RetainedTensor, version),
+        File::Versions => {
+            let versions = model.shard.retained();
+            versions.into_iter().map(|v| (v.to_string(), File::Retained(v))).collect()
+        }
+        File::Retained(version) => fixed(&[
+            ("weights", File::RetainedWeights(version)),
+            ("weights.safetensors", File::RetainedSafetensors(version)),
+            ("tensors", File::RetainedTensors(version)),
+            ("version", File::RetainedText(version)),
+        ]),
+        File::Learners => {
+            let learners = model.learners();
+            learners.into_iter().map(|l| (l.name.clone(), File::Learner(l.id))).collect()
+        }
+        File::Learner(id) => {
+            model.learner(id)?;
+            fixed(&[
+                ("weights", File::LearnerWeights(id, newest)),
+                ("gradients", File::LearnerGradients(id)),
+                ("version", File::LearnerVersion(id)),
+                ("status", File::LearnerStatus(id)),
+            ])
+        }
+        File::Controls => {
+            let names = SETTINGS.iter().enumerate();
+            names.map(|(i, (name, _))| ((*name).to_owned(), File::Control(i as u32))).collect()
+        }
+        _ => return Err(FsError::new(libc::ENOTDIR, "no directory")),
+    })
+}

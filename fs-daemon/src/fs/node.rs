@@ -1,0 +1,252 @@
+//! Which inode number is which file.
+//!
+//! Numbers are computed, not handed out: kind, model, index (tensor, setting or learner) and version
+//! are packed into 64 bits, so that no table can leak or be looked up. A name that moves with the
+//! version (`weights`) leads to another inode for each version, as rename(2) would.
+
+use libmodelio::ids::{LearnerId, Version};
+
+/// Most models of one mount, most tensors, settings or learners of a model: what the packing holds.
+pub const MAX_MODELS: usize = 1 << MODEL_BITS;
+
+const MODEL_BITS: u32 = 8;
+const INDEX_BITS: u32 = 20;
+const VERSION_BITS: u32 = 31;
+
+/// The root of the mount, by FUSE's convention.
+pub const ROOT_INO: u64 = 1;
+
+/// A file or directory of one model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum File {
+    /// `<model>/`.
+    Dir,
+    /// `weights` of the newest version.
+    Weights(Version),
+    /// `weights.safetensors` of the newest version.
+    Safetensors(Version),
+    /// `tensors/` of the newest version.
+    Tensors(Version),
+    /// `tensors/<name>.npy` of the newest version.
+    Tensor(Version, u32),
+    /// `gradients` of the mount's own learner.
+    Gradients,
+    /// `device`.
+    Device,
+    /// `version`.
+    VersionText,
+    /// `status.json`.
+    Status,
+    /// `versions/`.
+    Versions,
+    /// `versions/<n>/`.
+    Retained(Version),
+    /// `versions/<n>/weights`.
+    RetainedWeights(Version),
+    /// `versions/<n>/weights.safetensors`.
+    RetainedSafetensors(Version),
+    /// `versions/<n>/tensors/`.
+    RetainedTensors(Version),
+    /// `versions/<n>/tensors/<name>.npy`.
+    RetainedTensor(Version, u32),
+    /// `versions/<n>/version`.
+    RetainedText(Version),
+    /// `learners/`.
+    Learners,
+    /// `learners/<id>/`.
+    Learner(LearnerId),
+    /// `learners/<id>/weights`.
+    LearnerWeights(LearnerId, Version),
+    /// `learners/<id>/gradients`.
+    LearnerGradients(LearnerId),
+    /// `learners/<id>/version`.
+    LearnerVersion(LearnerId),
+    /// `learners/<id>/status`.
+    LearnerStatus(LearnerId),
+    /// `control/`.
+    Controls,
+    /// `control/<setting>`, by index into the settings.
+    Control(u32),
+}
+
+/// Any inode of the mount.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Node {
+    /// The mount's root.
+    Root,
+    /// `README` in the root.
+    Readme,
+    /// In the directory of the model with this index.
+    Model(u8, File),
+}
+
+const README: u64 = 31;
+
+impl File {
+    fn parts(self) -> (u64, u32, Version) {
+        const NONE: Version = Version(0);
+        match self {
+            File::Dir => (1, 0, NONE),
+            File::Weights(v) => (2, 0, v),
+            File::Safetensors(v) => (3, 0, v),
+            File::Tensors(v) => (4, 0, v),
+            File::Tensor(v, i) => (5, i, v),
+            File::Gradients => (6, 0, NONE),
+            File::Device => (7, 0, NONE),
+            File::VersionText => (8, 0, NONE),
+            File::Status => (9, 0, NONE),
+            File::Versions => (10, 0, NONE),
+            File::Retained(v) => (11, 0, v),
+            File::RetainedWeights(v) => (12, 0, v),
+            File::RetainedSafetensors(v) => (13, 0, v),
+            File::RetainedTensors(v) => (14, 0, v),
+            File::RetainedTensor(v, i) => (15, i, v),
+            File::RetainedText(v) => (16, 0, v),
+            File::Learners => (17, 0, NONE),
+            File::Learner(l) => (18, l.0, NONE),
+            File::LearnerWeights(l, v) => (19, l.0, v),
+            File::LearnerGradients(l) => (20, l.0, NONE),
+            File::LearnerVersion(l) => (21, l.0, NONE),
+            File::LearnerStatus(l) => (22, l.0, NONE),
+            File::Controls => (23, 0, NONE),
+            File::Control(i) => (24, i, NONE),
+        }
+    }
+
+    fn from_parts(kind: u64, index: u32, version: Version) -> Option<File> {
+        let learner = LearnerId(index);
+        Some(match kind {
+            1 => File::Dir,
+            2 => File::Weights(version),
+            3 => File::Safetensors(version),
+            4 => File::Tensors(version),
+            5 => File::Tensor(version, index),
+            6 => File::Gradients,
+            7 => File::Device,
+            8 => File::VersionText,
+            9 => File::Status,
+            10 => File::Versions,
+            11 => File::Retained(version),
+            12 => File::RetainedWeights(version),
+            13 => File::RetainedSafetensors(version),
+            14 => File::RetainedTensors(version),
+            15 => File::RetainedTensor(version, index),
+            16 => File::RetainedText(version),
+            17 => File::Learners,
+            18 => File::Learner(learner),
+            19 => File::LearnerWeights(learner, version),
+            20 => File::LearnerGradients(learner),
+            21 => File::LearnerVersion(learner),
+            22 => File::LearnerStatus(learner),
+            23 => File::Controls,
+            24 => File::Control(index),
+            _ => return None,
+        })
+    }
+
+    /// The version whose memory this inode shows. The kernel's interest in such an inode keeps the
+    /// version from being recycled.
+    pub fn version(self) -> Option<Version> {
+        match self {
+            File::Weights(v)
+            | File::Safetensors(v)
+            | File::Tensors(v)
+            | File::Tensor(v, _)
+            | File::Retained(v)
+            | File::RetainedWeights(v)
+            | File::RetainedSafetensors(v)
+            | File::RetainedTensors(v)
+            | File::RetainedTensor(v, _)
+            | File::RetainedText(v)
+            | File::LearnerWeights(_, v) => Some(v),
+            _ => None,
+        }
+    }
+
+    /// Whether it is a directory.
+    pub fn is_dir(self) -> bool {
+        matches!(
+            self,
+            File::Dir
+                | File::Tensors(_)
+                | File::Versions
+                | File::Retained(_)
+                | File::RetainedTensors(_)
+                | File::Learners
+                | File::Learner(_)
+                | File::Controls
+        )
+    }
+}
+
+impl Node {
+    /// Its inode number.
+    pub fn ino(self) -> u64 {
+        match self {
+            Node::Root => ROOT_INO,
+            Node::Readme => README << (MODEL_BITS + INDEX_BITS + VERSION_BITS),
+            Node::Model(model, file) => {
+                let (kind, index, version) = file.parts();
+                debug_assert!(index < 1 << INDEX_BITS && version.0 < 1 << VERSION_BITS);
+                kind << (MODEL_BITS + INDEX_BITS + VERSION_BITS)
+                    | u64::from(model) << (INDEX_BITS + VERSION_BITS)
+                    | u64::from(index) << VERSION_BITS
+                    | version.0
+            }
+        }
+    }
+
+    /// The node behind a number; `None` for one that was never given out.
+    pub fn from_ino(ino: u64) -> Option<Node> {
+        if ino == ROOT_INO {
+            return Some(Node::Root);
+        }
+        let kind = ino >> (MODEL_BITS + INDEX_BITS + VERSION_BITS);
+        if kind == README {
+            return Some(Node::Readme);
+        }
+        let model = (ino >> (INDEX_BITS + VERSION_BITS)) as u8;
+        let index = (ino >> VERSION_BITS) as u32 & ((1 << INDEX_BITS) - 1);
+        let version = Version(ino & ((1 << VERSION_BITS) - 1));
+        File::from_parts(kind, index, version).map(|file| Node::Model(model, file))
+    }
+
+    /// Whether it is a directory.
+    pub fn is_dir(self) -> bool {
+        match self {
+            Node::Root => true,
+            Node::Readme => false,
+            Node::Model(_, file) => file.is_dir(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_unique_and_lead_back() {
+        let mut seen = std::collections::HashSet::new();
+        let mut check = |node: Node| {
+            assert_eq!(Node::from_ino(node.ino()), Some(node));
+            assert!(seen.insert(node.ino()), "{node:?}");
+        };
+        check(Node::Root);
+        check(Node::Readme);
+        for model in [0, 1, 255] {
+            for kind in 1..=24 {
+                for index in [0, 1, (1 << 20) - 1] {
+                    for version in [0, 1, (1 << 31) - 1] {
+                        let file = File::from_parts(kind, index, Version(version)).unwrap();
+                        if file.parts() == (kind, index, Version(version)) {
+                            check(Node::Model(model, file));
+                        }
+                    }
+                }
+            }
+        }
+        assert_eq!(Node::from_ino(0), None);
+        assert_eq!(Node::from_ino(u64::MAX - (1 << 63)), None);
+    }
+}

@@ -1,0 +1,338 @@
+//! Opening files: pinning versions, waiting for one's own step, joining as the mount's learner.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use libmodelio::ids::{LearnerId, Version};
+use libmodelio::publisher::Publisher;
+use libmodelio::transport::{Message, Region, Reply};
+use parking_lot::Mutex;
+use ps_backend::controls::SETTINGS;
+
+use super::errno::{FsError, FsResult};
+use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, Users, VersionHandle};
+use super::model::{Learner, Model, OWN_LEARNER};
+use super::node::{File, Node};
+use super::{Caller, Done, Fs, text};
+use crate::process::Process;
+
+/// An opened file, and how the kernel should treat it.
+#[derive(Clone, Debug)]
+pub struct Opened {
+    /// Its number.
+    pub fh: u64,
+    /// The way of its bytes.
+    pub way: Way,
+}
+
+/// The way of an open file's bytes.
+#[derive(Clone, Debug)]
+pub enum Way {
+    /// Reads and mappings go straight to this memory.
+    Bypass(Region),
+    /// Mappings go straight to this memory; reads and writes come to the daemon, several at once.
+    MapBypass(Region),
+    /// Everything comes to the daemon, nothing is cached.
+    Direct,
+    /// Reads come to the daemon once and stay in the page cache: the file never changes.
+    Cached,
+}
+
+/// The parts of open(2)'s flags that matter here.
+#[derive(Clone, Copy, Debug)]
+struct Flags {
+    read: bool,
+    write: bool,
+    append: bool,
+    nonblocking: bool,
+}
+
+impl Flags {
+    fn new(flags: i32) -> Flags {
+        let mode = flags & libc::O_ACCMODE;
+        Flags {
+            read: mode != libc::O_WRONLY,
+            write: mode != libc::O_RDONLY,
+            append: flags & libc::O_APPEND != 0,
+            nonblocking: flags & libc::O_NONBLOCK != 0,
+        }
+    }
+}
+
+impl Fs {
+    /// Opens an inode with open(2)'s `flags`. Waits, through `done`, for the version that holds the
+    /// learner's last step, at most `control/timeout`.
+    pub fn open(self: &Arc<Self>, ino: u64, flags: i32, caller: Caller, done: Done<Opened>) {
+        let flags = Flags::new(flags);
+        let node = match self.node(ino) {
+            Ok(node) => node,
+            Err(error) => return done(Err(error)),
+        };
+        let Node::Model(index, file) = node else {
+            return done(read_only(flags, "README").and_then(|()| self.open_text(node, None)));
+        };
+        let model = match self.model(index) {
+            Ok(model) => Arc::clone(model),
+            Err(error) => return done(Err(error)),
+        };
+        // Those that show the newest version wait for the learner's own step.
+        let waits_for = match file {
+            File::LearnerWeights(learner, _) => Some(learner),
+            File::Weights(_) | File::Safetensors(_) | File::Tensor(..) | File::Device => {
+                model.learner_named(OWN_LEARNER).map(|learner| learner.id)
+            }
+            _ => None,
+        };
+        match waits_for.filter(|&learner| flags.read && model.shard.has_unpublished(learner)) {
+            None => done(self.open_file(&model, node, file, flags, caller)),
+            Some(_) if flags.nonblocking => {
+                done(Err(FsError::new(libc::EAGAIN, "the version with your last step is not out yet")));
+            }
+            Some(learner) => self.open_after_step(model, learner, node, file, flags, caller, done),
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)] // they are one request, put aside
+    fn open_after_step(
+        self: &Arc<Self>,
+        model: Arc<Model>,
+        learner: LearnerId,
+        node: Node,
+        file: File,
+        flags: Flags,
+        caller: Caller,
+        done: Done<Opened>,
+    ) {
+        let this = Arc::clone(self);
+        let timeout = model.timeout();
+        let channel = Arc::clone(&model.channel);
+        channel.send(
+            Message::AwaitStep { learner },
+            timeout,
+            Box::new(move |result| {
+                done(match result {
+                    Ok(Reply::Version(_)) if file.version().is_some() => Err(FsError::look_again()),
+                    Ok(_) => this.open_file(&model, node, file, flags, caller),
+                    Err(error) => Err(error.into()),
+                })
+            }),
+        );
+    }
+
+    fn open_file(
+        &self,
+        model: &Arc<Model>,
+        node: Node,
+        file: File,
+        flags: Flags,
+        caller: Caller,
+    ) -> FsResult<Opened> {
+        match file {
+            File::Weights(version) if flags.write => self.open_publish(model, node, version, flags, caller),
+            File::Weights(version) | File::RetainedWeights(version) | File::LearnerWeights(_, version) => {
+                read_only(flags, "this version of weights")?;
+                self.open_version(model, version, |_| {})
+            }
+            File::Safetensors(version) | File::RetainedSafetensors(version) => {
+                read_only(flags, "weights.safetensors")?;
+                let header = model.safetensors_header(version);
+                self.open_version(model, version, |handle| handle.header = header)
+            }
+            File::Tensor(version, index) | File::RetainedTensor(version, index) => {
+                read_only(flags, "a tensor")?;
+                let index = index as usize;
+                let tensor = model.layout.tensors().get(index).ok_or_else(FsError::not_found)?;
+                self.open_version(model, version, |handle| {
+                    handle.header = Arc::clone(&model.npy_headers[index]);
+                    handle.bytes = tensor.bytes.clone();
+                })
+            }
+            File::Gradients => {
+                writable_contribution(flags)?;
+                self.open_contribution(model, &model.own_learner()?, flags, caller, false)
+            }
+            File::LearnerGradients(id) => {
+                writable_contribution(flags)?;
+                self.open_contribution(model, &model.learner(id)?, flags, caller, false)
+            }
+            File::Device if flags.write => {
+                no_append(flags)?;
+                self.open_contribution(model, &model.own_learner()?, flags, caller, true)
+            }
+            File::Device => {
+                let handle = VersionHandle::pin_newest(model).ok_or_else(FsError::not_found)?;
+                self.insert(Handle::Version(handle), Way::Direct)
+            }
+            File::Control(index) => {
+                let (name, _) = SETTINGS.get(index as usize).ok_or_else(FsError::not_found)?;
+                tracing::trace!(setting = name, "open");
+                self.open_text(node, Some(model))
+            }
+            File::VersionText
+            | File::Status
+            | File::RetainedText(_)
+            | File::LearnerVersion(_)
+            | File::LearnerStatus(_) => {
+                read_only(flags, "this file")?;
+                self.open_text(node, Some(model))
+            }
+            _ => Err(FsError::new(libc::EISDIR, "is a directory")),
+        }
+    }
+
+    fn insert(&self, handle: Handle, way: Way) -> FsResult<Opened> {
+        let fh = self.handles.insert(handle);
+        let fh = fh.ok_or_else(|| FsError::new(libc::ENFILE, "too many open files in this mount"))?;
+        Ok(Opened { fh, way })
+    }
+
+    /// Opens a version to read; `shape` says which part of it, and behind which header.
+    fn open_version(
+        &self,
+        model: &Arc<Model>,
+        version: Version,
+        shape: impl FnOnce(&mut VersionHandle),
+    ) -> FsResult<Opened> {
+        let mut handle = VersionHandle::pin(model, version).ok_or_else(FsError::look_again)?;
+        shape(&mut handle);
+        // Passthrough has no offset: only the flat file is the memory itself.
+        let flat = handle.header.is_empty() && handle.bytes == (0..model.layout.size());
+        let way = if flat && self.passthrough {
+            Way::Bypass(handle.buffer.region().clone())
+        } else {
+            Way::Cached
+        };
+        self.insert(Handle::Version(handle), way)
+    }
+
+    fn open_contribution(
+        &self,
+        model: &Arc<Model>,
+        learner: &Arc<Learner>,
+        flags: Flags,
+        caller: Caller,
+        device: bool,
+    ) -> FsResult<Opened> {
+        let region = learner.contributor.mapped().clone();
+        if flags.read && !device && !learner.mapped_ready.swap(true, Ordering::Relaxed) {
+            // It will be mapped: its pages are taken now, not one fault at a time in the program.
+            region.memory().prefault().map_err(|error| FsError::new(libc::ENOMEM, error.to_string()))?;
+        }
+        let version = if device && flags.read {
+            let handle = VersionHandle::pin_newest(model).ok_or_else(FsError::not_found)?;
+            Some(Mutex::new(Arc::new(handle)))
+        } else {
+            None
+        };
+        let mut users = Users::default();
+        let opener = users.note(caller.tid);
+        if let (Some(watcher), Some(process)) = (self.watcher.get(), Process::of_thread(caller.tid)) {
+            model.watch(learner, process, watcher, self.watch_key());
+        }
+        let handle = ContributionHandle {
+            model: Arc::clone(model),
+            learner: Arc::clone(learner),
+            opener,
+            users: Mutex::new(users),
+            last_writer: AtomicU64::new(u64::from(caller.tid)),
+            wrote: AtomicBool::new(false),
+            ever_wrote: AtomicBool::new(false),
+            mappable: flags.read && !device,
+            version,
+        };
+        let way = match (device, self.passthrough) {
+            (false, true) => Way::MapBypass(region),
+            _ => Way::Direct,
+        };
+        let opened = self.insert(Handle::Contribution(handle), way)?;
+        model.count_handle(learner, true);
+        Ok(opened)
+    }
+
+    fn open_publish(
+        &self,
+        model: &Arc<Model>,
+        node: Node,
+        version: Version,
+        flags: Flags,
+        caller: Caller,
+    ) -> FsResult<Opened> {
+        no_append(flags)?;
+        model.shard.may_assign()?;
+        let publisher = Publisher::new(Arc::clone(&model.channel), model.timeout())?;
+        let mut users = Users::default();
+        let opener = users.note(caller.tid);
+        let reads = VersionHandle::pin(model, version).ok_or_else(FsError::look_again)?;
+        let region = reads.buffer.region().clone();
+        let handle = PublishHandle {
+            model: Arc::clone(model),
+            ino: node.ino(),
+            opener,
+            users: Mutex::new(users),
+            publisher: Mutex::new(Some(Arc::new(publisher))),
+            truncated: AtomicBool::new(false),
+            reads,
+        };
+        // The same inode may be open for reading with passthrough; the kernel wants all opens of it to
+        // name the same memory. (That memory is sealed: it cannot be mapped writable.)
+        let way = if self.passthrough { Way::MapBypass(region) } else { Way::Direct };
+        self.insert(Handle::Publish(handle), way)
+    }
+
+    fn open_text(&self, node: Node, model: Option<&Arc<Model>>) -> FsResult<Opened> {
+        let handle = TextHandle {
+            node,
+            text: Mutex::new(Arc::from("")),
+            seen: AtomicU64::new(u64::MAX),
+            model: model.cloned(),
+        };
+        *handle.text.lock() = self.render(&handle)?.into();
+        self.insert(Handle::Text(handle), Way::Direct)
+    }
+
+    /// What a text file says now.
+    ///
+    /// # Errors
+    /// ENOENT for learners and versions that are gone.
+    pub(super) fn render(&self, handle: &TextHandle) -> FsResult<String> {
+        let Some(model) = &handle.model else { return Ok(text::readme(&self.models)) };
+        let Node::Model(_, file) = handle.node else { return Err(FsError::not_found()) };
+        Ok(match file {
+            File::VersionText | File::LearnerVersion(_) => {
+                let version = model.shard.version();
+                handle.seen.store(version.0, Ordering::Relaxed);
+                format!("{version}\n")
+            }
+            File::RetainedText(version) => format!("{version}\n"),
+            File::Status => text::status(model, self.passthrough),
+            File::LearnerStatus(id) => text::learner_status(model, id)?,
+            File::Control(index) => {
+                let (name, _) = SETTINGS.get(index as usize).ok_or_else(FsError::not_found)?;
+                format!("{}\n", model.shard.controls().get(name).unwrap_or_default())
+            }
+            _ => return Err(FsError::not_found()),
+        })
+    }
+}
+
+fn read_only(flags: Flags, what: &str) -> FsResult<()> {
+    if flags.write { Err(FsError::new(libc::EACCES, format!("{what} is read-only"))) } else { Ok(()) }
+}
+
+fn no_append(flags: Flags) -> FsResult<()> {
+    if flags.append {
+        return Err(FsError::new(
+            libc::EINVAL,
+            "the file has a fixed size: write at offsets, do not append (> instead of >>)",
+        ));
+    }
+    Ok(())
+}
+
+fn writable_contribution(flags: Flags) -> FsResult<()> {
+    if !flags.write {
+        return Err(FsError::new(libc::EACCES, "gradients is write-only (read weights instead)"));
+    }
+    no_append(flags)
+}
+

@@ -1,0 +1,131 @@
+//! What the small text files say.
+
+use std::fmt::Write as _;
+use std::sync::atomic::Ordering;
+use std::time::UNIX_EPOCH;
+
+use libmodelio::ids::LearnerId;
+use ps_backend::controls::SETTINGS;
+use serde_json::json;
+
+use super::errno::FsResult;
+use super::model::Model;
+
+/// `README` in the mount's root.
+pub fn readme(models: &[std::sync::Arc<Model>]) -> String {
+    let mut text = String::from(
+        "This is gradfs, a parameter server that is mounted. Each directory here is a model.\n\
+         Reading gives its newest complete version, writing gradients contributes to the next one.\n\n",
+    );
+    for model in models {
+        let _ = writeln!(
+            text,
+            "  {}/  {} tensors, {} bytes in blocks of {}",
+            model.name,
+            model.layout.tensors().len(),
+            model.layout.size(),
+            model.layout.block_size()
+        );
+    }
+    text.push_str(
+        "\nIn each of them:\n\n\
+         weights              flat bytes of the newest version. A handle keeps the version it was opened on;\n\
+         \x20                    open again to see a newer one.\n\
+         weights.safetensors  the same version as a safetensors file\n\
+         tensors/NAME.npy     one tensor of the same version, in NumPy's format\n\
+         gradients            write a contribution, at the same offsets as in weights. fsync or close ends it,\n\
+         \x20                    and only when that succeeds is it taken. Bytes you do not write count as zero.\n\
+         \x20                    It can also be mapped (open it read-write): store, then fsync the descriptor.\n\
+         device               both faces in one file: read weights, write gradients\n\
+         version              number of the newest version; poll(2) wakes when it changes\n\
+         versions/N/          the newest and the last versions kept (control/retain)\n\
+         learners/ID/         mkdir joins a learner, rmdir leaves; each has its own weights, gradients,\n\
+         \x20                    version and status\n\
+         control/SETTING      one value a file: read it, or write a new one, which counts from the next version\n\
+         status.json          what the job is doing\n\n\
+         Settings in control/:\n\n",
+    );
+    for (name, meaning) in SETTINGS {
+        let _ = writeln!(text, "  {name:<14} {meaning}");
+    }
+    text
+}
+
+/// `status.json`.
+pub fn status(model: &Model, passthrough: bool) -> String {
+    let status = model.shard.status();
+    let controls = model.shard.controls();
+    let settings: serde_json::Map<String, serde_json::Value> = SETTINGS
+        .iter()
+        .map(|(name, _)| ((*name).to_owned(), json!(controls.get(name).unwrap_or_default())))
+        .collect();
+    let learners: Vec<_> = status
+        .members
+        .iter()
+        .map(|member| {
+            json!({
+                "id": member.name,
+                "incarnation": member.incarnation,
+                "step": member.step,
+                "phase": member.phase,
+                "joined_at_version": member.joined_at,
+                "silent_seconds": round(member.silent.as_secs_f64()),
+            })
+        })
+        .collect();
+    let published = model.shard.get(status.version).map(|(_, at)| at);
+    let published = published.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map(|d| round(d.as_secs_f64()));
+    let value = json!({
+        "model": model.name,
+        "state": status.state,
+        "version": status.version,
+        "published_unix_seconds": published,
+        "size_bytes": model.layout.size(),
+        "tensors": model.layout.tensors().len(),
+        "block_size": model.layout.block_size(),
+        "blocks": model.layout.blocks(),
+        "transport": model.device.kind().to_string(),
+        "passthrough": passthrough,
+        "learners": learners,
+        "committed_for_next_version": status.committed,
+        "contributions": status.contributions,
+        "versions_in_memory": status.versions,
+        "version_buffers": { "existing": status.buffers.0, "free": status.buffers.1 },
+        "traffic": {
+            "written_bytes": model.traffic.written.load(Ordering::Relaxed),
+            "reduced_on_arrival_bytes": model.traffic.reduced_on_arrival.load(Ordering::Relaxed),
+            "staged_bytes": model.traffic.staged.load(Ordering::Relaxed),
+            "blocks_reduced_on_arrival": status.blocks_on_arrival,
+        },
+        "control": settings,
+    });
+    let mut text = serde_json::to_string_pretty(&value).unwrap_or_default();
+    text.push('\n');
+    text
+}
+
+/// `learners/<id>/status`.
+///
+/// # Errors
+/// ENOENT for a learner that is gone.
+pub fn learner_status(model: &Model, id: LearnerId) -> FsResult<String> {
+    let learner = model.learner(id)?;
+    let status = model.shard.status();
+    let Some(member) = status.members.iter().find(|member| member.learner == id) else {
+        return Err(super::errno::FsError::not_found());
+    };
+    Ok(format!(
+        "id: {}\nincarnation: {}\nstep: {}\nphase: {}\nopen_bytes: {}\nsilent_seconds: {:.3}\njob: {}\n",
+        member.name,
+        member.incarnation,
+        member.step,
+        member.phase,
+        learner.contributor.open_bytes(),
+        member.silent.as_secs_f64(),
+        status.state,
+    ))
+}
+
+fn round(seconds: f64) -> f64 {
+    (seconds * 1e3).round() / 1e3
+}

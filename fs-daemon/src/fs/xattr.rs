@@ -1,0 +1,62 @@
+//! Extended attributes `user.gradfs.version`, `user.gradfs.dtype` and `user.gradfs.shape`.
+
+use super::errno::{FsError, FsResult};
+use super::model::Model;
+use super::node::{File, Node};
+use super::Fs;
+
+const VERSION: &str = "user.gradfs.version";
+const DTYPE: &str = "user.gradfs.dtype";
+const SHAPE: &str = "user.gradfs.shape";
+
+impl Fs {
+    /// Names of the extended attributes of an inode.
+    ///
+    /// # Errors
+    /// ENOENT.
+    pub fn xattrs(&self, ino: u64) -> FsResult<Vec<&'static str>> {
+        let Node::Model(index, file) = self.node(ino)? else { return Ok(Vec::new()) };
+        let model = self.model(index)?;
+        Ok([VERSION, DTYPE, SHAPE].into_iter().filter(|name| value(model, file, name).is_some()).collect())
+    }
+
+    /// The value of one.
+    ///
+    /// # Errors
+    /// ENODATA when the inode does not have it, ENOENT.
+    pub fn xattr(&self, ino: u64, name: &str) -> FsResult<String> {
+        // Asked for by the kernel itself, often: answered before anything is looked up.
+        let none = || FsError::new(libc::ENODATA, "no such attribute");
+        if !name.starts_with("user.gradfs.") {
+            return Err(none());
+        }
+        let Node::Model(index, file) = self.node(ino)? else { return Err(none()) };
+        value(self.model(index)?, file, name).ok_or_else(none)
+    }
+}
+
+fn value(model: &Model, file: File, name: &str) -> Option<String> {
+    let tensors = model.layout.tensors();
+    let of_tensor = match file {
+        File::Tensor(_, index) | File::RetainedTensor(_, index) => Some(tensors.get(index as usize)?),
+        // A model of one tensor is that tensor.
+        _ if tensors.len() == 1 => tensors.first(),
+        _ => None,
+    };
+    let has_data = file.version().is_some() && !file.is_dir() && !matches!(file, File::RetainedText(_));
+    let takes_data = matches!(file, File::Gradients | File::LearnerGradients(_) | File::Device);
+    match name {
+        VERSION if file.version().is_some() => file.version().map(|version| version.to_string()),
+        VERSION if matches!(file, File::Device | File::VersionText) => Some(model.shard.version().to_string()),
+        DTYPE if has_data || takes_data => Some(match of_tensor {
+            Some(tensor) => tensor.dtype.name(),
+            None if tensors.iter().all(|tensor| tensor.dtype == tensors[0].dtype) => tensors[0].dtype.name(),
+            None => "mixed".to_owned(),
+        }),
+        SHAPE if has_data || takes_data => of_tensor.map(|tensor| {
+            let sizes: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
+            format!("[{}]", sizes.join(", "))
+        }),
+        _ => None,
+    }
+}

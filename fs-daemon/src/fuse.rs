@@ -1,0 +1,507 @@
+//! The mount's binding to the kernel, by the `fuser` crate: requests in, replies out, nothing decided.
+//!
+//! All that knows `fuser` is here, so that another loop on the FUSE descriptor can take its place.
+
+use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, SystemTime};
+
+use fuser::{
+    BsdFileFlags, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
+    InitFlags, KernelConfig, LockOwner, MountOption, Notifier, OpenFlags, PollEvents, PollFlags, PollNotifier,
+    ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
+    ReplyXattr, Request, Session, SessionACL, TimeOrNow, WriteFlags,
+};
+use libmodelio::mmap::Mapping;
+use parking_lot::Mutex;
+
+use crate::fs::errno::FsError;
+use crate::fs::{Attributes, Caller, Fs, Kernel, Opened, Way};
+
+/// Bytes of a request: what the kernel takes unless its limit was raised, and best for throughput.
+const MAX_WRITE: u32 = 1 << 20;
+/// Requests the kernel may have under way in the background: asynchronous I/O of several programs.
+const MAX_BACKGROUND: u16 = 128;
+/// How long the kernel may keep a name or attributes that do not change.
+const FOREVER: Duration = Duration::from_secs(86_400);
+
+/// How to mount.
+pub struct MountSettings {
+    /// Threads that serve requests.
+    pub threads: usize,
+    /// Whether other users get in.
+    pub allow_other: bool,
+}
+
+/// The kernel's names for memory that files bypass the daemon to.
+type Backings = Mutex<HashMap<usize, (Arc<fuser::BackingId>, Weak<Mapping>)>>;
+
+struct Binding {
+    fs: Arc<Fs>,
+    backings: Arc<Backings>,
+}
+
+/// Mounts `fs` on `path`. The session is to be run by [`fuser::Session::spawn`].
+///
+/// # Errors
+/// What mount(2) or fusermount3 says.
+pub fn mount(fs: Arc<Fs>, path: &Path, settings: &MountSettings) -> io::Result<Mounted> {
+    let mut config = Config::default();
+    config.mount_options = vec![
+        MountOption::FSName("gradfs".into()),
+        MountOption::Subtype("gradfs".into()),
+        MountOption::DefaultPermissions,
+        MountOption::NoDev,
+        MountOption::NoSuid,
+        MountOption::NoAtime,
+    ];
+    config.acl = if settings.allow_other { SessionACL::All } else { SessionACL::Owner };
+    config.n_threads = Some(settings.threads);
+    config.clone_fd = true;
+    let session = Session::new(Binding { fs, backings: Arc::default() }, path, &config)?;
+    let kernel = Arc::new(Announcer(session.notifier()));
+    Ok(Mounted { session, kernel })
+}
+
+/// A mount that is not served yet.
+pub struct Mounted {
+    session: Session<Binding>,
+    /// The way to tell the kernel about changes.
+    pub kernel: Arc<dyn Kernel>,
+}
+
+impl Mounted {
+    /// Serves requests on threads of its own; the handle ends when the mount is gone.
+    ///
+    /// # Errors
+    /// When threads cannot be started.
+    pub fn serve(self, ended: impl FnOnce() + Send + 'static) -> io::Result<std::thread::JoinHandle<()>> {
+        let session = self.session;
+        std::thread::Builder::new().name("gradfs-fuse".into()).spawn(move || {
+            if let Err(error) = session.run() {
+                tracing::warn!(%error, "the FUSE session ended");
+            }
+            ended();
+        })
+    }
+}
+
+struct Announcer(Notifier);
+
+impl Kernel for Announcer {
+    fn forget_name(&self, parent: u64, name: &str) {
+        if let Err(error) = self.0.inval_entry(INodeNo(parent), OsStr::new(name)) {
+            // The mount may be on its way out.
+            tracing::debug!(%error, name, "telling the kernel about a moved name");
+        }
+    }
+}
+
+fn attr(a: &Attributes) -> FileAttr {
+    FileAttr {
+        ino: INodeNo(a.ino),
+        size: a.size,
+        blocks: a.size.div_ceil(512),
+        atime: a.modified,
+        mtime: a.modified,
+        ctime: a.modified,
+        crtime: a.modified,
+        kind: if a.is_dir { FileType::Directory } else { FileType::RegularFile },
+        perm: a.mode,
+        nlink: a.links,
+        uid: a.uid,
+        gid: a.gid,
+        rdev: 0,
+        blksize: a.block_size,
+        flags: 0,
+    }
+}
+
+fn attr_ttl(a: &Attributes) -> Duration {
+    if a.immutable { FOREVER } else { Duration::ZERO }
+}
+
+fn errno(call: &str, error: &FsError) -> Errno {
+    if error.is_quiet() {
+        tracing::debug!(call, "{error}");
+    } else {
+        tracing::warn!(call, "{error}");
+    }
+    Errno::from_i32(error.errno)
+}
+
+fn caller(request: &Request) -> Caller {
+    Caller { tid: request.pid() }
+}
+
+impl Binding {
+    /// The kernel's name for `memory`, made once.
+    fn backing(&self, reply: &ReplyOpen, memory: &Arc<Mapping>) -> io::Result<Arc<fuser::BackingId>> {
+        // While the entry's Weak exists no other mapping can have its address.
+        let key = Arc::as_ptr(memory) as usize;
+        let mut backings = self.backings.lock();
+        if let Some((id, _)) = backings.get(&key) {
+            return Ok(Arc::clone(id));
+        }
+        backings.retain(|_, (_, memory)| memory.strong_count() > 0);
+        let fd = memory.fd().ok_or_else(|| io::Error::other("memory without a descriptor"))?;
+        let id = Arc::new(reply.open_backing(fd)?);
+        backings.insert(key, (Arc::clone(&id), Arc::downgrade(memory)));
+        Ok(id)
+    }
+
+    fn opened(&self, reply: ReplyOpen, opened: &Opened) {
+        let fh = FileHandle(opened.fh);
+        let parallel = FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
+        let (memory, flags) = match &opened.way {
+            Way::Cached => return reply.opened(fh, FopenFlags::FOPEN_KEEP_CACHE),
+            Way::Direct => return reply.opened(fh, parallel),
+            Way::Bypass(region) => (region.memory(), FopenFlags::empty()),
+            Way::MapBypass(region) => (region.memory(), parallel),
+        };
+        match self.backing(&reply, memory) {
+            Ok(id) => reply.opened_passthrough(fh, flags | FopenFlags::FOPEN_PASSTHROUGH, &id),
+            Err(error) => {
+                tracing::error!(%error, "passthrough was promised and is refused; try --no-passthrough");
+                self.fs.release(opened.fh);
+                reply.error(Errno::from_i32(error.raw_os_error().unwrap_or(libc::EIO)));
+            }
+        }
+    }
+}
+
+impl Filesystem for Binding {
+    fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        let wanted = [
+            InitFlags::FUSE_ASYNC_DIO,
+            InitFlags::FUSE_PARALLEL_DIROPS,
+            InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+            InitFlags::FUSE_HANDLE_KILLPRIV_V2,
+        ];
+        for flag in wanted {
+            if config.add_capabilities(flag).is_err() {
+                tracing::info!(?flag, "the kernel does not have this");
+            }
+        }
+        if self.fs.is_passthrough() {
+            config
+                .add_capabilities(InitFlags::FUSE_PASSTHROUGH)
+                .map_err(|_| io::Error::other("this kernel has no FUSE passthrough: use --no-passthrough"))?;
+            // A memfd is no stacked filesystem; depth 1 is what passthrough itself takes.
+            let _ = config.set_max_stack_depth(1);
+        }
+        let _ = config.set_max_write(MAX_WRITE);
+        let _ = config.set_max_background(MAX_BACKGROUND);
+        Ok(())
+    }
+
+    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        match self.fs.lookup(parent.0, name) {
+            Ok(a) => {
+                let name_ttl = if self.fs.is_fixed(a.ino) { FOREVER } else { Duration::ZERO };
+                reply.entry_with_ttls(&attr_ttl(&a), &name_ttl, &attr(&a), Generation(0));
+            }
+            Err(error) => reply.error(errno("lookup", &error)),
+        }
+    }
+
+    fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
+        self.fs.forget(ino.0, count);
+    }
+
+    fn getattr(&self, _request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
+        match self.fs.attributes(ino.0) {
+            Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
+            Err(error) => reply.error(errno("getattr", &error)),
+        }
+    }
+
+    fn setattr(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        _atime: Option<TimeOrNow>,
+        _mtime: Option<TimeOrNow>,
+        _ctime: Option<SystemTime>,
+        _fh: Option<FileHandle>,
+        _crtime: Option<SystemTime>,
+        _chgtime: Option<SystemTime>,
+        _bkuptime: Option<SystemTime>,
+        _flags: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        let outcome = if mode.or(uid).or(gid).is_some() {
+            Err(FsError::new(libc::EPERM, "modes and owners are fixed"))
+        } else if let Some(size) = size {
+            self.fs.truncate(ino.0, size, caller(request))
+        } else {
+            Ok(()) // Times: cp -p and touch may set them; they show the version's all the same.
+        };
+        match outcome.and_then(|()| self.fs.attributes(ino.0)) {
+            Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
+            Err(error) => reply.error(errno("setattr", &error)),
+        }
+    }
+
+    fn mkdir(
+        &self,
+        _request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        _mode: u32,
+        _umask: u32,
+        reply: ReplyEntry,
+    ) {
+        match self.fs.make_dir(parent.0, name) {
+            Ok(a) => reply.entry_with_ttls(&Duration::ZERO, &Duration::ZERO, &attr(&a), Generation(0)),
+            Err(error) => reply.error(errno("mkdir", &error)),
+        }
+    }
+
+    fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        match self.fs.remove_dir(parent.0, name) {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(errno("rmdir", &error)),
+        }
+    }
+
+    fn unlink(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn mknod(
+        &self,
+        _request: &Request,
+        _parent: INodeNo,
+        _name: &OsStr,
+        _mode: u32,
+        _umask: u32,
+        _rdev: u32,
+        reply: ReplyEntry,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn create(
+        &self,
+        _request: &Request,
+        _parent: INodeNo,
+        _name: &OsStr,
+        _mode: u32,
+        _umask: u32,
+        _flags: i32,
+        reply: fuser::ReplyCreate,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn rename(
+        &self,
+        _request: &Request,
+        _parent: INodeNo,
+        _name: &OsStr,
+        _newparent: INodeNo,
+        _newname: &OsStr,
+        _flags: fuser::RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let this = Binding { fs: Arc::clone(&self.fs), backings: Arc::clone(&self.backings) };
+        self.fs.open(
+            ino.0,
+            flags.0,
+            caller(request),
+            Box::new(move |outcome| match outcome {
+                Ok(opened) => this.opened(reply, &opened),
+                Err(error) => reply.error(errno("open", &error)),
+            }),
+        );
+    }
+
+    fn read(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        self.fs.read(fh.0, offset, size as usize, |outcome| match outcome {
+            Ok(bytes) => reply.data(bytes),
+            Err(error) => reply.error(errno("read", &error)),
+        });
+    }
+
+    fn write(
+        &self,
+        request: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        data: &[u8],
+        write_flags: WriteFlags,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
+        match self.fs.write(fh.0, offset, data, from_mapping, caller(request)) {
+            Ok(()) => reply.written(data.len() as u32),
+            Err(error) => reply.error(errno("write", &error)),
+        }
+    }
+
+    fn flush(
+        &self,
+        request: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        _lock_owner: LockOwner,
+        reply: ReplyEmpty,
+    ) {
+        self.fs.flush(fh.0, caller(request), answer("close", reply));
+    }
+
+    fn fsync(&self, _request: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+        self.fs.fsync(fh.0, answer("fsync", reply));
+    }
+
+    fn release(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        self.fs.release(fh.0);
+        reply.ok();
+    }
+
+    fn readdir(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
+        match self.fs.list(ino.0) {
+            Ok(entries) => {
+                for (i, entry) in entries.iter().enumerate().skip(offset as usize) {
+                    let kind = if entry.is_dir { FileType::Directory } else { FileType::RegularFile };
+                    if reply.add(INodeNo(entry.ino), i as u64 + 1, kind, &entry.name) {
+                        break;
+                    }
+                }
+                reply.ok();
+            }
+            Err(error) => reply.error(errno("readdir", &error)),
+        }
+    }
+
+    fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
+        let space = self.fs.space();
+        let size = space.block_size;
+        reply.statfs(space.blocks, space.free, space.free, space.files, 0, size, 255, size);
+    }
+
+    fn getxattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        match self.fs.xattr(ino.0, name.to_str().unwrap_or_default()) {
+            Ok(value) => send_xattr(reply, size, value.as_bytes()),
+            Err(error) => reply.error(errno("getxattr", &error)),
+        }
+    }
+
+    fn listxattr(&self, _request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        match self.fs.xattrs(ino.0) {
+            Ok(names) => {
+                let list: Vec<u8> = names.iter().flat_map(|name| [name.as_bytes(), b"\0"].concat()).collect();
+                send_xattr(reply, size, &list);
+            }
+            Err(error) => reply.error(errno("listxattr", &error)),
+        }
+    }
+
+    fn setxattr(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _name: &OsStr,
+        _value: &[u8],
+        _flags: i32,
+        _position: u32,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn poll(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        notifier: PollNotifier,
+        events: PollEvents,
+        flags: PollFlags,
+        reply: ReplyPoll,
+    ) {
+        let wake = flags.contains(PollFlags::FUSE_POLL_SCHEDULE_NOTIFY).then(|| {
+            Box::new(move || {
+                if let Err(error) = notifier.notify() {
+                    tracing::debug!(%error, "waking a poller");
+                }
+            }) as crate::fs::Wake
+        });
+        match self.fs.poll(fh.0, wake) {
+            Ok(true) => reply.poll(events & (PollEvents::POLLIN | PollEvents::POLLRDNORM | PollEvents::POLLPRI)),
+            Ok(false) => reply.poll(PollEvents::empty()),
+            Err(error) => reply.error(errno("poll", &error)),
+        }
+    }
+
+    fn fallocate(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _offset: u64,
+        _length: u64,
+        _mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::EOPNOTSUPP);
+    }
+}
+
+fn answer(call: &'static str, reply: ReplyEmpty) -> crate::fs::Done<()> {
+    Box::new(move |outcome| match outcome {
+        Ok(()) => reply.ok(),
+        Err(error) => reply.error(errno(call, &error)),
+    })
+}
+
+fn send_xattr(reply: ReplyXattr, size: u32, value: &[u8]) {
+    if size == 0 {
+        reply.size(value.len() as u32);
+    } else if value.len() <= size as usize {
+        reply.data(value);
+    } else {
+        reply.error(Errno::ERANGE);
+    }
+}

@@ -1,0 +1,471 @@
+//! The reduction kernels against the optimizers' definitions in f64, and against themselves: every
+//! instruction set, address and length gives the same bits.
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+use ps_backend::kernels::{
+    Input, Level, Output, Source, Wire, all_finite, apply, fold, stream_copy, widen, with_level,
+};
+use ps_backend::reducer::{Aggregation, Hyper, Reducer, Step};
+
+const WIRES: [Wire; 3] = [Wire::F32, Wire::F16, Wire::BF16];
+
+/// Elements of `T` that start `offset` elements after a 64-byte boundary.
+struct Placed<T> {
+    memory: Vec<T>,
+    start: usize,
+    len: usize,
+}
+
+impl<T: Copy + Default> Placed<T> {
+    fn new(values: &[T], offset: usize) -> Self {
+        let mut memory = vec![T::default(); values.len() + offset + 64];
+        let start = memory.as_ptr().align_offset(64) + offset;
+        memory[start..][..values.len()].copy_from_slice(values);
+        Self { memory, start, len: values.len() }
+    }
+
+    fn zeros(len: usize, offset: usize) -> Self {
+        Self::new(&vec![T::default(); len], offset)
+    }
+
+    fn get(&self) -> &[T] {
+        &self.memory[self.start..][..self.len]
+    }
+
+    fn get_mut(&mut self) -> &mut [T] {
+        &mut self.memory[self.start..][..self.len]
+    }
+
+    /// Fails if anything around the elements was written.
+    fn assert_clean(&self)
+    where
+        T: PartialEq + std::fmt::Debug,
+    {
+        let (before, rest) = self.memory.split_at(self.start);
+        assert!(before.iter().chain(&rest[self.len..]).all(|&value| value == T::default()));
+    }
+}
+
+/// Pseudo-random values in -2..2.
+fn random(seed: u64, n: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        ((state >> 40) as f32 / (1u64 << 22) as f32) - 2.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+fn encode(wire: Wire, values: &[f32]) -> Vec<u8> {
+    let one = |&value: &f32| match wire {
+        Wire::F32 => value.to_le_bytes().to_vec(),
+        Wire::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
+        Wire::BF16 => bf16::from_f32(value).to_le_bytes().to_vec(),
+    };
+    values.iter().flat_map(one).collect()
+}
+
+fn decode(wire: Wire, bytes: &[u8]) -> Vec<f32> {
+    let one = |bytes: &[u8]| match (wire, bytes) {
+        (Wire::F32, &[a, b, c, d]) => f32::from_le_bytes([a, b, c, d]),
+        (Wire::F16, &[a, b]) => f16::from_le_bytes([a, b]).to_f32(),
+        (Wire::BF16, &[a, b]) => bf16::from_le_bytes([a, b]).to_f32(),
+        _ => unreachable!("element size"),
+    };
+    bytes.chunks(wire.size()).map(one).collect()
+}
+
+/// One reduction to test: everything but the instruction set.
+#[derive(Clone, Debug)]
+struct Case {
+    wire: Wire,
+    step: Step,
+    elements: usize,
+    /// Whether each source is an accumulator, and the address it has.
+    sources: Vec<(bool, usize)>,
+    master: bool,
+    /// Of every output from a line's start, and of the state outputs beyond that.
+    offsets: (usize, usize),
+    seed: u64,
+}
+
+struct Outcome {
+    weights: Vec<u8>,
+    master: Option<Vec<f32>>,
+    slots: [Vec<f32>; 2],
+}
+
+impl Outcome {
+    fn bits(&self) -> (&[u8], Vec<u32>) {
+        let all = self.master.iter().flatten().chain(self.slots.iter().flatten());
+        (&self.weights, all.map(|value| value.to_bits()).collect())
+    }
+}
+
+impl Case {
+    fn has_slot(&self, slot: usize) -> bool {
+        slot < self.step.reducer.state_slots()
+    }
+
+    fn source_values(&self, i: usize) -> Vec<f32> {
+        let values = random(self.seed + 10 + i as u64, self.elements);
+        if self.sources[i].0 { values } else { decode(self.wire, &encode(self.wire, &values)) }
+    }
+
+    fn master_values(&self) -> Vec<f32> {
+        let values = random(self.seed, self.elements);
+        if self.master { values } else { decode(self.wire, &encode(self.wire, &values)) }
+    }
+
+    fn slot_values(&self, slot: usize) -> Vec<f32> {
+        let n = if self.has_slot(slot) { self.elements } else { 0 };
+        let values = random(self.seed + 1 + slot as u64, n);
+        // A second moment is never negative.
+        if slot == 1 { values.iter().map(|value| value.abs()).collect() } else { values }
+    }
+
+    fn run(&self) -> Outcome {
+        let values: Vec<_> = (0..self.sources.len()).map(|i| self.source_values(i)).collect();
+        let wires: Vec<_> = (values.iter().zip(&self.sources))
+            .map(|(values, &(_, offset))| Placed::new(&encode(self.wire, values), offset))
+            .collect();
+        let sources: Vec<_> = (0..values.len())
+            .map(|i| if self.sources[i].0 { Source::Acc(&values[i]) } else { Source::Wire(wires[i].get()) })
+            .collect();
+        let weights = encode(self.wire, &self.master_values());
+        let master = self.master.then(|| self.master_values());
+        let slots = [self.slot_values(0), self.slot_values(1)];
+
+        let (offset, apart) = self.offsets;
+        let mut weights_out = Placed::zeros(weights.len(), offset * self.wire.size());
+        let mut master_out = Placed::zeros(self.elements, offset);
+        let [mut slot0, mut slot1] = [0, 1].map(|i| Placed::zeros(slots[i].len(), offset + apart));
+        let finite = apply(
+            self.wire,
+            &self.step,
+            &sources,
+            Input { weights: &weights, master: master.as_deref(), slots: [&slots[0], &slots[1]] },
+            Output {
+                weights: weights_out.get_mut(),
+                master: self.master.then_some(master_out.get_mut()),
+                slots: [slot0.get_mut(), slot1.get_mut()],
+            },
+            true,
+        );
+        assert!(finite);
+        weights_out.assert_clean();
+        [&master_out, &slot0, &slot1].map(Placed::assert_clean);
+        Outcome {
+            weights: weights_out.get().to_vec(),
+            master: self.master.then(|| master_out.get().to_vec()),
+            slots: [slot0.get().to_vec(), slot1.get().to_vec()],
+        }
+    }
+
+    /// PyTorch's formulas on one element: the new weight and state, and the size of the terms.
+    fn reference(&self, i: usize, values: &[Vec<f32>], w: f64, slots: [f64; 2]) -> (f64, [f64; 2], f64) {
+        let h = &self.step.hyper;
+        let [lr, mu, damp, wd, eps] =
+            [h.learning_rate, h.momentum, h.dampening, h.weight_decay, h.epsilon].map(f64::from);
+        // The decays as a user wrote them.
+        let [b1, b2] = [h.beta1, h.beta2].map(|beta| beta.to_string().parse::<f64>().unwrap());
+        let sum: f64 = values.iter().map(|source| f64::from(source[i])).sum();
+        let mut size = values.iter().map(|source| f64::from(source[i].abs())).sum::<f64>() + w.abs() + 1.0;
+        let mean = h.aggregation == Aggregation::Mean;
+        let mut g = if mean { sum / f64::from(self.step.contributions.max(1)) } else { sum };
+        let t = self.step.t as i32;
+        let (new, state) = match self.step.reducer {
+            Reducer::Sum => (f64::from(h.carry) * w + sum, slots),
+            Reducer::Assign => (values.last().map_or(w, |last| f64::from(last[i])), slots),
+            Reducer::Sgd => (w - lr * (g + wd * w), slots),
+            Reducer::Momentum | Reducer::Nesterov => {
+                g += wd * w;
+                let buffer = if t == 1 { g } else { mu * slots[0] + (1.0 - damp) * g };
+                let nesterov = self.step.reducer == Reducer::Nesterov;
+                (w - lr * if nesterov { g + mu * buffer } else { buffer }, [buffer, slots[1]])
+            }
+            Reducer::Adam | Reducer::AdamW => {
+                let decoupled = self.step.reducer == Reducer::AdamW;
+                let w = if decoupled { w * (1.0 - lr * wd) } else { w };
+                g += if decoupled { 0.0 } else { wd * w };
+                let m = b1 * slots[0] + (1.0 - b1) * g;
+                let v = b2 * slots[1] + (1.0 - b2) * g * g;
+                let (c1, c2) = (1.0 - b1.powi(t), 1.0 - b2.powi(t));
+                (w - lr / c1 * m / ((v / c2).sqrt() + eps), [m, v])
+            }
+        };
+        size += (new - w).abs() + state[0].abs() + state[1].abs() + g * g;
+        (new, state, size)
+    }
+
+    fn check(&self) {
+        let mut outcomes = Level::available().map(|level| with_level(level, || self.run()).unwrap());
+        let outcome = outcomes.next().unwrap();
+        for other in outcomes {
+            assert_eq!(outcome.bits(), other.bits(), "levels differ");
+        }
+        if let Some(master) = &outcome.master {
+            assert_eq!(outcome.weights, encode(self.wire, master), "weights are not the rounded master");
+        }
+        let new = outcome.master.clone().unwrap_or_else(|| decode(self.wire, &outcome.weights));
+        let ulp = match (self.wire, self.master) {
+            (Wire::F16, false) => 1.0 / 2048.0,
+            (Wire::BF16, false) => 1.0 / 256.0,
+            _ => 0.0,
+        };
+
+        let values: Vec<_> = (0..self.sources.len()).map(|i| self.source_values(i)).collect();
+        let old = self.master_values();
+        let slots = [self.slot_values(0), self.slot_values(1)];
+        for i in 0..self.elements {
+            let before = [0, 1].map(|slot| slots[slot].get(i).map_or(0.0, |&value| f64::from(value)));
+            let (w, after, size) = self.reference(i, &values, f64::from(old[i]), before);
+            let close = |got: f32, want: f64, rounding: f64| {
+                let error = (f64::from(got) - want).abs();
+                assert!(error <= 1e-6 * size + rounding, "element {i}: got {got}, want {want}");
+            };
+            close(new[i], w, w.abs() * ulp);
+            for slot in 0..self.step.reducer.state_slots() {
+                close(outcome.slots[slot][i], after[slot], 0.0);
+            }
+        }
+    }
+}
+
+fn hyper() -> impl Strategy<Value = Hyper> {
+    let rates = (0.0001f32..0.1, prop::sample::select(vec![0.0f32, 0.01]));
+    let decays = (0.0f32..1.0, prop::sample::select(vec![0.0f32, 0.5]));
+    let carry = prop::sample::select(vec![0.0f32, 0.5, 1.0]);
+    (rates, decays, carry, any::<bool>()).prop_map(|(rates, decays, carry, mean)| Hyper {
+        learning_rate: rates.0,
+        weight_decay: rates.1,
+        momentum: decays.0,
+        dampening: decays.1,
+        carry,
+        aggregation: if mean { Aggregation::Mean } else { Aggregation::Sum },
+        ..Hyper::default()
+    })
+}
+
+fn case() -> impl Strategy<Value = Case> {
+    let reducer = prop::sample::select(Reducer::all().collect::<Vec<_>>());
+    let step = (reducer, hyper(), 0u32..6, 1u64..40).prop_map(|(reducer, hyper, contributions, t)| Step {
+        reducer,
+        hyper,
+        contributions,
+        t,
+    });
+    // Around lines, and long enough to be streamed.
+    let elements = prop_oneof![0usize..140, 8150usize..8300];
+    let sources = prop::collection::vec((any::<bool>(), 0usize..8), 0..5);
+    let offsets = (0usize..40, prop_oneof![4 => Just(0), 1 => 0usize..16]);
+    (prop::sample::select(WIRES.to_vec()), step, elements, sources, any::<bool>(), offsets, any::<u32>())
+        .prop_map(|(wire, step, elements, sources, master, offsets, seed)| Case {
+            wire,
+            step,
+            elements,
+            sources,
+            master: master && wire != Wire::F32,
+            offsets,
+            seed: seed.into(),
+        })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1500, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn reductions_follow_the_definitions(case in case()) {
+        case.check();
+    }
+}
+
+#[test]
+fn every_reducer_type_and_source_mix() {
+    let mixes: [&[(bool, usize)]; 6] = [
+        &[],
+        &[(false, 0)],
+        &[(true, 0)],
+        &[(false, 1), (true, 0)],
+        &[(true, 0), (false, 2), (false, 3)],
+        &[(false, 0); 4],
+    ];
+    for (reducer, wire) in Reducer::all().flat_map(|reducer| WIRES.map(|wire| (reducer, wire))) {
+        for (sources, (t, elements)) in mixes.iter().flat_map(|mix| [(1, 77), (3, 8209)].map(|at| (mix, at)))
+        {
+            let step = Step { reducer, hyper: Hyper::default(), contributions: 3, t };
+            let (master, sources) = (wire != Wire::F32, sources.to_vec());
+            Case { wire, step, elements, sources, master, offsets: (5, 0), seed: t }.check();
+        }
+    }
+}
+
+/// A place a bad value can be at, in one of two sources.
+fn finite_after(wire: Wire, reducer: Reducer, bad: Option<(usize, f32)>, n: usize) -> [bool; 5] {
+    let step = Step { reducer, hyper: Hyper::default(), contributions: 2, t: 2 };
+    let (good, mut values) = (random(1, n), random(2, n));
+    if let Some((at, value)) = bad {
+        values[at] = value;
+    }
+    let (good, bytes) = (encode(wire, &good), Placed::new(&encode(wire, &values), 1));
+    let zeros = vec![0.0; n];
+    let slots = [0, 1].map(|slot| if slot < reducer.state_slots() { &zeros[..] } else { &[] });
+    let run = |sources: &[Source<'_>], check| {
+        let mut weights = vec![0; good.len()];
+        let [mut slot0, mut slot1] = slots.map(<[f32]>::to_vec);
+        let input = Input { weights: &good, master: None, slots };
+        let output = Output { weights: &mut weights, master: None, slots: [&mut slot0, &mut slot1] };
+        apply(wire, &step, sources, input, output, check)
+    };
+    assert!(run(&[Source::Wire(bytes.get())], false), "not asked to check");
+    let mut acc = vec![0.0; n];
+    assert!(fold(wire, bytes.get(), &mut acc, true, false), "not asked to check");
+    [
+        all_finite(wire, bytes.get()),
+        fold(wire, bytes.get(), &mut acc, true, true),
+        run(&[Source::Wire(bytes.get())], true),
+        run(&[Source::Wire(bytes.get()), Source::Wire(&good)], true),
+        run(&[Source::Wire(&good), Source::Acc(&acc)], true),
+    ]
+}
+
+#[test]
+fn a_bad_value_is_found_at_every_position() {
+    for (level, wire) in Level::available().flat_map(|level| WIRES.map(|wire| (level, wire))) {
+        let largest = match wire {
+            Wire::F32 => f32::MAX,
+            Wire::F16 => f16::MAX.to_f32(),
+            Wire::BF16 => bf16::MAX.to_f32(),
+        };
+        let check = |bad, n| {
+            Reducer::all()
+                .map(move |reducer| with_level(level, || finite_after(wire, reducer, bad, n)).unwrap())
+        };
+        for n in [1, 16, 50] {
+            for at in 0..n {
+                for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                    assert!(check(Some((at, bad)), n).all(|found| found == [false; 5]), "{bad} at {at}");
+                }
+                for good in [largest, -largest, 0.0, f32::MIN_POSITIVE] {
+                    assert!(check(Some((at, good)), n).all(|found| found == [true; 5]), "{good} at {at}");
+                }
+            }
+        }
+        for at in (0..8200).step_by(211) {
+            assert!(check(Some((at, f32::NAN)), 8200).all(|found| found == [false; 5]), "NaN at {at}");
+        }
+        assert!(check(None, 8200).all(|found| found == [true; 5]));
+    }
+}
+
+fn same(a: f32, b: f32) -> bool {
+    a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
+}
+
+#[test]
+fn halves_widen_as_the_half_crate_says() {
+    let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+    for (level, wire) in Level::available().flat_map(|level| [(level, Wire::F16), (level, Wire::BF16)]) {
+        let mut wide = vec![0.0; 1 << 16];
+        with_level(level, || widen(wire, &all, &mut wide)).unwrap();
+        let want = decode(wire, &all);
+        assert!(wide.iter().zip(want).all(|(&got, want)| same(got, want)), "{level:?} {wire:?}");
+    }
+}
+
+#[test]
+fn halves_round_as_the_half_crate_says() {
+    // Every half, its neighbours in fp32, the ties between halves with theirs, and a sweep of all exponents.
+    let mut values = Vec::new();
+    for half in 0..=u16::MAX {
+        for wide in [f16::from_bits(half).to_f32(), bf16::from_bits(half).to_f32()] {
+            for tie in [0, 0x1000, 0x8000] {
+                values.extend(
+                    [-1, 0, 1].map(|d: i32| f32::from_bits(wide.to_bits().wrapping_add_signed(tie + d))),
+                );
+            }
+        }
+    }
+    values.extend((0..=u32::MAX).step_by(40_009).map(f32::from_bits));
+    let step = |reducer| Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1 };
+    for (level, wire) in Level::available().flat_map(|level| [(level, Wire::F16), (level, Wire::BF16)]) {
+        let zeros = vec![0; values.len() * 2];
+        let mut weights = vec![0; values.len() * 2];
+        let input = Input { weights: &zeros, master: None, slots: [&[], &[]] };
+        let output = Output { weights: &mut weights, master: None, slots: [&mut [], &mut []] };
+        let sources = [Source::Acc(&values)];
+        with_level(level, || apply(wire, &step(Reducer::Assign), &sources, input, output, false)).unwrap();
+        for ((got, want), value) in
+            decode(wire, &weights).into_iter().zip(decode(wire, &encode(wire, &values))).zip(&values)
+        {
+            assert!(same(got, want), "{level:?} {wire:?}: {value:e} became {got:e}, not {want:e}");
+        }
+    }
+}
+
+#[test]
+fn assignment_keeps_every_bit() {
+    let bytes: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+    for (level, wire) in Level::available().flat_map(|level| WIRES.map(|wire| (level, wire))) {
+        let step = Step { reducer: Reducer::Assign, hyper: Hyper::default(), contributions: 2, t: 1 };
+        let (zeros, mut weights) = (vec![0; bytes.len()], vec![0; bytes.len()]);
+        let input = Input { weights: &zeros, master: None, slots: [&[], &[]] };
+        let output = Output { weights: &mut weights, master: None, slots: [&mut [], &mut []] };
+        let sources = [Source::Wire(&zeros), Source::Wire(&bytes)];
+        assert!(with_level(level, || apply(wire, &step, &sources, input, output, false)).unwrap());
+        assert_eq!(weights, bytes);
+    }
+}
+
+#[test]
+fn folds_add_in_fp32_and_in_order() {
+    for (level, wire) in Level::available().flat_map(|level| WIRES.map(|wire| (level, wire))) {
+        for (n, offset) in [(0, 0), (1, 3), (47, 0), (9000, 0), (9001, 7)] {
+            let sources = [1, 2, 3].map(|seed| encode(wire, &random(seed, n)));
+            let mut acc = Placed::new(&vec![f32::NAN; n], offset);
+            for (i, source) in sources.iter().enumerate() {
+                let source = Placed::new(source, i);
+                let folded =
+                    with_level(level, || fold(wire, source.get(), acc.get_mut(), i == 0, true)).unwrap();
+                assert!(folded);
+            }
+            let [a, b, c] = sources.map(|source| decode(wire, &source));
+            let want: Vec<_> = (0..n).map(|i| a[i] + b[i] + c[i]).collect();
+            assert_eq!(acc.get(), want);
+            acc.assert_clean();
+        }
+    }
+}
+
+#[test]
+fn copies_of_any_length_and_address() {
+    for level in Level::available() {
+        for (n, from, to) in [(0, 0, 0), (100, 1, 2), (20_000, 0, 0), (20_001, 3, 1), (70_000, 0, 63)] {
+            let src = Placed::new(&(0..n).map(|i| (i % 251) as u8).collect::<Vec<_>>(), from);
+            let mut dst = Placed::zeros(n, to);
+            with_level(level, || stream_copy(src.get(), dst.get_mut())).unwrap();
+            assert_eq!(src.get(), dst.get());
+            dst.assert_clean();
+        }
+    }
+}
+
+#[test]
+fn the_first_momentum_step_ignores_the_old_buffer() {
+    let step = Step { reducer: Reducer::Momentum, hyper: Hyper::default(), contributions: 1, t: 1 };
+    let (g, w) = (encode(Wire::F32, &[2.0; 20]), encode(Wire::F32, &[1.0; 20]));
+    let (mut new, mut buffer) = (vec![0; 80], [0.0; 20]);
+    let input = Input { weights: &w, master: None, slots: [&[f32::NAN; 20], &[]] };
+    let output = Output { weights: &mut new, master: None, slots: [&mut buffer, &mut []] };
+    assert!(apply(Wire::F32, &step, &[Source::Wire(&g)], input, output, true));
+    assert_eq!((buffer, decode(Wire::F32, &new)), ([2.0; 20], vec![0.98; 20]));
+}
+
+#[test]
+#[should_panic(expected = "a source is not of 4 elements")]
+fn a_short_source_is_refused() {
+    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1 };
+    let input = Input { weights: &[0; 16], master: None, slots: [&[], &[]] };
+    let output = Output { weights: &mut [0; 16], master: None, slots: [&mut [], &mut []] };
+    apply(Wire::F32, &step, &[Source::Wire(&[0; 12])], input, output, true);
+}

@@ -1,0 +1,133 @@
+"""What the benchmarks need of the machine: packages, built binaries, memory, and quiet."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+# What is imported or run, and the Debian package that has it.
+PACKAGES = {
+    "fio": "fio",
+    "numpy": "python3-numpy",
+    "torch": "python3-torch",
+    "matplotlib": "python3-matplotlib",
+}
+
+
+class Failed(Exception):
+    """Something that ends the run, in words for the one who started it."""
+
+
+def say(text):
+    """A line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def present(name):
+    """Whether a program or a Python module is installed, without the cost of importing it."""
+    if name == "fio":
+        return shutil.which("fio") is not None
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+def require(names, install):
+    """Ends the run with the line to type unless all of `names` are there; types it if `install`."""
+    missing = [PACKAGES[name] for name in names if not present(name)]
+    if not missing:
+        return
+    command = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
+    if not install:
+        raise Failed(
+            f"needs {', '.join(missing)}. Install with\n\n  {' '.join(command)}\n\nor run again with --install-deps"
+        )
+    say(f"running {' '.join(command)}")
+    if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=1800).returncode:
+        raise Failed(f"{' '.join(command)} failed")
+
+
+def require_fuse():
+    """Ends the run where nothing can be mounted."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        raise Failed("/dev/fuse is missing or not permitted: load the fuse module (modprobe fuse), or run as root")
+
+
+def build(*targets):
+    """Builds release binaries of fs-daemon: `gradfs`, `bench_sink`. Gives their paths."""
+    flags = {"gradfs": ["--bin", "gradfs"], "bench_sink": ["--example", "bench_sink"]}
+    where = {"gradfs": "gradfs", "bench_sink": "examples/bench_sink"}
+    command = ["cargo", "build", "--release", "-p", "fs-daemon"]
+    for target in targets:
+        command += flags[target]
+    say(f"building {' and '.join(targets)}")
+    try:
+        done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=3600)
+    except FileNotFoundError as error:
+        raise Failed("cargo is not on the PATH: install Rust from https://rustup.rs") from error
+    if done.returncode:
+        raise Failed(f"{' '.join(command)} failed")
+    directory = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    return [(ROOT / directory / "release" / where[target]).resolve() for target in targets]
+
+
+def require_memory(needed, where="/dev/shm"):
+    """Ends the run where `needed` bytes of memory are not free; half of the machine's is what tmpfs gives."""
+    with open("/proc/meminfo") as lines:
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    if free < needed:
+        raise Failed(
+            f"needs {needed / GIB:.1f} GiB of free memory and has {free / GIB:.1f}: stop something, or use --quick"
+        )
+    if not os.path.isdir(where):
+        raise Failed(f"{where} is missing: mount -t tmpfs tmpfs {where}")
+
+
+def _busy():
+    with open("/proc/stat") as lines:
+        fields = [int(field) for field in next(lines).split()[1:9]]
+    idle = fields[3] + fields[4]
+    return sum(fields) - idle, sum(fields)
+
+
+def busy_share(seconds):
+    """The share of all CPUs' time that is spent on anything, over the next `seconds`."""
+    before = _busy()
+    time.sleep(seconds)
+    after = _busy()
+    return (after[0] - before[0]) / max(1, after[1] - before[1])
+
+
+class Quiet:
+    """Waits for other programs to leave the CPUs alone before each measurement."""
+
+    LIMIT = 0.08
+
+    def __init__(self, patience):
+        self.patience = patience
+        self.warned = False
+        if patience == 0 and (share := busy_share(0.5)) > self.LIMIT:
+            self.warn(share)
+
+    def warn(self, share):
+        """Says once that the figures will suffer."""
+        if not self.warned:
+            say(f"warning: other programs use {share:.0%} of the CPUs; figures and ratios will be off")
+        self.warned = True
+
+    def wait(self):
+        """Returns when the machine is quiet, or patience is at its end."""
+        if self.patience == 0:
+            return
+        give_up = time.monotonic() + self.patience
+        while (share := busy_share(0.2)) > self.LIMIT:
+            if time.monotonic() > give_up:
+                self.warn(share)
+                return

@@ -1,0 +1,70 @@
+"""Figures, their targets, and how both are shown."""
+
+import json
+from dataclasses import dataclass
+from typing import Optional
+
+
+@dataclass
+class Figure:
+    """One measured value; `ours` and `other` are what a ratio was made of, in words."""
+
+    name: str
+    value: float
+    unit: str
+    target: Optional[float] = None
+    op: Optional[str] = None
+    ours: str = ""
+    other: str = ""
+
+    def verdict(self):
+        """`pass`, `miss`, or nothing where there is no target."""
+        if self.target is None:
+            return ""
+        met = self.value >= self.target if self.op == ">=" else self.value <= self.target
+        return "pass" if met else "MISS"
+
+
+def ratio(name, value, target, ours, other):
+    """A figure that should be large."""
+    return Figure(name, value, "ratio", target, None if target is None else ">=", ours, other)
+
+
+def gib_s(value):
+    """As text."""
+    return f"{value:.2f} GiB/s"
+
+
+def milliseconds(seconds):
+    """As text."""
+    return f"{seconds * 1000:.1f} ms"
+
+
+def table(header, rows):
+    """Text in columns, the first to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = []
+    for row in [header, ["-" * width for width in widths], *rows]:
+        cells = [cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def print_ratios(figures):
+    """The table of `scripts/bench`."""
+    rows = []
+    for figure in figures:
+        target = "" if figure.target is None else f"{figure.op} {figure.target:g}"
+        rows.append([figure.name, figure.ours, figure.other, f"{figure.value:.2f}", target, figure.verdict()])
+    print(table(["figure", "gradfs", "baseline", "ratio", "target", ""], rows))
+
+
+def write_json(path, figures):
+    """The figures as a list of objects, for other programs."""
+    fields = ("name", "value", "unit", "target", "op")
+    entries = [{field: getattr(figure, field) for field in fields} for figure in figures]
+    for entry in entries:
+        entry["value"] = round(entry["value"], 4)
+    with open(path, "w") as file:
+        json.dump(entries, file, indent=2)
+        file.write("\n")

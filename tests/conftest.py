@@ -1,0 +1,269 @@
+"""Fixtures for all tests that need a mount: they start the built gradfs and clean up after it.
+
+    def test_something(start_mount):
+        mount = start_mount("--block-size", "64KiB", size="1MiB", reducer="sum")
+        mount.contribute(b"\\0\\0\\x80\\x3f")
+        assert mount.weights()[:4] == b"\\0\\0\\x80\\x3f"
+
+The binary is $GRADFS_BIN, or target/release/gradfs, or target/debug/gradfs. Only the standard library and
+pytest are used here.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# A daemon that outlives this is killed, so that a test that waits for it fails instead of hanging.
+LIFETIME = 120
+# To load a model and mount, and to unmount.
+START_DEADLINE = 30
+STOP_DEADLINE = 20
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def gradfs_binary():
+    """The built binary; fails the test with what to do where there is none."""
+    named = os.environ.get("GRADFS_BIN")
+    candidates = [Path(named)] if named else [REPOSITORY / f"target/{p}/gradfs" for p in ("release", "debug")]
+    for path in candidates:
+        if os.access(path, os.X_OK):
+            return path.resolve()
+    pytest.fail(f"{candidates[0]} is not there: build it with `cargo build --release`", pytrace=False)
+
+
+class MountFailed(Exception):
+    """gradfs did not mount; the message holds what it said."""
+
+
+class Mount:
+    """A running `gradfs up`, mounted on a directory of its own.
+
+    root     the mountpoint
+    model    directory of the (first) model
+    models   directories of all models
+    process  the daemon as a subprocess.Popen; pid is its process id
+    """
+
+    def __init__(self, *args, size=None, model=None, root=None, env=None, lifetime=LIFETIME, **options):
+        """Starts `gradfs up ARGS --OPTION VALUE... MODEL... ROOT` and waits until it is mounted.
+
+        size     makes a blank model: "1MiB"
+        model    path of a safetensors file, or a list of them
+        options  become flags: learning_rate=0.1 is --learning-rate 0.1, allow_other=True is --allow-other,
+                 name=["a", "b"] is --name a --name b
+        """
+        self._scratch = Path(tempfile.mkdtemp(prefix="gradfs-test-"))
+        self.root = Path(root) if root else self._scratch / "mnt"
+        self.root.mkdir(exist_ok=True)
+        files = [Path(path) for path in (model if isinstance(model, (list, tuple)) else [model] if model else [])]
+        command = [str(gradfs_binary()), "up", *map(str, args)]
+        if size is not None:
+            command += ["--size", str(size)]
+        for option, value in options.items():
+            flag = "--" + option.replace("_", "-")
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                command += [flag] if one is True else [] if one in (False, None) else [flag, str(one)]
+        self.command = [*command, *map(str, files), str(self.root)]
+        self.models = [self.root / name for name in self._names(files)]
+        self.model = self.models[0]
+
+        def before_exec():
+            # Both survive exec: an end with ours, and an end at the latest.
+            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            signal.alarm(lifetime)
+
+        with open(self._scratch / "stdout", "wb") as out, open(self._scratch / "stderr", "wb") as err:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                preexec_fn=before_exec,
+                env={**os.environ, **{name: str(value) for name, value in (env or {}).items()}},
+            )
+        try:
+            self._wait_until_mounted()
+        except BaseException:
+            self.kill()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise
+
+    def _names(self, files):
+        words = self.command
+        given = [words[i + 1] for i, word in enumerate(words) if word == "--name"]
+        given += [word.split("=", 1)[1] for word in words if word.startswith("--name=")]
+        return given or [path.stem for path in files] or ["model"]
+
+    def _wait_until_mounted(self):
+        deadline = time.monotonic() + START_DEADLINE
+        while not (os.path.ismount(self.root) and all(path.is_dir() for path in self.models)):
+            if self.process.poll() is not None:
+                raise MountFailed(self._story(f"gradfs ended with {self.process.returncode}"))
+            if time.monotonic() > deadline:
+                raise MountFailed(self._story(f"gradfs did not mount within {START_DEADLINE} s"))
+            time.sleep(0.01)
+
+    def _story(self, headline):
+        return f"{headline}\n$ {' '.join(self.command)}\n{self.stdout()}{self.stderr()}"
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def stdout(self):
+        """What the daemon has written to its standard output so far."""
+        return (self._scratch / "stdout").read_text(errors="replace")
+
+    def stderr(self):
+        """What the daemon has written to its standard error so far."""
+        return (self._scratch / "stderr").read_text(errors="replace")
+
+    def running(self):
+        return self.process.poll() is None
+
+    def stop(self, with_signal=signal.SIGINT):
+        """Asks the daemon to end; returns its exit status. Fails if it does not end, or stays mounted."""
+        if self.running():
+            self.process.send_signal(with_signal)
+            try:
+                self.process.wait(STOP_DEADLINE)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                pytest.fail(self._story(f"gradfs did not end within {STOP_DEADLINE} s"), pytrace=False)
+        if os.path.ismount(self.root):
+            self._detach()
+            pytest.fail(self._story("gradfs ended, but its mount is still there"), pytrace=False)
+        return self.process.returncode
+
+    def kill(self):
+        """SIGKILL: the daemon gets no chance to unmount. Detaches the dead mount."""
+        if self.running():
+            self.process.kill()
+        self.process.wait()
+        self._detach()
+
+    def _detach(self):
+        for command in (["fusermount3", "-uz"], ["umount", "-l"]):
+            if shutil.which(command[0]):
+                done = subprocess.run([*command, str(self.root)], stderr=subprocess.DEVNULL, check=False)
+                if done.returncode == 0:
+                    return
+
+    def clean_up(self):
+        """The end of a test: an orderly stop if it still runs, and nothing left behind."""
+        try:
+            if self.running():
+                status = self.stop()
+                assert status == 0, self._story(f"gradfs ended with {status}")
+        finally:
+            if self.running():
+                self.kill()
+            else:
+                self._detach()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    # What tests do with a model. `learner` is the id of a learner that has joined; None is the mount's own.
+
+    def place(self, learner=None):
+        """The directory that holds `weights` and `gradients`."""
+        return self.model if learner is None else self.model / "learners" / str(learner)
+
+    def join(self, learner):
+        """A learner joins; returns its directory."""
+        self.place(learner).mkdir()
+        return self.place(learner)
+
+    def leave(self, learner):
+        self.place(learner).rmdir()
+
+    def weights(self, learner=None):
+        """All bytes of the newest version."""
+        return (self.place(learner) / "weights").read_bytes()
+
+    def contribute(self, data, offset=0, learner=None):
+        """One contribution with `data` at `offset`, ended by close; errors come as OSError."""
+        fd = os.open(self.place(learner) / "gradients", os.O_WRONLY)
+        try:
+            view = memoryview(data).cast("B")
+            while view:
+                written = os.pwrite(fd, view, offset)
+                view, offset = view[written:], offset + written
+        finally:
+            os.close(fd)
+
+    def version(self):
+        return int((self.model / "version").read_text())
+
+    def wait_for_version(self, version, deadline=10):
+        """Waits until `version` or a later one is there; returns it."""
+        end = time.monotonic() + deadline
+        while (now := self.version()) < version:
+            if time.monotonic() > end:
+                pytest.fail(f"version {version} did not come within {deadline} s; it is {now}\n{self.stderr()}")
+            time.sleep(0.002)
+        return now
+
+    def control(self, setting, value=None):
+        """Reads a setting, or writes it first."""
+        path = self.model / "control" / setting
+        if value is not None:
+            fd = os.open(path, os.O_WRONLY | os.O_TRUNC)
+            try:
+                os.write(fd, f"{value}\n".encode())
+            finally:
+                os.close(fd)
+        return path.read_text().strip()
+
+    def status(self):
+        return json.loads((self.model / "status.json").read_text())
+
+
+@pytest.fixture
+def start_mount():
+    """Call it as Mount(...); all mounts end with the test."""
+    mounts = []
+
+    def start(*args, **options):
+        mount = Mount(*args, **options)
+        mounts.append(mount)
+        return mount
+
+    yield start
+    troubles = []
+    for mount in reversed(mounts):
+        try:
+            mount.clean_up()
+        except BaseException as trouble:  # Also pytest.fail; the other mounts must end all the same.
+            troubles.append(trouble)
+    if troubles:
+        raise troubles[0]
+
+
+@pytest.fixture
+def gradfs():
+    """Runs the binary with arguments to its end; returns a subprocess.CompletedProcess with texts."""
+
+    def run(*args, timeout=30, env=None):
+        return subprocess.run(
+            [str(gradfs_binary()), *map(str, args)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, **(env or {})},
+            check=False,
+        )
+
+    return run
