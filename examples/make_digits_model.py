@@ -15,12 +15,12 @@ PIXELS, HIDDEN, DIGITS = 64, 704, 10
 
 
 def initial_weights(seed=0, hidden=HIDDEN):
-    """name -> array. Weights are [outputs, inputs], as PyTorch has them; He initialisation, biases zero."""
+    """name -> array. Weights are [outputs, inputs], as PyTorch has them; biases are zero."""
     random = np.random.default_rng(seed)
     widths = [PIXELS, hidden, hidden, DIGITS]
     tensors = {}
     for i, (inputs, outputs) in enumerate(zip(widths, widths[1:]), start=1):
-        scale = np.sqrt(2 / inputs)
+        scale = 1 / np.sqrt(inputs)
         tensors[f"layer{i}.weight"] = (random.standard_normal((outputs, inputs)) * scale).astype("<f4")
         tensors[f"layer{i}.bias"] = np.zeros(outputs, "<f4")
     return tensors

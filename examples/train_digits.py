@@ -70,8 +70,8 @@ def train_mapped(directory, layout, epochs, clock, on_epoch):
 
 def forward(weights, images):
     """Activations of the hidden layers, and the probability of each digit."""
-    hidden1 = np.maximum(images @ weights["layer1.weight"].T + weights["layer1.bias"], 0)
-    hidden2 = np.maximum(hidden1 @ weights["layer2.weight"].T + weights["layer2.bias"], 0)
+    hidden1 = np.tanh(images @ weights["layer1.weight"].T + weights["layer1.bias"])
+    hidden2 = np.tanh(hidden1 @ weights["layer2.weight"].T + weights["layer2.bias"])
     scores = hidden2 @ weights["layer3.weight"].T + weights["layer3.bias"]
     exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
     return hidden1, hidden2, exponentials / exponentials.sum(axis=1, keepdims=True)
@@ -86,7 +86,7 @@ def backpropagate(weights, images, labels, gradient):
         np.matmul(error.T, inputs, out=gradient[f"{name}.weight"])
         np.sum(error, axis=0, out=gradient[f"{name}.bias"])
         if name != "layer1":
-            error = (error @ weights[f"{name}.weight"]) * (inputs > 0)
+            error = (error @ weights[f"{name}.weight"]) * (1 - inputs * inputs)
 
 
 def accuracy_of(weights, images, labels):

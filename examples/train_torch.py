@@ -30,8 +30,8 @@ class Perceptron(torch.nn.Module):
             setattr(self, name, torch.nn.Linear(inputs, outputs))
 
     def forward(self, images):
-        hidden1 = torch.relu(self.layer1(images))
-        hidden2 = torch.relu(self.layer2(hidden1))
+        hidden1 = torch.tanh(self.layer1(images))
+        hidden2 = torch.tanh(self.layer2(hidden1))
         return self.layer3(hidden2)
 
 

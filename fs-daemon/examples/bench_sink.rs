@@ -163,9 +163,7 @@ impl Filesystem for Sink {
         let refused = |what: &str| io::Error::other(format!("the kernel refuses {what}"));
         config.set_max_write(MAX_WRITE).map_err(|_| refused("1 MiB requests"))?;
         config.set_max_background(MAX_BACKGROUND).map_err(|_| refused("the request limit"))?;
-        config
-            .add_capabilities(InitFlags::FUSE_ASYNC_DIO)
-            .map_err(|_| refused("asynchronous direct I/O"))?;
+        config.add_capabilities(InitFlags::FUSE_ASYNC_DIO).map_err(|_| refused("asynchronous direct I/O"))?;
         // Nice to have: no tree to speak of depends on it.
         let _ = config.add_capabilities(InitFlags::FUSE_PARALLEL_DIROPS);
         Ok(())

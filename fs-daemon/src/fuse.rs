@@ -11,9 +11,9 @@ use std::time::{Duration, SystemTime};
 
 use fuser::{
     BsdFileFlags, Config, Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo,
-    InitFlags, KernelConfig, LockOwner, MountOption, Notifier, OpenFlags, PollEvents, PollFlags, PollNotifier,
-    ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite,
-    ReplyXattr, Request, Session, SessionACL, TimeOrNow, WriteFlags,
+    InitFlags, KernelConfig, LockOwner, MountOption, Notifier, OpenFlags, PollEvents, PollFlags,
+    PollNotifier, ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyPoll,
+    ReplyStatfs, ReplyWrite, ReplyXattr, Request, Session, SessionACL, TimeOrNow, WriteFlags,
 };
 use libmodelio::mmap::Mapping;
 use parking_lot::Mutex;
@@ -469,10 +469,87 @@ impl Filesystem for Binding {
             }) as crate::fs::Wake
         });
         match self.fs.poll(fh.0, wake) {
-            Ok(true) => reply.poll(events & (PollEvents::POLLIN | PollEvents::POLLRDNORM | PollEvents::POLLPRI)),
+            Ok(true) => {
+                reply.poll(events & (PollEvents::POLLIN | PollEvents::POLLRDNORM | PollEvents::POLLPRI))
+            }
             Ok(false) => reply.poll(PollEvents::empty()),
             Err(error) => reply.error(errno("poll", &error)),
         }
+    }
+
+    fn symlink(
+        &self,
+        _request: &Request,
+        _parent: INodeNo,
+        _name: &OsStr,
+        _target: &Path,
+        reply: ReplyEntry,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn link(&self, _request: &Request, _ino: INodeNo, _parent: INodeNo, _name: &OsStr, reply: ReplyEntry) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn removexattr(&self, _request: &Request, _ino: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn fsyncdir(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _datasync: bool,
+        reply: ReplyEmpty,
+    ) {
+        reply.ok();
+    }
+
+    fn ioctl(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _flags: fuser::IoctlFlags,
+        _cmd: u32,
+        _in_data: &[u8],
+        _out_size: u32,
+        reply: fuser::ReplyIoctl,
+    ) {
+        // Python's open() asks whether it is a terminal.
+        reply.error(Errno::ENOTTY);
+    }
+
+    fn lseek(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _offset: i64,
+        _whence: i32,
+        reply: fuser::ReplyLseek,
+    ) {
+        // There are no holes: the kernel can tell by itself from here on.
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn copy_file_range(
+        &self,
+        _request: &Request,
+        _ino_in: INodeNo,
+        _fh_in: FileHandle,
+        _offset_in: u64,
+        _ino_out: INodeNo,
+        _fh_out: FileHandle,
+        _offset_out: u64,
+        _len: u64,
+        _flags: fuser::CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        // The kernel copies through read and write.
+        reply.error(Errno::ENOSYS);
     }
 
     fn fallocate(

@@ -113,8 +113,8 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
             let bad = |error: safetensors_file::ModelFileError| {
                 Error::new(format!("cannot load {shown}")).caused_by(error)
             };
-            let file =
-                File::open(path).map_err(|error| Error::new(format!("cannot open {shown}")).caused_by(error))?;
+            let file = File::open(path)
+                .map_err(|error| Error::new(format!("cannot open {shown}")).caused_by(error))?;
             let header = safetensors_file::read_header(&file).map_err(bad)?;
             let (layout, ranges) = safetensors_file::plan_load(&header, config.block_size).map_err(bad)?;
             metadata = header.metadata;
@@ -128,7 +128,8 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
             let mut done = 0;
             while done < range.len {
                 let len = (range.len - done).min(CHUNK as u64) as usize;
-                target.fill_from(&file, range.file_offset + done, (range.flat_offset + done) as usize, len)
+                target
+                    .fill_from(&file, range.file_offset + done, (range.flat_offset + done) as usize, len)
                     .map_err(failed)?;
                 done += len as u64;
                 progress.inc(len as u64);

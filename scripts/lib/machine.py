@@ -60,10 +60,16 @@ def require_fuse():
         raise Failed("/dev/fuse is missing or not permitted: load the fuse module (modprobe fuse), or run as root")
 
 
-def build(*targets):
-    """Builds release binaries of fs-daemon: `gradfs`, `bench_sink`. Gives their paths."""
+def build(*targets, only_look=False):
+    """Builds release binaries of fs-daemon, `gradfs` or `bench_sink`, or takes those there are. Gives their paths."""
     flags = {"gradfs": ["--bin", "gradfs"], "bench_sink": ["--example", "bench_sink"]}
     where = {"gradfs": "gradfs", "bench_sink": "examples/bench_sink"}
+    release = ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target") / "release"
+    paths = [release / where[target] for target in targets]
+    if only_look:
+        if missing := [str(path) for path in paths if not path.exists()]:
+            raise Failed(f"not built: {', '.join(missing)}")
+        return paths
     command = ["cargo", "build", "--release", "-p", "fs-daemon"]
     for target in targets:
         command += flags[target]
@@ -74,8 +80,7 @@ def build(*targets):
         raise Failed("cargo is not on the PATH: install Rust from https://rustup.rs") from error
     if done.returncode:
         raise Failed(f"{' '.join(command)} failed")
-    directory = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    return [(ROOT / directory / "release" / where[target]).resolve() for target in targets]
+    return paths
 
 
 def require_memory(needed, where="/dev/shm"):

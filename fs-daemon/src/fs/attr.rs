@@ -107,11 +107,9 @@ impl Fs {
                 let size = text::status(model, self.passthrough).len() as u64;
                 Attributes { size, modified: newest(), ..base }
             }
-            File::Versions => Attributes {
-                links: 2 + model.shard.retained().len() as u32,
-                modified: newest(),
-                ..base
-            },
+            File::Versions => {
+                Attributes { links: 2 + model.shard.retained().len() as u32, modified: newest(), ..base }
+            }
             File::Learners => Attributes { links: 2 + model.learners().len() as u32, ..base },
             File::Learner(id) => Attributes { modified: model.learner(id)?.joined, ..base },
             File::LearnerStatus(id) => {

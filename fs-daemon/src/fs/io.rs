@@ -204,7 +204,8 @@ impl Fs {
     pub fn poll(&self, fh: u64, wake: Option<Wake>) -> FsResult<bool> {
         let handle = self.handle(fh)?;
         let Handle::Text(text) = &*handle else { return Ok(true) };
-        let (Some(model), Node::Model(_, File::VersionText | File::LearnerVersion(_))) = (&text.model, text.node)
+        let (Some(model), Node::Model(_, File::VersionText | File::LearnerVersion(_))) =
+            (&text.model, text.node)
         else {
             return Ok(true);
         };
@@ -337,7 +338,9 @@ fn publish(handle: &Arc<Handle>, done: Done<()>) {
         let size = publish.model.layout.size();
         return done(Err(FsError::new(
             libc::EINVAL,
-            format!("weights was truncated but not all of its {size} bytes were written; nothing has changed"),
+            format!(
+                "weights was truncated but not all of its {size} bytes were written; nothing has changed"
+            ),
         )));
     }
     if let Err(error) = check_finite(publish, &publisher) {
@@ -368,14 +371,21 @@ pub(super) fn settle(handle: &Arc<Handle>) {
         match (&*handle, violent) {
             (Handle::Contribution(contribution), Some((pid, exit))) => {
                 let learner = &contribution.learner;
-                tracing::warn!(learner = learner.name, pid, "{exit} in mid-write: its contribution is dropped");
+                tracing::warn!(
+                    learner = learner.name,
+                    pid,
+                    "{exit} in mid-write: its contribution is dropped"
+                );
                 learner.contributor.abort();
             }
             (Handle::Contribution(contribution), None) => {
                 let name = contribution.learner.name.clone();
                 let report = move |result: FsResult<()>| {
                     if let Err(error) = result {
-                        tracing::warn!(learner = name, "closed at exit: {error}; its contribution is dropped");
+                        tracing::warn!(
+                            learner = name,
+                            "closed at exit: {error}; its contribution is dropped"
+                        );
                     }
                 };
                 commit(Arc::clone(&handle), Closing::Yes, Box::new(report));

@@ -31,7 +31,6 @@ use self::node::{File, Node};
 use crate::process::{Exit, Watcher};
 
 pub use attr::Attributes;
-pub use names::Entry;
 pub use open::{Opened, Way};
 
 /// Called with the outcome, perhaps from another thread.

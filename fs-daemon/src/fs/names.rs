@@ -58,11 +58,7 @@ impl Fs {
     fn pin(&self, node: Node) -> FsResult<bool> {
         let Node::Model(index, file) = node else { return Ok(false) };
         let Some(version) = file.version() else { return Ok(false) };
-        if self.model(index)?.shard.pin(version) {
-            Ok(true)
-        } else {
-            Err(FsError::not_found())
-        }
+        if self.model(index)?.shard.pin(version) { Ok(true) } else { Err(FsError::not_found()) }
     }
 
     /// All names in a directory, `.` and `..` first.
@@ -122,7 +118,8 @@ impl Fs {
             return Err(FsError::new(libc::EPERM, "only directories in learners/ can be removed"));
         };
         let model = self.model(index)?;
-        let learner = name.to_str().and_then(|name| model.learner_named(name)).ok_or_else(FsError::not_found)?;
+        let learner =
+            name.to_str().and_then(|name| model.learner_named(name)).ok_or_else(FsError::not_found)?;
         model.leave(learner.id, LeaveReason::Asked)?;
         // The directory goes with the answer, not whenever the chore comes round.
         model.left(learner.id, LeaveReason::Asked);

@@ -197,11 +197,8 @@ impl Fs {
         shape(&mut handle);
         // Passthrough has no offset: only the flat file is the memory itself.
         let flat = handle.header.is_empty() && handle.bytes == (0..model.layout.size());
-        let way = if flat && self.passthrough {
-            Way::Bypass(handle.buffer.region().clone())
-        } else {
-            Way::Cached
-        };
+        let way =
+            if flat && self.passthrough { Way::Bypass(handle.buffer.region().clone()) } else { Way::Cached };
         self.insert(Handle::Version(handle), way)
     }
 
@@ -335,4 +332,3 @@ fn writable_contribution(flags: Flags) -> FsResult<()> {
     }
     no_append(flags)
 }
-

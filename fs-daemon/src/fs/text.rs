@@ -74,7 +74,8 @@ pub fn status(model: &Model, passthrough: bool) -> String {
         })
         .collect();
     let published = model.shard.get(status.version).map(|(_, at)| at);
-    let published = published.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map(|d| round(d.as_secs_f64()));
+    let published =
+        published.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map(|d| round(d.as_secs_f64()));
     let value = json!({
         "model": model.name,
         "state": status.state,

@@ -1,9 +1,9 @@
 //! Extended attributes `user.gradfs.version`, `user.gradfs.dtype` and `user.gradfs.shape`.
 
+use super::Fs;
 use super::errno::{FsError, FsResult};
 use super::model::Model;
 use super::node::{File, Node};
-use super::Fs;
 
 const VERSION: &str = "user.gradfs.version";
 const DTYPE: &str = "user.gradfs.dtype";
@@ -47,7 +47,9 @@ fn value(model: &Model, file: File, name: &str) -> Option<String> {
     let takes_data = matches!(file, File::Gradients | File::LearnerGradients(_) | File::Device);
     match name {
         VERSION if file.version().is_some() => file.version().map(|version| version.to_string()),
-        VERSION if matches!(file, File::Device | File::VersionText) => Some(model.shard.version().to_string()),
+        VERSION if matches!(file, File::Device | File::VersionText) => {
+            Some(model.shard.version().to_string())
+        }
         DTYPE if has_data || takes_data => Some(match of_tensor {
             Some(tensor) => tensor.dtype.name(),
             None if tensors.iter().all(|tensor| tensor.dtype == tensors[0].dtype) => tensors[0].dtype.name(),

@@ -3,7 +3,8 @@
 use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
 use libmodelio::transport::{LeaveReason, ShardError};
 
-use super::{Action, MAX_LEARNERS, Member, Now, PendingKind, Phase, ShardCore};
+use super::{Action, Committed, MAX_LEARNERS, Member, Now, PendingKind, Phase, Place, ShardCore};
+use crate::controls::Consistency;
 
 /// A learner as the status shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,32 +78,20 @@ impl<S: Clone> ShardCore<S> {
         now: Now,
         actions: &mut Vec<Action<S>>,
     ) -> Result<(), ShardError> {
-        self.drop_open(learner)?;
+        self.drop_open(learner, ShardError::UnknownLearner(learner), actions)?;
         self.members.remove(&learner);
-        let mut gone = Vec::new();
-        self.pending.retain(|pending| match &pending.kind {
-            PendingKind::Commit { contribution, .. } if contribution.learner == learner => {
-                gone.push(pending.ticket);
-                false
-            }
-            _ => true,
-        });
-        self.waiters.retain(|waiter| {
-            let stays = waiter.learner != learner;
-            if !stays {
-                gone.push(waiter.ticket);
-            }
-            stays
-        });
-        for ticket in gone {
-            actions.push(Action::Reply(ticket, Err(ShardError::UnknownLearner(learner))));
+        for waiter in self.waiters.extract_if(.., |waiter| waiter.learner == learner) {
+            actions.push(Action::Reply(waiter.ticket, Err(ShardError::UnknownLearner(learner))));
         }
         actions.push(Action::Left { learner, reason });
         self.stop_if_too_few(actions);
         self.advance(now, actions);
         if self.members.is_empty() {
-            // The next ones are a new job: it waits again until all are there.
-            self.formed = false;
+            // The next ones are a new job: it waits again until all are there. What the last ones committed
+            // need not wait for that if it makes a version of its own.
+            let flushes = self.formed && self.committed.len() >= self.controls.min_learners as usize;
+            self.reform = flushes && !self.committed.is_empty();
+            self.formed = self.reform;
         }
         Ok(())
     }
@@ -117,18 +106,27 @@ impl<S: Clone> ShardCore<S> {
         now: Now,
         actions: &mut Vec<Action<S>>,
     ) -> Result<(), ShardError> {
-        self.drop_open(learner)?;
+        let why = ShardError::NotAllowed("the contribution was dropped".into());
+        self.drop_open(learner, why, actions)?;
         self.advance(now, actions);
         Ok(())
     }
 
-    fn drop_open(&mut self, learner: LearnerId) -> Result<(), ShardError> {
+    fn drop_open(
+        &mut self,
+        learner: LearnerId,
+        why: ShardError,
+        actions: &mut Vec<Action<S>>,
+    ) -> Result<(), ShardError> {
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         if matches!(member.phase, Phase::Open { .. }) {
             member.phase = Phase::Idle;
-            if self.fusing.as_ref().is_some_and(|fusing| fusing.owner == learner) {
-                self.fusing = None;
+            if self.fusing.take_if(|fusing| fusing.owner == learner).is_some() {
+                // Folded contributions wait under the same parameters; nothing else depends on them.
+                let folded = |c: &Committed<S>| matches!(c.place, Place::Folded | Place::Folding);
+                self.params.take_if(|_| !self.committed.iter().any(folded));
             }
+            self.drop_pending_commit(learner, why, actions);
         }
         Ok(())
     }
@@ -183,15 +181,20 @@ impl<S: Clone> ShardCore<S> {
         if lease.is_zero() {
             return;
         }
-        let waited = self.waiting_since.is_some_and(|since| now.saturating_sub(since) >= lease);
+        let is_long = |since: Now| now.saturating_sub(since) >= lease;
+        let step_waits = self.consistency == Consistency::Sync && self.waiting_since.is_some_and(is_long);
+        let request_waits = self.pending.iter().any(|pending| is_long(pending.since));
+        let fuser = self.fusing.as_ref().map(|fusing| fusing.owner);
         let expired: Vec<LearnerId> = self
             .members
             .iter()
-            .filter(|(_, member)| {
-                let waited_for = waited && self.formed && self.takes_part(member);
-                now.saturating_sub(member.last_seen) >= lease
+            .filter(|&(&learner, member)| {
+                let waited_for = self.formed
+                    && (step_waits && self.takes_part(member) || request_waits && fuser == Some(learner));
+                is_long(member.last_seen)
                     && !member.unpublished
                     && (waited_for || !member.attached)
+                    && !self.waits(learner)
             })
             .map(|(&learner, _)| learner)
             .collect();
@@ -199,6 +202,14 @@ impl<S: Clone> ShardCore<S> {
             // Cannot fail: the learner was just found.
             let _ = self.leave(learner, LeaveReason::LeaseExpired, now, actions);
         }
+    }
+
+    /// Whether `learner` is silent because a request of its own is not answered yet.
+    fn waits(&self, learner: LearnerId) -> bool {
+        self.waiters.iter().any(|waiter| waiter.learner == learner)
+            || self.pending.iter().any(|pending| {
+                matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner)
+            })
     }
 
     pub(super) fn is_stopped(&self) -> bool {

@@ -14,9 +14,16 @@
 //!
 //! Memory does not grow with the learners: deferred payloads live in the learners' own regions, and
 //! one fp32 accumulator takes what must leave them early (iRDMA §IV-C).
+//!
+//! # What a deadline means
+//! A commit that was not taken by its deadline can be sent again or aborted. Once it is taken it counts,
+//! even if its version is still being computed at the deadline and the answer is a timeout; the same
+//! commit sent again then learns the outcome and changes nothing.
 
+mod arrival;
 mod commit;
 mod membership;
+mod step;
 #[cfg(test)]
 mod tests;
 
@@ -27,10 +34,10 @@ use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
-use libmodelio::transport::{BlockSlot, LeaveReason, ShardError};
+use libmodelio::transport::{LeaveReason, ShardError};
 
 use crate::controls::{Consistency, Controls};
-use crate::reducer;
+use crate::reducer::{self, Hyper, Reducer};
 
 pub use membership::MemberView;
 
@@ -93,12 +100,15 @@ pub enum Work<S> {
 /// What the edge has to do.
 #[derive(Debug)]
 pub enum Action<S> {
-    /// Add the deferred blocks into the accumulator, then call [`ShardCore::folded`].
+    /// Add the deferred blocks into the accumulator, then call [`ShardCore::folded`], or
+    /// [`ShardCore::fold_failed`] if nothing could be added.
     Fold {
         /// What to add.
         contribution: Arc<Contribution<S>>,
         /// Blocks that the accumulator already holds; others are stored, not added.
         accumulated: FixedBitSet,
+        /// What the sum is for: with `assign` the last one replaces what is there.
+        reducer: Reducer,
     },
     /// Compute a version, then call [`ShardCore::reduced`].
     Reduce(Arc<Plan<S>>),
@@ -189,14 +199,19 @@ enum Place {
 struct Committed<S> {
     contribution: Arc<Contribution<S>>,
     place: Place,
-    /// To answer when the payload is safe.
-    ticket: Option<Ticket>,
+    lendable: bool,
+    /// To answer when the payload is safe, at the latest at the time beside it.
+    ticket: Option<(Ticket, Now)>,
+    /// What its learner's phase was: until the payload has left its program's memory, the commit can be
+    /// taken back.
+    undo: Option<Phase>,
 }
 
 /// A commit that cannot be taken yet.
 #[derive(Debug)]
 struct Pending<S> {
     ticket: Ticket,
+    since: Now,
     deadline: Now,
     kind: PendingKind<S>,
 }
@@ -227,6 +242,8 @@ struct Waiter {
 pub struct ShardCore<S> {
     blocks: usize,
     controls: Controls,
+    /// Follows `controls` when no block of the coming version depends on it.
+    consistency: Consistency,
     version: Version,
     members: BTreeMap<LearnerId, Member>,
     /// Last incarnation of each name.
@@ -246,8 +263,12 @@ pub struct ShardCore<S> {
     fuses_in_flight: u32,
     running: Option<Arc<Plan<S>>>,
     /// The write of `weights` that the running plan publishes.
-    running_ticket: Option<Ticket>,
-    /// `learners` changed in mid-step: count again after it.
+    running_ticket: Option<(Ticket, Now)>,
+    /// Reducer and constants of the coming version, fixed once something of it was computed.
+    params: Option<(Reducer, Hyper)>,
+    /// Whose optimizer state there is.
+    state_of: Reducer,
+    /// `learners` was raised, or all have left, in mid-step: count again after it.
     reform: bool,
     /// The next version has a buffer.
     buffer_ready: bool,
@@ -266,6 +287,9 @@ impl<S: Clone> ShardCore<S> {
         let blocks = blocks as usize;
         ShardCore {
             blocks,
+            consistency: controls.consistency,
+            state_of: controls.reducer,
+            params: None,
             controls,
             version: Version(0),
             members: BTreeMap::new(),
@@ -317,97 +341,21 @@ impl<S: Clone> ShardCore<S> {
 
     /// New settings take effect at the next version.
     pub fn set_controls(&mut self, controls: Controls, now: Now, actions: &mut Vec<Action<S>>) {
-        if controls.reducer != self.controls.reducer {
-            self.optimizer_steps = 0;
-        }
+        let recount = controls.learners != self.controls.learners;
         self.controls = controls;
-        if self.committed.is_empty() && self.fusing.is_none() && self.running.is_none() {
-            self.formed = self.members.len() >= self.controls.learners as usize;
-        } else {
-            self.reform = true;
+        if recount {
+            let enough = self.members.len() >= self.controls.learners as usize;
+            self.formed |= enough;
+            self.reform = self.formed && !enough;
         }
         self.stop_if_too_few(actions);
         self.advance(now, actions);
     }
 
-    /// A block was offered. The hot path: no allocation.
-    ///
-    /// # Errors
-    /// For a learner that is gone, a step out of order, a block out of range, a stopped job.
-    pub fn arrive(&mut self, slot: BlockSlot, now: Now) -> Result<Arrival<S>, ShardError> {
-        if slot.block.index() >= self.blocks {
-            return Err(ShardError::BadBlock { block: slot.block, bytes: 0 });
-        }
-        self.refuse_if_stopped()?;
-        let may_fuse = self.fuser == Some(slot.learner);
-        let Some(member) =
-            self.members.get_mut(&slot.learner).filter(|member| member.incarnation == slot.incarnation)
-        else {
-            return Err(ShardError::UnknownLearner(slot.learner));
-        };
-        member.last_seen = now;
-        if slot.step <= member.step {
-            return Ok(Arrival::Duplicate);
-        }
-        let expected = member.step.next();
-        let Phase::Open { step, received, .. } = &mut member.phase else {
-            return Err(ShardError::StepOutOfOrder { got: slot.step, expected });
-        };
-        if slot.step != *step {
-            return Err(ShardError::StepOutOfOrder { got: slot.step, expected: *step });
-        }
-        if received.put(slot.block.index()) {
-            return Ok(Arrival::Duplicate);
-        }
-        if !may_fuse {
-            return Ok(Arrival::Defer);
-        }
-        if self.fusing.is_none() {
-            let plan = Arc::new(self.reduce_plan(1));
-            self.fusing = Some(Fusing { owner: slot.learner, plan });
-        }
-        match &self.fusing {
-            Some(fusing) => {
-                self.fuses_in_flight += 1;
-                Ok(Arrival::Fuse(Arc::clone(&fusing.plan)))
-            }
-            None => Ok(Arrival::Defer),
-        }
-    }
-
-    /// A block that [`Self::arrive`] said to fuse was computed (`ok`), or refused.
-    pub fn fused(&mut self, slot: BlockSlot, ok: bool, now: Now, actions: &mut Vec<Action<S>>) {
-        self.fuses_in_flight -= 1;
-        self.blocks_on_arrival += u64::from(ok);
-        // The learner may be gone by now; then its result is void.
-        if let Some(member) = self.members.get_mut(&slot.learner)
-            && let Phase::Open { step, received, fused } = &mut member.phase
-            && *step == slot.step
-        {
-            if ok {
-                fused.insert(slot.block.index());
-            } else {
-                received.remove(slot.block.index());
-            }
-        }
-        if self.fuses_in_flight == 0 {
-            self.advance(now, actions);
-        }
-    }
-
-    /// A block that was to be deferred is refused (NaN): it may be offered again.
-    pub fn refuse(&mut self, slot: BlockSlot) {
-        if let Some(member) = self.members.get_mut(&slot.learner)
-            && let Phase::Open { step, received, .. } = &mut member.phase
-            && *step == slot.step
-        {
-            received.remove(slot.block.index());
-        }
-    }
-
-    /// Whether blocks of the coming version have been reduced on arrival.
-    pub fn is_fusing(&self) -> bool {
-        self.fusing.is_some() || self.fuses_in_flight > 0 || self.running.is_some()
+    /// Whether something of the coming version has been computed: the memory and the settings behind it
+    /// must stay.
+    pub fn is_under_way(&self) -> bool {
+        self.params.is_some() || self.fusing.is_some() || self.fuses_in_flight > 0 || self.running.is_some()
     }
 
     /// Optimizer steps since its state was zero.
@@ -415,35 +363,34 @@ impl<S: Clone> ShardCore<S> {
         self.optimizer_steps
     }
 
-    /// Whose blocks may go straight into the next version: nobody else can still change what they
-    /// are added to.
-    fn find_fuser(&self) -> Option<LearnerId> {
-        if self.running.is_some() || !self.buffer_ready || !self.formed {
-            return None;
+    /// Whether the next version has a buffer, as far as the core was told.
+    pub fn buffer_ready(&self) -> bool {
+        self.buffer_ready
+    }
+
+    /// Lets new settings and new learners in where nothing that has begun depends on the old ones.
+    fn settle(&mut self) {
+        if self.running.is_some() || self.fusing.is_some() {
+            return;
         }
-        match &self.fusing {
-            Some(fusing) => return Some(fusing.owner),
-            // A learner that is gone has a block under way into the same buffer.
-            None if self.fuses_in_flight > 0 => return None,
-            None => {}
+        self.consistency = self.controls.consistency;
+        if self.params.is_none() && self.state_of != self.controls.reducer {
+            self.state_of = self.controls.reducer;
+            self.optimizer_steps = 0;
         }
-        if !self.pending.is_empty() {
-            return None;
+        if !self.committed.is_empty() {
+            return;
         }
-        match self.controls.consistency {
-            Consistency::Sync => {
-                let mut missing =
-                    self.members.iter().filter(|(_, member)| self.takes_part(member) && !member.unpublished);
-                let settled = self.committed.iter().all(|c| matches!(c.place, Place::Lent | Place::Folded));
-                match (missing.next(), missing.next()) {
-                    (Some((&learner, _)), None) if settled => Some(learner),
-                    _ => None,
-                }
+        if std::mem::take(&mut self.reform) {
+            self.formed = self.members.len() >= self.controls.learners as usize;
+        }
+        let version = self.version;
+        let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
+        // No step has begun, so those who came in one that was dropped need not wait for the next.
+        if !self.members.values().any(|member| self.takes_part(member) && is_open(member)) {
+            for member in self.members.values_mut() {
+                member.joined_at = member.joined_at.min(version);
             }
-            Consistency::Async => match self.members.len() {
-                1 => self.members.keys().next().copied(),
-                _ => None,
-            },
         }
     }
 
@@ -462,12 +409,13 @@ impl<S: Clone> ShardCore<S> {
         inputs.sort_by_key(|contribution| contribution.learner);
         let mut todo = FixedBitSet::with_capacity(self.blocks);
         todo.insert_range(..);
+        let (reducer, hyper) = self.params();
         Plan {
             version: self.version.next(),
             work: Work::Reduce {
                 step: reducer::Step {
-                    reducer: self.controls.reducer,
-                    hyper: self.controls.hyper.clone(),
+                    reducer,
+                    hyper,
                     contributions: self.committed.len() as u32 + more,
                     t: self.optimizer_steps + 1,
                 },
@@ -477,5 +425,10 @@ impl<S: Clone> ShardCore<S> {
             },
             todo,
         }
+    }
+
+    /// What the coming version is computed with.
+    fn params(&self) -> (Reducer, Hyper) {
+        self.params.clone().unwrap_or_else(|| (self.controls.reducer, self.controls.hyper.clone()))
     }
 }

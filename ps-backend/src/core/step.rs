@@ -1,0 +1,321 @@
+//! From commits to versions: taking what waits, folding, reducing, publishing.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::ids::LearnerId;
+use libmodelio::transport::ShardError;
+
+use super::{
+    Action, Answer, Committed, Contribution, Now, Pending, PendingKind, Phase, Place, Plan, ShardCore,
+    Ticket, Work,
+};
+use crate::controls::Consistency;
+
+impl<S: Clone> ShardCore<S> {
+    /// The next version's buffer is there, or not yet.
+    pub fn set_buffer_ready(&mut self, ready: bool, now: Now, actions: &mut Vec<Action<S>>) {
+        self.buffer_ready = ready;
+        self.advance(now, actions);
+    }
+
+    /// A contribution is in the accumulator.
+    pub fn folded(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action<S>>) {
+        if let Some(committed) = self.folding(learner) {
+            committed.place = Place::Folded;
+            committed.undo = None;
+            let ticket = committed.ticket.take();
+            let contribution = Arc::clone(&committed.contribution);
+            self.accumulated.union_with(&contribution.deferred);
+            if let Some((ticket, _)) = ticket {
+                actions.push(Action::Reply(ticket, Ok(Answer::Committed)));
+            }
+        }
+        self.advance(now, actions);
+    }
+
+    /// A contribution could not be added to the accumulator, of which nothing has changed. Its commit
+    /// fails with `error`; the contribution is open again.
+    pub fn fold_failed(
+        &mut self,
+        learner: LearnerId,
+        error: ShardError,
+        now: Now,
+        actions: &mut Vec<Action<S>>,
+    ) {
+        if let Some(committed) = self.folding(learner) {
+            if let Some((ticket, _)) = committed.ticket.take() {
+                actions.push(Action::Reply(ticket, Err(error)));
+            }
+            self.take_back(learner, actions);
+        }
+        if self.accumulated.is_clear() {
+            self.params = None;
+        }
+        self.advance(now, actions);
+    }
+
+    fn folding(&mut self, learner: LearnerId) -> Option<&mut Committed<S>> {
+        self.committed.iter_mut().find(|c| c.contribution.learner == learner && c.place == Place::Folding)
+    }
+
+    /// The running plan is computed; its version is published.
+    pub fn reduced(&mut self, buffer_ready: bool, now: Now, actions: &mut Vec<Action<S>>) {
+        let Some(plan) = self.running.take() else { return };
+        self.buffer_ready = buffer_ready;
+        match &plan.work {
+            Work::Reduce { step, .. } => {
+                self.version = plan.version;
+                actions.push(Action::Published(self.version));
+                self.optimizer_steps = step.t;
+                self.end_step(actions);
+            }
+            Work::Assign { .. } => {
+                // The step goes on: whoever came in the middle of it still waits for the one after.
+                for member in self.members.values_mut().filter(|member| member.joined_at > self.version) {
+                    member.joined_at = plan.version.next();
+                }
+                self.version = plan.version;
+                actions.push(Action::Published(self.version));
+                if let Some((ticket, _)) = self.running_ticket.take() {
+                    actions.push(Action::Reply(ticket, Ok(Answer::Committed)));
+                }
+            }
+        }
+        self.advance(now, actions);
+    }
+
+    fn end_step(&mut self, actions: &mut Vec<Action<S>>) {
+        self.contributions_taken += self.committed.len() as u64;
+        for committed in std::mem::take(&mut self.committed) {
+            if let Some((ticket, _)) = committed.ticket {
+                actions.push(Action::Reply(ticket, Ok(Answer::Committed)));
+            }
+            if let Some(member) = self.members.get_mut(&committed.contribution.learner) {
+                member.unpublished = false;
+            }
+        }
+        self.accumulated.clear();
+        self.fusing = None;
+        self.params = None;
+        self.waiting_since = None;
+        // Only what is committed makes its learner wait, and all of that is in.
+        for waiter in self.waiters.drain(..) {
+            actions.push(Action::Reply(waiter.ticket, Ok(Answer::Version(self.version))));
+        }
+    }
+
+    /// Takes what can be taken and starts what can be started.
+    pub(super) fn advance(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        self.settle();
+        if self.running.is_none() {
+            self.take_pending(now, actions);
+        }
+        if self.running.is_none() {
+            self.start_fold(actions);
+            self.start_step(actions);
+        }
+        self.fuser = self.find_fuser();
+    }
+
+    fn take_pending(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        if self.pending.is_empty() {
+            return;
+        }
+        let mut waiting = std::mem::take(&mut self.pending);
+        let mut kept = VecDeque::with_capacity(waiting.len());
+        while let Some(pending) = waiting.pop_front() {
+            if self.running.is_some() {
+                kept.push_back(pending);
+                continue;
+            }
+            let Pending { ticket, since, deadline, kind } = pending;
+            match kind {
+                PendingKind::Commit { contribution, lendable } if self.takes_commit(contribution.learner) => {
+                    if let Err(error) = self.check_fused(&contribution) {
+                        actions.push(Action::Reply(ticket, Err(error)));
+                        continue;
+                    }
+                    self.accept((ticket, deadline), contribution, lendable, now);
+                    if self.consistency == Consistency::Async {
+                        self.start_step(actions);
+                    }
+                }
+                // What was allowed when it was asked for may have been overtaken by the first version.
+                PendingKind::Assign { buffer, written }
+                    if self.fusing.is_none() && self.fuses_in_flight == 0 =>
+                {
+                    match self.may_assign() {
+                        Ok(()) => self.start_assign((ticket, deadline), buffer, written, actions),
+                        Err(error) => actions.push(Action::Reply(ticket, Err(error))),
+                    }
+                }
+                kind => kept.push_back(Pending { ticket, since, deadline, kind }),
+            }
+        }
+        self.pending = kept;
+    }
+
+    /// Whether a commit of `learner` can be taken now.
+    fn takes_commit(&self, learner: LearnerId) -> bool {
+        let Some(member) = self.members.get(&learner).filter(|member| !member.unpublished) else {
+            return false;
+        };
+        let fuser = self.fusing.as_ref().map(|fusing| fusing.owner);
+        if fuser == Some(learner) && self.fuses_in_flight > 0 {
+            return false;
+        }
+        match self.consistency {
+            Consistency::Sync => {
+                let completes = self.formed
+                    && self
+                        .members
+                        .iter()
+                        .all(|(&id, other)| id == learner || !self.takes_part(other) || other.unpublished);
+                self.takes_part(member) && (!completes || self.buffer_ready)
+            }
+            Consistency::Async => {
+                self.formed
+                    && self.buffer_ready
+                    && self.committed.is_empty()
+                    && fuser.is_none_or(|owner| owner == learner)
+                    && self.fuses_in_flight == 0
+            }
+        }
+    }
+
+    /// Whether every block that a contribution holds is either to be read or was reduced on arrival.
+    fn check_fused(&self, contribution: &Contribution<S>) -> Result<(), ShardError> {
+        let Some(member) = self.members.get(&contribution.learner) else { return Ok(()) };
+        let Phase::Open { fused, .. } = &member.phase else { return Ok(()) };
+        let lost = contribution.sent.difference(&contribution.deferred).find(|&block| !fused.contains(block));
+        match lost {
+            None => Ok(()),
+            Some(block) => Err(ShardError::NotAllowed(format!(
+                "block {block} is named in the commit, but was neither reduced nor is it in staging"
+            ))),
+        }
+    }
+
+    fn accept(&mut self, ticket: (Ticket, Now), contribution: Contribution<S>, lendable: bool, now: Now) {
+        let learner = contribution.learner;
+        self.waiting_since.get_or_insert(now);
+        let mut undo = None;
+        if let Some(member) = self.members.get_mut(&learner) {
+            member.step = member.step.next();
+            member.last_seen = now;
+            member.unpublished = true;
+            let open = std::mem::replace(&mut member.phase, Phase::Idle);
+            // The blocks that were reduced on arrival are no longer to do.
+            if let Phase::Open { fused, .. } = &open
+                && let Some(fusing) = &mut self.fusing
+                && fusing.owner == learner
+            {
+                Arc::make_mut(&mut fusing.plan).todo.difference_with(fused);
+            }
+            undo = Some(open).filter(|_| !lendable);
+        }
+        self.committed.push(Committed {
+            contribution: Arc::new(contribution),
+            place: if lendable { Place::Lent } else { Place::ToFold },
+            lendable,
+            ticket: Some(ticket),
+            undo,
+        });
+    }
+
+    /// Starts the coming version if all that it waits for is there; otherwise answers the commits
+    /// whose payload is safe where it is.
+    fn start_step(&mut self, actions: &mut Vec<Action<S>>) {
+        if self.committed.is_empty() || self.running.is_some() {
+            return;
+        }
+        if !self.is_complete() || self.is_busy() || !self.buffer_ready {
+            for committed in self.committed.iter_mut().filter(|c| c.place == Place::Lent) {
+                if let Some((ticket, _)) = committed.ticket.take() {
+                    actions.push(Action::Reply(ticket, Ok(Answer::Committed)));
+                }
+            }
+            return;
+        }
+        // What was to be folded is read in place instead: the version is made now.
+        for committed in &mut self.committed {
+            committed.undo = None;
+            if committed.place == Place::ToFold {
+                committed.place = Place::Lent;
+            }
+        }
+        let mut plan = self.reduce_plan(0);
+        if let Some(fusing) = &self.fusing {
+            // Blocks already in the buffer were computed under this plan's parameters.
+            let early = &fusing.plan;
+            plan.todo.clone_from(&early.todo);
+            if let (Work::Reduce { step, .. }, Work::Reduce { step: early, .. }) = (&plan.work, &early.work) {
+                debug_assert_eq!(step, early);
+            }
+        }
+        self.run(plan, actions);
+    }
+
+    /// Whether the coming version has all contributions that it waits for.
+    fn is_complete(&self) -> bool {
+        match self.consistency {
+            Consistency::Sync => {
+                let enough = self.controls.min_learners as usize;
+                self.nobody_missing() && self.committed.len().max(self.members.len()) >= enough
+            }
+            Consistency::Async => true,
+        }
+    }
+
+    /// Whether something still goes on in the memory that the coming version would be made in or from.
+    fn is_busy(&self) -> bool {
+        let committed = |learner| self.committed.iter().any(|c| c.contribution.learner == learner);
+        self.fuses_in_flight > 0
+            || self.committed.iter().any(|c| c.place == Place::Folding)
+            || self.fusing.as_ref().is_some_and(|fusing| !committed(fusing.owner))
+    }
+
+    fn start_assign(
+        &mut self,
+        ticket: (Ticket, Now),
+        buffer: S,
+        written: Vec<Range<u64>>,
+        actions: &mut Vec<Action<S>>,
+    ) {
+        let mut todo = FixedBitSet::with_capacity(self.blocks);
+        todo.insert_range(..);
+        let plan = Plan { version: self.version.next(), work: Work::Assign { buffer, written }, todo };
+        self.running_ticket = Some(ticket);
+        self.run(plan, actions);
+    }
+
+    fn run(&mut self, plan: Plan<S>, actions: &mut Vec<Action<S>>) {
+        let plan = Arc::new(plan);
+        self.running = Some(Arc::clone(&plan));
+        actions.push(Action::Reduce(plan));
+    }
+
+    /// Folds the next contribution whose memory is needed back, one at a time.
+    fn start_fold(&mut self, actions: &mut Vec<Action<S>>) {
+        // When the version is made now anyway, the memory is read in place.
+        let now_anyway = self.is_complete() && self.buffer_ready && !self.is_busy();
+        if now_anyway || self.committed.iter().any(|c| c.place == Place::Folding) {
+            return;
+        }
+        let Some(at) = self.committed.iter().position(|c| c.place == Place::ToFold) else { return };
+        let params = self.params();
+        let committed = &mut self.committed[at];
+        committed.place = Place::Folding;
+        let contribution = Arc::clone(&committed.contribution);
+        actions.push(Action::Fold { contribution, accumulated: self.accumulated.clone(), reducer: params.0 });
+        self.params = Some(params);
+    }
+
+    /// Whether every learner of this step has committed.
+    fn nobody_missing(&self) -> bool {
+        self.formed && self.members.values().all(|member| !self.takes_part(member) || member.unpublished)
+    }
+}

@@ -1,0 +1,125 @@
+"""A team of worker processes that do the same thing at the same time, and say when.
+
+A task is a function of a module in this directory. Every chosen member calls it with a `Member` first:
+its rank, a barrier that the chosen share, and a place to keep things until the next task. Times are of
+CLOCK_MONOTONIC, which all processes share, so the duration of a common step is the last end minus the
+first start.
+"""
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import statistics
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+
+from machine import Failed
+
+BARRIER_DEADLINE = 300.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Member:
+    """What a task knows of itself."""
+
+    rank: int
+    count: int
+    _barrier: object
+    kept: dict = field(default_factory=dict)
+
+    def meet(self):
+        """Waits for the others."""
+        self._barrier.wait(BARRIER_DEADLINE)
+
+
+def _work(rank, pipe, barriers):
+    # Ctrl-C is for the parent, which then ends us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    kept = {}
+    while True:
+        try:
+            function, count, arguments = pipe.recv()
+        except EOFError:
+            break
+        try:
+            answer = (True, function(Member(rank, count, barriers[count], kept), **arguments))
+        except threading.BrokenBarrierError:
+            answer = (False, None)
+        except BaseException:  # whatever it is, the parent shows it
+            barriers[count].abort()
+            answer = (False, traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except BrokenPipeError:
+            break
+    # Libraries that keep threads need not take them down in order.
+    os._exit(0)
+
+
+class Team:
+    """`size` processes, waiting for tasks. Use as a context manager."""
+
+    def __init__(self, size):
+        # Libraries should not start more threads than a worker has use for.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = multiprocessing.get_context("spawn")
+        barriers = {count: context.Barrier(count) for count in range(1, size + 1)}
+        self.pipes = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(rank, theirs, barriers), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(10)
+
+    def run(self, function, count, deadline, **arguments):
+        """Has the first `count` members call `function`; gives their results in order of rank."""
+        pipes = self.pipes[:count]
+        for pipe in pipes:
+            pipe.send((function, count, arguments))
+        results = {}
+        give_up = time.monotonic() + deadline
+        while len(results) < count:
+            waiting = [pipe for pipe in pipes if pipe not in results]
+            ready = multiprocessing.connection.wait(waiting, max(0, give_up - time.monotonic()))
+            if not ready:
+                ranks = [pipes.index(pipe) for pipe in waiting]
+                raise Failed(f"{function.__name__}: no answer of worker {ranks} after {deadline:.0f} s")
+            for pipe in ready:
+                try:
+                    good, value = pipe.recv()
+                except (EOFError, ConnectionError) as error:
+                    raise Failed(f"{function.__name__}: worker {pipes.index(pipe)} died") from error
+                if not good and value is not None:
+                    raise Failed(f"{function.__name__}, worker {pipes.index(pipe)}:\n{value}")
+                results[pipe] = value
+        return [results[pipe] for pipe in pipes]
+
+
+def durations(results, name):
+    """Seconds of each common step of contender `name`, from what the members noted."""
+    steps = zip(*(result[name] for result in results))
+    return [max(end for _, end in step) - min(start for start, _ in step) for step in steps]
+
+
+def median(results, name):
+    """The median of `durations`."""
+    return statistics.median(durations(results, name))

@@ -1,0 +1,124 @@
+"""Learners that use torch.distributed with gloo instead, made as fast as it can be on one machine.
+
+The congestion control that a machine uses by default may cost loopback TCP half its speed (BBR does), so
+the workers move to a network namespace of their own with Reno where they may. There, one or two
+interfaces and tensors in one or several pieces are tried, and the fastest way is the one that counts.
+"""
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+from datetime import timedelta
+
+import numpy
+
+from work_race import race
+from work_step import Mount, gradients, total
+
+CLONE_NEWNET = 0x4000_0000
+SIOCSIFFLAGS = 0x8914
+IFF_UP_RUNNING = 0x1 | 0x40
+DEADLINE = timedelta(seconds=120)
+# Interfaces that gloo spreads its connections over, and pieces that a tensor is reduced in at a time.
+INTERFACES = ("lo", "lo,lo")
+PIECES = (1, 2, 4)
+
+
+def _own_network():
+    """Moves to a new network namespace with loopback up; False where that is not permitted."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        return False
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", IFF_UP_RUNNING))
+    with open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as setting:
+        setting.write("reno")
+    return True
+
+
+def _join_network(pid):
+    with open(f"/proc/{pid}/ns/net") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def set_up(member, directory, counts):
+    """Connects the members, once. `directory` is for the meeting; `counts` are the sizes of the groups."""
+    meeting = os.path.join(directory, "network")
+    if member.rank == 0:
+        own = _own_network()
+        with open(meeting, "w") as file:
+            file.write(str(os.getpid()) if own else "")
+    member.meet()
+    with open(meeting) as file:
+        pid = file.read()
+    if pid and member.rank:
+        _join_network(pid)
+    member.meet()
+
+    # Not before here: it starts threads, which stay in the namespace they are born in.
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=member.rank,
+        world_size=member.count,
+        timeout=DEADLINE,
+    )
+    for interfaces in INTERFACES:
+        os.environ["GLOO_SOCKET_IFNAME"] = interfaces
+        for count in counts:
+            member.kept[count, interfaces] = distributed.new_group(list(range(count)), timeout=DEADLINE)
+    return bool(pid)
+
+
+class Gloo:
+    """all_reduce of this member's gradients in `pieces` at a time over `interfaces`."""
+
+    def __init__(self, member, size, interfaces, pieces):
+        import torch
+
+        self.group = member.kept[member.count, interfaces]
+        self.gradients = torch.from_numpy(gradients(member.rank, size))
+        self.tensor = torch.zeros_like(self.gradients)
+        self.pieces = self.tensor.chunk(pieces)
+        self.total = total(member.count, size)
+
+    def prepare(self):
+        """Puts the gradients where the sum will be: gloo reduces in place."""
+        self.tensor.copy_(self.gradients)
+
+    def step(self):
+        """Everybody gets the sum."""
+        from torch import distributed
+
+        if len(self.pieces) == 1:
+            distributed.all_reduce(self.tensor, group=self.group)
+            return
+        for work in [distributed.all_reduce(piece, group=self.group, async_op=True) for piece in self.pieces]:
+            work.wait()
+
+    def check(self, _):
+        """The sum is right."""
+        if not numpy.array_equal(self.tensor.numpy(), self.total):
+            raise AssertionError("gloo: wrong sum")
+
+
+def trial(member, size, **arguments):
+    """Races every way to use gloo against the others, as {(interfaces, pieces): times}."""
+    ways = [(interfaces, pieces) for interfaces in INTERFACES for pieces in PIECES]
+    return race(member, {way: Gloo(member, size, *way) for way in ways}, **arguments)
+
+
+def mount_and_gloo(member, directories, size, way, **arguments):
+    """Races the mount against gloo used in the given `way`."""
+    contenders = {
+        "mount": Mount(member, directories[member.rank], size),
+        "gloo": Gloo(member, size, *way),
+    }
+    return race(member, contenders, **arguments)
