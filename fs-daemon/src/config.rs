@@ -25,7 +25,7 @@ const MAX_BLOCK_SIZE: u64 = 4 << 20;
 const DEFAULT_THREADS: usize = 2;
 const MAX_THREADS: usize = 256;
 /// Most models of one daemon: each has its own versions in memory.
-const MAX_MODELS: usize = 256;
+const MAX_MODELS: usize = crate::fs::node::MAX_MODELS;
 /// Most bytes of a name that a directory entry can hold.
 const MAX_NAME: usize = 255;
 

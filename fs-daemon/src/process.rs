@@ -236,6 +236,7 @@ impl Watcher {
     }
 
     /// Ends the thread; no report comes after this returns (unless called from within one).
+    #[cfg(test)]
     pub fn shutdown(mut self) {
         self.stop();
     }

@@ -7,7 +7,6 @@
 use std::fmt;
 use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
 
 use nix::sys::signal::{SigSet, Signal};
 
@@ -81,7 +80,8 @@ impl Stops {
     }
 
     /// As [`Stops::wait`], for at most `timeout`.
-    pub fn wait_timeout(&self, timeout: Duration) -> Option<Stop> {
+    #[cfg(test)]
+    pub fn wait_timeout(&self, timeout: std::time::Duration) -> Option<Stop> {
         self.receiver.recv_timeout(timeout).ok()
     }
 }
@@ -144,7 +144,7 @@ mod tests {
         let stopper = stops.stopper();
         thread::spawn(move || stopper.stop("the mount is gone"));
         assert_eq!(stops.wait(), Stop::Other("the mount is gone".into()));
-        assert_eq!(stops.wait_timeout(Duration::from_millis(1)), None);
+        assert_eq!(stops.wait_timeout(std::time::Duration::from_millis(1)), None);
     }
 
     #[test]

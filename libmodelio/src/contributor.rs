@@ -3,21 +3,26 @@
 //!
 //! Copies of a byte on this path: none where its block arrives whole and the shard reduces it on
 //! arrival; one (into staging) where it does not.
+//!
+//! The channel may run other requests' completions before it returns, so nothing is sent under the lock
+//! that could wake somebody: only the opening of a contribution, which answers nobody else.
+//!
+//! Holds `unsafe` for entering the staging regions; see [`crate::mmap`] for the rule.
+
+mod commit;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 use parking_lot::{Condvar, Mutex};
 
-use crate::ids::{Incarnation, LearnerId, Step};
+use crate::ids::{BlockId, Incarnation, LearnerId, Step};
 use crate::layout::ModelLayout;
 use crate::mmap::Mapping;
 use crate::tracker::{ContributionTracker, Piece, WriteRefused};
-use crate::transport::{
-    BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, Reply, ShardError,
-};
+use crate::transport::{BlockSlot, Channel, Device, Message, Placement, Region, Reply, ShardError};
 
 /// Why a write or commit failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -28,6 +33,9 @@ pub enum ContributeError {
     /// The shard's word.
     #[error(transparent)]
     Shard(#[from] ShardError),
+    /// What was written ends in the middle of an element.
+    #[error("what was written ends at byte {0}, in the middle of an element; the contribution is dropped")]
+    HalfElement(u64),
     /// An earlier contribution of this learner is still being committed.
     #[error("the previous contribution is still being committed")]
     Busy,
@@ -57,6 +65,7 @@ struct State {
     tracker: ContributionTracker,
     /// The step that the open contribution is; `None` while none is open.
     step: Option<Step>,
+    /// A commit or an abort is on its way: nobody else may touch the contribution.
     committing: bool,
     /// Why the open contribution cannot succeed any more.
     failed: Option<ShardError>,
@@ -66,6 +75,16 @@ struct State {
     spare: Option<Region>,
     /// Blocks that were completed with zeros at the end.
     unchecked: FixedBitSet,
+}
+
+impl State {
+    /// No contribution is open.
+    fn reset(&mut self) {
+        self.tracker.reset();
+        self.unchecked.clear();
+        self.step = None;
+        self.failed = None;
+    }
 }
 
 /// One learner's contribution path. Shared by all its file handles.
@@ -227,16 +246,10 @@ impl Contributor {
                 outcome = result;
             }
         });
-        let mut state = self.state.lock();
-        if let Err(error) = &outcome {
-            state.failed.get_or_insert_with(|| error.clone());
-        }
-        if !state.tracker.is_busy() {
-            self.idle.notify_all();
-        }
         outcome.map_err(ContributeError::from)
     }
 
+    /// Called with the state locked: the shard answers an opening without answering anybody else.
     fn open(&self, state: &mut State, timeout: Duration) -> Result<Step, ShardError> {
         let message = Message::Open { learner: self.learner };
         let Reply::Opened { step, staging_lent } = request(&*self.channel, message, timeout)? else {
@@ -255,186 +268,65 @@ impl Contributor {
 
     /// Ships or stages one piece. Its in-flight mark is always taken back.
     fn take(&self, piece: &Piece, data: &[u8], step: Step, staging: &Mapping) -> Result<(), ShardError> {
-        let slot = |block| BlockSlot { learner: self.learner, incarnation: self.incarnation, step, block };
         let start = piece.bytes.start as usize;
         if piece.whole {
-            let placed = self.channel.write(data, slot(piece.block));
+            let placed = self.offer(piece.block, data, step);
             if matches!(placed, Ok(Placement::Deferred)) {
                 // SAFETY: the tracker marked the block as sent, so no other write enters its bytes, and the
                 // shard reads them only after the commit, which waits for this piece.
                 unsafe { staging.write(start, data) };
                 self.traffic.staged.fetch_add(data.len() as u64, Ordering::Relaxed);
-            } else {
+            } else if placed.is_ok() {
                 self.traffic.reduced_on_arrival.fetch_add(data.len() as u64, Ordering::Relaxed);
             }
-            self.state.lock().tracker.sent(piece.block, matches!(placed, Ok(Placement::Deferred)));
-            return placed.map(drop);
+            return self.placed(piece, placed);
         }
         // SAFETY: nobody reads the block before it is complete and all its copies are in. Two writers of
         // the same bytes race as two write(2) calls on any file do: one of them wins, byte by byte.
         unsafe { staging.write(start, data) };
         self.traffic.staged.fetch_add(data.len() as u64, Ordering::Relaxed);
-        if !self.state.lock().tracker.copied(piece.block) {
-            return Ok(());
+        {
+            let mut state = self.state.lock();
+            if !state.tracker.copied(piece.block) {
+                self.wake_if_idle(&state);
+                return Ok(());
+            }
         }
         let block = self.layout.block_bytes(piece.block);
         // SAFETY: the block is complete, and marked as sent: no write enters it any more.
         let whole = unsafe { staging.bytes(block.start as usize..block.end as usize) };
-        let placed = self.channel.write(whole, slot(piece.block));
-        self.state.lock().tracker.sent(piece.block, matches!(placed, Ok(Placement::Deferred)));
+        let placed = self.offer(piece.block, whole, step);
+        self.placed(piece, placed)
+    }
+
+    /// Offers a whole block, for the first time in this contribution.
+    fn offer(&self, block: BlockId, data: &[u8], step: Step) -> Result<Placement, ShardError> {
+        let slot = BlockSlot { learner: self.learner, incarnation: self.incarnation, step, block };
+        match self.channel.write(data, slot)? {
+            // The shard took this step without this block: a commit that timed out here had arrived there.
+            Placement::Duplicate => Err(ShardError::NotAllowed(format!(
+                "step {step} was already taken: block {block} came too late"
+            ))),
+            placed => Ok(placed),
+        }
+    }
+
+    /// Notes what became of an offered block, and a failure in the same moment: a commit that finds nothing
+    /// in flight finds all failures.
+    fn placed(&self, piece: &Piece, placed: Result<Placement, ShardError>) -> Result<(), ShardError> {
+        let mut state = self.state.lock();
+        state.tracker.sent(piece.block, matches!(placed, Ok(Placement::Deferred)));
+        if let Err(error) = &placed {
+            state.failed.get_or_insert_with(|| error.clone());
+        }
+        self.wake_if_idle(&state);
         placed.map(drop)
     }
 
-    /// Ends the contribution. `done` gets Ok once every block is taken for good; without anything
-    /// written it gets Ok at once.
-    ///
-    /// After a timeout the contribution is still open: commit again, or [`Self::abort`].
-    pub fn commit(
-        self: &Arc<Self>,
-        fill: Fill,
-        timeout: Duration,
-        done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
-    ) {
-        let (step, notice) = {
-            let mut state = self.state.lock();
-            if state.committing {
-                drop(state);
-                return done(Err(ContributeError::Busy));
-            }
-            let deadline = Instant::now() + timeout;
-            while state.tracker.is_busy() {
-                if self.idle.wait_until(&mut state, deadline).timed_out() {
-                    drop(state);
-                    return done(Err(ShardError::TimedOut("writes are still in flight").into()));
-                }
-            }
-            if let Some(failed) = state.failed.clone() {
-                drop(state);
-                return done(Err(failed.into()));
-            }
-            let Some(step) = state.step else {
-                drop(state);
-                return done(Ok(()));
-            };
-            for gaps in state.tracker.seal() {
-                state.unchecked.insert(gaps.block.index());
-                for missing in gaps.missing {
-                    if let Err(error) = self.fill(&state.staging, missing, fill) {
-                        state.failed = Some(error.clone());
-                        drop(state);
-                        return done(Err(error.into()));
-                    }
-                }
-            }
-            state.committing = true;
-            let notice = CommitNotice {
-                sent: state.tracker.sent_blocks().clone(),
-                deferred: state.tracker.deferred_blocks().clone(),
-                unchecked: state.unchecked.clone(),
-                staging: state.staging.clone(),
-                lendable: true,
-            };
-            (step, notice)
-        };
-        self.send_commit(step, notice, timeout, done);
-    }
-
-    /// Ships the whole mapped region as one contribution: what a program stored through mmap. `done`
-    /// gets the outcome as for [`Self::commit`], but a failed one leaves nothing open.
-    pub fn commit_mapped(
-        self: &Arc<Self>,
-        timeout: Duration,
-        done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
-    ) {
-        let mut state = self.state.lock();
-        if state.committing || state.step.is_some() {
-            drop(state);
-            return done(Err(ContributeError::Busy));
+    fn wake_if_idle(&self, state: &State) {
+        if !state.tracker.is_busy() {
+            self.idle.notify_all();
         }
-        let step = match self.open(&mut state, timeout) {
-            Ok(step) => step,
-            Err(error) => {
-                drop(state);
-                return done(Err(error.into()));
-            }
-        };
-        let mut all = FixedBitSet::with_capacity(self.layout.blocks() as usize);
-        all.insert_range(..);
-        state.committing = true;
-        drop(state);
-        self.traffic.written.fetch_add(self.layout.size(), Ordering::Relaxed);
-        self.traffic.reduced_on_arrival.fetch_add(self.layout.size(), Ordering::Relaxed);
-        let notice = CommitNotice {
-            sent: all.clone(),
-            deferred: all.clone(),
-            unchecked: all,
-            staging: self.mapped.clone(),
-            lendable: false,
-        };
-        let this = Arc::clone(self);
-        self.send_commit(step, notice, timeout, move |result| {
-            if result.is_err() {
-                // The program still has the values in its mapping; nothing must linger for the next one.
-                this.abort();
-            }
-            done(result);
-        });
-    }
-
-    fn send_commit(
-        self: &Arc<Self>,
-        step: Step,
-        notice: CommitNotice,
-        timeout: Duration,
-        done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
-    ) {
-        let this = Arc::clone(self);
-        let completion: Completion = Box::new(move |result| {
-            let mut state = this.state.lock();
-            state.committing = false;
-            if result.is_ok() {
-                state.tracker.reset();
-                state.unchecked.clear();
-                state.step = None;
-            }
-            drop(state);
-            done(result.map(drop).map_err(ContributeError::from));
-        });
-        self.channel.send(Message::Commit { learner: self.learner, step, notice }, timeout, completion);
-    }
-
-    /// Drops the open contribution; the shard forgets what it took of it.
-    pub fn abort(&self) {
-        let mut state = self.state.lock();
-        // A copy that still runs ends within microseconds; the deadline is for a stuck machine.
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while state.tracker.is_busy() && !self.idle.wait_until(&mut state, deadline).timed_out() {}
-        if state.committing {
-            return;
-        }
-        if state.step.take().is_some() {
-            self.channel.send(
-                Message::Abort { learner: self.learner },
-                Duration::from_secs(10),
-                Box::new(|_| {}),
-            );
-        }
-        state.tracker.reset();
-        state.unchecked.clear();
-        state.failed = None;
-    }
-
-    fn fill(&self, staging: &Region, missing: std::ops::Range<u64>, fill: Fill) -> Result<(), ShardError> {
-        let range = missing.start as usize..missing.end as usize;
-        // SAFETY: called with the state locked and nothing in flight: no write is in these bytes.
-        let bytes = unsafe { staging.memory().bytes_mut(range) };
-        match fill {
-            Fill::Zero => bytes.fill(0),
-            Fill::Present => {
-                self.channel.read(missing.start, bytes)?;
-            }
-        }
-        Ok(())
     }
 }
 

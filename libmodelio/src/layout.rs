@@ -250,6 +250,17 @@ impl ModelLayout {
         BlockId((offset / u64::from(self.block_size)) as u32)
     }
 
+    /// Whether a cut before byte `offset` would go through the middle of a reducible element.
+    pub fn splits_element(&self, offset: u64) -> bool {
+        if offset == 0 || offset >= self.size {
+            return false;
+        }
+        let segments = self.segments(self.block_of(offset));
+        let Some(segment) = segments.iter().find(|segment| segment.bytes.contains(&offset)) else { return false };
+        let size = segment.dtype.size_bytes().unwrap_or(1) as u64;
+        segment.dtype.is_reducible() && !(offset - segment.bytes.start).is_multiple_of(size)
+    }
+
     /// The typed runs of `block`, by rising offset, covering it without gaps.
     pub fn segments(&self, block: BlockId) -> &[Segment] {
         let i = block.index();

@@ -12,6 +12,7 @@ use std::ops::Range;
 use fixedbitset::FixedBitSet;
 
 use crate::ids::BlockId;
+use crate::ranges;
 
 /// Why a write is refused; nothing has changed then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -123,10 +124,11 @@ impl ContributionTracker {
     /// # Errors
     /// [`WriteRefused`]; then nothing is reserved and `each` was not called.
     pub fn begin(&mut self, offset: u64, len: u64, mut each: impl FnMut(Piece)) -> Result<(), WriteRefused> {
-        let end = offset
-            .checked_add(len)
-            .filter(|&end| end <= self.size)
-            .ok_or({ WriteRefused::PastEnd { offset, end: offset.saturating_add(len), size: self.size } })?;
+        let end = offset.checked_add(len).filter(|&end| end <= self.size).ok_or(WriteRefused::PastEnd {
+            offset,
+            end: offset.saturating_add(len),
+            size: self.size,
+        })?;
         if len == 0 {
             return Ok(());
         }
@@ -148,7 +150,7 @@ impl ContributionTracker {
                     .entry(block)
                     .or_insert_with(|| Partial { ranges: spare.pop().unwrap_or_default(), copying: 0 });
                 let relative = (bytes.start - extent.start) as u32..(bytes.end - extent.start) as u32;
-                insert(&mut partial.ranges, relative);
+                ranges::insert(&mut partial.ranges, relative);
                 partial.copying += 1;
             }
             self.in_flight += 1;
@@ -174,17 +176,22 @@ impl ContributionTracker {
             self.sent.insert(block.index());
             return true;
         }
-        self.in_flight -= 1;
+        self.landed();
         false
     }
 
-    /// The shard took `block`; `deferred` when it will read the payload from staging at commit.
+    /// The shard took `block`, or refused it for good; `deferred` when it will read the payload from staging at commit.
     pub fn sent(&mut self, block: BlockId, deferred: bool) {
         debug_assert!(self.sent.contains(block.index()));
-        self.in_flight -= 1;
+        self.landed();
         if deferred {
             self.deferred.insert(block.index());
         }
+    }
+
+    fn landed(&mut self) {
+        debug_assert!(self.in_flight > 0, "a piece was answered twice");
+        self.in_flight = self.in_flight.saturating_sub(1);
     }
 
     /// Ends the contribution's writing: incomplete blocks count as sent from staging. Their gaps are
@@ -223,7 +230,7 @@ impl ContributionTracker {
         &self.deferred
     }
 
-    /// Ready for the next contribution.
+    /// Ready for the next contribution. Not while a piece is in flight.
     pub fn reset(&mut self) {
         self.sent.clear();
         self.deferred.clear();
@@ -241,19 +248,6 @@ impl ContributionTracker {
             partial.ranges.clear();
             self.spare.push(partial.ranges);
         }
-    }
-}
-
-/// Adds `new` to a sorted list of disjoint ranges, merging what touches.
-fn insert(ranges: &mut Vec<Range<u32>>, new: Range<u32>) {
-    let from = ranges.partition_point(|range| range.end < new.start);
-    let to = from + ranges[from..].partition_point(|range| range.start <= new.end);
-    if from == to {
-        ranges.insert(from, new);
-    } else {
-        let merged = ranges[from].start.min(new.start)..ranges[to - 1].end.max(new.end);
-        ranges[from] = merged;
-        ranges.drain(from + 1..to);
     }
 }
 

@@ -70,12 +70,13 @@ class Team:
         # Libraries should not start more threads than a worker has use for.
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("spawn")
-        barriers = {count: context.Barrier(count) for count in range(1, size + 1)}
+        # Kept, for a barrier goes away with its last owner, and the workers are slow to start.
+        self.barriers = {count: context.Barrier(count) for count in range(1, size + 1)}
         self.pipes = []
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(rank, theirs, barriers), daemon=True)
+            process = context.Process(target=_work, args=(rank, theirs, self.barriers), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

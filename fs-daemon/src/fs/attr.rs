@@ -104,7 +104,7 @@ impl Fs {
                 Attributes { size: text_len(model.shard.version()), modified: newest(), ..base }
             }
             File::Status => {
-                let size = text::status(model, self.passthrough).len() as u64;
+                let size = text::status(model, &self.mount_status()).len() as u64;
                 Attributes { size, modified: newest(), ..base }
             }
             File::Versions => {

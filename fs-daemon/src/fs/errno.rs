@@ -77,6 +77,7 @@ impl From<ContributeError> for FsError {
         match error {
             ContributeError::Shard(error) => error.into(),
             ContributeError::Refused(refused) => refused.into(),
+            ContributeError::HalfElement(_) => FsError::new(libc::EINVAL, error.to_string()),
             ContributeError::Busy => FsError::new(libc::EBUSY, error.to_string()),
         }
     }

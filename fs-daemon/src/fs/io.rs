@@ -343,6 +343,12 @@ fn publish(handle: &Arc<Handle>, done: Done<()>) {
             ),
         )));
     }
+    let written = publisher.written();
+    let cuts = written.iter().flat_map(|range| [range.start, range.end]);
+    if let Some(half) = cuts.into_iter().find(|&cut| publish.model.layout.splits_element(cut)) {
+        let message = format!("what was written ends at byte {half}, in the middle of an element");
+        return done(Err(FsError::new(libc::EINVAL, message)));
+    }
     if let Err(error) = check_finite(publish, &publisher) {
         return done(Err(error));
     }

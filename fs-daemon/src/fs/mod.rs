@@ -52,6 +52,13 @@ pub trait Kernel: Send + Sync {
 /// Somebody polls a file; called once when it is ready.
 pub type Wake = Box<dyn FnOnce() + Send>;
 
+/// The mount's own state, for `status.json`.
+pub(crate) struct MountStatus {
+    pub(crate) passthrough: bool,
+    pub(crate) open_files: usize,
+    pub(crate) watched_processes: usize,
+}
+
 /// Work for the thread that may talk to the kernel on its own accord.
 enum Chore {
     Published(u8, Version),
@@ -134,9 +141,13 @@ impl Fs {
         }
     }
 
-    /// Open files.
-    pub fn open_handles(&self) -> usize {
-        self.handles.len()
+    /// What `status.json` tells of the mount besides the model.
+    pub(crate) fn mount_status(&self) -> MountStatus {
+        MountStatus {
+            passthrough: self.passthrough,
+            open_files: self.handles.len(),
+            watched_processes: self.watcher.get().map_or(0, Watcher::watched),
+        }
     }
 
     fn model(&self, index: u8) -> FsResult<&Arc<Model>> {
@@ -224,12 +235,21 @@ impl Fs {
             Chore::Published(index, version) => self.published(index, version, kernel),
             Chore::Left(index, learner, reason) => {
                 let Ok(model) = self.model(index) else { return };
-                if let Some(name) = model.left(learner, reason) {
+                if let Some(name) = self.learner_left(model, learner, reason) {
                     kernel.forget_name(Node::Model(index, File::Learners).ino(), &name);
                 }
             }
             Chore::Settle(handle) => io::settle(&handle),
         }
+    }
+
+    /// A learner is out of the job: its directory goes, and nobody watches its processes any more.
+    fn learner_left(&self, model: &Model, learner: LearnerId, reason: LeaveReason) -> Option<String> {
+        let (name, watches) = model.left(learner, reason)?;
+        if let Some(watcher) = self.watcher.get() {
+            watches.into_iter().for_each(|key| watcher.forget(key));
+        }
+        Some(name)
     }
 
     fn published(&self, index: u8, _version: Version, kernel: &dyn Kernel) {

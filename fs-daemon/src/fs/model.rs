@@ -208,15 +208,16 @@ impl Model {
         self.channel.send(Message::Leave { learner, reason }, PROMPT, Box::new(|_| {}));
     }
 
-    /// The shard says that a learner is gone. Returns its name.
-    pub fn left(&self, id: LearnerId, reason: LeaveReason) -> Option<String> {
+    /// The shard says that a learner is gone. Returns its name, and the watches that are no longer
+    /// needed; `None` when that was known.
+    pub fn left(&self, id: LearnerId, reason: LeaveReason) -> Option<(String, Vec<u64>)> {
         let learner = self.learners.lock().remove(&id)?;
-        self.watched.lock().retain(|_, (of, _)| *of != id);
+        let keys = self.watched.lock().extract_if(|_, (of, _)| *of == id).map(|(key, _)| key).collect();
         match reason {
             LeaveReason::Asked => tracing::info!(model = self.name, learner = learner.name, "left"),
             _ => tracing::warn!(model = self.name, learner = learner.name, "out of the job: {reason}"),
         }
-        Some(learner.name.clone())
+        Some((learner.name.clone(), keys))
     }
 
     /// A handle of the learner was opened or closed.

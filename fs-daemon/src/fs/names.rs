@@ -122,7 +122,7 @@ impl Fs {
             name.to_str().and_then(|name| model.learner_named(name)).ok_or_else(FsError::not_found)?;
         model.leave(learner.id, LeaveReason::Asked)?;
         // The directory goes with the answer, not whenever the chore comes round.
-        model.left(learner.id, LeaveReason::Asked);
+        self.learner_left(model, learner.id, LeaveReason::Asked);
         Ok(())
     }
 }

@@ -301,7 +301,7 @@ impl Fs {
                 format!("{version}\n")
             }
             File::RetainedText(version) => format!("{version}\n"),
-            File::Status => text::status(model, self.passthrough),
+            File::Status => text::status(model, &self.mount_status()),
             File::LearnerStatus(id) => text::learner_status(model, id)?,
             File::Control(index) => {
                 let (name, _) = SETTINGS.get(index as usize).ok_or_else(FsError::not_found)?;

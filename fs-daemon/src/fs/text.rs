@@ -9,6 +9,7 @@ use ps_backend::controls::SETTINGS;
 use serde_json::json;
 
 use super::errno::FsResult;
+use super::MountStatus;
 use super::model::Model;
 
 /// `README` in the mount's root.
@@ -52,7 +53,7 @@ pub fn readme(models: &[std::sync::Arc<Model>]) -> String {
 }
 
 /// `status.json`.
-pub fn status(model: &Model, passthrough: bool) -> String {
+pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
     let status = model.shard.status();
     let controls = model.shard.controls();
     let settings: serde_json::Map<String, serde_json::Value> = SETTINGS
@@ -86,7 +87,9 @@ pub fn status(model: &Model, passthrough: bool) -> String {
         "block_size": model.layout.block_size(),
         "blocks": model.layout.blocks(),
         "transport": model.device.kind().to_string(),
-        "passthrough": passthrough,
+        "passthrough": mount.passthrough,
+        "open_files": mount.open_files,
+        "watched_processes": mount.watched_processes,
         "learners": learners,
         "committed_for_next_version": status.committed,
         "contributions": status.contributions,

@@ -1,0 +1,205 @@
+//! How a contribution ends: committed, shipped from the mapping, or dropped.
+//!
+//! While a message about it is on its way the state is `committing`, and not locked: whoever the answer
+//! wakes may use this contributor.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use fixedbitset::FixedBitSet;
+
+use super::{ContributeError, Contributor, Fill, request};
+use crate::ids::Step;
+use crate::transport::{CommitNotice, Completion, Message, Region, ShardError};
+
+/// For what ends by itself at once unless the machine is stuck.
+const STUCK: Duration = Duration::from_secs(10);
+
+/// What becomes of a contribution whose commit fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum OnError {
+    StaysOpen,
+    Aborts,
+}
+
+impl Contributor {
+    /// Ends the contribution. `done` gets Ok once every block is taken for good; without anything
+    /// written it gets Ok at once.
+    ///
+    /// After a timeout the contribution is still open: commit again, or [`Self::abort`]. A commit that the
+    /// shard had taken in spite of the timeout counts; committing again says so. After any other
+    /// error only [`Self::abort`] helps.
+    pub fn commit(
+        self: &Arc<Self>,
+        fill: Fill,
+        timeout: Duration,
+        done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
+    ) {
+        match self.seal(fill, timeout) {
+            Ok(Some((step, notice))) => self.send_commit(step, notice, timeout, OnError::StaysOpen, done),
+            Ok(None) => done(Ok(())),
+            Err(error) => done(Err(error)),
+        }
+    }
+
+    /// Waits for writes in flight and completes blocks that were written in part. On success the state is
+    /// `committing`.
+    fn seal(&self, fill: Fill, timeout: Duration) -> Result<Option<(Step, CommitNotice)>, ContributeError> {
+        let (step, gaps, staging) = {
+            let mut state = self.state.lock();
+            if state.committing {
+                return Err(ContributeError::Busy);
+            }
+            let deadline = Instant::now() + timeout;
+            while state.tracker.is_busy() {
+                if self.idle.wait_until(&mut state, deadline).timed_out() && state.tracker.is_busy() {
+                    return Err(ShardError::TimedOut("writes are still in flight").into());
+                }
+            }
+            // Somebody else's commit or abort may have come first.
+            if state.committing {
+                return Err(ContributeError::Busy);
+            }
+            if let Some(failed) = state.failed.clone() {
+                return Err(failed.into());
+            }
+            let Some(step) = state.step else { return Ok(None) };
+            state.committing = true;
+            (step, state.tracker.seal(), state.staging.clone())
+        };
+        let filled = gaps
+            .iter()
+            .flat_map(|gaps| &gaps.missing)
+            .try_for_each(|missing| self.fill(&staging, missing.clone(), fill));
+        let mut state = self.state.lock();
+        if let Err(error) = filled {
+            state.committing = false;
+            state.failed = Some(error.clone());
+            return Err(error.into());
+        }
+        for gaps in gaps {
+            state.unchecked.insert(gaps.block.index());
+        }
+        let notice = CommitNotice {
+            sent: state.tracker.sent_blocks().clone(),
+            deferred: state.tracker.deferred_blocks().clone(),
+            unchecked: state.unchecked.clone(),
+            staging,
+            lendable: true,
+        };
+        Ok(Some((step, notice)))
+    }
+
+    /// Ships the whole mapped region as one contribution: what a program stored through mmap. `done`
+    /// gets the outcome as for [`Self::commit`], but a failed one leaves nothing open.
+    pub fn commit_mapped(
+        self: &Arc<Self>,
+        timeout: Duration,
+        done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
+    ) {
+        let mut state = self.state.lock();
+        if state.committing || state.step.is_some() {
+            drop(state);
+            return done(Err(ContributeError::Busy));
+        }
+        let step = match self.open(&mut state, timeout) {
+            Ok(step) => step,
+            Err(error) => {
+                drop(state);
+                return done(Err(error.into()));
+            }
+        };
+        let mut all = FixedBitSet::with_capacity(self.layout.blocks() as usize);
+        all.insert_range(..);
+        state.committing = true;
+        drop(state);
+        self.traffic.written.fetch_add(self.layout.size(), Ordering::Relaxed);
+        self.traffic.reduced_on_arrival.fetch_add(self.layout.size(), Ordering::Relaxed);
+        let notice = CommitNotice {
+            sent: all.clone(),
+            deferred: all.clone(),
+            unchecked: all,
+            staging: self.mapped.clone(),
+            lendable: false,
+        };
+        // On an error the program still has the values in its mapping; nothing must linger for its next one.
+        self.send_commit(step, notice, timeout, OnError::Aborts, done);
+    }
+
+    fn send_commit(
+        self: &Arc<Self>,
+        step: Step,
+        notice: CommitNotice,
+        timeout: Duration,
+        on_error: OnError,
+        done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
+    ) {
+        let this = Arc::clone(self);
+        let completion: Completion = Box::new(move |result| {
+            if result.is_err() && on_error == OnError::Aborts {
+                this.send_abort();
+            }
+            let mut state = this.state.lock();
+            if result.is_ok() || on_error == OnError::Aborts {
+                state.reset();
+            }
+            state.committing = false;
+            this.idle.notify_all();
+            drop(state);
+            done(result.map(drop).map_err(ContributeError::from));
+        });
+        self.channel.send(Message::Commit { learner: self.learner, step, notice }, timeout, completion);
+    }
+
+    /// Drops the open contribution; the shard forgets what it took of it. While a commit is on its way this
+    /// does nothing.
+    pub fn abort(&self) {
+        let mut state = self.state.lock();
+        // A copy that still runs ends within microseconds; the deadline is for a stuck machine.
+        let deadline = Instant::now() + STUCK;
+        while state.tracker.is_busy() && !state.committing {
+            if self.idle.wait_until(&mut state, deadline).timed_out() && state.tracker.is_busy() {
+                // Its bytes may still come: the region cannot be used again before.
+                let what = "a write of the dropped contribution is stuck";
+                state.failed = Some(ShardError::TimedOut(what));
+                tracing::error!(learner = %self.learner, what);
+                return;
+            }
+        }
+        if state.committing {
+            return;
+        }
+        if state.step.is_some() {
+            state.committing = true;
+            drop(state);
+            self.send_abort();
+            state = self.state.lock();
+            state.committing = false;
+        }
+        state.reset();
+        self.idle.notify_all();
+    }
+
+    /// Without the lock, but `committing`, so that no new contribution opens before the old one is gone.
+    fn send_abort(&self) {
+        let message = Message::Abort { learner: self.learner };
+        if let Err(error) = request(&*self.channel, message, STUCK) {
+            // A learner that is gone has nothing open either.
+            tracing::debug!(learner = %self.learner, %error, "dropping a contribution");
+        }
+    }
+
+    fn fill(&self, staging: &Region, missing: std::ops::Range<u64>, fill: Fill) -> Result<(), ShardError> {
+        let range = missing.start as usize..missing.end as usize;
+        // SAFETY: called while `committing` and with nothing in flight: no write is in these bytes.
+        let bytes = unsafe { staging.memory().bytes_mut(range) };
+        match fill {
+            Fill::Zero => bytes.fill(0),
+            Fill::Present => {
+                self.channel.read(missing.start, bytes)?;
+            }
+        }
+        Ok(())
+    }
+}
