@@ -44,7 +44,8 @@ def write_safetensors(path, tensors):
 def main():
     parser = argparse.ArgumentParser(description="Writes the untrained model of the digit examples.")
     parser.add_argument("file", metavar="FILE.safetensors")
-    parser.add_argument("--hidden", type=int, default=HIDDEN, metavar="N", help=f"width of the hidden layers ({HIDDEN})")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, metavar="N",
+                        help=f"width of the hidden layers ({HIDDEN})")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="other weights for another number (0)")
     options = parser.parse_args()
     tensors = initial_weights(options.seed, options.hidden)

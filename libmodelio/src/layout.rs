@@ -256,7 +256,9 @@ impl ModelLayout {
             return false;
         }
         let segments = self.segments(self.block_of(offset));
-        let Some(segment) = segments.iter().find(|segment| segment.bytes.contains(&offset)) else { return false };
+        let Some(segment) = segments.iter().find(|segment| segment.bytes.contains(&offset)) else {
+            return false;
+        };
         let size = segment.dtype.size_bytes().unwrap_or(1) as u64;
         segment.dtype.is_reducible() && !(offset - segment.bytes.start).is_multiple_of(size)
     }

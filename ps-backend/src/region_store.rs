@@ -1,26 +1,36 @@
-//! The shard's memory: version buffers, optimizer state, the accumulator, and the work on one block.
+//! The shard's memory: version buffers, optimizer state, the accumulator; what is recycled when.
 //!
-//! This is one of the modules that may hold `unsafe`: it turns shared mappings into slices. What makes
-//! that sound is block ownership. A version that is published is never written; the buffer of the next
-//! version is written block by block, and the core hands a block to one thread at a time (a plan's
-//! blocks are each visited once, a block reduced on arrival is in flight once).
+//! Version buffers, optimizer state and fp32 masters are double: a version is computed from the newest
+//! ones into the next ones, and publishing it swaps them. Until then the old ones are whole, so a
+//! contribution that is dropped in the middle leaves nothing behind. What it left in the next buffer is
+//! told apart by stamps: each block of a buffer says which version's value it holds.
+//!
+//! This and its submodule are among the modules that may hold `unsafe`: they turn shared mappings into
+//! slices. What makes that sound is block ownership. A version that is published is never written before
+//! it is recycled, which waits for its pins; the buffer of the next version is written block by block,
+//! and the core hands a block to one thread at a time (a plan's blocks are each visited once, a block
+//! reduced on arrival is in flight once, and neither runs beside the other).
+
+mod block;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::SystemTime;
 
-use libmodelio::ids::{BlockId, LearnerId, Version};
+use libmodelio::ids::{BlockId, Version};
 use libmodelio::layout::{DType, ModelLayout, Segment};
 use libmodelio::mmap::Mapping;
 use libmodelio::transport::{Region, RegionKey};
-use smallvec::SmallVec;
 
 use crate::core::{Plan, Work};
-use crate::kernels::{self, Input, Output, Source, Wire};
-use crate::reducer::{self, Reducer};
+use crate::kernels::Wire;
+use crate::reducer::Reducer;
+
+use block::widen;
+pub use block::{Job, fold_block, is_finite, region_is_finite, written_is_finite};
 
 /// A block whose bytes belong to no version.
 const VOID: u64 = u64::MAX;
@@ -59,6 +69,24 @@ pub struct StateBuffer {
     stamps: Vec<AtomicU64>,
 }
 
+/// The sum of contributions that had to leave their learners' memory before the version is made.
+#[derive(Clone, Debug)]
+pub struct Accumulator {
+    /// In the order of reducible elements.
+    sum: Arc<Mapping>,
+    /// With `assign`, bytes of tensors that are not reduced; at the model's offsets.
+    raw: Option<Arc<Mapping>>,
+}
+
+/// A buffer that was handed out to be filled with new weights.
+#[derive(Debug)]
+struct Lent {
+    key: RegionKey,
+    memory: Weak<Mapping>,
+    /// It came back with an assignment.
+    claimed: bool,
+}
+
 /// A published version.
 #[derive(Debug)]
 struct Published {
@@ -75,29 +103,19 @@ pub struct RegionStore {
     versions: BTreeMap<Version, Published>,
     back: Option<Arc<VersionBuffer>>,
     free: Vec<Arc<VersionBuffer>>,
-    /// Buffers in existence.
+    /// Buffers in existence, but for those in `lent`.
     live: usize,
+    lent: Vec<Lent>,
+    /// Spares being pre-faulted outside.
+    coming: usize,
     next_key: u64,
     /// State of the newest version, and of the next.
     state: [Arc<StateBuffer>; 2],
     /// The version in which each block last changed.
     changed: Arc<[AtomicU64]>,
-    accumulator: Option<Arc<Mapping>>,
+    accumulator: Option<Accumulator>,
     /// The optimizer's slots are no longer zero.
     slots_used: bool,
-}
-
-/// Everything that computing blocks of one plan needs; built once a version.
-#[derive(Debug)]
-pub struct Job {
-    layout: Arc<ModelLayout>,
-    plan: Arc<Plan<Region>>,
-    front: Arc<VersionBuffer>,
-    back: Arc<VersionBuffer>,
-    state: [Arc<StateBuffer>; 2],
-    changed: Arc<[AtomicU64]>,
-    accumulator: Option<Arc<Mapping>>,
-    check: bool,
 }
 
 fn wire(dtype: DType) -> Option<Wire> {
@@ -134,6 +152,8 @@ impl RegionStore {
             back: None,
             free: Vec::new(),
             live: 0,
+            lent: Vec::new(),
+            coming: 0,
             next_key: 1,
             state: [Arc::default(), Arc::default()],
             changed: (0..blocks).map(|_| AtomicU64::new(0)).collect(),
@@ -184,8 +204,9 @@ impl RegionStore {
         Ok(())
     }
 
-    /// Makes sure that both state buffers have what `reducer` needs, pre-faulted; `fresh` starts its
-    /// slots from zero. Not while a job exists.
+    /// Makes sure that both state buffers have what `reducer` needs, pre-faulted, and nothing more;
+    /// `fresh` starts its slots from zero. Not while a job exists, nor between a job and the one that
+    /// resumes it.
     ///
     /// # Errors
     /// When the memory cannot be had.
@@ -244,7 +265,14 @@ impl RegionStore {
 
     /// Buffers in existence, and those nobody needs.
     pub fn buffers(&self) -> (usize, usize) {
-        (self.live, self.free.len())
+        let lent = self.lent.iter().filter(|lent| lent.memory.strong_count() > 0).count();
+        (self.live + lent, self.free.len())
+    }
+
+    /// Buffers in existence.
+    fn total(&mut self) -> usize {
+        self.lent.retain(|lent| lent.memory.strong_count() > 0);
+        self.live + self.lent.len()
     }
 
     /// Keeps `version` from being recycled. False when it is gone.
@@ -278,41 +306,55 @@ impl RegionStore {
         if self.back.is_none() {
             self.back = self.free.pop();
         }
-        if self.back.is_none() && self.live < max {
+        if self.back.is_none() && self.total() < max {
             match self.allocate(VOID) {
                 Ok(buffer) => self.back = Some(buffer),
                 Err(error) => tracing::error!(%error, "no memory for another version"),
             }
         }
         // Buffers beyond what the present bound allows go back to the system.
-        while self.live > max && self.free.pop().is_some() {
+        while self.total() > max && self.free.pop().is_some() {
             self.live -= 1;
         }
         self.back.is_some()
     }
 
-    /// A buffer for a write of `weights`.
+    /// A buffer for a write of `weights`. It counts as existing until it is published or dropped.
     ///
     /// # Errors
     /// When `max` exist already, or there is no memory.
     pub fn take_buffer(&mut self, max: usize) -> io::Result<Region> {
-        if let Some(buffer) = self.free.pop() {
-            self.live -= 1;
-            return Ok(buffer.region.clone());
-        }
-        if self.live >= max {
-            return Err(io::Error::other(format!(
-                "all {max} version buffers (control/max_versions) are in use"
-            )));
-        }
-        let buffer = self.allocate(VOID)?;
+        let buffer = match self.free.pop() {
+            Some(buffer) => buffer,
+            None if self.total() >= max => {
+                return Err(io::Error::other(format!(
+                    "all {max} version buffers (control/max_versions) are in use"
+                )));
+            }
+            None => self.allocate(VOID)?,
+        };
         self.live -= 1;
-        Ok(buffer.region.clone())
+        let region = buffer.region.clone();
+        self.lent.push(Lent { key: region.key(), memory: Arc::downgrade(region.memory()), claimed: false });
+        Ok(region)
+    }
+
+    /// Whether `buffer` is from [`Self::take_buffer`] and comes back for the first time.
+    pub fn claim(&mut self, buffer: &Region) -> bool {
+        let memory = Arc::as_ptr(buffer.memory());
+        let lent =
+            self.lent.iter_mut().find(|lent| lent.key == buffer.key() && lent.memory.as_ptr() == memory);
+        lent.is_some_and(|lent| !std::mem::replace(&mut lent.claimed, true))
     }
 
     /// Whether a spare buffer would save the next version from first touches.
-    pub fn wants_spare(&self, max: usize) -> bool {
-        self.free.is_empty() && self.live < max
+    pub fn wants_spare(&mut self, max: usize) -> bool {
+        self.free.is_empty() && self.may_add_spare(max)
+    }
+
+    /// Whether one more buffer may be made, and none is on its way.
+    pub fn may_add_spare(&mut self, max: usize) -> bool {
+        self.coming == 0 && self.total() < max
     }
 
     /// A new buffer to pre-fault outside and hand to [`Self::add_spare`].
@@ -320,18 +362,21 @@ impl RegionStore {
     /// # Errors
     /// When there is no memory.
     pub fn new_spare(&mut self) -> io::Result<Arc<VersionBuffer>> {
-        self.allocate(VOID)
+        let buffer = self.allocate(VOID)?;
+        self.coming += 1;
+        Ok(buffer)
     }
 
     /// Takes a pre-faulted buffer in.
     pub fn add_spare(&mut self, buffer: Arc<VersionBuffer>) {
+        self.coming = self.coming.saturating_sub(1);
         self.free.push(buffer);
     }
 
     /// The memory for computing `plan`. `resume` goes on with what was reduced on arrival.
     ///
     /// # Errors
-    /// When the accumulator's memory cannot be had, or there is no buffer for the version.
+    /// When the optimizer state's memory cannot be had, or there is no buffer for the version.
     pub fn job(&mut self, plan: Arc<Plan<Region>>, resume: bool, check: bool) -> io::Result<Job> {
         let missing = || io::Error::other("no buffer for the next version");
         let front = self.newest().ok_or_else(missing)?;
@@ -347,9 +392,11 @@ impl RegionStore {
             }
         };
         if !resume {
-            // Blocks that a dropped contribution left behind are of no version.
+            // Blocks that a dropped contribution left behind are of no version; an assignment, too, takes a
+            // version number that they may be stamped with.
             let newest = plan.version.0 - 1;
-            for stamp in back.stamps.iter().chain(&self.state[1].stamps) {
+            let buffers = self.back.iter().flat_map(|back| &back.stamps);
+            for stamp in buffers.chain(&self.state[1].stamps) {
                 if stamp.load(Ordering::Relaxed) > newest {
                     stamp.store(VOID, Ordering::Relaxed);
                 }
@@ -371,12 +418,20 @@ impl RegionStore {
     ///
     /// # Errors
     /// When the memory cannot be had.
-    pub fn accumulator(&mut self) -> io::Result<Arc<Mapping>> {
-        if let Some(accumulator) = &self.accumulator {
-            return Ok(Arc::clone(accumulator));
+    pub fn accumulator(&mut self, reducer: Reducer) -> io::Result<Accumulator> {
+        let mut accumulator = match &self.accumulator {
+            Some(accumulator) => accumulator.clone(),
+            None => {
+                let bytes = (self.layout.elements() as usize * 4).max(4);
+                Accumulator { sum: Arc::new(Mapping::anonymous(bytes)?), raw: None }
+            }
+        };
+        let has_opaque = self.layout.tensors().iter().any(|tensor| !tensor.dtype.is_reducible());
+        if reducer == Reducer::Assign && has_opaque && accumulator.raw.is_none() {
+            // Pages are taken only where such tensors lie.
+            accumulator.raw = Some(Arc::new(Mapping::anonymous(self.layout.size() as usize)?));
         }
-        let accumulator = Arc::new(Mapping::anonymous((self.layout.elements() as usize * 4).max(4))?);
-        self.accumulator = Some(Arc::clone(&accumulator));
+        self.accumulator = Some(accumulator.clone());
         Ok(accumulator)
     }
 
@@ -393,309 +448,13 @@ impl RegionStore {
                 self.back = None;
                 self.slots_used |= step.reducer.state_slots() > 0;
             }
-            Work::Assign { .. } => self.live += 1,
+            Work::Assign { buffer, .. } => {
+                self.lent.retain(|lent| lent.key != buffer.key());
+                self.live += 1;
+            }
         }
         self.state.swap(0, 1);
         let published = Published { buffer: Arc::clone(&job.back), at: SystemTime::now(), pins: 0 };
         self.versions.insert(version, published);
     }
-}
-
-impl Job {
-    /// The plan it computes.
-    pub fn plan(&self) -> &Arc<Plan<Region>> {
-        &self.plan
-    }
-
-    /// Computes `block` of the next version, with `own` payload (the whole block) from a request buffer
-    /// besides what the plan lists. False when `own` holds NaN or Inf and is to be refused; the block is
-    /// void then.
-    pub fn block(&self, block: BlockId, own: Option<(LearnerId, &[u8])>) -> bool {
-        let Work::Reduce { step, inputs, accumulated, .. } = &self.plan.work else {
-            return self.assign_block(block);
-        };
-        let accumulated = accumulated.contains(block.index());
-        let any = own.is_some()
-            || accumulated
-            || inputs.iter().any(|contribution| contribution.deferred.contains(block.index()));
-        if !any && is_inert(step) {
-            self.carry(block);
-            return true;
-        }
-        self.mark(block, VOID);
-        let start = self.layout.block_bytes(block).start;
-        let mut finite = true;
-        for segment in self.layout.segments(block) {
-            let range = span(&segment.bytes);
-            // SAFETY: this thread has the block of the next version to itself.
-            let output = unsafe { self.back.region.memory().bytes_mut(range.clone()) };
-            let weights = self.front.bytes(segment.bytes.clone());
-            let Some(wire) = wire(segment.dtype) else {
-                let assigned = if step.reducer == Reducer::Assign { own } else { None };
-                match assigned {
-                    Some((_, payload)) => {
-                        let offset = (segment.bytes.start - start) as usize;
-                        output.copy_from_slice(&payload[offset..offset + output.len()]);
-                    }
-                    None => kernels::stream_copy(self.opaque_source(step, block, &range, weights), output),
-                }
-                continue;
-            };
-            let elements = element_span(segment, wire);
-            let mut sources: SmallVec<[Source<'_>; 16]> = SmallVec::new();
-            if let (true, Some(accumulator)) = (accumulated, &self.accumulator) {
-                // SAFETY: folding is over before a plan that reads the accumulator begins.
-                sources.push(Source::Acc(unsafe { accumulator.floats(elements.clone()) }));
-            }
-            let mut own_bytes = own.map(|(learner, payload)| {
-                let offset = (segment.bytes.start - start) as usize;
-                (learner, &payload[offset..offset + range.len()])
-            });
-            for contribution in inputs {
-                // In the order of learners, so that the sum does not depend on who came last.
-                if let Some((_, bytes)) = own_bytes.take_if(|(learner, _)| *learner < contribution.learner) {
-                    sources.push(Source::Wire(bytes));
-                }
-                if contribution.deferred.contains(block.index()) {
-                    // SAFETY: the payload is lent until the version is made: nobody writes it.
-                    sources.push(Source::Wire(unsafe { contribution.source.memory().bytes(range.clone()) }));
-                }
-            }
-            if let Some((_, bytes)) = own_bytes {
-                sources.push(Source::Wire(bytes));
-            }
-            // SAFETY: states and masters are owned by block like the buffers they belong to.
-            finite &= unsafe { self.reduce(wire, step, &sources, elements, weights, output) };
-        }
-        if finite {
-            self.mark(block, self.plan.version.0);
-        }
-        finite
-    }
-
-    /// # Safety
-    /// The elements' block is this thread's alone in the next version.
-    unsafe fn reduce(
-        &self,
-        wire: Wire,
-        step: &reducer::Step,
-        sources: &[Source<'_>],
-        elements: Range<usize>,
-        weights: &[u8],
-        output: &mut [u8],
-    ) -> bool {
-        let [old, new] = &self.state;
-        let halves = wire != Wire::F32;
-        let none = || -> &mut [f32] { &mut [] };
-        // SAFETY: the old state is immutable while its version is the newest; the new one's elements
-        // belong to this thread.
-        unsafe {
-            let slot = |state: &StateBuffer, i: usize| -> Option<&[f32]> {
-                let wanted = i < step.reducer.state_slots();
-                state.slots[i]
-                    .as_ref()
-                    .filter(|_| wanted)
-                    .map(|m| &*(m.floats(elements.clone()) as *const [f32]))
-            };
-            let slot_mut = |i: usize| {
-                let wanted = i < step.reducer.state_slots();
-                new.slots[i].as_ref().filter(|_| wanted).map_or_else(none, |m| m.floats_mut(elements.clone()))
-            };
-            let input = Input {
-                weights,
-                master: old.master.as_ref().filter(|_| halves).map(|m| m.floats(elements.clone())),
-                slots: [slot(old, 0).unwrap_or_default(), slot(old, 1).unwrap_or_default()],
-            };
-            let output = Output {
-                weights: output,
-                master: new.master.as_ref().filter(|_| halves).map(|m| m.floats_mut(elements.clone())),
-                slots: [slot_mut(0), slot_mut(1)],
-            };
-            kernels::apply(wire, step, sources, input, output, self.check)
-        }
-    }
-
-    /// What an opaque segment becomes: its old bytes, or with `assign` the last contribution's.
-    fn opaque_source<'a>(
-        &'a self,
-        step: &reducer::Step,
-        block: BlockId,
-        range: &Range<usize>,
-        weights: &'a [u8],
-    ) -> &'a [u8] {
-        let Work::Reduce { inputs, .. } = &self.plan.work else { return weights };
-        inputs
-            .iter()
-            .rev()
-            .filter(|_| step.reducer == Reducer::Assign)
-            .find(|contribution| contribution.deferred.contains(block.index()))
-            // SAFETY: the payload is lent until the version is made.
-            .map_or(weights, |c| unsafe { c.source.memory().bytes(range.clone()) })
-    }
-
-    /// A block that nothing changes: brought up to date if the buffer's copy is old.
-    fn carry(&self, block: BlockId) {
-        let i = block.index();
-        let changed = self.changed[i].load(Ordering::Relaxed);
-        let fresh = |stamp: &AtomicU64| {
-            let stamp = stamp.load(Ordering::Relaxed);
-            stamp != VOID && stamp >= changed
-        };
-        if !fresh(&self.back.stamps[i]) {
-            let range = self.layout.block_bytes(block);
-            // SAFETY: this thread has the block of the next version to itself.
-            let output = unsafe { self.back.region.memory().bytes_mut(span(&range)) };
-            kernels::stream_copy(self.front.bytes(range), output);
-            self.back.stamps[i].store(self.plan.version.0 - 1, Ordering::Relaxed);
-        }
-        self.carry_state(block, fresh);
-    }
-
-    fn carry_state(&self, block: BlockId, fresh: impl Fn(&AtomicU64) -> bool) {
-        let [old, new] = &self.state;
-        let Some(stamp) = new.stamps.get(block.index()).filter(|stamp| !fresh(stamp)) else { return };
-        let parts =
-            [(&old.master, &new.master), (&old.slots[0], &new.slots[0]), (&old.slots[1], &new.slots[1])];
-        for segment in self.layout.segments(block) {
-            let Some(wire) = wire(segment.dtype) else { continue };
-            let elements = element_span(segment, wire);
-            let bytes = elements.start * 4..elements.end * 4;
-            for (from, to) in parts {
-                if let (Some(from), Some(to)) = (from, to) {
-                    // SAFETY: as in `reduce`.
-                    unsafe { kernels::stream_copy(from.bytes(bytes.clone()), to.bytes_mut(bytes.clone())) };
-                }
-            }
-        }
-        stamp.store(self.plan.version.0 - 1, Ordering::Relaxed);
-    }
-
-    /// A block of a version that was written to `weights`: bytes that were not written keep their
-    /// value.
-    fn assign_block(&self, block: BlockId) -> bool {
-        let Work::Assign { written, .. } = &self.plan.work else { return false };
-        let range = self.layout.block_bytes(block);
-        let mut at = range.start;
-        let mut touched = false;
-        let first = written.partition_point(|w| w.end <= range.start);
-        let copy = |gap: Range<u64>| {
-            // SAFETY: the buffer is sealed, and this thread has the block to itself.
-            let output = unsafe { self.back.region.memory().bytes_mut(span(&gap)) };
-            kernels::stream_copy(self.front.bytes(gap), output);
-        };
-        for w in written[first..].iter().take_while(|w| w.start < range.end) {
-            touched = true;
-            if w.start > at {
-                copy(at..w.start);
-            }
-            at = w.end.min(range.end).max(at);
-        }
-        if at < range.end {
-            copy(at..range.end);
-        }
-        let [old, new] = &self.state;
-        if !new.stamps.is_empty() {
-            let _ = old;
-            self.carry_state(block, |_| false);
-            for segment in self.layout.segments(block).iter().filter(|_| touched) {
-                widen(segment, &self.back, new);
-            }
-        }
-        self.mark(block, self.plan.version.0);
-        true
-    }
-
-    fn mark(&self, block: BlockId, stamp: u64) {
-        self.back.stamps[block.index()].store(stamp, Ordering::Relaxed);
-        if let Some(state) = self.state[1].stamps.get(block.index()) {
-            state.store(stamp, Ordering::Relaxed);
-        }
-    }
-}
-
-/// Whether a block without any contribution keeps its value.
-fn is_inert(step: &reducer::Step) -> bool {
-    match step.reducer {
-        Reducer::Sum => step.hyper.carry == 1.0,
-        Reducer::Sgd => step.hyper.weight_decay == 0.0,
-        Reducer::Assign => true,
-        _ => false,
-    }
-}
-
-/// Sets the fp32 master of a half-precision segment from its weights.
-fn widen(segment: &Segment, weights: &VersionBuffer, state: &StateBuffer) {
-    let Some(wire) = wire(segment.dtype).filter(|wire| *wire != Wire::F32) else { return };
-    if let Some(master) = &state.master {
-        // SAFETY: called while the block belongs to this thread, in both buffers.
-        unsafe {
-            let bytes = weights.region.memory().bytes(span(&segment.bytes));
-            kernels::widen(wire, bytes, master.floats_mut(element_span(segment, wire)));
-        }
-    }
-}
-
-/// Adds the deferred blocks of a contribution into the accumulator; stores where it holds nothing yet.
-pub fn fold_block(
-    layout: &ModelLayout,
-    block: BlockId,
-    source: &Region,
-    accumulator: &Mapping,
-    first: bool,
-    replace: bool,
-) {
-    for segment in layout.segments(block) {
-        let Some(wire) = wire(segment.dtype) else { continue };
-        // SAFETY: one contribution is folded at a time, each block of it by one thread; the program that
-        // has the source mapped waits in fsync.
-        unsafe {
-            let bytes = source.memory().bytes(span(&segment.bytes));
-            let sum = accumulator.floats_mut(element_span(segment, wire));
-            kernels::fold(wire, bytes, sum, first || replace, false);
-        }
-    }
-}
-
-/// Whether a whole block, as a program wrote it, holds only finite numbers.
-pub fn is_finite(layout: &ModelLayout, block: BlockId, payload: &[u8]) -> bool {
-    let start = layout.block_bytes(block).start;
-    layout.segments(block).iter().all(|segment| {
-        wire(segment.dtype).is_none_or(|wire| {
-            kernels::all_finite(
-                wire,
-                &payload[(segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize],
-            )
-        })
-    })
-}
-
-/// As [`is_finite`], for a block in a region that nobody writes.
-pub fn region_is_finite(layout: &ModelLayout, block: BlockId, region: &Region) -> bool {
-    // SAFETY: the contribution is sealed: its program waits in fsync or close.
-    is_finite(layout, block, unsafe { region.memory().bytes(span(&layout.block_bytes(block))) })
-}
-
-/// The first block in which one of the `written` byte ranges holds NaN or Inf.
-pub fn written_is_finite(layout: &ModelLayout, region: &Region, written: &[Range<u64>]) -> Option<BlockId> {
-    for range in written.iter().filter(|range| !range.is_empty()) {
-        for block in (layout.block_of(range.start).0..=layout.block_of(range.end - 1).0).map(BlockId) {
-            for segment in layout.segments(block) {
-                let Some(wire) = wire(segment.dtype) else { continue };
-                let size = wire.size() as u64;
-                // Whole elements only; one that is written in part is judged when it is read.
-                let start = segment.bytes.start
-                    + range.start.saturating_sub(segment.bytes.start).next_multiple_of(size);
-                let end = segment.bytes.end.min(range.end);
-                let end = end.saturating_sub((end.saturating_sub(segment.bytes.start)) % size);
-                if start >= end {
-                    continue;
-                }
-                // SAFETY: the writer is in fsync or close, and nobody else knows the buffer.
-                if !kernels::all_finite(wire, unsafe { region.memory().bytes(span(&(start..end))) }) {
-                    return Some(block);
-                }
-            }
-        }
-    }
-    None
 }

@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,28 @@ def test_learners_of_several_languages(start_mount, model_file, program):
         # Four contribute 2 w + 1, the shell contributes w.
         expected = [w + 4 * (2 * w + 1) + w for w in expected]
         expect(mount, version, expected)
+
+
+def test_a_learner_reads_its_own_step(start_mount):
+    mount = start_mount(size="64KiB", reducer="sum", learners=2)
+    stale = []
+
+    def learn(rank):
+        place = mount.join(rank)
+        for step in range(1, 501):
+            mount.contribute(array.array("f", [1.0]), offset=4 * rank, learner=rank)
+            with open(place / "weights", "rb") as file:
+                seen = array.array("f", file.read(8))[rank]
+            if seen != step:
+                stale.append((rank, step, seen))
+
+    learners = [threading.Thread(target=learn, args=[rank]) for rank in (0, 1)]
+    for learner in learners:
+        learner.start()
+    for learner in learners:
+        learner.join()
+    assert mount.version() == 500
+    assert not stale, f"{len(stale)} opens of 1000 without the step before them; (learner, step, seen): {stale[:5]}"
 
 
 # A contribution with a NaN is refused with EINVAL, at a write or at the close; no language may miss it.

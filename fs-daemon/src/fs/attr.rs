@@ -90,10 +90,10 @@ impl Fs {
             File::RetainedText(v) => {
                 Attributes { size: text_len(v), modified: of(v)?, immutable: true, ..base }
             }
-            File::Gradients => Attributes { size, mode: 0o200, modified: newest(), ..base },
+            File::Gradients => Attributes { size, mode: 0o600, modified: newest(), ..base },
             File::LearnerGradients(id) => {
                 model.learner(id)?;
-                Attributes { size, mode: 0o200, modified: newest(), ..base }
+                Attributes { size, mode: 0o600, modified: newest(), ..base }
             }
             File::Device => Attributes { size, mode: 0o600, modified: newest(), ..base },
             File::VersionText => {

@@ -83,7 +83,14 @@ impl Fs {
             }
             _ => None,
         };
-        match waits_for.filter(|&learner| flags.read && model.shard.has_unpublished(learner)) {
+        let waits_for = waits_for.filter(|_| flags.read);
+        if let (Some(learner), Some(version)) = (waits_for, file.version())
+            && version < model.shard.published_in(learner)
+        {
+            // The version with its step came out between the lookup of the name and this.
+            return done(Err(FsError::look_again()));
+        }
+        match waits_for.filter(|&learner| model.shard.has_unpublished(learner)) {
             None => done(self.open_file(&model, node, file, flags, caller)),
             Some(_) if flags.nonblocking => {
                 done(Err(FsError::new(libc::EAGAIN, "the version with your last step is not out yet")));

@@ -8,8 +8,8 @@ use libmodelio::ids::LearnerId;
 use ps_backend::controls::SETTINGS;
 use serde_json::json;
 
-use super::errno::FsResult;
 use super::MountStatus;
+use super::errno::FsResult;
 use super::model::Model;
 
 /// `README` in the mount's root.

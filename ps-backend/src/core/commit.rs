@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{LearnerId, Step};
+use libmodelio::ids::{LearnerId, Step, Version};
 use libmodelio::transport::ShardError;
 
 use super::{
@@ -184,6 +184,11 @@ impl<S: Clone> ShardCore<S> {
     /// Whether a committed contribution of `learner` waits for its version.
     pub fn has_unpublished(&self, learner: LearnerId) -> bool {
         self.members.get(&learner).is_some_and(|member| member.unpublished)
+    }
+
+    /// The version that holds the last published step of `learner`.
+    pub fn published_in(&self, learner: LearnerId) -> Version {
+        self.members.get(&learner).map_or(Version(0), |member| member.published_in)
     }
 
     /// When [`Self::tick`] has something to do at the latest, as far as requests go; leases want a look

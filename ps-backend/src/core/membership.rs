@@ -59,6 +59,7 @@ impl<S: Clone> ShardCore<S> {
             attached: false,
             step: Step(0),
             unpublished: false,
+            published_in: Version(0),
             phase: Phase::Idle,
         };
         self.members.insert(learner, member);

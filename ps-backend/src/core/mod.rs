@@ -180,6 +180,8 @@ struct Member {
     step: Step,
     /// That step waits for its version.
     unpublished: bool,
+    /// The version that its last published step is part of.
+    published_in: Version,
     phase: Phase,
 }
 

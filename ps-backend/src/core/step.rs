@@ -95,6 +95,7 @@ impl<S: Clone> ShardCore<S> {
             }
             if let Some(member) = self.members.get_mut(&committed.contribution.learner) {
                 member.unpublished = false;
+                member.published_in = self.version;
             }
         }
         self.accumulated.clear();

@@ -1,1 +1,6 @@
-//! The core under hand-made schedules.
+//! The core under hand-made schedules, one for each of its promises, and under random ones.
+
+mod async_jobs;
+mod random;
+mod sim;
+mod sync_jobs;

@@ -155,11 +155,31 @@ pub fn apply(
 }
 
 fn reduce<O: Op>(op: O, wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'_>) -> bool {
+    match sources {
+        &[Source::Wire(source)] if wire == Wire::F32 => {
+            reduce_as::<O, true>(op, wire, sources, source, input, output)
+        }
+        &[Source::Acc(source)] if wire == Wire::F32 => {
+            reduce_as::<O, true>(op, wire, sources, bytes(source), input, output)
+        }
+        _ => reduce_as::<O, false>(op, wire, sources, &[], input, output),
+    }
+}
+
+fn reduce_as<O: Op, const PLAIN: bool>(
+    op: O,
+    wire: Wire,
+    sources: &[Source<'_>],
+    source: &[u8],
+    input: Input<'_>,
+    output: Output<'_>,
+) -> bool {
     let [slot0, slot1] = output.slots;
-    dispatch(pass::Reduce {
+    dispatch(pass::Reduce::<O, PLAIN> {
         op,
         wire,
         sources,
+        source,
         weights: (input.weights, output.weights),
         master: input.master.map(bytes).zip(output.master.map(bytes_mut)),
         slots: [(bytes(input.slots[0]), bytes_mut(slot0)), (bytes(input.slots[1]), bytes_mut(slot1))],

@@ -174,10 +174,13 @@ unsafe fn put_half<L: Line>(
 }
 
 /// One reducer over one segment. All lengths were checked to agree.
-pub struct Reduce<'a, O> {
+///
+/// `PLAIN` is the common case compiled apart, without the choices in the loop: F32 from `source` alone.
+pub struct Reduce<'a, O, const PLAIN: bool> {
     pub op: O,
     pub wire: Wire,
     pub sources: &'a [Source<'a>],
+    pub source: &'a [u8],
     pub weights: (&'a [u8], &'a mut [u8]),
     pub master: Option<(&'a [u8], &'a mut [u8])>,
     /// As many as the operation has.
@@ -186,7 +189,7 @@ pub struct Reduce<'a, O> {
     pub staged: RawHalf,
 }
 
-impl<O: Op> Pass for Reduce<'_, O> {
+impl<O: Op, const PLAIN: bool> Pass for Reduce<'_, O, PLAIN> {
     fn split(&self) -> Split {
         let [(_, slot0), (_, slot1)] = &self.slots;
         let outputs = [
@@ -200,22 +203,27 @@ impl<O: Op> Pass for Reduce<'_, O> {
 
     #[inline(always)]
     fn piece<L: Line>(&mut self, mut seen: L::Exponents, piece: Piece, stream: bool) -> L::Exponents {
-        let wire = self.wire;
+        let wire = if PLAIN { Wire::F32 } else { self.wire };
         let mut sum = L::splat(0.0);
-        for (i, source) in self.sources.iter().enumerate() {
-            let value: L = match source {
-                Source::Wire(src) => get(wire, src, piece),
-                Source::Acc(acc) => get(Wire::F32, bytes(acc), piece),
-            };
-            seen = value.exponents(seen);
-            sum = if i == 0 { value } else { sum + value };
+        if PLAIN {
+            sum = get(wire, self.source, piece);
+            seen = sum.exponents(seen);
+        } else {
+            for (i, source) in self.sources.iter().enumerate() {
+                let value: L = match source {
+                    Source::Wire(src) => get(wire, src, piece),
+                    Source::Acc(acc) => get(Wire::F32, bytes(acc), piece),
+                };
+                seen = value.exponents(seen);
+                sum = if i == 0 { value } else { sum + value };
+            }
         }
 
         let (mut w, mut slots) = (L::splat(0.0), [L::splat(0.0); 2]);
         if O::READS_WEIGHTS {
             w = match &self.master {
-                Some((master, _)) => get_cold(Wire::F32, master, piece),
-                None => get_cold(wire, self.weights.0, piece),
+                Some((master, _)) if !PLAIN => get_cold(Wire::F32, master, piece),
+                _ => get_cold(wire, self.weights.0, piece),
             };
         }
         if O::READS_SLOTS && O::SLOTS > 0 {
@@ -228,12 +236,12 @@ impl<O: Op> Pass for Reduce<'_, O> {
         let (w, slots) = self.op.step(sum, w, slots);
         // SAFETY: `split` streams only whole lines, and only if they are aligned in all outputs.
         unsafe {
-            if wire == Wire::F32 {
+            if PLAIN || wire == Wire::F32 {
                 put(w, self.weights.1, piece, stream);
             } else {
                 put_half(wire, w, self.weights.1, piece, stream, &mut self.staged);
             }
-            if let Some((_, master)) = &mut self.master {
+            if !PLAIN && let Some((_, master)) = &mut self.master {
                 put(w, master, piece, stream);
             }
             if O::SLOTS > 0 {
@@ -332,4 +340,4 @@ macro_rules! jobs {
         }
     )*};
 }
-jobs!([O: Op] Reduce<'_, O>, [] Fold<'_>, [] Finite<'_>);
+jobs!([O: Op, const PLAIN: bool] Reduce<'_, O, PLAIN>, [] Fold<'_>, [] Finite<'_>);

@@ -1,0 +1,356 @@
+//! A shard without bytes: it carries out the core's actions on sets of contributions instead of numbers,
+//! so that every version can be asked what is in it, and checks what must hold at every step.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use libmodelio::transport::{BlockSlot, LeaveReason, ShardError};
+
+use super::super::*;
+use crate::reducer::Reducer;
+
+pub const BLOCKS: u32 = 4;
+
+/// A contribution, under a name of its own.
+pub type Uid = u32;
+pub type Reply = Result<Answer, ShardError>;
+type Content = Vec<Uid>;
+
+#[derive(Clone, Debug, Default)]
+pub struct Record {
+    pub sent: BTreeSet<u32>,
+    pub lendable: bool,
+    /// Its commit was answered with success.
+    pub taken: bool,
+    /// A commit of it was sent.
+    pub offered: bool,
+}
+
+#[derive(Debug)]
+struct Request {
+    deadline: Now,
+    /// For a commit.
+    uid: Option<Uid>,
+    /// For an await: what its learner had committed.
+    after: Vec<Uid>,
+}
+
+#[derive(Clone, Debug)]
+pub struct FuseUnderWay {
+    pub slot: BlockSlot,
+    uid: Uid,
+    plan: Arc<Plan<Uid>>,
+}
+
+#[derive(Debug)]
+pub struct Sim {
+    pub core: ShardCore<Uid>,
+    pub now: Now,
+    next_ticket: Ticket,
+    next_uid: Uid,
+    requests: BTreeMap<Ticket, Request>,
+    pub replies: BTreeMap<Ticket, Reply>,
+    pub records: BTreeMap<Uid, Record>,
+    pub fuses: Vec<FuseUnderWay>,
+    pub folds: Vec<(Arc<Contribution<Uid>>, FixedBitSet, Reducer)>,
+    pub running: Option<Arc<Plan<Uid>>>,
+    accumulator: BTreeMap<u32, Content>,
+    back: BTreeMap<u32, Content>,
+    pub has_buffer: bool,
+    /// What each version added, block by block.
+    pub versions: Vec<BTreeMap<u32, Content>>,
+    last_step: Option<reducer::Step>,
+    pub left: Vec<(LearnerId, LeaveReason)>,
+}
+
+pub fn blocks(of: impl IntoIterator<Item = u32>) -> FixedBitSet {
+    let mut set = FixedBitSet::with_capacity(BLOCKS as usize);
+    set.extend(of.into_iter().map(|block| block as usize));
+    set
+}
+
+impl Sim {
+    pub fn new(settings: &[(&str, &str)]) -> Sim {
+        let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
+        Sim {
+            core: ShardCore::new(BLOCKS, controls),
+            now: Now::ZERO,
+            next_ticket: 1,
+            next_uid: 1,
+            requests: BTreeMap::new(),
+            replies: BTreeMap::new(),
+            records: BTreeMap::new(),
+            fuses: Vec::new(),
+            folds: Vec::new(),
+            running: None,
+            accumulator: BTreeMap::new(),
+            back: BTreeMap::new(),
+            has_buffer: true,
+            versions: vec![BTreeMap::new()],
+            last_step: None,
+            left: Vec::new(),
+        }
+    }
+
+    pub fn uid(&mut self) -> Uid {
+        self.next_uid += 1;
+        self.records.insert(self.next_uid, Record::default());
+        self.next_uid
+    }
+
+    fn ticket(&mut self, timeout: u64, uid: Option<Uid>, after: Vec<Uid>) -> (Ticket, Now) {
+        let ticket = self.next_ticket;
+        self.next_ticket += 1;
+        let deadline = self.now + Now::from_millis(timeout);
+        self.requests.insert(ticket, Request { deadline, uid, after });
+        (ticket, deadline)
+    }
+
+    fn call<R>(&mut self, f: impl FnOnce(&mut ShardCore<Uid>, Now, &mut Vec<Action<Uid>>) -> R) -> R {
+        let mut actions = Vec::new();
+        let result = f(&mut self.core, self.now, &mut actions);
+        for action in actions {
+            self.act(action);
+        }
+        result
+    }
+
+    fn act(&mut self, action: Action<Uid>) {
+        match action {
+            Action::Reply(ticket, reply) => {
+                let request = self.requests.remove(&ticket).expect("a ticket is answered once");
+                match (&reply, request.uid) {
+                    (Ok(Answer::Committed), Some(uid)) => self.record(uid).taken = true,
+                    (Ok(Answer::Version(version)), None) => {
+                        let before = self.versions_of(&request.after);
+                        assert!(
+                            before.iter().all(|v| v.is_some_and(|v| v <= *version)),
+                            "{before:?} {version}"
+                        );
+                    }
+                    _ => {}
+                }
+                self.replies.insert(ticket, reply);
+            }
+            Action::Fold { contribution, accumulated, reducer } => {
+                assert!(self.folds.is_empty(), "one fold at a time");
+                self.folds.push((contribution, accumulated, reducer));
+            }
+            Action::Reduce(plan) => {
+                assert!(self.running.is_none() && self.fuses.is_empty());
+                assert_eq!(plan.version, self.core.version().next());
+                if let Work::Reduce { .. } = plan.work {
+                    assert!(self.has_buffer && self.folds.is_empty());
+                }
+                self.running = Some(plan);
+            }
+            Action::Published(version) => {
+                assert_eq!(version.0 as usize, self.versions.len() - 1);
+                assert_eq!(version, self.core.version());
+            }
+            Action::Left { learner, reason } => self.left.push((learner, reason)),
+        }
+    }
+
+    fn record(&mut self, uid: Uid) -> &mut Record {
+        self.records.get_mut(&uid).unwrap()
+    }
+
+    /// In which version each contribution is.
+    pub fn versions_of(&self, uids: &[Uid]) -> Vec<Option<Version>> {
+        let find = |uid: &Uid| self.versions.iter().position(|v| v.values().flatten().any(|u| u == uid));
+        uids.iter().map(|uid| find(uid).map(|v| Version(v as u64))).collect()
+    }
+
+    pub fn join(&mut self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
+        self.call(|core, now, actions| core.join(name, now, actions))
+    }
+
+    pub fn leave(&mut self, learner: LearnerId) {
+        self.call(|core, now, actions| core.leave(learner, LeaveReason::Asked, now, actions)).unwrap();
+    }
+
+    pub fn abort(&mut self, learner: LearnerId) {
+        self.call(|core, now, actions| core.abort(learner, now, actions)).unwrap();
+    }
+
+    pub fn set(&mut self, name: &str, value: &str) {
+        if let Ok(controls) = self.core.controls().with(name, value) {
+            self.call(|core, now, actions| core.set_controls(controls, now, actions));
+        }
+    }
+
+    pub fn give_buffer(&mut self) {
+        self.has_buffer = true;
+        self.call(|core, now, actions| core.set_buffer_ready(true, now, actions));
+    }
+
+    pub fn tick(&mut self, millis: u64) {
+        self.now += Now::from_millis(millis);
+        self.call(|core, now, actions| core.tick(now, actions));
+        let late = self.requests.values().filter(|request| request.deadline <= self.now).count();
+        assert_eq!(late, 0, "requests past their deadline");
+    }
+
+    /// A block of contribution `uid` comes.
+    pub fn arrive(&mut self, slot: BlockSlot, uid: Uid) -> Result<Arrival<Uid>, ShardError> {
+        let arrival = self.core.arrive(slot, self.now)?;
+        if let Arrival::Fuse(plan) = &arrival {
+            assert!(self.running.is_none(), "a plan may compute the same block");
+            assert!(self.has_buffer && self.folds.is_empty());
+            assert!(self.fuses.iter().all(|fuse| fuse.slot.block != slot.block), "two fuses of a block");
+            self.fuses.push(FuseUnderWay { slot, uid, plan: Arc::clone(plan) });
+        }
+        Ok(arrival)
+    }
+
+    pub fn fuse_done(&mut self, at: usize, ok: bool) {
+        let FuseUnderWay { slot, uid, plan } = self.fuses.remove(at);
+        let mut content = self.sum(&plan, slot.block.0);
+        content.push(uid);
+        if !ok {
+            // Whatever half a pass leaves.
+            content = vec![Uid::MAX];
+        }
+        self.back.insert(slot.block.0, content);
+        self.call(|core, now, actions| core.fused(slot, ok, now, actions));
+    }
+
+    fn sum(&self, plan: &Plan<Uid>, block: u32) -> Content {
+        let Work::Reduce { inputs, accumulated, .. } = &plan.work else { return Vec::new() };
+        let accumulated = self.accumulator.get(&block).filter(|_| accumulated.contains(block as usize));
+        let mut content = accumulated.cloned().unwrap_or_default();
+        for input in inputs.iter().filter(|input| input.deferred.contains(block as usize)) {
+            let record = &self.records[&input.source];
+            assert!(record.lendable || !record.taken, "memory is read that was given back: {}", input.source);
+            content.push(input.source);
+        }
+        content
+    }
+
+    pub fn fold_done(&mut self, ok: bool) {
+        let Some((contribution, accumulated, _)) = self.folds.pop() else { return };
+        let record = &self.records[&contribution.source];
+        assert!(!record.taken, "memory is folded that was given back");
+        if !ok {
+            let error = ShardError::OutOfMemory("test".into());
+            let learner = contribution.learner;
+            return self.call(|core, now, actions| core.fold_failed(learner, error, now, actions));
+        }
+        for block in contribution.deferred.ones() {
+            let held = self.accumulator.entry(block as u32).or_default();
+            if !accumulated.contains(block) {
+                held.clear();
+            }
+            held.push(contribution.source);
+        }
+        self.call(|core, now, actions| core.folded(contribution.learner, now, actions));
+    }
+
+    /// The running plan is done; `buffer` says whether the version after it has a buffer at once.
+    pub fn reduce_done(&mut self, buffer: bool) {
+        let Some(plan) = self.running.take() else { return };
+        let mut version = BTreeMap::new();
+        if let Work::Reduce { step, fresh_state, .. } = &plan.work {
+            self.has_buffer = buffer;
+            for block in 0..BLOCKS {
+                let content = match plan.todo.contains(block as usize) {
+                    true => self.sum(&plan, block),
+                    false => self.back[&block].clone(),
+                };
+                version.insert(block, content);
+            }
+            self.check_whole(&version, step.contributions);
+            assert_eq!(*fresh_state, step.t == 1);
+            if let Some(last) = &self.last_step {
+                assert!(step.t == 1 || (step.reducer == last.reducer && step.t == last.t + 1));
+            }
+            self.last_step = Some(step.clone());
+            self.back.clear();
+        }
+        self.versions.push(version);
+        let ready = self.has_buffer;
+        self.call(|core, now, actions| core.reduced(ready, now, actions));
+    }
+
+    /// Every contribution is in with all its blocks, once, and was in no version before.
+    fn check_whole(&self, version: &BTreeMap<u32, Content>, contributions: u32) {
+        let uids: BTreeSet<Uid> = version.values().flatten().copied().collect();
+        for &uid in &uids {
+            assert_ne!(uid, Uid::MAX, "a refused block is in {version:?}");
+            let record = &self.records[&uid];
+            assert!(record.offered, "{uid} was never committed");
+            assert_eq!(self.versions_of(&[uid]), [None], "{uid} is in two versions");
+            for (block, content) in version {
+                let times = content.iter().filter(|&&u| u == uid).count();
+                assert_eq!(
+                    times,
+                    usize::from(record.sent.contains(block)),
+                    "{uid}, block {block}: {version:?}"
+                );
+            }
+        }
+        // Contributions without a block are in, too.
+        assert!(contributions as usize >= uids.len());
+    }
+
+    pub fn commit(
+        &mut self,
+        learner: LearnerId,
+        step: Step,
+        uid: Uid,
+        (sent, deferred): (FixedBitSet, FixedBitSet),
+        lendable: bool,
+        timeout: u64,
+    ) -> Ticket {
+        let (ticket, deadline) = self.ticket(timeout, Some(uid), Vec::new());
+        let record = self.record(uid);
+        record.sent = sent.ones().map(|block| block as u32).collect();
+        (record.lendable, record.offered) = (lendable, true);
+        let contribution = Contribution { learner, sent, deferred, source: uid };
+        self.call(|core, now, actions| {
+            core.commit(ticket, step, contribution, lendable, deadline, now, actions);
+        });
+        ticket
+    }
+
+    pub fn await_step(&mut self, learner: LearnerId, after: Vec<Uid>, timeout: u64) -> Ticket {
+        let (ticket, deadline) = self.ticket(timeout, None, after);
+        self.call(|core, now, actions| core.await_step(ticket, learner, deadline, now, actions));
+        ticket
+    }
+
+    pub fn assign(&mut self, timeout: u64) -> Ticket {
+        let (ticket, deadline) = self.ticket(timeout, None, Vec::new());
+        self.call(|core, now, actions| core.assign(ticket, 0, vec![0..1], deadline, now, actions));
+        ticket
+    }
+
+    pub fn is_waiting(&self, ticket: Ticket) -> bool {
+        self.requests.contains_key(&ticket)
+    }
+
+    pub fn outstanding(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Lets all work under way end well.
+    pub fn finish_work(&mut self) {
+        while !self.fuses.is_empty() || !self.folds.is_empty() || self.running.is_some() || !self.has_buffer {
+            if !self.fuses.is_empty() {
+                self.fuse_done(0, true);
+            }
+            self.fold_done(true);
+            self.reduce_done(true);
+            if !self.has_buffer {
+                self.give_buffer();
+            }
+        }
+    }
+}
+
+pub fn slot(learner: (LearnerId, Incarnation), step: Step, block: u32) -> BlockSlot {
+    BlockSlot { learner: learner.0, incarnation: learner.1, step, block: BlockId(block) }
+}

@@ -1,0 +1,511 @@
+//! Promises of synchronous jobs, of membership, and of what both kinds of job share.
+
+use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::transport::{LeaveReason, ShardError};
+
+use super::super::*;
+use super::sim::{BLOCKS, Sim, Uid, blocks, slot};
+
+type Id = (LearnerId, Incarnation);
+
+fn job(learners: &str, names: &[&str]) -> (Sim, Vec<Id>) {
+    let mut sim = Sim::new(&[("learners", learners)]);
+    let ids = names.iter().map(|name| sim.join(name).unwrap()).collect();
+    (sim, ids)
+}
+
+fn open(sim: &mut Sim, id: Id) -> (Step, Uid) {
+    (sim.core.open(id.0, sim.now).unwrap().step, sim.uid())
+}
+
+/// A contribution to all blocks that lies in staging.
+fn everything(sim: &mut Sim, id: Id, lendable: bool) -> (Uid, Ticket) {
+    let (step, uid) = open(sim, id);
+    let all = blocks(0..BLOCKS);
+    (uid, sim.commit(id.0, step, uid, (all.clone(), all), lendable, 1_000))
+}
+
+fn is_fused(sim: &mut Sim, id: Id, step: Step, uid: Uid, block: u32) -> bool {
+    match sim.arrive(slot(id, step, block), uid).unwrap() {
+        Arrival::Fuse(_) => true,
+        Arrival::Defer => false,
+        Arrival::Duplicate => panic!("block {block} came before"),
+    }
+}
+
+fn ok(sim: &Sim, ticket: Ticket) -> bool {
+    sim.replies.get(&ticket) == Some(&Ok(Answer::Committed))
+}
+
+#[test]
+fn a_version_needs_all_learners() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    let (a, first) = everything(&mut sim, ids[0], true);
+    assert!(ok(&sim, first) && sim.running.is_none(), "safe where it is, but b is missing");
+    let (b, second) = everything(&mut sim, ids[1], true);
+    assert!(!ok(&sim, second) && sim.running.is_some());
+    sim.reduce_done(true);
+    assert!(ok(&sim, second));
+    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)), Some(Version(1))]);
+}
+
+#[test]
+fn nothing_completes_before_the_job_is_formed() {
+    let (mut sim, ids) = job("2", &["a"]);
+    assert_eq!(sim.core.state(), "forming");
+    let (a, first) = everything(&mut sim, ids[0], true);
+    assert!(ok(&sim, first) && sim.running.is_none());
+    let b = sim.join("b").unwrap();
+    assert!(sim.running.is_none(), "b takes part");
+    let (b, _) = everything(&mut sim, b, true);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
+}
+
+#[test]
+fn lowering_learners_in_mid_step_forms_the_job() {
+    let (mut sim, ids) = job("3", &["a", "b"]);
+    everything(&mut sim, ids[0], true);
+    everything(&mut sim, ids[1], true);
+    assert!(sim.running.is_none());
+    sim.set("learners", "2");
+    assert!(sim.running.is_some());
+}
+
+#[test]
+fn a_setting_does_not_make_a_job_form_anew() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    sim.leave(ids[1].0);
+    sim.set("learning_rate", "0.5");
+    assert_eq!(sim.core.state(), "running");
+    sim.set("learners", "3");
+    assert_eq!(sim.core.state(), "forming");
+}
+
+#[test]
+fn who_joins_in_mid_step_takes_part_from_the_next_version() {
+    let (mut sim, ids) = job("1", &["a"]);
+    let (step, uid) = open(&mut sim, ids[0]);
+    let b = sim.join("b").unwrap();
+    let (of_b, commit) = everything(&mut sim, b, true);
+    assert!(!ok(&sim, commit), "its step is not current");
+    sim.commit(ids[0].0, step, uid, (blocks([]), blocks([])), true, 1_000);
+    sim.reduce_done(true);
+    assert!(ok(&sim, commit) && sim.running.is_none(), "the next version needs both");
+    everything(&mut sim, ids[0], true);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[of_b]), [Some(Version(2))]);
+}
+
+#[test]
+fn who_joined_in_a_step_that_was_dropped_need_not_wait() {
+    let (mut sim, ids) = job("1", &["a"]);
+    open(&mut sim, ids[0]);
+    let b = sim.join("b").unwrap();
+    sim.leave(ids[0].0);
+    let (of_b, _) = everything(&mut sim, b, true);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[of_b]), [Some(Version(1))]);
+}
+
+#[test]
+fn an_assignment_in_mid_step_leaves_the_step_as_it_is() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    let (a, _) = everything(&mut sim, ids[0], true);
+    sim.join("c").unwrap();
+    let assigned = sim.assign(1_000);
+    sim.reduce_done(true);
+    assert!(ok(&sim, assigned));
+    let (b, _) = everything(&mut sim, ids[1], true);
+    sim.reduce_done(true);
+    // c was not waited for, and what was committed is on top of what was assigned.
+    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(2)); 2]);
+}
+
+#[test]
+fn blocks_are_reduced_on_arrival_only_for_the_last_outstanding_learner() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    let (step, a) = open(&mut sim, ids[0]);
+    assert!(!is_fused(&mut sim, ids[0], step, a, 0));
+    everything(&mut sim, ids[1], true);
+    assert!(is_fused(&mut sim, ids[0], step, a, 1));
+    sim.fuse_done(0, true);
+    let notice = (blocks([0, 1]), blocks([0]));
+    sim.commit(ids[0].0, step, a, notice, true, 1_000);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
+    assert_eq!(sim.core.blocks_on_arrival(), 1);
+}
+
+#[test]
+fn a_block_counts_once_however_often_it_is_sent() {
+    let (mut sim, ids) = job("1", &["a"]);
+    let (step, a) = open(&mut sim, ids[0]);
+    assert!(is_fused(&mut sim, ids[0], step, a, 0));
+    let again = |sim: &mut Sim| sim.arrive(slot(ids[0], step, 0), a).unwrap();
+    assert!(matches!(again(&mut sim), Arrival::Duplicate), "under way");
+    sim.fuse_done(0, true);
+    assert!(matches!(again(&mut sim), Arrival::Duplicate), "reduced");
+    sim.commit(ids[0].0, step, a, (blocks([0]), blocks([])), true, 1_000);
+    sim.reduce_done(true);
+    assert!(matches!(again(&mut sim), Arrival::Duplicate), "published");
+    let other_life = (ids[0].0, Incarnation(9));
+    let stray = sim.arrive(slot(other_life, step, 1), a);
+    assert_eq!(stray.unwrap_err(), ShardError::UnknownLearner(ids[0].0));
+    let early = sim.arrive(slot(ids[0], Step(5), 1), a).unwrap_err();
+    assert_eq!(early, ShardError::StepOutOfOrder { got: Step(5), expected: Step(2) });
+}
+
+#[test]
+fn a_commit_counts_once_however_often_it_is_sent() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    let (a, _) = everything(&mut sim, ids[0], false);
+    let all = || (blocks(0..BLOCKS), blocks(0..BLOCKS));
+    let again = sim.commit(ids[0].0, Step(1), a, all(), false, 1_000);
+    assert!(sim.is_waiting(again), "being folded");
+    sim.fold_done(true);
+    assert!(ok(&sim, again));
+    everything(&mut sim, ids[1], true);
+    sim.reduce_done(true);
+    let late = sim.commit(ids[0].0, Step(1), a, all(), false, 1_000);
+    assert!(ok(&sim, late) && sim.running.is_none());
+    assert_eq!(sim.core.contributions_taken(), 2);
+}
+
+#[test]
+fn a_commit_must_not_name_a_block_that_nobody_took() {
+    let (mut sim, ids) = job("1", &["a"]);
+    let (step, a) = open(&mut sim, ids[0]);
+    let ticket = sim.commit(ids[0].0, step, a, (blocks([1]), blocks([])), true, 1_000);
+    assert!(matches!(sim.replies[&ticket], Err(ShardError::NotAllowed(_))));
+    let short = sim.commit(ids[0].0, step, a, (FixedBitSet::new(), FixedBitSet::new()), true, 1_000);
+    assert!(matches!(sim.replies[&short], Err(ShardError::NotAllowed(_))));
+}
+
+#[test]
+fn who_dies_before_the_commit_leaves_no_trace() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    let (b, _) = everything(&mut sim, ids[1], true);
+    let (step, a) = open(&mut sim, ids[0]);
+    assert!(is_fused(&mut sim, ids[0], step, a, 0));
+    assert!(is_fused(&mut sim, ids[0], step, a, 1));
+    sim.fuse_done(0, true);
+    sim.leave(ids[0].0);
+    assert!(sim.running.is_none(), "a block of the dead one is still under way");
+    sim.fuse_done(0, true);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a, b]), [None, Some(Version(1))]);
+}
+
+#[test]
+fn a_late_block_of_a_dropped_contribution_is_not_taken_for_the_next_ones() {
+    let (mut sim, ids) = job("1", &["a"]);
+    let (step, dropped) = open(&mut sim, ids[0]);
+    assert!(is_fused(&mut sim, ids[0], step, dropped, 0));
+    sim.abort(ids[0].0);
+    let (step, next) = open(&mut sim, ids[0]);
+    assert!(!is_fused(&mut sim, ids[0], step, next, 0), "the old block is still being computed");
+    sim.fuse_done(0, true);
+    assert!(is_fused(&mut sim, ids[0], step, next, 1));
+    sim.fuse_done(0, true);
+    sim.commit(ids[0].0, step, next, (blocks([0, 1]), blocks([0])), true, 1_000);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[dropped, next]), [None, Some(Version(1))]);
+}
+
+#[test]
+fn what_was_committed_stays_when_its_learner_leaves() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    let (a, _) = everything(&mut sim, ids[0], true);
+    sim.leave(ids[0].0);
+    let (b, _) = everything(&mut sim, ids[1], true);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
+}
+
+#[test]
+fn what_was_committed_is_published_when_all_have_left() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    let (a, _) = everything(&mut sim, ids[0], false);
+    sim.leave(ids[0].0);
+    sim.leave(ids[1].0);
+    assert!(sim.running.is_none(), "being folded");
+    sim.fold_done(true);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
+    assert_eq!(sim.core.state(), "forming", "the next ones are a new job");
+}
+
+#[test]
+fn an_aborted_commit_is_not_taken_later() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    everything(&mut sim, ids[0], true);
+    let (ahead, commit) = everything(&mut sim, ids[0], true);
+    assert!(sim.is_waiting(commit));
+    sim.abort(ids[0].0);
+    assert!(sim.replies[&commit].is_err());
+    everything(&mut sim, ids[1], true);
+    sim.reduce_done(true);
+    assert_eq!((sim.core.committed(), sim.versions_of(&[ahead])), (0, vec![None]));
+}
+
+#[test]
+fn below_min_learners_everything_is_refused() {
+    let mut sim = Sim::new(&[("learners", "2"), ("min_learners", "2")]);
+    let a = sim.join("a").unwrap();
+    assert!(sim.core.open(a.0, sim.now).is_ok(), "not formed is not stopped");
+    let b = sim.join("b").unwrap();
+    let (taken, _) = everything(&mut sim, a, true);
+    let (ahead, waiting) = everything(&mut sim, a, true);
+    let awaited = sim.await_step(a.0, vec![taken], 1_000);
+    sim.leave(b.0);
+    let stopped = ShardError::Stopped { active: 1, needed: 2 };
+    assert_eq!(sim.core.state(), "stopped");
+    for ticket in [waiting, awaited] {
+        assert_eq!(sim.replies[&ticket], Err(stopped.clone()));
+    }
+    assert_eq!(sim.core.open(a.0, sim.now).unwrap_err(), stopped);
+    assert_eq!(sim.arrive(slot(a, Step(2), 0), ahead).unwrap_err(), stopped);
+    let refused = sim.commit(a.0, Step(2), ahead, (blocks([]), blocks([])), true, 1_000);
+    assert_eq!(sim.replies[&refused], Err(stopped));
+    // It goes on with a new learner; the step that was under way is not repeated.
+    sim.join("c").unwrap();
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[taken]), [Some(Version(1))]);
+}
+
+#[test]
+fn when_all_have_left_the_job_forms_anew() {
+    let mut sim = Sim::new(&[("learners", "2"), ("min_learners", "2")]);
+    let ids = [sim.join("a").unwrap(), sim.join("b").unwrap()];
+    sim.leave(ids[0].0);
+    sim.leave(ids[1].0);
+    let c = sim.join("a").unwrap();
+    assert_eq!((sim.core.state(), c.1), ("forming", Incarnation(2)));
+    everything(&mut sim, c, true);
+    assert!(sim.running.is_none());
+}
+
+#[test]
+fn the_next_contribution_may_be_written_before_the_last_is_published() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    everything(&mut sim, ids[0], true);
+    let opening = sim.core.open(ids[0].0, sim.now).unwrap();
+    assert_eq!(opening, Opening { step: Step(2), staging_lent: true });
+    let (_, ahead) = everything(&mut sim, ids[0], true);
+    assert!(sim.is_waiting(ahead), "its step is not current");
+    everything(&mut sim, ids[1], true);
+    sim.reduce_done(true);
+    assert!(ok(&sim, ahead) && sim.core.committed() == 1);
+}
+
+#[test]
+fn mapped_memory_is_given_back_before_the_commit_is_answered() {
+    let (mut sim, ids) = job("3", &["a", "b", "c"]);
+    let (a, first) = everything(&mut sim, ids[0], false);
+    let (b, second) = everything(&mut sim, ids[1], false);
+    assert!(sim.is_waiting(first) && sim.is_waiting(second));
+    sim.fold_done(true);
+    assert!(ok(&sim, first) && sim.is_waiting(second));
+    sim.fold_done(true);
+    assert!(ok(&sim, second));
+    // The last one completes the version: it is read where it is, and answered when that is done.
+    let (c, third) = everything(&mut sim, ids[2], false);
+    assert!(sim.folds.is_empty() && sim.is_waiting(third));
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a, b, c]), [Some(Version(1)); 3]);
+}
+
+#[test]
+fn without_memory_for_folding_the_contribution_stays_open() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    let (a, ticket) = everything(&mut sim, ids[0], false);
+    sim.fold_done(false);
+    assert!(matches!(sim.replies[&ticket], Err(ShardError::OutOfMemory(_))));
+    assert_eq!(sim.core.committed(), 0);
+    let all = blocks(0..BLOCKS);
+    sim.commit(ids[0].0, Step(1), a, (all.clone(), all), false, 1_000);
+    sim.fold_done(true);
+    everything(&mut sim, ids[1], true);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
+}
+
+#[test]
+fn a_fold_that_does_not_get_its_turn_times_out_and_can_be_retried() {
+    let (mut sim, ids) = job("3", &["a", "b", "c"]);
+    everything(&mut sim, ids[0], false);
+    let (b, ticket) = everything(&mut sim, ids[1], false);
+    sim.tick(1_000);
+    assert!(matches!(sim.replies[&ticket], Err(ShardError::TimedOut(_))));
+    assert_eq!(sim.core.committed(), 1, "b's was not taken; a's is being folded");
+    let all = blocks(0..BLOCKS);
+    sim.commit(ids[1].0, Step(1), b, (all.clone(), all), false, 1_000);
+    sim.fold_done(true);
+    sim.fold_done(true);
+    everything(&mut sim, ids[2], false);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[b]), [Some(Version(1))]);
+}
+
+#[test]
+fn a_commit_that_is_being_reduced_at_its_deadline_counts_and_can_be_asked_for() {
+    let (mut sim, ids) = job("1", &["a"]);
+    let (a, ticket) = everything(&mut sim, ids[0], false);
+    sim.tick(1_000);
+    assert!(matches!(sim.replies[&ticket], Err(ShardError::TimedOut(_))));
+    let all = || (blocks(0..BLOCKS), blocks(0..BLOCKS));
+    let again = sim.commit(ids[0].0, Step(1), a, all(), false, 1_000);
+    assert!(sim.is_waiting(again));
+    sim.reduce_done(true);
+    assert!(ok(&sim, again));
+    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
+}
+
+#[test]
+fn hyper_parameters_are_frozen_once_a_block_has_been_reduced() {
+    let rate_and_reducer = |plan: &Plan<Uid>| match &plan.work {
+        Work::Reduce { step, .. } => (step.hyper.learning_rate, step.reducer),
+        Work::Assign { .. } => panic!(),
+    };
+    let (mut sim, ids) = job("1", &["a"]);
+    let (step, a) = open(&mut sim, ids[0]);
+    sim.set("learning_rate", "0.5");
+    assert!(is_fused(&mut sim, ids[0], step, a, 0));
+    sim.set("learning_rate", "0.25");
+    sim.set("reducer", "adam");
+    sim.fuse_done(0, true);
+    sim.commit(ids[0].0, step, a, (blocks([0]), blocks([])), true, 1_000);
+    let plan = sim.running.clone().unwrap();
+    assert_eq!(rate_and_reducer(&plan), (0.5, Reducer::Sgd));
+    sim.reduce_done(true);
+    everything(&mut sim, ids[0], true);
+    let plan = sim.running.clone().unwrap();
+    assert_eq!(rate_and_reducer(&plan), (0.25, Reducer::Adam));
+    let Work::Reduce { step, fresh_state: true, .. } = &plan.work else { panic!() };
+    assert_eq!(step.t, 1, "changing the reducer starts its state anew, when it takes effect");
+}
+
+#[test]
+fn what_is_folded_under_a_reducer_is_reduced_under_it() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    sim.set("reducer", "assign");
+    everything(&mut sim, ids[0], false);
+    sim.set("reducer", "sum");
+    sim.fold_done(true);
+    everything(&mut sim, ids[1], true);
+    let plan = sim.running.clone().unwrap();
+    assert!(matches!(&plan.work, Work::Reduce { step, .. } if step.reducer == Reducer::Assign));
+}
+
+#[test]
+fn changing_the_reducer_and_back_starts_its_state_anew() {
+    let (mut sim, ids) = job("1", &["a"]);
+    sim.set("reducer", "adam");
+    for t in 1..=3 {
+        everything(&mut sim, ids[0], true);
+        sim.reduce_done(true);
+        assert_eq!(sim.core.optimizer_steps(), t);
+    }
+    sim.set("reducer", "sgd");
+    sim.set("reducer", "adam");
+    assert_eq!(sim.core.optimizer_steps(), 0);
+}
+
+#[test]
+fn a_silent_learner_leaves_when_nobody_is_attached() {
+    let mut sim = Sim::new(&[("lease", "1")]);
+    let a = sim.join("a").unwrap();
+    sim.join("b").unwrap();
+    sim.core.touch(a.0, Some(true), sim.now);
+    sim.tick(1_000);
+    assert_eq!(sim.left.len(), 1, "a is attached, and nobody waits for it");
+    assert_eq!(sim.left[0].1, LeaveReason::LeaseExpired);
+}
+
+#[test]
+fn a_silent_learner_leaves_when_it_has_been_waited_for() {
+    let mut sim = Sim::new(&[("lease", "1"), ("learners", "2")]);
+    let ids = [sim.join("a").unwrap(), sim.join("b").unwrap()];
+    for id in ids {
+        sim.core.touch(id.0, Some(true), sim.now);
+    }
+    sim.tick(900);
+    let (a, _) = everything(&mut sim, ids[0], true);
+    sim.tick(900);
+    assert_eq!(sim.left, [], "silent for long enough, but not waited for that long");
+    sim.tick(100);
+    assert_eq!(sim.left, [(ids[1].0, LeaveReason::LeaseExpired)]);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))], "the job goes on with the rest");
+}
+
+#[test]
+fn who_waits_for_an_answer_is_not_silent() {
+    let mut sim = Sim::new(&[("lease", "1")]);
+    let a = sim.join("a").unwrap();
+    everything(&mut sim, a, true);
+    sim.reduce_done(false);
+    let (step, uid) = open(&mut sim, a);
+    let ticket = sim.commit(a.0, step, uid, (blocks([0]), blocks([0])), true, 60_000);
+    sim.tick(5_000);
+    assert!(sim.is_waiting(ticket) && sim.left.is_empty(), "the shard has no buffer for it");
+}
+
+#[test]
+fn a_completing_commit_waits_for_a_buffer_and_can_be_retried() {
+    let (mut sim, ids) = job("1", &["a"]);
+    everything(&mut sim, ids[0], true);
+    sim.reduce_done(false);
+    let (step, uid) = open(&mut sim, ids[0]);
+    assert!(!is_fused(&mut sim, ids[0], step, uid, 0), "there is nowhere to reduce it to");
+    let notice = || (blocks([0]), blocks([0]));
+    let ticket = sim.commit(ids[0].0, step, uid, notice(), true, 50);
+    sim.tick(50);
+    assert!(matches!(sim.replies[&ticket], Err(ShardError::TimedOut(_))));
+    let ticket = sim.commit(ids[0].0, step, uid, notice(), true, 50);
+    sim.give_buffer();
+    sim.reduce_done(true);
+    assert!(ok(&sim, ticket));
+}
+
+#[test]
+fn new_weights_wait_for_blocks_reduced_on_arrival() {
+    let (mut sim, ids) = job("1", &["a"]);
+    sim.set("reducer", "assign");
+    let (step, uid) = open(&mut sim, ids[0]);
+    assert!(is_fused(&mut sim, ids[0], step, uid, 0));
+    let late = sim.assign(10);
+    let ticket = sim.assign(1_000);
+    sim.tick(10);
+    assert!(matches!(sim.replies[&late], Err(ShardError::TimedOut(_))));
+    sim.fuse_done(0, true);
+    assert!(sim.is_waiting(ticket) && sim.running.is_none(), "the contribution is still open");
+    sim.commit(ids[0].0, step, uid, (blocks([0]), blocks([])), true, 1_000);
+    sim.reduce_done(true);
+    sim.reduce_done(true);
+    assert!(ok(&sim, ticket));
+    assert_eq!((sim.core.version(), sim.versions_of(&[uid])), (Version(2), vec![Some(Version(1))]));
+}
+
+#[test]
+fn initial_weights_that_come_too_late_are_refused() {
+    let (mut sim, ids) = job("1", &["a"]);
+    let (step, uid) = open(&mut sim, ids[0]);
+    assert!(is_fused(&mut sim, ids[0], step, uid, 0));
+    let ticket = sim.assign(1_000);
+    sim.fuse_done(0, true);
+    sim.commit(ids[0].0, step, uid, (blocks([0]), blocks([])), true, 1_000);
+    sim.reduce_done(true);
+    assert!(matches!(sim.replies[&ticket], Err(ShardError::NotAllowed(_))), "{:?}", sim.replies);
+}
+
+#[test]
+fn the_table_of_learners_has_a_limit_and_names_are_taken_once() {
+    let (mut sim, _) = job("1", &["a"]);
+    assert_eq!(sim.join("a").unwrap_err(), ShardError::NameTaken("a".into()));
+    for i in 1..MAX_LEARNERS {
+        sim.join(&format!("l{i}")).unwrap();
+    }
+    assert_eq!(sim.join("one more").unwrap_err(), ShardError::TooManyLearners(MAX_LEARNERS));
+}

@@ -1,0 +1,251 @@
+//! The shard as its clients see it: a device and a channel.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use libmodelio::ids::{BlockId, Version};
+use libmodelio::mmap::Mapping;
+use libmodelio::transport::{
+    BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, RegionKey, Reply,
+    ShardError, TransportKind,
+};
+use rayon::prelude::*;
+
+use super::{EmbeddedShard, Inner};
+use crate::controls::NonFinite;
+use crate::core::{Arrival, Contribution, Plan, Ticket};
+use crate::region_store::{self, Job};
+
+impl EmbeddedShard {
+    fn message(&self, message: Message, deadline: Duration, done: Completion) {
+        let now = self.now();
+        let mut actions = Vec::new();
+        let mut inner = self.inner.lock();
+        if self.is_stopping() {
+            drop(inner);
+            return done(Err(ShardError::Unreachable));
+        }
+        let core = &mut inner.core;
+        let reply = match message {
+            Message::Join { name } => core
+                .join(&name, now, &mut actions)
+                .map(|(learner, incarnation)| Reply::Joined { learner, incarnation }),
+            Message::Leave { learner, reason } => {
+                core.leave(learner, reason, now, &mut actions).map(|()| Reply::Done)
+            }
+            Message::Open { learner } => {
+                core.open(learner, now).map(|o| Reply::Opened { step: o.step, staging_lent: o.staging_lent })
+            }
+            Message::Abort { learner } => core.abort(learner, now, &mut actions).map(|()| Reply::Done),
+            Message::Allocate => {
+                let max = core.controls().max_versions as usize;
+                let buffer = inner.store.take_buffer(max);
+                buffer.map(Reply::Buffer).map_err(|error| ShardError::OutOfMemory(error.to_string()))
+            }
+            Message::Commit { learner, step, notice } => {
+                let ticket = inner.ticket(done);
+                let CommitNotice { sent, deferred, staging, lendable, .. } = notice;
+                let contribution = Contribution { learner, sent, deferred, source: staging };
+                inner.core.commit(ticket, step, contribution, lendable, deadline, now, &mut actions);
+                self.wake.notify_all();
+                return self.act(inner, actions);
+            }
+            Message::AwaitStep { learner } => {
+                let ticket = inner.ticket(done);
+                inner.core.await_step(ticket, learner, deadline, now, &mut actions);
+                self.wake.notify_all();
+                return self.act(inner, actions);
+            }
+            Message::Assign { buffer, written } => match self.check_assignment(&mut inner, &buffer, &written)
+            {
+                Ok(()) => {
+                    let ticket = inner.ticket(done);
+                    inner.core.assign(ticket, buffer, written, deadline, now, &mut actions);
+                    self.wake.notify_all();
+                    return self.act(inner, actions);
+                }
+                Err(error) => Err(error),
+            },
+        };
+        self.act(inner, actions);
+        done(reply);
+    }
+
+    /// Whether new weights can be taken as they are: a worker must not stumble over them.
+    fn check_assignment(
+        &self,
+        inner: &mut Inner,
+        buffer: &Region,
+        written: &[Range<u64>],
+    ) -> Result<(), ShardError> {
+        let mut at = 0;
+        for range in written {
+            if range.start < at || range.end < range.start || range.end > self.layout.size() {
+                return Err(ShardError::OutOfRange);
+            }
+            at = range.end;
+        }
+        inner.core.may_assign()?;
+        if inner.store.claim(buffer) {
+            Ok(())
+        } else {
+            Err(ShardError::NotAllowed("the buffer was not allocated for new weights, or is used up".into()))
+        }
+    }
+
+    /// Whether a commit can be looked at without harm.
+    fn check_notice(&self, notice: &CommitNotice) -> Result<(), ShardError> {
+        let blocks = self.layout.blocks() as usize;
+        let fits = notice.deferred.len() == blocks
+            && notice.unchecked.len() == blocks
+            && notice.unchecked.is_subset(&notice.deferred)
+            && notice.staging.memory().len() as u64 >= self.layout.size();
+        if fits { Ok(()) } else { Err(ShardError::OutOfRange) }
+    }
+
+    /// Looks for NaN and Inf where nobody has yet, on the workers, and goes on with `then`.
+    fn check_then(
+        &self,
+        notice: CommitNotice,
+        then: impl FnOnce(Result<CommitNotice, ShardError>) + Send + 'static,
+    ) {
+        if let Err(error) = self.check_notice(&notice) {
+            return then(Err(error));
+        }
+        let reject = self.inner.lock().core.controls().nonfinite == NonFinite::Reject;
+        let Some(this) = self.this.upgrade().filter(|_| reject && !notice.unchecked.is_clear()) else {
+            return then(Ok(notice));
+        };
+        self.pool.spawn(move || {
+            let unchecked: Vec<usize> = notice.unchecked.ones().collect();
+            let bad = unchecked
+                .into_par_iter()
+                .map(|block| BlockId(block as u32))
+                .find_any(|&block| !region_store::region_is_finite(&this.layout, block, &notice.staging));
+            then(bad.map_or(Ok(notice), |block| Err(ShardError::NonFinite(block))));
+        });
+    }
+}
+
+impl Inner {
+    fn ticket(&mut self, done: Completion) -> Ticket {
+        let ticket = self.next_ticket;
+        self.next_ticket += 1;
+        self.completions.insert(ticket, done);
+        ticket
+    }
+
+    /// The job behind blocks that are reduced on arrival under `plan`.
+    fn arrival_job(&mut self, plan: &Arc<Plan<Region>>) -> io::Result<Arc<Job>> {
+        if let Some(job) = self.arrivals.as_ref().filter(|job| Arc::ptr_eq(job.plan(), plan)) {
+            return Ok(Arc::clone(job));
+        }
+        // The old one goes first: the state that it holds may have to change.
+        self.arrivals = None;
+        let check = self.core.controls().nonfinite == NonFinite::Reject;
+        let job = Arc::new(self.store.job(Arc::clone(plan), false, check)?);
+        self.arrivals = Some(Arc::clone(&job));
+        Ok(job)
+    }
+}
+
+impl Channel for EmbeddedShard {
+    fn write(&self, payload: &[u8], slot: BlockSlot) -> Result<Placement, ShardError> {
+        let extent = self.layout.block_bytes(slot.block);
+        if payload.len() as u64 != extent.end.saturating_sub(extent.start) {
+            return Err(ShardError::BadBlock { block: slot.block, bytes: payload.len() });
+        }
+        if self.is_stopping() {
+            return Err(ShardError::Unreachable);
+        }
+        let mut inner = self.inner.lock();
+        let plan = match inner.core.arrive(slot, self.now())? {
+            Arrival::Duplicate => return Ok(Placement::Duplicate),
+            Arrival::Fuse(plan) => plan,
+            Arrival::Defer => {
+                if inner.core.controls().nonfinite == NonFinite::Reject {
+                    drop(inner);
+                    if !region_store::is_finite(&self.layout, slot.block, payload) {
+                        self.inner.lock().core.refuse(slot);
+                        return Err(ShardError::NonFinite(slot.block));
+                    }
+                }
+                return Ok(Placement::Deferred);
+            }
+        };
+        let job = inner.arrival_job(&plan);
+        drop(plan);
+        drop(inner);
+        let outcome = match &job {
+            Ok(job) if job.block(slot.block, Some((slot.learner, payload))) => Ok(Placement::Reduced),
+            Ok(_) => Err(ShardError::NonFinite(slot.block)),
+            Err(error) => Err(ShardError::OutOfMemory(error.to_string())),
+        };
+        // Before the core hears of it: from then on the memory that the job holds may be wanted.
+        drop(job);
+        let mut inner = self.inner.lock();
+        let mut actions = Vec::new();
+        inner.core.fused(slot, outcome.is_ok(), self.now(), &mut actions);
+        if !actions.is_empty() {
+            self.act(inner, actions);
+        }
+        outcome
+    }
+
+    fn read(&self, offset: u64, local: &mut [u8]) -> Result<Version, ShardError> {
+        let end = offset.checked_add(local.len() as u64).filter(|&end| end <= self.layout.size());
+        let end = end.ok_or(ShardError::OutOfRange)?;
+        let version = self.pin_newest();
+        let found = self.get(version);
+        if let Some((buffer, _)) = &found {
+            local.copy_from_slice(buffer.bytes(offset..end));
+        }
+        self.unpin(version, 1);
+        found.map(|_| version).ok_or(ShardError::Unreachable)
+    }
+
+    fn send(&self, message: Message, timeout: Duration, done: Completion) {
+        let deadline = self.now().saturating_add(timeout);
+        let Message::Commit { learner, step, notice } = message else {
+            return self.message(message, deadline, done);
+        };
+        let this = self.this.clone();
+        self.check_then(notice, move |checked| match (checked, this.upgrade()) {
+            (Ok(notice), Some(this)) => {
+                this.message(Message::Commit { learner, step, notice }, deadline, done);
+            }
+            (Ok(_), None) => done(Err(ShardError::Unreachable)),
+            (Err(error), _) => done(Err(error)),
+        });
+    }
+}
+
+/// The device of this process: memory is addressable as it is.
+pub struct InProcess {
+    shard: Arc<EmbeddedShard>,
+    next_key: AtomicU64,
+}
+
+impl InProcess {
+    /// For clients of `shard`.
+    pub fn new(shard: Arc<EmbeddedShard>) -> InProcess {
+        InProcess { shard, next_key: AtomicU64::new(1 << 32) }
+    }
+}
+
+impl Device for InProcess {
+    fn kind(&self) -> TransportKind {
+        TransportKind::InProcess
+    }
+
+    fn register(&self, memory: Arc<Mapping>) -> Result<Region, ShardError> {
+        Ok(Region::new(memory, RegionKey(self.next_key.fetch_add(1, Ordering::Relaxed))))
+    }
+
+    fn connect(&self) -> Result<Arc<dyn Channel>, ShardError> {
+        Ok(Arc::clone(&self.shard) as Arc<dyn Channel>)
+    }
+}

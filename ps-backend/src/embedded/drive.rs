@@ -1,0 +1,234 @@
+//! Carrying out what the core decides: work on the pool, answers, events, the timer.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use libmodelio::ids::BlockId;
+use libmodelio::transport::{Completion, Region, Reply, ShardError};
+use parking_lot::MutexGuard;
+use rayon::prelude::*;
+
+use super::{EmbeddedShard, Event, Inner};
+use crate::core::{Action, Answer, Contribution, Plan};
+use crate::region_store::{self, Job};
+
+/// A version that could not be made for want of memory, and when to try again.
+pub(super) struct Retry {
+    at: Duration,
+    plan: Arc<Plan<Region>>,
+}
+
+const RETRY_AFTER: Duration = Duration::from_millis(500);
+
+/// What has to happen once the lock is released.
+#[derive(Default)]
+struct After {
+    replies: Vec<(Completion, Result<Reply, ShardError>)>,
+    events: Vec<Event>,
+    jobs: Vec<Box<dyn FnOnce() + Send>>,
+}
+
+impl EmbeddedShard {
+    /// Recycles, and tells the core whether the next version has a buffer.
+    pub(super) fn find_buffer(&self, inner: &mut Inner, actions: &mut Vec<Action<Region>>) {
+        let controls = inner.core.controls();
+        let (retain, max) = (controls.retain as usize, controls.max_versions as usize);
+        let ready = inner.store.recycle(retain, max);
+        inner.core.set_buffer_ready(ready, self.now(), actions);
+    }
+
+    /// Allocates and pre-faults up to `count` more buffers on a worker, one after the other.
+    pub(super) fn add_spares(&self, count: usize) {
+        let Some(this) = self.this.upgrade() else { return };
+        self.pool.spawn(move || {
+            for _ in 0..count {
+                let spare = {
+                    let mut inner = this.inner.lock();
+                    let max = inner.core.controls().max_versions as usize;
+                    if !inner.store.may_add_spare(max) {
+                        return;
+                    }
+                    inner.store.new_spare()
+                };
+                let buffer = match spare {
+                    Ok(buffer) => buffer,
+                    Err(error) => {
+                        tracing::warn!(%error, "no memory for a spare version buffer");
+                        return;
+                    }
+                };
+                if let Err(error) = buffer.region().memory().prefault() {
+                    tracing::warn!(%error, "pre-faulting a version buffer");
+                }
+                let mut inner = this.inner.lock();
+                inner.store.add_spare(buffer);
+                let mut actions = Vec::new();
+                this.find_buffer(&mut inner, &mut actions);
+                this.act(inner, actions);
+            }
+        });
+    }
+
+    /// Carries out actions, releases the lock, then starts work, tells and answers.
+    pub(super) fn act(&self, mut inner: MutexGuard<'_, Inner>, actions: Vec<Action<Region>>) {
+        let mut after = After::default();
+        let mut queue: VecDeque<_> = actions.into();
+        let mut more = Vec::new();
+        while let Some(action) = queue.pop_front() {
+            self.perform(&mut inner, action, &mut after, &mut more);
+            queue.extend(more.drain(..));
+        }
+        drop(inner);
+        for job in after.jobs {
+            self.pool.spawn(job);
+        }
+        for event in after.events {
+            let listener = self.listener.lock().clone();
+            if let Some(listener) = listener {
+                listener(event);
+            }
+        }
+        for (done, result) in after.replies {
+            done(result);
+        }
+    }
+
+    fn perform(
+        &self,
+        inner: &mut Inner,
+        action: Action<Region>,
+        after: &mut After,
+        more: &mut Vec<Action<Region>>,
+    ) {
+        match action {
+            Action::Reply(ticket, result) => {
+                if let Some(done) = inner.completions.remove(&ticket) {
+                    let reply = result.map(|answer| match answer {
+                        Answer::Committed => Reply::Done,
+                        Answer::Version(version) => Reply::Version(version),
+                    });
+                    after.replies.push((done, reply));
+                }
+            }
+            Action::Published(version) => after.events.push(Event::Published(version)),
+            Action::Left { learner, reason } => after.events.push(Event::Left(learner, reason)),
+            Action::Fold { contribution, accumulated, reducer } => match inner.store.accumulator(reducer) {
+                Ok(accumulator) => {
+                    let Some(this) = self.this.upgrade() else { return };
+                    after.jobs.push(Box::new(move || {
+                        this.for_each_block(contribution.deferred.ones(), |block| {
+                            let first = !accumulated.contains(block.index());
+                            let source = &contribution.source;
+                            region_store::fold_block(
+                                &this.layout,
+                                block,
+                                source,
+                                &accumulator,
+                                first,
+                                reducer,
+                            );
+                        });
+                        this.folded(&contribution);
+                    }));
+                }
+                Err(error) => {
+                    tracing::error!(%error, "no memory for the accumulator");
+                    let error = ShardError::OutOfMemory(error.to_string());
+                    inner.core.fold_failed(contribution.learner, error, self.now(), more);
+                }
+            },
+            Action::Reduce(plan) => self.reduce(inner, plan, after, more),
+        }
+    }
+
+    fn for_each_block(&self, blocks: impl Iterator<Item = usize>, work: impl Fn(BlockId) + Send + Sync) {
+        let blocks: Vec<usize> = blocks.collect();
+        blocks.into_par_iter().for_each(|block| work(BlockId(block as u32)));
+    }
+
+    fn folded(&self, contribution: &Contribution<Region>) {
+        let mut inner = self.inner.lock();
+        let mut actions = Vec::new();
+        inner.core.folded(contribution.learner, self.now(), &mut actions);
+        self.act(inner, actions);
+    }
+
+    /// Computes what is left to do of a version.
+    fn reduce(
+        &self,
+        inner: &mut Inner,
+        plan: Arc<Plan<Region>>,
+        after: &mut After,
+        more: &mut Vec<Action<Region>>,
+    ) {
+        // The job of blocks reduced on arrival has done its part; what it wrote is found in the store.
+        inner.arrivals = None;
+        let resume = !plan.todo.is_full();
+        let job = match inner.store.job(Arc::clone(&plan), resume, false) {
+            Ok(job) => job,
+            Err(error) => {
+                tracing::error!(%error, version = %plan.version, "cannot make the version; trying again");
+                inner.retries.push(Retry { at: self.now() + RETRY_AFTER, plan });
+                return;
+            }
+        };
+        if plan.todo.is_clear() {
+            return self.finish(inner, &job, more);
+        }
+        let Some(this) = self.this.upgrade() else { return };
+        after.jobs.push(Box::new(move || {
+            this.for_each_block(plan.todo.ones(), |block| {
+                job.block(block, None);
+            });
+            let mut inner = this.inner.lock();
+            let mut actions = Vec::new();
+            this.finish(&mut inner, &job, &mut actions);
+            // The state it holds is needed by what `actions` may start.
+            drop(job);
+            this.act(inner, actions);
+        }));
+    }
+
+    /// Publishes a computed version.
+    fn finish(&self, inner: &mut Inner, job: &Job, actions: &mut Vec<Action<Region>>) {
+        inner.store.publish(job);
+        let controls = inner.core.controls();
+        let (retain, max) = (controls.retain as usize, controls.max_versions as usize);
+        let ready = inner.store.recycle(retain, max);
+        if inner.store.wants_spare(max) {
+            self.add_spares(1);
+        }
+        inner.core.reduced(ready, self.now(), actions);
+    }
+}
+
+/// Wakes the core for deadlines and leases until the shard is gone.
+pub(super) fn run_timer(shard: &Weak<EmbeddedShard>) {
+    /// For leases.
+    const IDLE: Duration = Duration::from_millis(250);
+    /// While memory is short, and as the finest a deadline is looked at.
+    const BUSY: Duration = Duration::from_millis(20);
+    loop {
+        let Some(shard) = shard.upgrade() else { return };
+        if shard.is_stopping() {
+            return;
+        }
+        let mut inner = shard.inner.lock();
+        let pause = if inner.core.buffer_ready() { IDLE } else { BUSY };
+        let until = inner.core.next_deadline().map(|deadline| deadline.saturating_sub(shard.now()));
+        let pause = until.map_or(pause, |until| pause.min(until + Duration::from_millis(1)));
+        shard.wake.wait_for(&mut inner, pause);
+        let now = shard.now();
+        let mut actions = Vec::new();
+        for retry in inner.retries.extract_if(.., |retry| retry.at <= now).collect::<Vec<_>>() {
+            actions.push(Action::Reduce(retry.plan));
+        }
+        if !inner.core.buffer_ready() {
+            // A buffer that was lent for new weights may have been dropped.
+            shard.find_buffer(&mut inner, &mut actions);
+        }
+        inner.core.tick(now, &mut actions);
+        shard.act(inner, actions);
+    }
+}

@@ -1,0 +1,284 @@
+//! A small model of mixed types behind the real shard, and a scalar reference to compare with.
+
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use half::{bf16, f16};
+use libmodelio::contributor::{ContributeError, Contributor, Fill, Traffic, request};
+use libmodelio::ids::{BlockId, Incarnation, LearnerId, Version};
+use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::transport::{Channel, Device, Message, Reply, ShardError};
+use ps_backend::controls::Controls;
+use ps_backend::embedded::{EmbeddedShard, InProcess};
+use ps_backend::reducer::{Aggregation, Hyper, Reducer};
+
+pub const LONG: Duration = Duration::from_secs(20);
+pub const BLOCK: u32 = 64 << 10;
+
+/// A job and what it takes to write to it.
+pub struct Job {
+    pub shard: Arc<EmbeddedShard>,
+    pub device: Arc<InProcess>,
+    pub channel: Arc<dyn Channel>,
+    pub layout: Arc<ModelLayout>,
+}
+
+/// One learner.
+pub struct Learner {
+    pub id: LearnerId,
+    pub incarnation: Incarnation,
+    pub writes: Arc<Contributor>,
+}
+
+impl Job {
+    /// The mixed model, loaded with [`initial_weights`].
+    pub fn new(settings: &[(&str, &str)]) -> Job {
+        Job::with(mixed_layout(), settings)
+    }
+
+    pub fn with(layout: ModelLayout, settings: &[(&str, &str)]) -> Job {
+        let layout = Arc::new(layout);
+        let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
+        let shard = EmbeddedShard::new(Arc::clone(&layout), controls, 2).unwrap();
+        let memory = shard.initial().unwrap();
+        // SAFETY: nobody else knows the shard yet.
+        unsafe { memory.write(0, &initial_weights(&layout)) };
+        shard.initialised().unwrap();
+        let device = Arc::new(InProcess::new(Arc::clone(&shard)));
+        let channel = device.connect().unwrap();
+        Job { shard, device, channel, layout }
+    }
+
+    pub fn join(&self, name: &str) -> Learner {
+        let reply = request(&*self.channel, Message::Join { name: name.into() }, LONG).unwrap();
+        let Reply::Joined { learner, incarnation } = reply else { panic!("{reply:?}") };
+        self.shard.touch(learner, Some(true));
+        let (device, channel) = (Arc::clone(&self.device) as Arc<dyn Device>, Arc::clone(&self.channel));
+        let (layout, traffic) = (Arc::clone(&self.layout), Arc::<Traffic>::default());
+        let writes = Contributor::new(learner, incarnation, layout, device, channel, traffic).unwrap();
+        Learner { id: learner, incarnation, writes: Arc::new(writes) }
+    }
+
+    pub fn size(&self) -> usize {
+        self.layout.size() as usize
+    }
+
+    pub fn weights(&self) -> Vec<u8> {
+        let mut bytes = vec![0; self.size()];
+        self.channel.read(0, &mut bytes).unwrap();
+        bytes
+    }
+
+    pub fn weights_of(&self, version: Version) -> Vec<u8> {
+        let (buffer, _) = self.shard.get(version).unwrap();
+        buffer.bytes(0..self.layout.size()).to_vec()
+    }
+
+    pub fn set(&self, name: &str, value: &str) {
+        self.shard.set_control(name, value).unwrap();
+    }
+
+    pub fn send(&self, message: Message) -> Result<Reply, ShardError> {
+        request(&*self.channel, message, LONG)
+    }
+
+    /// Waits until the learner's last commit is part of a version.
+    pub fn wait(&self, learner: &Learner) -> Version {
+        match self.send(Message::AwaitStep { learner: learner.id }) {
+            Ok(Reply::Version(version)) => version,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+impl Learner {
+    pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), ContributeError> {
+        self.writes.write(offset as u64, data, LONG)
+    }
+
+    pub fn commit(&self) -> Result<(), ContributeError> {
+        self.commit_within(Fill::Zero, LONG)
+    }
+
+    pub fn commit_within(&self, fill: Fill, timeout: Duration) -> Result<(), ContributeError> {
+        let (sender, receiver) = mpsc::channel();
+        self.writes.commit(fill, timeout, move |result| sender.send(result).unwrap());
+        receiver.recv_timeout(LONG).expect("an answer")
+    }
+
+    /// Stores `data` through the mapping and ships it.
+    pub fn commit_mapped(&self, data: &[u8]) -> Result<(), ContributeError> {
+        // SAFETY: the shard reads the mapping only while a commit of it is under way.
+        unsafe { self.writes.mapped().memory().write(0, data) };
+        let (sender, receiver) = mpsc::channel();
+        self.writes.commit_mapped(LONG, move |result| sender.send(result).unwrap());
+        receiver.recv_timeout(LONG).expect("an answer")
+    }
+
+    /// One whole contribution through write(2).
+    pub fn contribute(&self, data: &[u8]) -> Result<(), ContributeError> {
+        self.write(0, data)?;
+        self.commit()
+    }
+
+    /// Writes `data` in unaligned pieces from several threads.
+    pub fn write_in_pieces(&self, data: &[u8], piece: usize) {
+        std::thread::scope(|scope| {
+            for thread in 0..3 {
+                scope.spawn(move || {
+                    for (i, part) in data.chunks(piece).enumerate().filter(|(i, _)| i % 3 == thread) {
+                        self.write(i * piece, part).unwrap();
+                    }
+                });
+            }
+        });
+    }
+}
+
+/// Every kind of tensor, several blocks, odd sizes, types that change within a block.
+pub fn mixed_layout() -> ModelLayout {
+    use safetensors_dtype::i64;
+    let tensors = vec![
+        ("ids".to_owned(), i64(), vec![101]),
+        ("w".to_owned(), DType::F32, vec![40_003]),
+        ("b".to_owned(), DType::BF16, vec![30_001]),
+        ("h".to_owned(), DType::F16, vec![17_011]),
+    ];
+    ModelLayout::new(tensors, BLOCK).unwrap()
+}
+
+mod safetensors_dtype {
+    pub fn i64() -> libmodelio::layout::DType {
+        libmodelio::layout::DType::parse("I64").unwrap()
+    }
+}
+
+/// A model of one F32 tensor.
+pub fn floats_layout(elements: usize) -> ModelLayout {
+    ModelLayout::blank(elements as u64 * 4, DType::F32, BLOCK).unwrap()
+}
+
+/// The bytes of a model whose element `i` (over all reducible tensors) is `value(i)`; other bytes are `fill`.
+pub fn encode(layout: &ModelLayout, fill: u8, value: impl Fn(usize) -> f32) -> Vec<u8> {
+    let mut bytes = vec![fill; layout.size() as usize];
+    for (at, i, dtype) in elements(layout) {
+        match dtype {
+            DType::F32 => bytes[at..at + 4].copy_from_slice(&value(i).to_le_bytes()),
+            DType::BF16 => bytes[at..at + 2].copy_from_slice(&bf16::from_f32(value(i)).to_le_bytes()),
+            _ => bytes[at..at + 2].copy_from_slice(&f16::from_f32(value(i)).to_le_bytes()),
+        }
+    }
+    bytes
+}
+
+pub fn decode(layout: &ModelLayout, bytes: &[u8]) -> Vec<f32> {
+    elements(layout)
+        .map(|(at, _, dtype)| match dtype {
+            DType::F32 => f32::from_le_bytes(bytes[at..at + 4].try_into().unwrap()),
+            DType::BF16 => bf16::from_le_bytes(bytes[at..at + 2].try_into().unwrap()).to_f32(),
+            _ => f16::from_le_bytes(bytes[at..at + 2].try_into().unwrap()).to_f32(),
+        })
+        .collect()
+}
+
+/// Offset, number and type of every reducible element.
+pub fn elements(layout: &ModelLayout) -> impl Iterator<Item = (usize, usize, DType)> {
+    let segments = (0..layout.blocks()).flat_map(|block| layout.segments(BlockId(block)));
+    segments.filter(|segment| segment.dtype.is_reducible()).flat_map(|segment| {
+        let size = segment.dtype.size_bytes().unwrap();
+        let count = (segment.bytes.end - segment.bytes.start) as usize / size;
+        (0..count).map(move |i| {
+            (segment.bytes.start as usize + i * size, segment.element as usize + i, segment.dtype)
+        })
+    })
+}
+
+/// Some number of few bits for element `i`: exact in every type.
+pub fn noise(seed: usize, i: usize) -> f32 {
+    let mixed = (i.wrapping_mul(2_654_435_761) ^ seed.wrapping_mul(40_503)) >> 5;
+    (mixed % 64) as f32 / 16.0 - 2.0
+}
+
+pub fn initial_weights(layout: &ModelLayout) -> Vec<u8> {
+    encode(layout, 0x5a, |i| noise(1, i))
+}
+
+pub fn gradient(layout: &ModelLayout, seed: usize) -> Vec<u8> {
+    encode(layout, seed as u8, |i| noise(seed, i))
+}
+
+/// What the model should be, in doubles.
+pub struct Reference {
+    pub weights: Vec<f64>,
+    slots: [Vec<f64>; 2],
+    t: i32,
+}
+
+impl Reference {
+    pub fn new(layout: &ModelLayout) -> Reference {
+        let weights: Vec<f64> = decode(layout, &initial_weights(layout)).into_iter().map(f64::from).collect();
+        let zeros = || vec![0.0; weights.len()];
+        Reference { slots: [zeros(), zeros()], weights, t: 0 }
+    }
+
+    /// One version from contributions decoded from what the learners wrote.
+    pub fn step(&mut self, reducer: Reducer, h: &Hyper, contributions: &[Vec<f32>]) {
+        self.t += 1;
+        let t = self.t;
+        let rate = f64::from(h.learning_rate);
+        let [momentum, dampening, decay] = [h.momentum, h.dampening, h.weight_decay].map(f64::from);
+        let [beta1, beta2, epsilon] = [h.beta1, h.beta2, h.epsilon].map(f64::from);
+        for i in 0..self.weights.len() {
+            let sum: f64 = contributions.iter().map(|contribution| f64::from(contribution[i])).sum();
+            let w = self.weights[i];
+            let mean = match h.aggregation {
+                Aggregation::Mean => sum / contributions.len() as f64,
+                Aggregation::Sum => sum,
+            };
+            let g = if reducer == Reducer::AdamW { mean } else { mean + decay * w };
+            let [m, v] = [0, 1].map(|slot| self.slots[slot][i]);
+            self.weights[i] = match reducer {
+                Reducer::Sum => f64::from(h.carry) * w + sum,
+                Reducer::Sgd => w - rate * g,
+                Reducer::Momentum | Reducer::Nesterov => {
+                    let m = if t == 1 { g } else { momentum * m + (1.0 - dampening) * g };
+                    self.slots[0][i] = m;
+                    w - rate * if reducer == Reducer::Nesterov { g + momentum * m } else { m }
+                }
+                Reducer::Adam | Reducer::AdamW => {
+                    let m = beta1 * m + (1.0 - beta1) * g;
+                    let v = beta2 * v + (1.0 - beta2) * g * g;
+                    (self.slots[0][i], self.slots[1][i]) = (m, v);
+                    let keep = if reducer == Reducer::AdamW { 1.0 - rate * decay } else { 1.0 };
+                    let (m, v) = (m / (1.0 - beta1.powi(t)), v / (1.0 - beta2.powi(t)));
+                    keep * w - rate * m / (v.sqrt() + epsilon)
+                }
+                Reducer::Assign => contributions.last().map_or(w, |last| f64::from(last[i])),
+            };
+        }
+    }
+
+    /// Forget the optimizer's state.
+    pub fn reset_state(&mut self) {
+        self.slots.iter_mut().for_each(|slot| slot.fill(0.0));
+        self.t = 0;
+    }
+
+    /// Within what rounding allows.
+    pub fn check(&self, layout: &ModelLayout, bytes: &[u8], what: &str) {
+        for ((at, i, dtype), got) in elements(layout).zip(decode(layout, bytes)) {
+            let relative = match dtype {
+                DType::F32 => 2e-5,
+                DType::BF16 => 1.0 / 250.0,
+                _ => 1.0 / 2_000.0,
+            };
+            let want = self.weights[i];
+            let error = (f64::from(got) - want).abs();
+            assert!(
+                error <= relative * want.abs().max(0.25),
+                "{what}: element {i} at byte {at} ({dtype}) is {got}, not {want}"
+            );
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! What fails, and what it leaves behind: nothing.
+
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::contributor::{ContributeError, Fill};
+use libmodelio::ids::{BlockId, Step, Version};
+use libmodelio::transport::{
+    BlockSlot, Channel, CommitNotice, LeaveReason, Message, Placement, Reply, ShardError,
+};
+use ps_backend::reducer::Reducer;
+
+use crate::common::{BLOCK, Job, LONG, Reference, decode, encode, floats_layout, gradient};
+
+const SHORT: Duration = Duration::from_millis(60);
+
+fn is_nonfinite(result: Result<(), ContributeError>) -> bool {
+    matches!(result, Err(ContributeError::Shard(ShardError::NonFinite(_))))
+}
+
+fn is_timeout<T: std::fmt::Debug>(result: Result<T, ContributeError>) -> bool {
+    matches!(result, Err(ContributeError::Shard(ShardError::TimedOut(_))))
+}
+
+/// A gradient with one bad element in the second block.
+fn poisoned(job: &Job) -> Vec<u8> {
+    encode(&job.layout, 0, |i| if i == 20_000 { f32::NAN } else { 0.5 })
+}
+
+#[test]
+fn nan_is_refused_on_every_way_in_and_leaves_the_learner_usable() {
+    for others in [false, true] {
+        // Alone, blocks are reduced on arrival; with another learner missing they are deferred or folded.
+        let job = Job::new(&[("reducer", "adam"), ("learners", if others { "2" } else { "1" })]);
+        let learner = job.join("a");
+        let other = others.then(|| job.join("b"));
+        let mut reference = Reference::new(&job.layout);
+        let (bad, good) = (poisoned(&job), gradient(&job.layout, 4));
+        let bad_at = 808 + 4 * 20_000;
+        for way in 0..4 {
+            match way {
+                0 => {
+                    assert!(is_nonfinite(learner.write(0, &bad)));
+                    assert!(is_nonfinite(learner.write(0, &good)), "spoiled until it is dropped");
+                    assert!(is_nonfinite(learner.commit()));
+                }
+                1 => {
+                    // In pieces: the block is looked at when it is complete.
+                    let (start, end) = (BLOCK as usize, 2 * BLOCK as usize);
+                    learner.write(start, &bad[start..bad_at]).unwrap();
+                    assert!(is_nonfinite(learner.write(bad_at, &bad[bad_at..end])));
+                    assert!(is_nonfinite(learner.commit()));
+                }
+                2 => {
+                    // In part: it is looked at when the contribution ends.
+                    learner.write(0, &good[..BLOCK as usize]).unwrap();
+                    learner.write(bad_at, &bad[bad_at..bad_at + 4]).unwrap();
+                    assert!(is_nonfinite(learner.commit()));
+                    assert!(is_nonfinite(learner.commit()), "it is still open");
+                }
+                _ => assert!(is_nonfinite(learner.commit_mapped(&bad))),
+            }
+            learner.writes.abort();
+            assert!(!learner.writes.is_open());
+            learner.contribute(&good).unwrap();
+            let mut contributions = vec![decode(&job.layout, &good)];
+            if let Some(other) = &other {
+                other.contribute(&good).unwrap();
+                contributions.push(decode(&job.layout, &good));
+            }
+            job.wait(&learner);
+            reference.step(Reducer::Adam, &job.shard.controls().hyper, &contributions);
+            reference.check(&job.layout, &job.weights(), &format!("others: {others}, way {way}"));
+        }
+    }
+}
+
+#[test]
+fn nan_is_taken_when_asked_for() {
+    for learners in ["1", "2"] {
+        let job = Job::new(&[("nonfinite", "accept"), ("learners", learners)]);
+        let all: Vec<_> = (0..learners.parse().unwrap()).map(|i| job.join(&format!("l{i}"))).collect();
+        let bad = poisoned(&job);
+        all[0].contribute(&bad).unwrap();
+        all.iter().skip(1).for_each(|learner| learner.commit_mapped(&bad).unwrap());
+        job.wait(&all[0]);
+        assert!(decode(&job.layout, &job.weights())[20_000].is_nan());
+    }
+}
+
+#[test]
+fn what_others_contributed_is_not_held_against_the_last() {
+    let job =
+        Job::with(floats_layout(40_000), &[("reducer", "sum"), ("nonfinite", "accept"), ("learners", "2")]);
+    let (a, b) = (job.join("a"), job.join("b"));
+    a.contribute(&encode(&job.layout, 0, |_| f32::INFINITY)).unwrap();
+    job.set("nonfinite", "reject");
+    b.contribute(&encode(&job.layout, 0, |_| 1.0)).unwrap();
+    assert_eq!(decode(&job.layout, &job.weights())[0], f32::INFINITY);
+}
+
+#[test]
+fn dropped_contributions_leave_weights_and_optimizer_alone() {
+    for by in ["abort", "leave", "abort and assign"] {
+        let job = Job::new(&[("reducer", "adam")]);
+        let mut learner = job.join("a");
+        let mut reference = Reference::new(&job.layout);
+        let (good, other) = (gradient(&job.layout, 4), gradient(&job.layout, 5));
+        let contributions = [decode(&job.layout, &good)];
+        for step in 0..3 {
+            learner.contribute(&good).unwrap();
+            reference.step(Reducer::Adam, &job.shard.controls().hyper, &contributions);
+            reference.check(&job.layout, &job.weights(), by);
+            let before = job.shard.status().blocks_on_arrival;
+            learner.write(0, &other[..job.size() - 10_000]).unwrap();
+            assert!(job.shard.status().blocks_on_arrival > before, "nothing was at stake");
+            if by == "leave" {
+                job.send(Message::Leave { learner: learner.id, reason: LeaveReason::Died }).unwrap();
+                let late = learner.write(job.size() - 10_000, &other[job.size() - 10_000..]);
+                assert!(late.is_ok() || matches!(late, Err(ContributeError::Shard(_))));
+                assert_eq!(
+                    learner.commit(),
+                    Err(ContributeError::Shard(ShardError::UnknownLearner(learner.id)))
+                );
+                learner = job.join("a");
+            } else {
+                learner.writes.abort();
+            }
+            assert!(!learner.writes.is_open(), "step {step}");
+        }
+    }
+}
+
+#[test]
+fn a_dropped_block_does_not_come_back_after_new_weights() {
+    let job = Job::with(floats_layout(40_000), &[("reducer", "sum")]);
+    let learner = job.join("a");
+    let ones = encode(&job.layout, 0, |_| 1.0);
+    learner.write(0, &ones[..BLOCK as usize]).unwrap();
+    learner.writes.abort();
+    let Ok(Reply::Buffer(buffer)) = job.send(Message::Allocate) else { panic!() };
+    job.send(Message::Assign { buffer, written: vec![] }).unwrap();
+    let before = job.weights();
+    // This version does not touch the first block, and is made in the buffer of the dropped one.
+    learner.write(BLOCK as usize, &ones[BLOCK as usize..]).unwrap();
+    learner.commit().unwrap();
+    assert!(job.weights()[..BLOCK as usize] == before[..BLOCK as usize]);
+}
+
+#[test]
+fn a_commit_without_a_buffer_times_out_and_goes_through_when_one_is_free() {
+    let job = Job::with(floats_layout(40_000), &[("retain", "0"), ("max_versions", "3"), ("reducer", "sum")]);
+    let learner = job.join("a");
+    let ones = encode(&job.layout, 0, |_| 1.0);
+    let mut pinned = Vec::new();
+    for _ in 0..2 {
+        pinned.push((job.shard.pin_newest(), job.weights()));
+        learner.contribute(&ones).unwrap();
+    }
+    learner.write(0, &ones).unwrap();
+    assert!(is_timeout(learner.commit_within(Fill::Zero, SHORT)), "{:?}", job.shard.status());
+    assert_eq!(job.shard.version(), Version(2));
+    assert!(job.send(Message::Allocate).is_err());
+    let writes = Arc::clone(&learner.writes);
+    let (sender, receiver) = mpsc::channel();
+    writes.commit(Fill::Zero, LONG, move |result| sender.send(result).unwrap());
+    assert!(receiver.recv_timeout(SHORT).is_err());
+    for (version, bytes) in &pinned {
+        assert!(job.weights_of(*version) == *bytes);
+    }
+    job.shard.unpin(pinned[0].0, 1);
+    receiver.recv_timeout(LONG).unwrap().unwrap();
+    assert_eq!(job.shard.version(), Version(3));
+    assert!(job.weights_of(pinned[1].0) == pinned[1].1);
+}
+
+#[test]
+fn a_buffer_for_new_weights_counts_until_it_is_dropped() {
+    let job = Job::with(floats_layout(40_000), &[("retain", "0"), ("max_versions", "3"), ("reducer", "sum")]);
+    let learner = job.join("a");
+    let ones = encode(&job.layout, 0, |_| 1.0);
+    let Ok(Reply::Buffer(buffer)) = job.send(Message::Allocate) else { panic!() };
+    assert!(job.send(Message::Allocate).is_err());
+    let first = job.shard.pin_newest();
+    learner.contribute(&ones).unwrap();
+    learner.write(0, &ones).unwrap();
+    assert!(is_timeout(learner.commit_within(Fill::Zero, SHORT)));
+    assert_eq!(job.shard.status().buffers.0, 3);
+    drop(buffer);
+    learner.commit().unwrap();
+    job.shard.unpin(first, 1);
+}
+
+#[test]
+fn waiting_ends_at_the_deadline() {
+    let job = Job::new(&[("learners", "2")]);
+    let (a, b) = (job.join("a"), job.join("b"));
+    let data = gradient(&job.layout, 1);
+    a.contribute(&data).unwrap();
+    let started = std::time::Instant::now();
+    let (sender, receiver) = mpsc::channel();
+    let message = Message::AwaitStep { learner: a.id };
+    job.channel.send(message, SHORT, Box::new(move |reply| sender.send(reply).unwrap()));
+    assert!(matches!(receiver.recv_timeout(LONG).unwrap(), Err(ShardError::TimedOut(_))));
+    assert!(started.elapsed() < SHORT * 5);
+    // Written ahead, the next contribution waits for its step, stays open, and counts once.
+    a.write(0, &data).unwrap();
+    assert!(is_timeout(a.commit_within(Fill::Zero, SHORT)));
+    assert!(is_timeout(a.commit_within(Fill::Zero, SHORT)));
+    b.contribute(&data).unwrap();
+    a.commit().unwrap();
+    b.contribute(&data).unwrap();
+    assert_eq!((job.wait(&a), job.shard.status().contributions), (Version(2), 4));
+}
+
+#[test]
+fn shutting_down_answers_everybody() {
+    let job = Job::new(&[("learners", "2")]);
+    let (a, _b) = (job.join("a"), job.join("b"));
+    let data = gradient(&job.layout, 1);
+    a.contribute(&data).unwrap();
+    a.write(0, &data).unwrap();
+    let (sender, receiver) = mpsc::channel();
+    let of_commit = sender.clone();
+    a.writes.commit(Fill::Zero, LONG, move |result| of_commit.send(result.is_err()).unwrap());
+    let message = Message::AwaitStep { learner: a.id };
+    job.channel.send(message, LONG, Box::new(move |reply| sender.send(reply.is_err()).unwrap()));
+    job.shard.shut_down();
+    assert!(receiver.recv().unwrap() && receiver.recv().unwrap());
+    let refused = Err(ContributeError::Shard(ShardError::Unreachable));
+    assert_eq!(a.commit(), refused);
+    a.writes.abort();
+    assert_eq!(a.write(0, &data), refused);
+    assert_eq!(job.weights().len(), job.size(), "what is published can be read on");
+}
+
+#[test]
+fn nonsense_is_refused_and_changes_nothing() {
+    let job = Job::new(&[]);
+    let learner = job.join("a");
+    let data = gradient(&job.layout, 1);
+    let slot = |block| BlockSlot {
+        learner: learner.id,
+        incarnation: learner.incarnation,
+        step: Step(1),
+        block: BlockId(block),
+    };
+    let write = |bytes: &[u8], block| job.shard.write(bytes, slot(block));
+    let block = &data[..BLOCK as usize];
+    assert!(matches!(write(block, 0), Err(ShardError::StepOutOfOrder { .. })), "not opened");
+    for (bytes, at) in [(&block[1..], 0), (block, 99), (&[][..], 99), (block, u32::MAX)] {
+        assert!(matches!(write(bytes, at), Err(ShardError::BadBlock { .. })), "{at}");
+    }
+    job.send(Message::Open { learner: learner.id }).unwrap();
+    assert_eq!(write(block, 0), Ok(Placement::Reduced));
+    assert_eq!(write(block, 0), Ok(Placement::Duplicate));
+    let set = FixedBitSet::with_capacity;
+    for (sent, unchecked) in [(set(1), set(1)), (set(900), set(900)), (set(4), set(900))] {
+        let notice = CommitNotice {
+            deferred: sent.clone(),
+            sent,
+            unchecked,
+            staging: learner.writes.mapped().clone(),
+            lendable: true,
+        };
+        assert!(job.send(Message::Commit { learner: learner.id, step: Step(1), notice }).is_err());
+    }
+    job.send(Message::Abort { learner: learner.id }).unwrap();
+    let Ok(Reply::Buffer(buffer)) = job.send(Message::Allocate) else { panic!() };
+    let size = job.layout.size();
+    for written in [vec![0..size + 1], vec![5..9, 3..4], vec![std::ops::Range { start: 9, end: 5 }]] {
+        let refused = job.send(Message::Assign { buffer: buffer.clone(), written });
+        assert_eq!(refused.unwrap_err(), ShardError::OutOfRange);
+    }
+    let foreign = learner.writes.mapped().clone();
+    assert!(job.send(Message::Assign { buffer: foreign, written: vec![] }).is_err());
+    job.set("reducer", "assign");
+    job.send(Message::Assign { buffer: buffer.clone(), written: vec![] }).unwrap();
+    let twice = job.send(Message::Assign { buffer, written: vec![] });
+    assert!(matches!(twice, Err(ShardError::NotAllowed(_))), "it is a version now: {twice:?}");
+    assert_eq!(job.shard.version(), Version(1));
+    assert!(
+        job.channel.read(size - 1, &mut [0; 2]).is_err() && job.channel.read(u64::MAX, &mut [0; 2]).is_err()
+    );
+}

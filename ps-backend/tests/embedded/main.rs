@@ -1,0 +1,8 @@
+//! The shard in this process under real contributors, real memory and real threads, against a scalar
+//! reference.
+
+mod common;
+mod concurrency;
+mod failures;
+mod reducers;
+mod versions;

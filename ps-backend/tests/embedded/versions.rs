@@ -1,0 +1,106 @@
+//! Versions as readers see them: whole, immutable while they are held, gone when nobody wants them.
+
+use libmodelio::ids::Version;
+use libmodelio::transport::{Message, Reply};
+use ps_backend::embedded::Event;
+
+use crate::common::{Job, decode, encode, floats_layout, gradient};
+
+#[test]
+fn pinned_versions_stay_what_they_are_while_others_are_recycled() {
+    let job = Job::new(&[("reducer", "adam"), ("max_versions", "6")]);
+    job.shard.warm_up();
+    let learner = job.join("a");
+    let mut held: Vec<(Version, Vec<u8>)> = Vec::new();
+    for step in 0..30 {
+        if step % 7 == 0 {
+            let version = job.shard.pin_newest();
+            held.push((version, job.weights_of(version)));
+        }
+        if held.len() > 2 {
+            let (version, bytes) = held.remove(0);
+            assert!(job.weights_of(version) == bytes);
+            job.shard.unpin(version, 1);
+            assert!(!job.shard.pin(version), "old and no longer held");
+        }
+        learner.contribute(&gradient(&job.layout, step)).unwrap();
+        for (version, bytes) in &held {
+            assert!(job.weights_of(*version) == *bytes, "{version} at step {step}");
+        }
+        assert!(job.shard.status().buffers.0 <= 6);
+    }
+}
+
+#[test]
+fn as_many_versions_are_retained_as_asked_for() {
+    let job = Job::with(floats_layout(20_000), &[("retain", "3")]);
+    let learner = job.join("a");
+    for _ in 0..9 {
+        learner.contribute(&encode(&job.layout, 0, |_| 1.0)).unwrap();
+    }
+    assert_eq!(job.shard.retained(), [9, 8, 7, 6].map(Version));
+    job.set("retain", "1");
+    assert_eq!(job.shard.status().versions, [8, 9].map(Version));
+    assert!(job.shard.get(Version(7)).is_none() && !job.shard.pin(Version(7)));
+}
+
+#[test]
+fn a_contribution_may_be_written_before_the_last_is_published() {
+    let job = Job::with(floats_layout(40_000), &[("reducer", "sum"), ("learners", "2")]);
+    let (a, b) = (job.join("a"), job.join("b"));
+    let value = |v: f32| encode(&job.layout, 0, move |_| v);
+    for round in 0..4 {
+        let before = decode(&job.layout, &job.weights())[0];
+        a.contribute(&value(1.0)).unwrap();
+        // The first one still lies in staging: this must not overwrite it.
+        a.write_in_pieces(&value(16.0), 7_001);
+        b.contribute(&value(2.0)).unwrap();
+        job.wait(&a);
+        assert!(decode(&job.layout, &job.weights()).iter().all(|w| *w - before == decode_step(0)), "{round}");
+        a.commit().unwrap();
+        b.contribute(&value(4.0)).unwrap();
+        job.wait(&a);
+        let after = decode(&job.layout, &job.weights());
+        assert!(after.iter().enumerate().all(|(i, w)| *w - after[0] == noise_step(i)), "{round}");
+    }
+
+    fn decode_step(_: usize) -> f32 {
+        3.0
+    }
+
+    fn noise_step(_: usize) -> f32 {
+        0.0
+    }
+}
+
+#[test]
+fn new_weights_come_first_and_committed_contributions_on_top() {
+    let job = Job::with(floats_layout(40_000), &[("reducer", "sum"), ("learners", "2")]);
+    let (a, b) = (job.join("a"), job.join("b"));
+    let value = |v: f32| encode(&job.layout, 0, move |_| v);
+    a.contribute(&value(1.0)).unwrap();
+    let Ok(Reply::Buffer(buffer)) = job.send(Message::Allocate) else { panic!() };
+    // SAFETY: the buffer is this test's until it is assigned.
+    unsafe { buffer.memory().write(0, &value(100.0)) };
+    let written = std::iter::once(0..job.layout.size()).collect();
+    job.send(Message::Assign { buffer, written }).unwrap();
+    assert!(decode(&job.layout, &job.weights()).iter().all(|w| *w == 100.0));
+    b.contribute(&value(2.0)).unwrap();
+    job.wait(&a);
+    assert_eq!(job.shard.version(), Version(2));
+    assert!(decode(&job.layout, &job.weights()).iter().all(|w| *w == 103.0));
+}
+
+#[test]
+fn listeners_hear_of_every_version_and_may_call_back() {
+    let job = Job::with(floats_layout(20_000), &[]);
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let shard = std::sync::Arc::downgrade(&job.shard);
+    job.shard.subscribe(Box::new(move |event| {
+        let seen = shard.upgrade().map(|shard| shard.version());
+        sender.send((event, seen)).unwrap();
+    }));
+    let learner = job.join("a");
+    learner.contribute(&encode(&job.layout, 0, |_| 1.0)).unwrap();
+    assert_eq!(receiver.recv().unwrap(), (Event::Published(Version(1)), Some(Version(1))));
+}
