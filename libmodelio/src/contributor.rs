@@ -22,7 +22,9 @@ use crate::ids::{BlockId, Incarnation, LearnerId, Step};
 use crate::layout::ModelLayout;
 use crate::mmap::Mapping;
 use crate::tracker::{ContributionTracker, Piece, WriteRefused};
-use crate::transport::{BlockSlot, Channel, Device, Message, Placement, Region, Reply, ShardError};
+use crate::transport::{
+    BlockSlot, Channel, Device, Message, Placement, Region, RegionKey, Reply, ShardError,
+};
 
 /// Why a write or commit failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -73,11 +75,27 @@ struct State {
     staging: Region,
     /// A second one, for a learner that writes ahead while the shard still reads the first.
     spare: Option<Region>,
+    /// The last two steps that were committed, or tried to be, and where their payload lies.
+    shipped: [Option<(Step, RegionKey)>; 2],
     /// Blocks that were completed with zeros at the end.
     unchecked: FixedBitSet,
 }
 
 impl State {
+    /// A commit of `step` goes off.
+    fn ship(&mut self, step: Step, from: RegionKey) {
+        if self.shipped[0].is_some_and(|(last, _)| last != step) {
+            self.shipped[1] = self.shipped[0];
+        }
+        self.shipped[0] = Some((step, from));
+    }
+
+    /// Whether the step before `step` was committed from what is the staging region now.
+    fn is_in_staging(&self, step: Step) -> bool {
+        let before = self.shipped.iter().flatten().find(|(shipped, _)| shipped.next() == step);
+        before.is_some_and(|(_, key)| *key == self.staging.key())
+    }
+
     /// No contribution is open.
     fn reset(&mut self) {
         self.tracker.reset();
@@ -127,6 +145,7 @@ impl Contributor {
             failed: None,
             staging: region(&*device, "gradfs-staging", &layout)?,
             spare: None,
+            shipped: [None; 2],
             unchecked: FixedBitSet::with_capacity(layout.blocks() as usize),
         });
         let mapped = region(&*device, "gradfs-gradients", &layout)?;
@@ -235,7 +254,7 @@ impl Contributor {
                     }
                 },
             };
-            (step, Arc::clone(state.staging.memory()))
+            (step, state.staging.clone())
         };
         self.traffic.written.fetch_add(data.len() as u64, Ordering::Relaxed);
         let mut outcome = Ok(());
@@ -255,7 +274,9 @@ impl Contributor {
         let Reply::Opened { step, staging_lent } = request(&*self.channel, message, timeout)? else {
             return Err(ShardError::Unreachable);
         };
-        if staging_lent {
+        // The shard still reads the step before this one. That need not be what was committed last: a commit
+        // that timed out may have been taken or not, and this may be the second try after an abort.
+        if staging_lent && state.is_in_staging(step) {
             let spare = match state.spare.take() {
                 Some(spare) => spare,
                 None => region(&*self.device, "gradfs-staging", &self.layout)?,
@@ -267,14 +288,11 @@ impl Contributor {
     }
 
     /// Ships or stages one piece. Its in-flight mark is always taken back.
-    fn take(&self, piece: &Piece, data: &[u8], step: Step, staging: &Mapping) -> Result<(), ShardError> {
+    fn take(&self, piece: &Piece, data: &[u8], step: Step, staging: &Region) -> Result<(), ShardError> {
         let start = piece.bytes.start as usize;
         if piece.whole {
-            let placed = self.offer(piece.block, data, step);
+            let placed = self.offer(piece.block, data, step, Some(staging));
             if matches!(placed, Ok(Placement::Deferred)) {
-                // SAFETY: the tracker marked the block as sent, so no other write enters its bytes, and the
-                // shard reads them only after the commit, which waits for this piece.
-                unsafe { staging.write(start, data) };
                 self.traffic.staged.fetch_add(data.len() as u64, Ordering::Relaxed);
             } else if placed.is_ok() {
                 self.traffic.reduced_on_arrival.fetch_add(data.len() as u64, Ordering::Relaxed);
@@ -283,7 +301,7 @@ impl Contributor {
         }
         // SAFETY: nobody reads the block before it is complete and all its copies are in. Two writers of
         // the same bytes race as two write(2) calls on any file do: one of them wins, byte by byte.
-        unsafe { staging.write(start, data) };
+        unsafe { staging.memory().write(start, data) };
         self.traffic.staged.fetch_add(data.len() as u64, Ordering::Relaxed);
         {
             let mut state = self.state.lock();
@@ -294,15 +312,21 @@ impl Contributor {
         }
         let block = self.layout.block_bytes(piece.block);
         // SAFETY: the block is complete, and marked as sent: no write enters it any more.
-        let whole = unsafe { staging.bytes(block.start as usize..block.end as usize) };
-        let placed = self.offer(piece.block, whole, step);
+        let whole = unsafe { staging.memory().bytes(block.start as usize..block.end as usize) };
+        let placed = self.offer(piece.block, whole, step, None);
         self.placed(piece, placed)
     }
 
     /// Offers a whole block, for the first time in this contribution.
-    fn offer(&self, block: BlockId, data: &[u8], step: Step) -> Result<Placement, ShardError> {
+    fn offer(
+        &self,
+        block: BlockId,
+        data: &[u8],
+        step: Step,
+        room: Option<&Region>,
+    ) -> Result<Placement, ShardError> {
         let slot = BlockSlot { learner: self.learner, incarnation: self.incarnation, step, block };
-        match self.channel.write(data, slot)? {
+        match self.channel.write(data, slot, room)? {
             // The shard took this step without this block: a commit that timed out here had arrived there.
             Placement::Duplicate => Err(ShardError::NotAllowed(format!(
                 "step {step} was already taken: block {block} came too late"

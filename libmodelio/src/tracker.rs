@@ -252,6 +252,7 @@ impl ContributionTracker {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // lists of ranges that happen to have one
 mod tests {
     use super::*;
 

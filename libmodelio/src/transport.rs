@@ -219,9 +219,13 @@ pub trait Channel: Send + Sync {
     /// Offers one whole block of a contribution. Hot path: takes no lock for the length of a copy and
     /// allocates nothing.
     ///
+    /// `room` is the learner's staging region: a payload that is not reduced on arrival has been placed
+    /// there, at its block's offset, when this returns [`Placement::Deferred`]. Without `room` the payload
+    /// lies there already.
+    ///
     /// # Errors
     /// [`ShardError`]; then the block was not taken.
-    fn write(&self, payload: &[u8], slot: BlockSlot) -> Result<Placement, ShardError>;
+    fn write(&self, payload: &[u8], slot: BlockSlot, room: Option<&Region>) -> Result<Placement, ShardError>;
 
     /// Reads `local.len()` bytes of the newest version at `offset` of the model.
     ///

@@ -133,7 +133,7 @@ criterion_group! {
     config = Criterion::default()
         .sample_size(10)
         .warm_up_time(Duration::from_millis(200))
-        .measurement_time(Duration::from_millis(800))
+        .measurement_time(Duration::from_millis(500))
         .without_plots();
     targets = benches
 }

@@ -4,7 +4,8 @@
 //! reduced by the thread that brings it, from the buffer it came in; passes over many blocks run on the
 //! worker pool, so that no request thread waits for another learner's work.
 //!
-//! There is one lock, held for decisions and never for a pass over a block. Completions and the
+//! There is one lock, held for decisions and never for a pass over a block; only a change of reducer takes
+//! its optimizer state's memory under it. Completions and the
 //! listener are called after it is released, so they may call the shard again; they run on whatever
 //! thread brought the news, the timer's and the workers' included, so they must not block.
 
@@ -75,7 +76,11 @@ struct Inner {
     retries: Vec<Retry>,
 }
 
-/// A model's shard in this process.
+/// A model's shard in this process: [`Channel`](libmodelio::transport::Channel) for learners, and what the
+/// mount wants to know besides.
+///
+/// Every request is answered once: by the core, at its deadline (which the timer looks at to within some
+/// 20 ms), or with [`ShardError::Unreachable`] by [`Self::shut_down`] or when the shard is dropped.
 pub struct EmbeddedShard {
     layout: Arc<ModelLayout>,
     started: Instant,

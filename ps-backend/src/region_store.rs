@@ -30,7 +30,7 @@ use crate::kernels::Wire;
 use crate::reducer::Reducer;
 
 use block::widen;
-pub use block::{Job, fold_block, is_finite, region_is_finite, written_is_finite};
+pub use block::{Job, fold_block, is_finite, place, region_is_finite, written_is_finite};
 
 /// A block whose bytes belong to no version.
 const VOID: u64 = u64::MAX;
@@ -95,7 +95,8 @@ struct Published {
     pins: u64,
 }
 
-/// All memory of one model's shard.
+/// All memory of one model's shard. Not shared: its owner's lock guards it, and a [`Job`] takes along what
+/// computing blocks without that lock needs.
 #[derive(Debug)]
 pub struct RegionStore {
     layout: Arc<ModelLayout>,

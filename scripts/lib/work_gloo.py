@@ -15,7 +15,7 @@ from datetime import timedelta
 import numpy
 
 from work_race import race
-from work_step import Mount, gradients, total
+from work_step import gradients, mount, total
 
 CLONE_NEWNET = 0x4000_0000
 SIOCSIFFLAGS = 0x8914
@@ -45,21 +45,13 @@ def _join_network(pid):
 
 def set_up(member, directory, counts):
     """Connects the members, once. `directory` is for the meeting; `counts` are the sizes of the groups."""
-    meeting = os.path.join(directory, "network")
-    if member.rank == 0:
-        own = _own_network()
-        with open(meeting, "w") as file:
-            file.write(str(os.getpid()) if own else "")
-    member.meet()
-    with open(meeting) as file:
-        pid = file.read()
-    if pid and member.rank:
-        _join_network(pid)
-    member.meet()
-
-    # Not before here: it starts threads, which stay in the namespace they are born in.
     import torch
     from torch import distributed
+
+    def groups(name, interfaces):
+        os.environ["GLOO_SOCKET_IFNAME"] = interfaces
+        for count in counts:
+            member.kept[count, name] = distributed.new_group(list(range(count)), timeout=DEADLINE)
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -70,10 +62,26 @@ def set_up(member, directory, counts):
         world_size=member.count,
         timeout=DEADLINE,
     )
+    groups("plain", "lo")
+    # Connections and gloo's threads stay in the namespace they were made in, later ones follow us.
+    moved = _move(member, os.path.join(directory, "network"))
     for interfaces in INTERFACES:
-        os.environ["GLOO_SOCKET_IFNAME"] = interfaces
-        for count in counts:
-            member.kept[count, interfaces] = distributed.new_group(list(range(count)), timeout=DEADLINE)
+        groups(interfaces, interfaces)
+    return moved
+
+
+def _move(member, meeting):
+    """Takes all members to one namespace of their own, by the file `meeting`, if that is permitted."""
+    if member.rank == 0:
+        own = _own_network()
+        with open(meeting, "w") as file:
+            file.write(str(os.getpid()) if own else "")
+    member.meet()
+    with open(meeting) as file:
+        pid = file.read()
+    if pid and member.rank:
+        _join_network(pid)
+    member.meet()
     return bool(pid)
 
 
@@ -109,16 +117,15 @@ class Gloo:
             raise AssertionError("gloo: wrong sum")
 
 
-def trial(member, size, **arguments):
-    """Races every way to use gloo against the others, as {(interfaces, pieces): times}."""
-    ways = [(interfaces, pieces) for interfaces in INTERFACES for pieces in PIECES]
-    return race(member, {way: Gloo(member, size, *way) for way in ways}, **arguments)
+# Every way that is tried, and what a program gets that asks for nothing.
+WAYS = [(interfaces, pieces) for interfaces in INTERFACES for pieces in PIECES]
+PLAIN = ("plain", 1)
 
 
-def mount_and_gloo(member, directories, size, way, **arguments):
-    """Races the mount against gloo used in the given `way`."""
+def mount_and_gloo(member, directories, size, ways, **arguments):
+    """Races the mount and gloo in the named `ways` of each: names of `mount`, pairs for gloo."""
+    through_mount = mount(member, directories, size)
     contenders = {
-        "mount": Mount(member, directories[member.rank], size),
-        "gloo": Gloo(member, size, *way),
+        way: Gloo(member, size, *way) if isinstance(way, tuple) else through_mount[way] for way in ways
     }
     return race(member, contenders, **arguments)

@@ -25,37 +25,110 @@ def total(count, size):
     return sum((gradients(rank, size) for rank in range(count)), numpy.zeros(size // 4, numpy.float32))
 
 
-class Mount:
-    """The learner whose directory is `directory`."""
+class Learner:
+    """A learner of a job, whose directory is `directory`; it may be used in several ways in turn."""
 
     def __init__(self, member, directory, size):
         self.directory = directory
+        self.size = size
         self.gradients = gradients(member.rank, size)
-        self.weights = numpy.zeros_like(self.gradients)
+        self.weights = numpy.ones_like(self.gradients)
         self.total = total(member.count, size)
+        self.steps = 0
+        self._mapping = None
+
+    def map_gradients(self):
+        """The file `gradients` and an array that is its memory, the same ones every time."""
+        if self._mapping is None:
+            file = os.open(f"{self.directory}/gradients", os.O_RDWR)
+            self._mapping = file, numpy.frombuffer(mmap.mmap(file, self.size), numpy.float32)
+        return self._mapping
+
+    def read_weights(self, into_buffer):
+        """Copies the newest version, by read(2) or from a mapping, to the buffer that is always the same."""
+        file = os.open(f"{self.directory}/weights", os.O_RDONLY)
+        try:
+            if into_buffer:
+                if os.preadv(file, [self.weights], 0) != self.size:
+                    raise AssertionError("short read of weights")
+                return
+            with mmap.mmap(file, self.size, mmap.MAP_SHARED, mmap.PROT_READ) as mapping:
+                numpy.copyto(self.weights, numpy.frombuffer(mapping, numpy.float32))
+        finally:
+            os.close(file)
+
+    def check(self, _):
+        """The weights hold every contribution exactly once."""
+        right = self.total * numpy.float32(self.steps)
+        if not numpy.array_equal(self.weights, right):
+            wrong = numpy.flatnonzero(self.weights != right)
+            raise AssertionError(f"wrong weights after {self.steps} steps: {len(wrong)} elements from {wrong[0]}")
+
+
+class Written:
+    """Gradients by write(2), 1 MiB at a time; weights by read(2), or else mapped and copied."""
+
+    def __init__(self, learner, into_buffer):
+        self.learner = learner
+        self.into_buffer = into_buffer
+        self.check = learner.check
 
     def prepare(self):
         """Nothing to do."""
 
     def step(self):
         """Contributes and reads the version that contains it."""
-        data = memoryview(self.gradients).cast("B")
-        file = os.open(f"{self.directory}/gradients", os.O_WRONLY)
+        learner = self.learner
+        data = memoryview(learner.gradients).cast("B")
+        file = os.open(f"{learner.directory}/gradients", os.O_WRONLY)
         try:
-            for offset in range(0, len(data), MIB):
+            for offset in range(0, learner.size, MIB):
                 if os.pwrite(file, data[offset : offset + MIB], offset) != MIB:
                     raise AssertionError(f"short write at {offset}")
         finally:
             os.close(file)
-        with open(f"{self.directory}/weights", "rb", buffering=0) as file:
-            if file.readinto(self.weights) != len(data):
-                raise AssertionError("short read of weights")
+        learner.read_weights(self.into_buffer)
+        learner.steps += 1
 
-    def check(self, steps):
-        """The weights hold every contribution exactly once."""
-        if not numpy.array_equal(self.weights, self.total * numpy.float32(steps)):
-            wrong = numpy.flatnonzero(self.weights != self.total * numpy.float32(steps))
-            raise AssertionError(f"wrong weights after {steps} steps: {len(wrong)} elements from {wrong[0]}")
+
+class Mapped:
+    """Gradients that are in the file's memory already, as those of a framework that was given it."""
+
+    def __init__(self, learner):
+        self.learner = learner
+        self.file, self.memory = learner.map_gradients()
+        self.check = learner.check
+
+    def prepare(self):
+        """Puts the gradients there, as backpropagation would."""
+        numpy.copyto(self.memory, self.learner.gradients)
+
+    def step(self):
+        """Contributes and reads the version that contains it."""
+        os.fsync(self.file)
+        self.learner.read_weights(into_buffer=False)
+        self.learner.steps += 1
+
+
+# The ways to contribute with write(2): what a race is between, and reported as one contender.
+WAYS = {"write, read": True, "write, mmap": False}
+
+
+def mount(member, directories, size):
+    """The ways through the mount, as contenders by name. The learner is the same in every task."""
+    directory = directories[member.rank]
+    if directory not in member.kept:
+        member.kept[directory] = Learner(member, directory, size)
+    learner = member.kept[directory]
+    ways = {way: Written(learner, into_buffer) for way, into_buffer in WAYS.items()}
+    return {**ways, "mapped": Mapped(learner)}
+
+
+def forget(member, directories):
+    """Closes the files below a mount that is about to go."""
+    learner = member.kept.pop(directories[member.rank], None)
+    if learner and learner._mapping:
+        os.close(learner._mapping[0])
 
 
 class ByHand:
@@ -100,8 +173,5 @@ class ByHand:
 
 def mount_and_hand(member, directories, path, size, **arguments):
     """Races the mount against shared memory."""
-    contenders = {
-        "mount": Mount(member, directories[member.rank], size),
-        "hand": ByHand(member, path, size),
-    }
+    contenders = {**mount(member, directories, size), "hand": ByHand(member, path, size)}
     return race(member, contenders, **arguments)

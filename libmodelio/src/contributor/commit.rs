@@ -81,6 +81,7 @@ impl Contributor {
         for gaps in gaps {
             state.unchecked.insert(gaps.block.index());
         }
+        state.ship(step, staging.key());
         let notice = CommitNotice {
             sent: state.tracker.sent_blocks().clone(),
             deferred: state.tracker.deferred_blocks().clone(),
@@ -113,6 +114,7 @@ impl Contributor {
         let mut all = FixedBitSet::with_capacity(self.layout.blocks() as usize);
         all.insert_range(..);
         state.committing = true;
+        state.ship(step, self.mapped.key());
         drop(state);
         self.traffic.written.fetch_add(self.layout.size(), Ordering::Relaxed);
         self.traffic.reduced_on_arrival.fetch_add(self.layout.size(), Ordering::Relaxed);

@@ -266,10 +266,9 @@ impl<S: Clone> ShardCore<S> {
             self.waiting_since = None;
         }
         if let Some(member) = self.members.get_mut(&learner)
-            && let Some(phase @ Phase::Open { step, .. }) = committed.undo
+            && let Some(phase) = committed.undo
         {
-            debug_assert_eq!(member.step, step);
-            member.step = Step(step.0.saturating_sub(1));
+            member.step = Step(member.step.0.saturating_sub(1));
             member.unpublished = false;
             member.phase = phase;
         }

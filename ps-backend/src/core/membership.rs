@@ -128,6 +128,11 @@ impl<S: Clone> ShardCore<S> {
                 self.params.take_if(|_| !self.committed.iter().any(folded));
             }
             self.drop_pending_commit(learner, why, actions);
+        } else if let Some(taken) = self.committed.iter_mut().find(|c| c.contribution.learner == learner)
+            && taken.undo.is_some()
+        {
+            // It is taken; but should that fail yet, nothing is to be open again.
+            taken.undo = Some(Phase::Idle);
         }
         Ok(())
     }

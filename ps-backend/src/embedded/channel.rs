@@ -153,10 +153,13 @@ impl Inner {
 }
 
 impl Channel for EmbeddedShard {
-    fn write(&self, payload: &[u8], slot: BlockSlot) -> Result<Placement, ShardError> {
+    fn write(&self, payload: &[u8], slot: BlockSlot, room: Option<&Region>) -> Result<Placement, ShardError> {
         let extent = self.layout.block_bytes(slot.block);
         if payload.len() as u64 != extent.end.saturating_sub(extent.start) {
             return Err(ShardError::BadBlock { block: slot.block, bytes: payload.len() });
+        }
+        if room.is_some_and(|room| (room.memory().len() as u64) < extent.end) {
+            return Err(ShardError::OutOfRange);
         }
         if self.is_stopping() {
             return Err(ShardError::Unreachable);
@@ -166,12 +169,15 @@ impl Channel for EmbeddedShard {
             Arrival::Duplicate => return Ok(Placement::Duplicate),
             Arrival::Fuse(plan) => plan,
             Arrival::Defer => {
-                if inner.core.controls().nonfinite == NonFinite::Reject {
-                    drop(inner);
-                    if !region_store::is_finite(&self.layout, slot.block, payload) {
-                        self.inner.lock().core.refuse(slot);
-                        return Err(ShardError::NonFinite(slot.block));
-                    }
+                let check = inner.core.controls().nonfinite == NonFinite::Reject;
+                drop(inner);
+                let finite = match room {
+                    Some(room) => region_store::place(&self.layout, slot.block, payload, room, check),
+                    None => !check || region_store::is_finite(&self.layout, slot.block, payload),
+                };
+                if !finite {
+                    self.inner.lock().core.refuse(slot);
+                    return Err(ShardError::NonFinite(slot.block));
                 }
                 return Ok(Placement::Deferred);
             }

@@ -155,11 +155,11 @@ pub fn apply(
 }
 
 fn reduce<O: Op>(op: O, wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'_>) -> bool {
-    match sources {
-        &[Source::Wire(source)] if wire == Wire::F32 => {
+    match *sources {
+        [Source::Wire(source)] if wire == Wire::F32 => {
             reduce_as::<O, true>(op, wire, sources, source, input, output)
         }
-        &[Source::Acc(source)] if wire == Wire::F32 => {
+        [Source::Acc(source)] if wire == Wire::F32 => {
             reduce_as::<O, true>(op, wire, sources, bytes(source), input, output)
         }
         _ => reduce_as::<O, false>(op, wire, sources, &[], input, output),
@@ -239,6 +239,21 @@ pub fn widen(wire: Wire, src: &[u8], dst: &mut [f32]) {
 pub fn stream_copy(src: &[u8], dst: &mut [u8]) {
     assert_eq!(src.len(), dst.len(), "copy");
     dispatch(pass::Copy { src, dst });
+}
+
+/// Copy, past the caches when large, and tell whether all elements are finite.
+///
+/// # Panics
+/// If the lengths disagree or are not whole elements.
+pub fn copy_checked(wire: Wire, src: &[u8], dst: &mut [u8]) -> bool {
+    assert_eq!(src.len(), dst.len(), "copy");
+    elements(wire, src);
+    if wire != Wire::F32 {
+        // Twice over bytes that are in cache; the widening fold does not fit.
+        stream_copy(src, dst);
+        return all_finite(wire, src);
+    }
+    dispatch(pass::Fold { wire, src, acc: dst, first: true })
 }
 
 /// Are all elements finite?

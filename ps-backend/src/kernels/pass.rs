@@ -236,7 +236,7 @@ impl<O: Op, const PLAIN: bool> Pass for Reduce<'_, O, PLAIN> {
         let (w, slots) = self.op.step(sum, w, slots);
         // SAFETY: `split` streams only whole lines, and only if they are aligned in all outputs.
         unsafe {
-            if PLAIN || wire == Wire::F32 {
+            if wire == Wire::F32 {
                 put(w, self.weights.1, piece, stream);
             } else {
                 put_half(wire, w, self.weights.1, piece, stream, &mut self.staged);

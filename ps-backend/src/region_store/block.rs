@@ -316,6 +316,23 @@ pub fn is_finite(layout: &ModelLayout, block: BlockId, payload: &[u8]) -> bool {
     })
 }
 
+/// Copies a whole block to its place in a staging region, past the caches: the shard reads it when the
+/// others' are there too. Looks for NaN and Inf on the way if it is to `check`; false when it found some.
+pub fn place(layout: &ModelLayout, block: BlockId, payload: &[u8], room: &Region, check: bool) -> bool {
+    let start = layout.block_bytes(block).start;
+    let mut finite = true;
+    for segment in layout.segments(block) {
+        let src = &payload[(segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize];
+        // SAFETY: the learner offers the block once, and reads or writes its place only after this.
+        let dst = unsafe { room.memory().bytes_mut(span(&segment.bytes)) };
+        match wire(segment.dtype) {
+            Some(wire) if check => finite &= kernels::copy_checked(wire, src, dst),
+            _ => kernels::stream_copy(src, dst),
+        }
+    }
+    finite
+}
+
 /// As [`is_finite`], for a block in a region that nobody writes.
 pub fn region_is_finite(layout: &ModelLayout, block: BlockId, region: &Region) -> bool {
     // SAFETY: the contribution is sealed: its program waits in fsync or close.

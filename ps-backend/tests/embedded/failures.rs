@@ -247,7 +247,7 @@ fn nonsense_is_refused_and_changes_nothing() {
         step: Step(1),
         block: BlockId(block),
     };
-    let write = |bytes: &[u8], block| job.shard.write(bytes, slot(block));
+    let write = |bytes: &[u8], block| job.shard.write(bytes, slot(block), None);
     let block = &data[..BLOCK as usize];
     assert!(matches!(write(block, 0), Err(ShardError::StepOutOfOrder { .. })), "not opened");
     for (bytes, at) in [(&block[1..], 0), (block, 99), (&[][..], 99), (block, u32::MAX)] {
@@ -270,7 +270,7 @@ fn nonsense_is_refused_and_changes_nothing() {
     job.send(Message::Abort { learner: learner.id }).unwrap();
     let Ok(Reply::Buffer(buffer)) = job.send(Message::Allocate) else { panic!() };
     let size = job.layout.size();
-    for written in [vec![0..size + 1], vec![5..9, 3..4], vec![std::ops::Range { start: 9, end: 5 }]] {
+    for written in [vec![0..1, 2..size + 1], vec![5..9, 3..4], vec![std::ops::Range { start: 9, end: 5 }]] {
         let refused = job.send(Message::Assign { buffer: buffer.clone(), written });
         assert_eq!(refused.unwrap_err(), ShardError::OutOfRange);
     }

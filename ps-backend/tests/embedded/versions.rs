@@ -49,28 +49,44 @@ fn a_contribution_may_be_written_before_the_last_is_published() {
     let job = Job::with(floats_layout(40_000), &[("reducer", "sum"), ("learners", "2")]);
     let (a, b) = (job.join("a"), job.join("b"));
     let value = |v: f32| encode(&job.layout, 0, move |_| v);
+    let start = decode(&job.layout, &job.weights());
+    let added = |by: f32| {
+        let weights = decode(&job.layout, &job.weights());
+        weights.iter().zip(&start).all(|(w, s)| w - s == by)
+    };
     for round in 0..4 {
-        let before = decode(&job.layout, &job.weights())[0];
+        let before = 23.0 * round as f32;
         a.contribute(&value(1.0)).unwrap();
         // The first one still lies in staging: this must not overwrite it.
         a.write_in_pieces(&value(16.0), 7_001);
         b.contribute(&value(2.0)).unwrap();
         job.wait(&a);
-        assert!(decode(&job.layout, &job.weights()).iter().all(|w| *w - before == decode_step(0)), "{round}");
+        assert!(added(before + 3.0), "{round}");
         a.commit().unwrap();
         b.contribute(&value(4.0)).unwrap();
         job.wait(&a);
-        let after = decode(&job.layout, &job.weights());
-        assert!(after.iter().enumerate().all(|(i, w)| *w - after[0] == noise_step(i)), "{round}");
+        assert!(added(before + 23.0), "{round}");
     }
+}
 
-    fn decode_step(_: usize) -> f32 {
-        3.0
+#[test]
+fn what_was_written_ahead_and_dropped_does_not_touch_what_was_committed() {
+    let job = Job::with(floats_layout(40_000), &[("reducer", "sum"), ("learners", "2")]);
+    let (a, b) = (job.join("a"), job.join("b"));
+    let start = decode(&job.layout, &job.weights());
+    let value = |v: f32| encode(&job.layout, 0, move |_| v);
+    a.contribute(&value(1.0)).unwrap();
+    for _ in 0..3 {
+        // Each of these is staged anew while the first one is still to be read.
+        a.write_in_pieces(&value(64.0), 7_001);
+        let late = a.commit_within(libmodelio::contributor::Fill::Zero, std::time::Duration::from_millis(1));
+        assert!(late.is_err());
+        a.writes.abort();
     }
-
-    fn noise_step(_: usize) -> f32 {
-        0.0
-    }
+    b.contribute(&value(2.0)).unwrap();
+    job.wait(&a);
+    let weights = decode(&job.layout, &job.weights());
+    assert!(weights.iter().zip(&start).all(|(w, s)| w - s == 3.0), "{}", weights[0] - start[0]);
 }
 
 #[test]

@@ -1,12 +1,10 @@
 //! Promises of asynchronous jobs.
 
-use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::ids::{Step, Version};
 use libmodelio::transport::{LeaveReason, ShardError};
 
 use super::super::*;
-use super::sim::{Sim, Uid, blocks, slot};
-
-type Id = (LearnerId, Incarnation);
+use super::sim::{Id, Sim, Uid, blocks, open, slot};
 
 fn job(names: &[&str]) -> (Sim, Vec<Id>) {
     let mut sim = Sim::new(&[("consistency", "async"), ("lease", "1")]);
@@ -15,10 +13,6 @@ fn job(names: &[&str]) -> (Sim, Vec<Id>) {
         sim.core.touch(id.0, Some(true), sim.now);
     }
     (sim, ids)
-}
-
-fn open(sim: &mut Sim, id: Id) -> (Step, Uid) {
-    (sim.core.open(id.0, sim.now).unwrap().step, sim.uid())
 }
 
 fn fuse(sim: &mut Sim, id: Id, step: Step, uid: Uid, block: u32) -> bool {

@@ -324,7 +324,7 @@ impl Sim {
 
     pub fn assign(&mut self, timeout: u64) -> Ticket {
         let (ticket, deadline) = self.ticket(timeout, None, Vec::new());
-        self.call(|core, now, actions| core.assign(ticket, 0, vec![0..1], deadline, now, actions));
+        self.call(|core, now, actions| core.assign(ticket, 0, Vec::new(), deadline, now, actions));
         ticket
     }
 
@@ -353,4 +353,40 @@ impl Sim {
 
 pub fn slot(learner: (LearnerId, Incarnation), step: Step, block: u32) -> BlockSlot {
     BlockSlot { learner: learner.0, incarnation: learner.1, step, block: BlockId(block) }
+}
+
+/// A learner.
+pub type Id = (LearnerId, Incarnation);
+
+/// A synchronous job of `learners`, of whom these have joined.
+pub fn job(learners: &str, names: &[&str]) -> (Sim, Vec<Id>) {
+    let mut sim = Sim::new(&[("learners", learners)]);
+    let ids = names.iter().map(|name| sim.join(name).unwrap()).collect();
+    (sim, ids)
+}
+
+/// A new contribution.
+pub fn open(sim: &mut Sim, id: Id) -> (Step, Uid) {
+    (sim.core.open(id.0, sim.now).unwrap().step, sim.uid())
+}
+
+/// A contribution to all blocks that lies in staging.
+pub fn everything(sim: &mut Sim, id: Id, lendable: bool) -> (Uid, Ticket) {
+    let (step, uid) = open(sim, id);
+    let all = blocks(0..BLOCKS);
+    (uid, sim.commit(id.0, step, uid, (all.clone(), all), lendable, 1_000))
+}
+
+/// Whether a block is to be reduced on arrival; then it is under way.
+pub fn is_fused(sim: &mut Sim, id: Id, step: Step, uid: Uid, block: u32) -> bool {
+    match sim.arrive(slot(id, step, block), uid).unwrap() {
+        Arrival::Fuse(_) => true,
+        Arrival::Defer => false,
+        Arrival::Duplicate => panic!("block {block} came before"),
+    }
+}
+
+/// Whether a commit was taken.
+pub fn ok(sim: &Sim, ticket: Ticket) -> bool {
+    sim.replies.get(&ticket) == Some(&Ok(Answer::Committed))
 }

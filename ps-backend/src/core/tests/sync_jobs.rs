@@ -1,41 +1,10 @@
-//! Promises of synchronous jobs, of membership, and of what both kinds of job share.
+//! Promises of synchronous jobs, and of what both kinds of job share.
 
-use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
-use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::ids::{Incarnation, Step, Version};
+use libmodelio::transport::ShardError;
 
 use super::super::*;
-use super::sim::{BLOCKS, Sim, Uid, blocks, slot};
-
-type Id = (LearnerId, Incarnation);
-
-fn job(learners: &str, names: &[&str]) -> (Sim, Vec<Id>) {
-    let mut sim = Sim::new(&[("learners", learners)]);
-    let ids = names.iter().map(|name| sim.join(name).unwrap()).collect();
-    (sim, ids)
-}
-
-fn open(sim: &mut Sim, id: Id) -> (Step, Uid) {
-    (sim.core.open(id.0, sim.now).unwrap().step, sim.uid())
-}
-
-/// A contribution to all blocks that lies in staging.
-fn everything(sim: &mut Sim, id: Id, lendable: bool) -> (Uid, Ticket) {
-    let (step, uid) = open(sim, id);
-    let all = blocks(0..BLOCKS);
-    (uid, sim.commit(id.0, step, uid, (all.clone(), all), lendable, 1_000))
-}
-
-fn is_fused(sim: &mut Sim, id: Id, step: Step, uid: Uid, block: u32) -> bool {
-    match sim.arrive(slot(id, step, block), uid).unwrap() {
-        Arrival::Fuse(_) => true,
-        Arrival::Defer => false,
-        Arrival::Duplicate => panic!("block {block} came before"),
-    }
-}
-
-fn ok(sim: &Sim, ticket: Ticket) -> bool {
-    sim.replies.get(&ticket) == Some(&Ok(Answer::Committed))
-}
+use super::sim::{BLOCKS, Sim, Uid, blocks, everything, is_fused, job, ok, open, slot};
 
 #[test]
 fn a_version_needs_all_learners() {
@@ -47,65 +16,6 @@ fn a_version_needs_all_learners() {
     sim.reduce_done(true);
     assert!(ok(&sim, second));
     assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)), Some(Version(1))]);
-}
-
-#[test]
-fn nothing_completes_before_the_job_is_formed() {
-    let (mut sim, ids) = job("2", &["a"]);
-    assert_eq!(sim.core.state(), "forming");
-    let (a, first) = everything(&mut sim, ids[0], true);
-    assert!(ok(&sim, first) && sim.running.is_none());
-    let b = sim.join("b").unwrap();
-    assert!(sim.running.is_none(), "b takes part");
-    let (b, _) = everything(&mut sim, b, true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
-}
-
-#[test]
-fn lowering_learners_in_mid_step_forms_the_job() {
-    let (mut sim, ids) = job("3", &["a", "b"]);
-    everything(&mut sim, ids[0], true);
-    everything(&mut sim, ids[1], true);
-    assert!(sim.running.is_none());
-    sim.set("learners", "2");
-    assert!(sim.running.is_some());
-}
-
-#[test]
-fn a_setting_does_not_make_a_job_form_anew() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
-    sim.leave(ids[1].0);
-    sim.set("learning_rate", "0.5");
-    assert_eq!(sim.core.state(), "running");
-    sim.set("learners", "3");
-    assert_eq!(sim.core.state(), "forming");
-}
-
-#[test]
-fn who_joins_in_mid_step_takes_part_from_the_next_version() {
-    let (mut sim, ids) = job("1", &["a"]);
-    let (step, uid) = open(&mut sim, ids[0]);
-    let b = sim.join("b").unwrap();
-    let (of_b, commit) = everything(&mut sim, b, true);
-    assert!(!ok(&sim, commit), "its step is not current");
-    sim.commit(ids[0].0, step, uid, (blocks([]), blocks([])), true, 1_000);
-    sim.reduce_done(true);
-    assert!(ok(&sim, commit) && sim.running.is_none(), "the next version needs both");
-    everything(&mut sim, ids[0], true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[of_b]), [Some(Version(2))]);
-}
-
-#[test]
-fn who_joined_in_a_step_that_was_dropped_need_not_wait() {
-    let (mut sim, ids) = job("1", &["a"]);
-    open(&mut sim, ids[0]);
-    let b = sim.join("b").unwrap();
-    sim.leave(ids[0].0);
-    let (of_b, _) = everything(&mut sim, b, true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[of_b]), [Some(Version(1))]);
 }
 
 #[test]
@@ -183,21 +93,6 @@ fn a_commit_must_not_name_a_block_that_nobody_took() {
 }
 
 #[test]
-fn who_dies_before_the_commit_leaves_no_trace() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
-    let (b, _) = everything(&mut sim, ids[1], true);
-    let (step, a) = open(&mut sim, ids[0]);
-    assert!(is_fused(&mut sim, ids[0], step, a, 0));
-    assert!(is_fused(&mut sim, ids[0], step, a, 1));
-    sim.fuse_done(0, true);
-    sim.leave(ids[0].0);
-    assert!(sim.running.is_none(), "a block of the dead one is still under way");
-    sim.fuse_done(0, true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a, b]), [None, Some(Version(1))]);
-}
-
-#[test]
 fn a_late_block_of_a_dropped_contribution_is_not_taken_for_the_next_ones() {
     let (mut sim, ids) = job("1", &["a"]);
     let (step, dropped) = open(&mut sim, ids[0]);
@@ -214,29 +109,6 @@ fn a_late_block_of_a_dropped_contribution_is_not_taken_for_the_next_ones() {
 }
 
 #[test]
-fn what_was_committed_stays_when_its_learner_leaves() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
-    let (a, _) = everything(&mut sim, ids[0], true);
-    sim.leave(ids[0].0);
-    let (b, _) = everything(&mut sim, ids[1], true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
-}
-
-#[test]
-fn what_was_committed_is_published_when_all_have_left() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
-    let (a, _) = everything(&mut sim, ids[0], false);
-    sim.leave(ids[0].0);
-    sim.leave(ids[1].0);
-    assert!(sim.running.is_none(), "being folded");
-    sim.fold_done(true);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
-    assert_eq!(sim.core.state(), "forming", "the next ones are a new job");
-}
-
-#[test]
 fn an_aborted_commit_is_not_taken_later() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     everything(&mut sim, ids[0], true);
@@ -247,43 +119,6 @@ fn an_aborted_commit_is_not_taken_later() {
     everything(&mut sim, ids[1], true);
     sim.reduce_done(true);
     assert_eq!((sim.core.committed(), sim.versions_of(&[ahead])), (0, vec![None]));
-}
-
-#[test]
-fn below_min_learners_everything_is_refused() {
-    let mut sim = Sim::new(&[("learners", "2"), ("min_learners", "2")]);
-    let a = sim.join("a").unwrap();
-    assert!(sim.core.open(a.0, sim.now).is_ok(), "not formed is not stopped");
-    let b = sim.join("b").unwrap();
-    let (taken, _) = everything(&mut sim, a, true);
-    let (ahead, waiting) = everything(&mut sim, a, true);
-    let awaited = sim.await_step(a.0, vec![taken], 1_000);
-    sim.leave(b.0);
-    let stopped = ShardError::Stopped { active: 1, needed: 2 };
-    assert_eq!(sim.core.state(), "stopped");
-    for ticket in [waiting, awaited] {
-        assert_eq!(sim.replies[&ticket], Err(stopped.clone()));
-    }
-    assert_eq!(sim.core.open(a.0, sim.now).unwrap_err(), stopped);
-    assert_eq!(sim.arrive(slot(a, Step(2), 0), ahead).unwrap_err(), stopped);
-    let refused = sim.commit(a.0, Step(2), ahead, (blocks([]), blocks([])), true, 1_000);
-    assert_eq!(sim.replies[&refused], Err(stopped));
-    // It goes on with a new learner; the step that was under way is not repeated.
-    sim.join("c").unwrap();
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[taken]), [Some(Version(1))]);
-}
-
-#[test]
-fn when_all_have_left_the_job_forms_anew() {
-    let mut sim = Sim::new(&[("learners", "2"), ("min_learners", "2")]);
-    let ids = [sim.join("a").unwrap(), sim.join("b").unwrap()];
-    sim.leave(ids[0].0);
-    sim.leave(ids[1].0);
-    let c = sim.join("a").unwrap();
-    assert_eq!((sim.core.state(), c.1), ("forming", Incarnation(2)));
-    everything(&mut sim, c, true);
-    assert!(sim.running.is_none());
 }
 
 #[test]
@@ -413,46 +248,6 @@ fn changing_the_reducer_and_back_starts_its_state_anew() {
 }
 
 #[test]
-fn a_silent_learner_leaves_when_nobody_is_attached() {
-    let mut sim = Sim::new(&[("lease", "1")]);
-    let a = sim.join("a").unwrap();
-    sim.join("b").unwrap();
-    sim.core.touch(a.0, Some(true), sim.now);
-    sim.tick(1_000);
-    assert_eq!(sim.left.len(), 1, "a is attached, and nobody waits for it");
-    assert_eq!(sim.left[0].1, LeaveReason::LeaseExpired);
-}
-
-#[test]
-fn a_silent_learner_leaves_when_it_has_been_waited_for() {
-    let mut sim = Sim::new(&[("lease", "1"), ("learners", "2")]);
-    let ids = [sim.join("a").unwrap(), sim.join("b").unwrap()];
-    for id in ids {
-        sim.core.touch(id.0, Some(true), sim.now);
-    }
-    sim.tick(900);
-    let (a, _) = everything(&mut sim, ids[0], true);
-    sim.tick(900);
-    assert_eq!(sim.left, [], "silent for long enough, but not waited for that long");
-    sim.tick(100);
-    assert_eq!(sim.left, [(ids[1].0, LeaveReason::LeaseExpired)]);
-    sim.reduce_done(true);
-    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))], "the job goes on with the rest");
-}
-
-#[test]
-fn who_waits_for_an_answer_is_not_silent() {
-    let mut sim = Sim::new(&[("lease", "1")]);
-    let a = sim.join("a").unwrap();
-    everything(&mut sim, a, true);
-    sim.reduce_done(false);
-    let (step, uid) = open(&mut sim, a);
-    let ticket = sim.commit(a.0, step, uid, (blocks([0]), blocks([0])), true, 60_000);
-    sim.tick(5_000);
-    assert!(sim.is_waiting(ticket) && sim.left.is_empty(), "the shard has no buffer for it");
-}
-
-#[test]
 fn a_completing_commit_waits_for_a_buffer_and_can_be_retried() {
     let (mut sim, ids) = job("1", &["a"]);
     everything(&mut sim, ids[0], true);
@@ -501,11 +296,31 @@ fn initial_weights_that_come_too_late_are_refused() {
 }
 
 #[test]
-fn the_table_of_learners_has_a_limit_and_names_are_taken_once() {
-    let (mut sim, _) = job("1", &["a"]);
-    assert_eq!(sim.join("a").unwrap_err(), ShardError::NameTaken("a".into()));
-    for i in 1..MAX_LEARNERS {
-        sim.join(&format!("l{i}")).unwrap();
-    }
-    assert_eq!(sim.join("one more").unwrap_err(), ShardError::TooManyLearners(MAX_LEARNERS));
+fn a_commit_waits_for_its_own_blocks_on_their_way() {
+    let (mut sim, ids) = job("1", &["a"]);
+    let (step, a) = open(&mut sim, ids[0]);
+    assert!(is_fused(&mut sim, ids[0], step, a, 0));
+    let ticket = sim.commit(ids[0].0, step, a, (blocks([0]), blocks([])), true, 1_000);
+    assert!(sim.is_waiting(ticket) && sim.running.is_none());
+    sim.fuse_done(0, true);
+    sim.reduce_done(true);
+    assert!(ok(&sim, ticket));
+    // One that is refused then is missed.
+    let (step, a) = open(&mut sim, ids[0]);
+    assert!(is_fused(&mut sim, ids[0], step, a, 0));
+    let ticket = sim.commit(ids[0].0, step, a, (blocks([0]), blocks([])), true, 1_000);
+    sim.fuse_done(0, false);
+    assert!(matches!(sim.replies[&ticket], Err(ShardError::NotAllowed(_))));
+}
+
+#[test]
+fn an_aborted_commit_that_fails_later_leaves_nothing_open() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    let (step, a) = open(&mut sim, ids[0]);
+    assert!(!is_fused(&mut sim, ids[0], step, a, 2));
+    sim.commit(ids[0].0, step, a, (blocks([2]), blocks([2])), false, 1_000);
+    sim.abort(ids[0].0);
+    sim.fold_done(false);
+    let (step, a) = open(&mut sim, ids[0]);
+    assert!(!is_fused(&mut sim, ids[0], step, a, 2), "a new contribution");
 }

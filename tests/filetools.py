@@ -1,0 +1,161 @@
+"""What the tests of the mount's promises share: model files, errnos, and programs that run beside them."""
+
+import contextlib
+import errno
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+# A program started by a test is killed after this many seconds.
+PROGRAM_DEADLINE = 40
+
+
+def f32(*values):
+    return np.array(values, "<f4")
+
+
+def filled(mount, value):
+    """A contribution to all of a float32 model, with one value everywhere."""
+    return np.full(os.stat(mount.model / "weights").st_size // 4, value, "<f4")
+
+
+def array(path):
+    """A whole file of float32 values, by one open."""
+    with open(path, "rb", buffering=0) as file:
+        return np.frombuffer(file.readall(), "<f4")
+
+
+def bf16(values):
+    """Bits of values that bfloat16 can hold exactly."""
+    return (np.asarray(values, "<f4").view("<u4") >> 16).astype("<u2")
+
+
+def from_bf16(bits):
+    return (bits.astype("<u4") << 16).view("<f4")
+
+
+def write_safetensors(path, tensors, metadata=None):
+    """`tensors`: name -> (dtype as safetensors names it, shape, bytes). Returns the path."""
+    header, at = {}, 0
+    if metadata:
+        header["__metadata__"] = metadata
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text + b"".join(data for _, _, data in tensors.values()))
+    return path
+
+
+def read_safetensors(data):
+    """Name -> (dtype, shape, bytes), and the metadata, of a file's bytes."""
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    metadata = header.pop("__metadata__", {})
+    body = data[8 + length :]
+    parts = {
+        name: (entry["dtype"], entry["shape"], body[slice(*entry["data_offsets"])])
+        for name, entry in header.items()
+    }
+    assert sum(len(part) for _, _, part in parts.values()) == len(body)
+    return parts, metadata
+
+
+@contextlib.contextmanager
+def raises(*numbers):
+    """The block fails with one of these errnos."""
+    with pytest.raises(OSError) as caught:
+        yield
+    names = {errno.errorcode[number] for number in numbers}
+    assert errno.errorcode.get(caught.value.errno) in names, caught.value
+
+
+@contextlib.contextmanager
+def takes(at_least, at_most):
+    """The block takes between so many seconds."""
+    start = time.monotonic()
+    yield
+    took = time.monotonic() - start
+    assert at_least <= took <= at_most, f"took {took:.3f} s"
+
+
+def eventually(condition, deadline=5):
+    """Waits until `condition()` holds; returns what it says."""
+    end = time.monotonic() + deadline
+    while not (result := condition()):
+        assert time.monotonic() < end, f"did not come true within {deadline} s"
+        time.sleep(0.005)
+    return result
+
+
+def program(code, *arguments, **options):
+    """Starts a Python program; it prints a line to say how far it is, and reads one to go on."""
+    prologue = (
+        "import mmap, os, signal, sys, threading, time\n"
+        f"signal.alarm({PROGRAM_DEADLINE})\n"
+        "def say(*words): print(*words, flush=True)\n"
+        "def wait(): sys.stdin.readline()\n"
+        "argv = sys.argv[1:]\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", prologue + code, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def hear(process):
+    """The next line that a program says."""
+    line = process.stdout.readline()
+    assert line, f"the program ended with {process.wait(PROGRAM_DEADLINE)}"
+    return line.strip()
+
+
+def go(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def finish(process, status=0):
+    """Waits for a program's end; returns the rest of what it said."""
+    process.stdin.close()
+    rest = process.stdout.read()
+    assert process.wait(PROGRAM_DEADLINE) == status
+    process.stdout.close()
+    return rest.split("\n")
+
+
+def shell(script, *arguments, status=0):
+    """Runs a bash script to its end."""
+    command = ["bash", "-c", script, "bash", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_DEADLINE, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+class Threads:
+    """Runs functions in threads; an exception in one of them fails the test.
+
+    Deadlines are the daemon's: whatever waits there is answered after control/timeout.
+    """
+
+    def __init__(self):
+        from concurrent.futures import ThreadPoolExecutor
+
+        self.pool = ThreadPoolExecutor(32)
+
+    def start(self, function, *arguments):
+        return self.pool.submit(function, *arguments)
+
+    def run(self, *functions, deadline=PROGRAM_DEADLINE):
+        return [future.result(deadline) for future in [self.start(function) for function in functions]]

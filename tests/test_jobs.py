@@ -1,0 +1,383 @@
+"""Jobs: consistency, learners, leases, settings and reducers, as docs/semantics.md promises them."""
+
+import errno
+import os
+import time
+
+import numpy as np
+import pytest
+from filetools import Threads, array, eventually, f32, filled, finish, go, hear, program, raises, takes
+
+BLOCK = 64 << 10
+SIZE = 2 * BLOCK + 1236
+
+
+@pytest.fixture
+def mounted(start_mount):
+    def start(**options):
+        return start_mount(**{"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, **options})
+
+    return start
+
+
+def only(mount, learner=None):
+    values = array(mount.place(learner) / "weights")
+    assert (values == values[0]).all()
+    return values[0]
+
+
+def give(mount, value, learner=None):
+    mount.contribute(filled(mount, value), learner=learner)
+
+
+def test_learners_join_with_mkdir(mounted):
+    mount = mounted(learners=2)
+    place = mount.join("a")
+    assert sorted(os.listdir(place)) == ["gradients", "status", "version", "weights"]
+    assert (place / "version").read_text() == "0\n"
+    assert "id: a\nincarnation: 1\n" in (place / "status").read_text()
+    with raises(errno.EEXIST):
+        mount.join("a")
+    for name in ("a/b", ".hidden", "white space", "x" * 65, "\u00e9"):
+        with raises(errno.EINVAL, errno.EPERM):
+            os.mkdir(f"{mount.model}/learners/{name}")
+    mount.leave("a")
+    assert os.listdir(mount.model / "learners") == [] and not place.exists()
+    with raises(errno.ENOENT):
+        mount.leave("a")
+    mount.join("a")
+    assert "incarnation: 2\n" in (place / "status").read_text()
+
+
+def test_the_job_waits_for_its_learners(mounted):
+    mount = mounted(learners=2, timeout=0.3)
+    mount.join("a")
+    assert mount.status()["state"] == "forming"
+    give(mount, 1, "a")
+    with raises(errno.ETIMEDOUT):
+        array(mount.place("a") / "weights")
+    assert mount.version() == 0
+    mount.join("b")
+    give(mount, 10, "b")
+    assert mount.version() == 1 and only(mount) == 11 and mount.status()["state"] == "running"
+
+
+def test_sync_waits_for_all(mounted):
+    mount = mounted(learners=3)
+    for name in "abc":
+        mount.join(name)
+    for step in range(1, 4):
+        for i, name in enumerate("cab"):
+            assert mount.version() == step - 1 and only(mount) == 111 * (step - 1)
+            give(mount, 10**i, name)
+        assert mount.version() == step and only(mount) == 111 * step
+
+
+def test_async_makes_a_version_a_contribution(mounted):
+    mount = mounted(consistency="async", learners=3)
+    places = [mount.join(name) for name in "abc"]
+    give(mount, 1, "a")
+    give(mount, 1, "a")
+    assert mount.version() == 2 and only(mount, "a") == 2
+
+    def learn(place):
+        for _ in range(30):
+            with open(place / "gradients", "wb") as file:
+                file.write(filled(mount, 1).tobytes())
+            only(mount)
+
+    threads = Threads()
+    threads.run(*(lambda place=place: learn(place) for place in places))
+    assert mount.version() == 92 and only(mount) == 92
+
+
+def test_a_joiner_takes_part_from_the_next_step(mounted):
+    mount = mounted(learners=2)
+    for name in "ab":
+        mount.join(name)
+    give(mount, 1, "a")
+    mount.join("c")  # In the middle of the step: it is not waited for.
+    give(mount, 10, "b")
+    assert mount.version() == 1 and only(mount) == 11
+    give(mount, 1, "a")
+    give(mount, 10, "b")
+    assert mount.version() == 1, "now it is"
+    give(mount, 100, "c")
+    assert mount.version() == 2 and only(mount) == 122
+    mount.join("d")  # Between two steps: it takes part at once.
+    for name in "abc":
+        give(mount, 1, name)
+    assert mount.version() == 2
+    give(mount, 1, "d")
+    assert mount.version() == 3 and only(mount) == 126
+
+
+def test_a_leaver_does_not_hold_the_job_up(mounted):
+    mount = mounted(learners=3)
+    for name in "abc":
+        mount.join(name)
+    give(mount, 1, "a")
+    give(mount, 10, "b")
+    fd = os.open(mount.place("c") / "gradients", os.O_WRONLY)
+    os.pwrite(fd, filled(mount, 100)[: BLOCK // 4], 0)
+    mount.leave("c")
+    eventually(lambda: mount.version() == 1)
+    assert only(mount) == 11, "what it was writing is dropped"
+    with raises(errno.ENOTCONN):
+        os.pwrite(fd, filled(mount, 100)[BLOCK // 4 :], BLOCK)
+    with raises(errno.ENOTCONN):
+        os.close(fd)
+    give(mount, 1, "a")
+    mount.leave("a")
+    give(mount, 10, "b")
+    assert mount.version() == 2 and only(mount) == 22, "what it had committed stays"
+
+
+def test_a_leaver_does_not_hold_the_job_up__many(mounted):
+    """Learners that come and go at any moment: whatever was taken is there, exactly."""
+    mount = mounted(lease=0)
+    code = """
+import errno
+data, taken = bytes([0, 0, 128, 63]) * (int(argv[1]) // 4), 0
+for life in range(6):
+    place = f"{argv[0]}-{life}"
+    os.mkdir(place)
+    for step in range(3):
+        with open(place + "/gradients", "wb", buffering=0) as file:
+            for at in range(0, len(data), 50_000):
+                file.write(data[at : at + 50_000])
+        taken += 1
+    if life % 2:
+        with open(place + "/gradients", "wb", buffering=0) as file:
+            file.write(data[:70_000])
+            os.rmdir(place)
+            try:
+                file.close()
+                say("a leaver's close succeeded")
+            except OSError as error:
+                assert error.errno == errno.ENOTCONN, error
+    else:
+        os.rmdir(place)
+say(taken)
+"""
+    learners = [program(code, mount.model / "learners" / name, SIZE) for name in "abc"]
+    assert [hear(learner) for learner in learners] == ["18"] * 3
+    for learner in learners:
+        finish(learner)
+    eventually(lambda: mount.status()["committed_for_next_version"] == 0)
+    assert only(mount) == mount.status()["contributions"] == 54
+
+
+def test_leases_expire(mounted):
+    mount = mounted(learners=2, lease=0.5)
+    a, b = mount.join("a"), mount.join("b")
+    # Nobody's process uses `a`; somebody has `b`'s gradients open, and nobody waits for it.
+    fd = os.open(b / "gradients", os.O_WRONLY)
+    with takes(0.3, 5):
+        eventually(lambda: not a.exists())
+    time.sleep(0.8)
+    assert b.exists()
+    assert [learner["id"] for learner in mount.status()["learners"]] == ["b"]
+    # Now somebody waits for it.
+    mount.join("c")
+    give(mount, 1, "c")
+    with takes(0.3, 5):
+        assert only(mount, "c") == 1
+    eventually(lambda: not b.exists())
+    with raises(errno.ENOTCONN):
+        os.pwrite(fd, f32(1), 0)
+    os.close(fd)
+
+
+def test_leases_expire__not_of_those_who_show_signs_of_life(mounted):
+    mount = mounted(learners=2, lease=0.6)
+    a, _ = mount.join("a"), mount.join("b")
+    for _ in range(12):
+        time.sleep(0.15)
+        for name in "ab":
+            give(mount, 1, name)
+    assert a.exists() and mount.version() == 12
+
+
+def test_below_min_learners_the_job_stops(mounted):
+    mount = mounted(learners=3, min_learners=2)
+    for name in "abc":
+        mount.join(name)
+    mount.leave("c")
+    give(mount, 1, "a")
+    waiting = Threads().start(array, mount.place("a") / "weights")
+    time.sleep(0.1)
+    mount.leave("b")
+    with raises(errno.ECANCELED):
+        waiting.result(10)
+    assert mount.status()["state"] == "stopped" and mount.version() == 0
+    with raises(errno.ECANCELED):
+        give(mount, 1, "a")
+    assert not only(mount), "weights can still be read"
+    mount.join("d")  # In the middle of the step that has what was taken before.
+    eventually(lambda: mount.version() == 1)
+    assert only(mount) == 1 and mount.status()["state"] == "running"
+    for name in "ad":
+        give(mount, 10, name)
+    assert mount.version() == 2 and only(mount) == 21
+
+
+def test_settings_count_from_the_next_version(mounted):
+    mount = mounted(reducer="sgd", learning_rate=1)
+    give(mount, -1)
+    assert only(mount) == 1
+    mount.control("learning_rate", 0.5)
+    give(mount, -1)
+    assert only(mount) == 1.5
+    # The blocks of a lone learner are reduced as they come: the version that has begun keeps its settings.
+    fd = os.open(mount.model / "gradients", os.O_WRONLY)
+    values = filled(mount, -1)
+    os.pwrite(fd, values[: BLOCK // 4], 0)
+    mount.control("learning_rate", 100)
+    os.pwrite(fd, values[BLOCK // 4 :], BLOCK)
+    os.close(fd)
+    assert only(mount) == 2
+    mount.control("reducer", "sum")
+    give(mount, 3)
+    assert only(mount) == 5
+
+
+def test_settings_count_from_the_next_version__consistency(mounted):
+    mount = mounted(learners=2)
+    for name in "ab":
+        mount.join(name)
+    mount.control("consistency", "async")
+    give(mount, 1, "a")
+    assert mount.version() == 1
+    mount.control("consistency", "sync")
+    give(mount, 1, "a")
+    assert mount.version() == 1
+    give(mount, 1, "b")
+    assert mount.version() == 2 and only(mount) == 3
+
+
+def test_bad_settings_change_nothing(mounted):
+    mount = mounted()
+    before = {name: mount.control(name) for name in os.listdir(mount.model / "control")}
+    bad = {
+        "reducer": "SGD2", "consistency": "maybe", "learning_rate": "fast", "momentum": 2, "beta1": 1,
+        "learners": 0, "min_learners": 9, "lease": -1, "timeout": 0, "retain": 99, "max_versions": 2,
+        "nonfinite": "yes", "aggregation": "median", "carry": "nan", "epsilon": "1e99",
+    }  # fmt: skip
+    for name, value in bad.items():
+        with raises(errno.EINVAL):
+            mount.control(name, value)
+    for name in before:
+        fd = os.open(mount.model / "control" / name, os.O_WRONLY)
+        for data in (b"\xff\xfe", b"9" * 5000):
+            with raises(errno.EINVAL):
+                os.write(fd, data)
+        os.close(fd)
+    assert {name: mount.control(name) for name in before} == before
+    for name, value in before.items():
+        assert mount.control(name, f"  {value} ") == value, "each reads back what can be written"
+
+
+def reference(reducer, steps, weights, learning_rate=0.1, weight_decay=0.01):
+    """The optimizers in double precision."""
+    m = v = None
+    weights = weights.astype("f8")
+    for t, gradient in enumerate(steps, 1):
+        g = gradient.astype("f8") + (0 if reducer == "adamw" else weight_decay * weights)
+        if reducer == "sgd":
+            weights = weights - learning_rate * g
+        elif reducer in ("momentum", "nesterov"):
+            m = g if m is None else 0.9 * m + g
+            weights = weights - learning_rate * (g + 0.9 * m if reducer == "nesterov" else m)
+        else:
+            m = (0 if m is None else 0.9 * m) + 0.1 * g
+            v = (0 if v is None else 0.999 * v) + 0.001 * g * g
+            if reducer == "adamw":
+                weights = weights * (1 - learning_rate * weight_decay)
+            change = m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+            weights = weights - learning_rate * change
+    return weights
+
+
+@pytest.mark.parametrize("reducer", ["sgd", "momentum", "nesterov", "adam", "adamw"])
+@pytest.mark.parametrize("aggregation", ["mean", "sum"])
+def test_reducers(mounted, reducer, aggregation):
+    """Two learners' contributions against a reference in double precision."""
+    mount = mounted(learners=2, reducer=reducer, aggregation=aggregation, learning_rate=0.1, weight_decay=0.01)
+    generator = np.random.RandomState(7)
+    start = generator.standard_normal(SIZE // 4).astype("<f4")
+    with open(mount.model / "weights", "wb") as file:
+        file.write(start.tobytes())
+    for name in "ab":
+        mount.join(name)
+    steps = []
+    for _ in range(4):
+        pair = generator.standard_normal((2, SIZE // 4)).astype("<f4")
+        for name, gradient in zip("ab", pair):
+            mount.contribute(gradient, learner=name)
+        steps.append(pair.astype("f8").sum(axis=0) / (2 if aggregation == "mean" else 1))
+    expected = reference(reducer, steps, start)
+    np.testing.assert_allclose(array(mount.model / "weights"), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_reducers__sum(mounted):
+    mount = mounted(learners=2, carry=0.5)
+    for name in "ab":
+        mount.join(name)
+    expected = 0
+    for step in range(4):
+        give(mount, step, "a")
+        give(mount, 8, "b")
+        expected = 0.5 * expected + step + 8
+        assert only(mount) == expected
+    mount.control("carry", 0)
+    give(mount, 2, "a")
+    give(mount, 3, "b")
+    assert only(mount) == 5, "an all-reduce"
+
+
+def test_the_order_of_learners_decides_the_sum(mounted):
+    """Not the order in which they come: a synchronous job gives the same bits again."""
+    ends = set()
+    generator = np.random.RandomState(3)
+    parts = [(generator.standard_normal(SIZE // 4) * 10.0**i).astype("<f4") for i in (0, 5, -4)]
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        mount = mounted(learners=3)
+        for name in "abc":
+            mount.join(name)
+        for i in order:
+            mount.contribute(parts[i], learner="abc"[i])
+        ends.add(mount.weights())
+    assert len(ends) == 1
+
+
+def test_a_learner_is_one_contribution_at_a_time(mounted):
+    """Two programs that write as one learner fill one contribution; the first close ends it."""
+    mount = mounted()
+    first, second = (os.open(mount.model / "gradients", os.O_WRONLY) for _ in range(2))
+    os.pwrite(first, f32(1), 0)
+    os.pwrite(second, f32(2), 400)
+    os.close(first)
+    assert mount.version() == 1
+    values = array(mount.model / "weights")
+    assert (values[0], values[100]) == (1, 2)
+    os.close(second)
+    assert mount.version() == 1
+
+
+def test_killed_learner_leaves_the_job(mounted):
+    mount = mounted(learners=2, lease=0)
+    code = "fd = os.open(argv[0], os.O_WRONLY)\nsay('open')\nwait()"
+    for violent in (True, False):
+        place = mount.join("a")
+        child = program(code, place / "gradients")
+        hear(child)
+        if violent:
+            child.kill()
+            child.communicate(timeout=10)
+            eventually(lambda: not place.exists())
+        else:
+            go(child)
+            finish(child)
+            time.sleep(0.2)
+            assert place.exists(), "a process that exits may have been one of many"

@@ -1,0 +1,320 @@
+"""The tree: names, sizes, attributes, other forms of the weights; and that every promise has its test."""
+
+import ast
+import errno
+import os
+import re
+import select
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filetools import (
+    Threads,
+    array,
+    bf16,
+    eventually,
+    f32,
+    filled,
+    finish,
+    hear,
+    program,
+    raises,
+    read_safetensors,
+    write_safetensors,
+)
+
+HERE = Path(__file__).resolve().parent
+SEMANTICS = HERE.parent / "docs" / "semantics.md"
+FILES = ["test_tree.py", "test_reading.py", "test_writing*.py", "test_jobs.py"]
+
+
+def test_every_promise_has_its_test_and_every_test_its_promise():
+    promises = re.findall(r"^- \*\*`(\w+)`\*\*", SEMANTICS.read_text(), re.MULTILINE)
+    assert len(promises) == len(set(promises)) > 40
+    tested = set()
+    for path in (path for pattern in FILES for path in HERE.glob(pattern)):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
+                tested.add(function.name.removeprefix("test_").split("__")[0])
+    tested.remove("every_promise_has_its_test_and_every_test_its_promise")
+    assert sorted(set(promises) - tested) == [], "promises without a test"
+    assert sorted(tested - set(promises)) == [], "tests of no promise"
+
+
+def mixed_tensors():
+    return {
+        "layer.0.weight": ("F32", (30, 1000), np.arange(30_000, dtype="<f4").tobytes()),
+        "bias": ("F16", (999,), np.full(999, 2, "<f2").tobytes()),
+        "count": ("I64", (5,), (np.arange(5, dtype="<i8") << 40).tobytes()),
+        "scale": ("BF16", (2, 3), bf16(np.arange(6)).tobytes()),
+    }
+
+
+def test_a_model_is_a_directory(start_mount):
+    before = time.time()
+    mount = start_mount(size=400_012, reducer="sum")
+    assert sorted(os.listdir(mount.root)) == ["README", "model"]
+    modes = {
+        "weights": 0o644, "weights.safetensors": 0o444, "gradients": 0o600, "device": 0o600, "version": 0o444,
+        "status.json": 0o444, "tensors": 0o755, "versions": 0o755, "learners": 0o755, "control": 0o755,
+    }  # fmt: skip
+    assert sorted(os.listdir(mount.model)) == sorted(modes)
+    for name, mode in modes.items():
+        stat = os.stat(mount.model / name)
+        assert stat.st_mode & 0o7777 == mode, name
+        assert (stat.st_uid, stat.st_gid) == (os.getuid(), os.getgid())
+        assert os.path.isdir(mount.model / name) == (mode == 0o755)
+    for name in ("weights", "gradients", "device"):
+        assert os.stat(mount.model / name).st_size == 400_012
+    for name in ("version", "weights.safetensors", "tensors/weights.npy", "control/learning_rate", "status.json"):
+        path = mount.model / name
+        assert os.stat(path).st_size == len(path.read_bytes()), name
+    times = [os.stat(mount.model / "weights").st_mtime]
+    for _ in range(2):
+        time.sleep(0.02)
+        mount.contribute(filled(mount, 1))
+        times.append(os.stat(mount.model / "weights").st_mtime)
+    assert before - 1 < times[0] < times[1] < times[2] < time.time() + 1
+    assert os.stat(mount.model / "versions/1/weights").st_mtime == times[1]
+    assert "weights" in (mount.root / "README").read_text()
+
+
+def test_the_tree_is_fixed(start_mount):
+    mount = start_mount(size="256KiB")
+    model = mount.model
+    forbidden = [
+        lambda: (model / "new").write_text(""),
+        lambda: (model / "new").mkdir(),
+        lambda: (mount.root / "new").mkdir(),
+        lambda: (model / "weights").unlink(),
+        lambda: (model / "weights").rename(model / "old"),
+        lambda: os.link(model / "weights", model / "old"),
+        lambda: os.symlink("weights", model / "old"),
+        lambda: (model / "weights").chmod(0o777),
+        lambda: os.mkfifo(model / "fifo"),
+        lambda: os.setxattr(model / "weights", "user.x", b"1"),
+    ]
+    for act in forbidden:
+        with raises(errno.EPERM):
+            act()
+    for name in ("nothing", "versions/7", "versions/00", "tensors/x.npy", "control/speed", "learners/x"):
+        with raises(errno.ENOENT):
+            os.stat(model / name)
+    for name in ("version", "status.json", "weights.safetensors", "tensors/weights.npy"):
+        with raises(errno.EACCES):
+            os.open(model / name, os.O_WRONLY)
+    with raises(errno.ENOTDIR):
+        os.listdir(model / "weights")
+    for child in ("control", "tensors", "versions"):
+        with raises(errno.EPERM):
+            (model / child).rmdir()
+
+
+def test_tensors_are_npy(start_mount, tmp_path):
+    tensors = mixed_tensors()
+    mount = start_mount(model=write_safetensors(tmp_path / "mixed.safetensors", tensors), reducer="sum")
+    assert mount.model.name == "mixed"
+    folder = mount.model / "tensors"
+    assert sorted(os.listdir(folder)) == sorted(f"{name}.npy" for name in tensors)
+    for name, (dtype, shape, data) in tensors.items():
+        loaded = np.load(folder / f"{name}.npy")
+        assert loaded.shape == shape and loaded.tobytes() == data
+        assert np.load(folder / f"{name}.npy", mmap_mode="r").tobytes() == data
+        kind = {"F32": "<f4", "F16": "<f2", "I64": "<i8"}.get(dtype)
+        assert kind is None or loaded.dtype == kind
+        assert (folder / f"{name}.npy").read_bytes()[-len(data) :] == data
+
+
+def test_tensors_are_npy__empty_and_scalar(start_mount, tmp_path):
+    tensors = {"none": ("F32", (0, 3), b""), "one": ("F32", (), f32(7).tobytes())}
+    mount = start_mount(model=write_safetensors(tmp_path / "edge.safetensors", tensors))
+    assert np.load(mount.model / "tensors" / "none.npy").shape == (0, 3)
+    assert np.load(mount.model / "tensors" / "one.npy") == 7
+    assert mount.weights() == f32(7).tobytes()
+
+
+@pytest.mark.parametrize("no_passthrough", [False, True])
+def test_weights_safetensors_is_the_same_version(start_mount, tmp_path, no_passthrough):
+    tensors = mixed_tensors()
+    path = write_safetensors(tmp_path / "mixed.safetensors", tensors, {"made": "by a test"})
+    mount = start_mount(model=path, reducer="sum", no_passthrough=no_passthrough)
+    for version in range(3):
+        data = (mount.model / "weights.safetensors").read_bytes()
+        parts, metadata = read_safetensors(data)
+        assert metadata["made"] == "by a test" and int(metadata["gradfs.version"]) == version
+        assert data.endswith(mount.weights())
+        assert {name: (dtype, tuple(shape)) for name, (dtype, shape, _) in parts.items()} == {
+            name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()
+        }
+        for name, (_, _, part) in parts.items():
+            assert np.load(mount.model / "tensors" / f"{name}.npy").tobytes() == part
+            if version == 0:
+                assert part == tensors[name][2]
+        file = open(mount.model / "weights.safetensors", "rb", buffering=0)
+        mount.contribute(f32(1), offset=len(mount.weights()) // 8 * 4 if version else 40)
+        with file:
+            assert file.read() == data
+    # What it was loaded from can be loaded from it.
+    again = tmp_path / "again.safetensors"
+    again.write_bytes((mount.model / "weights.safetensors").read_bytes())
+    assert start_mount(model=again).weights() == mount.weights()
+
+
+def test_several_models_in_one_mount(start_mount, tmp_path):
+    files = []
+    for i, name in enumerate(("policy", "value")):
+        data = np.full(1000 * (i + 1), i, "<f4")
+        tensors = {"w": ("F32", data.shape, data.tobytes())}
+        files.append(write_safetensors(tmp_path / f"{name}.safetensors", tensors))
+    mount = start_mount(model=files, reducer="sum")
+    assert sorted(os.listdir(mount.root)) == ["README", "policy", "value"]
+    policy, value = mount.models
+    with open(policy / "gradients", "wb") as file:
+        file.write(np.full(1000, 5, "<f4").tobytes())
+    assert (array(policy / "weights") == 5).all() and (array(value / "weights") == 1).all()
+    assert [(model / "version").read_text() for model in mount.models] == ["1\n", "0\n"]
+    (value / "control" / "carry").write_text("0.5")
+    assert (policy / "control" / "carry").read_text() == "1\n"
+    assert len({os.stat(model / "weights").st_ino for model in mount.models}) == 2
+
+
+def test_retained_versions(start_mount):
+    mount = start_mount(size=400_012, reducer="sum", retain=2)
+    assert os.listdir(mount.model / "versions") == ["0"]
+    held = open(mount.model / "versions" / "0" / "weights", "rb", buffering=0)
+    for version in range(1, 6):
+        mount.contribute(filled(mount, 1))
+        kept = [str(v) for v in range(max(0, version - 2), version + 1)]
+        shown = os.listdir(mount.model / "versions")
+        assert sorted(set(shown) - ({"0"} if version > 2 else set())) == kept
+        for name in kept:
+            folder = mount.model / "versions" / name
+            assert sorted(os.listdir(folder)) == ["tensors", "version", "weights", "weights.safetensors"]
+            assert (folder / "version").read_text() == f"{name}\n"
+            assert (array(folder / "weights") == int(name)).all()
+            assert (np.load(folder / "tensors" / "weights.npy") == int(name)).all()
+            assert (folder / "weights.safetensors").read_bytes().endswith((folder / "weights").read_bytes())
+            with raises(errno.EACCES):
+                os.open(folder / "weights", os.O_WRONLY)
+    with held:
+        assert not any(held.readall()), "held open, it can be read on"
+    with raises(errno.ENOENT):
+        os.stat(mount.model / "versions" / "2")
+    mount.control("retain", 0)
+    mount.contribute(filled(mount, 1))
+    eventually(lambda: os.listdir(mount.model / "versions") == ["6"])
+
+
+WAITER = """
+import select
+fd = os.open(argv[0], os.O_RDONLY)
+for kind in argv[1:]:
+    os.pread(fd, 100, 0)
+    say("waits")
+    if kind == "poll":
+        poller = select.poll(); poller.register(fd, select.POLLIN)
+        ready = poller.poll(10_000)
+    elif kind == "epoll":
+        poller = select.epoll(); poller.register(fd, select.EPOLLIN)
+        ready = poller.poll(10)
+    else:
+        ready = select.select([fd], [], [], 10)[0]
+    say(len(ready), os.pread(fd, 100, 0).decode())
+"""
+
+
+@pytest.mark.parametrize("file", ["version", "learners/a/version"])
+def test_version_wakes_pollers(start_mount, file):
+    mount = start_mount(size="256KiB", reducer="sum")
+    mount.join("a")
+    kinds = ["poll", "select", "epoll", "poll"]
+    waiters = [program(WAITER, mount.model / file, *kinds) for _ in range(3)]
+    for version in range(1, len(kinds) + 1):
+        for waiter in waiters:
+            assert hear(waiter) == "waits"
+        time.sleep(0.05)
+        mount.contribute(filled(mount, 1), learner="a")
+        for waiter in waiters:
+            assert hear(waiter) == f"1 {version}"
+            waiter.stdout.readline()
+    for waiter in waiters:
+        finish(waiter)
+    fd = os.open(mount.model / "version", os.O_RDONLY)
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    assert poller.poll(0) == [], "what it says is known"
+    mount.contribute(filled(mount, 1), learner="a")
+    assert poller.poll(2000) and poller.poll(0), "until it is read"
+    assert os.pread(fd, 9, 0) == b"5\n" and poller.poll(0) == []
+    os.close(fd)
+
+
+def test_xattrs_describe_the_data(start_mount, tmp_path):
+    mount = start_mount(model=write_safetensors(tmp_path / "mixed.safetensors", mixed_tensors()), reducer="sum")
+
+    def xattrs(name):
+        path = mount.model / name
+        return {key.removeprefix("user.gradfs."): os.getxattr(path, key).decode() for key in os.listxattr(path)}
+
+    mount.contribute(f32(1))
+    assert xattrs("weights") == {"version": "1", "dtype": "mixed"}
+    assert xattrs("tensors/scale.npy") == {"version": "1", "dtype": "BF16", "shape": "[2, 3]"}
+    assert xattrs("versions/0/weights") == {"version": "0", "dtype": "mixed"}
+    assert xattrs("version") == {"version": "1"}
+    for name in ("weights", "gradients", "control/carry"):
+        with raises(errno.ENODATA):
+            os.getxattr(mount.model / name, "user.other")
+    blank = start_mount(size=4096, dtype="bf16")
+    path = blank.model / "gradients"
+    assert os.getxattr(path, "user.gradfs.dtype") == b"BF16"
+    assert os.getxattr(path, "user.gradfs.shape") == b"[2048]"
+
+
+def test_statfs_counts_version_buffers(start_mount):
+    mount = start_mount(size="1MiB", max_versions=8, retain=1, reducer="sum")
+    stat = os.statvfs(mount.root)
+    assert stat.f_frsize * stat.f_blocks == 8 << 20 and stat.f_frsize * stat.f_bavail == 7 << 20
+    mount.contribute(filled(mount, 1))
+    assert os.statvfs(mount.model).f_bavail * stat.f_frsize == 6 << 20
+    df = subprocess.run(["df", mount.root], capture_output=True, text=True, timeout=10, check=True)
+    assert str(mount.root) in df.stdout
+
+
+def test_status_tells_what_the_job_does(start_mount):
+    mount = start_mount(size="1MiB", reducer="sum", learners=2)
+    assert mount.status()["state"] == "forming"
+    for name in "ab":
+        mount.join(name)
+    mount.contribute(filled(mount, 1), learner="a")
+    status = mount.status()
+    assert (status["state"], status["version"], status["committed_for_next_version"]) == ("running", 0, 1)
+    learners = [(learner["id"], learner["step"], learner["phase"]) for learner in status["learners"]]
+    assert learners == [("a", 1, "committed"), ("b", 0, "idle")]
+    assert status["control"]["reducer"] == "sum" and status["size_bytes"] == 1 << 20
+    mount.contribute(filled(mount, 1), learner="b")
+    status = mount.status()
+    assert (status["version"], status["contributions"]) == (1, 2)
+    assert status["traffic"]["written_bytes"] == 2 << 20
+    assert "step: 1\n" in (mount.place("a") / "status").read_text()
+
+
+def test_the_end_of_the_daemon_is_no_hang(start_mount):
+    """An orderly end fails what waits; a killed one leaves errors, and mappings that stay readable."""
+    mount = start_mount(size="1MiB", reducer="sum", learners=2)
+    for name in "ab":
+        mount.join(name)
+    mount.contribute(filled(mount, 1), learner="a")
+    waiting = Threads().start(array, mount.place("a") / "weights")
+    fd = os.open(mount.place("b") / "gradients", os.O_WRONLY)
+    os.pwrite(fd, f32(1), 0)
+    time.sleep(0.1)
+    mount.kill()
+    with raises(errno.ENOTCONN, errno.EIO, errno.ECONNABORTED):
+        waiting.result(10)
+    with raises(errno.ENOTCONN, errno.EIO, errno.ECONNABORTED):
+        os.pwrite(fd, f32(1), 4)
+    with raises(errno.ENOTCONN, errno.EIO, errno.ECONNABORTED):
+        os.close(fd)

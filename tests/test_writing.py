@@ -1,0 +1,377 @@
+"""Writing contributions: what docs/semantics.md promises of `gradients` and `device`.
+
+New weights written whole are in test_writing_weights.py, deaths in mid-write in test_writing_ends.py.
+"""
+
+import errno
+import mmap
+import os
+import random
+import time
+
+import numpy as np
+import pytest
+from filetools import Threads, array, eventually, f32, filled, finish, go, hear, program, raises, shell, takes
+
+BLOCK = 64 << 10
+SIZE = 6 * BLOCK + 1236
+
+
+@pytest.fixture(params=["passthrough", "through the daemon"])
+def mounted(start_mount, request):
+    """A mount that adds contributions up."""
+
+    def start(**options):
+        options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, **options}
+        return start_mount(no_passthrough=request.param != "passthrough", **options)
+
+    return start
+
+
+def some_values(seed=0):
+    return np.random.RandomState(seed).randint(-1000, 1000, SIZE // 4).astype("<f4")
+
+
+def test_offsets_are_those_of_weights(mounted):
+    mount = mounted()
+    values = some_values()
+    mount.contribute(values)
+    assert mount.weights() == values.tobytes()
+    mount.contribute(f32(1, 2), offset=BLOCK - 4)
+    values[BLOCK // 4 - 1 : BLOCK // 4 + 1] += [1, 2]
+    assert mount.weights() == values.tobytes()
+
+
+def test_unwritten_counts_as_zero(mounted):
+    mount = mounted()
+    values = some_values()
+    mount.contribute(values)
+    expected = values.copy()
+    for offset, count in [(0, 1), (SIZE - 4, 1), (BLOCK * 2, BLOCK // 4), (BLOCK + 400, BLOCK // 2)]:
+        mount.contribute(np.ones(count, "<f4"), offset=offset)
+        expected[offset // 4 : offset // 4 + count] += 1
+        assert mount.weights() == expected.tobytes(), (offset, count)
+    assert mount.version() == 5
+
+
+def test_writes_of_any_shape(mounted):
+    """Odd offsets and lengths, in any order, from several threads."""
+    mount = mounted()
+    values, generator = some_values(1), random.Random(2)
+    data, expected = memoryview(values).cast("B"), np.zeros_like(values)
+    threads = Threads()
+    for _ in range(6):
+        cuts = sorted({0, SIZE, *(generator.randrange(SIZE) for _ in range(200))})
+        ranges = list(zip(cuts, cuts[1:]))
+        generator.shuffle(ranges)
+        fd = os.open(mount.model / "gradients", os.O_WRONLY)
+
+        def write(part):
+            for start, end in part:
+                assert os.pwrite(fd, data[start:end], start) == end - start
+
+        threads.run(*(lambda part=ranges[i::4]: write(part) for i in range(4)))
+        os.close(fd)
+        expected += values
+        assert mount.weights() == expected.tobytes()
+
+
+def test_writes_of_any_shape__one_request_of_all(mounted):
+    mount = mounted(size="5MiB", block_size=4 << 20)
+    ones = filled(mount, 1)
+    padded = np.ones(len(ones) + 1, "u1").repeat(4)[: len(ones) * 4 + 1]
+    padded[1:] = ones.view("u1")
+    with open(mount.model / "gradients", "wb", buffering=0) as file:  # From an unaligned address.
+        assert file.write(memoryview(padded)[1:]) == 5 << 20
+    assert mount.weights() == ones.tobytes()
+
+
+def test_bytes_are_written_once(mounted):
+    mount = mounted()
+    ones = np.ones(BLOCK // 4, "<f4").tobytes()
+    fd = os.open(mount.model / "gradients", os.O_WRONLY)
+    os.pwrite(fd, ones, BLOCK)
+    with raises(errno.EINVAL):
+        os.pwrite(fd, ones, BLOCK)
+    with raises(errno.EINVAL):
+        os.pwrite(fd, f32(5).tobytes(), 2 * BLOCK - 4)
+    # A block that is not whole yet has not gone anywhere: what is written last counts.
+    os.pwrite(fd, f32(5, 5).tobytes(), 0)
+    os.pwrite(fd, f32(6).tobytes(), 4)
+    os.close(fd)
+    values = array(mount.model / "weights")
+    assert (values[BLOCK // 4 : BLOCK // 2] == 1).all()
+    assert values[:3].tolist() == [5, 6, 0]
+    mount.contribute(ones, offset=BLOCK)
+    assert (array(mount.model / "weights")[BLOCK // 4 : BLOCK // 2] == 2).all(), "once a contribution"
+
+
+def test_the_size_is_fixed(mounted):
+    mount = mounted()
+    path = mount.model / "gradients"
+    fd = os.open(path, os.O_WRONLY)
+    for offset, data in [(SIZE, b"1234"), (SIZE - 4, b"12345678"), (1 << 40, b"1234")]:
+        with raises(errno.EFBIG):
+            os.pwrite(fd, data, offset)
+    os.ftruncate(fd, SIZE)
+    with raises(errno.EINVAL):
+        os.ftruncate(fd, 8)
+    os.close(fd)
+    for flags in (os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_APPEND):
+        with raises(errno.EINVAL):
+            os.open(path, flags)
+    with raises(errno.EACCES):
+        os.open(path, os.O_RDONLY)
+    assert mount.version() == 0, "nothing was taken"
+    os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
+    assert os.stat(path).st_size == SIZE
+
+
+def test_half_elements_are_refused(mounted):
+    mount = mounted()
+    for offset, length in [(0, 3), (1, 4), (BLOCK, 6)]:
+        fd = os.open(mount.model / "gradients", os.O_WRONLY)
+        os.pwrite(fd, bytes(length), offset)
+        with raises(errno.EINVAL):
+            os.close(fd)
+    assert mount.version() == 0
+    mount.contribute(f32(1))
+    assert array(mount.model / "weights")[:2].tolist() == [1, 0]
+
+
+def test_fsync_or_close_is_the_only_success(mounted):
+    mount = mounted()
+    fd = os.open(mount.model / "gradients", os.O_WRONLY)
+    os.pwrite(fd, filled(mount, 1), 0)
+    assert mount.version() == 0 and not any(mount.weights()), "written is not yet taken"
+    os.fsync(fd)
+    assert mount.version() == 1
+    os.fsync(fd)
+    assert mount.version() == 1, "nothing was written since"
+    os.pwrite(fd, filled(mount, 1), 0)
+    assert mount.version() == 1
+    os.close(fd)
+    assert mount.version() == 2
+    os.close(os.open(mount.model / "gradients", os.O_WRONLY))
+    assert mount.version() == 2, "an empty contribution is none"
+
+
+def test_fsync_or_close_is_the_only_success__and_says_what_failed(mounted):
+    """The error is there at fsync and at close, and the next contribution is whole."""
+    mount = mounted()
+    bad = filled(mount, 1)
+    bad[-1] = np.nan
+    for end in (os.fsync, os.close):
+        fd = os.open(mount.model / "gradients", os.O_WRONLY)
+        with raises(errno.EINVAL):
+            os.pwrite(fd, bad, 0)
+        with raises(errno.EINVAL):
+            end(fd)
+        if end is os.fsync:
+            os.close(fd)
+    assert mount.version() == 0
+    mount.contribute(filled(mount, 2))
+    assert (array(mount.model / "weights") == 2).all()
+
+
+def test_nan_is_refused_or_accepted(mounted):
+    mount = mounted()
+    for bad in (np.nan, np.inf, -np.inf):
+        with raises(errno.EINVAL):
+            mount.contribute(f32(1, bad), offset=BLOCK - 4)
+        values = filled(mount, 1)
+        values[BLOCK // 2] = bad
+        with raises(errno.EINVAL):
+            mount.contribute(values)
+    assert mount.version() == 0 and not any(mount.weights())
+    mount.control("nonfinite", "accept")
+    mount.contribute(f32(1, np.nan, np.inf))
+    values = array(mount.model / "weights")
+    assert values[0] == 1 and np.isnan(values[1]) and np.isposinf(values[2]) and not values[3:].any()
+
+
+def test_exactly_once(mounted):
+    """A taken contribution counts once, however often its end is asked for, by whomever."""
+    mount = mounted(learners=2)
+    a, _ = mount.join("a"), mount.join("b")
+    fd = os.open(a / "gradients", os.O_WRONLY)
+    os.pwrite(fd, filled(mount, 1), 0)
+    for _ in range(3):
+        os.fsync(fd)
+    os.close(os.dup(fd))
+    mount.contribute(filled(mount, 10), learner="b")
+    os.close(fd)
+    assert mount.version() == 1 and (array(mount.model / "weights") == 11).all()
+
+
+def test_mapped_gradients_ship_at_fsync(mounted):
+    mount = mounted()
+    fd = os.open(mount.model / "gradients", os.O_RDWR)
+    mapping = mmap.mmap(fd, SIZE)
+    view = np.frombuffer(mapping, "<f4")
+    view[:] = 1
+    assert mount.version() == 0
+    if mount.status()["passthrough"]:
+        mapping.flush()
+        assert mount.version() == 0, "msync alone ships nothing"
+    os.fsync(fd)
+    assert mount.version() == 1 and (array(mount.model / "weights") == 1).all()
+    view[3] = 5
+    os.fsync(fd)
+    values = array(mount.model / "weights")
+    assert values[3] == 6 and (np.delete(values, 3) == 2).all(), "the region keeps what was stored"
+    view[7] = np.nan
+    with raises(errno.EINVAL):
+        os.fsync(fd)
+    view[7] = 0
+    del view
+    mapping.close()
+    os.close(fd)
+    assert mount.version() == 2, "closing ships nothing that fsync did not"
+    assert (array(mount.model / "weights")[10:] == 2).all()
+
+
+def test_mapped_gradients_ship_at_fsync__of_two_learners(mounted):
+    mount = mounted(learners=2)
+    views, fds = [], []
+    for name in "ab":
+        fds.append(os.open(mount.join(name) / "gradients", os.O_RDWR))
+        views.append(np.frombuffer(mmap.mmap(fds[-1], SIZE), "<f4"))
+    for step in range(1, 5):
+        for i, (fd, view) in enumerate(zip(fds, views)):
+            view[:] = 10**i
+            os.fsync(fd)
+            view[:] = 777  # Mine again as soon as fsync returns.
+        assert mount.version() == step and (array(mount.model / "weights") == 11 * step).all()
+    for fd in fds:
+        os.close(fd)
+
+
+def test_a_learner_writes_ahead(mounted):
+    """Step s+1 can be written while s still waits for others; its end waits until s is out."""
+    mount = mounted(learners=2)
+    a, _ = mount.join("a"), mount.join("b")
+    mount.contribute(filled(mount, 1), learner="a")
+    fd = os.open(a / "gradients", os.O_WRONLY)
+    os.pwrite(fd, filled(mount, 100), 0)
+    threads = Threads()
+    closed = threads.start(os.close, fd)
+    time.sleep(0.1)
+    assert not closed.done() and mount.version() == 0
+    mount.contribute(filled(mount, 10), learner="b")
+    closed.result(10)
+    assert mount.version() == 1 and (array(mount.model / "learners/b/weights") == 11).all()
+    mount.contribute(filled(mount, 1000), learner="b")
+    assert mount.version() == 2 and (array(a / "weights") == 1111).all()
+
+
+def test_a_learner_writes_ahead__until_the_timeout(mounted):
+    mount = mounted(learners=2, timeout=0.4)
+    mount.join("a"), mount.join("b")
+    mount.contribute(filled(mount, 1), learner="a")
+    with takes(0.35, 3), raises(errno.ETIMEDOUT):
+        mount.contribute(filled(mount, 100), learner="a")
+    mount.contribute(filled(mount, 10), learner="b")
+    assert (array(mount.model / "weights") == 11).all(), "it was dropped"
+
+
+def test_device_has_both_faces(mounted):
+    mount = mounted()
+    mount.contribute(filled(mount, 1))
+    with open(mount.model / "device", "r+b", buffering=0) as device:
+        fd = device.fileno()
+        assert os.pread(fd, SIZE, 0) == filled(mount, 1).tobytes()
+        os.pwrite(fd, filled(mount, 4)[: BLOCK // 4 + 1], 0)
+        assert os.pread(fd, 4, 0) == f32(1).tobytes(), "not yet taken"
+        os.fsync(fd)
+        expected = filled(mount, 1)
+        expected[: BLOCK // 4 + 1] += 4
+        assert os.pread(fd, SIZE, 0) == expected.tobytes(), "what fsync made is there"
+        os.pwrite(fd, f32(3).tobytes(), SIZE - 4)
+    expected[-1] += 3
+    assert mount.weights() == (mount.model / "device").read_bytes() == expected.tobytes()
+    shell('dd if=/dev/zero of="$1" bs=4096 count=2 conv=notrunc,fsync status=none', mount.model / "device")
+    assert mount.version() == 4 and mount.weights() == expected.tobytes()
+
+
+def test_device_is_not_for_mapping(mounted):
+    """What is stored into a mapping of it would go nowhere: somebody has to say so."""
+    mount = mounted()
+    fd = os.open(mount.model / "device", os.O_RDWR)
+    with raises(errno.ENODEV, errno.EACCES, errno.EINVAL, errno.EIO, errno.EPERM):
+        mapping = mmap.mmap(fd, SIZE)
+        mapping[:4] = f32(1).tobytes()
+        mapping.flush()
+        os.fsync(fd)
+        mapping.close()
+        os.close(fd)
+
+
+def test_redirections_close_with_their_shell(mounted, tmp_path):
+    mount = mounted()
+    halves = np.split(some_values()[: SIZE // 8 * 2], 2)
+    for i, half in enumerate(halves):
+        (tmp_path / str(i)).write_bytes(half.tobytes())
+    target = mount.model / "gradients"
+    shell('{ cat "$1/0"; cat "$1/1"; } > "$2"', tmp_path, target)
+    expected = np.zeros(SIZE // 4, "<f4")
+    expected[: 2 * len(halves[0])] = np.concatenate(halves)
+    assert mount.version() == 1 and mount.weights() == expected.tobytes()
+    shell('cat "$1/0" > "$2"', tmp_path, target)
+    expected[: len(halves[0])] += halves[0]
+    assert mount.version() == 2 and mount.weights() == expected.tobytes()
+    shell('cat "$1/0" "$1/1" | dd of="$2" bs=1000 status=none conv=notrunc', tmp_path, target)
+    assert mount.version() == 3
+    shell('cp "$1/1" "$2"', tmp_path, target)
+    assert mount.version() == 4
+    expected[: 2 * len(halves[0])] += np.concatenate(halves)
+    expected[: len(halves[0])] += halves[1]
+    assert mount.weights() == expected.tobytes()
+
+
+LEAVES_OPEN = """
+fd = os.open(argv[0], os.O_WRONLY)
+os.pwrite(fd, bytes([0, 0, 128, 63]) * 5, 0)
+say("written"); wait()
+os._exit(int(argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_exit_leaves_open_counts(mounted, code):
+    mount = mounted()
+    child = program(LEAVES_OPEN, mount.model / "gradients", code)
+    hear(child)
+    assert mount.version() == 0
+    go(child)
+    finish(child, code)
+    eventually(lambda: mount.version() == 1)
+    assert array(mount.model / "weights")[:6].tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_offsets_are_those_of_weights__when_copied(mounted):
+    """cp and sendfile(2) from within the same mount."""
+    mount = mounted(reducer="sum")
+    values = some_values()
+    mount.contribute(values)
+    shell('cp "$1/weights" "$1/gradients"', mount.model)
+    assert mount.weights() == (2 * values).tobytes()
+    with open(mount.model / "weights", "rb") as source, open(mount.model / "gradients", "wb") as target:
+        at = 0
+        while at < SIZE:
+            at += os.sendfile(target.fileno(), source.fileno(), at, SIZE - at)
+    assert mount.weights() == (4 * values).tobytes()
+
+
+def test_the_mounts_own_learner_joins_at_the_first_open(mounted):
+    """However many programs open `gradients` first, at the same moment."""
+    mount = mounted(size="64MiB", block_size="256KiB", learners=2)
+    code = "wait()\nos.close(os.open(argv[0], os.O_WRONLY))\nsay('open')"
+    programs = [program(code, mount.model / "gradients") for _ in range(4)]
+    assert mount.status()["learners"] == []
+    time.sleep(0.2)
+    for one in programs:
+        go(one)
+    ends = [(one.communicate(timeout=30)[0].strip(), one.returncode) for one in programs]
+    assert ends == [("open", 0)] * 4
+    assert [learner["id"] for learner in mount.status()["learners"]] == ["mount"]
