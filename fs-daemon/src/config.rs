@@ -311,6 +311,7 @@ fn name_fault(name: &str) -> Option<&'static str> {
     match name {
         "" => Some("it is empty"),
         "." | ".." => Some("every directory has that entry"),
+        "README" => Some("the mount has a file of that name"),
         _ if name.contains('/') => Some("it holds a slash"),
         _ if name.contains(char::is_control) => Some("it holds a control character"),
         _ if name.len() > MAX_NAME => Some("it is longer than 255 bytes"),

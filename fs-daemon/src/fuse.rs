@@ -157,9 +157,11 @@ impl Binding {
         let fh = FileHandle(opened.fh);
         let parallel = FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES;
         let (memory, flags) = match &opened.way {
-            Way::Cached => return reply.opened(fh, FopenFlags::FOPEN_KEEP_CACHE),
+            Way::Cached => {
+                return reply.opened(fh, FopenFlags::FOPEN_KEEP_CACHE | FopenFlags::FOPEN_NOFLUSH);
+            }
             Way::Direct => return reply.opened(fh, parallel),
-            Way::Bypass(region) => (region.memory(), FopenFlags::empty()),
+            Way::Bypass(region) => (region.memory(), FopenFlags::FOPEN_NOFLUSH),
             Way::MapBypass(region) => (region.memory(), parallel),
         };
         match self.backing(&reply, memory) {
@@ -230,7 +232,7 @@ impl Filesystem for Binding {
         _atime: Option<TimeOrNow>,
         _mtime: Option<TimeOrNow>,
         _ctime: Option<SystemTime>,
-        _fh: Option<FileHandle>,
+        fh: Option<FileHandle>,
         _crtime: Option<SystemTime>,
         _chgtime: Option<SystemTime>,
         _bkuptime: Option<SystemTime>,
@@ -240,7 +242,7 @@ impl Filesystem for Binding {
         let outcome = if mode.or(uid).or(gid).is_some() {
             Err(FsError::new(libc::EPERM, "modes and owners are fixed"))
         } else if let Some(size) = size {
-            self.fs.truncate(ino.0, size, caller(request))
+            self.fs.truncate(ino.0, fh.map(|fh| fh.0), size, caller(request))
         } else {
             Ok(()) // Times: cp -p and touch may set them; they show the version's all the same.
         };
@@ -375,8 +377,8 @@ impl Filesystem for Binding {
         self.fs.flush(fh.0, caller(request), answer("close", reply));
     }
 
-    fn fsync(&self, _request: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        self.fs.fsync(fh.0, answer("fsync", reply));
+    fn fsync(&self, request: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+        self.fs.fsync(fh.0, caller(request), answer("fsync", reply));
     }
 
     fn release(

@@ -17,6 +17,8 @@ pub fn init(verbose: u8) -> Result<(), Error> {
         .with_env_filter(filter)
         .with_writer(stderr)
         .with_ansi(stderr().is_terminal())
+        // A log that nobody can read any more must not take a thread of the mount with it.
+        .log_internal_errors(false)
         .with_target(verbose > 1)
         .try_init()
         .map_err(|e| Error::new("cannot start logging").caused_by(e))

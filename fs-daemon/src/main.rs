@@ -6,6 +6,7 @@ mod error;
 mod fs;
 mod fuse;
 mod logging;
+mod memory;
 mod mountpoint;
 mod process;
 mod progress;

@@ -124,6 +124,30 @@ impl AsFd for Process {
     }
 }
 
+/// Whether thread `tid` is being killed just now, or is one of the kernel's: a close that comes from it is
+/// not its program's doing. Depending on its release, the kernel closes the files of a killed process from
+/// the dying thread or from a worker of its own.
+pub fn is_killed_or_kernel(tid: u32) -> bool {
+    // Of the kernel's include/linux/sched.h.
+    const PF_SIGNALED: u64 = 0x400;
+    const PF_KTHREAD: u64 = 0x20_0000;
+    let stat = fs::read_to_string(format!("/proc/{tid}/stat")).unwrap_or_default();
+    let fields = stat.rfind(')').map(|end| stat[end + 1..].split_ascii_whitespace());
+    // Field 9, the name being field 2.
+    let flags = fields.and_then(|mut fields| fields.nth(9 - 3)?.parse::<u64>().ok()).unwrap_or(0);
+    flags & (PF_SIGNALED | PF_KTHREAD) != 0
+}
+
+/// Whether thread `tid` has been sent a SIGKILL that it has not died of yet.
+pub fn has_kill_pending(tid: u32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
+    status
+        .lines()
+        .filter_map(|line| line.strip_prefix("SigPnd:").or_else(|| line.strip_prefix("ShdPnd:")))
+        .filter_map(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .any(|mask| mask & (1 << (libc::SIGKILL - 1)) != 0)
+}
+
 fn thread_group(tid: u32) -> Option<u32> {
     if tid == 0 {
         return None;

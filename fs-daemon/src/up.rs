@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use crate::error::Error;
 use crate::fs::Fs;
 use crate::fs::model::Model;
 use crate::fuse::{self, MountSettings};
+use crate::memory;
 use crate::mountpoint::Mountpoint;
 use crate::progress::Progress;
 use crate::signals;
@@ -34,6 +36,7 @@ const CHUNK: usize = 8 << 20;
 pub fn run(config: UpConfig) -> Result<(), Error> {
     let stops = signals::install()?;
     let controls = controls(&config)?;
+    memory::raise_file_limit();
     // The mountpoint first: a mistake there should not cost the loading of a model.
     let mountpoint = Mountpoint::prepare(&config.mountpoint)?;
     let passthrough = config.passthrough && may_pass_through();
@@ -113,7 +116,11 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
             let bad = |error: safetensors_file::ModelFileError| {
                 Error::new(format!("cannot load {shown}")).caused_by(error)
             };
-            let file = File::open(path)
+            let file = File::options()
+                .read(true)
+                // Opening a FIFO would wait for its writer; what is not a file is refused by the reader.
+                .custom_flags(libc::O_NONBLOCK)
+                .open(path)
                 .map_err(|error| Error::new(format!("cannot open {shown}")).caused_by(error))?;
             let header = safetensors_file::read_header(&file).map_err(bad)?;
             let (layout, ranges) = safetensors_file::plan_load(&header, config.block_size).map_err(bad)?;
@@ -121,6 +128,7 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
             (layout, Some((file, ranges)))
         }
     };
+    memory::check(name, &layout, controls)?;
     let shard = EmbeddedShard::new(Arc::new(layout), controls.clone(), config.threads).map_err(memory)?;
     if let (Some((file, ranges)), Some(target)) = (plan, shard.initial()) {
         let progress = Progress::bytes(shard.layout().size(), format!("loading {name}"));

@@ -89,7 +89,7 @@ impl Publisher {
 
     /// Whether every byte was written.
     pub fn is_complete(&self) -> bool {
-        self.state.lock().written == [0..self.size]
+        matches!(&self.state.lock().written[..], [all] if *all == (0..self.size))
     }
 
     /// Publishes what was written as the next version; the rest keeps its value. `done` gets Ok once the

@@ -243,6 +243,11 @@ impl EmbeddedShard {
         self.inner.lock().core.may_assign()
     }
 
+    /// Whether `learner` is in the job.
+    pub fn has_learner(&self, learner: LearnerId) -> bool {
+        self.inner.lock().core.has_learner(learner)
+    }
+
     /// The version that holds the last published step of `learner`.
     pub fn published_in(&self, learner: LearnerId) -> Version {
         self.inner.lock().core.published_in(learner)

@@ -37,6 +37,8 @@ pub struct VersionHandle {
     pub header: Arc<[u8]>,
     /// The bytes of the model that follow it.
     pub bytes: std::ops::Range<u64>,
+    /// Its directory and name, where the directory is of the same version.
+    pub name: Option<(u64, String)>,
 }
 
 impl VersionHandle {
@@ -50,7 +52,8 @@ impl VersionHandle {
             return None;
         };
         let bytes = 0..model.layout.size();
-        Some(VersionHandle { model: Arc::clone(model), version, buffer, header: Arc::new([]), bytes })
+        let model = Arc::clone(model);
+        Some(VersionHandle { model, version, buffer, header: Arc::new([]), bytes, name: None })
     }
 
     /// Pins the newest version.

@@ -14,7 +14,7 @@ use super::errno::{FsError, FsResult};
 use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, VersionHandle};
 use super::node::{File, Node};
 use super::{Caller, Chore, DEATH_PATIENCE, Done, Fs, Wake};
-use crate::process::Exit;
+use crate::process::{Exit, is_killed_or_kernel};
 
 /// Longest value of a setting.
 const MAX_SETTING: usize = 4096;
@@ -74,6 +74,12 @@ impl Fs {
             Handle::Contribution(contribution) => {
                 let contributor = &contribution.learner.contributor;
                 if from_mapping {
+                    if !contribution.mappable {
+                        return Err(FsError::new(
+                            libc::EIO,
+                            "device cannot be mapped to write: map gradients",
+                        ));
+                    }
                     return Ok(contributor.store_mapped(offset, data)?);
                 }
                 contribution.note_writer(caller.tid);
@@ -101,7 +107,8 @@ impl Fs {
     }
 
     /// fsync(2): ends the contribution, whoever calls.
-    pub fn fsync(&self, fh: u64, done: Done<()>) {
+    pub fn fsync(&self, fh: u64, caller: Caller, done: Done<()>) {
+        let done = self.waits.guard(caller, done, |()| {});
         match self.handle(fh) {
             Err(error) => done(Err(error)),
             Ok(handle) => match &*handle {
@@ -125,11 +132,16 @@ impl Fs {
                 if !contribution.wrote.load(Ordering::Relaxed) {
                     return done(Ok(()));
                 }
-                let owns = owns(contribution.opener, &contribution.users, caller);
-                if owns { commit(handle, Closing::Yes, done) } else { done(Ok(())) }
+                if owns(contribution.opener, &contribution.users, caller) {
+                    let done = self.waits.guard(caller, done, |()| {});
+                    commit(handle, Closing::Yes, done);
+                } else {
+                    done(Ok(()));
+                }
             }
             Handle::Publish(publisher) => {
                 if owns(publisher.opener, &publisher.users, caller) {
+                    let done = self.waits.guard(caller, done, |()| {});
                     publish(&handle, done);
                 } else {
                     done(Ok(()));
@@ -142,6 +154,14 @@ impl Fs {
     /// The last descriptor of an open file is gone.
     pub fn release(&self, fh: u64) {
         let Some(handle) = self.handles.remove(fh) else { return };
+        if let Handle::Version(version) = &*handle
+            && let Some((parent, name)) = &version.name
+            && version.version < version.model.shard.version()
+        {
+            // While it was open, dropping its directory could not drop its name, and the name would keep the
+            // version in memory.
+            let _ = self.chores.send(Chore::Forget(*parent, name.clone()));
+        }
         let unsettled = match &*handle {
             Handle::Contribution(contribution) => {
                 contribution.model.count_handle(&contribution.learner, false);
@@ -161,7 +181,7 @@ impl Fs {
     ///
     /// # Errors
     /// EINVAL.
-    pub fn truncate(&self, ino: u64, size: u64, caller: Caller) -> FsResult<()> {
+    pub fn truncate(&self, ino: u64, fh: Option<u64>, size: u64, caller: Caller) -> FsResult<()> {
         let Node::Model(_, file) = self.node(ino)? else {
             return Err(FsError::new(libc::EACCES, "README is read-only"));
         };
@@ -176,7 +196,7 @@ impl Fs {
                     ));
                 }
                 if size == 0 {
-                    self.mark_truncated(ino, caller);
+                    self.mark_truncated(ino, fh, caller);
                 }
                 Ok(())
             }
@@ -185,8 +205,10 @@ impl Fs {
     }
 
     /// A `weights` opened with O_TRUNC is meant to be written whole.
-    fn mark_truncated(&self, ino: u64, caller: Caller) {
-        for handle in self.handles.all() {
+    fn mark_truncated(&self, ino: u64, fh: Option<u64>, caller: Caller) {
+        // The truncation of open(2) does not say which handle it is of.
+        let handles = fh.map_or_else(|| self.handles.all(), |fh| self.handles.get(fh).into_iter().collect());
+        for handle in handles {
             if let Handle::Publish(publish) = &*handle
                 && publish.ino == ino
                 && publish.opener == publish.users.lock().note(caller.tid)
@@ -266,9 +288,11 @@ fn set(text: &TextHandle, offset: u64, data: &[u8]) -> FsResult<()> {
     Ok(())
 }
 
-/// Whether closing a descriptor is the opener's own doing. A process whose exit closes it is not seen
-/// here at all (the kernel sends that from a thread of its own).
+/// Whether closing a descriptor is the opener's own doing, and not its death's.
 fn owns(opener: Option<u32>, users: &parking_lot::Mutex<super::handle::Users>, caller: Caller) -> bool {
+    if is_killed_or_kernel(caller.tid) {
+        return false;
+    }
     let mut users = users.lock();
     let (Some(opener), Some(caller)) = (opener, users.note(caller.tid)) else { return true };
     // A child that was handed the file and outlived its parent is its owner now.
@@ -334,7 +358,7 @@ fn publish(handle: &Arc<Handle>, done: Done<()>) {
     let Some(publisher) = publish.publisher.lock().take_if(|publisher| publisher.is_open()) else {
         return done(Ok(()));
     };
-    if publish.truncated.load(Ordering::Relaxed) && !publisher.is_complete() {
+    if publish.truncated.swap(false, Ordering::Relaxed) && !publisher.is_complete() {
         let size = publish.model.layout.size();
         return done(Err(FsError::new(
             libc::EINVAL,

@@ -13,6 +13,7 @@ mod attr;
 mod io;
 mod names;
 mod open;
+mod waits;
 mod xattr;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,6 +29,7 @@ use self::errno::{FsError, FsResult};
 use self::handle::{Handle, Handles};
 use self::model::Model;
 use self::node::{File, Node};
+use self::waits::{SecondLooks, Waits};
 use crate::process::{Exit, Watcher};
 
 pub use attr::Attributes;
@@ -65,6 +67,8 @@ enum Chore {
     Left(u8, LearnerId, LeaveReason),
     /// A handle with an unfinished contribution was closed.
     Settle(Arc<Handle>),
+    /// A name in the directory of an old version is no longer in use.
+    Forget(u64, String),
 }
 
 /// The filesystem of one mount.
@@ -76,6 +80,8 @@ pub struct Fs {
     owner: (u32, u32),
     started: SystemTime,
     pollers: Mutex<Vec<(u8, Wake)>>,
+    waits: Arc<Waits>,
+    second_looks: SecondLooks,
     chores: mpsc::Sender<Chore>,
     watcher: OnceLock<Watcher>,
     next_watch: AtomicU64,
@@ -98,6 +104,8 @@ impl Fs {
             owner,
             started: SystemTime::now(),
             pollers: Mutex::default(),
+            waits: Arc::default(),
+            second_looks: SecondLooks::default(),
             chores,
             watcher: OnceLock::new(),
             next_watch: AtomicU64::new(1),
@@ -175,8 +183,9 @@ impl Fs {
     /// have been one of many (a shell's `dd`), and the lease decides.
     fn process_ended(&self, key: u64, exit: Exit) {
         for model in &self.models {
-            let Some(learner) = model.unwatch(key) else { continue };
-            if let Exit::Signal(_) = exit {
+            let Some((learner, alone)) = model.unwatch(key) else { continue };
+            // Others that share the learner go on; what the victim left open is settled with its handle.
+            if let (Exit::Signal(_), true) = (exit, alone) {
                 tracing::warn!(model = model.name, learner = learner.name, "its process {exit}");
                 // It may have left by itself meanwhile.
                 let _ = model.leave(learner.id, LeaveReason::Died);
@@ -220,9 +229,14 @@ impl Started {
         let Started { fs, inbox } = self;
         let fs = Arc::downgrade(&fs);
         std::thread::Builder::new().name("gradfs-chores".into()).spawn(move || {
-            while let Ok(chore) = inbox.recv() {
+            loop {
+                let chore = inbox.recv_timeout(waits::LOOK);
                 let Some(fs) = fs.upgrade() else { return };
-                fs.do_chore(chore, &*kernel);
+                match chore {
+                    Ok(chore) => fs.do_chore(chore, &*kernel),
+                    Err(mpsc::RecvTimeoutError::Timeout) => fs.waits.release_killed(),
+                    Err(mpsc::RecvTimeoutError::Disconnected) => return,
+                }
             }
         })?;
         Ok(())
@@ -240,6 +254,7 @@ impl Fs {
                 }
             }
             Chore::Settle(handle) => io::settle(&handle),
+            Chore::Forget(parent, name) => kernel.forget_name(parent, &name),
         }
     }
 

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use ps_backend::embedded::EmbeddedShard;
 
 use super::errno::{FsError, FsResult};
+use super::node::MAX_JOINS;
 use crate::process::{Process, Watcher};
 
 /// Directory name of the mount's own learner, which joins with the first write to `gradients`.
@@ -68,6 +69,8 @@ pub struct Model {
     /// Header of `tensors/<name>.npy`, by tensor.
     pub npy_headers: Vec<Arc<[u8]>>,
     learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
+    /// Held while the mount's own learner joins.
+    joining: Mutex<()>,
     /// Watcher keys of this model's learners: key → (learner, process).
     watched: Mutex<HashMap<u64, (LearnerId, u32)>>,
     header_len: AtomicU64,
@@ -99,6 +102,7 @@ impl Model {
             metadata,
             npy_headers,
             learners: Mutex::default(),
+            joining: Mutex::default(),
             watched: Mutex::default(),
             header_len: AtomicU64::new(0),
         };
@@ -171,6 +175,10 @@ impl Model {
                 tracing::warn!(%error, learner = name, "pre-faulting the staging region");
             }
         }
+        if id.0 >= MAX_JOINS {
+            self.send_leave(id, LeaveReason::Asked);
+            return Err(FsError::new(libc::EDQUOT, format!("{MAX_JOINS} learners have joined: mount again")));
+        }
         let learner = Arc::new(Learner {
             id,
             name: name.to_owned(),
@@ -189,8 +197,15 @@ impl Model {
     /// # Errors
     /// As [`Self::join`].
     pub fn own_learner(&self) -> FsResult<Arc<Learner>> {
+        // Several programs may open gradients for the first time at once.
+        let _joining = self.joining.lock();
         match self.learner_named(OWN_LEARNER) {
-            Some(learner) => Ok(learner),
+            Some(learner) if self.shard.has_learner(learner.id) => Ok(learner),
+            Some(gone) => {
+                // Its lease is over, and the word of it still under way.
+                self.learners.lock().remove(&gone.id);
+                self.join(OWN_LEARNER)
+            }
             None => self.join(OWN_LEARNER),
         }
     }
@@ -246,16 +261,17 @@ impl Model {
         }
     }
 
-    /// Takes back the watch of `key`: the learner it was of.
-    pub fn unwatch(&self, key: u64) -> Option<Arc<Learner>> {
+    /// Takes back the watch of `key`: the learner it was of, and whether no other process uses it.
+    pub fn unwatch(&self, key: u64) -> Option<(Arc<Learner>, bool)> {
         let (id, tgid) = self.watched.lock().remove(&key)?;
         let learner = self.learner(id).ok()?;
         let mut use_ = learner.use_.lock();
         use_.processes.retain(|&process| process != tgid);
-        let attached = use_.handles > 0 || !use_.processes.is_empty();
+        let alone = use_.processes.is_empty();
+        let attached = use_.handles > 0 || !alone;
         drop(use_);
         self.shard.touch(id, Some(attached));
-        Some(learner)
+        Some((learner, alone))
     }
 
     /// Bytes the kernel may be told this file has.

@@ -10,7 +10,7 @@ use ps_backend::controls::SETTINGS;
 use super::errno::{FsError, FsResult};
 use super::model::Model;
 use super::node::{File, Node};
-use super::{Attributes, Fs};
+use super::{Attributes, Chore, Fs};
 
 /// A directory entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,11 +47,19 @@ impl Fs {
             }
         };
         let pinned = self.pin(node)?;
-        self.attributes(node.ino()).inspect_err(|_| {
+        let attributes = self.attributes(node.ino()).inspect_err(|_| {
             if pinned {
                 self.forget(node.ino(), 1);
             }
-        })
+        })?;
+        if let (Some(Node::Model(index, dir)), true) = (Node::from_ino(parent), pinned)
+            && dir.version().is_some_and(|version| version < self.models[usize::from(index)].shard.version())
+        {
+            // The directory may be held open long after the names that lead to it are gone: then nothing
+            // else makes the kernel let go of what was looked up in it.
+            let _ = self.chores.send(Chore::Forget(parent, name.to_owned()));
+        }
+        Ok(attributes)
     }
 
     /// Pins the version that an inode shows.

@@ -9,6 +9,9 @@ use libmodelio::ids::{LearnerId, Version};
 /// Most models of one mount, most tensors, settings or learners of a model: what the packing holds.
 pub const MAX_MODELS: usize = 1 << MODEL_BITS;
 
+/// Learners that can join in the life of a mount.
+pub const MAX_JOINS: u32 = 1 << INDEX_BITS;
+
 const MODEL_BITS: u32 = 8;
 const INDEX_BITS: u32 = 20;
 const VERSION_BITS: u32 = 31;

@@ -83,12 +83,15 @@ impl Fs {
             }
             _ => None,
         };
-        let waits_for = waits_for.filter(|_| flags.read);
-        if let (Some(learner), Some(version)) = (waits_for, file.version())
-            && version < model.shard.published_in(learner)
-        {
-            // The version with its step came out between the lookup of the name and this.
-            return done(Err(FsError::look_again()));
+        let mut waits_for = waits_for.filter(|_| flags.read);
+        if let (Some(learner), Some(version)) = (waits_for, file.version()) {
+            if self.second_looks.is_expected(caller.tid, index, learner, version) {
+                waits_for = None;
+            } else if version < model.shard.published_in(learner) {
+                // The version with its step came out between the lookup of the name and this.
+                self.second_looks.expect(caller.tid, index, learner, model.shard.version());
+                return done(Err(FsError::look_again()));
+            }
         }
         match waits_for.filter(|&learner| model.shard.has_unpublished(learner)) {
             None => done(self.open_file(&model, node, file, flags, caller)),
@@ -111,6 +114,8 @@ impl Fs {
         done: Done<Opened>,
     ) {
         let this = Arc::clone(self);
+        let of_late = Arc::clone(self);
+        let done = self.waits.guard(caller, done, move |opened: Opened| of_late.release(opened.fh));
         let timeout = model.timeout();
         let channel = Arc::clone(&model.channel);
         channel.send(
@@ -118,7 +123,10 @@ impl Fs {
             timeout,
             Box::new(move |result| {
                 done(match result {
-                    Ok(Reply::Version(_)) if file.version().is_some() => Err(FsError::look_again()),
+                    Ok(Reply::Version(newest)) if file.version().is_some() => {
+                        this.second_looks.expect(caller.tid, model.index, learner, newest);
+                        Err(FsError::look_again())
+                    }
                     Ok(_) => this.open_file(&model, node, file, flags, caller),
                     Err(error) => Err(error.into()),
                 })
@@ -138,12 +146,15 @@ impl Fs {
             File::Weights(version) if flags.write => self.open_publish(model, node, version, flags, caller),
             File::Weights(version) | File::RetainedWeights(version) | File::LearnerWeights(_, version) => {
                 read_only(flags, "this version of weights")?;
-                self.open_version(model, version, |_| {})
+                self.open_version(model, version, |handle| handle.name = name_in_version(model, file))
             }
             File::Safetensors(version) | File::RetainedSafetensors(version) => {
                 read_only(flags, "weights.safetensors")?;
                 let header = model.safetensors_header(version);
-                self.open_version(model, version, |handle| handle.header = header)
+                self.open_version(model, version, |handle| {
+                    handle.header = header;
+                    handle.name = name_in_version(model, file);
+                })
             }
             File::Tensor(version, index) | File::RetainedTensor(version, index) => {
                 read_only(flags, "a tensor")?;
@@ -152,6 +163,7 @@ impl Fs {
                 self.open_version(model, version, |handle| {
                     handle.header = Arc::clone(&model.npy_headers[index]);
                     handle.bytes = tensor.bytes.clone();
+                    handle.name = name_in_version(model, file);
                 })
             }
             File::Gradients => {
@@ -262,6 +274,10 @@ impl Fs {
         caller: Caller,
     ) -> FsResult<Opened> {
         no_append(flags)?;
+        if flags.read {
+            // A file that can be read and written can be mapped, and its mapping would be the version itself.
+            return Err(FsError::new(libc::EACCES, "open weights write-only to publish new ones"));
+        }
         model.shard.may_assign()?;
         let publisher = Publisher::new(Arc::clone(&model.channel), model.timeout())?;
         let mut users = Users::default();
@@ -278,7 +294,7 @@ impl Fs {
             reads,
         };
         // The same inode may be open for reading with passthrough; the kernel wants all opens of it to
-        // name the same memory. (That memory is sealed: it cannot be mapped writable.)
+        // name the same memory. Being write-only, this one cannot be mapped.
         let way = if self.passthrough { Way::MapBypass(region) } else { Way::Direct };
         self.insert(Handle::Publish(handle), way)
     }
@@ -317,6 +333,19 @@ impl Fs {
             _ => return Err(FsError::not_found()),
         })
     }
+}
+
+/// The directory and name of a file in a directory that is itself of one version.
+fn name_in_version(model: &Model, file: File) -> Option<(u64, String)> {
+    let tensor = |index: u32| model.layout.tensors().get(index as usize).map(|t| format!("{}.npy", t.name));
+    let (parent, name) = match file {
+        File::Tensor(version, index) => (File::Tensors(version), tensor(index)?),
+        File::RetainedTensor(version, index) => (File::RetainedTensors(version), tensor(index)?),
+        File::RetainedWeights(version) => (File::Retained(version), "weights".to_owned()),
+        File::RetainedSafetensors(version) => (File::Retained(version), "weights.safetensors".to_owned()),
+        _ => return None,
+    };
+    Some((Node::Model(model.index, parent).ino(), name))
 }
 
 fn read_only(flags: Flags, what: &str) -> FsResult<()> {

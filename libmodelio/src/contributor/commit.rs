@@ -68,10 +68,13 @@ impl Contributor {
             state.committing = true;
             (step, state.tracker.seal(), state.staging.clone())
         };
-        let filled = gaps
-            .iter()
-            .flat_map(|gaps| &gaps.missing)
-            .try_for_each(|missing| self.fill(&staging, missing.clone(), fill));
+        let missing = || gaps.iter().flat_map(|gaps| &gaps.missing);
+        let mut cuts = missing().flat_map(|range| [range.start, range.end]);
+        if let Some(half) = cuts.find(|&cut| self.layout.splits_element(cut)) {
+            self.state.lock().committing = false;
+            return Err(ContributeError::HalfElement(half));
+        }
+        let filled = missing().try_for_each(|missing| self.fill(&staging, missing.clone(), fill));
         let mut state = self.state.lock();
         if let Err(error) = filled {
             state.committing = false;

@@ -147,6 +147,11 @@ impl<S: Clone> ShardCore<S> {
         }
     }
 
+    /// Whether `learner` is in the job.
+    pub fn has_learner(&self, learner: LearnerId) -> bool {
+        self.members.contains_key(&learner)
+    }
+
     /// Learners in the job, by number.
     pub fn members(&self, now: Now) -> Vec<MemberView> {
         self.members

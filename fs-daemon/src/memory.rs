@@ -1,0 +1,86 @@
+//! Whether what is asked for fits this machine: better a clear word at the start than the kernel's
+//! out-of-memory killer in the middle of a training run.
+
+use std::fs::read_to_string;
+
+use libmodelio::layout::{DType, ModelLayout};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use ps_backend::controls::Controls;
+
+use crate::error::Error;
+
+/// Refuses a model that the machine has no memory for.
+///
+/// # Errors
+/// With what is needed and what is there.
+pub fn check(name: &str, layout: &ModelLayout, controls: &Controls) -> Result<(), Error> {
+    let needed = needed(layout, controls);
+    let Some(available) = available() else { return Ok(()) };
+    if needed <= u128::from(available) {
+        return Ok(());
+    }
+    let gib = |bytes: u128| bytes as f64 / (1u64 << 30) as f64;
+    Err(Error::new(format!(
+        "model {name}: not enough memory: it takes {:.1} GiB, {:.1} GiB are available",
+        gib(needed),
+        gib(u128::from(available))
+    ))
+    .hint("use a smaller model, fewer retained versions (--retain 0) or a reducer with less state"))
+}
+
+/// Bytes that are in use once a few versions have been made: versions (the newest, the next, the retained
+/// ones and one to spare), and masters and optimizer state, each twice.
+fn needed(layout: &ModelLayout, controls: &Controls) -> u128 {
+    let halves = layout.tensors().iter().any(|t| matches!(t.dtype, DType::F16 | DType::BF16));
+    let arrays = 2 * (controls.reducer.state_slots() + usize::from(halves));
+    u128::from(layout.size()) * (3 + u128::from(controls.retain))
+        + u128::from(layout.elements()) * 4 * arrays as u128
+}
+
+/// Bytes this process can still take, as far as the system tells.
+fn available() -> Option<u64> {
+    let meminfo = read_to_string("/proc/meminfo").ok()?;
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    let machine = kib.saturating_mul(1024);
+    Some(group_available().map_or(machine, |group| group.min(machine)))
+}
+
+/// The same within the control group, if it has a limit.
+fn group_available() -> Option<u64> {
+    let groups = read_to_string("/proc/self/cgroup").ok()?;
+    let path = groups.lines().find_map(|line| line.strip_prefix("0::"))?;
+    let number = |file: &str| -> Option<u64> {
+        read_to_string(format!("/sys/fs/cgroup{path}/{file}")).ok()?.trim().parse().ok()
+    };
+    Some(number("memory.max")?.saturating_sub(number("memory.current")?))
+}
+
+/// Allows as many open files as the system lets us: each learner has two regions, each version one.
+pub fn raise_file_limit() {
+    let raised = getrlimit(Resource::RLIMIT_NOFILE)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
+    if let Err(error) = raised {
+        tracing::warn!(%error, "the limit on open files stays as it is; many learners may not fit");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn needs_count_versions_masters_and_state() {
+        let layout = |dtype| ModelLayout::blank(1 << 20, dtype, 256 << 10).unwrap();
+        let controls = Controls::default().with("reducer", "adam").unwrap();
+        assert_eq!(needed(&layout(DType::F32), &Controls::default()), 4 << 20);
+        assert_eq!(needed(&layout(DType::F32), &controls), 8 << 20);
+        // Half as many bytes an element: masters and moments weigh double.
+        assert_eq!(needed(&layout(DType::BF16), &controls), 16 << 20);
+    }
+
+    #[test]
+    fn this_machine_has_some_memory() {
+        assert!(available().is_none_or(|bytes| bytes > 1 << 20));
+    }
+}
