@@ -14,7 +14,18 @@ use crate::error::Error;
 /// # Errors
 /// With what is needed and what is there.
 pub fn check(name: &str, layout: &ModelLayout, controls: &Controls) -> Result<(), Error> {
-    let needed = needed(layout, controls);
+    refuse_above_available(name, needed(layout, controls))
+}
+
+/// The same by size alone, before even the tables of blocks are made.
+///
+/// # Errors
+/// As [`check`].
+pub fn check_size(name: &str, size: u64, controls: &Controls) -> Result<(), Error> {
+    refuse_above_available(name, u128::from(size) * (3 + u128::from(controls.retain)))
+}
+
+fn refuse_above_available(name: &str, needed: u128) -> Result<(), Error> {
     let Some(available) = available() else { return Ok(()) };
     if needed <= u128::from(available) {
         return Ok(());

@@ -108,6 +108,7 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
     let mut metadata = BTreeMap::new();
     let (layout, plan) = match &spec.source {
         ModelSource::Blank { bytes, dtype } => {
+            memory::check_size(name, *bytes, controls)?;
             let layout = ModelLayout::blank(*bytes, *dtype, config.block_size);
             (layout.map_err(|error| Error::usage(format!("model {name}: {error}")))?, None)
         }

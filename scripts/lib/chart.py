@@ -26,7 +26,8 @@ def draw(series, sizes, model, out):
     for job, values in series.items():
         face, engine = job.rsplit("-", 1)
         marker, line = ENGINES[engine]
-        axes.plot(x, values, color=COLOURS[face], marker=marker, linestyle=line, markersize=6, label=f"{face}, {engine}")
+        style = {"color": COLOURS[face], "marker": marker, "linestyle": line, "markersize": 6}
+        axes.plot(x, values, label=f"{face}, {engine}", **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(x, [f"{size[:-1]} {size[-1].upper()}iB" for size in sizes])
     axes.minorticks_off()

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+from contextlib import suppress
 
 from machine import GIB, ROOT, Failed
 
@@ -33,7 +34,8 @@ def run(job, directory, block_size, expected_bytes):
         output, errors = process.communicate(timeout=DEADLINE)
     except BaseException as error:
         # It leads its own process group, which holds the jobs it forked.
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         if isinstance(error, subprocess.TimeoutExpired):
             raise Failed(f"{job} in {directory} takes longer than {DEADLINE:.0f} s") from error
         raise

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,9 +26,34 @@ class Failed(Exception):
     """Something that ends the run, in words for the one who started it."""
 
 
+_started = time.monotonic()
+
+
 def say(text):
     """A line of progress."""
-    print(text, file=sys.stderr, flush=True)
+    print(f"{time.monotonic() - _started:5.0f} s  {text}", file=sys.stderr, flush=True)
+
+
+def _interrupted(*_):
+    # Once is enough: cleaning up has deadlines, and is not to be cut short.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def main(script, run):
+    """Calls `run`, whose every cleanup happens however it ends; gives the exit status."""
+    signal.signal(signal.SIGINT, _interrupted)
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        run()
+    except Failed as error:
+        print(f"{script}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{script}: interrupted", file=sys.stderr)
+        return 130
+    return 0
 
 
 def present(name):

@@ -65,6 +65,7 @@ def write_json(path, figures):
     entries = [{field: getattr(figure, field) for field in fields} for figure in figures]
     for entry in entries:
         entry["value"] = round(entry["value"], 4)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         json.dump(entries, file, indent=2)
         file.write("\n")

@@ -3,6 +3,7 @@
 Through the mount (write, close, open, read), and the same by hand with NumPy over shared memory.
 """
 
+import functools
 import mmap
 import os
 
@@ -15,14 +16,19 @@ from work_race import race
 PIECE = 65536
 
 
+@functools.lru_cache(maxsize=4)
 def gradients(rank, size):
     """A learner's gradients: small whole numbers, so that sums are exact in whatever order."""
     return (numpy.arange(size // 4) % 97 + (rank + 1)).astype(numpy.float32)
 
 
+@functools.lru_cache(maxsize=2)
 def total(count, size):
     """The sum of everybody's gradients."""
-    return sum((gradients(rank, size) for rank in range(count)), numpy.zeros(size // 4, numpy.float32))
+    added = numpy.zeros(size // 4, numpy.float32)
+    for rank in range(count):
+        added += gradients(rank, size)
+    return added
 
 
 class Learner:

@@ -37,8 +37,6 @@ pub struct VersionHandle {
     pub header: Arc<[u8]>,
     /// The bytes of the model that follow it.
     pub bytes: std::ops::Range<u64>,
-    /// Its directory and name, where the directory is of the same version.
-    pub name: Option<(u64, String)>,
 }
 
 impl VersionHandle {
@@ -53,7 +51,7 @@ impl VersionHandle {
         };
         let bytes = 0..model.layout.size();
         let model = Arc::clone(model);
-        Some(VersionHandle { model, version, buffer, header: Arc::new([]), bytes, name: None })
+        Some(VersionHandle { model, version, buffer, header: Arc::new([]), bytes })
     }
 
     /// Pins the newest version.

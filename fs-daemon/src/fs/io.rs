@@ -154,14 +154,6 @@ impl Fs {
     /// The last descriptor of an open file is gone.
     pub fn release(&self, fh: u64) {
         let Some(handle) = self.handles.remove(fh) else { return };
-        if let Handle::Version(version) = &*handle
-            && let Some((parent, name)) = &version.name
-            && version.version < version.model.shard.version()
-        {
-            // While it was open, dropping its directory could not drop its name, and the name would keep the
-            // version in memory.
-            let _ = self.chores.send(Chore::Forget(*parent, name.clone()));
-        }
         let unsettled = match &*handle {
             Handle::Contribution(contribution) => {
                 contribution.model.count_handle(&contribution.learner, false);

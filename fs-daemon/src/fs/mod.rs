@@ -16,6 +16,7 @@ mod open;
 mod waits;
 mod xattr;
 
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, SystemTime};
@@ -67,8 +68,6 @@ enum Chore {
     Left(u8, LearnerId, LeaveReason),
     /// A handle with an unfinished contribution was closed.
     Settle(Arc<Handle>),
-    /// A name in the directory of an old version is no longer in use.
-    Forget(u64, String),
 }
 
 /// The filesystem of one mount.
@@ -82,6 +81,7 @@ pub struct Fs {
     pollers: Mutex<Vec<(u8, Wake)>>,
     waits: Arc<Waits>,
     second_looks: SecondLooks,
+    names: Mutex<HashMap<(u8, Version), HashSet<(u64, String)>>>,
     chores: mpsc::Sender<Chore>,
     watcher: OnceLock<Watcher>,
     next_watch: AtomicU64,
@@ -106,6 +106,7 @@ impl Fs {
             pollers: Mutex::default(),
             waits: Arc::default(),
             second_looks: SecondLooks::default(),
+            names: Mutex::default(),
             chores,
             watcher: OnceLock::new(),
             next_watch: AtomicU64::new(1),
@@ -234,7 +235,10 @@ impl Started {
                 let Some(fs) = fs.upgrade() else { return };
                 match chore {
                     Ok(chore) => fs.do_chore(chore, &*kernel),
-                    Err(mpsc::RecvTimeoutError::Timeout) => fs.waits.release_killed(),
+                    Err(mpsc::RecvTimeoutError::Timeout) => {
+                        fs.waits.release_killed();
+                        fs.models.iter().for_each(|model| fs.drop_old_names(model, &*kernel));
+                    }
                     Err(mpsc::RecvTimeoutError::Disconnected) => return,
                 }
             }
@@ -254,7 +258,6 @@ impl Fs {
                 }
             }
             Chore::Settle(handle) => io::settle(&handle),
-            Chore::Forget(parent, name) => kernel.forget_name(parent, &name),
         }
     }
 
@@ -293,6 +296,37 @@ impl Fs {
             if !retained.contains(&old) {
                 kernel.forget_name(versions, &old.to_string());
             }
+        }
+        self.drop_old_names(model, kernel);
+    }
+
+    /// `name` in `parent`, a directory of `version`, was looked up.
+    fn note_name(&self, model: u8, version: Version, parent: u64, name: &str) {
+        let mut names = self.names.lock();
+        let of_version = names.entry((model, version)).or_default();
+        of_version.insert((parent, name.to_owned()));
+    }
+
+    /// Makes the kernel let go of names in directories of versions that are no longer retained.
+    ///
+    /// When such a directory is dropped while a file in it is in use, or being looked up, the name stays
+    /// in the kernel's cache and with it the version in memory. So each name is dropped by itself, again
+    /// until the version is gone.
+    fn drop_old_names(&self, model: &Model, kernel: &dyn Kernel) {
+        let retained = model.shard.retained();
+        let mut old = Vec::new();
+        self.names.lock().retain(|(index, version), names| {
+            if *index != model.index || retained.contains(version) {
+                return true;
+            }
+            let exists = model.shard.get(*version).is_some();
+            if exists {
+                old.extend(names.iter().cloned());
+            }
+            exists
+        });
+        for (parent, name) in old {
+            kernel.forget_name(parent, &name);
         }
     }
 

@@ -10,7 +10,7 @@ use ps_backend::controls::SETTINGS;
 use super::errno::{FsError, FsResult};
 use super::model::Model;
 use super::node::{File, Node};
-use super::{Attributes, Chore, Fs};
+use super::{Attributes, Fs};
 
 /// A directory entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,12 +52,11 @@ impl Fs {
                 self.forget(node.ino(), 1);
             }
         })?;
-        if let (Some(Node::Model(index, dir)), true) = (Node::from_ino(parent), pinned)
-            && dir.version().is_some_and(|version| version < self.models[usize::from(index)].shard.version())
+        if let Node::Model(index, _) = node
+            && let Some(Node::Model(_, dir)) = Node::from_ino(parent)
+            && let Some(version) = dir.version()
         {
-            // The directory may be held open long after the names that lead to it are gone: then nothing
-            // else makes the kernel let go of what was looked up in it.
-            let _ = self.chores.send(Chore::Forget(parent, name.to_owned()));
+            self.note_name(index, version, parent, name);
         }
         Ok(attributes)
     }

@@ -146,15 +146,12 @@ impl Fs {
             File::Weights(version) if flags.write => self.open_publish(model, node, version, flags, caller),
             File::Weights(version) | File::RetainedWeights(version) | File::LearnerWeights(_, version) => {
                 read_only(flags, "this version of weights")?;
-                self.open_version(model, version, |handle| handle.name = name_in_version(model, file))
+                self.open_version(model, version, |_| {})
             }
             File::Safetensors(version) | File::RetainedSafetensors(version) => {
                 read_only(flags, "weights.safetensors")?;
                 let header = model.safetensors_header(version);
-                self.open_version(model, version, |handle| {
-                    handle.header = header;
-                    handle.name = name_in_version(model, file);
-                })
+                self.open_version(model, version, |handle| handle.header = header)
             }
             File::Tensor(version, index) | File::RetainedTensor(version, index) => {
                 read_only(flags, "a tensor")?;
@@ -163,7 +160,6 @@ impl Fs {
                 self.open_version(model, version, |handle| {
                     handle.header = Arc::clone(&model.npy_headers[index]);
                     handle.bytes = tensor.bytes.clone();
-                    handle.name = name_in_version(model, file);
                 })
             }
             File::Gradients => {
@@ -333,19 +329,6 @@ impl Fs {
             _ => return Err(FsError::not_found()),
         })
     }
-}
-
-/// The directory and name of a file in a directory that is itself of one version.
-fn name_in_version(model: &Model, file: File) -> Option<(u64, String)> {
-    let tensor = |index: u32| model.layout.tensors().get(index as usize).map(|t| format!("{}.npy", t.name));
-    let (parent, name) = match file {
-        File::Tensor(version, index) => (File::Tensors(version), tensor(index)?),
-        File::RetainedTensor(version, index) => (File::RetainedTensors(version), tensor(index)?),
-        File::RetainedWeights(version) => (File::Retained(version), "weights".to_owned()),
-        File::RetainedSafetensors(version) => (File::Retained(version), "weights.safetensors".to_owned()),
-        _ => return None,
-    };
-    Some((Node::Model(model.index, parent).ino(), name))
 }
 
 fn read_only(flags: Flags, what: &str) -> FsResult<()> {
