@@ -66,7 +66,8 @@ class Mount:
         """
         self._scratch = Path(tempfile.mkdtemp(prefix="gradfs-test-"))
         self.root = Path(root) if root else self._scratch / "mnt"
-        self.root.mkdir(exist_ok=True)
+        if root is None:
+            self.root.mkdir()
         files = [Path(path) for path in (model if isinstance(model, (list, tuple)) else [model] if model else [])]
         command = [str(gradfs_binary()), "up", *map(str, args)]
         if size is not None:
@@ -267,3 +268,9 @@ def gradfs():
         )
 
     return run
+
+
+@pytest.fixture(params=["passthrough", "no_passthrough"])
+def way(request):
+    """Whether mappings and reads bypass the daemon."""
+    return {"no_passthrough": request.param == "no_passthrough"}

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import mmap
 import os
 import shutil
 import signal

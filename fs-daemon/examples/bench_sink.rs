@@ -2,9 +2,10 @@
 //!
 //! It does nothing but what every daemon on `fuser` must do, with every switch set that helps: direct
 //! I/O, parallel and asynchronous direct writes, 1 MiB requests, one `/dev/fuse` descriptor a thread,
-//! no flush at close, attributes cached for good, memory touched beforehand. In mode `copy` a request
-//! is copied to its offset in a buffer of the file's size, in mode `discard` it is dropped. Whatever a
-//! filesystem does with the bytes costs more, so the ratio to this one says what its own work costs.
+//! no flush at close, attributes cached for good, huge pages touched beforehand, streaming stores. In
+//! mode `copy` a request is copied to its offset in a buffer of the file's size, in mode `discard` it is
+//! dropped. Whatever a filesystem does with the bytes costs more, so the ratio to this one says what its
+//! own work costs.
 //! `scripts/bench` measures that ratio; by hand:
 //!
 //! ```text
@@ -60,9 +61,6 @@ struct Args {
     /// Threads that serve requests
     #[arg(long, default_value_t = 2)]
     threads: usize,
-    /// Ask for huge pages behind the buffer
-    #[arg(long)]
-    huge: bool,
     /// An existing directory
     mountpoint: PathBuf,
 }
@@ -87,15 +85,14 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    fn new(len: usize, huge: bool) -> io::Result<Buffer> {
+    fn new(len: usize) -> io::Result<Buffer> {
         let size = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
         let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
         let start = unsafe { mmap_anonymous(None, size, access, MapFlags::MAP_PRIVATE) }?;
-        let advice = if huge { MmapAdvise::MADV_HUGEPAGE } else { MmapAdvise::MADV_NOHUGEPAGE };
         // SAFETY: the range is the mapping just made; the advice changes no contents. A kernel without
         // huge pages refuses it, which leaves what there is anyway.
-        let _ = unsafe { madvise(start, len, advice) };
+        let _ = unsafe { madvise(start, len, MmapAdvise::MADV_HUGEPAGE) };
         let start = start.cast::<u8>();
         // SAFETY: `len` bytes from `start` were mapped for writing above and nobody else knows of them.
         unsafe { start.write_bytes(1, len) };
@@ -110,7 +107,7 @@ impl Buffer {
         }
         // SAFETY: the range lies within the mapping, as just checked, and cannot overlap a request
         // buffer, which is other memory.
-        unsafe { self.start.add(offset).copy_from_nonoverlapping(NonNull::from(data).cast(), data.len()) };
+        unsafe { copy(self.start.add(offset), data) };
         true
     }
 
@@ -120,6 +117,50 @@ impl Buffer {
         let len = len.min(self.len - offset);
         // SAFETY: the range lies within the mapping, which was initialised as a whole.
         unsafe { std::slice::from_raw_parts(self.start.add(offset).as_ptr(), len) }
+    }
+}
+
+/// Copies `data` to memory that will not be read soon: past the caches, which doubles the speed.
+///
+/// # Safety
+/// `data.len()` bytes from `to` must be ours to write, and not those of `data`.
+unsafe fn copy(to: NonNull<u8>, data: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx") {
+        // SAFETY: as the caller promises; the processor has the instructions.
+        return unsafe { stream(to, data) };
+    }
+    // SAFETY: as the caller promises.
+    unsafe { to.copy_from_nonoverlapping(NonNull::from(data).cast(), data.len()) };
+}
+
+/// As [`copy`], with streaming stores.
+///
+/// # Safety
+/// As for [`copy`].
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx")]
+unsafe fn stream(to: NonNull<u8>, data: &[u8]) {
+    use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
+    const LINES: usize = 128;
+    // Streaming stores want an aligned target; what is before and after goes the usual way.
+    let head = to.as_ptr().align_offset(LINES).min(data.len());
+    let lines = (data.len() - head) / LINES;
+    let tail = head + lines * LINES;
+    let from = data.as_ptr();
+    // SAFETY: all offsets are below `data.len()`, which both sides have, and `to + head` is aligned.
+    unsafe {
+        to.as_ptr().copy_from_nonoverlapping(from, head);
+        for offset in (head..tail).step_by(LINES) {
+            let source = from.add(offset).cast::<__m256i>();
+            let target = to.as_ptr().add(offset).cast::<__m256i>();
+            let line = [0, 1, 2, 3].map(|i| _mm256_loadu_si256(source.add(i)));
+            for (i, part) in line.into_iter().enumerate() {
+                _mm256_stream_si256(target.add(i), part);
+            }
+        }
+        to.as_ptr().add(tail).copy_from_nonoverlapping(from.add(tail), data.len() - tail);
+        _mm_sfence();
     }
 }
 
@@ -270,7 +311,7 @@ fn run(args: Args) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "the file needs a size and a plain name"));
     }
     let buffer = match args.mode {
-        Mode::Copy => Some(Buffer::new(args.size, args.huge)?),
+        Mode::Copy => Some(Buffer::new(args.size)?),
         Mode::Discard => None,
     };
     let sink = Sink { name: args.name, size: args.size, buffer };

@@ -39,7 +39,8 @@ pub fn run(config: UpConfig) -> Result<(), Error> {
     memory::raise_file_limit();
     // The mountpoint first: a mistake there should not cost the loading of a model.
     let mountpoint = Mountpoint::prepare(&config.mountpoint)?;
-    let passthrough = config.passthrough && may_pass_through();
+    let hindrance = if config.passthrough { no_passthrough() } else { None };
+    let passthrough = config.passthrough && hindrance.is_none();
     let mut models = Vec::new();
     for (index, spec) in config.models.iter().enumerate() {
         let index = u8::try_from(index).map_err(|_| Error::usage("more than 256 models"))?;
@@ -66,7 +67,10 @@ pub fn run(config: UpConfig) -> Result<(), Error> {
         stopper.stop("the mount is gone");
     });
     serving.map_err(|error| Error::new("cannot start the FUSE threads").caused_by(error))?;
-    announce(&config, &fs, &mountpoint, passthrough);
+    if let Some(why) = hindrance {
+        tracing::warn!("{why}: weights are read through the daemon (--no-passthrough says that this is meant)");
+    }
+    announce(&fs, &mountpoint, passthrough);
     let why = stops.wait();
     tracing::info!("stopping: {why}");
     fs.shut_down();
@@ -88,13 +92,24 @@ fn controls(config: &UpConfig) -> Result<Controls, Error> {
     })
 }
 
-/// Passthrough takes CAP_SYS_ADMIN; without it everything works through the daemon, slower.
-fn may_pass_through() -> bool {
+/// Why reads cannot bypass the daemon, if they cannot. Everything works through it as well, slower.
+fn no_passthrough() -> Option<&'static str> {
     const CAP_SYS_ADMIN: u32 = 21;
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     let bits = effective.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0);
-    bits & (1 << CAP_SYS_ADMIN) != 0
+    if bits & (1 << CAP_SYS_ADMIN) == 0 {
+        return Some("no CAP_SYS_ADMIN (run as root)");
+    }
+    // The capability has to be that of the whole machine, not of a user namespace.
+    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    if map.split_whitespace().ne(["0", "0", "4294967295"]) {
+        return Some("CAP_SYS_ADMIN holds only in a user namespace");
+    }
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse::<u32>().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    if version < (6, 9) { Some("the kernel is older than 6.9") } else { None }
 }
 
 fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> Result<Model, Error> {
@@ -154,13 +169,7 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
 }
 
 /// Says what is mounted where. Printed when everything works, so that scripts can wait for it.
-fn announce(config: &UpConfig, fs: &Fs, mountpoint: &Mountpoint, passthrough: bool) {
-    if !passthrough && config.passthrough {
-        tracing::warn!(
-            "no CAP_SYS_ADMIN: weights are read through the daemon, about a third slower; run as root for \
-             passthrough, or give --no-passthrough to say that this is meant"
-        );
-    }
+fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool) {
     let mut out = std::io::stdout().lock();
     for model in fs.models() {
         let controls = model.shard.controls();

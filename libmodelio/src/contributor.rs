@@ -250,6 +250,8 @@ impl Contributor {
                     Ok(step) => step,
                     Err(error) => {
                         state.tracker.reset();
+                        // So that fsync or close does not say that all is well.
+                        state.failed = Some(error.clone());
                         return Err(error.into());
                     }
                 },

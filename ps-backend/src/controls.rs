@@ -174,7 +174,8 @@ impl Controls {
             "dampening" => h.dampening = field.float(0.0..=1.0, "a number from 0 to 1")?,
             "beta1" => h.beta1 = field.below_one()?,
             "beta2" => h.beta2 = field.below_one()?,
-            "epsilon" => h.epsilon = field.float(0.0..=f32::MAX, "a finite number >= 0")?,
+            // Below this the denominator of a weight that never had a gradient could round to zero.
+            "epsilon" => h.epsilon = field.float(1e-30..=f32::MAX, "a finite number >= 1e-30")?,
             "weight_decay" => h.weight_decay = field.float(0.0..=f32::MAX, "a finite number >= 0")?,
             "carry" => h.carry = field.float(f32::MIN..=f32::MAX, "a finite number")?,
             "aggregation" => {
@@ -360,6 +361,7 @@ mod tests {
             ("learning_rate", "inf"),
             ("learning_rate", ""),
             ("beta1", "1"),
+            ("epsilon", "0"),
             ("reducer", "SGD2"),
             ("consistency", "maybe"),
             ("learners", "0"),

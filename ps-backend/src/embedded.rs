@@ -200,6 +200,11 @@ impl EmbeddedShard {
         self.inner.lock().store.get(version)
     }
 
+    /// Versions in memory, the merely pinned ones included.
+    pub fn versions(&self) -> Vec<Version> {
+        self.inner.lock().store.versions().collect()
+    }
+
     /// Versions under `versions/`: the newest and the retained.
     pub fn retained(&self) -> Vec<Version> {
         let inner = self.inner.lock();

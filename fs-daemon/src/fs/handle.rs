@@ -115,8 +115,6 @@ pub struct ContributionHandle {
     pub last_writer: AtomicU64,
     /// Something was written through it since the last commit.
     pub wrote: AtomicBool,
-    /// Something was ever written through it: then fsync never ships the mapped region.
-    pub ever_wrote: AtomicBool,
     /// Opened read-write: it may be mapped.
     pub mappable: bool,
     /// `device`: what it reads.
@@ -131,7 +129,6 @@ impl ContributionHandle {
         }
         if !self.wrote.load(Ordering::Relaxed) {
             self.wrote.store(true, Ordering::Relaxed);
-            self.ever_wrote.store(true, Ordering::Relaxed);
         }
     }
 }

@@ -307,7 +307,6 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
     let fill = if controls.reducer == Reducer::Assign { Fill::Present } else { Fill::Zero };
     let mapped = closing == Closing::No
         && contribution.mappable
-        && !contribution.ever_wrote.load(Ordering::Relaxed)
         && !contributor.is_open();
     let of_closure = Arc::clone(&handle);
     let of_abort = Arc::clone(&contributor);
@@ -347,18 +346,16 @@ fn refresh(contribution: &ContributionHandle) {
 /// Publishes what was written to `weights`.
 fn publish(handle: &Arc<Handle>, done: Done<()>) {
     let Handle::Publish(publish) = &**handle else { return done(Ok(())) };
-    let Some(publisher) = publish.publisher.lock().take_if(|publisher| publisher.is_open()) else {
-        return done(Ok(()));
-    };
-    if publish.truncated.swap(false, Ordering::Relaxed) && !publisher.is_complete() {
+    let publisher = publish.publisher.lock().take_if(|publisher| publisher.is_open());
+    let whole = publisher.as_ref().is_some_and(|publisher| publisher.is_complete());
+    if publish.truncated.swap(false, Ordering::Relaxed) && !whole {
         let size = publish.model.layout.size();
         return done(Err(FsError::new(
             libc::EINVAL,
-            format!(
-                "weights was truncated but not all of its {size} bytes were written; nothing has changed"
-            ),
+            format!("weights was truncated but not all of its {size} bytes were written; nothing has changed"),
         )));
     }
+    let Some(publisher) = publisher else { return done(Ok(())) };
     let written = publisher.written();
     let cuts = written.iter().flat_map(|range| [range.start, range.end]);
     if let Some(half) = cuts.into_iter().find(|&cut| publish.model.layout.splits_element(cut)) {

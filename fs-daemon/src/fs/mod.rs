@@ -17,7 +17,7 @@ mod waits;
 mod xattr;
 
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, SystemTime};
 
@@ -64,7 +64,7 @@ pub(crate) struct MountStatus {
 
 /// Work for the thread that may talk to the kernel on its own accord.
 enum Chore {
-    Published(u8, Version),
+    Published(u8),
     Left(u8, LearnerId, LeaveReason),
     /// A handle with an unfinished contribution was closed.
     Settle(Arc<Handle>),
@@ -80,6 +80,8 @@ pub struct Fs {
     started: SystemTime,
     pollers: Mutex<Vec<(u8, Wake)>>,
     waits: Arc<Waits>,
+    /// Said once that some program's end cannot be seen.
+    warned_of_strangers: AtomicBool,
     second_looks: SecondLooks,
     names: Mutex<HashMap<(u8, Version), HashSet<(u64, String)>>>,
     chores: mpsc::Sender<Chore>,
@@ -105,6 +107,7 @@ impl Fs {
             started: SystemTime::now(),
             pollers: Mutex::default(),
             waits: Arc::default(),
+            warned_of_strangers: AtomicBool::new(false),
             second_looks: SecondLooks::default(),
             names: Mutex::default(),
             chores,
@@ -116,7 +119,7 @@ impl Fs {
             model.shard.subscribe(Box::new(move |event| {
                 // The receiver only goes when the mount does.
                 let _ = chores.send(match event {
-                    Event::Published(version) => Chore::Published(index, version),
+                    Event::Published(_) => Chore::Published(index),
                     Event::Left(learner, reason) => Chore::Left(index, learner, reason),
                 });
             }));
@@ -237,7 +240,7 @@ impl Started {
                     Ok(chore) => fs.do_chore(chore, &*kernel),
                     Err(mpsc::RecvTimeoutError::Timeout) => {
                         fs.waits.release_killed();
-                        fs.models.iter().for_each(|model| fs.drop_old_names(model, &*kernel));
+                        fs.drop_leftovers(&*kernel);
                     }
                     Err(mpsc::RecvTimeoutError::Disconnected) => return,
                 }
@@ -250,7 +253,7 @@ impl Started {
 impl Fs {
     fn do_chore(&self, chore: Chore, kernel: &dyn Kernel) {
         match chore {
-            Chore::Published(index, version) => self.published(index, version, kernel),
+            Chore::Published(index) => self.published(index, kernel),
             Chore::Left(index, learner, reason) => {
                 let Ok(model) = self.model(index) else { return };
                 if let Some(name) = self.learner_left(model, learner, reason) {
@@ -270,7 +273,7 @@ impl Fs {
         Some(name)
     }
 
-    fn published(&self, index: u8, _version: Version, kernel: &dyn Kernel) {
+    fn published(&self, index: u8, kernel: &dyn Kernel) {
         let ready: Vec<Wake> = {
             let mut pollers = self.pollers.lock();
             let (ready, kept): (Vec<_>, Vec<_>) = pollers.drain(..).partition(|(of, _)| *of == index);
@@ -280,9 +283,15 @@ impl Fs {
         for wake in ready {
             wake();
         }
-        // The names lead to new inodes. Telling the kernel makes it let go of the old ones once nobody
-        // has them open or mapped, and then their memory can be used again.
-        let Ok(model) = self.model(index) else { return };
+        if let Ok(model) = self.model(index) {
+            self.drop_moved_names(model, kernel);
+        }
+    }
+
+    /// Names that lead to new inodes are dropped from the kernel's cache. Then it lets go of the old inodes
+    /// once nobody has them open or mapped, and their memory can be used again.
+    fn drop_moved_names(&self, model: &Model, kernel: &dyn Kernel) {
+        let index = model.index;
         let dir = Node::Model(index, File::Dir).ino();
         for name in ["weights", "weights.safetensors", "tensors"] {
             kernel.forget_name(dir, name);
@@ -292,12 +301,22 @@ impl Fs {
         }
         let versions = Node::Model(index, File::Versions).ino();
         let retained = model.shard.retained();
-        for old in model.shard.status().versions {
+        for old in model.shard.versions() {
             if !retained.contains(&old) {
                 kernel.forget_name(versions, &old.to_string());
             }
         }
         self.drop_old_names(model, kernel);
+    }
+
+    /// A lookup that was under way while its name was dropped brings the name back: dropped again, for as
+    /// long as versions are there that nobody should want any more.
+    fn drop_leftovers(&self, kernel: &dyn Kernel) {
+        for model in &self.models {
+            if model.shard.versions().len() > model.shard.retained().len() {
+                self.drop_moved_names(model, kernel);
+            }
+        }
     }
 
     /// `name` in `parent`, a directory of `version`, was looked up.

@@ -238,9 +238,6 @@ impl Fs {
         };
         let mut users = Users::default();
         let opener = users.note(caller.tid);
-        if let (Some(watcher), Some(process)) = (self.watcher.get(), Process::of_thread(caller.tid)) {
-            model.watch(learner, process, watcher, self.watch_key());
-        }
         let handle = ContributionHandle {
             model: Arc::clone(model),
             learner: Arc::clone(learner),
@@ -248,7 +245,6 @@ impl Fs {
             users: Mutex::new(users),
             last_writer: AtomicU64::new(u64::from(caller.tid)),
             wrote: AtomicBool::new(false),
-            ever_wrote: AtomicBool::new(false),
             mappable: flags.read && !device,
             version,
         };
@@ -258,6 +254,15 @@ impl Fs {
         };
         let opened = self.insert(Handle::Contribution(handle), way)?;
         model.count_handle(learner, true);
+        if let (Some(watcher), Some(process)) = (self.watcher.get(), Process::of_thread(caller.tid)) {
+            model.watch(learner, process, watcher, self.watch_key());
+        }
+        if caller.tid == 0 && !self.warned_of_strangers.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "a learner runs in a PID namespace that this daemon cannot see: if it is killed, what it has \
+                 written by then counts. Start gradfs in a namespace that contains its learners"
+            );
+        }
         Ok(opened)
     }
 

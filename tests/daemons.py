@@ -1,0 +1,113 @@
+"""What tests of the daemon's life share: programs of its own, and mounts that fail."""
+
+import contextlib
+import errno
+import os
+import select
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ONE = struct.pack("<f", 1.0)
+BLOCK = 64 << 10
+GONE = {errno.EIO, errno.ENOTCONN, errno.ECONNABORTED}
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting something else takes root")
+
+
+def small(start_mount, **options):
+    return start_mount(**{"size": 4 * BLOCK, "block_size": "64KiB", "reducer": "sum", **options})
+
+
+def up_refused(gradfs, mountpoint, *words):
+    """`gradfs up` on `mountpoint` must fail, saying `words`; returns what it said."""
+    done = gradfs("up", "--size", "64KiB", "--reducer", "sum", mountpoint, timeout=20)
+    assert done.returncode == 1, done
+    assert done.stderr.startswith("gradfs: error: ") and "panicked" not in done.stderr, done.stderr
+    assert done.stdout == ""
+    for word in [str(mountpoint), *words]:
+        assert word in done.stderr, f"{word!r} is missing:\n{done.stderr}"
+    return done.stderr
+
+
+class Child:
+    """A Python program in a process of its own; it says `ready` with its first line. Killed at the end."""
+
+    def __init__(self, code, *args, ready=True, cwd=None):
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-c", "import errno, mmap, os, sys, time\n" + code, *map(str, args)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd,
+        )
+        self.pid = self.process.pid
+        if ready:
+            assert self.line() == "ready"
+
+    def line(self, timeout=10):
+        if not select.select([self.process.stdout], [], [], timeout)[0]:
+            self.process.kill()
+            pytest.fail(f"the child said nothing for {timeout} s")
+        return self.process.stdout.readline().strip()
+
+    def end(self, timeout=10):
+        """Its output, once it has ended by itself."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            pytest.fail(f"the child hangs: no end within {timeout} s")
+        return out.strip(), err
+
+    def kill(self):
+        self.process.kill()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            pytest.fail("the child cannot be killed: it hangs in the kernel")
+
+
+@pytest.fixture
+def child():
+    children = []
+
+    def start(*args, **options):
+        one = Child(*args, **options)
+        children.append(one)
+        return one
+
+    yield start
+    for one in children:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait(10)
+        for stream in (one.process.stdin, one.process.stdout, one.process.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.close()
+
+
+def die(mount):
+    """kill -9; the dead mount stays where it is."""
+    mount.process.kill()
+    mount.process.wait(10)
+
+
+@pytest.fixture(autouse=True)
+def mkdir_meets_dead_mounts(monkeypatch):
+    """The fixture's `mkdir(exist_ok=True)` looks whether there is a directory; a dead mount does not answer."""
+    mkdir = Path.mkdir
+
+    def tolerant(self, *args, **options):
+        try:
+            mkdir(self, *args, **options)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+
+    monkeypatch.setattr(Path, "mkdir", tolerant)
+
+
+def is_mounted(path):
+    with open("/proc/self/mountinfo") as table:
+        return [line for line in table if line.split()[4] == str(path)]

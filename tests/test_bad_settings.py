@@ -1,0 +1,289 @@
+"""Settings and learners that must be refused."""
+
+import errno
+import mmap
+import os
+import resource
+import subprocess
+import threading
+import time
+
+import pytest
+
+from refusals import BLOCK, EINVAL, EPERM, ONE, nothing_changes, opened, refused, said, small
+
+
+BAD_VALUES = {
+    "learning_rate": [b"fast", b"\n", b" ", b"nan", b"inf", b"-1", b"1e39", b"0.1 0.2", b"0.1\n0.2\n", b"0,1", b"0x10", b"\xff\xfe", b"0.1\0", b"\0" * 64, b"1" * 5000, b"1" * (2 << 20)],
+    "momentum": [b"1.01", b"-0.1", b"x"],
+    "beta1": [b"1", b"2"],
+    "learners": [b"0", b"-1", b"1.5", b"70000", b"18446744073709551617"],
+    "min_learners": [b"0", b"2"],
+    "max_versions": [b"0", b"3", b"x"],
+    "retain": [b"-1", b"70000", b"14"],
+    "timeout": [b"0", b"-1", b"never", b"1e300", b"nan", b"inf"],
+    "lease": [b"-1", b"x"],
+    "reducer": [b"", b"magic", b"SGD", b"sgd adam", b"../../etc"],
+    "consistency": [b"maybe"],
+    "aggregation": [b"max"],
+    "nonfinite": [b"perhaps"],
+}
+
+
+def test_bad_settings(start_mount):
+    mount = small(start_mount)
+    with nothing_changes(mount):
+        for name, values in BAD_VALUES.items():
+            old = (mount.model / "control" / name).read_bytes()
+            for value in values:
+                if not value:
+                    continue
+                for flags in [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC, os.O_RDWR]:
+                    with opened(mount.model / "control" / name, flags) as fd:
+                        with refused(EINVAL):
+                            os.write(fd, value)
+                assert (mount.model / "control" / name).read_bytes() == old, (name, value)
+        said(mount, "control/learning_rate", '"fast"', "number")
+        said(mount, "control/min_learners", "above learners")
+        for line in mount.stderr().splitlines():
+            assert len(line) < 500, f"a line of {len(line)} bytes in the log: {line[:200]}…"
+
+
+def test_shell_redirection_of_a_bad_setting(start_mount):
+    mount = small(start_mount)
+    with nothing_changes(mount):
+        done = subprocess.run(
+            ["sh", "-c", "echo fast | tee control/learning_rate"], cwd=mount.model, capture_output=True, text=True, timeout=10, check=False,
+        )
+        assert done.returncode != 0 and "Invalid argument" in done.stderr, done
+
+
+def test_setting_at_an_offset(start_mount):
+    mount = small(start_mount)
+    with nothing_changes(mount):
+        with opened(mount.model / "control/learning_rate", os.O_WRONLY) as fd:
+            for offset in [1, 2, 4096, 1 << 40]:
+                with refused(EINVAL, errno.EFBIG):
+                    os.pwrite(fd, b"0.5\n", offset)
+        said(mount, "control/learning_rate", "whole value at once")
+
+
+def test_unknown_setting(start_mount):
+    mount = small(start_mount)
+    with nothing_changes(mount):
+        path = mount.model / "control/learning_speed"
+        for flags in [os.O_RDONLY, os.O_WRONLY]:
+            with refused(errno.ENOENT):
+                os.open(path, flags)
+        with refused(EPERM):
+            os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        with refused(errno.ENOENT):
+            path.stat()
+
+
+def test_settings_are_whole_while_they_change(start_mount):
+    mount = small(start_mount)
+    values = ["0.125", "12345", "0.0000001"]
+    stop, strange = threading.Event(), []
+
+    def read():
+        while not stop.is_set():
+            for way in ["file", "status"]:
+                got = mount.control("learning_rate") if way == "file" else mount.status()["control"]["learning_rate"]
+                if got not in values and got != "0.01":
+                    strange.append(got)
+
+    def write(value):
+        while not stop.is_set():
+            mount.control("learning_rate", value)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    threads += [threading.Thread(target=write, args=[value]) for value in values]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.7)
+    stop.set()
+    for thread in threads:
+        thread.join(20)
+    assert strange == []
+    mount.contribute(ONE)
+    assert mount.wait_for_version(1) == 1
+
+
+# Learners
+
+
+def test_bad_learner_names(start_mount):
+    mount = small(start_mount)
+    with nothing_changes(mount):
+        place = os.fsencode(mount.model / "learners")
+        for name in [b".hidden", b"a b", "ü".encode(), b"a\nb", b"\xff\xfe", b"a:b", b"*", b"x" * 65, b"x" * 255]:
+            with refused(EINVAL):
+                os.mkdir(place + b"/" + name)
+        with refused(EINVAL, errno.ENAMETOOLONG):
+            os.mkdir(place + b"/" + b"x" * 256)
+        assert os.listdir(place) == []
+        said(mount, "learner name", "letters, digits")
+    os.mkdir(place + b"/" + b"x" * 64)
+
+
+def test_learner_name_is_taken(start_mount):
+    mount = small(start_mount)
+    mount.join("a")
+    for _ in range(3):
+        with refused(errno.EEXIST):
+            mount.join("a")
+    mount.contribute(ONE, learner="a")
+    assert mount.wait_for_version(1) == 1
+
+
+def test_learner_name_is_taken_in_a_race(start_mount):
+    mount = small(start_mount)
+    for round_ in range(20):
+        outcomes, barrier = [], threading.Barrier(4)
+
+        def join():
+            barrier.wait(10)
+            try:
+                os.mkdir(mount.place(f"r{round_}"))
+                outcomes.append(0)
+            except OSError as error:
+                outcomes.append(error.errno)
+
+        threads = [threading.Thread(target=join) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert sorted(outcomes) == [0] + [errno.EEXIST] * 3
+        mount.leave(f"r{round_}")
+
+
+def test_leaving_without_having_joined(start_mount):
+    mount = small(start_mount)
+    with nothing_changes(mount):
+        for name in ["nobody", ".hidden", "x" * 255]:
+            with refused(errno.ENOENT):
+                mount.leave(name)
+        mount.join("a")
+        mount.leave("a")
+        with refused(errno.ENOENT):
+            mount.leave("a")
+
+
+def test_learner_leaves_while_it_writes(start_mount):
+    mount = small(start_mount)
+    mount.join("a")
+    fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
+    os.pwrite(fd, ONE * (BLOCK // 4), 0)
+    os.pwrite(fd, ONE, BLOCK)
+    mount.leave("a")
+    with nothing_changes(mount):
+        with refused(errno.ENOTCONN):
+            os.pwrite(fd, ONE * (BLOCK // 4), 2 * BLOCK)
+        with refused(errno.ENOTCONN):
+            os.close(fd)
+    said(mount, "no longer in the job", "join again")
+
+
+def test_learner_leaves_and_then_closes_what_it_wrote(start_mount):
+    mount = small(start_mount)
+    mount.join("a")
+    fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
+    os.pwrite(fd, ONE, 0)
+    mount.leave("a")
+    with nothing_changes(mount):
+        with refused(errno.ENOTCONN):
+            os.close(fd)
+
+
+def test_handles_outlive_their_learner(start_mount, way):
+    mount = small(start_mount, **way)
+    mount.contribute(ONE)
+    mount.leave("mount")
+    mount.join("a")
+    place = mount.place("a")
+    weights = os.open(place / "weights", os.O_RDONLY)
+    gradients = os.open(place / "gradients", os.O_RDWR)
+    memory = mmap.mmap(gradients, BLOCK)
+    status = os.open(place / "status", os.O_RDONLY)
+    mount.leave("a")
+    with nothing_changes(mount):
+        assert os.pread(weights, 4, 0) == ONE
+        memory[:4] = ONE
+        for act in [lambda: os.fsync(gradients), lambda: os.pwrite(gradients, ONE, 0)]:
+            with refused(errno.ENOTCONN):
+                act()
+        with refused(errno.ENOENT, errno.ENOTCONN):
+            os.pread(status, 100, 0)
+        memory.close()
+        for fd in [weights, gradients, status]:
+            os.close(fd)
+        with refused(errno.ENOENT):
+            os.open(place / "gradients", os.O_WRONLY)
+
+
+def test_an_old_handle_does_not_write_for_the_next_learner_of_its_name(start_mount):
+    mount = small(start_mount)
+    mount.join("a")
+    old = os.open(mount.place("a") / "gradients", os.O_WRONLY)
+    mount.leave("a")
+    mount.join("a")
+    with refused(errno.ENOTCONN):
+        os.pwrite(old, ONE * (BLOCK // 4), 0)
+    mount.contribute(ONE, offset=BLOCK, learner="a")
+    with refused(errno.ENOTCONN):
+        os.pwrite(old, ONE, 0)
+    os.close(old)
+    assert mount.wait_for_version(1) == 1
+    assert (mount.weights()[:BLOCK + 4] == bytes(BLOCK) + ONE) is True
+
+
+def test_leaving_in_mid_step_lets_the_others_go_on(start_mount):
+    mount = small(start_mount, learners=2)
+    mount.join("a"), mount.join("b")
+    fd = os.open(mount.place("b") / "gradients", os.O_WRONLY)
+    os.pwrite(fd, ONE * (BLOCK // 4), 0)
+    mount.contribute(ONE, learner="a")
+    assert mount.version() == 0
+    mount.leave("b")
+    assert mount.wait_for_version(1) == 1
+    assert (mount.weights() == ONE + bytes(4 * BLOCK - 4)) is True
+    try:
+        os.pwrite(fd, ONE, BLOCK)  # May be buffered; what counts is that close tells.
+    except OSError as error:
+        assert error.errno == errno.ENOTCONN
+    with refused(errno.ENOTCONN):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("descriptors", [None, 1024])
+def test_too_many_learners(start_mount, descriptors):
+    """4,096 fit, also where a login session allows a process 1,024 open files unless it asks for more."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, limits[1]))
+    try:
+        mount = start_mount(size="64KiB", block_size="64KiB", reducer="sum")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    joined = 0
+    for i in range(4096):
+        try:
+            mount.join(i)
+        except OSError as error:
+            pytest.fail(f"learner {i}: {error}\n{mount.stderr()[-500:]}")
+        joined += 1
+    for i in range(joined, 5000):
+        with refused(errno.EDQUOT):
+            mount.join(i)
+    said(mount, "4096 learners")
+    assert len(os.listdir(mount.model / "learners")) == 4096
+    mount.leave(17)
+    mount.join("late")
+    with refused(errno.EDQUOT):
+        mount.join("later")
+    for name in os.listdir(mount.model / "learners"):
+        mount.leave(name)
+    mount.contribute(ONE)
+    assert mount.wait_for_version(1) == 1

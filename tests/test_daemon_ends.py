@@ -1,0 +1,202 @@
+"""How the daemon ends in order."""
+
+import contextlib
+import errno
+import mmap
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from conftest import gradfs_binary
+from daemons import BLOCK, GONE, ONE, as_root, child, is_mounted, small
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_signal_with_files_open(start_mount, number):
+    mount = small(start_mount)
+    mount.contribute(ONE)
+    fds = [os.open(mount.model / name, os.O_RDONLY) for name in ["weights", "version", "control/reducer", "weights.safetensors"]]
+    gradients = os.open(mount.model / "gradients", os.O_RDWR)
+    os.pwrite(gradients, ONE, 0)
+    memory = mmap.mmap(gradients, BLOCK)
+    begin = time.monotonic()
+    assert mount.stop(number) == 0, mount.stderr()
+    assert time.monotonic() - begin < 8
+    assert not is_mounted(mount.root) and list(mount.root.iterdir()) == []
+    assert os.pread(fds[0], 4, 0) == ONE, "an open version can be read to the end"
+    memory.close()
+    with pytest.raises(OSError):
+        os.pwrite(gradients, ONE, 0)
+    with contextlib.suppress(OSError):
+        os.close(gradients)
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    assert "panicked" not in mount.stderr()
+    small(start_mount, root=mount.root).contribute(ONE)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_signal_during_a_blocked_open(start_mount, child, number):
+    mount = small(start_mount, learners=2, timeout=60)
+    mount.join("a"), mount.join("b")
+    mount.contribute(ONE, learner="a")
+    blocked = child(
+        "print('ready')\ntry: os.open(sys.argv[1], os.O_RDONLY); print(0)\nexcept OSError as e: print(e.errno)",
+        mount.place("a") / "weights",
+    )
+    time.sleep(0.2)
+    assert blocked.process.poll() is None
+    assert mount.stop(number) == 0, mount.stderr()
+    assert int(blocked.end(timeout=5)[0]) in GONE
+
+
+def test_signal_during_a_blocked_close(start_mount, child):
+    """The step before is not complete, so the close of the next contribution waits: it must fail, not succeed."""
+    mount = small(start_mount, learners=2, timeout=60)
+    mount.join("a"), mount.join("b")
+    mount.contribute(ONE, learner="a")
+    blocked = child(
+        "g = os.open(sys.argv[1], os.O_WRONLY); os.write(g, b'\\0\\0\\x80\\x3f'); print('ready')\n"
+        "try: os.close(g); print(0)\nexcept OSError as e: print(e.errno)",
+        mount.place("a") / "gradients",
+    )
+    time.sleep(0.2)
+    assert blocked.process.poll() is None
+    assert mount.stop(signal.SIGTERM) == 0, mount.stderr()
+    assert int(blocked.end(timeout=5)[0]) in GONE
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_signal_during_writes(start_mount, child, number):
+    mount = start_mount(size="8MiB", block_size="64KiB", reducer="sum")
+    writer = child(
+        "data = b'\\0\\0\\x80\\x3f' * (2 << 20); print('ready')\n"
+        "try:\n"
+        "    while True:\n"
+        "        g = os.open(sys.argv[1], os.O_WRONLY); os.write(g, data); os.close(g)\n"
+        "except OSError as e: print(e.errno)",
+        mount.model / "gradients",
+    )
+    mount.wait_for_version(3)
+    assert mount.stop(number) == 0, mount.stderr()
+    out, _ = writer.end(timeout=5)
+    # ENOENT: the next open found the directory below.
+    assert int(out) in GONE | {errno.ENOENT}, out
+    assert "panicked" not in mount.stderr()
+
+
+def test_second_signal_ends_it_at_once(start_mount, child):
+    mount = small(start_mount)
+    child("f = open('gradients', 'wb', 0); f.write(b'\\0' * 4); print('ready'); time.sleep(60)", cwd=mount.model)
+    mount.process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        mount.process.wait(0.3)
+    if mount.running():
+        mount.process.send_signal(signal.SIGINT)
+    assert mount.process.wait(5) in (0, 130)
+    assert not is_mounted(mount.root)
+
+
+def test_signals_while_it_loads(gradfs, tmp_path):
+    """The earlier a Ctrl-C comes, the less may be left."""
+    mnt = tmp_path / "mnt"
+    mnt.mkdir()
+    for wait in [0.0, 0.003, 0.01, 0.02, 0.04, 0.08]:
+        process = subprocess.Popen(
+            [gradfs_binary(), "up", "--size", "64MiB", "--reducer", "sum", mnt], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        try:
+            _, stderr = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            pytest.fail(f"a SIGINT after {wait} s is lost")
+        assert process.returncode in (0, -signal.SIGINT, 130), stderr
+        assert "panicked" not in stderr
+        assert not is_mounted(mnt)
+
+
+def test_unmount(start_mount, gradfs):
+    mount = small(start_mount)
+    mount.contribute(ONE)
+    done = gradfs("unmount", mount.root)
+    assert done.returncode == 0 and done.stderr == "", done
+    assert mount.process.wait(5) == 0, mount.stderr()
+    assert not is_mounted(mount.root)
+
+
+def test_unmount_with_files_open(start_mount, gradfs):
+    mount = small(start_mount)
+    weights = os.open(mount.model / "weights", os.O_RDONLY)
+    done = gradfs("unmount", mount.root)
+    assert done.returncode == 1 and "--lazy" in done.stderr and str(mount.root) in done.stderr, done
+    mount.contribute(ONE)
+    assert mount.wait_for_version(1) == 1
+    gradients = os.open(mount.model / "gradients", os.O_WRONLY)
+    done = gradfs("unmount", "--lazy", mount.root)
+    assert done.returncode == 0, done
+    assert not is_mounted(mount.root)
+    assert mount.running(), "files are open: they keep working until they are closed"
+    assert os.pread(weights, 4, 0) == bytes(4)
+    os.pwrite(gradients, ONE, 0)
+    os.close(gradients)
+    os.close(weights)
+    assert mount.process.wait(5) == 0, mount.stderr()
+
+
+@as_root
+@pytest.mark.parametrize("how", [["umount"], ["umount", "-l"], ["fusermount3", "-u"]], ids=" ".join)
+def test_unmounted_from_outside(start_mount, how):
+    mount = small(start_mount)
+    mount.contribute(ONE)
+    subprocess.run([*how, mount.root], check=True)
+    assert mount.process.wait(5) == 0, mount.stderr()
+    assert "panicked" not in mount.stderr()
+    small(start_mount, root=mount.root).contribute(ONE)
+
+
+@pytest.mark.parametrize("where", ["full", "closed_pipe"])
+def test_log_that_cannot_be_written(tmp_path, where):
+    """A full disk or a gone `| head` under the log must not end the service."""
+    mnt = tmp_path / "mnt"
+    mnt.mkdir()
+    if where == "full":
+        sink = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, sink = os.pipe()
+    process = subprocess.Popen(
+        [gradfs_binary(), "up", "--size", "256KiB", "--reducer", "sum", mnt], stdin=subprocess.DEVNULL, stdout=sink, stderr=sink
+    )
+    os.close(sink)
+    try:
+        deadline = time.monotonic() + 10
+        while not (mnt / "model").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        if where == "closed_pipe":
+            os.close(reader)
+        for _ in range(8):
+            # In a process of its own: a service that has lost its threads does not answer.
+            try:
+                done = subprocess.run(
+                    ["tee", mnt / "model/control/learning_rate"], input=b"fast", capture_output=True, timeout=3, check=False
+                )
+            except subprocess.TimeoutExpired:
+                pytest.fail("the daemon does not answer any more", pytrace=False)
+            assert b"Invalid argument" in done.stderr
+        (mnt / "model/gradients").write_bytes(ONE)
+        assert (mnt / "model/version").read_text() == "1\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+        if is_mounted(mnt):
+            subprocess.run(["umount", "-l", mnt], check=False)
