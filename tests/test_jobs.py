@@ -186,7 +186,8 @@ def test_leases_expire(mounted):
     eventually(lambda: not b.exists())
     with raises(errno.ENOTCONN):
         os.pwrite(fd, f32(1), 0)
-    os.close(fd)
+    with raises(errno.ENOTCONN):
+        os.close(fd)
 
 
 def test_leases_expire__not_of_those_who_show_signs_of_life(mounted):

@@ -2,11 +2,10 @@
 //!
 //! It does nothing but what every daemon on `fuser` must do, with every switch set that helps: direct
 //! I/O, parallel and asynchronous direct writes, 1 MiB requests, one `/dev/fuse` descriptor a thread,
-//! no flush at close, attributes cached for good, huge pages touched beforehand, streaming stores. In
-//! mode `copy` a request is copied to its offset in a buffer of the file's size, in mode `discard` it is
-//! dropped. Whatever a filesystem does with the bytes costs more, so the ratio to this one says what its
-//! own work costs.
-//! `scripts/bench` measures that ratio; by hand:
+//! no flush at close, attributes cached for good, huge pages touched beforehand. In mode `copy` a request
+//! is copied by memcpy(3) to its offset in a buffer of the file's size, in mode `stream` the same past the
+//! caches, in mode `discard` it is dropped. Whatever a filesystem does with the bytes costs more, so the
+//! ratio to this one says what its own work costs. `scripts/bench` measures that ratio; by hand:
 //!
 //! ```text
 //! cargo run --release -p fs-daemon --example bench_sink -- --size 1073741824 --mode copy /mnt/sink
@@ -69,6 +68,8 @@ struct Args {
 enum Mode {
     /// Copied to its offset in memory
     Copy,
+    /// The same with streaming stores, which spare a read of what they overwrite
+    Stream,
     /// Dropped; reading gives zeros
     Discard,
 }
@@ -101,13 +102,19 @@ impl Buffer {
 
     /// Copies `data` to `offset` if it fits. Writes that overlap race, as they do on any device: the
     /// bytes are never looked at here.
-    fn write(&self, offset: usize, data: &[u8]) -> bool {
+    fn write(&self, offset: usize, data: &[u8], mode: Mode) -> bool {
         if offset.checked_add(data.len()).is_none_or(|end| end > self.len) {
             return false;
         }
         // SAFETY: the range lies within the mapping, as just checked, and cannot overlap a request
         // buffer, which is other memory.
-        unsafe { copy(self.start.add(offset), data) };
+        unsafe {
+            let to = self.start.add(offset);
+            match mode {
+                Mode::Stream => stream_if_possible(to, data),
+                _ => to.copy_from_nonoverlapping(NonNull::from(data).cast(), data.len()),
+            }
+        }
         true
     }
 
@@ -120,11 +127,11 @@ impl Buffer {
     }
 }
 
-/// Copies `data` to memory that will not be read soon: past the caches, which doubles the speed.
+/// Copies `data` past the caches, where there is a way.
 ///
 /// # Safety
 /// `data.len()` bytes from `to` must be ours to write, and not those of `data`.
-unsafe fn copy(to: NonNull<u8>, data: &[u8]) {
+unsafe fn stream_if_possible(to: NonNull<u8>, data: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx") {
         // SAFETY: as the caller promises; the processor has the instructions.
@@ -134,10 +141,10 @@ unsafe fn copy(to: NonNull<u8>, data: &[u8]) {
     unsafe { to.copy_from_nonoverlapping(NonNull::from(data).cast(), data.len()) };
 }
 
-/// As [`copy`], with streaming stores.
+/// Copies `data` with streaming stores.
 ///
 /// # Safety
-/// As for [`copy`].
+/// As for [`stream_if_possible`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx")]
 unsafe fn stream(to: NonNull<u8>, data: &[u8]) {
@@ -167,6 +174,7 @@ unsafe fn stream(to: NonNull<u8>, data: &[u8]) {
 struct Sink {
     name: String,
     size: usize,
+    mode: Mode,
     /// None: discard.
     buffer: Option<Buffer>,
 }
@@ -266,7 +274,7 @@ impl Filesystem for Sink {
         reply: ReplyWrite,
     ) {
         let fits = match &self.buffer {
-            Some(buffer) => usize::try_from(offset).is_ok_and(|offset| buffer.write(offset, data)),
+            Some(buffer) => usize::try_from(offset).is_ok_and(|offset| buffer.write(offset, data, self.mode)),
             None => offset.checked_add(data.len() as u64).is_some_and(|end| end <= self.size as u64),
         };
         match fits {
@@ -311,10 +319,10 @@ fn run(args: Args) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "the file needs a size and a plain name"));
     }
     let buffer = match args.mode {
-        Mode::Copy => Some(Buffer::new(args.size)?),
+        Mode::Copy | Mode::Stream => Some(Buffer::new(args.size)?),
         Mode::Discard => None,
     };
-    let sink = Sink { name: args.name, size: args.size, buffer };
+    let sink = Sink { name: args.name, size: args.size, mode: args.mode, buffer };
     let mut config = Config::default();
     config.mount_options =
         vec![MountOption::FSName("bench_sink".into()), MountOption::NoSuid, MountOption::NoDev];

@@ -68,7 +68,9 @@ pub fn run(config: UpConfig) -> Result<(), Error> {
     });
     serving.map_err(|error| Error::new("cannot start the FUSE threads").caused_by(error))?;
     if let Some(why) = hindrance {
-        tracing::warn!("{why}: weights are read through the daemon (--no-passthrough says that this is meant)");
+        tracing::warn!(
+            "{why}: weights are read through the daemon (--no-passthrough says that this is meant)"
+        );
     }
     announce(&fs, &mountpoint, passthrough);
     let why = stops.wait();

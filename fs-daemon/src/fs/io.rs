@@ -305,9 +305,7 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
     let contributor = Arc::clone(&contribution.learner.contributor);
     let controls = model.shard.controls();
     let fill = if controls.reducer == Reducer::Assign { Fill::Present } else { Fill::Zero };
-    let mapped = closing == Closing::No
-        && contribution.mappable
-        && !contributor.is_open();
+    let mapped = closing == Closing::No && contribution.mappable && !contributor.is_open();
     let of_closure = Arc::clone(&handle);
     let of_abort = Arc::clone(&contributor);
     let finished = move |result: Result<(), ContributeError>| {
@@ -352,7 +350,9 @@ fn publish(handle: &Arc<Handle>, done: Done<()>) {
         let size = publish.model.layout.size();
         return done(Err(FsError::new(
             libc::EINVAL,
-            format!("weights was truncated but not all of its {size} bytes were written; nothing has changed"),
+            format!(
+                "weights was truncated but not all of its {size} bytes were written; nothing has changed"
+            ),
         )));
     }
     let Some(publisher) = publisher else { return done(Ok(())) };
