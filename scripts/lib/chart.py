@@ -21,7 +21,7 @@ def _bytes(text):
 
 def draw(series, sizes, model, out):
     """Writes fio.svg and fio.png for {job: [GiB/s at each of `sizes`]} below `out`; gives the paths."""
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     x = [_bytes(size) for size in sizes]
     for job, values in series.items():
         face, engine = job.rsplit("-", 1)
@@ -39,7 +39,7 @@ def draw(series, sizes, model, out):
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     paths = [out / "fio.svg", out / "fio.png"]
     figure.savefig(paths[0], metadata={"Date": None})
     figure.savefig(paths[1], dpi=150)

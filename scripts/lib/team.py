@@ -51,6 +51,7 @@ def _work(rank, pipe, barriers):
         try:
             answer = (True, function(Member(rank, count, barriers[count], kept), **arguments))
         except threading.BrokenBarrierError:
+            # Another one failed, and says why; or it never came.
             answer = (False, None)
         except BaseException:  # whatever it is, the parent shows it
             barriers[count].abort()
@@ -96,7 +97,7 @@ class Team:
         pipes = self.pipes[:count]
         for pipe in pipes:
             pipe.send((function, count, arguments))
-        results = {}
+        results, broken = {}, []
         give_up = time.monotonic() + deadline
         while len(results) < count:
             waiting = [pipe for pipe in pipes if pipe not in results]
@@ -109,10 +110,15 @@ class Team:
                     good, value = pipe.recv()
                 except (EOFError, ConnectionError) as error:
                     raise Failed(f"{function.__name__}: worker {pipes.index(pipe)} died") from error
-                if not good and value is not None:
+                if not good and value is None:
+                    broken.append(pipes.index(pipe))
+                elif not good:
                     raise Failed(f"{function.__name__}, worker {pipes.index(pipe)}:\n{value}")
                 results[pipe] = value
-        return [results[pipe] for pipe in pipes]
+        answers = [results[pipe] for pipe in pipes]
+        if broken:
+            raise Failed(f"{function.__name__}: workers {broken} waited for the others in vain")
+        return answers
 
 
 def durations(results, name):

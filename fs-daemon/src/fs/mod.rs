@@ -62,6 +62,9 @@ pub(crate) struct MountStatus {
     pub(crate) watched_processes: usize,
 }
 
+/// By model and version: directory and name of what was looked up in directories of that version.
+type NamesInVersions = HashMap<(u8, Version), HashSet<(u64, String)>>;
+
 /// Work for the thread that may talk to the kernel on its own accord.
 enum Chore {
     Published(u8),
@@ -83,7 +86,7 @@ pub struct Fs {
     /// Said once that some program's end cannot be seen.
     warned_of_strangers: AtomicBool,
     second_looks: SecondLooks,
-    names: Mutex<HashMap<(u8, Version), HashSet<(u64, String)>>>,
+    names: Mutex<NamesInVersions>,
     chores: mpsc::Sender<Chore>,
     watcher: OnceLock<Watcher>,
     next_watch: AtomicU64,
