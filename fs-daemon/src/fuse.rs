@@ -472,7 +472,9 @@ impl Filesystem for Binding {
         });
         match self.fs.poll(fh.0, wake) {
             Ok(true) => {
-                reply.poll(events & (PollEvents::POLLIN | PollEvents::POLLRDNORM | PollEvents::POLLPRI))
+                // Writing never blocks; io_uring asks for that before each write.
+                let reading = PollEvents::POLLIN | PollEvents::POLLRDNORM | PollEvents::POLLPRI;
+                reply.poll(events & (reading | PollEvents::POLLOUT | PollEvents::POLLWRNORM))
             }
             Ok(false) => reply.poll(PollEvents::empty()),
             Err(error) => reply.error(errno("poll", &error)),

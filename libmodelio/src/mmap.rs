@@ -12,6 +12,7 @@
 
 use std::fs::File;
 use std::io;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -19,6 +20,9 @@ use std::ptr::NonNull;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+/// Bytes of a huge page.
+const HUGE: usize = 2 << 20;
 
 /// A run of mapped pages, unmapped when dropped.
 #[derive(Debug)]
@@ -44,8 +48,14 @@ impl Mapping {
         nix::unistd::ftruncate(&fd, i64::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?)?;
         let size = len.try_into().map_err(|_| io::ErrorKind::InvalidInput)?;
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
-        let address = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, &fd, 0)? };
+        let Some(start) = aligned_room(len)? else {
+            // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
+            let address = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, &fd, 0)? };
+            return Ok(Mapping { fd: Some(fd), address: address.cast(), len });
+        };
+        let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
+        // SAFETY: it replaces pages that `aligned_room` has reserved for this.
+        let address = unsafe { mmap(Some(start), size, protection, flags, &fd, 0)? };
         Ok(Mapping { fd: Some(fd), address: address.cast(), len })
     }
 
@@ -84,6 +94,9 @@ impl Mapping {
     /// ENOMEM when the memory is not there.
     pub fn prefault(&self) -> io::Result<()> {
         const CHUNK: usize = 64 << 20;
+        if self.fd.is_some() {
+            self.collapse();
+        }
         let mut done = 0;
         while done < self.len {
             let len = CHUNK.min(self.len - done);
@@ -105,13 +118,33 @@ impl Mapping {
         Ok(())
     }
 
+    /// Gathers a memfd in huge pages: reading it through the kernel then takes half the time. The advice
+    /// works whatever `shmem_enabled` says; where there are no huge pages (or before Linux 6.1) it is
+    /// refused, and small ones will do.
+    fn collapse(&self) {
+        const MADV_COLLAPSE: libc::c_int = 25;
+        for offset in (0..self.len).step_by(HUGE).take_while(|offset| offset + HUGE <= self.len) {
+            // SAFETY: both ranges lie inside the mapping; neither advice changes contents.
+            let refused = unsafe {
+                let page = self.address.as_ptr().add(offset).cast();
+                // There has to be one page to begin with.
+                libc::madvise(page, 4096, libc::MADV_POPULATE_WRITE) != 0
+                    || libc::madvise(page, HUGE, MADV_COLLAPSE) != 0
+            };
+            if refused {
+                return;
+            }
+        }
+    }
+
     fn touch(&self) {
+        use std::sync::atomic::{AtomicU8, Ordering};
         for offset in (0..self.len).step_by(4096) {
-            // SAFETY: in bounds; an atomic add of zero faults the page in and changes no byte, whoever
-            // else is at work on it.
+            // SAFETY: in bounds; exchanging zero for zero takes the page for writing and changes no byte,
+            // whoever else is at work on it. (Adding zero would be optimised into a load.)
             unsafe {
-                let byte = self.address.as_ptr().add(offset).cast::<std::sync::atomic::AtomicU8>();
-                (*byte).fetch_add(0, std::sync::atomic::Ordering::Relaxed);
+                let byte = self.address.as_ptr().add(offset).cast::<AtomicU8>();
+                let _ = (*byte).compare_exchange(0, 0, Ordering::SeqCst, Ordering::Relaxed);
             }
         }
     }
@@ -227,6 +260,27 @@ impl Mapping {
             std::slice::from_raw_parts_mut(self.address.as_ptr().cast::<f32>().add(range.start), range.len())
         }
     }
+}
+
+/// Reserves room for `len` bytes that begins on a huge page; `None` where no huge page fits.
+fn aligned_room(len: usize) -> io::Result<Option<NonZeroUsize>> {
+    if len < HUGE {
+        return Ok(None);
+    }
+    let roomy = NonZeroUsize::new(len.next_multiple_of(4096) + HUGE).ok_or(io::ErrorKind::InvalidInput)?;
+    let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
+    // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
+    let reserved = unsafe { mmap_anonymous(None, roomy, ProtFlags::PROT_NONE, flags)? };
+    let (low, high) = (reserved.addr().get(), reserved.addr().get() + roomy.get());
+    let start = low.next_multiple_of(HUGE);
+    let end = start + len.next_multiple_of(4096);
+    for (from, to) in [(low, start), (end, high)] {
+        if from < to {
+            // SAFETY: these pages were reserved just now and nobody knows them.
+            unsafe { munmap(reserved.byte_add(from - low), to - from)? };
+        }
+    }
+    Ok(NonZeroUsize::new(start))
 }
 
 impl Drop for Mapping {
