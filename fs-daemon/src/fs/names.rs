@@ -52,9 +52,11 @@ impl Fs {
                 self.forget(node.ino(), 1);
             }
         })?;
-        if let Node::Model(index, _) = node
+        // Directories that can go while they are in use: of a version, or of a learner.
+        if let Node::Model(index, file) = node
+            && let Some(version) = file.version()
             && let Some(Node::Model(_, dir)) = Node::from_ino(parent)
-            && let Some(version) = dir.version()
+            && !matches!(dir, File::Dir | File::Versions)
         {
             self.note_name(index, version, parent, name);
         }
