@@ -210,7 +210,7 @@ def test_versions_while_readers_come_and_go(start_mount):
     full = ONE * BLOCK
     for _ in range(50):
         mount.contribute(full)
-    with Bounds(mount, rss=16 << 20):
+    with Bounds(mount, rss=8 << 20):
         for reader in readers:
             reader.start()
         for _ in range(2_000):

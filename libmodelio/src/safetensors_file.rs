@@ -318,7 +318,7 @@ fn checked(
             return Err(LayoutError::DuplicateName(name.clone()).into());
         }
     }
-    // Offsets behind the header for now.
+    // Offsets count from the end of the header here; they are made absolute below.
     let mut tensors = Vec::with_capacity(raw.len());
     for (name, RawTensor { dtype, shape, data_offsets: (begin, end) }) in raw {
         let Some(dtype) = DType::from_name(&dtype) else {

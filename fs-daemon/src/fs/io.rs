@@ -154,6 +154,7 @@ impl Fs {
     /// The last descriptor of an open file is gone.
     pub fn release(&self, fh: u64) {
         let Some(handle) = self.handles.remove(fh) else { return };
+        self.pollers.lock().remove(&fh);
         let unsettled = match &*handle {
             Handle::Contribution(contribution) => {
                 contribution.model.count_handle(&contribution.learner, false);
@@ -227,7 +228,7 @@ impl Fs {
         if !is_new()
             && let Some(wake) = wake
         {
-            self.wake_later(model.index, wake);
+            self.wake_later(model.index, fh, wake);
         }
         // Asked again: a version may have come between the look and the registration.
         Ok(is_new())

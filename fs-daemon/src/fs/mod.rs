@@ -81,7 +81,7 @@ pub struct Fs {
     passthrough: bool,
     owner: (u32, u32),
     started: SystemTime,
-    pollers: Mutex<Vec<(u8, Wake)>>,
+    pollers: Mutex<HashMap<u64, (u8, Wake)>>,
     waits: Arc<Waits>,
     /// Said once that some program's end cannot be seen.
     warned_of_strangers: AtomicBool,
@@ -200,16 +200,10 @@ impl Fs {
         }
     }
 
-    /// Calls `wake` at the model's next version.
-    fn wake_later(&self, model: u8, wake: Wake) {
-        let mut pollers = self.pollers.lock();
-        // A program that polls in a loop without reading leaves one behind each time; the oldest ones
-        // are woken for nothing rather than kept without bound.
-        if pollers.len() >= 4096 {
-            let (_, oldest) = pollers.remove(0);
-            oldest();
-        }
-        pollers.push((model, wake));
+    /// Calls `wake` at the model's next version. One call wakes everybody who polls that open file, so a
+    /// later one takes an earlier one's place.
+    fn wake_later(&self, model: u8, fh: u64, wake: Wake) {
+        self.pollers.lock().insert(fh, (model, wake));
     }
 
     /// Fails what waits and ends the shards.
@@ -279,9 +273,7 @@ impl Fs {
     fn published(&self, index: u8, kernel: &dyn Kernel) {
         let ready: Vec<Wake> = {
             let mut pollers = self.pollers.lock();
-            let (ready, kept): (Vec<_>, Vec<_>) = pollers.drain(..).partition(|(of, _)| *of == index);
-            *pollers = kept;
-            ready.into_iter().map(|(_, wake)| wake).collect()
+            pollers.extract_if(|_, (of, _)| *of == index).map(|(_, (_, wake))| wake).collect()
         };
         for wake in ready {
             wake();
