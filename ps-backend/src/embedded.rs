@@ -25,7 +25,7 @@ use libmodelio::transport::{Completion, LeaveReason, Region, ShardError};
 use parking_lot::{Condvar, Mutex};
 
 use crate::controls::{Controls, NonFinite};
-use crate::core::{MemberView, ShardCore, Ticket};
+use crate::core::{LastCommit, MemberView, ShardCore, Ticket};
 use crate::region_store::{self, Job, RegionStore, VersionBuffer};
 
 pub use channel::InProcess;
@@ -253,14 +253,9 @@ impl EmbeddedShard {
         self.inner.lock().core.has_learner(learner)
     }
 
-    /// The version that holds the last published step of `learner`.
-    pub fn published_in(&self, learner: LearnerId) -> Version {
-        self.inner.lock().core.published_in(learner)
-    }
-
-    /// Whether a committed contribution of `learner` is not yet part of a version.
-    pub fn has_unpublished(&self, learner: LearnerId) -> bool {
-        self.inner.lock().core.has_unpublished(learner)
+    /// Where the last commit of `learner` is.
+    pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
+        self.inner.lock().core.last_commit(learner)
     }
 
     /// Looks for NaN and Inf in the `written` ranges of new weights, if they are to be refused.

@@ -65,19 +65,15 @@ def present(name):
     return find_spec(name) is not None
 
 
-def require(names, install):
-    """Ends the run with the line to type unless all of `names` are there; types it if `install`."""
+def require(names):
+    """Installs what is missing of `names`, or ends the run with the line to type."""
     missing = [PACKAGES[name] for name in names if not present(name)]
     if not missing:
         return
-    command = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
-    if not install:
-        raise Failed(
-            f"needs {', '.join(missing)}. Install with\n\n  {' '.join(command)}\n\nor run again with --install-deps"
-        )
-    say(f"running {' '.join(command)}")
+    say(f"installing {', '.join(missing)}")
+    command = [ROOT / "scripts" / "setup", *(f"package:{name}" for name in missing)]
     if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=1800).returncode:
-        raise Failed(f"{' '.join(command)} failed")
+        raise Failed(f"needs {', '.join(missing)}: apt-get install {' '.join(missing)}")
 
 
 def require_fuse():

@@ -8,6 +8,7 @@ use libmodelio::publisher::Publisher;
 use libmodelio::transport::{Message, Region, Reply};
 use parking_lot::Mutex;
 use ps_backend::controls::SETTINGS;
+use ps_backend::core::LastCommit;
 
 use super::errno::{FsError, FsResult};
 use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, Users, VersionHandle};
@@ -83,22 +84,27 @@ impl Fs {
             }
             _ => None,
         };
-        let mut waits_for = waits_for.filter(|_| flags.read);
-        if let (Some(learner), Some(version)) = (waits_for, file.version()) {
-            if self.second_looks.is_expected(caller.tid, index, learner, version) {
-                waits_for = None;
-            } else if version < model.shard.published_in(learner) {
+        let is_second_look =
+            |learner, version| self.second_looks.is_expected(caller.tid, index, learner, version);
+        let learner = waits_for
+            .filter(|_| flags.read)
+            .filter(|&learner| !file.version().is_some_and(|version| is_second_look(learner, version)));
+        let last_commit = learner.map(|learner| (learner, model.shard.last_commit(learner)));
+        match (last_commit, file.version()) {
+            (Some((learner, LastCommit::In(version))), Some(named)) if named < version => {
                 // The version with its step came out between the lookup of the name and this.
                 self.second_looks.expect(caller.tid, index, learner, model.shard.version());
-                return done(Err(FsError::look_again()));
+                done(Err(FsError::look_again()));
             }
-        }
-        match waits_for.filter(|&learner| model.shard.has_unpublished(learner)) {
-            None => done(self.open_file(&model, node, file, flags, caller)),
-            Some(_) if flags.nonblocking => {
+            (None | Some((_, LastCommit::In(_))), _) => {
+                done(self.open_file(&model, node, file, flags, caller));
+            }
+            (Some((_, LastCommit::Waits)), _) if flags.nonblocking => {
                 done(Err(FsError::new(libc::EAGAIN, "the version with your last step is not out yet")));
             }
-            Some(learner) => self.open_after_step(model, learner, node, file, flags, caller, done),
+            (Some((learner, LastCommit::Waits)), _) => {
+                self.open_after_step(model, learner, node, file, flags, caller, done);
+            }
         }
     }
 

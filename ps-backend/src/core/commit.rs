@@ -8,7 +8,8 @@ use libmodelio::ids::{LearnerId, Step, Version};
 use libmodelio::transport::ShardError;
 
 use super::{
-    Action, Answer, Contribution, Now, Opening, Pending, PendingKind, Phase, Place, ShardCore, Ticket, Waiter,
+    Action, Answer, Contribution, LastCommit, Now, Opening, Pending, PendingKind, Phase, Place, ShardCore,
+    Ticket, Waiter,
 };
 use crate::controls::Consistency;
 use crate::reducer::Reducer;
@@ -181,14 +182,13 @@ impl<S: Clone> ShardCore<S> {
         }
     }
 
-    /// Whether a committed contribution of `learner` waits for its version.
-    pub fn has_unpublished(&self, learner: LearnerId) -> bool {
-        self.members.get(&learner).is_some_and(|member| member.unpublished)
-    }
-
-    /// The version that holds the last published step of `learner`.
-    pub fn published_in(&self, learner: LearnerId) -> Version {
-        self.members.get(&learner).map_or(Version(0), |member| member.published_in)
+    /// Where the last commit of `learner` is. One answer, for between two questions a version may come.
+    pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
+        match self.members.get(&learner) {
+            Some(member) if member.unpublished => LastCommit::Waits,
+            Some(member) => LastCommit::In(member.published_in),
+            None => LastCommit::In(Version(0)),
+        }
     }
 
     /// When [`Self::tick`] has something to do at the latest, as far as requests go; leases want a look

@@ -134,6 +134,15 @@ pub enum Answer {
     Version(Version),
 }
 
+/// Where a learner's last commit is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LastCommit {
+    /// It waits for its version.
+    Waits,
+    /// Part of this version; 0 before the first one.
+    In(Version),
+}
+
 /// What to do with a block just offered.
 #[derive(Debug)]
 pub enum Arrival<S> {
