@@ -110,7 +110,7 @@ impl EmbeddedShard {
             .build()
             .map_err(io::Error::other)?;
         let inner = Inner {
-            core: ShardCore::new(layout.blocks(), controls),
+            core: ShardCore::new(layout.blocks(), controls).with_fold_patience(fold_patience(&layout)),
             store,
             completions: HashMap::new(),
             next_ticket: 1,
@@ -309,6 +309,13 @@ impl EmbeddedShard {
     fn now(&self) -> Duration {
         self.started.elapsed()
     }
+}
+
+/// As long as folding a contribution takes, about.
+fn fold_patience(layout: &ModelLayout) -> Duration {
+    const BYTES_PER_SECOND: f64 = 8e9;
+    const MOST: Duration = Duration::from_millis(50);
+    Duration::from_secs_f64(layout.size() as f64 / BYTES_PER_SECOND).min(MOST)
 }
 
 impl Drop for EmbeddedShard {

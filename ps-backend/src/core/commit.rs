@@ -191,13 +191,13 @@ impl<S: Clone> ShardCore<S> {
         }
     }
 
-    /// When [`Self::tick`] has something to do at the latest, as far as requests go; leases want a look
-    /// now and then besides.
+    /// When [`Self::tick`] has something to do at the latest, as far as requests and folds go; leases want a
+    /// look now and then besides.
     pub fn next_deadline(&self) -> Option<Now> {
         let pending = self.pending.iter().map(|pending| pending.deadline);
         let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
         let taken = self.committed.iter().filter_map(|c| c.ticket).chain(self.running_ticket);
-        pending.chain(waiters).chain(taken.map(|(_, deadline)| deadline)).min()
+        pending.chain(waiters).chain(taken.map(|(_, deadline)| deadline)).chain(self.next_fold()).min()
     }
 
     /// Time passes: deadlines and leases.

@@ -61,6 +61,9 @@ pub struct Contribution<S> {
     pub deferred: FixedBitSet,
     /// The staging memory.
     pub source: S,
+    /// Nobody has looked for NaN and Inf in `source`: whoever reads it first does, and the commit is taken
+    /// back if some are found.
+    pub unchecked: bool,
 }
 
 /// What to compute for the next version.
@@ -72,6 +75,16 @@ pub struct Plan<S> {
     pub work: Work<S>,
     /// Blocks that still have to be computed; the others were reduced on arrival.
     pub todo: FixedBitSet,
+}
+
+impl<S> Plan<S> {
+    /// Whether it reads contributions in which nobody has looked for NaN and Inf yet.
+    pub fn has_unchecked(&self) -> bool {
+        match &self.work {
+            Work::Reduce { inputs, .. } => inputs.iter().any(|contribution| contribution.unchecked),
+            Work::Assign { .. } => false,
+        }
+    }
 }
 
 /// The kinds of plan.
@@ -213,8 +226,10 @@ struct Committed<S> {
     lendable: bool,
     /// To answer when the payload is safe, at the latest at the time beside it.
     ticket: Option<(Ticket, Now)>,
-    /// What its learner's phase was: until the payload has left its program's memory, the commit can be
-    /// taken back.
+    /// When it is folded unless its version is made before.
+    fold_at: Now,
+    /// What its learner's phase was: until the payload has left its program's memory and was found to be
+    /// good, the commit can be taken back.
     undo: Option<Phase>,
 }
 
@@ -273,6 +288,8 @@ pub struct ShardCore<S> {
     /// Blocks being reduced on arrival at this moment.
     fuses_in_flight: u32,
     running: Option<Arc<Plan<S>>>,
+    /// How long a contribution whose memory is needed back waits for the others of its step.
+    fold_patience: Now,
     /// The write of `weights` that the running plan publishes.
     running_ticket: Option<(Ticket, Now)>,
     /// Reducer and constants of the coming version, fixed once something of it was computed.
@@ -315,6 +332,7 @@ impl<S: Clone> ShardCore<S> {
             fuser: None,
             fuses_in_flight: 0,
             running: None,
+            fold_patience: Now::ZERO,
             running_ticket: None,
             reform: false,
             buffer_ready: true,
@@ -323,6 +341,15 @@ impl<S: Clone> ShardCore<S> {
             contributions_taken: 0,
             blocks_on_arrival: 0,
         }
+    }
+
+    /// Waits up to `patience` for the rest of a step before a contribution whose memory is needed back is
+    /// folded: what is summed in one pass with the others need not be folded at all. As long as folding
+    /// takes is a good choice: then waiting in vain at most doubles the cost.
+    #[must_use]
+    pub fn with_fold_patience(mut self, patience: Now) -> ShardCore<S> {
+        self.fold_patience = patience;
+        self
     }
 
     /// The newest complete version.

@@ -61,6 +61,26 @@ impl<S: Clone> ShardCore<S> {
         self.committed.iter_mut().find(|c| c.contribution.learner == learner && c.place == Place::Folding)
     }
 
+    /// The running plan found NaN or Inf in contributions that nobody had looked at. Their commits fail with
+    /// the error beside them and are taken back; the version is not made.
+    pub fn refused(&mut self, bad: Vec<(LearnerId, ShardError)>, now: Now, actions: &mut Vec<Action<S>>) {
+        self.running = None;
+        for committed in self.committed.iter_mut().filter(|c| !c.lendable && c.place == Place::Lent) {
+            committed.place = Place::ToFold;
+        }
+        for (learner, error) in bad {
+            let refused = self.committed.iter_mut().find(|c| c.contribution.learner == learner);
+            if let Some((ticket, _)) = refused.and_then(|committed| committed.ticket.take()) {
+                actions.push(Action::Reply(ticket, Err(error)));
+            }
+            self.take_back(learner, actions);
+        }
+        if self.accumulated.is_clear() && self.fusing.is_none() {
+            self.params = None;
+        }
+        self.advance(now, actions);
+    }
+
     /// The running plan is computed; its version is published.
     pub fn reduced(&mut self, buffer_ready: bool, now: Now, actions: &mut Vec<Action<S>>) {
         let Some(plan) = self.running.take() else { return };
@@ -115,7 +135,7 @@ impl<S: Clone> ShardCore<S> {
             self.take_pending(now, actions);
         }
         if self.running.is_none() {
-            self.start_fold(actions);
+            self.start_fold(now, actions);
             self.start_step(actions);
         }
         self.fuser = self.find_fuser();
@@ -223,6 +243,7 @@ impl<S: Clone> ShardCore<S> {
             place: if lendable { Place::Lent } else { Place::ToFold },
             lendable,
             ticket: Some(ticket),
+            fold_at: now + self.fold_patience.min(ticket.1.saturating_sub(now) / 4),
             undo,
         });
     }
@@ -243,7 +264,9 @@ impl<S: Clone> ShardCore<S> {
         }
         // What was to be folded is read in place instead: the version is made now.
         for committed in &mut self.committed {
-            committed.undo = None;
+            if !committed.contribution.unchecked {
+                committed.undo = None;
+            }
             if committed.place == Place::ToFold {
                 committed.place = Place::Lent;
             }
@@ -299,11 +322,19 @@ impl<S: Clone> ShardCore<S> {
         actions.push(Action::Reduce(plan));
     }
 
+    /// When the next contribution is to be folded.
+    pub(super) fn next_fold(&self) -> Option<Now> {
+        if self.running.is_some() || self.committed.iter().any(|c| c.place == Place::Folding) {
+            return None;
+        }
+        self.committed.iter().find(|c| c.place == Place::ToFold).map(|committed| committed.fold_at)
+    }
+
     /// Folds the next contribution whose memory is needed back, one at a time.
-    fn start_fold(&mut self, actions: &mut Vec<Action<S>>) {
+    fn start_fold(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         // When the version is made now anyway, the memory is read in place.
         let now_anyway = self.is_complete() && self.buffer_ready && !self.is_busy();
-        if now_anyway || self.committed.iter().any(|c| c.place == Place::Folding) {
+        if now_anyway || self.next_fold().is_none_or(|at| at > now) {
             return;
         }
         let Some(at) = self.committed.iter().position(|c| c.place == Place::ToFold) else { return };

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use fixedbitset::FixedBitSet;
 use libmodelio::ids::{BlockId, Version};
 use libmodelio::mmap::Mapping;
 use libmodelio::transport::{
@@ -47,8 +48,11 @@ impl EmbeddedShard {
             }
             Message::Commit { learner, step, notice } => {
                 let ticket = inner.ticket(done);
-                let CommitNotice { sent, deferred, staging, lendable, .. } = notice;
-                let contribution = Contribution { learner, sent, deferred, source: staging };
+                let CommitNotice { sent, deferred, staging, lendable, unchecked } = notice;
+                let reject = inner.core.controls().nonfinite == NonFinite::Reject;
+                // What is lent is answered at once, and has been looked at.
+                let unchecked = reject && !lendable && !unchecked.is_clear();
+                let contribution = Contribution { learner, sent, deferred, source: staging, unchecked };
                 inner.core.commit(ticket, step, contribution, lendable, deadline, now, &mut actions);
                 self.wake.notify_all();
                 return self.act(inner, actions);
@@ -106,7 +110,8 @@ impl EmbeddedShard {
         if fits { Ok(()) } else { Err(ShardError::OutOfRange) }
     }
 
-    /// Looks for NaN and Inf where nobody has yet, on the workers, and goes on with `then`.
+    /// Looks for NaN and Inf where nobody has yet, on the workers, and goes on with `then`. A contribution
+    /// that is not lent is answered only after its payload was read, and is looked at then.
     fn check_then(
         &self,
         notice: CommitNotice,
@@ -116,17 +121,25 @@ impl EmbeddedShard {
             return then(Err(error));
         }
         let reject = self.inner.lock().core.controls().nonfinite == NonFinite::Reject;
-        let Some(this) = self.this.upgrade().filter(|_| reject && !notice.unchecked.is_clear()) else {
+        let checks = reject && notice.lendable && !notice.unchecked.is_clear();
+        let Some(this) = self.this.upgrade().filter(|_| checks) else {
             return then(Ok(notice));
         };
         self.pool.spawn(move || {
-            let unchecked: Vec<usize> = notice.unchecked.ones().collect();
-            let bad = unchecked
-                .into_par_iter()
-                .map(|block| BlockId(block as u32))
-                .find_any(|&block| !region_store::region_is_finite(&this.layout, block, &notice.staging));
-            then(bad.map_or(Ok(notice), |block| Err(ShardError::NonFinite(block))));
+            then(match this.find_bad(&notice.unchecked, &notice.staging) {
+                None => Ok(notice),
+                Some(block) => Err(ShardError::NonFinite(block)),
+            });
         });
+    }
+
+    /// A block of `blocks` in which `region` holds NaN or Inf. On a worker.
+    pub(super) fn find_bad(&self, blocks: &FixedBitSet, region: &Region) -> Option<BlockId> {
+        let blocks: Vec<usize> = blocks.ones().collect();
+        blocks
+            .into_par_iter()
+            .map(|block| BlockId(block as u32))
+            .find_any(|&block| !region_store::region_is_finite(&self.layout, block, region))
     }
 }
 

@@ -1,17 +1,19 @@
 //! Carrying out what the core decides: work on the pool, answers, events, the timer.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use libmodelio::ids::BlockId;
+use fixedbitset::FixedBitSet;
+use libmodelio::ids::{BlockId, LearnerId};
 use libmodelio::transport::{Completion, Region, Reply, ShardError};
-use parking_lot::MutexGuard;
+use parking_lot::{Mutex, MutexGuard};
 use rayon::prelude::*;
 
 use super::{EmbeddedShard, Event, Inner};
 use crate::core::{Action, Answer, Contribution, Plan};
-use crate::region_store::{self, Job};
+use crate::reducer::Reducer;
+use crate::region_store::{self, Accumulator, Job};
 
 /// A version that could not be made for want of memory, and when to try again.
 pub(super) struct Retry {
@@ -117,19 +119,8 @@ impl EmbeddedShard {
                 Ok(accumulator) => {
                     let Some(this) = self.this.upgrade() else { return };
                     after.jobs.push(Box::new(move || {
-                        this.for_each_block(contribution.deferred.ones(), |block| {
-                            let first = !accumulated.contains(block.index());
-                            let source = &contribution.source;
-                            region_store::fold_block(
-                                &this.layout,
-                                block,
-                                source,
-                                &accumulator,
-                                first,
-                                reducer,
-                            );
-                        });
-                        this.folded(&contribution);
+                        let outcome = this.fold(&contribution, &accumulated, &accumulator, reducer);
+                        this.folded(contribution.learner, outcome);
                     }));
                 }
                 Err(error) => {
@@ -147,10 +138,40 @@ impl EmbeddedShard {
         blocks.into_par_iter().for_each(|block| work(BlockId(block as u32)));
     }
 
-    fn folded(&self, contribution: &Contribution<Region>) {
+    /// Adds a contribution into the accumulator, or changes nothing of it and says why.
+    fn fold(
+        &self,
+        contribution: &Contribution<Region>,
+        accumulated: &FixedBitSet,
+        accumulator: &Accumulator,
+        reducer: Reducer,
+    ) -> Result<(), ShardError> {
+        let Contribution { deferred, source, unchecked, .. } = contribution;
+        // What is stored where nothing was can be given up when it turns out to be bad; what is added cannot.
+        if *unchecked
+            && !accumulated.is_disjoint(deferred)
+            && let Some(block) = self.find_bad(deferred, source)
+        {
+            return Err(ShardError::NonFinite(block));
+        }
+        let bad = Mutex::new(None);
+        self.for_each_block(deferred.ones(), |block| {
+            let first = !accumulated.contains(block.index());
+            let layout = &self.layout;
+            if !region_store::fold_block(layout, block, source, accumulator, first, reducer) && *unchecked {
+                *bad.lock() = Some(block);
+            }
+        });
+        bad.into_inner().map_or(Ok(()), |block| Err(ShardError::NonFinite(block)))
+    }
+
+    fn folded(&self, learner: LearnerId, outcome: Result<(), ShardError>) {
         let mut inner = self.inner.lock();
         let mut actions = Vec::new();
-        inner.core.folded(contribution.learner, self.now(), &mut actions);
+        match outcome {
+            Ok(()) => inner.core.folded(learner, self.now(), &mut actions),
+            Err(error) => inner.core.fold_failed(learner, error, self.now(), &mut actions),
+        }
         self.act(inner, actions);
     }
 
@@ -165,7 +186,7 @@ impl EmbeddedShard {
         // The job of blocks reduced on arrival has done its part; what it wrote is found in the store.
         inner.arrivals = None;
         let resume = !plan.todo.is_full();
-        let job = match inner.store.job(Arc::clone(&plan), resume, false) {
+        let job = match inner.store.job(Arc::clone(&plan), resume, plan.has_unchecked()) {
             Ok(job) => job,
             Err(error) => {
                 tracing::error!(%error, version = %plan.version, "cannot make the version; trying again");
@@ -178,12 +199,21 @@ impl EmbeddedShard {
         }
         let Some(this) = self.this.upgrade() else { return };
         after.jobs.push(Box::new(move || {
+            let bad = Mutex::new(BTreeMap::new());
             this.for_each_block(plan.todo.ones(), |block| {
-                job.block(block, None);
+                if !job.block(block, None) {
+                    bad.lock().extend(job.offenders(block).map(|learner| (learner, block)));
+                }
             });
+            let bad = bad.into_inner();
             let mut inner = this.inner.lock();
             let mut actions = Vec::new();
-            this.finish(&mut inner, &job, &mut actions);
+            if bad.is_empty() {
+                this.finish(&mut inner, &job, &mut actions);
+            } else {
+                let bad = bad.into_iter().map(|(learner, block)| (learner, ShardError::NonFinite(block)));
+                inner.core.refused(bad.collect(), this.now(), &mut actions);
+            }
             // The state it holds is needed by what `actions` may start.
             drop(job);
             this.act(inner, actions);

@@ -155,31 +155,33 @@ pub fn apply(
 }
 
 fn reduce<O: Op>(op: O, wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'_>) -> bool {
-    match *sources {
-        [Source::Wire(source)] if wire == Wire::F32 => {
-            reduce_as::<O, true>(op, wire, sources, source, input, output)
-        }
-        [Source::Acc(source)] if wire == Wire::F32 => {
-            reduce_as::<O, true>(op, wire, sources, bytes(source), input, output)
-        }
-        _ => reduce_as::<O, false>(op, wire, sources, &[], input, output),
+    let plain = |i: usize| match sources[i] {
+        Source::Wire(source) => source,
+        Source::Acc(source) => bytes(source),
+    };
+    match (wire, sources.len()) {
+        (Wire::F32, 1) => reduce_as(op, wire, sources, [plain(0)], input, output),
+        (Wire::F32, 2) => reduce_as(op, wire, sources, [0, 1].map(plain), input, output),
+        (Wire::F32, 3) => reduce_as(op, wire, sources, [0, 1, 2].map(plain), input, output),
+        (Wire::F32, 4) => reduce_as(op, wire, sources, [0, 1, 2, 3].map(plain), input, output),
+        _ => reduce_as(op, wire, sources, [], input, output),
     }
 }
 
-fn reduce_as<O: Op, const PLAIN: bool>(
+fn reduce_as<O: Op, const N: usize>(
     op: O,
     wire: Wire,
     sources: &[Source<'_>],
-    source: &[u8],
+    plain: [&[u8]; N],
     input: Input<'_>,
     output: Output<'_>,
 ) -> bool {
     let [slot0, slot1] = output.slots;
-    dispatch(pass::Reduce::<O, PLAIN> {
+    dispatch(pass::Reduce::<O, N> {
         op,
         wire,
         sources,
-        source,
+        plain,
         weights: (input.weights, output.weights),
         master: input.master.map(bytes).zip(output.master.map(bytes_mut)),
         slots: [(bytes(input.slots[0]), bytes_mut(slot0)), (bytes(input.slots[1]), bytes_mut(slot1))],

@@ -175,12 +175,12 @@ unsafe fn put_half<L: Line>(
 
 /// One reducer over one segment. All lengths were checked to agree.
 ///
-/// `PLAIN` is the common case compiled apart, without the choices in the loop: F32 from `source` alone.
-pub struct Reduce<'a, O, const PLAIN: bool> {
+/// `N` > 0 is a common case compiled apart, without the choices in the loop: F32 from `plain` alone.
+pub struct Reduce<'a, O, const N: usize> {
     pub op: O,
     pub wire: Wire,
     pub sources: &'a [Source<'a>],
-    pub source: &'a [u8],
+    pub plain: [&'a [u8]; N],
     pub weights: (&'a [u8], &'a mut [u8]),
     pub master: Option<(&'a [u8], &'a mut [u8])>,
     /// As many as the operation has.
@@ -189,7 +189,7 @@ pub struct Reduce<'a, O, const PLAIN: bool> {
     pub staged: RawHalf,
 }
 
-impl<O: Op, const PLAIN: bool> Pass for Reduce<'_, O, PLAIN> {
+impl<O: Op, const N: usize> Pass for Reduce<'_, O, N> {
     fn split(&self) -> Split {
         let [(_, slot0), (_, slot1)] = &self.slots;
         let outputs = [
@@ -203,16 +203,19 @@ impl<O: Op, const PLAIN: bool> Pass for Reduce<'_, O, PLAIN> {
 
     #[inline(always)]
     fn piece<L: Line>(&mut self, mut seen: L::Exponents, piece: Piece, stream: bool) -> L::Exponents {
-        let wire = if PLAIN { Wire::F32 } else { self.wire };
+        let wire = if N > 0 { Wire::F32 } else { self.wire };
         let mut sum = L::splat(0.0);
-        if PLAIN {
-            sum = get(wire, self.source, piece);
-            seen = sum.exponents(seen);
-        } else {
+        for (i, source) in self.plain.iter().enumerate() {
+            // One that has just arrived is in the cache; of several, most wait in staging.
+            let value: L = if N > 1 { get_cold(wire, source, piece) } else { get(wire, source, piece) };
+            seen = value.exponents(seen);
+            sum = if i == 0 { value } else { sum + value };
+        }
+        if N == 0 {
             for (i, source) in self.sources.iter().enumerate() {
                 let value: L = match source {
-                    Source::Wire(src) => get(wire, src, piece),
-                    Source::Acc(acc) => get(Wire::F32, bytes(acc), piece),
+                    Source::Wire(src) => get_cold(wire, src, piece),
+                    Source::Acc(acc) => get_cold(Wire::F32, bytes(acc), piece),
                 };
                 seen = value.exponents(seen);
                 sum = if i == 0 { value } else { sum + value };
@@ -222,7 +225,7 @@ impl<O: Op, const PLAIN: bool> Pass for Reduce<'_, O, PLAIN> {
         let (mut w, mut slots) = (L::splat(0.0), [L::splat(0.0); 2]);
         if O::READS_WEIGHTS {
             w = match &self.master {
-                Some((master, _)) if !PLAIN => get_cold(Wire::F32, master, piece),
+                Some((master, _)) if N == 0 => get_cold(Wire::F32, master, piece),
                 _ => get_cold(wire, self.weights.0, piece),
             };
         }
@@ -241,7 +244,9 @@ impl<O: Op, const PLAIN: bool> Pass for Reduce<'_, O, PLAIN> {
             } else {
                 put_half(wire, w, self.weights.1, piece, stream, &mut self.staged);
             }
-            if !PLAIN && let Some((_, master)) = &mut self.master {
+            if N == 0
+                && let Some((_, master)) = &mut self.master
+            {
                 put(w, master, piece, stream);
             }
             if O::SLOTS > 0 {
@@ -340,4 +345,4 @@ macro_rules! jobs {
         }
     )*};
 }
-jobs!([O: Op, const PLAIN: bool] Reduce<'_, O, PLAIN>, [] Fold<'_>, [] Finite<'_>);
+jobs!([O: Op, const N: usize] Reduce<'_, O, N>, [] Fold<'_>, [] Finite<'_>);

@@ -46,8 +46,8 @@ impl Job {
     }
 
     /// Computes `block` of the next version, with `own` payload (the whole block) from a request buffer
-    /// besides what the plan lists. False when `own` holds NaN or Inf and is to be refused; the block is
-    /// void then.
+    /// besides what the plan lists. False when `own`, or without it a contribution that nobody had looked
+    /// at, holds NaN or Inf and is to be refused; the block is void then.
     pub fn block(&self, block: BlockId, own: Option<(LearnerId, &[u8])>) -> bool {
         let Work::Reduce { step, .. } = &self.plan.work else {
             self.assign_block(block);
@@ -93,13 +93,28 @@ impl Job {
             // SAFETY: states and masters are owned by block like the buffers they belong to.
             finite &= unsafe { self.reduce(wire, step, &sources, elements, weights, output) };
         }
-        // What others contributed was looked at when they did: an Inf that is theirs is not held against
-        // this learner.
-        let refused = !finite && own.is_some_and(|(_, payload)| !is_finite(&self.layout, block, payload));
+        // An Inf of a sum, or of others that were looked at before, is not held against this learner.
+        let refused = !finite
+            && match own {
+                Some((_, payload)) => !is_finite(&self.layout, block, payload),
+                None => self.offenders(block).next().is_some(),
+            };
         if !refused {
             self.mark(block, self.plan.version.0);
         }
         !refused
+    }
+
+    /// Whose contributions, not looked at before, hold NaN or Inf in `block`.
+    pub fn offenders(&self, block: BlockId) -> impl Iterator<Item = LearnerId> {
+        let inputs = match &self.plan.work {
+            Work::Reduce { inputs, .. } => inputs.as_slice(),
+            Work::Assign { .. } => &[],
+        };
+        let unchecked = inputs.iter().filter(move |c| c.unchecked && c.deferred.contains(block.index()));
+        unchecked
+            .filter(move |c| !region_is_finite(&self.layout, block, &c.source))
+            .map(|contribution| contribution.learner)
     }
 
     /// What is added up for `block`: the accumulator, then payloads in the order of learners, so that the
@@ -279,7 +294,7 @@ pub(super) fn widen(segment: &Segment, weights: &VersionBuffer, state: &StateBuf
 }
 
 /// Adds a deferred block of a contribution into the accumulator; stores it if it is the `first`, or if the
-/// reducer is `assign`.
+/// reducer is `assign`. Returns whether it held only finite numbers.
 pub fn fold_block(
     layout: &ModelLayout,
     block: BlockId,
@@ -287,7 +302,8 @@ pub fn fold_block(
     accumulator: &Accumulator,
     first: bool,
     reducer: Reducer,
-) {
+) -> bool {
+    let mut finite = true;
     for segment in layout.segments(block) {
         // SAFETY: one contribution is folded at a time, each block of it by one thread; the program that
         // has the source mapped waits in fsync.
@@ -295,12 +311,13 @@ pub fn fold_block(
             let bytes = source.memory().bytes(span(&segment.bytes));
             if let Some(wire) = wire(segment.dtype) {
                 let sum = accumulator.sum.floats_mut(element_span(segment, wire));
-                kernels::fold(wire, bytes, sum, first || reducer == Reducer::Assign, false);
+                finite &= kernels::fold(wire, bytes, sum, first || reducer == Reducer::Assign, true);
             } else if let (Reducer::Assign, Some(raw)) = (reducer, &accumulator.raw) {
                 kernels::stream_copy(bytes, raw.bytes_mut(span(&segment.bytes)));
             }
         }
     }
+    finite
 }
 
 /// Whether a whole block, as a program wrote it, holds only finite numbers.

@@ -78,6 +78,54 @@ fn nan_is_refused_on_every_way_in_and_leaves_the_learner_usable() {
 }
 
 #[test]
+fn nan_in_a_mapping_is_found_wherever_it_is_read_first() {
+    // The first is stored in the accumulator, the second added to it, the last read while the version is made.
+    for bad_one in 0..3 {
+        let job = Job::new(&[("reducer", "adam"), ("learners", "3")]);
+        let learners = ["a", "b", "c"].map(|name| job.join(name));
+        let mut reference = Reference::new(&job.layout);
+        for round in 0..3 {
+            let mut contributions = Vec::new();
+            for (i, learner) in learners.iter().enumerate() {
+                if i == bad_one {
+                    assert!(is_nonfinite(learner.commit_mapped(&poisoned(&job))), "{bad_one}");
+                    assert_eq!(job.shard.version(), Version(round));
+                    assert_eq!(job.shard.status().committed, i, "the others' stay");
+                }
+                let good = gradient(&job.layout, 4 + i);
+                learner.commit_mapped(&good).unwrap();
+                contributions.push(decode(&job.layout, &good));
+            }
+            assert_eq!(job.wait(&learners[0]), Version(round + 1));
+            reference.step(Reducer::Adam, &job.shard.controls().hyper, &contributions);
+            reference.check(&job.layout, &job.weights(), &format!("bad: {bad_one}, round {round}"));
+        }
+    }
+}
+
+#[test]
+fn nan_in_one_of_two_mappings_at_once_fails_that_one() {
+    // Large enough that the first waits a moment for the second instead of being folded.
+    let job = Job::with(floats_layout(4 << 20), &[("reducer", "sum"), ("learners", "2")]);
+    let (a, b) = (job.join("a"), job.join("b"));
+    let before = decode(&job.layout, &job.weights());
+    let good = encode(&job.layout, 0, |_| 1.0);
+    let bad = encode(&job.layout, 0, |i| if i == 3 << 20 { f32::NAN } else { 1.0 });
+    for turn in 1..4 {
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| a.commit_mapped(&good));
+            assert!(is_nonfinite(b.commit_mapped(&bad)));
+            b.commit_mapped(&good).unwrap();
+            first.join().unwrap().unwrap();
+        });
+        assert_eq!(job.wait(&a), Version(turn));
+        let added = 2.0 * turn as f32;
+        let now = decode(&job.layout, &job.weights());
+        assert!(now.iter().zip(&before).all(|(now, before)| (now - before - added).abs() < 1e-5));
+    }
+}
+
+#[test]
 fn nan_is_taken_when_asked_for() {
     for learners in ["1", "2"] {
         let job = Job::new(&[("nonfinite", "accept"), ("learners", learners)]);

@@ -28,6 +28,7 @@ enum Op {
     Await(usize, u64),
     FoldDone(bool),
     ReduceDone(bool),
+    ReduceRefused,
     Buffer,
     Assign(u64),
     Control(usize),
@@ -69,6 +70,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (who.clone(), 1..200u64).prop_map(|(who, timeout)| Op::Await(who, timeout)),
         4 => prop::bool::weighted(0.9).prop_map(Op::FoldDone),
         6 => prop::bool::weighted(0.7).prop_map(Op::ReduceDone),
+        2 => Just(Op::ReduceRefused),
         3 => Just(Op::Buffer),
         1 => (1..200u64).prop_map(Op::Assign),
         2 => (0..CONTROLS.len()).prop_map(Op::Control),
@@ -137,6 +139,9 @@ impl World {
             }
             Op::FoldDone(ok) => sim.fold_done(ok),
             Op::ReduceDone(buffer) => sim.reduce_done(buffer),
+            Op::ReduceRefused => {
+                sim.reduce_refused();
+            }
             Op::Buffer => sim.give_buffer(),
             Op::Assign(timeout) => {
                 sim.assign(timeout);
@@ -207,7 +212,8 @@ impl World {
                 self.apply(&Op::Commit(who, 0, who % 2 == 0, 10_000));
                 self.sim.finish_work();
             }
-            self.look_around();
+            // Past everybody's patience.
+            self.sim.tick(100);
             self.sim.finish_work();
             self.look_around();
             prop_assert!(self.sim.core.version() > before, "{:#?}", self.sim.core);
@@ -298,8 +304,8 @@ impl Client {
     }
 }
 
-fn run(ops: &[Op], settings: &[(&str, &str)]) -> TestCaseResult {
-    let mut world = World { sim: Sim::new(settings), clients: BTreeMap::new() };
+fn run(ops: &[Op], settings: &[(&str, &str)], patience: u64) -> TestCaseResult {
+    let mut world = World { sim: Sim::patient(settings, patience), clients: BTreeMap::new() };
     for op in ops {
         world.apply(op);
     }
@@ -310,12 +316,12 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn synchronous_schedules(ops in prop::collection::vec(op(), 0..120), learners in 1..4u32) {
-        run(&ops, &[("learners", &learners.to_string())])?;
+    fn synchronous_schedules(ops in prop::collection::vec(op(), 0..120), learners in 1..4u32, patience in 0..30u64) {
+        run(&ops, &[("learners", &learners.to_string())], patience)?;
     }
 
     #[test]
     fn asynchronous_schedules(ops in prop::collection::vec(op(), 0..120)) {
-        run(&ops, &[("consistency", "async")])?;
+        run(&ops, &[("consistency", "async")], 0)?;
     }
 }

@@ -94,6 +94,14 @@ impl Sim {
         }
     }
 
+    /// One whose core waits so long before it folds.
+    pub fn patient(settings: &[(&str, &str)], millis: u64) -> Sim {
+        let mut sim = Sim::new(settings);
+        let controls = sim.core.controls().clone();
+        sim.core = ShardCore::new(BLOCKS, controls).with_fold_patience(Now::from_millis(millis));
+        sim
+    }
+
     pub fn uid(&mut self) -> Uid {
         self.next_uid += 1;
         self.records.insert(self.next_uid, Record::default());
@@ -275,6 +283,20 @@ impl Sim {
         self.call(|core, now, actions| core.reduced(ready, now, actions));
     }
 
+    /// The running plan comes upon NaN in what it was the first to look at; false when there is no such thing.
+    pub fn reduce_refused(&mut self) -> bool {
+        let Some(plan) = self.running.as_ref().filter(|plan| plan.has_unchecked()) else { return false };
+        let Work::Reduce { inputs, .. } = &plan.work else { return false };
+        let bad =
+            inputs.iter().filter(|c| c.unchecked).map(|c| (c.learner, ShardError::NonFinite(BlockId(0))));
+        let bad = bad.take(1).collect();
+        // Whatever half a pass leaves.
+        self.back.extend(plan.todo.ones().map(|block| (block as u32, vec![Uid::MAX])));
+        self.running = None;
+        self.call(|core, now, actions| core.refused(bad, now, actions));
+        true
+    }
+
     /// Every contribution is in with all its blocks, once, and was in no version before.
     fn check_whole(&self, version: &BTreeMap<u32, Content>, contributions: u32) {
         let uids: BTreeSet<Uid> = version.values().flatten().copied().collect();
@@ -309,7 +331,7 @@ impl Sim {
         let record = self.record(uid);
         record.sent = sent.ones().map(|block| block as u32).collect();
         (record.lendable, record.offered) = (lendable, true);
-        let contribution = Contribution { learner, sent, deferred, source: uid };
+        let contribution = Contribution { learner, sent, deferred, source: uid, unchecked: !lendable };
         self.call(|core, now, actions| {
             core.commit(ticket, step, contribution, lendable, deadline, now, actions);
         });

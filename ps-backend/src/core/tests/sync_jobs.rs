@@ -1,6 +1,6 @@
 //! Promises of synchronous jobs, and of what both kinds of job share.
 
-use libmodelio::ids::{Incarnation, Step, Version};
+use libmodelio::ids::{BlockId, Incarnation, Step, Version};
 use libmodelio::transport::ShardError;
 
 use super::super::*;
@@ -323,4 +323,54 @@ fn an_aborted_commit_that_fails_later_leaves_nothing_open() {
     sim.fold_done(false);
     let (step, a) = open(&mut sim, ids[0]);
     assert!(!is_fused(&mut sim, ids[0], step, a, 2), "a new contribution");
+}
+
+#[test]
+fn mapped_memory_waits_for_the_others_as_long_as_patience_lasts() {
+    let mut sim = Sim::patient(&[("learners", "3")], 20);
+    let ids: Vec<_> = ["a", "b", "c"].iter().map(|name| sim.join(name).unwrap()).collect();
+    let (a, first) = everything(&mut sim, ids[0], false);
+    sim.tick(15);
+    let (b, second) = everything(&mut sim, ids[1], false);
+    assert!(sim.folds.is_empty() && sim.is_waiting(first));
+    assert_eq!(sim.core.next_deadline(), Some(Now::from_millis(20)));
+    sim.tick(10);
+    assert_eq!(sim.folds.len(), 1, "a has waited long enough");
+    sim.fold_done(true);
+    assert!(ok(&sim, first) && sim.folds.is_empty(), "b has not");
+    let (c, third) = everything(&mut sim, ids[2], false);
+    assert!(sim.folds.is_empty() && sim.is_waiting(second) && sim.is_waiting(third));
+    sim.reduce_done(true);
+    assert!(ok(&sim, second) && ok(&sim, third));
+    assert_eq!(sim.versions_of(&[a, b, c]), [Some(Version(1)); 3]);
+}
+
+#[test]
+fn patience_leaves_time_to_fold_before_the_deadline() {
+    let mut sim = Sim::patient(&[("learners", "2")], 10_000);
+    let ids: Vec<_> = ["a", "b"].iter().map(|name| sim.join(name).unwrap()).collect();
+    let (_, ticket) = everything(&mut sim, ids[0], false);
+    sim.tick(250);
+    sim.fold_done(true);
+    assert!(ok(&sim, ticket), "its deadline is at 1,000");
+}
+
+#[test]
+fn what_turns_out_to_be_nan_while_the_version_is_made_is_taken_back() {
+    let mut sim = Sim::patient(&[("learners", "2")], 20);
+    let ids: Vec<_> = ["a", "b"].iter().map(|name| sim.join(name).unwrap()).collect();
+    let (a, first) = everything(&mut sim, ids[0], false);
+    let (b, second) = everything(&mut sim, ids[1], false);
+    assert!(sim.reduce_refused(), "nobody has looked at them");
+    assert_eq!(sim.replies[&first], Err(ShardError::NonFinite(BlockId(0))));
+    assert!(sim.is_waiting(second) && sim.core.committed() == 1 && sim.core.version() == Version(0));
+    // b is safe once it is folded; a tries again.
+    sim.tick(20);
+    sim.fold_done(true);
+    assert!(ok(&sim, second));
+    let all = blocks(0..BLOCKS);
+    let third = sim.commit(ids[0].0, Step(1), a, (all.clone(), all), false, 1_000);
+    sim.reduce_done(true);
+    assert!(ok(&sim, third));
+    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
 }
