@@ -9,7 +9,6 @@ import os
 
 import numpy
 
-from machine import MIB
 from work_race import race
 
 # Elements of a reduction by hand that stay in a core's own cache.
@@ -72,7 +71,7 @@ class Learner:
 
 
 class Written:
-    """Gradients by write(2), 1 MiB at a time; weights by read(2), or else mapped and copied."""
+    """Gradients by one write(2); weights by read(2), or else mapped and copied."""
 
     def __init__(self, learner, into_buffer):
         self.learner = learner
@@ -88,9 +87,8 @@ class Written:
         data = memoryview(learner.gradients).cast("B")
         file = os.open(f"{learner.directory}/gradients", os.O_WRONLY)
         try:
-            for offset in range(0, learner.size, MIB):
-                if os.pwrite(file, data[offset : offset + MIB], offset) != MIB:
-                    raise AssertionError(f"short write at {offset}")
+            if os.write(file, data) != learner.size:
+                raise AssertionError("short write of gradients")
         finally:
             os.close(file)
         learner.read_weights(self.into_buffer)
@@ -116,8 +114,22 @@ class Mapped:
         self.learner.steps += 1
 
 
-# The ways to contribute with write(2): what a race is between, and reported as one contender.
-WAYS = {"write, read": True, "write, mmap": False}
+class Stored(Mapped):
+    """Gradients by memcpy into the mapped file."""
+
+    def prepare(self):
+        """Nothing to do."""
+
+    def step(self):
+        """Contributes and reads the version that contains it."""
+        numpy.copyto(self.memory, self.learner.gradients)
+        super().step()
+
+
+# The ways to contribute from a buffer of one's own: what a race is between, and reported as one contender.
+WRITTEN = {"write, read": True, "write, mmap": False}
+STORED = "store, mmap"
+WAYS = (*WRITTEN, STORED)
 
 
 def mount(member, directories, size):
@@ -126,8 +138,8 @@ def mount(member, directories, size):
     if directory not in member.kept:
         member.kept[directory] = Learner(member, directory, size)
     learner = member.kept[directory]
-    ways = {way: Written(learner, into_buffer) for way, into_buffer in WAYS.items()}
-    return {**ways, "mapped": Mapped(learner)}
+    ways = {way: Written(learner, into_buffer) for way, into_buffer in WRITTEN.items()}
+    return {**ways, STORED: Stored(learner), "mapped": Mapped(learner)}
 
 
 def forget(member, directories):
