@@ -14,13 +14,15 @@
 //!
 //! It prints one line once it is mounted, and unmounts on SIGINT, SIGTERM or SIGHUP.
 
+// Cargo takes a file right beside this one for another example.
+#[path = "bench_sink/buffer.rs"]
+mod buffer;
+
 use std::ffi::{CString, OsStr};
 use std::io;
-use std::num::NonZeroUsize;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::ptr::NonNull;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, SystemTime};
@@ -32,8 +34,9 @@ use fuser::{
     ReplyEntry, ReplyOpen, ReplyWrite, Request, Session, WriteFlags,
 };
 use nix::mount::{MntFlags, umount2};
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous};
 use nix::sys::signal::{SigSet, Signal};
+
+use buffer::Buffer;
 
 /// The only file.
 const FILE: INodeNo = INodeNo(2);
@@ -72,103 +75,6 @@ enum Mode {
     Stream,
     /// Dropped; reading gives zeros
     Discard,
-}
-
-/// Anonymous memory, all pages present.
-struct Buffer {
-    start: NonNull<u8>,
-    len: usize,
-}
-
-// SAFETY: plain memory that belongs to the process for as long as it runs; see `write` for races.
-unsafe impl Send for Buffer {}
-// SAFETY: as above.
-unsafe impl Sync for Buffer {}
-
-impl Buffer {
-    fn new(len: usize) -> io::Result<Buffer> {
-        let size = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
-        let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
-        let start = unsafe { mmap_anonymous(None, size, access, MapFlags::MAP_PRIVATE) }?;
-        // SAFETY: the range is the mapping just made; the advice changes no contents. A kernel without
-        // huge pages refuses it, which leaves what there is anyway.
-        let _ = unsafe { madvise(start, len, MmapAdvise::MADV_HUGEPAGE) };
-        let start = start.cast::<u8>();
-        // SAFETY: `len` bytes from `start` were mapped for writing above and nobody else knows of them.
-        unsafe { start.write_bytes(1, len) };
-        Ok(Buffer { start, len })
-    }
-
-    /// Copies `data` to `offset` if it fits. Writes that overlap race, as they do on any device: the
-    /// bytes are never looked at here.
-    fn write(&self, offset: usize, data: &[u8], mode: Mode) -> bool {
-        if offset.checked_add(data.len()).is_none_or(|end| end > self.len) {
-            return false;
-        }
-        // SAFETY: the range lies within the mapping, as just checked, and cannot overlap a request
-        // buffer, which is other memory.
-        unsafe {
-            let to = self.start.add(offset);
-            match mode {
-                Mode::Stream => stream_if_possible(to, data),
-                _ => to.copy_from_nonoverlapping(NonNull::from(data).cast(), data.len()),
-            }
-        }
-        true
-    }
-
-    /// The bytes at `offset`, fewer at the end.
-    fn read(&self, offset: usize, len: usize) -> &[u8] {
-        let offset = offset.min(self.len);
-        let len = len.min(self.len - offset);
-        // SAFETY: the range lies within the mapping, which was initialised as a whole.
-        unsafe { std::slice::from_raw_parts(self.start.add(offset).as_ptr(), len) }
-    }
-}
-
-/// Copies `data` past the caches, where there is a way.
-///
-/// # Safety
-/// `data.len()` bytes from `to` must be ours to write, and not those of `data`.
-unsafe fn stream_if_possible(to: NonNull<u8>, data: &[u8]) {
-    #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx") {
-        // SAFETY: as the caller promises; the processor has the instructions.
-        return unsafe { stream(to, data) };
-    }
-    // SAFETY: as the caller promises.
-    unsafe { to.copy_from_nonoverlapping(NonNull::from(data).cast(), data.len()) };
-}
-
-/// Copies `data` with streaming stores.
-///
-/// # Safety
-/// As for [`stream_if_possible`].
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx")]
-unsafe fn stream(to: NonNull<u8>, data: &[u8]) {
-    use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
-    const LINES: usize = 128;
-    // Streaming stores want an aligned target; what is before and after goes the usual way.
-    let head = to.as_ptr().align_offset(LINES).min(data.len());
-    let lines = (data.len() - head) / LINES;
-    let tail = head + lines * LINES;
-    let from = data.as_ptr();
-    // SAFETY: all offsets are below `data.len()`, which both sides have, and `to + head` is aligned.
-    unsafe {
-        to.as_ptr().copy_from_nonoverlapping(from, head);
-        for offset in (head..tail).step_by(LINES) {
-            let source = from.add(offset).cast::<__m256i>();
-            let target = to.as_ptr().add(offset).cast::<__m256i>();
-            let line = [0, 1, 2, 3].map(|i| _mm256_loadu_si256(source.add(i)));
-            for (i, part) in line.into_iter().enumerate() {
-                _mm256_stream_si256(target.add(i), part);
-            }
-        }
-        to.as_ptr().add(tail).copy_from_nonoverlapping(from.add(tail), data.len() - tail);
-        _mm_sfence();
-    }
 }
 
 struct Sink {
@@ -274,7 +180,10 @@ impl Filesystem for Sink {
         reply: ReplyWrite,
     ) {
         let fits = match &self.buffer {
-            Some(buffer) => usize::try_from(offset).is_ok_and(|offset| buffer.write(offset, data, self.mode)),
+            Some(buffer) => usize::try_from(offset).is_ok_and(|offset| match self.mode {
+                Mode::Stream => buffer.stream(offset, data),
+                _ => buffer.copy(offset, data),
+            }),
             None => offset.checked_add(data.len() as u64).is_some_and(|end| end <= self.size as u64),
         };
         match fits {

@@ -138,14 +138,35 @@ pub fn is_killed_or_kernel(tid: u32) -> bool {
     flags & (PF_SIGNALED | PF_KTHREAD) != 0
 }
 
-/// Whether thread `tid` has been sent a SIGKILL that it has not died of yet.
-pub fn has_kill_pending(tid: u32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
-    status
-        .lines()
-        .filter_map(|line| line.strip_prefix("SigPnd:").or_else(|| line.strip_prefix("ShdPnd:")))
-        .filter_map(|mask| u64::from_str_radix(mask.trim(), 16).ok())
-        .any(|mask| mask & (1 << (libc::SIGKILL - 1)) != 0)
+/// A signal under way to a thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// SIGKILL.
+    Killed,
+    /// One of those by which people and supervisors ask programs to end, neither blocked nor ignored.
+    Asked,
+}
+
+/// Whether thread `tid` has been sent a signal that is to end it, and has not taken it yet.
+pub fn ending_signal(tid: u32) -> Option<Ending> {
+    ending_in_status(&fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default())
+}
+
+fn ending_in_status(status: &str) -> Option<Ending> {
+    let mask = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+    };
+    let bit = |signal: i32| 1u64 << (signal - 1);
+    let pending = mask("SigPnd") | mask("ShdPnd");
+    let asking = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT].map(bit).iter().sum::<u64>();
+    if pending & bit(libc::SIGKILL) != 0 {
+        Some(Ending::Killed)
+    } else if pending & asking & !mask("SigBlk") & !mask("SigIgn") != 0 {
+        Some(Ending::Asked)
+    } else {
+        None
+    }
 }
 
 fn thread_group(tid: u32) -> Option<u32> {

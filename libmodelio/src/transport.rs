@@ -149,6 +149,12 @@ pub enum Message {
         /// Who.
         learner: LearnerId,
     },
+    /// Whoever waits for the learner's commit does so no longer: as if its deadline had come. A commit that
+    /// was taken, or is being, is answered as ever.
+    Withdraw {
+        /// Who.
+        learner: LearnerId,
+    },
     /// Answered when a version holds the learner's last committed step.
     AwaitStep {
         /// Who.
@@ -282,6 +288,9 @@ pub enum ShardError {
     /// The deadline passed.
     #[error("no answer before the deadline: {0}")]
     TimedOut(&'static str),
+    /// The commit was withdrawn before it was taken.
+    #[error("interrupted before the contribution was taken")]
+    Interrupted,
     /// Nobody there, or it is shutting down.
     #[error("the shard is not reachable")]
     Unreachable,

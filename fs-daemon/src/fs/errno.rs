@@ -54,6 +54,7 @@ impl From<ShardError> for FsError {
             | ShardError::NonFinite(_) => libc::EINVAL,
             ShardError::Stopped { .. } => libc::ECANCELED,
             ShardError::TimedOut(_) => libc::ETIMEDOUT,
+            ShardError::Interrupted => libc::EINTR,
             ShardError::Unreachable => libc::EIO,
             ShardError::OutOfMemory(_) => libc::ENOMEM,
             ShardError::NotAllowed(_) => libc::EACCES,

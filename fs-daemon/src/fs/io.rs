@@ -13,6 +13,7 @@ use ps_backend::reducer::Reducer;
 use super::errno::{FsError, FsResult};
 use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, VersionHandle};
 use super::node::{File, Node};
+use super::waits::Asked;
 use super::{Caller, Chore, DEATH_PATIENCE, Done, Fs, Wake};
 use crate::process::{Exit, is_killed_or_kernel};
 
@@ -108,15 +109,30 @@ impl Fs {
 
     /// fsync(2): ends the contribution, whoever calls.
     pub fn fsync(&self, fh: u64, caller: Caller, done: Done<()>) {
-        let done = self.waits.guard(caller, done, |()| {});
         match self.handle(fh) {
             Err(error) => done(Err(error)),
-            Ok(handle) => match &*handle {
-                Handle::Contribution(_) => commit(handle, Closing::No, done),
-                Handle::Publish(_) => publish(&handle, done),
-                _ => done(Ok(())),
-            },
+            Ok(handle) => {
+                let done = self.guard(&handle, caller, done);
+                match &*handle {
+                    Handle::Contribution(_) => commit(handle, Closing::No, done),
+                    Handle::Publish(_) => publish(&handle, done),
+                    _ => done(Ok(())),
+                }
+            }
         }
+    }
+
+    /// Ends the wait of fsync or close with its caller. A contribution is withdrawn, so that an answer says
+    /// whether it counts; new weights are answered at once, and may come all the same.
+    fn guard(&self, handle: &Arc<Handle>, caller: Caller, done: Done<()>) -> Done<()> {
+        let asked = match &**handle {
+            Handle::Contribution(contribution) => {
+                let contributor = Arc::clone(&contribution.learner.contributor);
+                Asked::Call(Box::new(move || contributor.withdraw()))
+            }
+            _ => Asked::Answer,
+        };
+        self.waits.guard(caller, done, asked, |()| {})
     }
 
     /// close(2) of one descriptor. It ends the contribution if it is the opener's own, so that a shell
@@ -133,7 +149,7 @@ impl Fs {
                     return done(Ok(()));
                 }
                 if owns(contribution.opener, &contribution.users, caller) {
-                    let done = self.waits.guard(caller, done, |()| {});
+                    let done = self.guard(&handle, caller, done);
                     commit(handle, Closing::Yes, done);
                 } else {
                     done(Ok(()));
@@ -141,7 +157,7 @@ impl Fs {
             }
             Handle::Publish(publisher) => {
                 if owns(publisher.opener, &publisher.users, caller) {
-                    let done = self.waits.guard(caller, done, |()| {});
+                    let done = self.guard(&handle, caller, done);
                     publish(&handle, done);
                 } else {
                     done(Ok(()));
@@ -317,8 +333,10 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
                 refresh(contribution);
             }
             // Still open: fsync can be called again.
-            Err(ContributeError::Busy | ContributeError::Shard(ShardError::TimedOut(_)))
-                if closing == Closing::No => {}
+            Err(
+                ContributeError::Busy
+                | ContributeError::Shard(ShardError::TimedOut(_) | ShardError::Interrupted),
+            ) if closing == Closing::No => {}
             Err(_) => {
                 contribution.wrote.store(false, Ordering::Relaxed);
                 of_abort.abort();

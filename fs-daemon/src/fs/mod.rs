@@ -236,7 +236,7 @@ impl Started {
                 match chore {
                     Ok(chore) => fs.do_chore(chore, &*kernel),
                     Err(mpsc::RecvTimeoutError::Timeout) => {
-                        fs.waits.release_killed();
+                        fs.waits.release_signalled();
                         fs.drop_leftovers(&*kernel);
                     }
                     Err(mpsc::RecvTimeoutError::Disconnected) => return,

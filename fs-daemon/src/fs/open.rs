@@ -14,6 +14,7 @@ use super::errno::{FsError, FsResult};
 use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, Users, VersionHandle};
 use super::model::{Learner, Model, OWN_LEARNER};
 use super::node::{File, Node};
+use super::waits::Asked;
 use super::{Caller, Done, Fs, text};
 use crate::process::Process;
 
@@ -121,7 +122,8 @@ impl Fs {
     ) {
         let this = Arc::clone(self);
         let of_late = Arc::clone(self);
-        let done = self.waits.guard(caller, done, move |opened: Opened| of_late.release(opened.fh));
+        let done =
+            self.waits.guard(caller, done, Asked::Answer, move |opened: Opened| of_late.release(opened.fh));
         let timeout = model.timeout();
         let channel = Arc::clone(&model.channel);
         channel.send(

@@ -9,9 +9,9 @@ use parking_lot::Mutex;
 
 use super::errno::FsError;
 use super::{Caller, Done};
-use crate::process::has_kill_pending;
+use crate::process::{Ending, ending_signal};
 
-/// How often it is looked whether waiting callers have been killed.
+/// How often it is looked whether waiting callers have been sent signals.
 pub const LOOK: Duration = Duration::from_millis(200);
 
 /// How long a second look at a name may take to come.
@@ -22,7 +22,18 @@ const MAX_LOOKS: usize = 4096;
 struct Waiting {
     tid: u32,
     since: Instant,
+    /// Answers at once.
     cancel: Box<dyn FnOnce() + Send>,
+    /// Sees to an answer soon.
+    withdraw: Option<Box<dyn FnOnce() + Send>>,
+}
+
+/// How a wait ends when its caller is asked to end, with Ctrl-C for instance.
+pub enum Asked {
+    /// At once.
+    Answer,
+    /// This sees to an answer, which says whether it came in time.
+    Call(Box<dyn FnOnce() + Send>),
 }
 
 /// Requests whose answers are still out.
@@ -33,12 +44,13 @@ pub struct Waits {
 }
 
 impl Waits {
-    /// Makes `done` give up with EINTR when `caller` is killed before the answer is there. An answer that
-    /// comes later goes to `late`.
+    /// Makes `done` give up with EINTR when `caller` is killed before the answer is there, or as `asked`
+    /// says when a signal asks it to end. An answer that comes later goes to `late`.
     pub fn guard<T: Send + 'static>(
         self: &Arc<Self>,
         caller: Caller,
         done: Done<T>,
+        asked: Asked,
         late: impl FnOnce(T) + Send + 'static,
     ) -> Done<T> {
         let cell = Arc::new(Mutex::new(Some(done)));
@@ -51,10 +63,15 @@ impl Waits {
         let cancel = Box::new(move || {
             let done = of_cancel.lock().take();
             if let Some(done) = done {
-                done(Err(FsError::new(libc::EINTR, "killed while it waited")));
+                done(Err(FsError::new(libc::EINTR, "a signal ended its wait")));
             }
         });
-        self.waiting.lock().insert(id, Waiting { tid: caller.tid, since: Instant::now(), cancel });
+        let withdraw = match asked {
+            Asked::Answer => None,
+            Asked::Call(withdraw) => Some(withdraw),
+        };
+        let waiting = Waiting { tid: caller.tid, since: Instant::now(), cancel, withdraw };
+        self.waiting.lock().insert(id, waiting);
         let this = Arc::clone(self);
         Box::new(move |outcome| {
             this.waiting.lock().remove(&id);
@@ -67,8 +84,9 @@ impl Waits {
         })
     }
 
-    /// Answers those whose callers are about to die: the kernel keeps them until then.
-    pub fn release_killed(&self) {
+    /// Answers those whose callers have been sent a signal that ends them or asks them to: the kernel keeps
+    /// them until then.
+    pub fn release_signalled(&self) {
         let old: Vec<(u64, u32)> = self
             .waiting
             .lock()
@@ -77,13 +95,32 @@ impl Waits {
             .map(|(&id, waiting)| (id, waiting.tid))
             .collect();
         for (id, tid) in old {
-            if !has_kill_pending(tid) {
-                continue;
+            match ending_signal(tid) {
+                None => {}
+                Some(Ending::Killed) => self.cancel(id, true),
+                Some(Ending::Asked) => self.cancel(id, false),
             }
-            let killed = self.waiting.lock().remove(&id);
-            if let Some(killed) = killed {
-                (killed.cancel)();
+        }
+    }
+
+    /// What a wait ends with is called with nothing locked: it may answer others.
+    fn cancel(&self, id: u64, at_once: bool) {
+        let mut waiting = self.waiting.lock();
+        let Some(of_id) = waiting.get_mut(&id).filter(|waiting| at_once || waiting.tid != 0) else { return };
+        let withdraw = of_id.withdraw.take();
+        if withdraw.is_some() && !at_once {
+            // Not looked at again: the answer comes.
+            of_id.tid = 0;
+            drop(waiting);
+        } else {
+            let cancelled = waiting.remove(&id);
+            drop(waiting);
+            if let Some(cancelled) = cancelled {
+                (cancelled.cancel)();
             }
+        }
+        if let Some(withdraw) = withdraw {
+            withdraw();
         }
     }
 }
@@ -126,6 +163,7 @@ impl SecondLooks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fs::errno::FsResult;
 
     #[test]
     fn a_second_look_is_expected_once_and_for_its_version() {
@@ -143,10 +181,48 @@ mod tests {
         let waits = Arc::new(Waits::default());
         let (sender, receiver) = std::sync::mpsc::channel();
         let caller = Caller { tid: std::process::id() };
-        let done = waits.guard(caller, Box::new(move |outcome| sender.send(outcome).unwrap()), |_: u32| {});
-        waits.release_killed();
+        let done = Box::new(move |outcome| sender.send(outcome).unwrap());
+        let done = waits.guard(caller, done, Asked::Answer, |_: u32| {});
+        waits.release_signalled();
         done(Ok(3));
         assert_eq!(receiver.recv().unwrap(), Ok(3));
         assert!(waits.waiting.lock().is_empty());
+    }
+
+    #[test]
+    fn a_cancelled_wait_is_answered_once_and_its_answer_is_late() {
+        let waits = Arc::new(Waits::default());
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let late = sender.clone();
+        let done = waits.guard(
+            Caller { tid: 1 },
+            Box::new(move |outcome: FsResult<u32>| sender.send(outcome.map_err(|e| e.errno)).unwrap()),
+            Asked::Answer,
+            move |value| late.send(Ok(value + 100)).unwrap(),
+        );
+        waits.cancel(1, false);
+        waits.cancel(1, true);
+        done(Ok(3));
+        assert_eq!(receiver.try_iter().collect::<Vec<_>>(), [Err(libc::EINTR), Ok(103)]);
+    }
+
+    #[test]
+    fn a_withdrawn_wait_ends_with_its_own_answer_and_a_killed_one_at_once() {
+        for killed in [false, true] {
+            let waits = Arc::new(Waits::default());
+            let (sender, receiver) = std::sync::mpsc::channel();
+            let of_withdraw = sender.clone();
+            let done = waits.guard(
+                Caller { tid: 1 },
+                Box::new(move |outcome: FsResult<u32>| sender.send(outcome.map_err(|e| e.errno)).unwrap()),
+                Asked::Call(Box::new(move || of_withdraw.send(Ok(0)).unwrap())),
+                |_| {},
+            );
+            waits.cancel(1, killed);
+            waits.cancel(1, false);
+            done(Ok(3));
+            let expected = if killed { [Err(libc::EINTR), Ok(0)] } else { [Ok(0), Ok(3)] };
+            assert_eq!(receiver.try_iter().collect::<Vec<_>>(), expected);
+        }
     }
 }

@@ -237,3 +237,20 @@ fn held_children_wait() {
     assert_eq!(text, "done\n");
     child.wait().unwrap();
 }
+
+#[test]
+fn signals_that_end_a_wait_are_told_from_those_that_do_not() {
+    let status = |pending: &str, shared: &str, blocked: &str, ignored: &str| {
+        ending_in_status(&format!(
+            "Name:\tx\nSigQ:\t0/1\nSigPnd:\t{pending}\nShdPnd:\t{shared}\nSigBlk:\t{blocked}\nSigIgn:\t{ignored}\nSigCgt:\t0\n"
+        ))
+    };
+    assert_eq!(status("0", "0", "0", "0"), None);
+    assert_eq!(status("100", "0", "0", "0"), Some(Ending::Killed));
+    assert_eq!(status("0", "0000000000000100", "ffffffffffffffff", "0"), Some(Ending::Killed));
+    assert_eq!(status("0", "0000000000000002", "0", "0"), Some(Ending::Asked), "SIGINT");
+    assert_eq!(status("0000000000004000", "0", "0", "0"), Some(Ending::Asked), "SIGTERM");
+    assert_eq!(status("0", "2", "2", "0"), None, "blocked");
+    assert_eq!(status("0", "2", "0", "2"), None, "ignored");
+    assert_eq!(status("0", "10000", "0", "0"), None, "SIGCHLD");
+}

@@ -27,7 +27,7 @@ impl Contributor {
     /// Ends the contribution. `done` gets Ok once every block is taken for good; without anything
     /// written it gets Ok at once.
     ///
-    /// After a timeout the contribution is still open: commit again, or [`Self::abort`]. A commit that the
+    /// After a timeout, or [`Self::withdraw`], the contribution is still open: commit again, or [`Self::abort`]. A commit that the
     /// shard had taken in spite of the timeout counts; committing again says so. After any other
     /// error only [`Self::abort`] helps.
     pub fn commit(
@@ -155,6 +155,13 @@ impl Contributor {
             done(result.map(drop).map_err(ContributeError::from));
         });
         self.channel.send(Message::Commit { learner: self.learner, step, notice }, timeout, completion);
+    }
+
+    /// Ends the wait for a commit that is on its way, unless it is taken: it then fails with
+    /// [`ShardError::Interrupted`], and the contribution is still open as after a timeout.
+    pub fn withdraw(&self) {
+        let message = Message::Withdraw { learner: self.learner };
+        self.channel.send(message, STUCK, Box::new(|_| {}));
     }
 
     /// Drops the open contribution; the shard forgets what it took of it. While a commit is on its way this

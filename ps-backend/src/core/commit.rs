@@ -8,8 +8,8 @@ use libmodelio::ids::{LearnerId, Step, Version};
 use libmodelio::transport::ShardError;
 
 use super::{
-    Action, Answer, Contribution, LastCommit, Now, Opening, Pending, PendingKind, Phase, Place, ShardCore,
-    Ticket, Waiter,
+    Action, Answer, Committed, Contribution, LastCommit, Member, Now, Opening, Pending, PendingKind, Phase,
+    Place, ShardCore, Ticket, Waiter,
 };
 use crate::controls::Consistency;
 use crate::reducer::Reducer;
@@ -122,6 +122,31 @@ impl<S: Clone> ShardCore<S> {
         {
             actions.push(Action::Reply(pending.ticket, Err(why)));
         }
+    }
+
+    /// Nobody waits for the commit of `learner` any more. If it is not taken yet, or nothing of it was read
+    /// yet, it fails and the contribution is open again.
+    ///
+    /// # Errors
+    /// [`ShardError::UnknownLearner`].
+    pub fn withdraw(
+        &mut self,
+        learner: LearnerId,
+        now: Now,
+        actions: &mut Vec<Action<S>>,
+    ) -> Result<(), ShardError> {
+        let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
+        member.last_seen = now;
+        self.drop_pending_commit(learner, ShardError::Interrupted, actions);
+        let waits = |c: &&mut Committed<S>| c.contribution.learner == learner && c.place == Place::ToFold;
+        if let Some(committed) = self.committed.iter_mut().find(waits) {
+            if let Some((ticket, _)) = committed.ticket.take() {
+                actions.push(Action::Reply(ticket, Err(ShardError::Interrupted)));
+            }
+            self.take_back(learner, actions);
+        }
+        self.advance(now, actions);
+        Ok(())
     }
 
     /// New values for the whole model (`written` parts of it) become the next version.
@@ -271,6 +296,10 @@ impl<S: Clone> ShardCore<S> {
             member.step = Step(member.step.0.saturating_sub(1));
             member.unpublished = false;
             member.phase = phase;
+        }
+        let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
+        if !self.members.get(&learner).is_some_and(is_open) {
+            self.drop_fusing(learner);
         }
         let version = self.version;
         for waiter in self.waiters.extract_if(.., |waiter| waiter.learner == learner) {

@@ -122,11 +122,7 @@ impl<S: Clone> ShardCore<S> {
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         if matches!(member.phase, Phase::Open { .. }) {
             member.phase = Phase::Idle;
-            if self.fusing.take_if(|fusing| fusing.owner == learner).is_some() {
-                // Folded contributions wait under the same parameters; nothing else depends on them.
-                let folded = |c: &Committed<S>| matches!(c.place, Place::Folded | Place::Folding);
-                self.params.take_if(|_| !self.committed.iter().any(folded));
-            }
+            self.drop_fusing(learner);
             self.drop_pending_commit(learner, why, actions);
         } else if let Some(taken) = self.committed.iter_mut().find(|c| c.contribution.learner == learner)
             && taken.undo.is_some()
@@ -135,6 +131,15 @@ impl<S: Clone> ShardCore<S> {
             taken.undo = Some(Phase::Idle);
         }
         Ok(())
+    }
+
+    /// Blocks that were reduced on arrival for `learner` are void.
+    pub(super) fn drop_fusing(&mut self, learner: LearnerId) {
+        if self.fusing.take_if(|fusing| fusing.owner == learner).is_some() {
+            // Folded contributions wait under the same parameters; nothing else depends on them.
+            let folded = |c: &Committed<S>| matches!(c.place, Place::Folded | Place::Folding);
+            self.params.take_if(|_| !self.committed.iter().any(folded));
+        }
     }
 
     /// Sign of life from `learner`. `attached`: a living process is known to use it.

@@ -41,6 +41,7 @@ impl EmbeddedShard {
                 core.open(learner, now).map(|o| Reply::Opened { step: o.step, staging_lent: o.staging_lent })
             }
             Message::Abort { learner } => core.abort(learner, now, &mut actions).map(|()| Reply::Done),
+            Message::Withdraw { learner } => core.withdraw(learner, now, &mut actions).map(|()| Reply::Done),
             Message::Allocate => {
                 let max = core.controls().max_versions as usize;
                 let buffer = inner.store.take_buffer(max);

@@ -25,6 +25,7 @@ enum Op {
     /// With the blocks that were written in part.
     Commit(usize, u32, bool, u64),
     Abort(usize),
+    Withdraw(usize),
     Await(usize, u64),
     FoldDone(bool),
     ReduceDone(bool),
@@ -67,6 +68,7 @@ fn op() -> impl Strategy<Value = Op> {
         8 => (who.clone(), 0..16u32, prop::bool::weighted(0.6), 1..200u64)
             .prop_map(|(who, parts, lendable, timeout)| Op::Commit(who, parts, lendable, timeout)),
         1 => who.clone().prop_map(Op::Abort),
+        2 => who.clone().prop_map(Op::Withdraw),
         2 => (who.clone(), 1..200u64).prop_map(|(who, timeout)| Op::Await(who, timeout)),
         4 => prop::bool::weighted(0.9).prop_map(Op::FoldDone),
         6 => prop::bool::weighted(0.7).prop_map(Op::ReduceDone),
@@ -154,6 +156,7 @@ impl World {
             | Op::Stray(who, ..)
             | Op::Commit(who, ..)
             | Op::Abort(who)
+            | Op::Withdraw(who)
             | Op::Await(who, _)
             | Op::Touch(who, _) => {
                 if let Some(client) = self.clients.get_mut(&who) {
@@ -293,6 +296,7 @@ impl Client {
                 sim.abort(self.id.0);
                 self.open = None;
             }
+            Op::Withdraw(_) => sim.withdraw(self.id.0),
             Op::Await(_, timeout) => {
                 let some = |uid: &&Uid| !sim.records[uid].sent.is_empty();
                 let after = self.taken.iter().filter(some).copied().collect();

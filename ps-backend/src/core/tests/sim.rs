@@ -184,6 +184,10 @@ impl Sim {
         self.call(|core, now, actions| core.abort(learner, now, actions)).unwrap();
     }
 
+    pub fn withdraw(&mut self, learner: LearnerId) {
+        self.call(|core, now, actions| core.withdraw(learner, now, actions)).unwrap();
+    }
+
     pub fn set(&mut self, name: &str, value: &str) {
         if let Ok(controls) = self.core.controls().with(name, value) {
             self.call(|core, now, actions| core.set_controls(controls, now, actions));

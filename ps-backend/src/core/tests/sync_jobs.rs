@@ -374,3 +374,28 @@ fn what_turns_out_to_be_nan_while_the_version_is_made_is_taken_back() {
     assert!(ok(&sim, third));
     assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
 }
+
+#[test]
+fn a_withdrawn_commit_is_open_again_and_one_that_is_taken_stays() {
+    let mut sim = Sim::patient(&[("learners", "2")], 20);
+    let ids: Vec<_> = ["a", "b"].iter().map(|name| sim.join(name).unwrap()).collect();
+    let all = || (blocks(0..BLOCKS), blocks(0..BLOCKS));
+    // Taken, but nothing of it was read.
+    let (a, mapped) = everything(&mut sim, ids[0], false);
+    sim.withdraw(ids[0].0);
+    assert_eq!(sim.replies[&mapped], Err(ShardError::Interrupted));
+    assert_eq!(sim.core.committed(), 0);
+    // Taken and answered.
+    let ticket = sim.commit(ids[0].0, Step(1), a, all(), true, 1_000);
+    sim.withdraw(ids[0].0);
+    assert!(ok(&sim, ticket) && sim.core.committed() == 1);
+    // Not taken: it is the step after the one that waits.
+    let (ahead, ticket) = everything(&mut sim, ids[0], true);
+    sim.withdraw(ids[0].0);
+    assert_eq!(sim.replies[&ticket], Err(ShardError::Interrupted));
+    everything(&mut sim, ids[1], true);
+    sim.reduce_done(true);
+    let ticket = sim.commit(ids[0].0, Step(2), ahead, all(), true, 1_000);
+    assert!(ok(&sim, ticket));
+    assert_eq!(sim.versions_of(&[a, ahead]), [Some(Version(1)), None]);
+}

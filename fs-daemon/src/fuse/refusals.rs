@@ -1,0 +1,206 @@
+//! Which refused calls get a line in the log: a program that tries again in a loop must not flood it.
+//!
+//! Of each kind a few lines are shown in an interval. What was left out is said in one line when the next
+//! call is refused after that, or when the mount ends. Of one kind are refusals of the same call with the same
+//! errno and the same sentence, except for what the sentence quotes and for its numbers: another block is the
+//! same mistake, another file is not.
+
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::fs::errno::FsError;
+
+/// How long what is shown of a kind counts.
+const INTERVAL: Duration = Duration::from_secs(10);
+/// Lines shown of a kind in that time.
+const LINES: u32 = 5;
+/// Kinds told apart at a time: more than all programs of a job get wrong in that time, normally.
+const KINDS: usize = 64;
+
+/// The log is the process's, so this is as well.
+static LIMIT: Mutex<Limit> = Mutex::new(Limit::new());
+
+/// Logs a refusal: everyday ones for who asks for them, others as a warning unless there were too many.
+pub(super) fn log(call: &'static str, error: &FsError) {
+    if error.is_quiet() {
+        tracing::debug!(call, "{error}");
+        return;
+    }
+    let now = Instant::now();
+    log_left_out(now);
+    // A statement of its own: writing a line may take long, and others need the lock meanwhile.
+    let shown = LIMIT.lock().admits(now, call, error);
+    if shown {
+        tracing::warn!(call, "{error}");
+    } else {
+        tracing::debug!(call, "{error}");
+    }
+}
+
+/// Logs what was left out and not said yet.
+pub(super) fn log_rest() {
+    log_left_out(Instant::now() + INTERVAL);
+}
+
+fn log_left_out(now: Instant) {
+    loop {
+        let Some(Kind { call, error, left_out, .. }) = LIMIT.lock().take_over(now) else { return };
+        tracing::warn!(call, "{left_out} more like this within {} s: {error}", INTERVAL.as_secs());
+    }
+}
+
+/// What was shown and left out in the intervals that run.
+struct Limit {
+    kinds: [Option<Kind>; KINDS],
+}
+
+/// Refusals of one kind since the first of them.
+#[derive(Debug)]
+struct Kind {
+    call: &'static str,
+    /// The first.
+    error: FsError,
+    since: Instant,
+    shown: u32,
+    left_out: u64,
+}
+
+impl Limit {
+    const fn new() -> Limit {
+        Limit { kinds: [const { None }; KINDS] }
+    }
+
+    /// Takes out what is over by `now`; returns the first of it that something was left out of.
+    fn take_over(&mut self, now: Instant) -> Option<Kind> {
+        let over = |kind: &mut Kind| now.saturating_duration_since(kind.since) >= INTERVAL;
+        self.kinds.iter_mut().find_map(|slot| slot.take_if(over).filter(|kind| kind.left_out > 0))
+    }
+
+    /// Whether the refusal of `call` is to be shown; counts it either way. Allocates only for what is shown.
+    fn admits(&mut self, now: Instant, call: &'static str, error: &FsError) -> bool {
+        let first = || Kind { call, error: error.clone(), since: now, shown: 0, left_out: 0 };
+        let kind = self.place(call, error).get_or_insert_with(first);
+        if kind.shown < LINES {
+            kind.shown += 1;
+            true
+        } else {
+            kind.left_out += 1;
+            false
+        }
+    }
+
+    /// Where the refusal counts: with its kind, else in a free place. When all places are taken it counts as
+    /// any of the same call and errno, or else as the last that came.
+    fn place(&mut self, call: &str, error: &FsError) -> &mut Option<Kind> {
+        let same_call = |kind: &Kind| kind.call == call && kind.error.errno == error.errno;
+        let same = |kind: &Kind| same_call(kind) && alike(&kind.error.message, &error.message);
+        let find = |wanted: &dyn Fn(&Option<Kind>) -> bool| self.kinds.iter().position(wanted);
+        let place = find(&|slot| slot.as_ref().is_some_and(same))
+            .or_else(|| find(&Option::is_none))
+            .or_else(|| find(&|slot| slot.as_ref().is_some_and(same_call)))
+            .unwrap_or(KINDS - 1);
+        &mut self.kinds[place]
+    }
+}
+
+/// Whether two sentences say the same of other numbers and names.
+fn alike(one: &str, other: &str) -> bool {
+    fixed(one).eq(fixed(other))
+}
+
+/// The bytes of `sentence` but for numbers and what stands between double quotes.
+fn fixed(sentence: &str) -> impl Iterator<Item = u8> {
+    let mut quoted = false;
+    sentence.bytes().filter(move |byte| {
+        quoted ^= *byte == b'"';
+        !quoted && !byte.is_ascii_digit()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn refusal(errno: i32, message: &str) -> FsError {
+        FsError::new(errno, message)
+    }
+
+    /// How many of `count` equal refusals are shown.
+    fn shown(limit: &mut Limit, now: Instant, call: &'static str, error: &FsError, count: u32) -> u32 {
+        (0..count).map(|_| u32::from(limit.admits(now, call, error))).sum()
+    }
+
+    #[test]
+    fn a_flood_is_cut_and_counted() {
+        let (mut limit, start) = (Limit::new(), Instant::now());
+        let error = refusal(libc::EINVAL, "block 7 was sent");
+        assert_eq!(shown(&mut limit, start, "write", &error, 3), 3);
+        assert_eq!(shown(&mut limit, start + SECOND, "write", &error, 1_000), LINES - 3);
+        assert!(limit.take_over(start + INTERVAL - SECOND).is_none(), "not over yet");
+        let kind = limit.take_over(start + INTERVAL).expect("over");
+        assert_eq!((kind.call, kind.left_out, kind.error), ("write", 998, error.clone()));
+        assert!(limit.take_over(start + INTERVAL).is_none(), "said once");
+        assert_eq!(shown(&mut limit, start + INTERVAL, "write", &error, 1_000), LINES, "a new interval");
+    }
+
+    #[test]
+    fn few_are_shown_and_forgotten() {
+        let (mut limit, start) = (Limit::new(), Instant::now());
+        let error = refusal(libc::EINVAL, "no");
+        for i in 0..100 {
+            let now = start + SECOND * i * 3;
+            assert!(limit.take_over(now).is_none());
+            assert!(limit.admits(now, "write", &error), "{i}");
+        }
+        assert!(limit.take_over(start + SECOND * 1_000).is_none());
+        assert!(limit.kinds.iter().all(Option::is_none));
+    }
+
+    #[test]
+    fn kinds_do_not_cover_each_other() {
+        let (mut limit, now) = (Limit::new(), Instant::now());
+        let error = refusal(libc::EINVAL, "control/learners: \"x\" is no number");
+        assert_eq!(shown(&mut limit, now, "write", &error, 1_000), LINES);
+        for (call, other) in [
+            ("close", error.clone()),
+            ("write", refusal(libc::EFBIG, &error.message)),
+            ("write", refusal(libc::EINVAL, "control/retain: \"x\" is no number")),
+        ] {
+            assert_eq!(shown(&mut limit, now, call, &other, 1_000), LINES, "{call}, {other:?}");
+        }
+    }
+
+    #[test]
+    fn numbers_and_quotations_make_no_kind() {
+        let (mut limit, now) = (Limit::new(), Instant::now());
+        let shown = (0..1_000).filter(|i| {
+            let name = "x".repeat(i % 50);
+            limit.admits(now, "write", &refusal(libc::EINVAL, &format!("block {i} of \"{name}\" was sent")))
+        });
+        assert_eq!(shown.count(), LINES as usize);
+        assert!(alike("\"a\" is 1", "\"b\" is 22"));
+        assert!(!alike("\"a\" is 1", "\"a\" was 1"));
+        assert!(!alike("a is 1", "b is 1"));
+    }
+
+    #[test]
+    fn more_kinds_than_places() {
+        let (mut limit, now) = (Limit::new(), Instant::now());
+        let sentence = |i: usize| "x".repeat(i + 1);
+        for i in 0..KINDS {
+            assert!(limit.admits(now, "write", &refusal(libc::EINVAL, &sentence(i))));
+        }
+        let lines = |call, errno, limit: &mut Limit| {
+            (KINDS..1_000).filter(|&i| limit.admits(now, call, &refusal(errno, &sentence(i)))).count()
+        };
+        assert_eq!(lines("write", libc::EINVAL, &mut limit), LINES as usize - 1, "of the first's");
+        assert_eq!(lines("close", libc::EFBIG, &mut limit), LINES as usize - 1, "of the last's");
+        let left_out = |limit: &mut Limit| limit.take_over(now + INTERVAL).map(|kind| kind.left_out);
+        let missing = (1_000 - KINDS - LINES as usize + 1) as u64;
+        assert_eq!([left_out(&mut limit), left_out(&mut limit)], [Some(missing); 2]);
+        assert_eq!(left_out(&mut limit), None);
+    }
+}

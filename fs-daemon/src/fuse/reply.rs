@@ -1,0 +1,68 @@
+//! Attributes, errors and callers, from ours to `fuser`'s and back.
+
+use std::time::Duration;
+
+use fuser::{Errno, FileAttr, FileType, INodeNo, ReplyEmpty, ReplyXattr, Request};
+
+use super::refusals;
+use crate::fs::errno::FsError;
+use crate::fs::{Attributes, Caller, Done};
+
+/// How long the kernel may keep a name or attributes that do not change.
+pub(super) const FOREVER: Duration = Duration::from_secs(86_400);
+
+/// What the kernel is told about a file.
+pub(super) fn attr(a: &Attributes) -> FileAttr {
+    FileAttr {
+        ino: INodeNo(a.ino),
+        size: a.size,
+        blocks: a.size.div_ceil(512),
+        atime: a.modified,
+        mtime: a.modified,
+        ctime: a.modified,
+        crtime: a.modified,
+        kind: if a.is_dir { FileType::Directory } else { FileType::RegularFile },
+        perm: a.mode,
+        nlink: a.links,
+        uid: a.uid,
+        gid: a.gid,
+        rdev: 0,
+        blksize: a.block_size,
+        flags: 0,
+    }
+}
+
+/// How long it may believe that.
+pub(super) fn attr_ttl(a: &Attributes) -> Duration {
+    if a.immutable { FOREVER } else { Duration::ZERO }
+}
+
+/// The errno of a refused call, whose sentence goes into the log.
+pub(super) fn errno(call: &'static str, error: &FsError) -> Errno {
+    refusals::log(call, error);
+    Errno::from_i32(error.errno)
+}
+
+/// Who asks.
+pub(super) fn caller(request: &Request) -> Caller {
+    Caller { tid: request.pid() }
+}
+
+/// Answers a call that has no result but its end.
+pub(super) fn answer(call: &'static str, reply: ReplyEmpty) -> Done<()> {
+    Box::new(move |outcome| match outcome {
+        Ok(()) => reply.ok(),
+        Err(error) => reply.error(errno(call, &error)),
+    })
+}
+
+/// A value or a list of names; its length where only that is asked for.
+pub(super) fn send_xattr(reply: ReplyXattr, size: u32, value: &[u8]) {
+    if size == 0 {
+        reply.size(value.len() as u32);
+    } else if value.len() <= size as usize {
+        reply.data(value);
+    } else {
+        reply.error(Errno::ERANGE);
+    }
+}

@@ -1,0 +1,418 @@
+//! Every request of the kernel, passed on to [`Fs`](crate::fs::Fs), and the refusals of those it does not have.
+
+use std::ffi::OsStr;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use fuser::{
+    BsdFileFlags, CopyFileRangeFlags, Errno, FileHandle, FileType, Filesystem, Generation, INodeNo,
+    InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenFlags, PollEvents, PollFlags, PollNotifier,
+    RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyIoctl,
+    ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+};
+
+use super::Binding;
+use super::reply::{FOREVER, answer, attr, attr_ttl, caller, errno, send_xattr};
+use crate::fs::Wake;
+use crate::fs::errno::FsError;
+
+/// Bytes of a request: what the kernel takes unless its limit was raised, and best for throughput.
+const MAX_WRITE: u32 = 1 << 20;
+/// Requests the kernel may have under way in the background: asynchronous I/O of several programs.
+const MAX_BACKGROUND: u16 = 128;
+impl Filesystem for Binding {
+    fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
+        let wanted = [
+            InitFlags::FUSE_ASYNC_DIO,
+            InitFlags::FUSE_PARALLEL_DIROPS,
+            InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
+            InitFlags::FUSE_HANDLE_KILLPRIV_V2,
+        ];
+        for flag in wanted {
+            if config.add_capabilities(flag).is_err() {
+                tracing::info!(?flag, "the kernel does not have this");
+            }
+        }
+        if self.fs.is_passthrough() {
+            config
+                .add_capabilities(InitFlags::FUSE_PASSTHROUGH)
+                .map_err(|_| io::Error::other("this kernel has no FUSE passthrough: use --no-passthrough"))?;
+            // A memfd is no stacked filesystem; depth 1 is what passthrough itself takes.
+            let _ = config.set_max_stack_depth(1);
+        }
+        let _ = config.set_max_write(MAX_WRITE);
+        let _ = config.set_max_background(MAX_BACKGROUND);
+        Ok(())
+    }
+
+    fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        match self.fs.lookup(parent.0, name) {
+            Ok(a) => {
+                let name_ttl = if self.fs.is_fixed(a.ino) { FOREVER } else { Duration::ZERO };
+                reply.entry_with_ttls(&attr_ttl(&a), &name_ttl, &attr(&a), Generation(0));
+            }
+            Err(error) => reply.error(errno("lookup", &error)),
+        }
+    }
+
+    fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
+        self.fs.forget(ino.0, count);
+    }
+
+    fn getattr(&self, _request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
+        match self.fs.attributes(ino.0) {
+            Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
+            Err(error) => reply.error(errno("getattr", &error)),
+        }
+    }
+
+    fn setattr(
+        &self,
+        request: &Request,
+        ino: INodeNo,
+        mode: Option<u32>,
+        uid: Option<u32>,
+        gid: Option<u32>,
+        size: Option<u64>,
+        _atime: Option<TimeOrNow>,
+        _mtime: Option<TimeOrNow>,
+        _ctime: Option<SystemTime>,
+        fh: Option<FileHandle>,
+        _crtime: Option<SystemTime>,
+        _chgtime: Option<SystemTime>,
+        _bkuptime: Option<SystemTime>,
+        _flags: Option<BsdFileFlags>,
+        reply: ReplyAttr,
+    ) {
+        let outcome = if mode.or(uid).or(gid).is_some() {
+            Err(FsError::new(libc::EPERM, "modes and owners are fixed"))
+        } else if let Some(size) = size {
+            self.fs.truncate(ino.0, fh.map(|fh| fh.0), size, caller(request))
+        } else {
+            Ok(()) // Times: cp -p and touch may set them; they show the version's all the same.
+        };
+        match outcome.and_then(|()| self.fs.attributes(ino.0)) {
+            Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
+            Err(error) => reply.error(errno("setattr", &error)),
+        }
+    }
+
+    fn mkdir(
+        &self,
+        _request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        _mode: u32,
+        _umask: u32,
+        reply: ReplyEntry,
+    ) {
+        match self.fs.make_dir(parent.0, name) {
+            Ok(a) => reply.entry_with_ttls(&Duration::ZERO, &Duration::ZERO, &attr(&a), Generation(0)),
+            Err(error) => reply.error(errno("mkdir", &error)),
+        }
+    }
+
+    fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
+        match self.fs.remove_dir(parent.0, name) {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(errno("rmdir", &error)),
+        }
+    }
+
+    fn unlink(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn mknod(
+        &self,
+        _request: &Request,
+        _parent: INodeNo,
+        _name: &OsStr,
+        _mode: u32,
+        _umask: u32,
+        _rdev: u32,
+        reply: ReplyEntry,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn create(
+        &self,
+        _request: &Request,
+        _parent: INodeNo,
+        _name: &OsStr,
+        _mode: u32,
+        _umask: u32,
+        _flags: i32,
+        reply: ReplyCreate,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn rename(
+        &self,
+        _request: &Request,
+        _parent: INodeNo,
+        _name: &OsStr,
+        _newparent: INodeNo,
+        _newname: &OsStr,
+        _flags: RenameFlags,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
+        let this = Binding { fs: Arc::clone(&self.fs), backings: Arc::clone(&self.backings) };
+        self.fs.open(
+            ino.0,
+            flags.0,
+            caller(request),
+            Box::new(move |outcome| match outcome {
+                Ok(opened) => this.opened(reply, &opened),
+                Err(error) => reply.error(errno("open", &error)),
+            }),
+        );
+    }
+
+    fn read(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyData,
+    ) {
+        self.fs.read(fh.0, offset, size as usize, |outcome| match outcome {
+            Ok(bytes) => reply.data(bytes),
+            Err(error) => reply.error(errno("read", &error)),
+        });
+    }
+
+    fn write(
+        &self,
+        request: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        offset: u64,
+        data: &[u8],
+        write_flags: WriteFlags,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        reply: ReplyWrite,
+    ) {
+        let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
+        match self.fs.write(fh.0, offset, data, from_mapping, caller(request)) {
+            Ok(()) => reply.written(data.len() as u32),
+            Err(error) => reply.error(errno("write", &error)),
+        }
+    }
+
+    fn flush(
+        &self,
+        request: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        _lock_owner: LockOwner,
+        reply: ReplyEmpty,
+    ) {
+        self.fs.flush(fh.0, caller(request), answer("close", reply));
+    }
+
+    fn fsync(&self, request: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
+        self.fs.fsync(fh.0, caller(request), answer("fsync", reply));
+    }
+
+    fn release(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        _flags: OpenFlags,
+        _lock_owner: Option<LockOwner>,
+        _flush: bool,
+        reply: ReplyEmpty,
+    ) {
+        self.fs.release(fh.0);
+        reply.ok();
+    }
+
+    fn readdir(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectory,
+    ) {
+        match self.fs.list(ino.0) {
+            Ok(entries) => {
+                for (i, entry) in entries.iter().enumerate().skip(offset as usize) {
+                    let kind = if entry.is_dir { FileType::Directory } else { FileType::RegularFile };
+                    if reply.add(INodeNo(entry.ino), i as u64 + 1, kind, &entry.name) {
+                        break;
+                    }
+                }
+                reply.ok();
+            }
+            Err(error) => reply.error(errno("readdir", &error)),
+        }
+    }
+
+    fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
+        let space = self.fs.space();
+        let size = space.block_size;
+        reply.statfs(space.blocks, space.free, space.free, space.files, 0, size, 255, size);
+    }
+
+    fn getxattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
+        match self.fs.xattr(ino.0, name.to_str().unwrap_or_default()) {
+            Ok(value) => send_xattr(reply, size, value.as_bytes()),
+            Err(error) => reply.error(errno("getxattr", &error)),
+        }
+    }
+
+    fn listxattr(&self, _request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
+        match self.fs.xattrs(ino.0) {
+            Ok(names) => {
+                let list: Vec<u8> = names.iter().flat_map(|name| [name.as_bytes(), b"\0"].concat()).collect();
+                send_xattr(reply, size, &list);
+            }
+            Err(error) => reply.error(errno("listxattr", &error)),
+        }
+    }
+
+    fn setxattr(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _name: &OsStr,
+        _value: &[u8],
+        _flags: i32,
+        _position: u32,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn poll(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        fh: FileHandle,
+        notifier: PollNotifier,
+        events: PollEvents,
+        flags: PollFlags,
+        reply: ReplyPoll,
+    ) {
+        let wake = flags.contains(PollFlags::FUSE_POLL_SCHEDULE_NOTIFY).then(|| {
+            Box::new(move || {
+                if let Err(error) = notifier.notify() {
+                    tracing::debug!(%error, "waking a poller");
+                }
+            }) as Wake
+        });
+        match self.fs.poll(fh.0, wake) {
+            Ok(true) => {
+                // Writing never blocks; io_uring asks for that before each write.
+                let reading = PollEvents::POLLIN | PollEvents::POLLRDNORM | PollEvents::POLLPRI;
+                reply.poll(events & (reading | PollEvents::POLLOUT | PollEvents::POLLWRNORM))
+            }
+            Ok(false) => reply.poll(PollEvents::empty()),
+            Err(error) => reply.error(errno("poll", &error)),
+        }
+    }
+
+    fn symlink(
+        &self,
+        _request: &Request,
+        _parent: INodeNo,
+        _name: &OsStr,
+        _target: &Path,
+        reply: ReplyEntry,
+    ) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn link(&self, _request: &Request, _ino: INodeNo, _parent: INodeNo, _name: &OsStr, reply: ReplyEntry) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn removexattr(&self, _request: &Request, _ino: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
+        reply.error(Errno::EPERM);
+    }
+
+    fn fsyncdir(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _datasync: bool,
+        reply: ReplyEmpty,
+    ) {
+        reply.ok();
+    }
+
+    fn ioctl(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _flags: IoctlFlags,
+        _cmd: u32,
+        _in_data: &[u8],
+        _out_size: u32,
+        reply: ReplyIoctl,
+    ) {
+        // Python's open() asks whether it is a terminal.
+        reply.error(Errno::ENOTTY);
+    }
+
+    fn lseek(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _offset: i64,
+        _whence: i32,
+        reply: ReplyLseek,
+    ) {
+        // There are no holes: the kernel can tell by itself from here on.
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn copy_file_range(
+        &self,
+        _request: &Request,
+        _ino_in: INodeNo,
+        _fh_in: FileHandle,
+        _offset_in: u64,
+        _ino_out: INodeNo,
+        _fh_out: FileHandle,
+        _offset_out: u64,
+        _len: u64,
+        _flags: CopyFileRangeFlags,
+        reply: ReplyWrite,
+    ) {
+        // The kernel copies through read and write.
+        reply.error(Errno::ENOSYS);
+    }
+
+    fn fallocate(
+        &self,
+        _request: &Request,
+        _ino: INodeNo,
+        _fh: FileHandle,
+        _offset: u64,
+        _length: u64,
+        _mode: i32,
+        reply: ReplyEmpty,
+    ) {
+        reply.error(Errno::EOPNOTSUPP);
+    }
+}

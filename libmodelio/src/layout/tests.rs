@@ -1,0 +1,116 @@
+//! Tests of laying tensors out, of refusing what cannot be, and of the block grid.
+
+use safetensors::Dtype;
+
+use super::*;
+
+const BLOCK: u32 = MIN_BLOCK_SIZE;
+
+fn spec(name: &str, dtype: DType, shape: &[usize]) -> (String, DType, Vec<usize>) {
+    (name.to_owned(), dtype, shape.to_vec())
+}
+
+fn refusal(specs: Vec<(String, DType, Vec<usize>)>) -> LayoutError {
+    ModelLayout::new(specs, BLOCK).expect_err("must be refused")
+}
+
+fn segment(bytes: Range<u64>, dtype: DType, element: u64) -> Segment {
+    Segment { bytes, dtype, element }
+}
+
+#[test]
+fn tensors_and_segments_lie_where_expected() {
+    let i32 = DType::Opaque(Dtype::I32);
+    let layout = ModelLayout::new(
+        vec![
+            spec("a", DType::F32, &[10_000]),
+            spec("b", DType::F32, &[2, 5_000]), // merges with a; together 80,000 bytes
+            spec("none", i32, &[3, 0]),         // splits nothing
+            spec("scalar", DType::F32, &[]),
+            spec("mask", i32, &[3]),
+            spec("c", DType::BF16, &[4]),
+        ],
+        BLOCK,
+    )
+    .unwrap();
+    assert_eq!((layout.size(), layout.blocks(), layout.elements()), (80_024, 2, 20_005));
+    assert_eq!(layout.tensors()[3].bytes, 80_000..80_004);
+    assert_eq!(layout.segments(BlockId(0)), [segment(0..65_536, DType::F32, 0)]);
+    assert_eq!(
+        layout.segments(BlockId(1)),
+        [
+            segment(65_536..80_004, DType::F32, 16_384),
+            segment(80_004..80_016, i32, 20_001),
+            segment(80_016..80_024, DType::BF16, 20_001),
+        ]
+    );
+    assert_eq!(layout.block_bytes(BlockId(1)), 65_536..80_024);
+    assert_eq!(layout.tensor_index("c"), Some(5));
+    assert_eq!(layout.tensor_index("a"), Some(0));
+    assert_eq!(layout.tensor_index("d"), None);
+}
+
+#[test]
+fn order_changes_only_for_alignment() {
+    let names = |specs| -> Vec<String> {
+        let layout = ModelLayout::new(specs, BLOCK).unwrap();
+        layout.tensors().iter().map(|tensor| tensor.name.clone()).collect()
+    };
+    let half = |name, n| spec(name, DType::F16, &[n]);
+    let single = |name| spec(name, DType::F32, &[1]);
+    assert_eq!(names(vec![half("z", 2), single("y"), half("x", 1)]), ["z", "y", "x"]);
+    assert_eq!(names(vec![half("z", 1), single("y"), half("x", 2), single("w")]), ["y", "w", "z", "x"]);
+    let c64 = spec("c", DType::Opaque(Dtype::C64), &[1]);
+    assert_eq!(names(vec![single("y"), c64, half("x", 1)]), ["c", "y", "x"]);
+}
+
+#[test]
+fn bad_input_is_refused() {
+    let ok = || vec![spec("a", DType::F32, &[4])];
+    for block_size in [0, 1, 4096, BLOCK + 1, BLOCK * 3, 8 << 20, u32::MAX] {
+        assert!(
+            matches!(ModelLayout::new(ok(), block_size), Err(LayoutError::BlockSize(b)) if b == block_size)
+        );
+    }
+    assert!(matches!(refusal(vec![]), LayoutError::NoTensors));
+    assert!(matches!(refusal(vec![spec("a", DType::F32, &[4, 0])]), LayoutError::Empty));
+    let twice = vec![spec("a", DType::F32, &[1]), spec("b", DType::F32, &[1]), spec("a", DType::F16, &[1])];
+    assert!(matches!(refusal(twice), LayoutError::DuplicateName(name) if name == "a"));
+    for shape in [vec![usize::MAX], vec![usize::MAX, 2], vec![1 << 32, 1 << 32, 0], vec![1 << 59]] {
+        let error = refusal(vec![spec("a", DType::F32, &shape)]);
+        assert!(matches!(error, LayoutError::TooLarge(_)), "{shape:?}: {error}");
+    }
+    let many = |n| (0..n).map(|i| spec(&format!("t{i}"), DType::F32, &[1 << 58])).collect();
+    assert!(matches!(refusal(many(17)), LayoutError::TooLarge(_)), "the sum overflows");
+    assert!(matches!(refusal(many(1)), LayoutError::TooManyBlocks { .. }));
+    let flood = vec![spec("a", DType::F32, &[1]); MAX_TENSORS + 1];
+    assert!(matches!(refusal(flood), LayoutError::TooManyTensors(n) if n == MAX_TENSORS + 1));
+    let odd = refusal(vec![spec("q", DType::Opaque(Dtype::F4), &[3])]);
+    assert!(odd.to_string().contains("\"q\" of F4"), "{odd}");
+}
+
+#[test]
+fn bad_names_are_refused() {
+    let long = "x".repeat(MAX_NAME_LEN + 1);
+    for name in ["", ".", "..", "a/b", "/", "a\0", "__metadata__", &long] {
+        let error = refusal(vec![spec(name, DType::F32, &[1])]);
+        assert!(matches!(error, LayoutError::BadName { .. }), "{name:?}: {error}");
+    }
+    for name in ["model.layers.0.weight", "...", "a b", "ü", "a\nb", &long[1..]] {
+        assert!(ModelLayout::new(vec![spec(name, DType::F32, &[1])], BLOCK).is_ok(), "{name:?}");
+    }
+}
+
+#[test]
+fn blank_models() {
+    let layout = ModelLayout::blank(1 << 20, DType::BF16, DEFAULT_BLOCK_SIZE).unwrap();
+    assert_eq!((layout.size(), layout.blocks(), layout.elements()), (1 << 20, 4, 1 << 19));
+    assert_eq!(layout.tensors()[0].shape, [1 << 19]);
+    assert_eq!(layout.tensor_index("weights"), Some(0));
+    let blank = |size, dtype| ModelLayout::blank(size, dtype, BLOCK);
+    assert_eq!(blank(3, DType::Opaque(Dtype::F4)).unwrap().tensors()[0].shape, [6]);
+    assert!(matches!(blank(0, DType::F32), Err(LayoutError::Empty)));
+    assert!(matches!(blank(6, DType::F32), Err(LayoutError::NotWholeElements { size: 6, .. })));
+    assert!(matches!(blank(1 << 48, DType::F32), Err(LayoutError::TooManyBlocks { .. })));
+    assert!(blank(u64::MAX, DType::Opaque(Dtype::U8)).is_err());
+}
