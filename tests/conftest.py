@@ -32,6 +32,13 @@ STOP_DEADLINE = 20
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
+# A signal that is ignored stays so in every program that the tests start, and gradfs honours it (nohup ignores
+# SIGHUP, a shell's & SIGINT). A handler is not inherited: with one that does nothing, the tests ignore the signal
+# as they were told, and what they start gets it.
+for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
+
 
 def gradfs_binary():
     """The built binary; fails the test with what to do where there is none."""
@@ -41,6 +48,18 @@ def gradfs_binary():
         if os.access(path, os.X_OK):
             return path.resolve()
     pytest.fail(f"{candidates[0]} is not there: build it with `cargo build --release`", pytrace=False)
+
+
+def write_all(path, data, offset=0, flags=os.O_WRONLY):
+    """One open, all of `data` written at `offset`, one close; errors of each come as OSError."""
+    fd = os.open(path, flags)
+    try:
+        view = memoryview(data).cast("B")
+        while view:
+            written = os.pwrite(fd, view, offset)
+            view, offset = view[written:], offset + written
+    finally:
+        os.close(fd)
 
 
 class MountFailed(Exception):
@@ -195,14 +214,7 @@ class Mount:
 
     def contribute(self, data, offset=0, learner=None):
         """One contribution with `data` at `offset`, ended by close; errors come as OSError."""
-        fd = os.open(self.place(learner) / "gradients", os.O_WRONLY)
-        try:
-            view = memoryview(data).cast("B")
-            while view:
-                written = os.pwrite(fd, view, offset)
-                view, offset = view[written:], offset + written
-        finally:
-            os.close(fd)
+        write_all(self.place(learner) / "gradients", data, offset)
 
     def version(self):
         return int((self.model / "version").read_text())

@@ -36,11 +36,14 @@ def up_refused(gradfs, mountpoint, *words):
 
 
 class Child:
-    """A Python program in a process of its own; it says `ready` with its first line. Killed at the end."""
+    """A Python program in a process of its own; it says `ready` with its first line. Killed at the end.
 
-    def __init__(self, code, *args, ready=True, cwd=None):
+    `under` is a command that runs it, as `unshare` does.
+    """
+
+    def __init__(self, code, *args, ready=True, cwd=None, under=()):
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-c", "import errno, mmap, os, sys, time\n" + code, *map(str, args)],
+            [*under, sys.executable, "-u", "-c", "import errno, mmap, os, sys, time\n" + code, *map(str, args)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd,
         )
         self.pid = self.process.pid

@@ -15,6 +15,24 @@ import pytest
 # A program started by a test is killed after this many seconds.
 PROGRAM_DEADLINE = 40
 
+BLOCK = 64 << 10
+# Not a multiple of the block or of a page; six blocks and a bit.
+SIZE = 6 * BLOCK + 1236
+
+
+def mounts(**defaults):
+    """A fixture that starts mounts of SIZE bytes, with passthrough and without; options of a test go before these."""
+
+    @pytest.fixture(params=["passthrough", "through the daemon"])
+    def mounted(start_mount, request):
+        def start(**options):
+            options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, **defaults, **options}
+            return start_mount(no_passthrough=request.param != "passthrough", **options)
+
+        return start
+
+    return mounted
+
 
 def f32(*values):
     return np.array(values, "<f4")

@@ -9,36 +9,12 @@ import threading
 import time
 
 import numpy as np
-import pytest
 from filetools import (
-    Threads,
-    array,
-    eventually,
-    f32,
-    filled,
-    finish,
-    go,
-    hear,
-    program,
-    raises,
-    shell,
-    takes,
+    SIZE, Threads, array, eventually, f32, filled, finish, go, hear, mounts, program, raises, shell, takes
 )
 
-BLOCK = 64 << 10
-# Not a multiple of the block or of a page; six blocks and a bit.
-SIZE = 6 * BLOCK + 1236
-
-
-@pytest.fixture(params=["passthrough", "through the daemon"])
-def mounted(start_mount, request):
-    """A mount that adds contributions up, so that with ones every element is the version's number."""
-
-    def start(**options):
-        options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, **options}
-        return start_mount(no_passthrough=request.param != "passthrough", **options)
-
-    return start
+# They add contributions up, so that with ones every element is the version's number.
+mounted = mounts()
 
 
 def only_version(values):

@@ -104,7 +104,7 @@ def test_a_signal_ends_a_wait(waiting, how, number):
 
 
 @pytest.mark.parametrize("how", ["open", "fsync", "close"])
-def test_a_program_that_does_not_handle_the_signal_dies_of_it_at_once(waiting, how):
+def test_a_signal_ends_a_wait__and_kills_who_does_not_handle_it(waiting, how):
     mount, process = waiting(how, "default")
     with takes(0, 2):
         process.send_signal(signal.SIGTERM)
@@ -114,7 +114,7 @@ def test_a_program_that_does_not_handle_the_signal_dies_of_it_at_once(waiting, h
 
 
 @pytest.mark.parametrize("number", [*ASKING, signal.SIGUSR1])
-def test_ignored_signals_and_others_do_not_end_a_wait(waiting, number):
+def test_a_signal_ends_a_wait__but_not_an_ignored_one_nor_others(waiting, number):
     mount, process = waiting("fsync", "handle" if number == signal.SIGUSR1 else "ignore")
     os.kill(process.pid, number)
     time.sleep(0.7)
@@ -129,7 +129,7 @@ def test_ignored_signals_and_others_do_not_end_a_wait(waiting, number):
     finish(process)
 
 
-def test_a_retried_fsync_is_taken_once(start_mount):
+def test_exactly_once__when_fsync_is_retried(start_mount):
     """Python repeats an fsync whose signal handler returns: the contribution counts once."""
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=30, lease=0)
     place = mount.join("a")

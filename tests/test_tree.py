@@ -12,23 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from filetools import (
-    Threads,
-    array,
-    bf16,
-    eventually,
-    f32,
-    filled,
-    finish,
-    hear,
-    program,
-    raises,
-    read_safetensors,
-    write_safetensors,
+    Threads, array, bf16, eventually, f32, filled, finish, hear, program, raises, read_safetensors,
+    write_safetensors
 )
 
 HERE = Path(__file__).resolve().parent
 SEMANTICS = HERE.parent / "docs" / "semantics.md"
-FILES = ["test_tree.py", "test_reading.py", "test_writing*.py", "test_jobs.py"]
+FILES = ["test_tree.py", "test_reading.py", "test_writing*.py", "test_jobs.py", "test_rounds.py", "test_signals.py"]
 
 
 def test_every_promise_has_its_test_and_every_test_its_promise():

@@ -11,21 +11,11 @@ import time
 
 import numpy as np
 import pytest
-from filetools import Threads, array, eventually, f32, filled, finish, go, hear, program, raises, shell, takes
+from filetools import (
+    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, mounts, program, raises, shell, takes
+)
 
-BLOCK = 64 << 10
-SIZE = 6 * BLOCK + 1236
-
-
-@pytest.fixture(params=["passthrough", "through the daemon"])
-def mounted(start_mount, request):
-    """A mount that adds contributions up."""
-
-    def start(**options):
-        options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, **options}
-        return start_mount(no_passthrough=request.param != "passthrough", **options)
-
-    return start
+mounted = mounts()
 
 
 def some_values(seed=0):

@@ -4,10 +4,7 @@ import signal
 
 import numpy as np
 import pytest
-from filetools import array, eventually, filled, hear, program
-
-BLOCK = 64 << 10
-SIZE = 6 * BLOCK + 1236
+from filetools import BLOCK, SIZE, array, eventually, filled, hear, mounts, program
 
 # Writes the first bytes of a contribution, says so, and is not to live on.
 VICTIM = """
@@ -41,13 +38,7 @@ def kill(child, with_signal=signal.SIGKILL):
     assert child.returncode == -with_signal
 
 
-@pytest.fixture(params=["passthrough", "through the daemon"])
-def mounted(start_mount, request):
-    def start(**options):
-        options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, "lease": 0, **options}
-        return start_mount(no_passthrough=request.param != "passthrough", **options)
-
-    return start
+mounted = mounts(lease=0)
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])

@@ -6,45 +6,17 @@ import threading
 
 import numpy as np
 import pytest
+from conftest import write_all
 from filetools import (
-    Threads,
-    array,
-    bf16,
-    eventually,
-    f32,
-    filled,
-    finish,
-    from_bf16,
-    go,
-    hear,
-    program,
-    raises,
-    shell,
-    write_safetensors,
+    BLOCK, SIZE, Threads, array, bf16, eventually, f32, filled, finish, from_bf16, go, hear, mounts, program,
+    raises, shell, write_safetensors
 )
 
-BLOCK = 64 << 10
-SIZE = 6 * BLOCK + 1236
+mounted = mounts(reducer="assign")
 
 
-@pytest.fixture(params=["passthrough", "through the daemon"])
-def mounted(start_mount, request):
-    def start(**options):
-        options = {"size": SIZE, "block_size": BLOCK, "reducer": "assign", "timeout": 20, **options}
-        return start_mount(no_passthrough=request.param != "passthrough", **options)
-
-    return start
-
-
-def publish(mount, data, offset=0, flags=os.O_WRONLY):
-    fd = os.open(mount.model / "weights", flags)
-    try:
-        view = memoryview(data).cast("B")
-        while view:
-            written = os.pwrite(fd, view, offset)
-            view, offset = view[written:], offset + written
-    finally:
-        os.close(fd)
+def publish(mount, data, offset=0, **options):
+    write_all(mount.model / "weights", data, offset, **options)
 
 
 def test_weights_publish_atomically(mounted):

@@ -128,14 +128,27 @@ impl AsFd for Process {
 /// not its program's doing. Depending on its release, the kernel closes the files of a killed process from
 /// the dying thread or from a worker of its own.
 pub fn is_killed_or_kernel(tid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{tid}/stat")).unwrap_or_default();
+    closes_by_death(&stat, || status_is_hidden(tid))
+}
+
+/// As [`is_killed_or_kernel`], from `/proc/<tid>/stat`. `hidden` says whether its last field but one, the exit
+/// status, is withheld from us, and reads 0.
+fn closes_by_death(stat: &str, hidden: impl FnOnce() -> bool) -> bool {
     // Of the kernel's include/linux/sched.h.
     const PF_SIGNALED: u64 = 0x400;
     const PF_KTHREAD: u64 = 0x20_0000;
-    let stat = fs::read_to_string(format!("/proc/{tid}/stat")).unwrap_or_default();
-    let fields = stat.rfind(')').map(|end| stat[end + 1..].split_ascii_whitespace());
-    // Field 9, the name being field 2.
-    let flags = fields.and_then(|mut fields| fields.nth(9 - 3)?.parse::<u64>().ok()).unwrap_or(0);
-    flags & (PF_SIGNALED | PF_KTHREAD) != 0
+    let flags = field(stat, 9).and_then(|flags| flags.parse::<u64>().ok()).unwrap_or(0);
+    if flags & PF_KTHREAD != 0 {
+        return true;
+    }
+    // The threads of a program that exits are ended by a signal, too; what the program ends with tells.
+    flags & PF_SIGNALED != 0
+        && match field(stat, 52).and_then(|status| status.parse().ok()) {
+            Some(0) => hidden(),
+            Some(status) => matches!(Exit::from_status(status), Exit::Signal(_)),
+            None => true,
+        }
 }
 
 /// A signal under way to a thread.
@@ -180,27 +193,28 @@ fn thread_group(tid: u32) -> Option<u32> {
 /// The wait status in `/proc/<pid>/stat` of a zombie, or None if it is none or we may not see it.
 fn zombie_status(pid: u32) -> Option<i32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    let status = status_in_stat(&stat)?;
-    // Without permission the field reads 0, like a good end. Links under ns/ need the same permission;
-    // that a zombie has no namespace any more is another error than not being allowed to look.
-    if status == 0
-        && let Err(e) = fs::read_link(format!("/proc/{pid}/ns/user"))
-        && e.kind() == io::ErrorKind::PermissionDenied
-    {
-        return None;
-    }
-    Some(status)
+    status_in_stat(&stat).filter(|&status| status != 0 || !status_is_hidden(pid))
+}
+
+/// Whether we may not see how a process ends: the field then reads 0, like a good end. Links under ns/ need the
+/// same permission; that a zombie has no namespace any more is another error than not being allowed to look.
+fn status_is_hidden(pid: u32) -> bool {
+    fs::read_link(format!("/proc/{pid}/ns/user")).is_err_and(|e| e.kind() == io::ErrorKind::PermissionDenied)
 }
 
 /// Field 52 of a `/proc/<pid>/stat` whose field 3 says zombie.
 fn status_in_stat(stat: &str) -> Option<i32> {
-    // The name, field 2, may hold anything, brackets and spaces too: what follows its last bracket counts.
-    let mut fields = stat[stat.rfind(')')? + 1..].split_ascii_whitespace();
-    let state = fields.next()?;
+    let state = field(stat, 3)?;
     if state != "Z" && state != "X" {
         return None;
     }
-    fields.nth(52 - 4)?.parse().ok()
+    field(stat, 52)?.parse().ok()
+}
+
+/// A field of `/proc/<pid>/stat`, counted from 1, behind the name.
+fn field(stat: &str, number: usize) -> Option<&str> {
+    // The name, field 2, may hold anything, brackets and spaces too: what follows its last bracket counts.
+    stat[stat.rfind(')')? + 1..].split_ascii_whitespace().nth(number.checked_sub(3)?)
 }
 
 /// Tells when processes end: one thread for all of them.

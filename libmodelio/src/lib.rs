@@ -1,5 +1,6 @@
 //! Model layout, contribution tracking and transports of gradfs.
 
+pub mod block_map;
 pub mod contributor;
 pub mod dtype;
 pub mod ids;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use libmodelio::contributor::{ContributeError, Fill};
 use libmodelio::ids::Version;
@@ -10,6 +11,7 @@ use libmodelio::transport::ShardError;
 use ps_backend::controls::SETTINGS;
 use ps_backend::reducer::Reducer;
 
+use super::doubts::Settled;
 use super::errno::{FsError, FsResult};
 use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, VersionHandle};
 use super::node::{File, Node};
@@ -148,6 +150,10 @@ impl Fs {
                 if !contribution.wrote.load(Ordering::Relaxed) {
                     return done(Ok(()));
                 }
+                if is_killed_or_kernel(caller.tid) {
+                    contribution.learner.doubts.begin(fh, Instant::now());
+                    return done(Ok(()));
+                }
                 if owns(contribution.opener, &contribution.users, caller) {
                     let done = self.guard(&handle, caller, done);
                     commit(handle, Closing::Yes, done);
@@ -156,7 +162,7 @@ impl Fs {
                 }
             }
             Handle::Publish(publisher) => {
-                if owns(publisher.opener, &publisher.users, caller) {
+                if !is_killed_or_kernel(caller.tid) && owns(publisher.opener, &publisher.users, caller) {
                     let done = self.guard(&handle, caller, done);
                     publish(&handle, done);
                 } else {
@@ -171,17 +177,21 @@ impl Fs {
     pub fn release(&self, fh: u64) {
         let Some(handle) = self.handles.remove(fh) else { return };
         self.pollers.lock().remove(&fh);
-        let unsettled = match &*handle {
+        let (unsettled, settled) = match &*handle {
             Handle::Contribution(contribution) => {
-                contribution.model.count_handle(&contribution.learner, false);
-                contribution.wrote.load(Ordering::Relaxed) && contribution.learner.contributor.is_open()
+                let learner = &contribution.learner;
+                contribution.model.count_handle(learner, false);
+                let wrote = contribution.wrote.load(Ordering::Relaxed);
+                (wrote && learner.contributor.is_open(), Some(Settled::when_dropped(learner, fh)))
             }
-            Handle::Publish(publish) => publish.publisher.lock().as_ref().is_some_and(|p| p.is_open()),
-            _ => false,
+            Handle::Publish(publish) => {
+                (publish.publisher.lock().as_ref().is_some_and(|p| p.is_open()), None)
+            }
+            _ => (false, None),
         };
         if unsettled {
             // Finding out how the program ended may take a moment.
-            let _ = self.chores.send(Chore::Settle(handle));
+            let _ = self.chores.send(Chore::Settle(handle, settled));
         }
     }
 
@@ -297,11 +307,8 @@ fn set(text: &TextHandle, offset: u64, data: &[u8]) -> FsResult<()> {
     Ok(())
 }
 
-/// Whether closing a descriptor is the opener's own doing, and not its death's.
+/// Whether closing a descriptor is the opener's own doing. (Whether it is its death's is asked before.)
 fn owns(opener: Option<u32>, users: &parking_lot::Mutex<super::handle::Users>, caller: Caller) -> bool {
-    if is_killed_or_kernel(caller.tid) {
-        return false;
-    }
     let mut users = users.lock();
     let (Some(opener), Some(caller)) = (opener, users.note(caller.tid)) else { return true };
     // A child that was handed the file and outlived its parent is its owner now.
@@ -393,8 +400,8 @@ fn check_finite(publish: &PublishHandle, publisher: &Publisher) -> FsResult<()> 
     Ok(())
 }
 
-/// Commits or drops what a handle left open when its last descriptor went.
-pub(super) fn settle(handle: &Arc<Handle>) {
+/// Commits or drops what a handle left open when its last descriptor went; `settled` is dropped after it.
+pub(super) fn settle(handle: &Arc<Handle>, settled: Option<Settled>) {
     let users = match &**handle {
         Handle::Contribution(contribution) => contribution.users.lock().processes(),
         Handle::Publish(publish) => publish.users.lock().processes(),
@@ -425,6 +432,7 @@ pub(super) fn settle(handle: &Arc<Handle>) {
                             "closed at exit: {error}; its contribution is dropped"
                         );
                     }
+                    drop(settled);
                 };
                 commit(Arc::clone(&handle), Closing::Yes, Box::new(report));
             }

@@ -10,6 +10,7 @@ pub mod node;
 pub mod text;
 
 mod attr;
+mod doubts;
 mod io;
 mod names;
 mod open;
@@ -19,13 +20,14 @@ mod xattr;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use libmodelio::ids::{LearnerId, Version};
 use libmodelio::transport::LeaveReason;
 use parking_lot::Mutex;
 use ps_backend::embedded::Event;
 
+use self::doubts::Settled;
 use self::errno::{FsError, FsResult};
 use self::handle::{Handle, Handles};
 use self::model::Model;
@@ -70,7 +72,7 @@ enum Chore {
     Published(u8),
     Left(u8, LearnerId, LeaveReason),
     /// A handle with an unfinished contribution was closed.
-    Settle(Arc<Handle>),
+    Settle(Arc<Handle>, Option<Settled>),
 }
 
 /// The filesystem of one mount.
@@ -237,6 +239,7 @@ impl Started {
                     Ok(chore) => fs.do_chore(chore, &*kernel),
                     Err(mpsc::RecvTimeoutError::Timeout) => {
                         fs.waits.release_signalled();
+                        fs.tick_doubts();
                         fs.drop_leftovers(&*kernel);
                     }
                     Err(mpsc::RecvTimeoutError::Disconnected) => return,
@@ -248,6 +251,13 @@ impl Started {
 }
 
 impl Fs {
+    fn tick_doubts(&self) {
+        let now = Instant::now();
+        for learner in self.models.iter().flat_map(|model| model.learners()) {
+            learner.doubts.tick(now);
+        }
+    }
+
     fn do_chore(&self, chore: Chore, kernel: &dyn Kernel) {
         match chore {
             Chore::Published(index) => self.published(index, kernel),
@@ -257,7 +267,7 @@ impl Fs {
                     kernel.forget_name(Node::Model(index, File::Learners).ino(), &name);
                 }
             }
-            Chore::Settle(handle) => io::settle(&handle),
+            Chore::Settle(handle, settled) => io::settle(&handle, settled),
         }
     }
 

@@ -13,6 +13,7 @@ use libmodelio::{npy, safetensors_file};
 use parking_lot::Mutex;
 use ps_backend::embedded::EmbeddedShard;
 
+use super::doubts::Doubts;
 use super::errno::{FsError, FsResult};
 use super::node::MAX_JOINS;
 use crate::process::{Process, Watcher};
@@ -35,6 +36,8 @@ pub struct Learner {
     pub joined: SystemTime,
     /// The mapped region has its pages.
     pub mapped_ready: AtomicBool,
+    /// Programs that are dying with something written.
+    pub doubts: Doubts,
     use_: Mutex<Use>,
 }
 
@@ -185,6 +188,7 @@ impl Model {
             contributor,
             joined: SystemTime::now(),
             mapped_ready: AtomicBool::new(false),
+            doubts: Doubts::default(),
             use_: Mutex::default(),
         });
         self.learners.lock().insert(id, Arc::clone(&learner));

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
 
 use libmodelio::ids::{LearnerId, Version};
 use libmodelio::publisher::Publisher;
@@ -10,6 +11,7 @@ use parking_lot::Mutex;
 use ps_backend::controls::SETTINGS;
 use ps_backend::core::LastCommit;
 
+use super::doubts::Then;
 use super::errno::{FsError, FsResult};
 use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, Users, VersionHandle};
 use super::model::{Learner, Model, OWN_LEARNER};
@@ -61,6 +63,26 @@ impl Flags {
     }
 }
 
+/// One open(2), perhaps put aside.
+struct Request {
+    model: Arc<Model>,
+    node: Node,
+    file: File,
+    flags: Flags,
+    caller: Caller,
+}
+
+impl Request {
+    /// Whose contribution it would write into.
+    fn contributes_as(&self) -> Option<Arc<Learner>> {
+        match self.file {
+            File::Gradients | File::Device if self.flags.write => self.model.learner_named(OWN_LEARNER),
+            File::LearnerGradients(id) if self.flags.write => self.model.learner(id).ok(),
+            _ => None,
+        }
+    }
+}
+
 impl Fs {
     /// Opens an inode with open(2)'s `flags`. Waits, through `done`, for the version that holds the
     /// learner's last step, at most `control/timeout`.
@@ -91,65 +113,65 @@ impl Fs {
             .filter(|_| flags.read)
             .filter(|&learner| !file.version().is_some_and(|version| is_second_look(learner, version)));
         let last_commit = learner.map(|learner| (learner, model.shard.last_commit(learner)));
+        let request = Request { model, node, file, flags, caller };
         match (last_commit, file.version()) {
             (Some((learner, LastCommit::In(version))), Some(named)) if named < version => {
                 // The version with its step came out between the lookup of the name and this.
-                self.second_looks.expect(caller.tid, index, learner, model.shard.version());
+                let newest = request.model.shard.version();
+                self.second_looks.expect(caller.tid, index, learner, newest);
                 done(Err(FsError::look_again()));
             }
-            (None | Some((_, LastCommit::In(_))), _) => {
-                done(self.open_file(&model, node, file, flags, caller));
-            }
+            (None | Some((_, LastCommit::In(_))), _) => self.open_when_settled(request, done),
             (Some((_, LastCommit::Waits)), _) if flags.nonblocking => {
                 done(Err(FsError::new(libc::EAGAIN, "the version with your last step is not out yet")));
             }
-            (Some((learner, LastCommit::Waits)), _) => {
-                self.open_after_step(model, learner, node, file, flags, caller, done);
-            }
+            (Some((learner, LastCommit::Waits)), _) => self.open_after_step(learner, request, done),
         }
     }
 
-    #[allow(clippy::too_many_arguments)] // they are one request, put aside
-    fn open_after_step(
-        self: &Arc<Self>,
-        model: Arc<Model>,
-        learner: LearnerId,
-        node: Node,
-        file: File,
-        flags: Flags,
-        caller: Caller,
-        done: Done<Opened>,
-    ) {
+    fn open_after_step(self: &Arc<Self>, learner: LearnerId, request: Request, done: Done<Opened>) {
         let this = Arc::clone(self);
-        let of_late = Arc::clone(self);
-        let done =
-            self.waits.guard(caller, done, Asked::Answer, move |opened: Opened| of_late.release(opened.fh));
-        let timeout = model.timeout();
-        let channel = Arc::clone(&model.channel);
+        let done = self.guard_open(request.caller, done);
+        let channel = Arc::clone(&request.model.channel);
         channel.send(
             Message::AwaitStep { learner },
-            timeout,
-            Box::new(move |result| {
-                done(match result {
-                    Ok(Reply::Version(newest)) if file.version().is_some() => {
-                        this.second_looks.expect(caller.tid, model.index, learner, newest);
-                        Err(FsError::look_again())
-                    }
-                    Ok(_) => this.open_file(&model, node, file, flags, caller),
-                    Err(error) => Err(error.into()),
-                })
+            request.model.timeout(),
+            Box::new(move |result| match result {
+                Ok(Reply::Version(newest)) if request.file.version().is_some() => {
+                    this.second_looks.expect(request.caller.tid, request.model.index, learner, newest);
+                    done(Err(FsError::look_again()));
+                }
+                Ok(_) => this.open_when_settled(request, done),
+                Err(error) => done(Err(error.into())),
             }),
         );
     }
 
-    fn open_file(
-        &self,
-        model: &Arc<Model>,
-        node: Node,
-        file: File,
-        flags: Flags,
-        caller: Caller,
-    ) -> FsResult<Opened> {
+    /// Opens a file, but not to write into a contribution of which it is not yet known whether it counts: its
+    /// program is ending just now.
+    fn open_when_settled(self: &Arc<Self>, request: Request, done: Done<Opened>) {
+        let Some(learner) = request.contributes_as().filter(|learner| learner.doubts.is_any()) else {
+            return done(self.open_file(&request));
+        };
+        if request.flags.nonblocking {
+            return done(Err(FsError::new(libc::EAGAIN, "a program that has ended is still being settled")));
+        }
+        let deadline = Instant::now() + request.model.timeout();
+        let this = Arc::clone(self);
+        let done = self.guard_open(request.caller, done);
+        let open: Then = Box::new(move |outcome| done(outcome.and_then(|()| this.open_file(&request))));
+        if let Some(open) = learner.doubts.wait(deadline, open) {
+            open(Ok(()));
+        }
+    }
+
+    fn guard_open(self: &Arc<Self>, caller: Caller, done: Done<Opened>) -> Done<Opened> {
+        let of_late = Arc::clone(self);
+        self.waits.guard(caller, done, Asked::Answer, move |opened: Opened| of_late.release(opened.fh))
+    }
+
+    fn open_file(&self, request: &Request) -> FsResult<Opened> {
+        let &Request { ref model, node, file, flags, caller } = request;
         match file {
             File::Weights(version) if flags.write => self.open_publish(model, node, version, flags, caller),
             File::Weights(version) | File::RetainedWeights(version) | File::LearnerWeights(_, version) => {

@@ -254,3 +254,20 @@ fn signals_that_end_a_wait_are_told_from_those_that_do_not() {
     assert_eq!(status("0", "2", "0", "2"), None, "ignored");
     assert_eq!(status("0", "10000", "0", "0"), None, "SIGCHLD");
 }
+
+#[test]
+fn threads_of_a_program_that_exits_are_told_from_those_of_a_killed_one() {
+    let stat = |flags: u64, status: i32| {
+        let between = "0 ".repeat(52 - 10);
+        format!("7 (a ) b) R 1 1 1 0 -1 {flags} {between}{status} 0\n")
+    };
+    let (signaled, kernel) = (0x400, 0x20_0000);
+    assert!(!closes_by_death(&stat(0, 0), || true), "alive");
+    assert!(closes_by_death(&stat(signaled, libc::SIGKILL), || false));
+    assert!(closes_by_death(&stat(signaled, libc::SIGSEGV | 0x80), || false), "with a core");
+    assert!(!closes_by_death(&stat(signaled, 7 << 8), || false), "exit(7) of a program with threads");
+    assert!(!closes_by_death(&stat(signaled, 0), || false), "exit(0)");
+    assert!(closes_by_death(&stat(signaled, 0), || true), "not for us to see");
+    assert!(closes_by_death(&stat(kernel, 0), || false));
+    assert!(!closes_by_death("", || true), "gone");
+}

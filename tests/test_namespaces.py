@@ -1,0 +1,110 @@
+"""gradfs and its learners in namespaces of their own, as containers have them."""
+
+import json
+import mmap
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from daemons import BLOCK, ONE, child
+
+# The mount is seen only in there, so what looks at it runs there too.
+PROLOGUE = f"""
+import json, struct
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from conftest import Mount
+ONE = struct.pack('<f', 1.0)
+mount = Mount(size={4 * BLOCK}, block_size={BLOCK}, lifetime=40, reducer=sys.argv[1])
+print(mount.model)
+"""
+
+
+@pytest.fixture
+def in_namespaces(child):
+    """Starts Python code with `mount` in new namespaces; returns it and the model's path in there.
+
+    Skips with the reason where they are not permitted.
+    """
+
+    def start(code, reducer, *flags):
+        under = ["unshare", *flags, "--fork", "--kill-child"]
+        try:
+            tried = subprocess.run([*under, "true"], capture_output=True, text=True, timeout=10, check=False)
+        except FileNotFoundError:
+            pytest.skip("unshare is not installed")
+        if tried.returncode != 0:
+            pytest.skip(f"not permitted here: {tried.stderr.strip()}")
+        body = "\n    ".join(code.strip().splitlines())
+        code = f"{PROLOGUE}try:\n    {body}\nfinally:\n    mount.clean_up()"
+        inside = child(code, reducer, under=under, ready=False)
+        return inside, inside.line()
+
+    return start
+
+
+def end(process):
+    """What it says to its end, as JSON."""
+    out, err = process.end(timeout=30)
+    assert process.process.returncode == 0, out + err
+    return json.loads(out)
+
+
+def test_without_passthrough_the_same__in_a_user_namespace(in_namespaces):
+    """CAP_SYS_ADMIN of a user namespace is not the one that passthrough takes."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("/dev/fuse is not for this user")
+    inside, _ = in_namespaces(
+        """
+before = os.open(mount.model / 'weights', os.O_RDONLY)
+mount.control('learning_rate', 0.5)
+mount.contribute(ONE * 65536)
+weights = mount.weights()
+step = weights == struct.pack('<f', -0.5) * 65536
+fd = os.open(mount.model / 'weights', os.O_RDONLY)
+read_mapped = mmap.mmap(fd, 0, prot=mmap.PROT_READ)[:] == weights
+g = os.open(mount.model / 'gradients', os.O_RDWR)
+memory = mmap.mmap(g, 0)
+memory[:] = struct.pack('<f', -3.0) * 65536
+os.fsync(g)
+mapped_step = mount.weights() == ONE * 65536
+print(json.dumps({
+    'stderr': mount.stderr(), 'stdout': mount.stdout(), 'passthrough': mount.status()['passthrough'],
+    'right': [step, read_mapped, mapped_step, os.pread(before, 4, 0) == bytes(4)],
+}))
+memory.close(); os.close(g); os.close(fd); os.close(before)
+""",
+        "sgd", "--map-root-user", "--mount",
+    )
+    said = end(inside)
+    lines = said["stderr"].splitlines()
+    assert len(lines) == 1 and "user namespace" in lines[0] and "through the daemon" in lines[0], lines
+    assert "reads go through the daemon" in said["stdout"] and said["passthrough"] is False
+    assert said["right"] == [True] * 4, said
+
+
+def test_learners_that_the_daemon_cannot_see(in_namespaces):
+    """gradfs is in a PID namespace, its learners are outside: they count, and one line says what is not known."""
+    inside, path = in_namespaces(
+        "sys.stdin.readline(); print(json.dumps(mount.stderr()))", "sum", "--pid", "--mount", "--mount-proc"
+    )
+    # unshare itself is in the mount namespace, but not in the PID namespace.
+    model = Path(f"/proc/{inside.pid}/root{path}")
+    (model / "control/learners").write_text("2")
+    for name in "ab":
+        (model / "learners" / name).mkdir()
+    mapped = os.open(model / "learners/b/gradients", os.O_RDWR)
+    with mmap.mmap(mapped, 4 * BLOCK) as memory:
+        memory[:] = ONE * BLOCK
+        for step in range(1, 4):
+            (model / "learners/a/gradients").write_bytes(ONE * BLOCK)
+            os.fsync(mapped)
+            for name in "ab":
+                weights = memoryview((model / "learners" / name / "weights").read_bytes()).cast("f")
+                assert set(weights) == {2.0 * step}, f"step {step} as learner {name} sees it"
+    os.close(mapped)
+    assert (model / "version").read_text() == "3\n"
+    inside.process.stdin.write("\n")
+    warnings = [line for line in end(inside).splitlines() if "PID namespace" in line]
+    assert len(warnings) == 1 and "WARN" in warnings[0] and "what it has written" in warnings[0], warnings
