@@ -61,7 +61,8 @@ impl Default for Controls {
             learners: 1,
             min_learners: 1,
             lease: Duration::from_secs(60),
-            timeout: Duration::from_secs(60),
+            // Longer than the lease, so that those who wait outlast one who is gone.
+            timeout: Duration::from_secs(120),
             retain: 1,
             max_versions: 16,
             nonfinite: NonFinite::Reject,

@@ -149,6 +149,18 @@ impl<S: Clone> ShardCore<S> {
         Ok(())
     }
 
+    /// Nobody waits any more for the publication of the buffer that `is_it` knows. If it has not begun, it does
+    /// not take place.
+    pub fn withdraw_assign(&mut self, is_it: impl Fn(&S) -> bool, now: Now, actions: &mut Vec<Action<S>>) {
+        let is_it = |pending: &Pending<S>| matches!(&pending.kind, PendingKind::Assign { buffer, .. } if is_it(buffer));
+        if let Some(at) = self.pending.iter().position(is_it)
+            && let Some(pending) = self.pending.remove(at)
+        {
+            actions.push(Action::Reply(pending.ticket, Err(ShardError::Interrupted)));
+        }
+        self.advance(now, actions);
+    }
+
     /// New values for the whole model (`written` parts of it) become the next version.
     #[allow(clippy::too_many_arguments)]
     pub fn assign(
@@ -227,11 +239,13 @@ impl<S: Clone> ShardCore<S> {
 
     /// Time passes: deadlines and leases.
     pub fn tick(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        // Leases first: a request that waited for a learner that is gone may yet be in time.
+        self.note_stall(now);
+        self.expire_leases(now, actions);
         if self.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.expire_requests(now, actions);
             self.advance(now, actions);
         }
-        self.expire_leases(now, actions);
     }
 
     fn expire_requests(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
@@ -287,9 +301,6 @@ impl<S: Clone> ShardCore<S> {
     pub(super) fn take_back(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
         let Some(at) = self.committed.iter().position(|c| c.contribution.learner == learner) else { return };
         let committed = self.committed.remove(at);
-        if self.committed.is_empty() {
-            self.waiting_since = None;
-        }
         if let Some(member) = self.members.get_mut(&learner)
             && let Some(phase) = committed.undo
         {

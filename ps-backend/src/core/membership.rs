@@ -3,7 +3,7 @@
 use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
 use libmodelio::transport::{LeaveReason, ShardError};
 
-use super::{Action, Committed, MAX_LEARNERS, Member, Now, PendingKind, Phase, Place, ShardCore};
+use super::{Action, Committed, MAX_LEARNERS, Member, Now, PendingKind, Phase, Place, ShardCore, Stall};
 use crate::controls::Consistency;
 
 /// A learner as the status shows it.
@@ -190,6 +190,20 @@ impl<S: Clone> ShardCore<S> {
         }
     }
 
+    /// Notes that somebody waits for other learners just now, or does not.
+    pub(super) fn note_stall(&mut self, now: Now) {
+        let step_waits = self.consistency == Consistency::Sync && !self.committed.is_empty();
+        // Without a buffer they wait for readers.
+        let waits = self.running.is_none() && self.buffer_ready && (step_waits || !self.pending.is_empty());
+        if waits {
+            let stall = self.stall.get_or_insert(Stall { since: now, until: now });
+            stall.until = now;
+        } else {
+            let lease = self.controls.lease;
+            self.stall.take_if(|stall| now.saturating_sub(stall.until) >= lease);
+        }
+    }
+
     /// Learners whose lease is over: silent for as long, and either nobody's process, or somebody has
     /// been waiting for them that long.
     pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
@@ -198,18 +212,20 @@ impl<S: Clone> ShardCore<S> {
             return;
         }
         let is_long = |since: Now| now.saturating_sub(since) >= lease;
-        let step_waits = self.consistency == Consistency::Sync && self.waiting_since.is_some_and(is_long);
-        let request_waits = self.pending.iter().any(|pending| is_long(pending.since));
+        let stalled = self.formed && self.stall.is_some_and(|stall| is_long(stall.since));
         let fuser = self.fusing.as_ref().map(|fusing| fusing.owner);
+        let holds_up = |learner: LearnerId, member: &Member| {
+            fuser == Some(learner)
+                || self.consistency == Consistency::Sync && self.takes_part(member)
+                || matches!(member.phase, Phase::Open { .. })
+        };
         let expired: Vec<LearnerId> = self
             .members
             .iter()
             .filter(|&(&learner, member)| {
-                let waited_for = self.formed
-                    && (step_waits && self.takes_part(member) || request_waits && fuser == Some(learner));
                 is_long(member.last_seen)
                     && !member.unpublished
-                    && (waited_for || !member.attached)
+                    && (stalled && holds_up(learner, member) || !member.attached)
                     && !self.waits(learner)
             })
             .map(|(&learner, _)| learner)

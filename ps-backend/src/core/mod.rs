@@ -263,6 +263,15 @@ struct Waiter {
     deadline: Now,
 }
 
+/// A time in which somebody has been waiting for other learners, without a pause as long as a lease: those whose
+/// requests time out come again.
+#[derive(Clone, Copy, Debug)]
+struct Stall {
+    since: Now,
+    /// When somebody was last seen to wait.
+    until: Now,
+}
+
 /// The shard, without its memory and its sockets.
 #[derive(Debug)]
 pub struct ShardCore<S> {
@@ -300,8 +309,8 @@ pub struct ShardCore<S> {
     reform: bool,
     /// The next version has a buffer.
     buffer_ready: bool,
-    /// First commit of the coming version.
-    waiting_since: Option<Now>,
+    /// Somebody waits for other learners.
+    stall: Option<Stall>,
     /// Optimizer steps since its state was zero.
     optimizer_steps: u64,
     contributions_taken: u64,
@@ -336,7 +345,7 @@ impl<S: Clone> ShardCore<S> {
             running_ticket: None,
             reform: false,
             buffer_ready: true,
-            waiting_since: None,
+            stall: None,
             optimizer_steps: 0,
             contributions_taken: 0,
             blocks_on_arrival: 0,

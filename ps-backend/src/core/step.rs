@@ -98,6 +98,7 @@ impl<S: Clone> ShardCore<S> {
                     member.joined_at = plan.version.next();
                 }
                 self.version = plan.version;
+                self.stall = None;
                 actions.push(Action::Published(self.version));
                 if let Some((ticket, _)) = self.running_ticket.take() {
                     actions.push(Action::Reply(ticket, Ok(Answer::Committed)));
@@ -121,7 +122,7 @@ impl<S: Clone> ShardCore<S> {
         self.accumulated.clear();
         self.fusing = None;
         self.params = None;
-        self.waiting_since = None;
+        self.stall = None;
         // Only what is committed makes its learner wait, and all of that is in.
         for waiter in self.waiters.drain(..) {
             actions.push(Action::Reply(waiter.ticket, Ok(Answer::Version(self.version))));
@@ -139,6 +140,7 @@ impl<S: Clone> ShardCore<S> {
             self.start_step(actions);
         }
         self.fuser = self.find_fuser();
+        self.note_stall(now);
     }
 
     fn take_pending(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
@@ -222,11 +224,12 @@ impl<S: Clone> ShardCore<S> {
 
     fn accept(&mut self, ticket: (Ticket, Now), contribution: Contribution<S>, lendable: bool, now: Now) {
         let learner = contribution.learner;
-        self.waiting_since.get_or_insert(now);
+        if let Some(member) = self.members.get_mut(&learner) {
+            member.last_seen = now;
+        }
         let mut undo = None;
         if let Some(member) = self.members.get_mut(&learner) {
             member.step = member.step.next();
-            member.last_seen = now;
             member.unpublished = true;
             let open = std::mem::replace(&mut member.phase, Phase::Idle);
             // The blocks that were reduced on arrival are no longer to do.
@@ -264,9 +267,6 @@ impl<S: Clone> ShardCore<S> {
         }
         // What was to be folded is read in place instead: the version is made now.
         for committed in &mut self.committed {
-            if !committed.contribution.unchecked {
-                committed.undo = None;
-            }
             if committed.place == Place::ToFold {
                 committed.place = Place::Lent;
             }

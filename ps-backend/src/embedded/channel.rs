@@ -200,7 +200,9 @@ impl Channel for EmbeddedShard {
         drop(plan);
         drop(inner);
         let outcome = match &job {
-            Ok(job) if job.block(slot.block, Some((slot.learner, payload))) => Ok(Placement::Reduced),
+            Ok(job) if job.block(slot.block, Some((slot.learner, payload))).is_empty() => {
+                Ok(Placement::Reduced)
+            }
             Ok(_) => Err(ShardError::NonFinite(slot.block)),
             Err(error) => Err(ShardError::OutOfMemory(error.to_string())),
         };

@@ -148,21 +148,33 @@ impl EmbeddedShard {
     ) -> Result<(), ShardError> {
         let Contribution { deferred, source, unchecked, .. } = contribution;
         // What is stored where nothing was can be given up when it turns out to be bad; what is added cannot.
+        let reversible = accumulated.is_disjoint(deferred);
         if *unchecked
-            && !accumulated.is_disjoint(deferred)
+            && !reversible
             && let Some(block) = self.find_bad(deferred, source)
         {
             return Err(ShardError::NonFinite(block));
         }
+        let check = *unchecked && !reversible;
         let bad = Mutex::new(None);
         self.for_each_block(deferred.ones(), |block| {
             let first = !accumulated.contains(block.index());
             let layout = &self.layout;
-            if !region_store::fold_block(layout, block, source, accumulator, first, reducer) && *unchecked {
+            if !region_store::fold_block(layout, block, source, accumulator, first, reducer, check) {
                 *bad.lock() = Some(block);
             }
         });
-        bad.into_inner().map_or(Ok(()), |block| Err(ShardError::NonFinite(block)))
+        match bad.into_inner().filter(|_| *unchecked) {
+            Some(block) if reversible => return Err(ShardError::NonFinite(block)),
+            Some(block) => {
+                let learner = contribution.learner;
+                let what =
+                    "NaN or Inf was stored into the mapping while its fsync ran: the block counts as zero";
+                tracing::warn!(%learner, %block, what);
+            }
+            None => {}
+        }
+        Ok(())
     }
 
     fn folded(&self, learner: LearnerId, outcome: Result<(), ShardError>) {
@@ -201,8 +213,9 @@ impl EmbeddedShard {
         after.jobs.push(Box::new(move || {
             let bad = Mutex::new(BTreeMap::new());
             this.for_each_block(plan.todo.ones(), |block| {
-                if !job.block(block, None) {
-                    bad.lock().extend(job.offenders(block).map(|learner| (learner, block)));
+                let blamed = job.block(block, None);
+                if !blamed.is_empty() {
+                    bad.lock().extend(blamed.into_iter().map(|learner| (learner, block)));
                 }
             });
             let bad = bad.into_inner();

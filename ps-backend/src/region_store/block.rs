@@ -2,6 +2,7 @@
 //!
 //! Holds `unsafe`; why it is sound is told in the module above.
 
+use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,6 +37,9 @@ enum Payload<'a> {
     Block(&'a [u8]),
 }
 
+/// Learners whose contributions are refused.
+pub type Blamed = SmallVec<[LearnerId; 2]>;
+
 /// Contributions whose sources are listed on the stack; more of them cost an allocation a block.
 const INLINE: usize = 16;
 
@@ -46,17 +50,17 @@ impl Job {
     }
 
     /// Computes `block` of the next version, with `own` payload (the whole block) from a request buffer
-    /// besides what the plan lists. False when `own`, or without it a contribution that nobody had looked
-    /// at, holds NaN or Inf and is to be refused; the block is void then.
-    pub fn block(&self, block: BlockId, own: Option<(LearnerId, &[u8])>) -> bool {
+    /// besides what the plan lists. Gives the learners whose contribution is to be refused because it holds NaN
+    /// or Inf and nobody had looked at it before; the block is void then.
+    pub fn block(&self, block: BlockId, own: Option<(LearnerId, &[u8])>) -> Blamed {
         let Work::Reduce { step, .. } = &self.plan.work else {
             self.assign_block(block);
-            return true;
+            return Blamed::new();
         };
         let payloads = self.payloads(block, own);
         if payloads.is_empty() && is_inert(step) {
             self.carry(block);
-            return true;
+            return Blamed::new();
         }
         self.mark(block, VOID);
         let start = self.layout.block_bytes(block).start;
@@ -93,28 +97,50 @@ impl Job {
             // SAFETY: states and masters are owned by block like the buffers they belong to.
             finite &= unsafe { self.reduce(wire, step, &sources, elements, weights, output) };
         }
-        // An Inf of a sum, or of others that were looked at before, is not held against this learner.
-        let refused = !finite
-            && match own {
-                Some((_, payload)) => !is_finite(&self.layout, block, payload),
-                None => self.offenders(block).next().is_some(),
-            };
-        if !refused {
+        let blamed = if finite { Blamed::new() } else { self.blame(block, own) };
+        if blamed.is_empty() {
             self.mark(block, self.plan.version.0);
         }
-        !refused
+        blamed
     }
 
-    /// Whose contributions, not looked at before, hold NaN or Inf in `block`.
-    pub fn offenders(&self, block: BlockId) -> impl Iterator<Item = LearnerId> {
-        let inputs = match &self.plan.work {
-            Work::Reduce { inputs, .. } => inputs.as_slice(),
-            Work::Assign { .. } => &[],
-        };
-        let unchecked = inputs.iter().filter(move |c| c.unchecked && c.deferred.contains(block.index()));
+    /// Whose contributions are to be refused for NaN or Inf in `block`. An Inf of a sum, or of others that were
+    /// looked at before, is not held against anybody.
+    fn blame(&self, block: BlockId, own: Option<(LearnerId, &[u8])>) -> Blamed {
+        if let Some((learner, payload)) = own {
+            return (!is_finite(&self.layout, block, payload)).then_some(learner).into_iter().collect();
+        }
+        let Work::Reduce { inputs, .. } = &self.plan.work else { return Blamed::new() };
+        let of_block = inputs.iter().filter(|c| c.deferred.contains(block.index()));
+        let (unchecked, checked): (Blamed, Blamed) = (
+            of_block.clone().filter(|c| c.unchecked).map(|c| c.learner).collect(),
+            of_block
+                .clone()
+                .filter(|c| !region_is_finite(&self.layout, block, &c.source))
+                .map(|c| c.learner)
+                .collect(),
+        );
+        let bad: Blamed = unchecked.iter().copied().filter(|learner| checked.contains(learner)).collect();
+        if !bad.is_empty() || !checked.is_empty() || self.accumulated_is_bad(block) {
+            return bad;
+        }
+        // There was one and now there is none: a program stores into its mapping while its fsync runs. Which of
+        // them cannot be told.
         unchecked
-            .filter(move |c| !region_is_finite(&self.layout, block, &c.source))
-            .map(|contribution| contribution.learner)
+    }
+
+    fn accumulated_is_bad(&self, block: BlockId) -> bool {
+        let Work::Reduce { accumulated, .. } = &self.plan.work else { return false };
+        let Some(acc) = self.accumulator.as_ref().filter(|_| accumulated.contains(block.index())) else {
+            return false;
+        };
+        self.layout.segments(block).iter().any(|segment| {
+            wire(segment.dtype).is_some_and(|wire| {
+                // SAFETY: folding is over before a plan that reads the accumulator begins.
+                let sum = unsafe { acc.sum.floats(element_span(segment, wire)) };
+                sum.iter().any(|value| !value.is_finite())
+            })
+        })
     }
 
     /// What is added up for `block`: the accumulator, then payloads in the order of learners, so that the
@@ -294,7 +320,8 @@ pub(super) fn widen(segment: &Segment, weights: &VersionBuffer, state: &StateBuf
 }
 
 /// Adds a deferred block of a contribution into the accumulator; stores it if it is the `first`, or if the
-/// reducer is `assign`. Returns whether it held only finite numbers.
+/// reducer is `assign`. Returns whether it held only finite numbers. If it is to `check`, one that does not counts
+/// as zero: the bytes that are judged are those that are added, whatever its program stores meanwhile.
 pub fn fold_block(
     layout: &ModelLayout,
     block: BlockId,
@@ -302,16 +329,50 @@ pub fn fold_block(
     accumulator: &Accumulator,
     first: bool,
     reducer: Reducer,
+    check: bool,
 ) -> bool {
+    thread_local! {
+        static COPY: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+    }
+    let range = span(&layout.block_bytes(block));
+    // SAFETY: one contribution is folded at a time, each block of it by one thread; the program that has the
+    // source mapped waits in fsync.
+    let bytes = unsafe { source.memory().bytes(range) };
+    let stores = first || reducer == Reducer::Assign;
+    if !check {
+        return fold_bytes(layout, block, bytes, accumulator, stores, reducer);
+    }
+    COPY.with_borrow_mut(|copy| {
+        copy.clear();
+        copy.extend_from_slice(bytes);
+        if is_finite(layout, block, copy) {
+            return fold_bytes(layout, block, copy, accumulator, stores, reducer);
+        }
+        if stores {
+            copy.fill(0);
+            fold_bytes(layout, block, copy, accumulator, stores, reducer);
+        }
+        false
+    })
+}
+
+fn fold_bytes(
+    layout: &ModelLayout,
+    block: BlockId,
+    bytes: &[u8],
+    accumulator: &Accumulator,
+    stores: bool,
+    reducer: Reducer,
+) -> bool {
+    let start = layout.block_bytes(block).start;
     let mut finite = true;
     for segment in layout.segments(block) {
-        // SAFETY: one contribution is folded at a time, each block of it by one thread; the program that
-        // has the source mapped waits in fsync.
+        let bytes = &bytes[(segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize];
+        // SAFETY: each block of the accumulator is one thread's while a contribution is folded.
         unsafe {
-            let bytes = source.memory().bytes(span(&segment.bytes));
             if let Some(wire) = wire(segment.dtype) {
                 let sum = accumulator.sum.floats_mut(element_span(segment, wire));
-                finite &= kernels::fold(wire, bytes, sum, first || reducer == Reducer::Assign, true);
+                finite &= kernels::fold(wire, bytes, sum, stores, true);
             } else if let (Reducer::Assign, Some(raw)) = (reducer, &accumulator.raw) {
                 kernels::stream_copy(bytes, raw.bytes_mut(span(&segment.bytes)));
             }
