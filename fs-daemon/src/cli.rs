@@ -126,7 +126,7 @@ pub struct UpArgs {
     /// Silence after which a learner leaves; 0 is never [default: 60]
     #[arg(long, value_name = "SECONDS", help_heading = "Job")]
     lease: Option<String>,
-    /// Longest wait of an open, fsync or close [default: 60]
+    /// Longest wait of an open, fsync or close [default: 120]
     #[arg(long, value_name = "SECONDS", help_heading = "Job")]
     timeout: Option<String>,
     /// Older versions to keep under versions/ [default: 1]

@@ -11,6 +11,7 @@
 
 mod commit;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -41,6 +42,19 @@ pub enum ContributeError {
     /// An earlier contribution of this learner is still being committed.
     #[error("the previous contribution is still being committed")]
     Busy,
+    /// Somebody else's failure, or death, took the caller's bytes along.
+    #[error("the contribution that this was part of was dropped: another program that wrote into it failed")]
+    Dropped,
+}
+
+/// Which of a learner's contributions somebody wrote into, for those who share one: its end is everybody's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Share {
+    /// None.
+    #[default]
+    None,
+    /// The one of this number, as [`Contributor::write`] told.
+    Of(u64),
 }
 
 /// What an unwritten byte of a partly written block counts as.
@@ -79,9 +93,28 @@ struct State {
     shipped: [Option<(Step, RegionKey)>; 2],
     /// Blocks that were completed with zeros at the end.
     unchecked: FixedBitSet,
+    /// Counts the contributions that were opened.
+    number: u64,
+    /// Those that were dropped and may have been several programs'.
+    dropped: BTreeSet<u64>,
+    /// What is `committing` is an abort.
+    aborting: bool,
+    /// Others who wait for the commit that is on its way.
+    joined: Vec<Done>,
 }
 
+/// Whoever waits for the end of a contribution.
+type Done = Box<dyn FnOnce(Result<(), ContributeError>) + Send>;
+
+/// Dropped contributions that are remembered. Older ones have long been closed by all who wrote into them.
+const MAX_DROPPED: usize = 1024;
+
 impl State {
+    /// Whether `share` is of a contribution that was dropped.
+    fn has_dropped(&self, share: Share) -> bool {
+        matches!(share, Share::Of(number) if self.dropped.contains(&number))
+    }
+
     /// A commit of `step` goes off.
     fn ship(&mut self, step: Step, from: RegionKey) {
         if self.shipped[0].is_some_and(|(last, _)| last != step) {
@@ -96,8 +129,17 @@ impl State {
         before.is_some_and(|(_, key)| *key == self.staging.key())
     }
 
-    /// No contribution is open.
-    fn reset(&mut self) {
+    /// No contribution is open any more; the one that was is `taken`, or dropped.
+    fn reset(&mut self, taken: bool) {
+        if self.step.is_some() {
+            if !taken {
+                self.dropped.insert(self.number);
+                if self.dropped.len() > MAX_DROPPED {
+                    self.dropped.pop_first();
+                }
+            }
+            self.number += 1;
+        }
         self.tracker.reset();
         self.unchecked.clear();
         self.step = None;
@@ -147,6 +189,10 @@ impl Contributor {
             spare: None,
             shipped: [None; 2],
             unchecked: FixedBitSet::with_capacity(layout.blocks() as usize),
+            number: 1,
+            dropped: BTreeSet::new(),
+            aborting: false,
+            joined: Vec::new(),
         });
         let mapped = region(&*device, "gradfs-gradients", &layout)?;
         Ok(Contributor {
@@ -223,19 +269,30 @@ impl Contributor {
         self.state.lock().tracker.bytes()
     }
 
-    /// Takes `data` at `offset`. Blocks that become complete go to the shard before this returns.
+    /// Takes `data` at `offset`. Blocks that become complete go to the shard before this returns. `share` is what
+    /// the same program's last write returned, if its contribution has not ended for it.
     ///
     /// # Errors
-    /// [`ContributeError::Refused`] and [`ContributeError::Busy`] change nothing. A shard's refusal of
-    /// a block spoils the contribution: later writes and the commit report it, and it counts nowhere.
-    pub fn write(&self, offset: u64, data: &[u8], timeout: Duration) -> Result<(), ContributeError> {
+    /// [`ContributeError::Refused`], [`ContributeError::Busy`] and [`ContributeError::Dropped`] change nothing. A
+    /// shard's refusal of a block spoils the contribution: later writes and the commit report it, and it counts
+    /// nowhere.
+    pub fn write(
+        &self,
+        share: Share,
+        offset: u64,
+        data: &[u8],
+        timeout: Duration,
+    ) -> Result<Share, ContributeError> {
         if data.is_empty() {
-            return Ok(());
+            return Ok(share);
         }
         let mut pieces = PieceList::default();
-        let (step, staging) = {
+        let (step, staging, share) = {
             let mut guard = self.state.lock();
             let state = &mut *guard;
+            if state.has_dropped(share) {
+                return Err(ContributeError::Dropped);
+            }
             if state.committing {
                 return Err(ContributeError::Busy);
             }
@@ -256,7 +313,7 @@ impl Contributor {
                     }
                 },
             };
-            (step, state.staging.clone())
+            (step, state.staging.clone(), Share::Of(state.number))
         };
         self.traffic.written.fetch_add(data.len() as u64, Ordering::Relaxed);
         let mut outcome = Ok(());
@@ -267,7 +324,8 @@ impl Contributor {
                 outcome = result;
             }
         });
-        outcome.map_err(ContributeError::from)
+        outcome.map_err(ContributeError::from)?;
+        Ok(share)
     }
 
     /// Called with the state locked: the shard answers an opening without answering anybody else.

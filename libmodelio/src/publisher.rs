@@ -110,4 +110,9 @@ impl Publisher {
         let message = Message::Assign { buffer: self.buffer.clone(), written };
         self.channel.send(message, timeout, Box::new(|result| done(result.map(drop))));
     }
+    /// Ends the wait for a commit that is on its way: unless it has begun, it does not take place.
+    pub fn withdraw(&self) {
+        let message = Message::WithdrawAssign { buffer: self.buffer.key() };
+        self.channel.send(message, Duration::from_secs(10), Box::new(|_| {}));
+    }
 }

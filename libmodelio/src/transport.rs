@@ -155,6 +155,11 @@ pub enum Message {
         /// Who.
         learner: LearnerId,
     },
+    /// As [`Message::Withdraw`], for an [`Message::Assign`] of this buffer.
+    WithdrawAssign {
+        /// Which.
+        buffer: RegionKey,
+    },
     /// Answered when a version holds the learner's last committed step.
     AwaitStep {
         /// Who.

@@ -80,6 +80,7 @@ impl From<ContributeError> for FsError {
             ContributeError::Refused(refused) => refused.into(),
             ContributeError::HalfElement(_) => FsError::new(libc::EINVAL, error.to_string()),
             ContributeError::Busy => FsError::new(libc::EBUSY, error.to_string()),
+            ContributeError::Dropped => FsError::new(libc::EIO, error.to_string()),
         }
     }
 }

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use libmodelio::contributor::Share;
 use libmodelio::ids::Version;
 use libmodelio::publisher::Publisher;
 use parking_lot::{Mutex, RwLock};
@@ -115,6 +116,8 @@ pub struct ContributionHandle {
     pub last_writer: AtomicU64,
     /// Something was written through it since the last commit.
     pub wrote: AtomicBool,
+    /// Into which of the learner's contributions; 0 for none.
+    share: AtomicU64,
     /// Opened read-write: it may be mapped.
     pub mappable: bool,
     /// `device`: what it reads.
@@ -122,6 +125,49 @@ pub struct ContributionHandle {
 }
 
 impl ContributionHandle {
+    /// Opened by `opener` to contribute as `learner`.
+    pub fn new(
+        model: Arc<Model>,
+        learner: Arc<Learner>,
+        tid: u32,
+        mappable: bool,
+        version: Option<VersionHandle>,
+    ) -> ContributionHandle {
+        let mut users = Users::default();
+        ContributionHandle {
+            model,
+            learner,
+            opener: users.note(tid),
+            users: Mutex::new(users),
+            last_writer: AtomicU64::new(u64::from(tid)),
+            wrote: AtomicBool::new(false),
+            share: AtomicU64::new(0),
+            mappable,
+            version: version.map(|version| Mutex::new(Arc::new(version))),
+        }
+    }
+
+    /// What was written through it is part of.
+    pub fn share(&self) -> Share {
+        match self.share.load(Ordering::Relaxed) {
+            0 => Share::None,
+            number => Share::Of(number),
+        }
+    }
+
+    /// Something was written into `share`.
+    pub fn set_share(&self, share: Share) {
+        if let Share::Of(number) = share {
+            self.share.store(number, Ordering::Relaxed);
+        }
+    }
+
+    /// The contribution has ended, as far as this handle is concerned.
+    pub fn ended(&self) {
+        self.share.store(0, Ordering::Relaxed);
+        self.wrote.store(false, Ordering::Relaxed);
+    }
+
     /// Notes who writes; nearly free when it is the one who wrote last.
     pub fn note_writer(&self, tid: u32) {
         if self.last_writer.swap(u64::from(tid), Ordering::Relaxed) != u64::from(tid) {

@@ -86,7 +86,9 @@ impl Fs {
                     return Ok(contributor.store_mapped(offset, data)?);
                 }
                 contribution.note_writer(caller.tid);
-                Ok(contributor.write(offset, data, contribution.model.timeout())?)
+                let timeout = contribution.model.timeout();
+                contribution.set_share(contributor.write(contribution.share(), offset, data, timeout)?);
+                Ok(())
             }
             Handle::Publish(publish) => {
                 publish.users.lock().note(caller.tid);
@@ -124,14 +126,18 @@ impl Fs {
         }
     }
 
-    /// Ends the wait of fsync or close with its caller. A contribution is withdrawn, so that an answer says
-    /// whether it counts; new weights are answered at once, and may come all the same.
+    /// Ends the wait of fsync or close with its caller: what it waits for is withdrawn, so that an answer says
+    /// whether it counts.
     fn guard(&self, handle: &Arc<Handle>, caller: Caller, done: Done<()>) -> Done<()> {
         let asked = match &**handle {
             Handle::Contribution(contribution) => {
                 let contributor = Arc::clone(&contribution.learner.contributor);
-                Asked::Call(Box::new(move || contributor.withdraw()))
+                Asked::Call(Arc::new(move || contributor.withdraw()))
             }
+            Handle::Publish(publish) => match publish.publisher.lock().clone() {
+                Some(publisher) => Asked::Call(Arc::new(move || publisher.withdraw())),
+                None => Asked::Answer,
+            },
             _ => Asked::Answer,
         };
         self.waits.guard(caller, done, asked, |()| {})
@@ -336,7 +342,7 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
         let Handle::Contribution(contribution) = &*of_closure else { return };
         match &result {
             Ok(()) => {
-                contribution.wrote.store(false, Ordering::Relaxed);
+                contribution.ended();
                 refresh(contribution);
             }
             // Still open: fsync can be called again.
@@ -344,8 +350,10 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
                 ContributeError::Busy
                 | ContributeError::Shard(ShardError::TimedOut(_) | ShardError::Interrupted),
             ) if closing == Closing::No => {}
+            // What is open by now is somebody else's.
+            Err(ContributeError::Dropped) => contribution.ended(),
             Err(_) => {
-                contribution.wrote.store(false, Ordering::Relaxed);
+                contribution.ended();
                 of_abort.abort();
             }
         }
@@ -354,7 +362,7 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
     if mapped {
         contributor.commit_mapped(controls.timeout, finished);
     } else {
-        contributor.commit(fill, controls.timeout, finished);
+        contributor.commit(contribution.share(), fill, controls.timeout, finished);
     }
 }
 

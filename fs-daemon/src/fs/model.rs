@@ -172,10 +172,16 @@ impl Model {
             }
         };
         if self.shard.controls().learners > 1 {
-            // With others about, blocks will wait in staging: take its pages now. A shortage shows when
-            // they are written; it need not fail the join.
-            if let Err(error) = contributor.prefault() {
-                tracing::warn!(%error, learner = name, "pre-faulting the staging region");
+            // With others about, blocks will wait in staging: take its pages now, beside the request, for it takes
+            // a second a few gigabytes. A shortage shows when they are written; it need not fail the join.
+            let (contributor, learner) = (Arc::clone(&contributor), name.to_owned());
+            let prefault = move || {
+                if let Err(error) = contributor.prefault() {
+                    tracing::warn!(%error, learner, "pre-faulting the staging region");
+                }
+            };
+            if let Err(error) = std::thread::Builder::new().name("gradfs-prefault".into()).spawn(prefault) {
+                tracing::warn!(%error, "no thread to pre-fault a staging region");
             }
         }
         if id.0 >= MAX_JOINS {

@@ -73,6 +73,13 @@ struct Request {
 }
 
 impl Request {
+    /// Whether it may be the first to map a learner's region.
+    fn maps_first(&self) -> bool {
+        let is_gradients = matches!(self.file, File::Gradients | File::LearnerGradients(_));
+        let is_ready = |learner: Arc<Learner>| learner.mapped_ready.load(Ordering::Relaxed);
+        is_gradients && self.flags.read && !self.contributes_as().is_some_and(is_ready)
+    }
+
     /// Whose contribution it would write into.
     fn contributes_as(&self) -> Option<Arc<Learner>> {
         match self.file {
@@ -151,7 +158,7 @@ impl Fs {
     /// program is ending just now.
     fn open_when_settled(self: &Arc<Self>, request: Request, done: Done<Opened>) {
         let Some(learner) = request.contributes_as().filter(|learner| learner.doubts.is_any()) else {
-            return done(self.open_file(&request));
+            return self.open_beside(request, done);
         };
         if request.flags.nonblocking {
             return done(Err(FsError::new(libc::EAGAIN, "a program that has ended is still being settled")));
@@ -159,9 +166,25 @@ impl Fs {
         let deadline = Instant::now() + request.model.timeout();
         let this = Arc::clone(self);
         let done = self.guard_open(request.caller, done);
-        let open: Then = Box::new(move |outcome| done(outcome.and_then(|()| this.open_file(&request))));
+        let open: Then = Box::new(move |outcome| match outcome {
+            Ok(()) => this.open_beside(request, done),
+            Err(error) => done(Err(error)),
+        });
         if let Some(open) = learner.doubts.wait(deadline, open) {
             open(Ok(()));
+        }
+    }
+
+    /// Opens a file; where that takes long, because a region's pages have to be taken first, on a thread of its own.
+    fn open_beside(self: &Arc<Self>, request: Request, done: Done<Opened>) {
+        if !request.maps_first() {
+            return done(self.open_file(&request));
+        }
+        let this = Arc::clone(self);
+        let open = move || done(this.open_file(&request));
+        // If there is no thread to be had, `done` goes with it, and with that the request fails with EIO.
+        if let Err(error) = std::thread::Builder::new().name("gradfs-open".into()).spawn(open) {
+            tracing::error!(%error, "no thread to open gradients");
         }
     }
 
@@ -261,23 +284,13 @@ impl Fs {
             region.memory().prefault().map_err(|error| FsError::new(libc::ENOMEM, error.to_string()))?;
         }
         let version = if device && flags.read {
-            let handle = VersionHandle::pin_newest(model).ok_or_else(FsError::not_found)?;
-            Some(Mutex::new(Arc::new(handle)))
+            Some(VersionHandle::pin_newest(model).ok_or_else(FsError::not_found)?)
         } else {
             None
         };
-        let mut users = Users::default();
-        let opener = users.note(caller.tid);
-        let handle = ContributionHandle {
-            model: Arc::clone(model),
-            learner: Arc::clone(learner),
-            opener,
-            users: Mutex::new(users),
-            last_writer: AtomicU64::new(u64::from(caller.tid)),
-            wrote: AtomicBool::new(false),
-            mappable: flags.read && !device,
-            version,
-        };
+        let mappable = flags.read && !device;
+        let handle =
+            ContributionHandle::new(Arc::clone(model), Arc::clone(learner), caller.tid, mappable, version);
         let way = match (device, self.passthrough) {
             (false, true) => Way::MapBypass(region),
             _ => Way::Direct,

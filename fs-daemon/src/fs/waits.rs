@@ -25,15 +25,18 @@ struct Waiting {
     /// Answers at once.
     cancel: Box<dyn FnOnce() + Send>,
     /// Sees to an answer soon.
-    withdraw: Option<Box<dyn FnOnce() + Send>>,
+    withdraw: Option<Withdraw>,
 }
+
+/// Sees to an answer soon. Called again and again until it comes: what it withdraws may not have been sent yet.
+pub type Withdraw = Arc<dyn Fn() + Send + Sync>;
 
 /// How a wait ends when its caller is asked to end, with Ctrl-C for instance.
 pub enum Asked {
     /// At once.
     Answer,
     /// This sees to an answer, which says whether it came in time.
-    Call(Box<dyn FnOnce() + Send>),
+    Call(Withdraw),
 }
 
 /// Requests whose answers are still out.
@@ -106,21 +109,14 @@ impl Waits {
     /// What a wait ends with is called with nothing locked: it may answer others.
     fn cancel(&self, id: u64, at_once: bool) {
         let mut waiting = self.waiting.lock();
-        let Some(of_id) = waiting.get_mut(&id).filter(|waiting| at_once || waiting.tid != 0) else { return };
-        let withdraw = of_id.withdraw.take();
-        if withdraw.is_some() && !at_once {
-            // Not looked at again: the answer comes.
-            of_id.tid = 0;
-            drop(waiting);
-        } else {
-            let cancelled = waiting.remove(&id);
-            drop(waiting);
-            if let Some(cancelled) = cancelled {
-                (cancelled.cancel)();
-            }
-        }
+        let Some(withdraw) = waiting.get(&id).map(|waiting| waiting.withdraw.clone()) else { return };
+        let cancelled = if at_once || withdraw.is_none() { waiting.remove(&id) } else { None };
+        drop(waiting);
         if let Some(withdraw) = withdraw {
             withdraw();
+        }
+        if let Some(cancelled) = cancelled {
+            (cancelled.cancel)();
         }
     }
 }
@@ -215,14 +211,17 @@ mod tests {
             let done = waits.guard(
                 Caller { tid: 1 },
                 Box::new(move |outcome: FsResult<u32>| sender.send(outcome.map_err(|e| e.errno)).unwrap()),
-                Asked::Call(Box::new(move || of_withdraw.send(Ok(0)).unwrap())),
+                Asked::Call(Arc::new(move || of_withdraw.send(Ok(0)).unwrap())),
                 |_| {},
             );
             waits.cancel(1, killed);
             waits.cancel(1, false);
             done(Ok(3));
-            let expected = if killed { [Err(libc::EINTR), Ok(0)] } else { [Ok(0), Ok(3)] };
-            assert_eq!(receiver.try_iter().collect::<Vec<_>>(), expected);
+            let answers = receiver.try_iter().collect::<Vec<_>>();
+            assert_eq!(
+                answers,
+                if killed { vec![Ok(0), Err(libc::EINTR)] } else { vec![Ok(0), Ok(0), Ok(3)] }
+            );
         }
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 
-use super::{ContributeError, Contributor, Fill, request};
+use super::{ContributeError, Contributor, Fill, Share, request};
 use crate::ids::Step;
 use crate::transport::{CommitNotice, Completion, Message, Region, ShardError};
 
@@ -30,12 +30,30 @@ impl Contributor {
     /// After a timeout, or [`Self::withdraw`], the contribution is still open: commit again, or [`Self::abort`]. A commit that the
     /// shard had taken in spite of the timeout counts; committing again says so. After any other
     /// error only [`Self::abort`] helps.
+    ///
+    /// `share` says what the caller wrote into. If others have ended that, it gets its outcome; if they are
+    /// about to, it waits with them.
     pub fn commit(
         self: &Arc<Self>,
+        share: Share,
         fill: Fill,
         timeout: Duration,
         done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
     ) {
+        if let Share::Of(number) = share {
+            let mut state = self.state.lock();
+            if state.has_dropped(share) {
+                drop(state);
+                return done(Err(ContributeError::Dropped));
+            }
+            if number < state.number {
+                drop(state);
+                return done(Ok(()));
+            }
+            if state.committing && !state.aborting {
+                return state.joined.push(Box::new(done));
+            }
+        }
         match self.seal(fill, timeout) {
             Ok(Some((step, notice))) => self.send_commit(step, notice, timeout, OnError::StaysOpen, done),
             Ok(None) => done(Ok(())),
@@ -71,16 +89,13 @@ impl Contributor {
         let missing = || gaps.iter().flat_map(|gaps| &gaps.missing);
         let mut cuts = missing().flat_map(|range| [range.start, range.end]);
         if let Some(half) = cuts.find(|&cut| self.layout.splits_element(cut)) {
-            self.state.lock().committing = false;
-            return Err(ContributeError::HalfElement(half));
+            return Err(self.unseal(None, ContributeError::HalfElement(half)));
         }
         let filled = missing().try_for_each(|missing| self.fill(&staging, missing.clone(), fill));
-        let mut state = self.state.lock();
         if let Err(error) = filled {
-            state.committing = false;
-            state.failed = Some(error.clone());
-            return Err(error.into());
+            return Err(self.unseal(Some(error.clone()), error.into()));
         }
+        let mut state = self.state.lock();
         for gaps in gaps {
             state.unchecked.insert(gaps.block.index());
         }
@@ -93,6 +108,18 @@ impl Contributor {
             lendable: true,
         };
         Ok(Some((step, notice)))
+    }
+
+    /// The contribution cannot be committed after all; those who wait with the caller hear why.
+    fn unseal(&self, failed: Option<ShardError>, error: ContributeError) -> ContributeError {
+        let joined = {
+            let mut state = self.state.lock();
+            state.committing = false;
+            state.failed = failed.or(state.failed.take());
+            std::mem::take(&mut state.joined)
+        };
+        joined.into_iter().for_each(|done| done(Err(error.clone())));
+        error
     }
 
     /// Ships the whole mapped region as one contribution: what a program stored through mmap. `done`
@@ -147,12 +174,15 @@ impl Contributor {
             }
             let mut state = this.state.lock();
             if result.is_ok() || on_error == OnError::Aborts {
-                state.reset();
+                state.reset(result.is_ok());
             }
             state.committing = false;
+            let joined = std::mem::take(&mut state.joined);
             this.idle.notify_all();
             drop(state);
-            done(result.map(drop).map_err(ContributeError::from));
+            let outcome = result.map(drop).map_err(ContributeError::from);
+            joined.into_iter().for_each(|done| done(outcome.clone()));
+            done(outcome);
         });
         self.channel.send(Message::Commit { learner: self.learner, step, notice }, timeout, completion);
     }
@@ -183,13 +213,13 @@ impl Contributor {
             return;
         }
         if state.step.is_some() {
-            state.committing = true;
+            (state.committing, state.aborting) = (true, true);
             drop(state);
             self.send_abort();
             state = self.state.lock();
-            state.committing = false;
+            (state.committing, state.aborting) = (false, false);
         }
-        state.reset();
+        state.reset(false);
         self.idle.notify_all();
     }
 

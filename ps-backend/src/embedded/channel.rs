@@ -42,6 +42,10 @@ impl EmbeddedShard {
             }
             Message::Abort { learner } => core.abort(learner, now, &mut actions).map(|()| Reply::Done),
             Message::Withdraw { learner } => core.withdraw(learner, now, &mut actions).map(|()| Reply::Done),
+            Message::WithdrawAssign { buffer } => {
+                core.withdraw_assign(|of: &Region| of.key() == buffer, now, &mut actions);
+                Ok(Reply::Done)
+            }
             Message::Allocate => {
                 let max = core.controls().max_versions as usize;
                 let buffer = inner.store.take_buffer(max);

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use half::{bf16, f16};
-use libmodelio::contributor::{ContributeError, Contributor, Fill, Traffic, request};
+use libmodelio::contributor::{ContributeError, Contributor, Fill, Share, Traffic, request};
 use libmodelio::ids::{BlockId, Incarnation, LearnerId, Version};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::transport::{Channel, Device, Message, Reply, ShardError};
@@ -94,7 +94,7 @@ impl Job {
 
 impl Learner {
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), ContributeError> {
-        self.writes.write(offset as u64, data, LONG)
+        self.writes.write(Share::None, offset as u64, data, LONG).map(drop)
     }
 
     pub fn commit(&self) -> Result<(), ContributeError> {
@@ -103,7 +103,7 @@ impl Learner {
 
     pub fn commit_within(&self, fill: Fill, timeout: Duration) -> Result<(), ContributeError> {
         let (sender, receiver) = mpsc::channel();
-        self.writes.commit(fill, timeout, move |result| sender.send(result).unwrap());
+        self.writes.commit(Share::None, fill, timeout, move |result| sender.send(result).unwrap());
         receiver.recv_timeout(LONG).expect("an answer")
     }
 

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::contributor::{ContributeError, Fill};
+use libmodelio::contributor::{ContributeError, Fill, Share};
 use libmodelio::ids::{BlockId, Step, Version};
 use libmodelio::transport::{
     BlockSlot, Channel, CommitNotice, LeaveReason, Message, Placement, Reply, ShardError,
@@ -213,7 +213,7 @@ fn a_commit_without_a_buffer_times_out_and_goes_through_when_one_is_free() {
     assert!(job.send(Message::Allocate).is_err());
     let writes = Arc::clone(&learner.writes);
     let (sender, receiver) = mpsc::channel();
-    writes.commit(Fill::Zero, LONG, move |result| sender.send(result).unwrap());
+    writes.commit(Share::None, Fill::Zero, LONG, move |result| sender.send(result).unwrap());
     assert!(receiver.recv_timeout(SHORT).is_err());
     for (version, bytes) in &pinned {
         assert!(job.weights_of(*version) == *bytes);
@@ -272,7 +272,7 @@ fn shutting_down_answers_everybody() {
     a.write(0, &data).unwrap();
     let (sender, receiver) = mpsc::channel();
     let of_commit = sender.clone();
-    a.writes.commit(Fill::Zero, LONG, move |result| of_commit.send(result.is_err()).unwrap());
+    a.writes.commit(Share::None, Fill::Zero, LONG, move |result| of_commit.send(result.is_err()).unwrap());
     let message = Message::AwaitStep { learner: a.id };
     job.channel.send(message, LONG, Box::new(move |reply| sender.send(reply.is_err()).unwrap()));
     job.shard.shut_down();
