@@ -1,5 +1,6 @@
 //! Contributions whose program is dying. What comes of them is known only when it is gone; until then nobody else
-//! is to write into them, so the next open of the learner's `gradients` waits.
+//! is to write into them or to end them, so the next open of the learner's `gradients` waits, and so does an fsync or
+//! close of others who had it open.
 //!
 //! A parent may reap a program, and its next one open the same file, before the daemon hears of the end. But the
 //! dying program closes its files before it can be reaped, and that is when a doubt begins.
@@ -64,10 +65,11 @@ impl Doubts {
         }
     }
 
-    /// Calls `then` when there is no doubt any more, at the latest at `deadline`. Gives it back if there is none now.
-    pub fn wait(&self, deadline: Instant, then: Then) -> Option<Then> {
+    /// Calls `then` when there is no doubt any more, at the latest at `deadline`. Gives it back if there is none now
+    /// but about `own`, the file of whoever asks: a child that had it has died.
+    pub fn wait(&self, own: Option<u64>, deadline: Instant, then: Then) -> Option<Then> {
         let mut state = self.0.lock();
-        if state.dying.is_empty() {
+        if state.dying.iter().all(|dying| Some(dying.fh) == own) {
             return Some(then);
         }
         state.waiting.push((deadline, then));
@@ -126,27 +128,28 @@ mod tests {
             let sender = sender.clone();
             Box::new(move |outcome| sender.send(outcome.map_err(|error| error.errno)).unwrap())
         };
-        assert!(doubts.wait(now, then()).is_some(), "no doubt");
+        assert!(doubts.wait(None, now, then()).is_some(), "no doubt");
         let later = now + Duration::from_secs(5);
         (0..2).for_each(|fh| doubts.begin(fh, now));
         (0..2).for_each(|fh| doubts.released(fh));
-        assert!(doubts.wait(later, then()).is_none());
+        assert!(doubts.wait(None, later, then()).is_none());
         assert!(doubts.end(0).is_empty());
         doubts.tick(now + Duration::from_secs(1));
         assert!(receiver.try_recv().is_err(), "one is still being settled");
         doubts.end(1).into_iter().for_each(|then| then(Ok(())));
-        assert_eq!(receiver.try_recv(), Ok(Ok(())));
+        assert_eq!(receiver.try_iter().collect::<Vec<_>>(), [Ok(()), Ok(())]);
 
         // One that others have open is none for long, and nobody waits for ever.
         doubts.begin(2, now);
-        assert!(doubts.wait(later, then()).is_none());
+        assert!(doubts.wait(Some(2), later, then()).is_some(), "its own");
+        assert!(doubts.wait(None, later, then()).is_none());
         doubts.tick(now + Duration::from_millis(100));
         assert!(doubts.is_any());
         doubts.tick(now + RELEASE);
         assert_eq!(receiver.try_recv(), Ok(Ok(())));
         doubts.begin(3, now);
         doubts.released(3);
-        assert!(doubts.wait(later, then()).is_none());
+        assert!(doubts.wait(None, later, then()).is_none());
         doubts.tick(later);
         assert_eq!(receiver.try_recv(), Ok(Err(libc::ETIMEDOUT)));
     }

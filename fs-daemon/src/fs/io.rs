@@ -11,7 +11,7 @@ use libmodelio::transport::ShardError;
 use ps_backend::controls::SETTINGS;
 use ps_backend::reducer::Reducer;
 
-use super::doubts::Settled;
+use super::doubts::{Settled, Then};
 use super::errno::{FsError, FsResult};
 use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, VersionHandle};
 use super::node::{File, Node};
@@ -118,7 +118,7 @@ impl Fs {
             Ok(handle) => {
                 let done = self.guard(&handle, caller, done);
                 match &*handle {
-                    Handle::Contribution(_) => commit(handle, Closing::No, done),
+                    Handle::Contribution(_) => commit_when_settled(fh, handle, Closing::No, done),
                     Handle::Publish(_) => publish(&handle, done),
                     _ => done(Ok(())),
                 }
@@ -162,7 +162,7 @@ impl Fs {
                 }
                 if owns(contribution.opener, &contribution.users, caller) {
                     let done = self.guard(&handle, caller, done);
-                    commit(handle, Closing::Yes, done);
+                    commit_when_settled(fh, handle, Closing::Yes, done);
                 } else {
                     done(Ok(()));
                 }
@@ -326,6 +326,21 @@ fn owns(opener: Option<u32>, users: &parking_lot::Mutex<super::handle::Users>, c
 enum Closing {
     Yes,
     No,
+}
+
+/// Ends the contribution of a handle's learner, once it is known what comes of a program that shared it and is ending
+/// just now.
+fn commit_when_settled(fh: u64, handle: Arc<Handle>, closing: Closing, done: Done<()>) {
+    let Handle::Contribution(contribution) = &*handle else { return done(Ok(())) };
+    let learner = Arc::clone(&contribution.learner);
+    let deadline = Instant::now() + contribution.model.timeout();
+    let then: Then = Box::new(move |outcome| match outcome {
+        Ok(()) => commit(handle, closing, done),
+        Err(error) => done(Err(error)),
+    });
+    if let Some(then) = learner.doubts.wait(Some(fh), deadline, then) {
+        then(Ok(()));
+    }
 }
 
 /// Ends the contribution of a handle's learner.

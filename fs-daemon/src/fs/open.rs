@@ -170,7 +170,7 @@ impl Fs {
             Ok(()) => this.open_beside(request, done),
             Err(error) => done(Err(error)),
         });
-        if let Some(open) = learner.doubts.wait(deadline, open) {
+        if let Some(open) = learner.doubts.wait(None, deadline, open) {
             open(Ok(()));
         }
     }

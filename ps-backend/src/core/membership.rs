@@ -212,7 +212,8 @@ impl<S: Clone> ShardCore<S> {
             return;
         }
         let is_long = |since: Now| now.saturating_sub(since) >= lease;
-        let stalled = self.formed && self.stall.is_some_and(|stall| is_long(stall.since));
+        let is_over = |stall: Stall| stall.until.saturating_sub(stall.since) >= lease;
+        let stalled = self.formed && self.stall.is_some_and(is_over);
         let fuser = self.fusing.as_ref().map(|fusing| fusing.owner);
         let holds_up = |learner: LearnerId, member: &Member| {
             fuser == Some(learner)
