@@ -96,6 +96,15 @@ def raises(*numbers):
     assert errno.errorcode.get(caught.value.errno) in names, caught.value
 
 
+def outcome(call, *arguments):
+    """How a call ends: "done", or the name of its errno."""
+    try:
+        call(*arguments)
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return "done"
+
+
 @contextlib.contextmanager
 def takes(at_least, at_most):
     """The block takes between so many seconds."""

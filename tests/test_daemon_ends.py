@@ -91,16 +91,68 @@ def test_signal_during_writes(start_mount, child, number):
     assert "panicked" not in mount.stderr()
 
 
-def test_second_signal_ends_it_at_once(start_mount, child):
+@pytest.mark.parametrize("pause", [0, 0.3, 1.2])
+def test_second_signal(start_mount, child, pause):
     mount = small(start_mount)
     child("f = open('gradients', 'wb', 0); f.write(b'\\0' * 4); print('ready'); time.sleep(60)", cwd=mount.model)
     mount.process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        mount.process.wait(0.3)
-    if mount.running():
-        mount.process.send_signal(signal.SIGINT)
-    assert mount.process.wait(5) in (0, 130)
-    assert not is_mounted(mount.root)
+        mount.process.wait(pause)
+    mount.process.send_signal(signal.SIGINT)
+    assert mount.process.wait(5) in ((0, 130) if pause > 1 else (0,)), mount.stderr()
+    assert not is_mounted(mount.root) and list(mount.root.iterdir()) == []
+
+
+def test_timeout_signals_twice(tmp_path):
+    """timeout(1) signals its child, and then the group that the child is in."""
+    done = subprocess.run(
+        ["timeout", "1", gradfs_binary(), "up", "--size", "256KiB", "--reducer", "sum", tmp_path],
+        capture_output=True, text=True, timeout=20, check=False,
+    )
+    assert done.returncode == 124 and "ready" in done.stdout and "again" not in done.stderr, done
+    assert not is_mounted(tmp_path) and list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def stuck(tmp_path):
+    """A daemon that is mounted and gets no further, as its standard output is a pipe that nobody empties."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    process = subprocess.Popen(
+        [gradfs_binary(), "up", "--size", "256KiB", "--reducer", "sum", tmp_path],
+        stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, text=True,
+    )
+    os.close(writer)
+    try:
+        deadline = time.monotonic() + 10
+        while not is_mounted(tmp_path):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+        os.close(reader)
+        if is_mounted(tmp_path):
+            subprocess.run(["umount", "-l", tmp_path], check=False)
+
+
+def test_forced_exit_leaves_no_mount(stuck, tmp_path):
+    (tmp_path / "model/gradients").write_bytes(ONE)
+    weights = os.open(tmp_path / "model/weights", os.O_RDONLY)
+    for pause in [0.3, 1]:
+        stuck.send_signal(signal.SIGTERM)
+        time.sleep(pause)
+    assert stuck.poll() is None and is_mounted(tmp_path), "two in a second are one"
+    stuck.send_signal(signal.SIGTERM)
+    assert stuck.wait(5) == 130
+    assert "SIGTERM again: exiting at once" in stuck.stderr.read()
+    assert not is_mounted(tmp_path) and list(tmp_path.iterdir()) == []
+    os.close(weights)
 
 
 def test_signals_while_it_loads(gradfs, tmp_path):

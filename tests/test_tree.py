@@ -18,7 +18,10 @@ from filetools import (
 
 HERE = Path(__file__).resolve().parent
 SEMANTICS = HERE.parent / "docs" / "semantics.md"
-FILES = ["test_tree.py", "test_reading.py", "test_writing*.py", "test_jobs.py", "test_rounds.py", "test_signals.py"]
+FILES = [
+    "test_tree.py", "test_reading.py", "test_writing*.py", "test_jobs.py", "test_rounds.py", "test_signals.py",
+    "test_sharers.py", "test_leases.py", "test_stores_in_fsync.py",
+]
 
 
 def test_every_promise_has_its_test_and_every_test_its_promise():

@@ -29,7 +29,9 @@ fn filter(verbose: u8, asked: Option<&str>) -> Result<EnvFilter, Error> {
         (Some(text), _) => text,
         // The binding's own chatter is of use only to who asks for everything; what matters of it is
         // reported by us.
-        (None, 0) => "warn,fuser=error",
+        // Nor is it an error that a reply cannot be sent, which is all that its module `reply` complains of:
+        // the program that waited for it was killed, and the kernel has forgotten the request.
+        (None, 0) => "warn,fuser=error,fuser::reply=off",
         (None, 1) => "info,fuser=warn",
         (None, 2) => "debug,fuser=info",
         (None, _) => "trace",
@@ -51,6 +53,22 @@ mod tests {
         assert!(filter(1, None).unwrap().to_string().contains("info"));
         assert!(filter(2, None).unwrap().to_string().contains("debug"));
         assert_eq!(filter(9, None).unwrap().to_string(), "trace");
+    }
+
+    #[test]
+    fn replies_that_nobody_waits_for_are_shown_to_who_asks() {
+        let shown = |verbose, asked| {
+            let log = tracing_subscriber::fmt().with_env_filter(filter(verbose, asked).unwrap()).finish();
+            tracing::subscriber::with_default(log, || {
+                // The target that the log bridge gives: the module that logs.
+                let reply = tracing::enabled!(target: "fuser::reply", tracing::Level::ERROR);
+                (reply, tracing::enabled!(target: "fuser::session", tracing::Level::ERROR))
+            })
+        };
+        assert_eq!(shown(0, None), (false, true));
+        for (verbose, asked) in [(1, None), (2, None), (3, None), (0, Some("warn"))] {
+            assert_eq!(shown(verbose, asked), (true, true), "{verbose} {asked:?}");
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod mountinfo;
 
 use std::fs;
 use std::io;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Display, Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
@@ -61,15 +62,25 @@ impl Mountpoint {
         &self.path
     }
 
-    /// Whether gradfs is mounted there now. Never blocks.
-    pub fn is_mounted(&self) -> bool {
-        mountinfo::topmost(&self.path).is_ok_and(|mount| mount.is_some_and(|mount| mount.is_gradfs()))
-    }
-
     /// Takes the mount away even while it is used: what the daemon does on its way out.
     pub fn detach(&self) -> Result<(), Error> {
-        if self.is_mounted() { detach(&self.path) } else { Ok(()) }
+        detach_mounted(&self.path)
     }
+
+    /// Does what [`Mountpoint::detach`] does, from any thread, as long as this lives.
+    pub fn detacher(&self) -> impl Fn() -> Result<(), Error> + Send + Sync + 'static {
+        let path = self.path.clone();
+        move || detach_mounted(&path)
+    }
+}
+
+/// Whether gradfs is mounted at `path` now. Never blocks.
+fn is_mounted(path: &Path) -> bool {
+    mountinfo::topmost(path).is_ok_and(|mount| mount.is_some_and(|mount| mount.is_gradfs()))
+}
+
+fn detach_mounted(path: &Path) -> Result<(), Error> {
+    if is_mounted(path) { detach(path) } else { Ok(()) }
 }
 
 /// Unmounts the gradfs mount at `path` and waits for its daemon to end. One whose daemon is dead is
@@ -293,6 +304,8 @@ fn take_away(path: &Path, flags: MntFlags) -> io::Result<()> {
         for helper in ["fusermount3", "fusermount"] {
             let mut command = Command::new(helper);
             command.arg(option).arg("--").arg(&asked).stdin(Stdio::null());
+            // In a group of its own, lest a signal to ours ends the helper before it is done.
+            command.process_group(0);
             match command.output() {
                 Ok(output) if output.status.success() => return Ok(()),
                 Ok(output) => {

@@ -1,19 +1,26 @@
 //! What ends a running daemon: a signal, or another cause such as the mount going away (edge module).
 //!
 //! SIGINT, SIGTERM and SIGHUP are blocked in every thread and taken by one that waits for them, so no
-//! code of ours ever runs inside a signal handler. A second signal means that the orderly way out takes
-//! too long for somebody: the process exits at once with 130.
+//! code of ours ever runs inside a signal handler. A signal that comes later than the first one by a
+//! second means that the orderly way out takes too long for somebody: the mount is detached and the
+//! process exits at once with 130. One that comes sooner is the same wish: timeout(1) signals its child
+//! and then the group that the child is in, and a terminal and a service manager may both do their part.
 
 use std::fmt;
-use std::sync::mpsc;
+use std::io::Write as _;
+use std::sync::{Arc, OnceLock, mpsc};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::error::Error;
 
-/// Exit code when a second signal cuts the orderly shutdown short.
+/// Exit code when a later signal cuts the orderly shutdown short.
 pub const FORCED_EXIT: i32 = 130;
+
+/// How long after the first signal others are taken for the same wish.
+const ONE_WISH: Duration = Duration::from_secs(1);
 
 /// Why the daemon should stop.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,11 +40,14 @@ impl fmt::Display for Stop {
     }
 }
 
+/// What a forced exit does not leave undone, once there is something to do.
+type Duty = Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>;
+
 /// Receives the first reason to stop.
-#[derive(Debug)]
 pub struct Stops {
     sender: mpsc::Sender<Stop>,
     receiver: mpsc::Receiver<Stop>,
+    duty: Duty,
 }
 
 /// Gives a reason to stop, from any thread.
@@ -59,12 +69,13 @@ pub fn install() -> Result<Stops, Error> {
     let signals = wanted(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
     signals.thread_block().map_err(failed)?;
     let (sender, receiver) = mpsc::channel();
-    let from_signals = sender.clone();
+    let duty = Duty::default();
+    let (from_signals, before_exit) = (sender.clone(), Arc::clone(&duty));
     thread::Builder::new()
         .name("gradfs-signals".into())
-        .spawn(move || listen(&signals, &from_signals))
+        .spawn(move || listen(&signals, &from_signals, &before_exit))
         .map_err(|e| Error::new("cannot start the signal thread").caused_by(e))?;
-    Ok(Stops { sender, receiver })
+    Ok(Stops { sender, receiver, duty })
 }
 
 impl Stops {
@@ -73,7 +84,12 @@ impl Stops {
         Stopper(self.sender.clone())
     }
 
-    /// Blocks until there is a reason to stop. Signals after the one it returned force the exit.
+    /// Has `duty` done before a forced exit, on the thread of the signals. The first one given counts.
+    pub fn before_forced_exit(&self, duty: impl Fn() + Send + Sync + 'static) {
+        let _ = self.duty.set(Box::new(duty));
+    }
+
+    /// Blocks until there is a reason to stop. Signals later than the one it returned force the exit.
     pub fn wait(&self) -> Stop {
         // It cannot fail: `self` holds a sender.
         self.receiver.recv().unwrap_or_else(|_| Stop::Other("every cause is gone".into()))
@@ -86,18 +102,48 @@ impl Stops {
     }
 }
 
-fn listen(signals: &SigSet, stops: &mpsc::Sender<Stop>) {
-    let mut seen = false;
+/// What a signal asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wish {
+    /// The orderly way out.
+    Stop,
+    /// What was asked for already.
+    Same,
+    /// The end, at once.
+    Force,
+}
+
+/// The signals so far.
+#[derive(Debug, Default)]
+struct Signals {
+    first: Option<Instant>,
+}
+
+impl Signals {
+    /// What one more asks for that comes `now`.
+    fn next(&mut self, now: Instant) -> Wish {
+        match self.first {
+            None => {
+                self.first = Some(now);
+                Wish::Stop
+            }
+            Some(first) if now.duration_since(first) < ONE_WISH => Wish::Same,
+            Some(_) => Wish::Force,
+        }
+    }
+}
+
+fn listen(signals: &SigSet, stops: &mpsc::Sender<Stop>, duty: &Duty) {
+    let mut so_far = Signals::default();
     loop {
         match signals.wait() {
-            Ok(signal) if seen => {
-                eprintln!("gradfs: {signal} again: exiting at once");
-                std::process::exit(FORCED_EXIT);
-            }
-            Ok(signal) => {
-                seen = true;
-                let _ = stops.send(Stop::Signal(signal));
-            }
+            Ok(signal) => match so_far.next(Instant::now()) {
+                Wish::Stop => {
+                    let _ = stops.send(Stop::Signal(signal));
+                }
+                Wish::Same => tracing::debug!("{signal} again, too soon to mean more than the first"),
+                Wish::Force => force(signal, duty),
+            },
             Err(nix::Error::EINTR) => {}
             Err(e) => {
                 let _ = stops.send(Stop::Other(format!("waiting for signals failed: {e}")));
@@ -105,6 +151,15 @@ fn listen(signals: &SigSet, stops: &mpsc::Sender<Stop>) {
             }
         }
     }
+}
+
+fn force(signal: Signal, duty: &Duty) -> ! {
+    if let Some(duty) = duty.get() {
+        duty();
+    }
+    // Last, and whether it can be written or not: what keeps others may be that nobody reads it.
+    let _ = writeln!(std::io::stderr(), "gradfs: {signal} again: exiting at once");
+    std::process::exit(FORCED_EXIT);
 }
 
 /// The signals to take over, given `/proc/self/status`: one that is ignored from the start stays so,
@@ -138,9 +193,29 @@ mod tests {
     }
 
     #[test]
-    fn other_causes_end_the_wait() {
+    fn only_a_late_repeat_forces_the_exit() {
+        let start = Instant::now();
+        let mut signals = Signals::default();
+        assert_eq!(signals.next(start), Wish::Stop);
+        for (millis, wish) in [
+            (0, Wish::Same),
+            (999, Wish::Same),
+            (1000, Wish::Force),
+            // What counts is the first, not the one before.
+            (1001, Wish::Force),
+        ] {
+            assert_eq!(signals.next(start + Duration::from_millis(millis)), wish, "{millis} ms");
+        }
+    }
+
+    fn stops() -> Stops {
         let (sender, receiver) = mpsc::channel();
-        let stops = Stops { sender, receiver };
+        Stops { sender, receiver, duty: Duty::default() }
+    }
+
+    #[test]
+    fn other_causes_end_the_wait() {
+        let stops = stops();
         let stopper = stops.stopper();
         thread::spawn(move || stopper.stop("the mount is gone"));
         assert_eq!(stops.wait(), Stop::Other("the mount is gone".into()));
@@ -150,15 +225,14 @@ mod tests {
     #[test]
     fn a_signal_to_the_listening_thread_ends_the_wait() {
         // Directed at one thread, so that the other tests' threads never see it.
-        let (sender, receiver) = mpsc::channel();
-        let stops = Stops { sender, receiver };
+        let stops = stops();
         let from_signals = stops.sender.clone();
         thread::spawn(move || {
             let mut set = SigSet::empty();
             set.add(Signal::SIGTERM);
             set.thread_block().unwrap();
             nix::sys::pthread::pthread_kill(nix::sys::pthread::pthread_self(), Signal::SIGTERM).unwrap();
-            listen(&set, &from_signals);
+            listen(&set, &from_signals, &Duty::default());
         });
         assert_eq!(stops.wait(), Stop::Signal(Signal::SIGTERM));
     }

@@ -14,7 +14,7 @@ use ps_backend::controls::{ControlError, Controls};
 use ps_backend::embedded::{EmbeddedShard, InProcess};
 
 use crate::config::{ModelSource, ModelSpec, UpConfig};
-use crate::error::Error;
+use crate::error::{self, Error};
 use crate::fs::Fs;
 use crate::fs::model::Model;
 use crate::fuse::{self, MountSettings};
@@ -39,6 +39,12 @@ pub fn run(config: UpConfig) -> Result<(), Error> {
     memory::raise_file_limit();
     // The mountpoint first: a mistake there should not cost the loading of a model.
     let mountpoint = Mountpoint::prepare(&config.mountpoint)?;
+    let detach = mountpoint.detacher();
+    stops.before_forced_exit(move || {
+        if let Err(error) = detach() {
+            tracing::error!("{}", error::report(&error));
+        }
+    });
     let hindrance = if config.passthrough { no_passthrough() } else { None };
     let passthrough = config.passthrough && hindrance.is_none();
     let mut models = Vec::new();

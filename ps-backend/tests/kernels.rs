@@ -109,7 +109,10 @@ impl Case {
     }
 
     fn source_values(&self, i: usize) -> Vec<f32> {
-        let values = random(self.seed + 10 + i as u64, self.elements);
+        // Of several sizes and with every bit used, so that another order of adding gives other bits.
+        let scale = [1.0, 0.3, 0.007][i % 3];
+        let mut values = random(self.seed + 10 + i as u64, self.elements);
+        values.iter_mut().for_each(|value| *value *= scale);
         if self.sources[i].0 { values } else { decode(self.wire, &encode(self.wire, &values)) }
     }
 
@@ -302,61 +305,83 @@ fn every_reducer_type_and_source_mix() {
     }
 }
 
-/// A place a bad value can be at, in one of two sources.
-fn finite_after(wire: Wire, reducer: Reducer, bad: Option<(usize, f32)>, n: usize) -> [bool; 5] {
+/// Whether `sources` are found finite must be `want`, each of them first in turn.
+fn check_finite(wire: Wire, reducer: Reducer, n: usize, sources: &[Source<'_>], want: bool) {
     let step = Step { reducer, hyper: Hyper::default(), contributions: 2, t: 2 };
-    let (good, mut values) = (random(1, n), random(2, n));
-    if let Some((at, value)) = bad {
-        values[at] = value;
-    }
-    let (good, bytes) = (encode(wire, &good), Placed::new(&encode(wire, &values), 1));
-    let zeros = vec![0.0; n];
+    let (weights, zeros) = (vec![0; n * wire.size()], vec![0.0; n]);
     let slots = [0, 1].map(|slot| if slot < reducer.state_slots() { &zeros[..] } else { &[] });
-    let run = |sources: &[Source<'_>], check| {
-        let mut weights = vec![0; good.len()];
-        let [mut slot0, mut slot1] = slots.map(<[f32]>::to_vec);
-        let input = Input { weights: &good, master: None, slots };
-        let output = Output { weights: &mut weights, master: None, slots: [&mut slot0, &mut slot1] };
-        apply(wire, &step, sources, input, output, check)
-    };
-    assert!(run(&[Source::Wire(bytes.get())], false), "not asked to check");
+    // Between lines, and all equally far, so that long ones are streamed from a ragged start.
+    let mut out = Placed::zeros(weights.len(), 5 * wire.size());
+    let [mut slot0, mut slot1] = slots.map(|slot| Placed::new(slot, 5));
+    for (turn, check) in (0..sources.len()).flat_map(|turn| [(turn, false), (turn, true)]) {
+        let sources = [&sources[turn..], &sources[..turn]].concat();
+        let input = Input { weights: &weights, master: None, slots };
+        let slots = [slot0.get_mut(), slot1.get_mut()];
+        let output = Output { weights: out.get_mut(), master: None, slots };
+        let finite = apply(wire, &step, &sources, input, output, check);
+        assert_eq!(finite, want || !check, "{wire:?} {reducer:?} {turn} of {}", sources.len());
+    }
+}
+
+/// `value`, if it is bad, must be found at `at`: alone, and in any of up to six sources.
+fn check_found(wire: Wire, at: usize, value: f32, n: usize) {
+    let (good, mut values, want) = (random(1, n), random(2, n), value.is_finite());
+    values[at] = value;
+    let (good, bytes) = (encode(wire, &good), Placed::new(&encode(wire, &values), 1));
+    assert_eq!(all_finite(wire, bytes.get()), want);
     let mut acc = vec![0.0; n];
     assert!(fold(wire, bytes.get(), &mut acc, true, false), "not asked to check");
-    [
-        all_finite(wire, bytes.get()),
-        fold(wire, bytes.get(), &mut acc, true, true),
-        run(&[Source::Wire(bytes.get())], true),
-        run(&[Source::Wire(bytes.get()), Source::Wire(&good)], true),
-        run(&[Source::Wire(&good), Source::Acc(&acc)], true),
-    ]
+    assert_eq!(fold(wire, bytes.get(), &mut acc, true, true), want);
+    let mut sources = [Source::Wire(&good); 6];
+    for reducer in Reducer::all() {
+        for (bad, least) in [(Source::Wire(bytes.get()), 1), (Source::Acc(&acc), 2)] {
+            sources[0] = bad;
+            (least..=6).for_each(|count| check_finite(wire, reducer, n, &sources[..count], want));
+        }
+    }
 }
 
 #[test]
-fn a_bad_value_is_found_at_every_position() {
+fn a_bad_value_is_found_at_every_position_in_every_source() {
     for (level, wire) in Level::available().flat_map(|level| WIRES.map(|wire| (level, wire))) {
         let largest = match wire {
             Wire::F32 => f32::MAX,
             Wire::F16 => f16::MAX.to_f32(),
             Wire::BF16 => bf16::MAX.to_f32(),
         };
-        let check = |bad, n| {
-            Reducer::all()
-                .map(move |reducer| with_level(level, || finite_after(wire, reducer, bad, n)).unwrap())
-        };
-        for n in [1, 16, 50] {
-            for at in 0..n {
-                for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                    assert!(check(Some((at, bad)), n).all(|found| found == [false; 5]), "{bad} at {at}");
-                }
-                for good in [largest, -largest, 0.0, f32::MIN_POSITIVE] {
-                    assert!(check(Some((at, good)), n).all(|found| found == [true; 5]), "{good} at {at}");
-                }
+        let check = |at, value, n| with_level(level, || check_found(wire, at, value, n)).unwrap();
+        for (n, at) in [1, 16, 50].into_iter().flat_map(|n| (0..n).map(move |at| (n, at))) {
+            let bad = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
+            let good = [largest, -largest, 0.0, f32::MIN_POSITIVE];
+            bad.into_iter().chain(good).for_each(|value| check(at, value, n));
+        }
+        // In the ragged ends of what is streamed as well.
+        (0..8200).step_by(421).chain([10, 26, 8187, 8199]).for_each(|at| check(at, f32::NAN, 8200));
+        check(0, 0.0, 8200);
+    }
+}
+
+#[test]
+fn sums_are_those_of_scalars_in_the_given_order() {
+    let hyper = Hyper { carry: 0.0, ..Hyper::default() };
+    let step = Step { reducer: Reducer::Sum, hyper, contributions: 6, t: 1 };
+    // Around lines, and around where streaming begins.
+    let lengths = (1..=49).chain(63..=65).chain(4094..=4098).chain([8192, 8209]);
+    for (elements, wire) in lengths.flat_map(|elements| WIRES.map(|wire| (elements, wire))) {
+        for (count, offset) in (1..=6).flat_map(|count| [0, 1, 9].map(|offset| (count, offset))) {
+            let sources = (0..count).map(|i| (false, offset * i)).collect();
+            let (step, master, offsets) = (step.clone(), wire != Wire::F32, (offset, 0));
+            let case = Case { wire, step, elements, sources, master, offsets, seed: 7 };
+            let values: Vec<_> = (0..count).map(|i| case.source_values(i)).collect();
+            let sum = |at: usize| values.iter().map(|source| source[at]).reduce(|a, b| a + b).unwrap();
+            let want: Vec<_> = (0..elements).map(sum).collect();
+            for level in Level::available() {
+                let outcome = with_level(level, || case.run()).unwrap();
+                assert_eq!(outcome.weights, encode(wire, &want), "{level:?} {case:?}");
+                let exact = |master: &Vec<f32>| encode(Wire::F32, master) == encode(Wire::F32, &want);
+                assert!(outcome.master.as_ref().is_none_or(exact), "{level:?} {case:?}");
             }
         }
-        for at in (0..8200).step_by(211) {
-            assert!(check(Some((at, f32::NAN)), 8200).all(|found| found == [false; 5]), "NaN at {at}");
-        }
-        assert!(check(None, 8200).all(|found| found == [true; 5]));
     }
 }
 

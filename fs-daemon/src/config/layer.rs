@@ -179,9 +179,11 @@ impl Layer {
         let mut layer = Layer { source: Source::File(path.to_owned()), values: BTreeMap::new() };
         for (name, value) in table {
             let Some(key) = known(&name) else {
-                let hint = match nearest(&name, usize::MAX) {
+                let hint = match nearest(&name, 4) {
                     Some(meant) => format!("did you mean {meant}?"),
-                    None => "see gradfs up --help for the keys".into(),
+                    None => {
+                        "gradfs up --help lists the options: --some-option is some_option in the file".into()
+                    }
                 };
                 return Err(Error::usage(format!("{shown}: unknown key {name}")).hint(hint));
             };
@@ -230,9 +232,11 @@ fn scalar(value: toml::Value) -> Option<OsString> {
     })
 }
 
-/// The key that needs the fewest edits to become `name`, at most `limit`.
+/// The key that needs the fewest edits to become `name`, at most `limit`. With more than a third of the
+/// letters changed, anything would resemble some key.
 fn nearest(name: &str, limit: usize) -> Option<&'static str> {
     let plain = name.replace('-', "_").to_lowercase();
+    let limit = limit.min(plain.chars().count() / 3);
     KEYS.iter()
         .map(|key| (edits(&plain, key.name), key.name))
         .min()
@@ -278,6 +282,28 @@ mod tests {
         assert_eq!(error.exit_code(), 2);
         // Sections are keys too.
         assert!(Layer::from_toml(Path::new("job.toml"), "[reduce]\nx = 1").is_err());
+    }
+
+    #[test]
+    fn unknown_toml_keys_that_resemble_none_get_no_guess() {
+        let hint = |key: &str| {
+            let error = Layer::from_toml(Path::new("job.toml"), &format!("{key} = 1")).unwrap_err();
+            assert_eq!(error.message, format!("job.toml: unknown key {key}"));
+            error.hint.unwrap()
+        };
+        for far in ["foo", "x", "lr", "time", "port", "checkpoint", "completely_different_thing"] {
+            assert!(hint(far).contains("gradfs up --help"), "{far}: {}", hint(far));
+        }
+        for (near, key) in [
+            ("siz", "size"),
+            ("mout", "mount"),
+            ("Threads", "threads"),
+            ("weightdecay", "weight_decay"),
+            ("learning-speed", "learning_rate"),
+            ("max_version", "max_versions"),
+        ] {
+            assert_eq!(hint(near), format!("did you mean {key}?"));
+        }
     }
 
     #[test]

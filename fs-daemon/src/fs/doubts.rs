@@ -133,6 +133,7 @@ mod tests {
         (0..2).for_each(|fh| doubts.begin(fh, now));
         (0..2).for_each(|fh| doubts.released(fh));
         assert!(doubts.wait(None, later, then()).is_none());
+        assert!(doubts.wait(Some(0), later, then()).is_none(), "of another's");
         assert!(doubts.end(0).is_empty());
         doubts.tick(now + Duration::from_secs(1));
         assert!(receiver.try_recv().is_err(), "one is still being settled");

@@ -40,21 +40,30 @@ impl Contributor {
         timeout: Duration,
         done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
     ) {
-        if let Share::Of(number) = share {
-            let mut state = self.state.lock();
-            if state.has_dropped(share) {
-                drop(state);
-                return done(Err(ContributeError::Dropped));
+        let sealed = loop {
+            if let Share::Of(number) = share {
+                let mut state = self.state.lock();
+                let deadline = Instant::now() + STUCK;
+                while state.aborting && !self.idle.wait_until(&mut state, deadline).timed_out() {}
+                if state.has_dropped(share) {
+                    drop(state);
+                    return done(Err(ContributeError::Dropped));
+                }
+                if number < state.number {
+                    drop(state);
+                    return done(Ok(()));
+                }
+                if state.committing && !state.aborting {
+                    return state.joined.push(Box::new(done));
+                }
             }
-            if number < state.number {
-                drop(state);
-                return done(Ok(()));
+            match self.seal(fill, timeout) {
+                // Somebody else was faster: it is the same contribution that ends.
+                Err(ContributeError::Busy) if share != Share::None && !self.state.lock().aborting => {}
+                sealed => break sealed,
             }
-            if state.committing && !state.aborting {
-                return state.joined.push(Box::new(done));
-            }
-        }
-        match self.seal(fill, timeout) {
+        };
+        match sealed {
             Ok(Some((step, notice))) => self.send_commit(step, notice, timeout, OnError::StaysOpen, done),
             Ok(None) => done(Ok(())),
             Err(error) => done(Err(error)),

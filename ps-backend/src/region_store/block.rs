@@ -57,12 +57,47 @@ impl Job {
             self.assign_block(block);
             return Blamed::new();
         };
-        let payloads = self.payloads(block, own);
+        let payloads = self.payloads(block, own, &[]);
         if payloads.is_empty() && is_inert(step) {
             self.carry(block);
             return Blamed::new();
         }
         self.mark(block, VOID);
+        let finite = self.compute(block, step, &payloads);
+        let blamed = if finite { Blamed::new() } else { self.judge(block, step, own) };
+        if blamed.is_empty() {
+            self.mark(block, self.plan.version.0);
+        }
+        blamed
+    }
+
+    /// Whose contributions are to be refused for NaN or Inf in `block`. An Inf of a sum, or of others that were
+    /// looked at before, is not held against anybody.
+    ///
+    /// What is mapped may change while it is read. So it is judged by a copy, and if that is good, the block is
+    /// computed again from it.
+    fn judge(&self, block: BlockId, step: &reducer::Step, own: Option<(LearnerId, &[u8])>) -> Blamed {
+        if let Some((learner, payload)) = own {
+            return (!is_finite(&self.layout, block, payload)).then_some(learner).into_iter().collect();
+        }
+        let Work::Reduce { inputs, .. } = &self.plan.work else { return Blamed::new() };
+        let range = span(&self.layout.block_bytes(block));
+        let copies: Vec<(LearnerId, Vec<u8>)> = inputs
+            .iter()
+            .filter(|c| c.unchecked && c.deferred.contains(block.index()))
+            // SAFETY: its program should wait in fsync; if it stores all the same, a byte is an old or a new one.
+            .map(|c| (c.learner, unsafe { c.source.memory().bytes(range.clone()) }.to_vec()))
+            .collect();
+        let bad = copies.iter().filter(|(_, copy)| !is_finite(&self.layout, block, copy));
+        let bad: Blamed = bad.map(|(learner, _)| *learner).collect();
+        if bad.is_empty() && !copies.is_empty() {
+            self.compute(block, step, &self.payloads(block, None, &copies));
+        }
+        bad
+    }
+
+    /// Puts `block` of the next version together; returns whether all payloads were finite.
+    fn compute(&self, block: BlockId, step: &reducer::Step, payloads: &[Payload<'_>]) -> bool {
         let start = self.layout.block_bytes(block).start;
         let mut finite = true;
         for segment in self.layout.segments(block) {
@@ -97,58 +132,16 @@ impl Job {
             // SAFETY: states and masters are owned by block like the buffers they belong to.
             finite &= unsafe { self.reduce(wire, step, &sources, elements, weights, output) };
         }
-        let blamed = if finite { Blamed::new() } else { self.blame(block, own) };
-        if blamed.is_empty() {
-            self.mark(block, self.plan.version.0);
-        }
-        blamed
-    }
-
-    /// Whose contributions are to be refused for NaN or Inf in `block`. An Inf of a sum, or of others that were
-    /// looked at before, is not held against anybody.
-    fn blame(&self, block: BlockId, own: Option<(LearnerId, &[u8])>) -> Blamed {
-        if let Some((learner, payload)) = own {
-            return (!is_finite(&self.layout, block, payload)).then_some(learner).into_iter().collect();
-        }
-        let Work::Reduce { inputs, .. } = &self.plan.work else { return Blamed::new() };
-        let of_block = inputs.iter().filter(|c| c.deferred.contains(block.index()));
-        let (unchecked, checked): (Blamed, Blamed) = (
-            of_block.clone().filter(|c| c.unchecked).map(|c| c.learner).collect(),
-            of_block
-                .clone()
-                .filter(|c| !region_is_finite(&self.layout, block, &c.source))
-                .map(|c| c.learner)
-                .collect(),
-        );
-        let bad: Blamed = unchecked.iter().copied().filter(|learner| checked.contains(learner)).collect();
-        if !bad.is_empty() || !checked.is_empty() || self.accumulated_is_bad(block) {
-            return bad;
-        }
-        // There was one and now there is none: a program stores into its mapping while its fsync runs. Which of
-        // them cannot be told.
-        unchecked
-    }
-
-    fn accumulated_is_bad(&self, block: BlockId) -> bool {
-        let Work::Reduce { accumulated, .. } = &self.plan.work else { return false };
-        let Some(acc) = self.accumulator.as_ref().filter(|_| accumulated.contains(block.index())) else {
-            return false;
-        };
-        self.layout.segments(block).iter().any(|segment| {
-            wire(segment.dtype).is_some_and(|wire| {
-                // SAFETY: folding is over before a plan that reads the accumulator begins.
-                let sum = unsafe { acc.sum.floats(element_span(segment, wire)) };
-                sum.iter().any(|value| !value.is_finite())
-            })
-        })
+        finite
     }
 
     /// What is added up for `block`: the accumulator, then payloads in the order of learners, so that the
-    /// sum does not depend on who came last.
+    /// sum does not depend on who came last. Those of `copies` are taken from there.
     fn payloads<'a>(
         &'a self,
         block: BlockId,
         own: Option<(LearnerId, &'a [u8])>,
+        copies: &'a [(LearnerId, Vec<u8>)],
     ) -> SmallVec<[Payload<'a>; INLINE]> {
         let mut payloads = SmallVec::new();
         let Work::Reduce { inputs, accumulated, .. } = &self.plan.work else { return payloads };
@@ -161,8 +154,12 @@ impl Job {
             if let Some((_, bytes)) = own.take_if(|(learner, _)| *learner < contribution.learner) {
                 payloads.push(Payload::Block(bytes));
             }
-            // SAFETY: the payload is lent until the version is made: nobody writes it.
-            payloads.push(Payload::Block(unsafe { contribution.source.memory().bytes(range.clone()) }));
+            let copy = copies.iter().find(|(learner, _)| *learner == contribution.learner);
+            payloads.push(Payload::Block(match copy {
+                Some((_, copy)) => copy,
+                // SAFETY: the payload is lent until the version is made: nobody writes it.
+                None => unsafe { contribution.source.memory().bytes(range.clone()) },
+            }));
         }
         if let Some((_, bytes)) = own {
             payloads.push(Payload::Block(bytes));

@@ -335,8 +335,13 @@ impl Sim {
         let record = self.record(uid);
         record.sent = sent.ones().map(|block| block as u32).collect();
         (record.lendable, record.offered) = (lendable, true);
-        let contribution =
-            Contribution { learner, sent, deferred, source: uid, unchecked: !lendable && uid % 3 != 0 };
+        let contribution = Contribution {
+            learner,
+            sent,
+            deferred,
+            source: uid,
+            unchecked: !lendable && !uid.is_multiple_of(3),
+        };
         self.call(|core, now, actions| {
             core.commit(ticket, step, contribution, lendable, deadline, now, actions);
         });

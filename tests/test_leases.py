@@ -1,0 +1,144 @@
+"""Learners that stop and stay attached: they hold others up for a lease, and no longer; and nobody else."""
+
+import errno
+import itertools
+import os
+import signal
+import time
+
+import pytest
+from filetools import (
+    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, outcome, program, raises, takes
+)
+
+LEASE = 1
+
+# Writes the first bytes of a contribution and keeps it open.
+HOLDER = """
+import errno
+fd = os.open(argv[0], os.O_WRONLY)
+at, length = 0, int(argv[1])
+while at < length:
+    at += os.pwrite(fd, bytes([0, 0, 128, 66]) * ((length - at) // 4), at)  # 64.0
+if argv[2] == "ends it":
+    os.fsync(fd)
+say("written")
+wait()
+try:
+    os.close(fd)
+    say("done")
+except OSError as error:
+    say(errno.errorcode[error.errno])
+wait()
+"""
+
+
+def stopped(place, length, then=""):
+    """A program that has written and is stopped, alive."""
+    holder = program(HOLDER, place / "gradients", length, then)
+    assert hear(holder) == "written"
+    holder.send_signal(signal.SIGSTOP)
+    return holder
+
+
+def continued(holder):
+    """It goes on and closes; returns how its close ends."""
+    holder.send_signal(signal.SIGCONT)
+    go(holder)
+    said = hear(holder)
+    go(holder)
+    finish(holder)
+    return said
+
+
+def tried(call, *arguments):
+    """Repeats what times out until it does not; returns how often it did, and the seconds it took."""
+    start, timeouts = time.monotonic(), 0
+    while (end := outcome(call, *arguments)) != "done":
+        timeouts += 1
+        assert end == "ETIMEDOUT" and time.monotonic() < start + 8
+    return timeouts, time.monotonic() - start
+
+
+# The timeout is shorter than the lease, as long, and longer: 4, of which the wait must not take all.
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_leases_expire__of_who_stops_in_a_contribution(start_mount, consistency):
+    """Also while those who wait for it time out and come again. All jobs at the same time."""
+    jobs = []
+    for timeout, length in itertools.product([0.7 * LEASE, LEASE, 4 * LEASE], [4, BLOCK, SIZE]):
+        mount = start_mount(
+            size=SIZE, block_size=BLOCK, reducer="sum", consistency=consistency, timeout=timeout, lease=LEASE
+        )
+        holder = stopped(mount.join("a"), length)
+        mount.join("b")
+        jobs.append((mount, holder, timeout, length))
+    threads = Threads()
+    waits = [threads.start(tried, mount.contribute, filled(mount, 1), 0, "b") for mount, *_ in jobs]
+    for (mount, holder, timeout, length), wait in zip(jobs, waits):
+        job = f"{consistency}, {length} bytes, timeout {timeout}"
+        timeouts, took = wait.result(20)
+        assert took < 3.5 * LEASE, job
+        weights = array(mount.place("b") / "weights")
+        if consistency == "async" and length == 4:
+            # Nobody waits for what is not at the shard yet.
+            assert took < 0.5 * LEASE, job
+            continued(holder)
+        else:
+            assert took > 0.3 * LEASE, job
+            eventually(lambda mount=mount: not mount.place("a").exists())
+            assert continued(holder) == "ENOTCONN", job
+        # One that timed out may have been taken in the same moment. The stopped one's 64 is in no sum.
+        assert (weights == weights[0]).all() and 1 <= weights[0] <= 1 + timeouts, job
+
+
+@pytest.mark.parametrize("timeout", [0.7 * LEASE, 4 * LEASE])
+@pytest.mark.parametrize("length", [0, 4, BLOCK])
+def test_leases_expire__while_another_opens_weights(start_mount, timeout, length):
+    """The stopped learner is a step behind: the other one's step is taken, and its next open waits."""
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=timeout, lease=LEASE)
+    mount.join("a"), mount.join("b")
+    holder = stopped(mount.place("a"), length)
+    mount.contribute(filled(mount, 1), learner="b")
+    assert tried(array, mount.place("b") / "weights")[1] < 3.5 * LEASE
+    assert (array(mount.place("b") / "weights") == 1).all()
+    eventually(lambda: not mount.place("a").exists())
+    assert continued(holder) == ("ENOTCONN" if length else "done")
+
+
+def test_leases_expire__before_those_who_wait_time_out(start_mount):
+    """Where nobody has set either, too."""
+    mount = start_mount(size=SIZE)
+    assert 0 < float(mount.control("lease")) < float(mount.control("timeout"))
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=3, lease=1)
+    mount.join("a"), mount.join("b")
+    holder = stopped(mount.place("b"), SIZE, "ends it")
+    mount.contribute(filled(mount, 1), learner="a")
+    assert (array(mount.place("a") / "weights") == 65).all(), "what it had committed before counts"
+    with takes(0.3, 2.8):
+        mount.contribute(filled(mount, 1), learner="a")
+        assert (array(mount.place("a") / "weights") == 66).all()
+    eventually(lambda: not mount.place("b").exists())
+    holder.kill()
+    holder.communicate(timeout=10)
+
+
+def test_leases_expire__not_while_nobody_waits(start_mount):
+    """Jobs whose stopped learner stays: it is alone, the other one does other things, or has given up early."""
+    options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "lease": LEASE}
+    alone, beside, impatient = (start_mount(timeout=timeout, **options) for timeout in (5, 5, 0.7 * LEASE))
+    holders = [stopped(mount.join("a"), length) for mount, length in zip((alone, beside, impatient), (4, BLOCK, BLOCK))]
+    beside.join("b")
+    impatient.join("b")
+    fd = os.open(beside.place("b") / "gradients", os.O_WRONLY)
+    with raises(errno.ETIMEDOUT):
+        impatient.contribute(f32(1), learner="b")
+    for _ in range(12):
+        time.sleep(0.25 * LEASE)
+        os.fsync(fd)
+        assert not array(beside.place("b") / "weights").any()
+    os.close(fd)
+    for mount, holder, name in zip((alone, beside, impatient), holders, ("alone", "beside", "impatient")):
+        assert mount.place("a").exists(), name
+        assert continued(holder) == "done", name
+        assert mount.wait_for_version(1) == 1, name
+        assert array(mount.model / "weights")[0] == 64, name

@@ -1,0 +1,322 @@
+"""Handles and programs that share one learner: what one of them does to the contribution, the others hear of."""
+
+import errno
+import json
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from filetools import (
+    BLOCK, Threads, array, eventually, f32, filled, finish, go, hear, mounts, outcome, program, raises, takes
+)
+
+mounted = mounts(lease=0)
+ONES = np.ones(BLOCK // 4, "<f4")
+
+
+def lose_by_nan(gradients):
+    """A whole block: the write says so, and close says so again."""
+    fd = os.open(gradients, os.O_WRONLY)
+    with raises(errno.EINVAL):
+        os.pwrite(fd, ONES * np.nan, 0)
+    with raises(errno.EINVAL):
+        os.close(fd)
+
+
+def lose_by_nan_in_a_part(gradients):
+    """Nobody looks at it before close."""
+    fd = os.open(gradients, os.O_WRONLY)
+    os.pwrite(fd, f32(np.nan), 40)
+    with raises(errno.EINVAL):
+        os.close(fd)
+
+
+def lose_by_half_an_element(gradients):
+    fd = os.open(gradients, os.O_WRONLY)
+    os.pwrite(fd, b"ab", 40)
+    with raises(errno.EINVAL):
+        os.close(fd)
+
+
+VICTIM = """
+fd = os.open(argv[0], os.O_WRONLY)
+os.pwrite(fd, bytes([0, 0, 128, 66]) * 16384, 0)  # A block of 64.0.
+say("written")
+time.sleep(30)
+"""
+
+
+def kill_a_writer(gradients):
+    victim = program(VICTIM, gradients)
+    assert hear(victim) == "written"
+    victim.kill()
+    victim.communicate(timeout=10)
+
+
+def lose_by_a_kill(gradients):
+    kill_a_writer(gradients)
+    status = gradients.parent / "status.json"
+    eventually(lambda: json.loads(status.read_text())["learners"][0]["phase"] == "idle")
+
+
+@pytest.mark.parametrize("lose", [lose_by_nan, lose_by_nan_in_a_part, lose_by_half_an_element, lose_by_a_kill])
+def test_fsync_or_close_is_the_only_success__for_each_handle_that_wrote(mounted, lose):
+    """Whose bytes were dropped with those of another is told so at its next call, once."""
+    mount = mounted()
+    gradients = mount.model / "gradients"
+    taken = 0
+
+    def holds_what_was_taken():
+        return mount.version() == taken and array(mount.model / "weights").sum() == taken
+
+    for told_by in ("write", "fsync", "close"):
+        for goes_on in (False, True):
+            fd, idle = (os.open(gradients, os.O_WRONLY) for _ in range(2))
+            os.pwrite(fd, ONES, BLOCK)
+            lose(gradients)
+            if goes_on:
+                # Who had written nothing is not concerned, and what it writes now counts.
+                os.fsync(idle)
+                os.pwrite(idle, f32(1), 2 * BLOCK)
+                os.fsync(idle)
+                taken += 1
+            if told_by == "write":
+                with raises(errno.EIO):
+                    os.pwrite(fd, ONES, 3 * BLOCK)
+                with raises(errno.EIO):
+                    os.fsync(fd)
+            elif told_by == "fsync":
+                with raises(errno.EIO):
+                    os.fsync(fd)
+            else:
+                with raises(errno.EIO):
+                    os.close(fd)
+                fd = os.open(gradients, os.O_WRONLY)
+            os.close(idle)
+            os.fsync(fd)
+            assert holds_what_was_taken(), f"told by {told_by}"
+            os.pwrite(fd, f32(1), BLOCK)
+            os.fsync(fd)
+            taken += 1
+            os.close(fd)
+            assert holds_what_was_taken(), f"told by {told_by}: the next one starts clean"
+
+
+def test_fsync_or_close_is_the_only_success__of_what_was_taken_before(mounted):
+    """A loss concerns only those who wrote into what was lost."""
+    mount = mounted()
+    gradients = mount.model / "gradients"
+    first, second = (os.open(gradients, os.O_WRONLY) for _ in range(2))
+    os.pwrite(first, f32(1), 0)
+    os.pwrite(second, f32(1), BLOCK)
+    os.fsync(first)
+    assert mount.version() == 1
+    lose_by_nan(gradients)
+    lose_by_a_kill(gradients)
+    os.close(second)
+    os.pwrite(first, f32(1), 0)
+    os.close(first)
+    weights = array(mount.model / "weights")
+    assert mount.version() == 2 and (weights[0], weights[BLOCK // 4], weights.sum()) == (2, 1, 3)
+
+
+@pytest.mark.parametrize("told_by", ["fsync", "close"])
+def test_killed_writer_leaves_no_half_step__to_those_who_share_its_learner(mounted, told_by):
+    """Not even in the moment in which it is reaped."""
+    mount = mounted()
+    gradients = mount.model / "gradients"
+    for turn in range(15):
+        fd = os.open(gradients, os.O_WRONLY)
+        os.pwrite(fd, ONES, BLOCK)
+        kill_a_writer(gradients)
+        said = outcome(getattr(os, told_by), fd)
+        assert (said, mount.version(), any(mount.weights())) == ("EIO", 0, False), f"turn {turn}"
+        if told_by == "fsync":
+            os.close(fd)
+
+
+@pytest.fixture
+def ahead(mounted):
+    """A job of `a` and `b` in which `a` is a step ahead, so that its next step waits for `b`."""
+
+    def start(**options):
+        mount = mounted(learners=2, **options)
+        mount.join("a"), mount.join("b")
+        mount.contribute(filled(mount, 0), learner="a")
+        return mount, [os.open(mount.place("a") / "gradients", os.O_WRONLY) for _ in range(3)]
+
+    return start
+
+
+def others_contribute(mount):
+    mount.contribute(filled(mount, 0), learner="b")
+
+
+@pytest.mark.parametrize("first", ["fsync", "close"])
+@pytest.mark.parametrize("second", ["fsync", "close"])
+def test_a_learner_is_one_contribution_at_a_time__and_all_who_wrote_wait_for_it(ahead, first, second):
+    mount, handles = ahead()
+    for rank, fd in enumerate(handles):
+        os.pwrite(fd, f32(1), rank * BLOCK)
+    threads, ends = Threads(), []
+    for fd, call in zip(handles, (first, second, "close")):
+        ends.append(threads.start(outcome, getattr(os, call), fd))
+        time.sleep(0.1)
+    assert not any(end.done() for end in ends)
+    others_contribute(mount)
+    assert [end.result(10) for end in ends] == ["done"] * 3
+    others_contribute(mount)
+    assert mount.version() == 2
+    weights = array(mount.model / "weights")
+    assert (weights[:: BLOCK // 4][:3] == 1).all() and weights.sum() == 3
+    for fd, call in zip(handles, (first, second)):
+        if call == "fsync":
+            os.close(fd)
+    assert mount.version() == 2
+
+
+@pytest.mark.parametrize("second", ["fsync", "close"])
+def test_a_learner_is_one_contribution_at_a_time__and_times_out_for_all(ahead, second):
+    mount, (one, two, three) = ahead(timeout=1)
+    os.close(three)
+    os.pwrite(one, f32(1), 0)
+    os.pwrite(two, f32(1), BLOCK)
+    threads = Threads()
+    with takes(0.5, 3):
+        ends = [threads.start(outcome, os.fsync, one)]
+        time.sleep(0.3)
+        ends.append(threads.start(outcome, getattr(os, second), two))
+        assert [end.result(10) for end in ends] == ["ETIMEDOUT"] * 2
+    others_contribute(mount)
+    assert mount.version() == 1 and not any(mount.weights())
+    # What fsync leaves open can be ended yet; what close has dropped cannot. Either way it is whole, or nothing.
+    again = [outcome(os.close, fd) for fd in ((one, two) if second == "fsync" else (one,))]
+    if second == "fsync":
+        assert again == ["done"] * 2
+    others_contribute(mount)
+    counts = int(again[0] == "done")
+    weights = array(mount.model / "weights")
+    assert (weights[0], weights[BLOCK // 4], mount.version()) == (counts, counts, 1 + counts), again
+    mount.contribute(f32(5), learner="a")
+    if not counts:
+        assert mount.wait_for_version(2)
+    else:
+        others_contribute(mount)
+    assert array(mount.model / "weights")[0] == counts + 5, "the next one starts clean"
+
+
+WAITER = """
+import errno
+fd = os.open(argv[0], os.O_WRONLY)
+os.pwrite(fd, bytes([0, 0, 128, 63]), 0)  # 1.0
+say("written")
+wait()
+os.fsync(fd)
+"""
+
+
+@pytest.mark.parametrize("second", ["fsync", "close"])
+def test_killed_writer_leaves_no_half_step__whose_end_another_waits_for(ahead, second):
+    """The killed one's fsync is under way, and another's waits with it: all of it counts, or nothing."""
+    mount, (fd, *rest) = ahead()
+    waiter = program(WAITER, mount.place("a") / "gradients")
+    hear(waiter)
+    os.pwrite(fd, f32(1), BLOCK)
+    go(waiter)
+    time.sleep(0.3)
+    end = Threads().start(outcome, getattr(os, second), fd)
+    time.sleep(0.3)
+    assert not end.done()
+    waiter.kill()
+    waiter.communicate(timeout=10)
+    time.sleep(0.5)
+    others_contribute(mount)
+    said = end.result(10)
+    assert said in ("done", "EIO", "EINTR")
+    others_contribute(mount)
+    counts = int(said == "done")
+    assert mount.wait_for_version(1 + counts) == 1 + counts
+    weights = array(mount.model / "weights")
+    assert (weights[0], weights[BLOCK // 4]) == (counts, counts)
+    for handle in [*rest, *([fd] if second == "fsync" else [])]:
+        os.close(handle)
+
+
+def test_exactly_once__for_many_handles(mounted):
+    """Threads that write as one learner, each with handles of its own: what each was told is what counts."""
+    mount = mounted(learners=2)
+    mount.join("a"), mount.join("b")
+    gradients, hands, stop = mount.place("a") / "gradients", 4, threading.Event()
+    told, busy = [0] * hands, [0] * hands
+
+    def hand(rank):
+        for turn in range(150):
+            fd = os.open(gradients, os.O_WRONLY)
+            written = outcome(os.pwrite, fd, ONES, rank * BLOCK)
+            ends = [outcome(os.fsync, fd)] if turn % 3 == 0 else []
+            ends.append(outcome(os.close, fd))
+            if written == "done":
+                assert ends == ["done"] * len(ends), f"turn {turn}: written, then {ends}"
+                told[rank] += 1
+            else:
+                assert written == "EBUSY", written
+                busy[rank] += 1
+
+    def others():
+        while not stop.is_set():
+            others_contribute(mount)
+
+    threads = Threads()
+    other = threads.start(outcome, others)
+    try:
+        threads.run(*(lambda rank=rank: hand(rank) for rank in range(hands)))
+    finally:
+        stop.set()
+        mount.leave("b")
+    assert other.result(10) in ("done", "ENOTCONN", "ENOENT")
+    weights = array(mount.place("a") / "weights")[: hands * BLOCK // 4].reshape(hands, -1)
+    assert (weights == weights[:, :1]).all() and weights[:, 0].tolist() == told, busy
+    assert sum(told) > 50
+
+
+REFUSED = """
+fd = os.open(argv[0], os.O_RDWR)
+memory = memoryview(mmap.mmap(fd, 0)).cast("f")
+memory[5] = float("nan")
+goes_on = True
+def keep():
+    while goes_on:
+        try:
+            os.fsync(fd)
+        except OSError:
+            pass
+keeper = threading.Thread(target=keep)
+keeper.start()
+say("keeps on")
+wait()
+goes_on = False
+keeper.join()
+os._exit(0)
+"""
+
+
+def test_exactly_once__beside_a_mapping_that_is_refused(mounted):
+    """A program that ships NaN over and over spoils what another one writes as the same learner; it says so."""
+    mount = mounted()
+    gradients = mount.join("a") / "gradients"
+    refused = program(REFUSED, gradients)
+    hear(refused)
+    told, said = 0, set()
+    for _ in range(1000):
+        fd = os.open(gradients, os.O_WRONLY)
+        written = outcome(os.pwrite, fd, ONES, 0)
+        closed = outcome(os.close, fd)
+        told += written == closed == "done"
+        said |= {("write", written), ("close", closed)}
+    go(refused)
+    finish(refused)
+    weights = array(mount.place("a") / "weights")
+    assert (weights[: BLOCK // 4] == told).all() and weights.sum() == told * BLOCK // 4, said
+    assert told > 50 and said <= {(at, end) for at in ("write", "close") for end in ("done", "EBUSY", "EIO")}
