@@ -94,7 +94,7 @@ class Mount:
         for option, value in options.items():
             flag = "--" + option.replace("_", "-")
             for one in value if isinstance(value, (list, tuple)) else [value]:
-                command += [flag] if one is True else [] if one in (False, None) else [flag, str(one)]
+                command += [flag] if one is True else [] if one is False or one is None else [flag, str(one)]
         self.command = [*command, *map(str, files), str(self.root)]
         self.models = [self.root / name for name in self._names(files)]
         self.model = self.models[0]

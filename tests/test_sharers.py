@@ -3,13 +3,12 @@
 import errno
 import json
 import os
-import threading
 import time
 
 import numpy as np
 import pytest
 from filetools import (
-    BLOCK, Threads, array, eventually, f32, filled, finish, go, hear, mounts, outcome, program, raises, takes
+    BLOCK, SIZE, Threads, array, eventually, f32, filled, go, hear, mounts, outcome, program, raises, takes
 )
 
 mounted = mounts(lease=0)
@@ -138,11 +137,12 @@ def test_killed_writer_leaves_no_half_step__to_those_who_share_its_learner(mount
 
 
 @pytest.fixture
-def ahead(mounted):
+def ahead(start_mount):
     """A job of `a` and `b` in which `a` is a step ahead, so that its next step waits for `b`."""
 
     def start(**options):
-        mount = mounted(learners=2, **options)
+        options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, "learners": 2, **options}
+        mount = start_mount(**options)
         mount.join("a"), mount.join("b")
         mount.contribute(filled(mount, 0), learner="a")
         return mount, [os.open(mount.place("a") / "gradients", os.O_WRONLY) for _ in range(3)]
@@ -242,81 +242,3 @@ def test_killed_writer_leaves_no_half_step__whose_end_another_waits_for(ahead, s
     assert (weights[0], weights[BLOCK // 4]) == (counts, counts)
     for handle in [*rest, *([fd] if second == "fsync" else [])]:
         os.close(handle)
-
-
-def test_exactly_once__for_many_handles(mounted):
-    """Threads that write as one learner, each with handles of its own: what each was told is what counts."""
-    mount = mounted(learners=2)
-    mount.join("a"), mount.join("b")
-    gradients, hands, stop = mount.place("a") / "gradients", 4, threading.Event()
-    told, busy = [0] * hands, [0] * hands
-
-    def hand(rank):
-        for turn in range(150):
-            fd = os.open(gradients, os.O_WRONLY)
-            written = outcome(os.pwrite, fd, ONES, rank * BLOCK)
-            ends = [outcome(os.fsync, fd)] if turn % 3 == 0 else []
-            ends.append(outcome(os.close, fd))
-            if written == "done":
-                assert ends == ["done"] * len(ends), f"turn {turn}: written, then {ends}"
-                told[rank] += 1
-            else:
-                assert written == "EBUSY", written
-                busy[rank] += 1
-
-    def others():
-        while not stop.is_set():
-            others_contribute(mount)
-
-    threads = Threads()
-    other = threads.start(outcome, others)
-    try:
-        threads.run(*(lambda rank=rank: hand(rank) for rank in range(hands)))
-    finally:
-        stop.set()
-        mount.leave("b")
-    assert other.result(10) in ("done", "ENOTCONN", "ENOENT")
-    weights = array(mount.place("a") / "weights")[: hands * BLOCK // 4].reshape(hands, -1)
-    assert (weights == weights[:, :1]).all() and weights[:, 0].tolist() == told, busy
-    assert sum(told) > 50
-
-
-REFUSED = """
-fd = os.open(argv[0], os.O_RDWR)
-memory = memoryview(mmap.mmap(fd, 0)).cast("f")
-memory[5] = float("nan")
-goes_on = True
-def keep():
-    while goes_on:
-        try:
-            os.fsync(fd)
-        except OSError:
-            pass
-keeper = threading.Thread(target=keep)
-keeper.start()
-say("keeps on")
-wait()
-goes_on = False
-keeper.join()
-os._exit(0)
-"""
-
-
-def test_exactly_once__beside_a_mapping_that_is_refused(mounted):
-    """A program that ships NaN over and over spoils what another one writes as the same learner; it says so."""
-    mount = mounted()
-    gradients = mount.join("a") / "gradients"
-    refused = program(REFUSED, gradients)
-    hear(refused)
-    told, said = 0, set()
-    for _ in range(1000):
-        fd = os.open(gradients, os.O_WRONLY)
-        written = outcome(os.pwrite, fd, ONES, 0)
-        closed = outcome(os.close, fd)
-        told += written == closed == "done"
-        said |= {("write", written), ("close", closed)}
-    go(refused)
-    finish(refused)
-    weights = array(mount.place("a") / "weights")
-    assert (weights[: BLOCK // 4] == told).all() and weights.sum() == told * BLOCK // 4, said
-    assert told > 50 and said <= {(at, end) for at in ("write", "close") for end in ("done", "EBUSY", "EIO")}

@@ -252,11 +252,16 @@ impl<S: Clone> ShardCore<S> {
         let mut timed_out = |ticket, what| {
             actions.push(Action::Reply(ticket, Err(ShardError::TimedOut(what))));
         };
+        // Who has waited until now was not silent.
+        let mut alive = Vec::new();
         let mut kept = VecDeque::new();
         for pending in self.pending.drain(..) {
             if pending.deadline > now {
                 kept.push_back(pending);
                 continue;
+            }
+            if let PendingKind::Commit { contribution, .. } = &pending.kind {
+                alive.push(contribution.learner);
             }
             let what = match pending.kind {
                 PendingKind::Assign { .. } => "a contribution is still being written",
@@ -273,6 +278,7 @@ impl<S: Clone> ShardCore<S> {
         self.waiters.retain(|waiter| {
             let over = waiter.deadline <= now;
             if over {
+                alive.push(waiter.learner);
                 timed_out(waiter.ticket, "other learners have not contributed to this step");
             }
             !over
@@ -293,7 +299,11 @@ impl<S: Clone> ShardCore<S> {
             }
         }
         for learner in back {
+            alive.push(learner);
             self.take_back(learner, actions);
+        }
+        for learner in alive {
+            self.touch(learner, None, now);
         }
     }
 

@@ -189,3 +189,23 @@ fn the_table_of_learners_has_a_limit_and_names_are_taken_once() {
     }
     assert_eq!(sim.join("one more").unwrap_err(), ShardError::TooManyLearners(MAX_LEARNERS));
 }
+
+#[test]
+fn who_comes_again_after_a_timeout_stays_and_who_hangs_leaves() {
+    // `a` hangs in a contribution; `b` came in the middle of it and has to wait, less than a lease at a time.
+    let mut sim = Sim::new(&[("lease", "1"), ("min_learners", "1")]);
+    let a = sim.join("a").unwrap();
+    open(&mut sim, a);
+    let b = sim.join("b").unwrap();
+    for id in [a, b] {
+        sim.core.touch(id.0, Some(true), sim.now);
+    }
+    let (step, uid) = open(&mut sim, b);
+    for _ in 0..3 {
+        sim.commit(b.0, step, uid, (blocks([0]), blocks([0])), true, 600);
+        (0..4).for_each(|_| sim.tick(200));
+    }
+    assert_eq!(sim.left, [(a.0, LeaveReason::LeaseExpired)]);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[uid]), [Some(Version(1))]);
+}
