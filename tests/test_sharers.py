@@ -103,6 +103,23 @@ def test_fsync_or_close_is_the_only_success__for_each_handle_that_wrote(mounted,
             assert holds_what_was_taken(), f"told by {told_by}: the next one starts clean"
 
 
+def test_fsync_or_close_is_the_only_success__not_after_a_write_that_failed(mounted):
+    """Another handle's close reports the failure and drops the contribution; the one whose write failed hears of it too."""
+    mount = mounted()
+    gradients = mount.model / "gradients"
+    first, second = (os.open(gradients, os.O_WRONLY) for _ in range(2))
+    os.pwrite(first, ONES, 0)
+    with raises(errno.EINVAL):
+        os.pwrite(second, ONES * np.nan, BLOCK)
+    with raises(errno.EINVAL):
+        os.close(first)
+    with raises(errno.EIO):
+        os.close(second)
+    assert mount.version() == 0
+    mount.contribute(ONES)
+    assert mount.version() == 1
+
+
 def test_fsync_or_close_is_the_only_success__of_what_was_taken_before(mounted):
     """A loss concerns only those who wrote into what was lost."""
     mount = mounted()

@@ -3,6 +3,8 @@
 //! Blocks go round the shards in turn, so that a sequential write or read keeps all of them busy and shares
 //! differ by one block at most, whatever the size of the model. A shard that goes gives its blocks to the
 //! others evenly, one that comes takes an even part of everybody's; no other block moves. Pure.
+//!
+//! On one machine a model has one shard and no map; this is for those on several.
 
 use std::collections::BTreeMap;
 

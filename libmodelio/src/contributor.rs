@@ -53,7 +53,7 @@ pub enum Share {
     /// None.
     #[default]
     None,
-    /// The one of this number, as [`Contributor::write`] told.
+    /// The one of this number, as [`Contributor::write`] has told.
     Of(u64),
 }
 
@@ -270,7 +270,8 @@ impl Contributor {
     }
 
     /// Takes `data` at `offset`. Blocks that become complete go to the shard before this returns. `share` is what
-    /// the same program's last write returned, if its contribution has not ended for it.
+    /// the same program's writes have written into, if that has not ended for it; it is told by a write that fails,
+    /// too, once something of it was taken.
     ///
     /// # Errors
     /// [`ContributeError::Refused`], [`ContributeError::Busy`] and [`ContributeError::Dropped`] change nothing. A
@@ -278,19 +279,19 @@ impl Contributor {
     /// nowhere.
     pub fn write(
         &self,
-        share: Share,
+        share: &mut Share,
         offset: u64,
         data: &[u8],
         timeout: Duration,
-    ) -> Result<Share, ContributeError> {
+    ) -> Result<(), ContributeError> {
         if data.is_empty() {
-            return Ok(share);
+            return Ok(());
         }
         let mut pieces = PieceList::default();
-        let (step, staging, share) = {
+        let (step, staging) = {
             let mut guard = self.state.lock();
             let state = &mut *guard;
-            if state.has_dropped(share) {
+            if state.has_dropped(*share) {
                 return Err(ContributeError::Dropped);
             }
             if state.committing {
@@ -313,7 +314,8 @@ impl Contributor {
                     }
                 },
             };
-            (step, state.staging.clone(), Share::Of(state.number))
+            *share = Share::Of(state.number);
+            (step, state.staging.clone())
         };
         self.traffic.written.fetch_add(data.len() as u64, Ordering::Relaxed);
         let mut outcome = Ok(());
@@ -324,8 +326,7 @@ impl Contributor {
                 outcome = result;
             }
         });
-        outcome.map_err(ContributeError::from)?;
-        Ok(share)
+        outcome.map_err(ContributeError::from)
     }
 
     /// Called with the state locked: the shard answers an opening without answering anybody else.

@@ -86,9 +86,10 @@ impl Fs {
                     return Ok(contributor.store_mapped(offset, data)?);
                 }
                 contribution.note_writer(caller.tid);
-                let timeout = contribution.model.timeout();
-                contribution.set_share(contributor.write(contribution.share(), offset, data, timeout)?);
-                Ok(())
+                let mut share = contribution.share();
+                let outcome = contributor.write(&mut share, offset, data, contribution.model.timeout());
+                contribution.set_share(share);
+                Ok(outcome?)
             }
             Handle::Publish(publish) => {
                 publish.users.lock().note(caller.tid);

@@ -181,10 +181,20 @@ impl Fs {
             return done(self.open_file(&request));
         }
         let this = Arc::clone(self);
-        let open = move || done(this.open_file(&request));
-        // If there is no thread to be had, `done` goes with it, and with that the request fails with EIO.
+        let of_thread = Arc::new(Mutex::new(Some((request, done))));
+        let kept = Arc::clone(&of_thread);
+        let open = move || {
+            let taken = of_thread.lock().take();
+            if let Some((request, done)) = taken {
+                done(this.open_file(&request));
+            }
+        };
         if let Err(error) = std::thread::Builder::new().name("gradfs-open".into()).spawn(open) {
-            tracing::error!(%error, "no thread to open gradients");
+            tracing::warn!(%error, "no thread to open gradients: other requests wait for it");
+            let taken = kept.lock().take();
+            if let Some((request, done)) = taken {
+                done(self.open_file(&request));
+            }
         }
     }
 

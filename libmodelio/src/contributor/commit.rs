@@ -27,9 +27,9 @@ impl Contributor {
     /// Ends the contribution. `done` gets Ok once every block is taken for good; without anything
     /// written it gets Ok at once.
     ///
-    /// After a timeout, or [`Self::withdraw`], the contribution is still open: commit again, or [`Self::abort`]. A commit that the
-    /// shard had taken in spite of the timeout counts; committing again says so. After any other
-    /// error only [`Self::abort`] helps.
+    /// After a timeout, or [`Self::withdraw`], the contribution is still open: commit again, or
+    /// [`Self::abort`]. A commit that the shard had taken in spite of the timeout counts; committing again says
+    /// so. After any other error only [`Self::abort`] helps.
     ///
     /// `share` says what the caller wrote into. If others have ended that, it gets its outcome; if they are
     /// about to, it waits with them.

@@ -65,7 +65,7 @@ impl<S: Clone> ShardCore<S> {
         let superseded = ShardError::NotAllowed("the same commit was sent again".into());
         self.drop_pending_commit(learner, superseded, actions);
         let kind = PendingKind::Commit { contribution, lendable };
-        self.pending.push_back(Pending { ticket, since: now, deadline, kind });
+        self.pending.push_back(Pending { ticket, deadline, kind });
         self.advance(now, actions);
     }
 
@@ -177,7 +177,7 @@ impl<S: Clone> ShardCore<S> {
             return;
         }
         let kind = PendingKind::Assign { buffer, written };
-        self.pending.push_back(Pending { ticket, since: now, deadline, kind });
+        self.pending.push_back(Pending { ticket, deadline, kind });
         self.advance(now, actions);
     }
 

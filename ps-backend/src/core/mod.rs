@@ -237,7 +237,6 @@ struct Committed<S> {
 #[derive(Debug)]
 struct Pending<S> {
     ticket: Ticket,
-    since: Now,
     deadline: Now,
     kind: PendingKind<S>,
 }

@@ -154,7 +154,7 @@ impl<S: Clone> ShardCore<S> {
                 kept.push_back(pending);
                 continue;
             }
-            let Pending { ticket, since, deadline, kind } = pending;
+            let Pending { ticket, deadline, kind } = pending;
             match kind {
                 PendingKind::Commit { contribution, lendable } if self.takes_commit(contribution.learner) => {
                     if let Err(error) = self.check_fused(&contribution) {
@@ -175,7 +175,7 @@ impl<S: Clone> ShardCore<S> {
                         Err(error) => actions.push(Action::Reply(ticket, Err(error))),
                     }
                 }
-                kind => kept.push_back(Pending { ticket, since, deadline, kind }),
+                kind => kept.push_back(Pending { ticket, deadline, kind }),
             }
         }
         self.pending = kept;
@@ -224,11 +224,9 @@ impl<S: Clone> ShardCore<S> {
 
     fn accept(&mut self, ticket: (Ticket, Now), contribution: Contribution<S>, lendable: bool, now: Now) {
         let learner = contribution.learner;
-        if let Some(member) = self.members.get_mut(&learner) {
-            member.last_seen = now;
-        }
         let mut undo = None;
         if let Some(member) = self.members.get_mut(&learner) {
+            member.last_seen = now;
             member.step = member.step.next();
             member.unpublished = true;
             let open = std::mem::replace(&mut member.phase, Phase::Idle);

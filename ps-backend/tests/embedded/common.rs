@@ -94,7 +94,7 @@ impl Job {
 
 impl Learner {
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<(), ContributeError> {
-        self.writes.write(Share::None, offset as u64, data, LONG).map(drop)
+        self.writes.write(&mut Share::None, offset as u64, data, LONG)
     }
 
     pub fn commit(&self) -> Result<(), ContributeError> {
