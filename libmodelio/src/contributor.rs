@@ -436,7 +436,7 @@ pub fn request(channel: &dyn Channel, message: Message, timeout: Duration) -> Re
     );
     receiver
         .recv_timeout(timeout.saturating_add(Duration::from_secs(1)))
-        .unwrap_or(Err(ShardError::TimedOut("the shard did not answer")))
+        .unwrap_or(Err(ShardError::TimedOut("the shard did not answer".into())))
 }
 
 /// Pieces of one request, on the stack for all but outsized ones.

@@ -49,6 +49,19 @@ id!(
     /// Generation of a block map; a newer one fences an older one.
     Epoch(u64)
 );
+id!(
+    /// One life of a process that contributes or reads over a network: a mount's daemon, or a program that uses
+    /// the client library. Drawn at random when it starts.
+    ClientId(u64)
+);
+id!(
+    /// One piece of work that a model's lead has its shards do: add up, make a version. Never used twice.
+    PlanId(u64)
+);
+id!(
+    /// One life of a model name: one that is deleted and created again is another model.
+    Generation(u64)
+);
 
 impl Version {
     /// The version after this one.

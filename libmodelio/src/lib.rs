@@ -12,3 +12,4 @@ pub mod ranges;
 pub mod safetensors_file;
 pub mod tracker;
 pub mod transport;
+pub mod wire;

@@ -101,7 +101,7 @@ impl Publisher {
             while state.in_flight > 0 {
                 if self.idle.wait_until(&mut state, deadline).timed_out() {
                     drop(state);
-                    return done(Err(ShardError::TimedOut("writes are still in flight")));
+                    return done(Err(ShardError::TimedOut("writes are still in flight".into())));
                 }
             }
             state.sealed = true;

@@ -4,11 +4,13 @@
 //! Code above this seam never asks which transport it is on. In process, a region of the shard is
 //! the same memory, so nothing moves; over a network the same calls become pushes and pulls.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
+use serde::{Deserialize, Serialize};
 
 use crate::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use crate::mmap::Mapping;
@@ -177,7 +179,7 @@ pub enum Message {
 }
 
 /// Why a learner left.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum LeaveReason {
     /// It asked to (rmdir).
     Asked,
@@ -249,7 +251,7 @@ pub trait Channel: Send + Sync {
 }
 
 /// What a shard refuses, and why. State is unchanged by a refused request.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum ShardError {
     /// The learner is not (or no longer) in the job, or in another life.
     #[error("learner {0} is no longer in the job: join again (mkdir learners/<id>)")]
@@ -292,7 +294,7 @@ pub enum ShardError {
     },
     /// The deadline passed.
     #[error("no answer before the deadline: {0}")]
-    TimedOut(&'static str),
+    TimedOut(Cow<'static, str>),
     /// The commit was withdrawn before it was taken.
     #[error("interrupted before the contribution was taken")]
     Interrupted,

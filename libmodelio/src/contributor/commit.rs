@@ -81,7 +81,7 @@ impl Contributor {
             let deadline = Instant::now() + timeout;
             while state.tracker.is_busy() {
                 if self.idle.wait_until(&mut state, deadline).timed_out() && state.tracker.is_busy() {
-                    return Err(ShardError::TimedOut("writes are still in flight").into());
+                    return Err(ShardError::TimedOut("writes are still in flight".into()).into());
                 }
             }
             // Somebody else's commit or abort may have come first.
@@ -213,7 +213,7 @@ impl Contributor {
             if self.idle.wait_until(&mut state, deadline).timed_out() && state.tracker.is_busy() {
                 // Its bytes may still come: the region cannot be used again before.
                 let what = "a write of the dropped contribution is stuck";
-                state.failed = Some(ShardError::TimedOut(what));
+                state.failed = Some(ShardError::TimedOut(what.into()));
                 tracing::error!(learner = %self.learner, what);
                 return;
             }

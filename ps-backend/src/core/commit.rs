@@ -249,8 +249,8 @@ impl<S: Clone> ShardCore<S> {
     }
 
     fn expire_requests(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        let mut timed_out = |ticket, what| {
-            actions.push(Action::Reply(ticket, Err(ShardError::TimedOut(what))));
+        let mut timed_out = |ticket, what: &'static str| {
+            actions.push(Action::Reply(ticket, Err(ShardError::TimedOut(what.into()))));
         };
         // Who has waited until now was not silent.
         let mut alive = Vec::new();

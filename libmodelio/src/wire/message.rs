@@ -1,0 +1,438 @@
+//! What is said on a connection. `docs/protocol.md` has the tables, `docs/network.md` the conversations.
+//!
+//! A message is a frame's body, encoded with postcard (little-endian, varints). What is bulk (bytes of blocks, a
+//! model's header, long lists) is the frame's payload and not in here. Requests carry a number in the frame's header
+//! that the answer repeats; what nobody asked for has the number 0.
+//!
+//! Everything that a peer may have to send twice can be sent twice: it names what it is about, and the second time
+//! changes nothing.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{
+    BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
+};
+use crate::transport::{LeaveReason, ShardError};
+
+/// Blocks of the model, as sorted, disjoint, non-adjacent ranges of block numbers.
+pub type BlockRanges = Vec<Range<u32>>;
+
+/// What a connection is for. The first frame says so and it does not change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Role {
+    /// A client's requests to a model's lead, and the lead's notices to it.
+    Control,
+    /// A client's blocks to and from one shard of a model.
+    Data,
+    /// A model's lead to one of its shards.
+    Lead,
+    /// Creating, deleting, draining, asking for status; the registry.
+    Admin,
+}
+
+/// A message.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Message {
+    // -- the connection
+    /// The first frame of whoever connects.
+    Hello {
+        /// [`super::Protocol`] number.
+        protocol: u16,
+        /// What the connection is for.
+        role: Role,
+        /// The model; empty for [`Role::Admin`].
+        model: String,
+        /// Which life of the model, as the registry says; 0 for [`Role::Admin`].
+        generation: Generation,
+        /// Who.
+        client: ClientId,
+    },
+    /// The answer to it.
+    Welcome {
+        /// [`super::Protocol`] number.
+        protocol: u16,
+        /// Which shard answers.
+        shard: ShardId,
+        /// Of the block map.
+        epoch: Epoch,
+        /// Longest silence on this connection, in milliseconds, before it is taken for dead.
+        silence_ms: u32,
+    },
+    /// A request is refused, and has changed nothing. After a hello the connection ends.
+    Refused(Refusal),
+    /// A request without a result was carried out.
+    Done,
+    /// Nothing to say but that the peer lives.
+    Ping,
+    /// The answer to it.
+    Pong,
+
+    // -- a client to the lead
+    /// A learner joins. Answered by `Joined`.
+    Join {
+        /// As in `learners/<name>`.
+        name: String,
+    },
+    /// It has.
+    Joined {
+        /// Its number.
+        learner: LearnerId,
+        /// Its life.
+        incarnation: Incarnation,
+    },
+    /// A learner leaves. Answered by `Done`.
+    Leave {
+        /// Who.
+        learner: LearnerId,
+        /// Why.
+        reason: LeaveReason,
+    },
+    /// The first write of a contribution. Answered by `Opened`.
+    Open {
+        /// Who.
+        learner: LearnerId,
+    },
+    /// Which step it is.
+    Opened {
+        /// The step.
+        step: Step,
+        /// The last contribution's payload is still needed: keep this one elsewhere.
+        staging_lent: bool,
+    },
+    /// A contribution is complete and waits at the client. Answered by `Done` when its blocks are at the shards.
+    Commit {
+        /// Who.
+        learner: LearnerId,
+        /// Which of its steps.
+        step: Step,
+        /// Blocks that it holds; others count as zero.
+        blocks: BlockRanges,
+    },
+    /// The open contribution is dropped. Answered by `Done`.
+    Abort {
+        /// Who.
+        learner: LearnerId,
+    },
+    /// Nobody waits for the commit any more. Answered by `Done`.
+    Withdraw {
+        /// Who.
+        learner: LearnerId,
+    },
+    /// Answered by `At` when a version holds the learner's last committed step.
+    AwaitStep {
+        /// Who.
+        learner: LearnerId,
+    },
+    /// The newest version.
+    At(Version),
+    /// Signs of life of learners. Not answered.
+    Touch {
+        /// Who.
+        learners: Vec<LearnerId>,
+        /// Whether living processes are known to use them.
+        attached: bool,
+    },
+    /// Changes one setting. Answered by `Done`.
+    SetControl {
+        /// As in `control/<name>`.
+        name: String,
+        /// As written to it.
+        value: String,
+    },
+    /// New weights wait at the client: publish them. Answered by `Done` when they are a version.
+    Assign {
+        /// The client's name for them.
+        token: u64,
+        /// Blocks that hold them, complete.
+        blocks: BlockRanges,
+    },
+    /// Nobody waits for them any more. Answered by `Done`.
+    WithdrawAssign {
+        /// Which.
+        token: u64,
+    },
+    /// Up to this number the client has had every answer, and will not ask again. Not answered.
+    Heard {
+        /// The number.
+        request: u64,
+    },
+
+    // -- the lead to a client, unasked (request 0); each says how things are, so the newest counts
+    /// The state of the job, after a welcome and whenever it changes.
+    State(JobState),
+    /// Send the sum of these contributions of yours to the shards, under this plan. Sent again until the plan is
+    /// over or a shard has it all.
+    Grant {
+        /// The plan.
+        plan: PlanId,
+        /// What is to be sent.
+        payload: Granted,
+    },
+    /// The plan is over; nothing of it need be sent any more.
+    Over {
+        /// The plan.
+        plan: PlanId,
+    },
+    /// A learner is no longer in the job.
+    Left {
+        /// Who.
+        learner: LearnerId,
+        /// Why.
+        reason: LeaveReason,
+    },
+
+    // -- a client to a shard
+    /// One block of what was granted. The payload is the block as it lies in the model or, if it is `wide`, with its
+    /// reducible elements as fp32: sums of several half-precision contributions. Not answered.
+    Push {
+        /// Under which plan.
+        plan: PlanId,
+        /// Which block of the model.
+        block: BlockId,
+        /// See above.
+        wide: bool,
+    },
+    /// The client has sent all that it has for this plan. Answered by `Missing`.
+    Probe {
+        /// The plan.
+        plan: PlanId,
+    },
+    /// Blocks of the client that the shard still wants; none when it has them all, or the plan is over.
+    Missing {
+        /// The plan.
+        plan: PlanId,
+        /// Which.
+        blocks: BlockRanges,
+    },
+    /// Send the blocks of this range that this shard owns. Answered by a `Block` for each, in order, or by one
+    /// refusal.
+    Pull {
+        /// Of which version.
+        version: Version,
+        /// Which.
+        blocks: Range<u32>,
+    },
+    /// One of them, as the payload.
+    Block {
+        /// Which version's.
+        version: Version,
+        /// Which.
+        block: BlockId,
+    },
+
+    // -- the lead to a shard
+    /// Gather blocks. Answered by `Ready` when all are there and computed, or by `Spoilt`.
+    Start(Plan),
+    /// It is.
+    Ready {
+        /// The plan.
+        plan: PlanId,
+    },
+    /// A contribution holds NaN or Inf that is to be refused. The plan ends.
+    Spoilt {
+        /// The plan.
+        plan: PlanId,
+        /// Whose.
+        client: ClientId,
+        /// Where.
+        block: BlockId,
+    },
+    /// What the plan has computed counts from now on: it is the newest version, or part of what later plans add
+    /// to. Answered by `Done`.
+    Conclude {
+        /// The plan.
+        plan: PlanId,
+    },
+    /// The plan is given up; what it has computed is void. Answered by `Done`.
+    Drop {
+        /// The plan.
+        plan: PlanId,
+    },
+
+    // -- administration
+    /// Make room for this shard's part of a model. The payload is a [`super::ModelRecord`]. Answered by `Done`.
+    Create,
+    /// A block of version 0, as the payload. Not answered.
+    Load {
+        /// Of which life of the model.
+        generation: Generation,
+        /// Which block.
+        block: BlockId,
+    },
+    /// All blocks were sent. Answered by `Done` if they are there.
+    Loaded {
+        /// Of which life of the model.
+        generation: Generation,
+    },
+    /// Forget the model. Answered by `Done`.
+    Delete {
+        /// The model.
+        model: String,
+        /// Which life of it.
+        generation: Generation,
+    },
+    /// Answered by `Text`: JSON.
+    Status,
+    /// The answer, as the payload: UTF-8.
+    Text,
+    /// To the registry.
+    Registry(super::RegistryRequest),
+    /// From it; long records are the payload.
+    Registered(super::RegistryAnswer),
+}
+
+/// What a client needs to know of a job.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct JobState {
+    /// The newest version.
+    pub version: Version,
+    /// Counts the changes of the job's settings.
+    pub settings: u64,
+    /// Every setting's name and text, where the client may not have them yet.
+    pub controls: Vec<(String, String)>,
+    /// `forming`, `running`, `reducing` or `stopped`.
+    pub state: String,
+    /// The client's own learners.
+    pub learners: Vec<LearnerState>,
+    /// Learners in the job, everybody's.
+    pub members: u32,
+    /// Of them, those whose contribution to the coming version is in.
+    pub committed: u32,
+    /// Contributions that are part of a version.
+    pub contributions: u64,
+}
+
+/// One learner of a client.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LearnerState {
+    /// Its number.
+    pub learner: LearnerId,
+    /// Its life.
+    pub incarnation: Incarnation,
+    /// Its last committed step.
+    pub step: Step,
+    /// That step waits for its version.
+    pub unpublished: bool,
+    /// The version that its last published step is part of.
+    pub published_in: Version,
+}
+
+/// What a grant is for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Granted {
+    /// The sum of these learners' committed steps, added in this order.
+    Contributions(Vec<(LearnerId, Step)>),
+    /// The new weights of this token.
+    Weights(u64),
+}
+
+/// What a shard is to gather and compute.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Plan {
+    /// Its name.
+    pub plan: PlanId,
+    /// The version that it starts from: what the shard has computed for the plan before this one is concluded
+    /// first, if that makes it.
+    pub base: Version,
+    /// What becomes of the blocks.
+    pub work: Work,
+    /// Who sends which blocks, in the order in which they are added where that is to be kept.
+    pub sources: Vec<PlanSource>,
+    /// Blocks are added in the order of `sources`, and not as they come.
+    pub ordered: bool,
+    /// A contribution with NaN or Inf is refused.
+    pub reject_nonfinite: bool,
+}
+
+/// What becomes of the blocks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Work {
+    /// They are added up, together with what earlier plans of this version have added up.
+    Add,
+    /// The next version is made from their sum, and what earlier plans of this version have added up.
+    Reduce {
+        /// Reducer, hyper-parameters and counts: `ps_backend::reducer::Step` as JSON.
+        step: String,
+        /// Optimizer state starts from zero.
+        fresh_state: bool,
+    },
+}
+
+/// One client's part of a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlanSource {
+    /// Who.
+    pub client: ClientId,
+    /// The blocks that it sends.
+    pub blocks: BlockRanges,
+}
+
+/// Why a request is refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+pub enum Refusal {
+    /// As an in-process shard would.
+    #[error(transparent)]
+    Shard(#[from] ShardError),
+    /// Another protocol.
+    #[error(
+        "the peer speaks protocol {got}, this is protocol {expected}: use the same release on both sides"
+    )]
+    Protocol {
+        /// This end's.
+        expected: u16,
+        /// The peer's.
+        got: u16,
+    },
+    /// No such model here.
+    #[error("there is no model {0:?} on this shard")]
+    NoModel(String),
+    /// The model was deleted and created again.
+    #[error("model {model:?} is of generation {expected}, not {got}: it was created again")]
+    Generation {
+        /// Which.
+        model: String,
+        /// This end's.
+        expected: Generation,
+        /// The peer's.
+        got: Generation,
+    },
+    /// The model exists.
+    #[error("there is already a model {0:?}: delete it first")]
+    Exists(String),
+    /// Another block map.
+    #[error("the request is of block map {got}, the shard's is {expected}: fetch the new map")]
+    Epoch {
+        /// This end's.
+        expected: Epoch,
+        /// The peer's.
+        got: Epoch,
+    },
+    /// A block that the shard does not own.
+    #[error("block {block} is not one of this shard's")]
+    NotMine {
+        /// Which.
+        block: BlockId,
+    },
+    /// The version is no longer, or not yet, here.
+    #[error("version {wanted} is not here; version {newest} is the newest")]
+    NoVersion {
+        /// Asked for.
+        wanted: Version,
+        /// There is.
+        newest: Version,
+    },
+    /// The message does not belong on this connection.
+    #[error("{what} does not belong on this connection")]
+    Role {
+        /// The message's name.
+        what: String,
+    },
+    /// Another setting.
+    #[error("{0}")]
+    Control(String),
+    /// Anything else.
+    #[error("{0}")]
+    Other(String),
+}

@@ -1,0 +1,103 @@
+//! What a registry knows, and how it is asked: which shards there are, and which models.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{Epoch, Generation, ShardId};
+
+/// A shard that has announced itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardRecord {
+    /// Its number, as long as it announces itself from the same address.
+    pub shard: ShardId,
+    /// Where it listens, `host:port`.
+    pub address: String,
+    /// Which machine it runs on (boot ID and network namespace), so that a client on the same one knows.
+    pub host: String,
+    /// It takes no new models, and its blocks are moving elsewhere.
+    pub draining: bool,
+}
+
+/// A model, its layout and who owns which block.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelRecord {
+    /// Its name.
+    pub name: String,
+    /// Which life of that name.
+    pub generation: Generation,
+    /// Tensors in the order of the layout: name, element type as safetensors spells it, shape.
+    pub tensors: Vec<(String, String, Vec<u64>)>,
+    /// `__metadata__` of the file it came from.
+    pub metadata: BTreeMap<String, String>,
+    /// Bytes of a block.
+    pub block_size: u32,
+    /// Of the block map.
+    pub epoch: Epoch,
+    /// The block map: runs of blocks with their owner, in order.
+    pub owners: Vec<(ShardId, u32)>,
+    /// The shard that makes the job's decisions.
+    pub lead: ShardId,
+    /// Settings that it was created with.
+    pub controls: Vec<(String, String)>,
+    /// Its blocks are all at their shards.
+    pub ready: bool,
+}
+
+/// A question to the registry, or an order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RegistryRequest {
+    /// A shard is there, and says so again before its lease is over. Answered by `Shard`.
+    Announce {
+        /// Its record; the number is what it was told before, or 0.
+        record: ShardRecord,
+        /// Silence after which it is gone, in milliseconds.
+        lease_ms: u32,
+    },
+    /// It goes. Answered by `Done`.
+    Withdraw {
+        /// Which.
+        shard: ShardId,
+    },
+    /// A shard is to take no new models. Answered by `Done`.
+    Drain {
+        /// Which.
+        shard: ShardId,
+    },
+    /// Which shards are there? Answered by `Shards`.
+    Shards,
+    /// Which models are there? Answered by `Models`.
+    Models,
+    /// What is this one? Answered by `Model` with the record as the payload.
+    Model {
+        /// Its name.
+        name: String,
+    },
+    /// A new model, or the new state of one, as the payload. Answered by `Done`.
+    Put {
+        /// The epoch of the record that it replaces; `None` if there must not be one of that name.
+        replaces: Option<Epoch>,
+    },
+    /// Forget a model. Answered by `Done`.
+    Delete {
+        /// Its name.
+        name: String,
+        /// Which life of it.
+        generation: Generation,
+    },
+}
+
+/// What the registry answers.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RegistryAnswer {
+    /// The shard's number.
+    Shard(ShardId),
+    /// All shards whose lease is not over.
+    Shards(Vec<ShardRecord>),
+    /// Names, by the alphabet.
+    Models(Vec<String>),
+    /// The payload is a [`ModelRecord`].
+    Model,
+    /// It is done.
+    Done,
+}
