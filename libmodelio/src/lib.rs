@@ -1,6 +1,7 @@
 //! Model layout, contribution tracking and transports of gradfs.
 
 pub mod block_map;
+pub mod client;
 pub mod contributor;
 pub mod dtype;
 pub mod ids;

@@ -81,6 +81,8 @@ pub enum Message {
         learner: LearnerId,
         /// Its life.
         incarnation: Incarnation,
+        /// States from this number on name it.
+        since: u64,
     },
     /// A learner leaves. Answered by `Done`.
     Leave {
@@ -109,6 +111,8 @@ pub enum Message {
         step: Step,
         /// Blocks that it holds; others count as zero.
         blocks: BlockRanges,
+        /// For how long it may wait to be taken, in milliseconds.
+        timeout_ms: u32,
     },
     /// The open contribution is dropped. Answered by `Done`.
     Abort {
@@ -120,13 +124,6 @@ pub enum Message {
         /// Who.
         learner: LearnerId,
     },
-    /// Answered by `At` when a version holds the learner's last committed step.
-    AwaitStep {
-        /// Who.
-        learner: LearnerId,
-    },
-    /// The newest version.
-    At(Version),
     /// Signs of life of learners. Not answered.
     Touch {
         /// Who.
@@ -147,11 +144,23 @@ pub enum Message {
         token: u64,
         /// Blocks that hold them, complete.
         blocks: BlockRanges,
+        /// For how long it may wait to be begun, in milliseconds.
+        timeout_ms: u32,
     },
     /// Nobody waits for them any more. Answered by `Done`.
     WithdrawAssign {
         /// Which.
         token: u64,
+    },
+    /// A contribution that was granted holds NaN or Inf that is to be refused, as the client has found when it
+    /// added it to others. Not answered; repeated with the grant.
+    Unfit {
+        /// The plan.
+        plan: PlanId,
+        /// Whose.
+        learner: LearnerId,
+        /// Where.
+        block: BlockId,
     },
     /// Up to this number the client has had every answer, and will not ask again. Not answered.
     Heard {
@@ -286,6 +295,8 @@ pub enum Message {
 /// What a client needs to know of a job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct JobState {
+    /// Rises with every state that the lead tells this client: an older one that comes late is told apart.
+    pub sequence: u64,
     /// The newest version.
     pub version: Version,
     /// Counts the changes of the job's settings.
@@ -342,8 +353,6 @@ pub struct Plan {
     pub sources: Vec<PlanSource>,
     /// Blocks are added in the order of `sources`, and not as they come.
     pub ordered: bool,
-    /// A contribution with NaN or Inf is refused.
-    pub reject_nonfinite: bool,
 }
 
 /// What becomes of the blocks.
@@ -367,6 +376,8 @@ pub struct PlanSource {
     pub client: ClientId,
     /// The blocks that it sends.
     pub blocks: BlockRanges,
+    /// NaN and Inf in them are refused. Not for sums of several learners: those have been looked at one by one.
+    pub check: bool,
 }
 
 /// Why a request is refused.

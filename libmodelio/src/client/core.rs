@@ -1,0 +1,722 @@
+//! The client's side of a job on a network: requests to the lead, what is to be pushed and pulled, what has to be
+//! said again. Pure: events and `now` go in, actions come out; no bytes, no socket, no clock.
+//!
+//! Blocks move when the edge asks for work ([`ClientCore::next_push`], [`ClientCore::next_pull`]), as fast as its
+//! connections take it. Nothing relies on a connection: what was lost is found missing, and sent or asked for again.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::Duration;
+
+use fixedbitset::FixedBitSet;
+
+use crate::block_map::BlockMap;
+use crate::ids::{BlockId, LearnerId, PlanId, ShardId, Step, Version};
+use crate::transport::{LeaveReason, ShardError};
+use crate::wire::{Granted, JobState, LearnerState, Message, Refusal};
+
+/// Time since the client started.
+pub type Now = Duration;
+
+/// The edge's name for a request.
+pub type Token = u64;
+
+/// Index of a shard in the block map's order.
+pub type Part = usize;
+
+/// After such a silence a request is sent again, a push looked after, a pull asked for again.
+const PATIENCE: Duration = Duration::from_millis(1000);
+
+/// Blocks that one pull request asks for.
+const PULL_BLOCKS: usize = 4;
+
+/// What the edge has to do.
+#[derive(Debug, PartialEq)]
+pub enum Action {
+    /// Send to the lead, under this number.
+    ToLead(u64, Message),
+    /// Send to a shard.
+    ToShard(Part, Message),
+    /// There may be something to push to this shard, or to pull from it.
+    Wake(Part),
+    /// The outcome of a request: an answer of the kind that it asks for.
+    Answer(Token, Result<Message, Refusal>),
+    /// The outcome of [`ClientCore::await_step`].
+    Awaited(Token, Result<Version, ShardError>),
+    /// The payload of this contribution is no longer needed.
+    Release(LearnerId, Step),
+    /// The state of the job has changed.
+    State,
+    /// A learner of this client is no longer in the job.
+    Left(LearnerId, LeaveReason),
+    /// All blocks of this version are in the buffer: show it, then call [`ClientCore::shown`].
+    Pulled(Version),
+}
+
+/// Where a learner's last commit is, as far as this client can show it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LastCommit {
+    /// It is not in a version, or that version is not here yet.
+    Waits,
+    /// Part of this version; 0 before the first one.
+    In(Version),
+}
+
+#[derive(Debug)]
+struct Request {
+    token: Token,
+    message: Message,
+    deadline: Now,
+    sent: Option<Now>,
+}
+
+/// What is being sent for a plan.
+#[derive(Debug)]
+struct Outgoing {
+    plan: PlanId,
+    payload: Granted,
+    parts: Vec<Sending>,
+}
+
+#[derive(Debug)]
+struct Sending {
+    /// Blocks that are to be sent.
+    todo: FixedBitSet,
+    /// From here on.
+    at: usize,
+    /// The shard has all of it.
+    done: bool,
+    /// When something was last sent or asked.
+    moved: Now,
+}
+
+#[derive(Debug)]
+struct Pull {
+    version: Version,
+    parts: Vec<Receiving>,
+    left: usize,
+}
+
+#[derive(Debug)]
+struct Receiving {
+    missing: FixedBitSet,
+    /// Of them, those that were asked for.
+    asked: FixedBitSet,
+    moved: Now,
+}
+
+#[derive(Debug)]
+struct StepWait {
+    token: Token,
+    learner: LearnerId,
+    deadline: Now,
+}
+
+/// One client of one model.
+#[derive(Debug)]
+pub struct ClientCore {
+    blocks: usize,
+    shards: Vec<ShardId>,
+    /// By part: its blocks.
+    owned: Vec<FixedBitSet>,
+    lead_up: bool,
+    shard_up: Vec<bool>,
+    requests: BTreeMap<u64, Request>,
+    next_request: u64,
+    /// What the lead was last told that the client has heard.
+    heard: u64,
+    state: JobState,
+    /// With the number of the first state that names each.
+    learners: BTreeMap<LearnerId, (LearnerState, u64)>,
+    /// Last steps whose commit was answered with success, which the state may not show yet.
+    committed: BTreeMap<LearnerId, Step>,
+    /// Blocks of the contributions that may have to be sent.
+    held: BTreeMap<(LearnerId, Step), FixedBitSet>,
+    /// The same for new weights.
+    weights: BTreeMap<u64, FixedBitSet>,
+    outgoing: Option<Outgoing>,
+    /// The newest plan that is over.
+    over: PlanId,
+    shown: Version,
+    pull: Option<Pull>,
+    /// Blocks of the pull's version that are landing at this moment.
+    landing: u32,
+    waits: Vec<StepWait>,
+}
+
+impl ClientCore {
+    /// A client that shows `shown`, of a model striped by `map`.
+    pub fn new(map: &BlockMap, shown: Version) -> ClientCore {
+        let shards: Vec<ShardId> = map.shares().into_keys().collect();
+        let blocks = map.blocks() as usize;
+        let owned: Vec<FixedBitSet> = shards
+            .iter()
+            .map(|&shard| {
+                let mut mine = FixedBitSet::with_capacity(blocks);
+                mine.extend(map.blocks_of(shard).map(BlockId::index));
+                mine
+            })
+            .collect();
+        ClientCore {
+            blocks,
+            lead_up: false,
+            shard_up: vec![false; shards.len()],
+            owned,
+            shards,
+            requests: BTreeMap::new(),
+            next_request: 1,
+            heard: 0,
+            state: JobState::default(),
+            learners: BTreeMap::new(),
+            committed: BTreeMap::new(),
+            held: BTreeMap::new(),
+            weights: BTreeMap::new(),
+            outgoing: None,
+            over: PlanId(0),
+            shown,
+            pull: None,
+            landing: 0,
+            waits: Vec::new(),
+        }
+    }
+
+    /// The shards in the order of [`Part`]s.
+    pub fn shards(&self) -> &[ShardId] {
+        &self.shards
+    }
+
+    /// The job as the lead last told it.
+    pub fn state(&self) -> &JobState {
+        &self.state
+    }
+
+    /// The version that the client shows.
+    pub fn version(&self) -> Version {
+        self.shown
+    }
+
+    /// Whether `learner` is one of this client's and in the job.
+    pub fn has_learner(&self, learner: LearnerId) -> bool {
+        self.learners.contains_key(&learner)
+    }
+
+    /// Where the last commit of `learner` is.
+    pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
+        let committed = self.committed.get(&learner).copied().unwrap_or_default();
+        match self.learners.get(&learner) {
+            None => LastCommit::In(Version(0)),
+            Some((known, _)) if known.step < committed || known.unpublished => LastCommit::Waits,
+            Some((known, _)) if known.published_in > self.shown => LastCommit::Waits,
+            Some((known, _)) => LastCommit::In(known.published_in),
+        }
+    }
+
+    // -- requests
+
+    /// Sends a request; it is answered once, before `deadline`.
+    pub fn request(
+        &mut self,
+        token: Token,
+        message: Message,
+        deadline: Now,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        match &message {
+            Message::Commit { learner, step, blocks, .. } => {
+                self.release_older(*learner, *step, actions);
+                self.held.insert((*learner, *step), self.bits(blocks));
+            }
+            Message::Assign { token, blocks, .. } => {
+                self.weights.insert(*token, self.bits(blocks));
+            }
+            _ => {}
+        }
+        let id = self.next_request;
+        self.next_request += 1;
+        let sent = self.lead_up.then_some(now);
+        if self.lead_up {
+            actions.push(Action::ToLead(id, message.clone()));
+        }
+        self.requests.insert(id, Request { token, message, deadline, sent });
+    }
+
+    /// Sends what is not answered.
+    pub fn notify(&mut self, message: Message, actions: &mut Vec<Action>) {
+        if self.lead_up {
+            actions.push(Action::ToLead(0, message));
+        }
+    }
+
+    /// Answered when the client shows a version that holds the last commit of `learner`.
+    pub fn await_step(
+        &mut self,
+        token: Token,
+        learner: LearnerId,
+        deadline: Now,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        self.waits.push(StepWait { token, learner, deadline });
+        self.answer_waits(now, actions);
+    }
+
+    fn answer_waits(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let stopped = self.stopped();
+        let mut waits = std::mem::take(&mut self.waits);
+        waits.retain(|wait| {
+            let result = match self.last_commit(wait.learner) {
+                _ if !self.learners.contains_key(&wait.learner) => {
+                    Err(ShardError::UnknownLearner(wait.learner))
+                }
+                LastCommit::In(_) => Ok(self.shown),
+                LastCommit::Waits if wait.deadline <= now => {
+                    Err(ShardError::TimedOut("other learners have not contributed to this step".into()))
+                }
+                LastCommit::Waits => match &stopped {
+                    Some(stopped) => Err(stopped.clone()),
+                    None => return true,
+                },
+            };
+            actions.push(Action::Awaited(wait.token, result));
+            false
+        });
+        self.waits.append(&mut waits);
+    }
+
+    /// Why requests fail just now, if the job is stopped.
+    pub fn stopped(&self) -> Option<ShardError> {
+        let needed = self.state.controls.iter().find(|(name, _)| name == "min_learners");
+        let needed = needed.and_then(|(_, value)| value.parse().ok()).unwrap_or(1);
+        (self.state.state == "stopped")
+            .then_some(ShardError::Stopped { active: self.state.members, needed })
+    }
+
+    fn bits(&self, ranges: &[Range<u32>]) -> FixedBitSet {
+        let mut bits = FixedBitSet::with_capacity(self.blocks);
+        for range in ranges {
+            bits.insert_range((range.start as usize).min(self.blocks)..(range.end as usize).min(self.blocks));
+        }
+        bits
+    }
+
+    fn release(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
+        if self.held.remove(&(learner, step)).is_some() {
+            actions.push(Action::Release(learner, step));
+        }
+    }
+
+    /// Payload of steps before `step` is no longer needed: the lead has moved on.
+    fn release_older(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
+        let old: Vec<Step> = self.held.range((learner, Step(0))..(learner, step)).map(|(&(_, step), _)| step).collect();
+        for step in old {
+            self.release(learner, step, actions);
+        }
+    }
+
+    // -- what comes from the lead
+
+    /// The connection to the lead is there: what is not answered is sent (again).
+    pub fn lead_up(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.lead_up = true;
+        for (&id, request) in &mut self.requests {
+            request.sent = Some(now);
+            actions.push(Action::ToLead(id, request.message.clone()));
+        }
+    }
+
+    /// It is gone.
+    pub fn lead_down(&mut self) {
+        self.lead_up = false;
+    }
+
+    /// A message from the lead.
+    pub fn from_lead(&mut self, request: u64, message: Message, now: Now, actions: &mut Vec<Action>) {
+        match message {
+            _ if request != 0 => self.answered(request, message, now, actions),
+            Message::State(state) => self.take_state(state, now, actions),
+            Message::Grant { plan, payload } => self.granted(plan, payload, now, actions),
+            Message::Over { plan } => self.plan_over(plan),
+            Message::Left { learner, reason } => self.learner_left(learner, reason, now, actions),
+            // A lead sends nothing else unasked; what a later one may send means nothing here.
+            _ => {}
+        }
+    }
+
+    fn answered(&mut self, id: u64, answer: Message, now: Now, actions: &mut Vec<Action>) {
+        let Some(request) = self.requests.remove(&id) else { return };
+        let result = match answer {
+            Message::Refused(refusal) => Err(refusal),
+            answer => Ok(answer),
+        };
+        match (&request.message, &result) {
+            (Message::Join { .. }, Ok(Message::Joined { learner, incarnation, since })) => {
+                let new = LearnerState {
+                    learner: *learner,
+                    incarnation: *incarnation,
+                    step: Step(0),
+                    unpublished: false,
+                    published_in: Version(0),
+                };
+                self.learners.entry(*learner).or_insert((new, *since));
+            }
+            (Message::Open { learner }, Ok(Message::Opened { step, staging_lent: false })) => {
+                self.release_older(*learner, *step, actions);
+            }
+            (Message::Commit { learner, step, .. }, Ok(_)) => {
+                self.committed.insert(*learner, *step);
+                self.release(*learner, *step, actions);
+            }
+            // Taken or not, that is not said: it may yet be asked for.
+            (Message::Commit { .. }, Err(Refusal::Shard(ShardError::TimedOut(_)))) => {}
+            (Message::Commit { learner, step, .. }, Err(_)) => self.release(*learner, *step, actions),
+            (Message::Assign { token, .. }, _) => {
+                self.weights.remove(token);
+            }
+            (Message::Leave { learner, reason }, Ok(_)) => self.learner_left(*learner, *reason, now, actions),
+            _ => {}
+        }
+        actions.push(Action::Answer(request.token, result));
+        self.answer_waits(now, actions);
+    }
+
+    fn take_state(&mut self, mut state: JobState, now: Now, actions: &mut Vec<Action>) {
+        if state.sequence <= self.state.sequence {
+            return;
+        }
+        if state.controls.is_empty() {
+            state.controls = std::mem::take(&mut self.state.controls);
+        }
+        let named: BTreeMap<LearnerId, LearnerState> =
+            state.learners.iter().map(|learner| (learner.learner, learner.clone())).collect();
+        let mut gone = Vec::new();
+        for (learner, (known, since)) in &mut self.learners {
+            match named.get(learner) {
+                Some(new) => *known = new.clone(),
+                // It has left, and word of that was lost.
+                None if state.sequence >= *since => gone.push(*learner),
+                None => {}
+            }
+        }
+        for learner in gone {
+            self.learner_left(learner, LeaveReason::LeaseExpired, now, actions);
+        }
+        let joining = self.requests.values().any(|request| matches!(request.message, Message::Join { .. }));
+        if !joining {
+            // One whose join was given up here has joined after all: nobody would ever use it.
+            let strays: Vec<LearnerId> =
+                named.keys().copied().filter(|learner| !self.learners.contains_key(learner)).collect();
+            for learner in strays {
+                let message = Message::Leave { learner, reason: LeaveReason::Asked };
+                let id = self.next_request;
+                self.next_request += 1;
+                let request =
+                    Request { token: Token::MAX, message: message.clone(), deadline: now + 10 * PATIENCE, sent: Some(now) };
+                self.requests.insert(id, request);
+                actions.push(Action::ToLead(id, message));
+                self.learners.insert(learner, (named[&learner].clone(), state.sequence));
+            }
+        }
+        self.state = state;
+        actions.push(Action::State);
+        self.start_pull(now, actions);
+        self.answer_waits(now, actions);
+    }
+
+    fn learner_left(&mut self, learner: LearnerId, reason: LeaveReason, now: Now, actions: &mut Vec<Action>) {
+        if self.learners.remove(&learner).is_none() {
+            return;
+        }
+        self.committed.remove(&learner);
+        // What it has committed stays: its payload is needed until the lead has answered for it.
+        let commits = |request: &Request| matches!(request.message, Message::Commit { learner: l, .. } if l == learner);
+        if !self.requests.values().any(commits) && !self.is_sending_for(learner) {
+            self.release_older(learner, Step(u64::MAX), actions);
+        }
+        actions.push(Action::Left(learner, reason));
+        self.answer_waits(now, actions);
+    }
+
+    fn is_sending_for(&self, learner: LearnerId) -> bool {
+        let of = |outgoing: &Outgoing| matches!(&outgoing.payload, Granted::Contributions(of) if of.iter().any(|(l, _)| *l == learner));
+        self.outgoing.as_ref().is_some_and(of)
+    }
+
+    // -- pushing
+
+    fn granted(&mut self, plan: PlanId, payload: Granted, now: Now, actions: &mut Vec<Action>) {
+        let known = self.outgoing.as_ref().map_or(self.over, |outgoing| outgoing.plan.max(self.over));
+        if plan <= known {
+            return;
+        }
+        let mut blocks = FixedBitSet::with_capacity(self.blocks);
+        let complete = match &payload {
+            Granted::Contributions(of) => of.iter().all(|key| match self.held.get(key) {
+                Some(held) => {
+                    blocks.union_with(held);
+                    true
+                }
+                None => false,
+            }),
+            Granted::Weights(token) => match self.weights.get(token) {
+                Some(held) => {
+                    blocks.union_with(held);
+                    true
+                }
+                None => false,
+            },
+        };
+        if !complete {
+            // It was given up here, and the lead will hear of that.
+            return;
+        }
+        let parts = self.owned.iter().map(|owned| {
+            let todo = owned & &blocks;
+            Sending { done: todo.is_clear(), todo, at: 0, moved: now }
+        });
+        self.outgoing = Some(Outgoing { plan, payload, parts: parts.collect() });
+        actions.extend((0..self.shards.len()).map(Action::Wake));
+    }
+
+    fn plan_over(&mut self, plan: PlanId) {
+        self.over = self.over.max(plan);
+        self.outgoing.take_if(|outgoing| outgoing.plan <= plan);
+    }
+
+    /// What the plan under way is made of.
+    pub fn outgoing(&self) -> Option<(PlanId, &Granted)> {
+        self.outgoing.as_ref().map(|outgoing| (outgoing.plan, &outgoing.payload))
+    }
+
+    /// Which of the plan's contributions hold `block`, in the order in which they are to be added; all of them for
+    /// new weights.
+    pub fn holds(&self, learner: LearnerId, step: Step, block: BlockId) -> bool {
+        self.held.get(&(learner, step)).is_some_and(|held| held.contains(block.index()))
+    }
+
+    /// The next block to send to a shard. It counts as sent: call [`Self::shard_down`] if it may not have been.
+    pub fn next_push(&mut self, part: Part, now: Now) -> Option<(PlanId, BlockId)> {
+        let outgoing = self.outgoing.as_mut()?;
+        let sending = &mut outgoing.parts[part];
+        // The rest of the set begins at `at`: a step costs a step.
+        let block = (sending.at..sending.todo.len()).find(|&block| sending.todo.contains(block))?;
+        sending.todo.set(block, false);
+        sending.at = block + 1;
+        sending.moved = now;
+        Some((outgoing.plan, BlockId(block as u32)))
+    }
+
+    /// The plan's sum holds NaN or Inf of `learner`, which is to be refused: tells the lead.
+    pub fn unfit(&mut self, plan: PlanId, learner: LearnerId, block: BlockId, actions: &mut Vec<Action>) {
+        self.notify(Message::Unfit { plan, learner, block }, actions);
+    }
+
+    // -- what comes from shards
+
+    /// A connection to a shard is there (again): what was on its way may be lost.
+    pub fn shard_up(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
+        self.shard_up[part] = true;
+        self.look_after(part, now, actions);
+        actions.push(Action::Wake(part));
+    }
+
+    /// None is.
+    pub fn shard_down(&mut self, part: Part) {
+        self.shard_up[part] = false;
+    }
+
+    /// One of several connections to a shard was lost: what was on it is found and sent again.
+    pub fn look_after(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
+        if let Some(outgoing) = &mut self.outgoing
+            && !outgoing.parts[part].done
+        {
+            outgoing.parts[part].moved = now;
+            actions.push(Action::ToShard(part, Message::Probe { plan: outgoing.plan }));
+        }
+        if let Some(pull) = &mut self.pull {
+            pull.parts[part].asked.clear();
+            actions.push(Action::Wake(part));
+        }
+    }
+
+    /// A message without payload from a shard.
+    pub fn from_shard(&mut self, part: Part, message: Message, now: Now, actions: &mut Vec<Action>) {
+        match message {
+            Message::Missing { plan, blocks } => {
+                let bits = self.bits(&blocks);
+                let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else {
+                    return;
+                };
+                let sending = &mut outgoing.parts[part];
+                sending.done = bits.is_clear();
+                sending.todo = &bits & &self.owned[part];
+                sending.at = 0;
+                sending.moved = now;
+                actions.push(Action::Wake(part));
+            }
+            Message::Refused(Refusal::NoVersion { wanted, newest }) => {
+                if self.pull.as_ref().is_some_and(|pull| pull.version == wanted) && newest > wanted {
+                    // What one shard shows is decided, though the lead may not have said so here yet.
+                    self.state.version = self.state.version.max(newest);
+                    self.pull = None;
+                    self.start_pull(now, actions);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    // -- pulling
+
+    /// Begins to pull the newest version if that is not the one that is shown, or being pulled.
+    fn start_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
+        if self.pull.is_some() || self.landing > 0 || self.state.version <= self.shown {
+            return;
+        }
+        let receiving = |owned: &FixedBitSet| Receiving {
+            missing: owned.clone(),
+            asked: FixedBitSet::with_capacity(owned.len()),
+            moved: now,
+        };
+        let parts = self.owned.iter().map(receiving).collect();
+        self.pull = Some(Pull { version: self.state.version, parts, left: self.blocks });
+        actions.extend((0..self.shards.len()).map(Action::Wake));
+    }
+
+    /// The version that is being pulled.
+    pub fn pulling(&self) -> Option<Version> {
+        self.pull.as_ref().map(|pull| pull.version)
+    }
+
+    /// The next request for blocks of a shard, while fewer than `window` blocks are on their way from it.
+    pub fn next_pull(&mut self, part: Part, window: usize, now: Now) -> Option<Message> {
+        let pull = self.pull.as_mut()?;
+        let receiving = &mut pull.parts[part];
+        let under_way = receiving.asked.count_ones(..);
+        if under_way >= window {
+            return None;
+        }
+        let count = PULL_BLOCKS.min(window - under_way);
+        let asked: Vec<usize> = receiving.missing.difference(&receiving.asked).take(count).collect();
+        let (&first, &last) = (asked.first()?, asked.last()?);
+        // Those of the range that have come already would come again.
+        let gap = |pair: &[usize]| {
+            let between = &self.owned[part];
+            (pair[0] + 1..pair[1]).any(|block| between.contains(block))
+        };
+        let last = asked.windows(2).find(|pair| gap(pair)).map_or(last, |pair| pair[0]);
+        asked.into_iter().take_while(|&block| block <= last).for_each(|block| receiving.asked.insert(block));
+        receiving.moved = now;
+        Some(Message::Pull { version: pull.version, blocks: first as u32..last as u32 + 1 })
+    }
+
+    /// A block of a version comes: true if it is wanted, and then [`Self::landed`] must follow.
+    pub fn lands(&mut self, version: Version, block: BlockId) -> bool {
+        let part = self.owned.iter().position(|owned| owned.contains(block.index()));
+        let (Some(part), Some(pull)) = (part, &self.pull) else { return false };
+        let wanted = pull.version == version && pull.parts[part].missing.contains(block.index());
+        self.landing += u32::from(wanted);
+        wanted
+    }
+
+    /// A block is in the buffer, or (not `whole`) was lost on the way.
+    pub fn landed(&mut self, version: Version, block: BlockId, whole: bool, now: Now, actions: &mut Vec<Action>) {
+        self.landing = self.landing.saturating_sub(1);
+        let part = self.owned.iter().position(|owned| owned.contains(block.index()));
+        if let (Some(part), Some(pull)) = (part, &mut self.pull)
+            && pull.version == version
+        {
+            let receiving = &mut pull.parts[part];
+            receiving.moved = now;
+            receiving.asked.set(block.index(), false);
+            if whole && receiving.missing.contains(block.index()) {
+                receiving.missing.set(block.index(), false);
+                pull.left -= 1;
+            }
+            if pull.left == 0 && self.landing == 0 {
+                self.pull = None;
+                actions.push(Action::Pulled(version));
+                return;
+            }
+            actions.push(Action::Wake(part));
+        }
+        self.start_pull(now, actions);
+    }
+
+    /// The version is shown from now on.
+    pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
+        self.shown = self.shown.max(version);
+        self.start_pull(now, actions);
+        self.answer_waits(now, actions);
+    }
+
+    // -- time
+
+    /// When [`Self::tick`] has something to do at the latest.
+    pub fn next_deadline(&self) -> Option<Now> {
+        let requests = self.requests.values().flat_map(|request| {
+            [Some(request.deadline), request.sent.map(|sent| sent + PATIENCE)].into_iter().flatten()
+        });
+        let waits = self.waits.iter().map(|wait| wait.deadline);
+        let sending = self.outgoing.iter().flat_map(|outgoing| &outgoing.parts);
+        let sending = sending.filter(|part| !part.done).map(|part| part.moved + PATIENCE);
+        let pulling = self.pull.iter().flat_map(|pull| &pull.parts);
+        let pulling = pulling.filter(|part| !part.missing.is_clear()).map(|part| part.moved + PATIENCE);
+        requests.chain(waits).chain(sending).chain(pulling).min()
+    }
+
+    /// Time passes: deadlines, and what has to be said again.
+    pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let late: Vec<u64> =
+            self.requests.iter().filter(|(_, request)| request.deadline <= now).map(|(&id, _)| id).collect();
+        for id in late {
+            if let Some(request) = self.requests.remove(&id) {
+                let late = ShardError::TimedOut("the shard that leads this model does not answer".into());
+                if let Message::Assign { token, .. } = request.message {
+                    self.weights.remove(&token);
+                }
+                actions.push(Action::Answer(request.token, Err(late.into())));
+            }
+        }
+        if self.lead_up {
+            for (&id, request) in &mut self.requests {
+                if request.sent.is_none_or(|sent| sent + PATIENCE <= now) {
+                    request.sent = Some(now);
+                    actions.push(Action::ToLead(id, request.message.clone()));
+                }
+            }
+            let heard = self.requests.keys().next().map_or(self.next_request, |&first| first) - 1;
+            if heard > self.heard {
+                self.heard = heard;
+                actions.push(Action::ToLead(0, Message::Heard { request: heard }));
+            }
+        }
+        for part in 0..self.shards.len() {
+            self.tick_part(part, now, actions);
+        }
+        self.answer_waits(now, actions);
+    }
+
+    fn tick_part(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
+        if let Some(outgoing) = &mut self.outgoing {
+            let sending = &mut outgoing.parts[part];
+            if !sending.done && sending.moved + PATIENCE <= now {
+                sending.moved = now;
+                // Only what has all been sent can be missing.
+                if sending.todo.is_clear() {
+                    actions.push(Action::ToShard(part, Message::Probe { plan: outgoing.plan }));
+                } else {
+                    actions.push(Action::Wake(part));
+                }
+            }
+        }
+        if let Some(pull) = &mut self.pull {
+            let receiving = &mut pull.parts[part];
+            if !receiving.missing.is_clear() && receiving.moved + PATIENCE <= now {
+                receiving.moved = now;
+                receiving.asked.clear();
+                actions.push(Action::Wake(part));
+            }
+        }
+    }
+}

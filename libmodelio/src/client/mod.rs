@@ -1,0 +1,3 @@
+//! Taking part in a job whose shards are on a network.
+
+pub mod core;

@@ -1,0 +1,450 @@
+//! What becomes of each block that reaches a shard's part of a model. Pure: events go in, placements and actions
+//! come out; no bytes, no socket, no clock.
+//!
+//! One plan is under way at a time. Each of its blocks is stored, added to or finished as the payloads of its sources
+//! come; the core says which of these a payload is for, the edge does it and says that it [`PartCore::landed`]. A
+//! payload that is refused here changes nothing, whatever it holds: late, repeated and reordered ones are told apart
+//! by the plan's number and its record of who has sent which block.
+//!
+//! Blocks are numbered within the part here.
+
+use std::ops::Range;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::ids::{ClientId, PlanId, Version};
+
+/// Whether a plan adds up or makes a version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Its sum is kept for the coming version.
+    Add,
+    /// It makes the coming version.
+    Reduce,
+}
+
+/// What a source sends, and what it has sent.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// Who.
+    pub client: ClientId,
+    /// Which blocks.
+    pub blocks: FixedBitSet,
+    /// NaN and Inf in them are refused.
+    pub check: bool,
+}
+
+/// A plan as the core needs it.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Its number, above those of all plans before it.
+    pub id: PlanId,
+    /// What becomes of the blocks.
+    pub kind: Kind,
+    /// The version that it starts from.
+    pub base: Version,
+    /// Who sends what.
+    pub sources: Vec<Source>,
+    /// Add in the order of the sources.
+    pub ordered: bool,
+}
+
+/// What to do with a payload that is about to come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// It is the first of its block: store it in the running plan's accumulator, then call [`PartCore::landed`], or
+    /// [`PartCore::failed`] if it does not come.
+    Store {
+        /// Refuse NaN and Inf.
+        check: bool,
+    },
+    /// Add it there; then as above.
+    Add {
+        /// Refuse NaN and Inf.
+        check: bool,
+    },
+    /// It is the last: compute the block of the next version with it; then as above.
+    Finish {
+        /// The running plan's accumulator holds others' payloads of this block.
+        with_sum: bool,
+        /// Refuse NaN and Inf.
+        check: bool,
+    },
+    /// It has been taken before: pass it over.
+    Duplicate,
+    /// The plan is over, or does not want this block of this client: pass it over.
+    Unwanted,
+    /// Not now: another payload of the block is landing, it is not its turn, or the plan has not begun here. Ask
+    /// again when something has landed or begun.
+    Later,
+}
+
+/// What the edge has to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Take the memory for the plan; then call [`PartCore::begun`].
+    Begin(PlanId),
+    /// Compute these blocks, for which nobody sends anything; then call [`PartCore::computed`].
+    Compute(PlanId, FixedBitSet),
+    /// Tell the lead that all blocks are there and computed.
+    Ready(PlanId),
+    /// Tell the lead whose contribution is refused.
+    Spoilt {
+        /// The plan.
+        plan: PlanId,
+        /// Whose.
+        client: ClientId,
+        /// Where.
+        block: u32,
+    },
+    /// What the plan has made counts: publish the version, or keep the sum.
+    Conclude(PlanId, Kind),
+    /// What the plan has made is void. Nothing of it is landing any more.
+    Void(PlanId),
+    /// Give up the payloads that are landing for this plan (close their connections), and call
+    /// [`PartCore::failed`] for each.
+    Abandon(PlanId),
+    /// Tell the lead that its order to conclude or to drop this plan is carried out.
+    Done(PlanId),
+}
+
+/// An order that contradicts what the part knows: the lead and the part are not of one job.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PartError {
+    /// A plan for another version than the part holds.
+    #[error("plan {plan} starts from version {base}, but this part holds version {version}")]
+    Base {
+        /// The plan.
+        plan: PlanId,
+        /// Its base.
+        base: Version,
+        /// The part's version.
+        version: Version,
+    },
+    /// A plan that is not complete here is to count.
+    #[error("plan {0} is to be concluded, but is not complete here")]
+    NotReady(PlanId),
+    /// A plan begins while another one is under way.
+    #[error("plan {new} begins while plan {running} is under way")]
+    Overlap {
+        /// What begins.
+        new: PlanId,
+        /// What is under way.
+        running: PlanId,
+    },
+    /// A plan that does not fit the part.
+    #[error("plan {0} is not of this part's blocks")]
+    Shape(PlanId),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// The edge takes its memory.
+    Beginning,
+    Gathering,
+    Ready,
+    /// A payload was refused; the lead has yet to drop the plan.
+    Spoilt {
+        client: ClientId,
+        block: u32,
+    },
+    /// Dropped while payloads were landing.
+    Dropped,
+}
+
+#[derive(Debug)]
+struct Running {
+    plan: Plan,
+    stage: Stage,
+    /// By source: blocks that have landed.
+    got: Vec<FixedBitSet>,
+    /// By block: payloads that have landed, and that will.
+    landed: Vec<u32>,
+    wanted: Vec<u32>,
+    /// By block: one is landing, or the block is being computed.
+    busy: FixedBitSet,
+    in_flight: u32,
+    /// Payloads and computations that are still to come.
+    left: u64,
+}
+
+/// One shard's part of a model, without its memory.
+#[derive(Debug)]
+pub struct PartCore {
+    blocks: u32,
+    version: Version,
+    running: Option<Running>,
+    /// The newest plan that was begun or dropped here.
+    newest: PlanId,
+}
+
+impl PartCore {
+    /// A part of `blocks` blocks at `version`.
+    pub fn new(blocks: u32, version: Version) -> PartCore {
+        PartCore { blocks, version, running: None, newest: PlanId(0) }
+    }
+
+    /// The newest version.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The plan under way, and how much of it is still to come.
+    pub fn running(&self) -> Option<(PlanId, u64)> {
+        self.running.as_ref().map(|running| (running.plan.id, running.left))
+    }
+
+    /// A plan begins. Repeated, it is answered again.
+    ///
+    /// # Errors
+    /// [`PartError`]; nothing has changed then.
+    pub fn start(&mut self, plan: Plan, actions: &mut Vec<Action>) -> Result<(), PartError> {
+        if let Some(running) = &self.running {
+            if running.plan.id == plan.id {
+                match running.stage {
+                    Stage::Ready => actions.push(Action::Ready(plan.id)),
+                    Stage::Spoilt { client, block } => {
+                        actions.push(Action::Spoilt { plan: plan.id, client, block });
+                    }
+                    Stage::Beginning | Stage::Gathering | Stage::Dropped => {}
+                }
+                return Ok(());
+            }
+            if plan.id > self.newest {
+                return Err(PartError::Overlap { new: plan.id, running: running.plan.id });
+            }
+        }
+        if plan.id <= self.newest {
+            return Ok(());
+        }
+        if plan.base != self.version {
+            return Err(PartError::Base { plan: plan.id, base: plan.base, version: self.version });
+        }
+        let blocks = self.blocks as usize;
+        if plan.sources.iter().any(|source| source.blocks.len() != blocks) {
+            return Err(PartError::Shape(plan.id));
+        }
+        let mut wanted = vec![0; blocks];
+        for block in plan.sources.iter().flat_map(|source| source.blocks.ones()) {
+            wanted[block] += 1;
+        }
+        let payloads: u64 = wanted.iter().map(|&count| u64::from(count)).sum();
+        let alone = match plan.kind {
+            Kind::Add => 0,
+            Kind::Reduce => wanted.iter().filter(|&&count| count == 0).count() as u64,
+        };
+        self.newest = plan.id;
+        actions.push(Action::Begin(plan.id));
+        self.running = Some(Running {
+            stage: Stage::Beginning,
+            got: vec![FixedBitSet::with_capacity(blocks); plan.sources.len()],
+            landed: vec![0; blocks],
+            wanted,
+            busy: FixedBitSet::with_capacity(blocks),
+            // The edge is at work on its memory.
+            in_flight: 1,
+            left: payloads + alone,
+            plan,
+        });
+        Ok(())
+    }
+
+    /// Whether the plan is to go on: an edge that waits for memory need not when it is not.
+    pub fn wants(&self, plan: PlanId) -> bool {
+        let live = |running: &Running| running.plan.id == plan && running.stage != Stage::Dropped;
+        self.running.as_ref().is_some_and(live)
+    }
+
+    /// The plan has its memory, or is no longer wanted.
+    pub fn begun(&mut self, plan: PlanId, actions: &mut Vec<Action>) {
+        let Some(running) = self.running_if(plan) else { return };
+        running.in_flight -= 1;
+        if running.stage != Stage::Beginning {
+            return self.settle(actions);
+        }
+        running.stage = Stage::Gathering;
+        if running.plan.kind == Kind::Reduce {
+            let mut alone = FixedBitSet::with_capacity(running.wanted.len());
+            alone.extend((0..running.wanted.len()).filter(|&block| running.wanted[block] == 0));
+            if !alone.is_clear() {
+                running.busy.union_with(&alone);
+                running.in_flight += 1;
+                actions.push(Action::Compute(plan, alone));
+            }
+        }
+        self.check_ready(actions);
+    }
+
+    /// The blocks of [`Action::Compute`] are computed.
+    pub fn computed(&mut self, plan: PlanId, actions: &mut Vec<Action>) {
+        let Some(running) = self.running_if(plan) else { return };
+        running.in_flight -= 1;
+        let alone = running.wanted.iter().filter(|&&count| count == 0).count() as u64;
+        running.left = running.left.saturating_sub(alone);
+        self.check_ready(actions);
+        self.settle(actions);
+    }
+
+    /// A block of `client` is about to come. Hot path: allocates nothing.
+    pub fn arrive(&mut self, client: ClientId, plan: PlanId, block: u32) -> Placement {
+        if plan > self.newest {
+            return Placement::Later;
+        }
+        let Some(running) = self.running.as_mut().filter(|running| running.plan.id == plan) else {
+            return Placement::Unwanted;
+        };
+        match running.stage {
+            Stage::Beginning => return Placement::Later,
+            Stage::Gathering => {}
+            Stage::Ready => return Placement::Duplicate,
+            Stage::Spoilt { .. } | Stage::Dropped => return Placement::Unwanted,
+        }
+        let b = block as usize;
+        let wants = |source: &Source| source.client == client && source.blocks.contains(b);
+        let Some(at) = running.plan.sources.iter().position(wants) else { return Placement::Unwanted };
+        if running.got[at].contains(b) {
+            return Placement::Duplicate;
+        }
+        if running.busy.contains(b) {
+            return Placement::Later;
+        }
+        if running.plan.ordered {
+            let before = running.plan.sources[..at].iter().filter(|source| source.blocks.contains(b)).count();
+            if (running.landed[b] as usize) < before {
+                return Placement::Later;
+            }
+        }
+        running.busy.insert(b);
+        running.in_flight += 1;
+        let check = running.plan.sources[at].check;
+        let first = running.landed[b] == 0;
+        let last = running.plan.kind == Kind::Reduce && running.landed[b] + 1 == running.wanted[b];
+        match (first, last) {
+            (_, true) => Placement::Finish { with_sum: !first, check },
+            (true, false) => Placement::Store { check },
+            (false, false) => Placement::Add { check },
+        }
+    }
+
+    /// A payload is where [`Self::arrive`] said. `fit` is false if it held NaN or Inf and was to be checked.
+    pub fn landed(&mut self, client: ClientId, plan: PlanId, block: u32, fit: bool, actions: &mut Vec<Action>) {
+        let Some(running) = self.running_if(plan) else { return };
+        let b = block as usize;
+        running.busy.set(b, false);
+        running.in_flight -= 1;
+        let wants = |source: &Source| source.client == client && source.blocks.contains(b);
+        if running.stage == Stage::Gathering
+            && let Some(at) = running.plan.sources.iter().position(wants)
+        {
+            if fit {
+                running.got[at].insert(b);
+                running.landed[b] += 1;
+                running.left -= 1;
+            } else {
+                running.stage = Stage::Spoilt { client, block };
+                actions.push(Action::Spoilt { plan, client, block });
+            }
+        }
+        self.check_ready(actions);
+        self.settle(actions);
+    }
+
+    /// A payload that was to land did not come, or not as it was sent: it can come again.
+    pub fn failed(&mut self, plan: PlanId, block: u32, actions: &mut Vec<Action>) {
+        let Some(running) = self.running_if(plan) else { return };
+        running.busy.set(block as usize, false);
+        running.in_flight -= 1;
+        self.settle(actions);
+    }
+
+    /// Blocks that are still to come from `client`, but for those that are landing; `None` if that cannot be said
+    /// because the plan has not begun here.
+    pub fn missing(&self, client: ClientId, plan: PlanId) -> Option<FixedBitSet> {
+        let mut missing = FixedBitSet::with_capacity(self.blocks as usize);
+        if plan > self.newest {
+            return None;
+        }
+        let Some(running) = self.running.as_ref().filter(|running| running.plan.id == plan) else {
+            return Some(missing);
+        };
+        match running.stage {
+            Stage::Beginning => return None,
+            Stage::Gathering => {}
+            Stage::Ready | Stage::Spoilt { .. } | Stage::Dropped => return Some(missing),
+        }
+        for (source, got) in running.plan.sources.iter().zip(&running.got) {
+            if source.client == client {
+                missing.union_with(&source.blocks);
+                missing.difference_with(got);
+            }
+        }
+        Some(missing)
+    }
+
+    /// What the plan has made counts. Repeated, it is answered again.
+    ///
+    /// # Errors
+    /// [`PartError::NotReady`].
+    pub fn conclude(&mut self, plan: PlanId, actions: &mut Vec<Action>) -> Result<(), PartError> {
+        if plan > self.newest {
+            return Err(PartError::NotReady(plan));
+        }
+        if let Some(running) = self.running.take_if(|running| running.plan.id == plan) {
+            if running.stage != Stage::Ready {
+                self.running = Some(running);
+                return Err(PartError::NotReady(plan));
+            }
+            if running.plan.kind == Kind::Reduce {
+                self.version = self.version.next();
+            }
+            actions.push(Action::Conclude(plan, running.plan.kind));
+        }
+        actions.push(Action::Done(plan));
+        Ok(())
+    }
+
+    /// The plan is given up, and if it has not begun here it never will. Repeated, it is answered again.
+    pub fn drop_plan(&mut self, plan: PlanId, actions: &mut Vec<Action>) {
+        let Some(running) = self.running_if(plan) else {
+            self.newest = self.newest.max(plan);
+            return actions.push(Action::Done(plan));
+        };
+        running.stage = Stage::Dropped;
+        if running.in_flight > 0 {
+            actions.push(Action::Abandon(plan));
+        }
+        self.settle(actions);
+    }
+
+    fn running_if(&mut self, plan: PlanId) -> Option<&mut Running> {
+        self.running.as_mut().filter(|running| running.plan.id == plan)
+    }
+
+    fn check_ready(&mut self, actions: &mut Vec<Action>) {
+        if let Some(running) = &mut self.running
+            && running.stage == Stage::Gathering
+            && running.left == 0
+        {
+            running.stage = Stage::Ready;
+            actions.push(Action::Ready(running.plan.id));
+        }
+    }
+
+    /// Ends a dropped plan when nothing of it is landing any more.
+    fn settle(&mut self, actions: &mut Vec<Action>) {
+        let over = |running: &mut Running| running.stage == Stage::Dropped && running.in_flight == 0;
+        if let Some(running) = self.running.take_if(over) {
+            actions.extend([Action::Void(running.plan.id), Action::Done(running.plan.id)]);
+        }
+    }
+}
+
+/// The blocks of `ranges` (of the whole model) that are among `mine`, by their place in it.
+pub fn local_blocks(ranges: &[Range<u32>], mine: &[libmodelio::ids::BlockId]) -> FixedBitSet {
+    let mut local = FixedBitSet::with_capacity(mine.len());
+    for range in ranges {
+        let from = mine.partition_point(|block| block.0 < range.start);
+        let to = mine.partition_point(|block| block.0 < range.end);
+        local.insert_range(from..to);
+    }
+    local
+}

@@ -1,0 +1,3 @@
+//! One shard's part of a model: its memory, and what becomes of each block that comes.
+
+pub mod core;
