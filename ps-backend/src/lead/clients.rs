@@ -1,0 +1,300 @@
+//! The lead's clients: their requests, once each, their learners, their silence.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use libmodelio::ids::{ClientId, LearnerId};
+use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::wire::{BlockRanges, JobState, LearnerState, Message, Refusal};
+
+use super::{Action, LeadCore, MAX_CLIENTS, Source};
+use crate::controls::Controls;
+use crate::core::{Contribution, Now, Ticket};
+
+/// Answers that are kept for a client that does not say what it has heard.
+const MAX_ANSWERS: usize = 8192;
+
+/// One client.
+#[derive(Debug, Default)]
+pub(super) struct Client {
+    connected: bool,
+    last_seen: Now,
+    learners: BTreeSet<LearnerId>,
+    /// Answers that it may not have had.
+    answered: BTreeMap<u64, Message>,
+    /// Requests that are not answered yet.
+    open: BTreeSet<u64>,
+    /// It has all answers up to this number.
+    heard: u64,
+    /// New weights that wait there.
+    pub(super) weights: BTreeMap<u64, BlockRanges>,
+}
+
+impl Client {
+    pub(super) fn forget(&mut self, learner: LearnerId) {
+        self.learners.remove(&learner);
+    }
+}
+
+impl LeadCore {
+    /// A client connects, or comes back. Tells it the state of the job.
+    ///
+    /// # Errors
+    /// When there are too many.
+    pub fn client_up(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) -> Result<(), Refusal> {
+        if !self.clients.contains_key(&id) && self.clients.len() >= MAX_CLIENTS {
+            return Err(Refusal::Other(format!("the model already has {MAX_CLIENTS} clients, its limit")));
+        }
+        let client = self.clients.entry(id).or_default();
+        client.connected = true;
+        client.last_seen = now;
+        self.tell(id, actions);
+        self.grant_again(id, actions);
+        Ok(())
+    }
+
+    /// Its connection is gone. It may come back within its lease; without learners nobody waits for it.
+    pub fn client_down(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
+        let Some(client) = self.clients.get_mut(&id) else { return };
+        client.connected = false;
+        if client.learners.is_empty() && client.weights.is_empty() {
+            self.client_gone(id, now, actions);
+        }
+    }
+
+    /// Sign of life.
+    pub fn client_alive(&mut self, id: ClientId, now: Now) {
+        if let Some(client) = self.clients.get_mut(&id) {
+            client.last_seen = now;
+        }
+    }
+
+    /// Clients that are connected, and all that are known.
+    pub fn client_count(&self) -> (usize, usize) {
+        (self.clients.values().filter(|client| client.connected).count(), self.clients.len())
+    }
+
+    /// A message of a client.
+    pub fn from_client(
+        &mut self,
+        id: ClientId,
+        request: u64,
+        message: Message,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(client) = self.clients.get_mut(&id) else {
+            return actions.push(Action::Close(id, Refusal::Other("unknown client".into())));
+        };
+        client.last_seen = now;
+        if request == 0 {
+            return self.told(id, message, now, actions);
+        }
+        if request <= client.heard || client.open.contains(&request) {
+            return;
+        }
+        if let Some(answer) = client.answered.get(&request) {
+            return actions.push(Action::ToClient(id, request, answer.clone()));
+        }
+        if client.answered.len() >= MAX_ANSWERS {
+            let why = format!("{MAX_ANSWERS} answers were not heard");
+            return actions.push(Action::Close(id, Refusal::Other(why)));
+        }
+        client.open.insert(request);
+        if let Err(refusal) = self.carry_out(id, request, message, now, actions) {
+            self.answer(id, request, Message::Refused(refusal), actions);
+        }
+    }
+
+    /// What needs no answer.
+    fn told(&mut self, id: ClientId, message: Message, now: Now, actions: &mut Vec<Action>) {
+        match message {
+            Message::Heard { request } => {
+                if let Some(client) = self.clients.get_mut(&id) {
+                    client.heard = client.heard.max(request);
+                    client.answered = client.answered.split_off(&(client.heard + 1));
+                }
+            }
+            Message::Touch { learners, attached } => {
+                for learner in learners.into_iter().filter(|learner| self.owners.get(learner) == Some(&id)) {
+                    self.core.touch(learner, Some(attached), now);
+                }
+            }
+            Message::Unfit { plan, learner, block } => self.unfit(id, plan, learner, block, now, actions),
+            // Signs of life, and what a later release may say.
+            _ => {}
+        }
+    }
+
+    fn carry_out(
+        &mut self,
+        id: ClientId,
+        request: u64,
+        message: Message,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), Refusal> {
+        if let Some(failed) = &self.failed {
+            return Err(failed.clone());
+        }
+        let mut wanted = Vec::new();
+        let core = &mut self.core;
+        let deadline = |timeout_ms: u32| now + Now::from_millis(timeout_ms.into());
+        let mine = |learner: LearnerId| match self.owners.get(&learner) {
+            Some(owner) if *owner == id => Ok(learner),
+            _ => Err(ShardError::UnknownLearner(learner)),
+        };
+        let answer = match message {
+            Message::Join { name } => {
+                let (learner, incarnation) = core.join(&name, now, &mut wanted)?;
+                self.owners.insert(learner, id);
+                if let Some(client) = self.clients.get_mut(&id) {
+                    client.learners.insert(learner);
+                }
+                self.changed = true;
+                Some(Message::Joined { learner, incarnation, since: self.sequence + 1 })
+            }
+            Message::Leave { learner, reason } => {
+                core.leave(mine(learner)?, reason, now, &mut wanted)?;
+                Some(Message::Done)
+            }
+            Message::Open { learner } => {
+                let opening = core.open(mine(learner)?, now)?;
+                Some(Message::Opened { step: opening.step, staging_lent: opening.staging_lent })
+            }
+            Message::Abort { learner } => {
+                core.abort(mine(learner)?, now, &mut wanted)?;
+                Some(Message::Done)
+            }
+            Message::Withdraw { learner } => {
+                core.withdraw(mine(learner)?, now, &mut wanted)?;
+                Some(Message::Done)
+            }
+            Message::Commit { learner, step, blocks, timeout_ms } => {
+                let learner = mine(learner)?;
+                let sent = self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
+                let ticket = self.ticket(id, request);
+                let source = Source { client: id, token: 0 };
+                let contribution =
+                    Contribution { learner, deferred: sent.clone(), sent, source, unchecked: false };
+                let deadline = deadline(timeout_ms);
+                self.core.commit(ticket, step, contribution, false, deadline, now, &mut wanted);
+                None
+            }
+            Message::Assign { token, blocks, timeout_ms } => {
+                self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
+                self.core.may_assign()?;
+                if let Some(client) = self.clients.get_mut(&id) {
+                    client.weights.insert(token, blocks);
+                }
+                let ticket = self.ticket(id, request);
+                let source = Source { client: id, token };
+                self.core.assign(ticket, source, Vec::new(), deadline(timeout_ms), now, &mut wanted);
+                None
+            }
+            Message::WithdrawAssign { token } => {
+                core.withdraw_assign(|s| s.client == id && s.token == token, now, &mut wanted);
+                Some(Message::Done)
+            }
+            Message::SetControl { name, value } => {
+                let controls = core.controls().with(&name, &value);
+                let controls = controls.map_err(|error| Refusal::Control(error.to_string()))?;
+                core.set_controls(controls, now, &mut wanted);
+                self.changed = true;
+                Some(Message::Done)
+            }
+            other => return Err(Refusal::Role { what: other.name().to_owned() }),
+        };
+        if let Some(answer) = answer {
+            self.answer(id, request, answer, actions);
+        }
+        self.perform(wanted, now, actions);
+        Ok(())
+    }
+
+    fn ticket(&mut self, client: ClientId, request: u64) -> Ticket {
+        let ticket = self.next_ticket;
+        self.next_ticket += 1;
+        self.tickets.insert(ticket, (client, request));
+        ticket
+    }
+
+    pub(super) fn answer(&mut self, id: ClientId, request: u64, answer: Message, actions: &mut Vec<Action>) {
+        if let Some(client) = self.clients.get_mut(&id) {
+            client.open.remove(&request);
+            client.answered.insert(request, answer.clone());
+            actions.push(Action::ToClient(id, request, answer));
+        }
+    }
+
+    /// Ends clients that have been silent for the lease.
+    pub(super) fn expire_clients(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let lease = self.core.controls().lease;
+        if lease.is_zero() {
+            return;
+        }
+        let silent = |client: &Client| now.saturating_sub(client.last_seen) >= lease;
+        let gone: Vec<ClientId> =
+            self.clients.iter().filter(|(_, client)| silent(client)).map(|(&id, _)| id).collect();
+        for id in gone {
+            self.client_gone(id, now, actions);
+        }
+    }
+
+    /// A client and what waited there are lost.
+    fn client_gone(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
+        let Some(client) = self.clients.remove(&id) else { return };
+        self.tickets.retain(|_, (of, _)| *of != id);
+        let mut wanted = Vec::new();
+        self.core.withdraw_assign(|source| source.client == id, now, &mut wanted);
+        self.lose(id, &client.learners.into_iter().collect::<Vec<_>>(), now, &mut wanted, actions);
+        self.perform(wanted, now, actions);
+        actions.push(Action::Close(id, Refusal::Other("silent past the lease".into())));
+    }
+
+    /// The state of the job, as one client is to see it.
+    fn state(&self, id: ClientId) -> Message {
+        let learners = self.clients.get(&id).map(|client| &client.learners);
+        let view = |learner: &LearnerId| {
+            self.core.learner(*learner).map(|view| LearnerState {
+                learner: *learner,
+                incarnation: view.incarnation,
+                step: view.step,
+                unpublished: view.unpublished,
+                published_in: view.published_in,
+            })
+        };
+        Message::State(JobState {
+            sequence: self.sequence,
+            version: self.core.version(),
+            controls: texts(self.core.controls()),
+            state: if self.failed.is_some() { "failed" } else { self.core.state() }.to_owned(),
+            learners: learners.into_iter().flatten().filter_map(view).collect(),
+            members: self.core.member_count() as u32,
+            committed: self.core.committed() as u32,
+            contributions: self.core.contributions_taken(),
+        })
+    }
+
+    fn tell(&mut self, id: ClientId, actions: &mut Vec<Action>) {
+        self.sequence += 1;
+        actions.push(Action::ToClient(id, 0, self.state(id)));
+    }
+
+    pub(super) fn tell_all(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.told_at = now;
+        self.sequence += 1;
+        for (&id, client) in &self.clients {
+            if client.connected {
+                actions.push(Action::ToClient(id, 0, self.state(id)));
+            }
+        }
+    }
+}
+
+/// Why a learner leaves whose client is lost.
+pub(super) const LOST: LeaveReason = LeaveReason::Died;
+
+fn texts(controls: &Controls) -> Vec<(String, String)> {
+    let names = crate::controls::SETTINGS.iter().map(|(name, _)| *name);
+    names.filter_map(|name| Some((name.to_owned(), controls.get(name)?))).collect()
+}

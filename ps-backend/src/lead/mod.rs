@@ -1,0 +1,186 @@
+//! The lead of a model: the job's decisions, for clients and shards on a network. Pure: messages and `now` go in,
+//! messages come out.
+//!
+//! Around a [`ShardCore`], which decides as it does on one machine, it keeps the clients (their requests are carried
+//! out once, however often they come), and has the shards do what the core calls folding and reducing: as plans, one
+//! at a time, which are concluded when every shard is ready and dropped when a client is lost or a contribution
+//! refused. `docs/network.md` tells why.
+
+mod clients;
+mod plans;
+
+use std::collections::{BTreeMap, VecDeque};
+
+use libmodelio::ids::{ClientId, LearnerId, PlanId, Version};
+use libmodelio::wire::{BlockRanges, Message, Refusal};
+
+use crate::controls::Controls;
+use crate::core::{self, Answer, Now, ShardCore, Ticket};
+
+use clients::Client;
+use plans::Run;
+
+/// Where a contribution, or new weights, wait to be sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// At this client.
+    pub client: ClientId,
+    /// Its name for them, if they are new weights.
+    pub token: u64,
+}
+
+/// Index of a shard among those of the model.
+pub type Part = usize;
+
+/// What the edge has to do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Action {
+    /// Send to a client: the answer to a request, or unasked under number 0.
+    ToClient(ClientId, u64, Message),
+    /// Send to a shard of the model. The answer, if there is one, repeats the number.
+    ToPart(Part, u64, Message),
+    /// The client breaks the protocol, or is no longer known: close its connection.
+    Close(ClientId, Refusal),
+    /// A version is complete.
+    Published(Version),
+}
+
+/// What is repeated until it is answered is repeated this often; so is the state, in case it was lost.
+const REPEAT: Now = Now::from_millis(500);
+
+/// Clients of one model.
+pub const MAX_CLIENTS: usize = 4096;
+
+/// The job of one model.
+#[derive(Debug)]
+pub struct LeadCore {
+    core: ShardCore<Source>,
+    blocks: u32,
+    parts: usize,
+    clients: BTreeMap<ClientId, Client>,
+    owners: BTreeMap<LearnerId, ClientId>,
+    /// Requests that the core answers later.
+    tickets: BTreeMap<Ticket, (ClientId, u64)>,
+    next_ticket: Ticket,
+    run: Option<Run>,
+    /// What the core wants next, while a run is being wound up.
+    queue: VecDeque<core::Action<Source>>,
+    next_plan: PlanId,
+    /// Of the states that clients are told.
+    sequence: u64,
+    /// Clients have to be told.
+    changed: bool,
+    told_at: Now,
+    /// Why nothing goes any more.
+    failed: Option<Refusal>,
+}
+
+impl LeadCore {
+    /// A job at version 0, for a model of `blocks` blocks on `parts` shards.
+    pub fn new(blocks: u32, parts: usize, controls: Controls, patience: Now) -> LeadCore {
+        let core = ShardCore::new(blocks, controls).with_fold_patience(patience).with_fold_batch(usize::MAX);
+        LeadCore {
+            core,
+            blocks,
+            parts,
+            clients: BTreeMap::new(),
+            owners: BTreeMap::new(),
+            tickets: BTreeMap::new(),
+            next_ticket: 1,
+            run: None,
+            queue: VecDeque::new(),
+            next_plan: PlanId(1),
+            sequence: 0,
+            changed: false,
+            told_at: Now::ZERO,
+            failed: None,
+        }
+    }
+
+    /// The job itself, to look at.
+    pub fn job(&self) -> &ShardCore<Source> {
+        &self.core
+    }
+
+    /// The plan under way, and the shards that it waits for.
+    pub fn running(&self) -> Option<(PlanId, Vec<Part>)> {
+        self.run.as_ref().map(|run| (run.id(), run.waiting().collect()))
+    }
+
+    /// Why the job has failed, if it has.
+    pub fn failed(&self) -> Option<&Refusal> {
+        self.failed.as_ref()
+    }
+
+    /// Carries out what the core wants, until nothing is left.
+    fn perform(&mut self, wanted: Vec<core::Action<Source>>, now: Now, actions: &mut Vec<Action>) {
+        let mut wanted = VecDeque::from(wanted);
+        while let Some(action) = wanted.pop_front() {
+            match action {
+                core::Action::Reply(ticket, result) => {
+                    if let Some((client, request)) = self.tickets.remove(&ticket) {
+                        let answer = match result {
+                            Ok(Answer::Committed | Answer::Version(_)) => Message::Done,
+                            Err(error) => Message::Refused(error.into()),
+                        };
+                        self.answer(client, request, answer, actions);
+                    }
+                }
+                core::Action::Published(version) => {
+                    self.changed = true;
+                    actions.push(Action::Published(version));
+                }
+                core::Action::Left { learner, reason } => {
+                    self.changed = true;
+                    if let Some(owner) = self.owners.remove(&learner)
+                        && let Some(client) = self.clients.get_mut(&owner)
+                    {
+                        client.forget(learner);
+                        actions.push(Action::ToClient(owner, 0, Message::Left { learner, reason }));
+                    }
+                }
+                work @ (core::Action::Fold { .. } | core::Action::Reduce(_)) => {
+                    if self.run.is_some() {
+                        self.queue.push_back(work);
+                    } else {
+                        self.begin(work, now, actions);
+                    }
+                }
+            }
+        }
+        if std::mem::take(&mut self.changed) {
+            self.tell_all(now, actions);
+        }
+    }
+
+    /// When [`Self::tick`] has something to do at the latest.
+    pub fn next_deadline(&self) -> Now {
+        let repeat = self.run.as_ref().map(Run::repeat_at);
+        let deadlines = [Some(self.told_at + REPEAT), repeat, self.core.next_deadline()];
+        deadlines.into_iter().flatten().min().unwrap_or(Now::MAX)
+    }
+
+    /// Time passes: deadlines, leases, and what has to be said again.
+    pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.expire_clients(now, actions);
+        let mut wanted = Vec::new();
+        self.core.tick(now, &mut wanted);
+        self.perform(wanted, now, actions);
+        self.repeat(now, actions);
+        if now >= self.told_at + REPEAT {
+            self.tell_all(now, actions);
+        }
+    }
+
+    /// The blocks as a set, if they are a model's.
+    fn block_set(&self, ranges: &BlockRanges) -> Option<fixedbitset::FixedBitSet> {
+        let mut set = fixedbitset::FixedBitSet::with_capacity(self.blocks as usize);
+        for range in ranges {
+            if range.start >= range.end || range.end > self.blocks {
+                return None;
+            }
+            set.insert_range(range.start as usize..range.end as usize);
+        }
+        Some(set)
+    }
+}
