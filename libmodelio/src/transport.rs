@@ -307,4 +307,7 @@ pub enum ShardError {
     /// Not in this state.
     #[error("{0}")]
     NotAllowed(String),
+    /// A shard has lost its blocks, or contradicts the others: the job cannot go on.
+    #[error("the job has failed: {0}")]
+    Lost(String),
 }

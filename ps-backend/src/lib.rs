@@ -4,6 +4,7 @@ pub mod controls;
 pub mod core;
 pub mod embedded;
 pub mod kernels;
+pub mod lead;
 pub mod part;
 pub mod reducer;
 pub mod region_store;

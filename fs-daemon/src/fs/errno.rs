@@ -55,7 +55,7 @@ impl From<ShardError> for FsError {
             ShardError::Stopped { .. } => libc::ECANCELED,
             ShardError::TimedOut(_) => libc::ETIMEDOUT,
             ShardError::Interrupted => libc::EINTR,
-            ShardError::Unreachable => libc::EIO,
+            ShardError::Unreachable | ShardError::Lost(_) => libc::EIO,
             ShardError::OutOfMemory(_) => libc::ENOMEM,
             ShardError::NotAllowed(_) => libc::EACCES,
         };

@@ -380,12 +380,9 @@ impl ClientCore {
         self.answer_waits(now, actions);
     }
 
-    fn take_state(&mut self, mut state: JobState, now: Now, actions: &mut Vec<Action>) {
+    fn take_state(&mut self, state: JobState, now: Now, actions: &mut Vec<Action>) {
         if state.sequence <= self.state.sequence {
             return;
-        }
-        if state.controls.is_empty() {
-            state.controls = std::mem::take(&mut self.state.controls);
         }
         let named: BTreeMap<LearnerId, LearnerState> =
             state.learners.iter().map(|learner| (learner.learner, learner.clone())).collect();
@@ -438,7 +435,7 @@ impl ClientCore {
     }
 
     fn is_sending_for(&self, learner: LearnerId) -> bool {
-        let of = |outgoing: &Outgoing| matches!(&outgoing.payload, Granted::Contributions(of) if of.iter().any(|(l, _)| *l == learner));
+        let of = |outgoing: &Outgoing| matches!(&outgoing.payload, Granted::Contributions { of, .. } if of.iter().any(|(l, _)| *l == learner));
         self.outgoing.as_ref().is_some_and(of)
     }
 
@@ -451,7 +448,7 @@ impl ClientCore {
         }
         let mut blocks = FixedBitSet::with_capacity(self.blocks);
         let complete = match &payload {
-            Granted::Contributions(of) => of.iter().all(|key| match self.held.get(key) {
+            Granted::Contributions { of, .. } => of.iter().all(|key| match self.held.get(key) {
                 Some(held) => {
                     blocks.union_with(held);
                     true

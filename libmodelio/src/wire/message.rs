@@ -299,9 +299,7 @@ pub struct JobState {
     pub sequence: u64,
     /// The newest version.
     pub version: Version,
-    /// Counts the changes of the job's settings.
-    pub settings: u64,
-    /// Every setting's name and text, where the client may not have them yet.
+    /// Every setting's name and text.
     pub controls: Vec<(String, String)>,
     /// `forming`, `running`, `reducing` or `stopped`.
     pub state: String,
@@ -334,7 +332,12 @@ pub struct LearnerState {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Granted {
     /// The sum of these learners' committed steps, added in this order.
-    Contributions(Vec<(LearnerId, Step)>),
+    Contributions {
+        /// Which.
+        of: Vec<(LearnerId, Step)>,
+        /// They are not added: of each block, the last one that holds it counts.
+        replaces: bool,
+    },
     /// The new weights of this token.
     Weights(u64),
 }
@@ -359,7 +362,10 @@ pub struct Plan {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Work {
     /// They are added up, together with what earlier plans of this version have added up.
-    Add,
+    Add {
+        /// They are not added: the last one counts.
+        replaces: bool,
+    },
     /// The next version is made from their sum, and what earlier plans of this version have added up.
     Reduce {
         /// Reducer, hyper-parameters and counts: `ps_backend::reducer::Step` as JSON.
@@ -446,4 +452,54 @@ pub enum Refusal {
     /// Anything else.
     #[error("{0}")]
     Other(String),
+}
+
+impl Message {
+    /// What the message is called.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Message::Hello { .. } => "Hello",
+            Message::Welcome { .. } => "Welcome",
+            Message::Refused(_) => "Refused",
+            Message::Done => "Done",
+            Message::Ping => "Ping",
+            Message::Pong => "Pong",
+            Message::Join { .. } => "Join",
+            Message::Joined { .. } => "Joined",
+            Message::Leave { .. } => "Leave",
+            Message::Open { .. } => "Open",
+            Message::Opened { .. } => "Opened",
+            Message::Commit { .. } => "Commit",
+            Message::Abort { .. } => "Abort",
+            Message::Withdraw { .. } => "Withdraw",
+            Message::Touch { .. } => "Touch",
+            Message::SetControl { .. } => "SetControl",
+            Message::Assign { .. } => "Assign",
+            Message::WithdrawAssign { .. } => "WithdrawAssign",
+            Message::Unfit { .. } => "Unfit",
+            Message::Heard { .. } => "Heard",
+            Message::State(_) => "State",
+            Message::Grant { .. } => "Grant",
+            Message::Over { .. } => "Over",
+            Message::Left { .. } => "Left",
+            Message::Push { .. } => "Push",
+            Message::Probe { .. } => "Probe",
+            Message::Missing { .. } => "Missing",
+            Message::Pull { .. } => "Pull",
+            Message::Block { .. } => "Block",
+            Message::Start(_) => "Start",
+            Message::Ready { .. } => "Ready",
+            Message::Spoilt { .. } => "Spoilt",
+            Message::Conclude { .. } => "Conclude",
+            Message::Drop { .. } => "Drop",
+            Message::Create => "Create",
+            Message::Load { .. } => "Load",
+            Message::Loaded { .. } => "Loaded",
+            Message::Delete { .. } => "Delete",
+            Message::Status => "Status",
+            Message::Text => "Text",
+            Message::Registry(_) => "Registry",
+            Message::Registered(_) => "Registered",
+        }
+    }
 }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use libmodelio::ids::{ClientId, LearnerId};
-use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::transport::ShardError;
 use libmodelio::wire::{BlockRanges, JobState, LearnerState, Message, Refusal};
 
 use super::{Action, LeadCore, MAX_CLIENTS, Source};
@@ -47,7 +47,7 @@ impl LeadCore {
         let client = self.clients.entry(id).or_default();
         client.connected = true;
         client.last_seen = now;
-        self.tell(id, actions);
+        self.tell(id, now, actions);
         self.grant_again(id, actions);
         Ok(())
     }
@@ -173,7 +173,7 @@ impl LeadCore {
                 let learner = mine(learner)?;
                 let sent = self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 let ticket = self.ticket(id, request);
-                let source = Source { client: id, token: 0 };
+                let source = Source { client: id, name: step.0 };
                 let contribution =
                     Contribution { learner, deferred: sent.clone(), sent, source, unchecked: false };
                 let deadline = deadline(timeout_ms);
@@ -187,12 +187,12 @@ impl LeadCore {
                     client.weights.insert(token, blocks);
                 }
                 let ticket = self.ticket(id, request);
-                let source = Source { client: id, token };
+                let source = Source { client: id, name: token };
                 self.core.assign(ticket, source, Vec::new(), deadline(timeout_ms), now, &mut wanted);
                 None
             }
             Message::WithdrawAssign { token } => {
-                core.withdraw_assign(|s| s.client == id && s.token == token, now, &mut wanted);
+                core.withdraw_assign(|s| s.client == id && s.name == token, now, &mut wanted);
                 Some(Message::Done)
             }
             Message::SetControl { name, value } => {
@@ -252,10 +252,10 @@ impl LeadCore {
     }
 
     /// The state of the job, as one client is to see it.
-    fn state(&self, id: ClientId) -> Message {
+    fn state(&self, id: ClientId, now: Now) -> Message {
         let learners = self.clients.get(&id).map(|client| &client.learners);
         let view = |learner: &LearnerId| {
-            self.core.learner(*learner).map(|view| LearnerState {
+            self.core.member(*learner, now).map(|view| LearnerState {
                 learner: *learner,
                 incarnation: view.incarnation,
                 step: view.step,
@@ -269,15 +269,15 @@ impl LeadCore {
             controls: texts(self.core.controls()),
             state: if self.failed.is_some() { "failed" } else { self.core.state() }.to_owned(),
             learners: learners.into_iter().flatten().filter_map(view).collect(),
-            members: self.core.member_count() as u32,
+            members: self.core.members(now).len() as u32,
             committed: self.core.committed() as u32,
             contributions: self.core.contributions_taken(),
         })
     }
 
-    fn tell(&mut self, id: ClientId, actions: &mut Vec<Action>) {
+    fn tell(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         self.sequence += 1;
-        actions.push(Action::ToClient(id, 0, self.state(id)));
+        actions.push(Action::ToClient(id, 0, self.state(id, now)));
     }
 
     pub(super) fn tell_all(&mut self, now: Now, actions: &mut Vec<Action>) {
@@ -285,14 +285,11 @@ impl LeadCore {
         self.sequence += 1;
         for (&id, client) in &self.clients {
             if client.connected {
-                actions.push(Action::ToClient(id, 0, self.state(id)));
+                actions.push(Action::ToClient(id, 0, self.state(id, now)));
             }
         }
     }
 }
-
-/// Why a learner leaves whose client is lost.
-pub(super) const LOST: LeaveReason = LeaveReason::Died;
 
 fn texts(controls: &Controls) -> Vec<(String, String)> {
     let names = crate::controls::SETTINGS.iter().map(|(name, _)| *name);

@@ -25,8 +25,8 @@ use plans::Run;
 pub struct Source {
     /// At this client.
     pub client: ClientId,
-    /// Its name for them, if they are new weights.
-    pub token: u64,
+    /// Its name for it: the learner's step, or the token of new weights.
+    pub name: u64,
 }
 
 /// Index of a shard among those of the model.

@@ -1,0 +1,382 @@
+//! The lead's plans: what the core calls folding and reducing, done by clients that send and shards that add.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::ids::{BlockId, ClientId, LearnerId, PlanId, Step};
+use libmodelio::transport::ShardError;
+use libmodelio::wire::{BlockRanges, Granted, Message, Plan, PlanSource, Refusal, Work};
+
+use super::{Action, LeadCore, Part, REPEAT, Source};
+use crate::controls::NonFinite;
+use crate::core::{self, Contribution, Now};
+use crate::reducer::{self, Hyper, Reducer};
+
+/// One client's part of a plan.
+#[derive(Debug)]
+struct Sender {
+    client: ClientId,
+    /// Whose contributions, in the order in which they are added; none for new weights.
+    learners: Vec<LearnerId>,
+    payload: Granted,
+    blocks: FixedBitSet,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Fold(Vec<LearnerId>),
+    Reduce,
+    Assign,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// Until all shards are ready.
+    Gathering,
+    /// All were: until all know that it counts.
+    Concluding,
+    /// It is void: until all know.
+    Dropping,
+}
+
+/// A plan under way.
+#[derive(Debug)]
+pub(super) struct Run {
+    id: PlanId,
+    kind: Kind,
+    senders: Vec<Sender>,
+    start: Message,
+    stage: Stage,
+    /// Shards that have not answered what the stage asks of them.
+    waiting: BTreeSet<Part>,
+    repeat_at: Now,
+}
+
+impl Run {
+    pub(super) fn id(&self) -> PlanId {
+        self.id
+    }
+
+    pub(super) fn waiting(&self) -> impl Iterator<Item = Part> {
+        self.waiting.iter().copied()
+    }
+
+    pub(super) fn repeat_at(&self) -> Now {
+        self.repeat_at
+    }
+
+    fn grant(&self, sender: &Sender) -> Action {
+        let message = Message::Grant { plan: self.id, payload: sender.payload.clone() };
+        Action::ToClient(sender.client, 0, message)
+    }
+
+    /// What the stage says to the shards.
+    fn order(&self) -> (u64, Message) {
+        match self.stage {
+            Stage::Gathering => (0, self.start.clone()),
+            Stage::Concluding => (self.id.0, Message::Conclude { plan: self.id }),
+            Stage::Dropping => (self.id.0, Message::Drop { plan: self.id }),
+        }
+    }
+}
+
+impl LeadCore {
+    /// A shard has answered, or says something unasked.
+    pub fn from_part(
+        &mut self,
+        part: Part,
+        request: u64,
+        message: Message,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(run) = &mut self.run else { return };
+        match message {
+            Message::Ready { plan } if plan == run.id && run.stage == Stage::Gathering => {
+                run.waiting.remove(&part);
+                if run.waiting.is_empty() {
+                    self.conclude(now, actions);
+                }
+            }
+            Message::Spoilt { plan, client, block } if plan == run.id && run.stage == Stage::Gathering => {
+                let sender = run.senders.iter().find(|sender| sender.client == client);
+                let learner = sender.and_then(|sender| sender.learners.first().copied());
+                self.spoilt(learner, block, now, actions);
+            }
+            Message::Done if request == run.id.0 && run.stage != Stage::Gathering => {
+                run.waiting.remove(&part);
+                if run.waiting.is_empty() {
+                    self.run = None;
+                    self.begin_next(now, actions);
+                }
+            }
+            Message::Refused(refusal) => self.fail(part, &refusal, now, actions),
+            _ => {}
+        }
+    }
+
+    /// A shard is there again: what it may have missed is said again.
+    pub fn part_up(&mut self, part: Part, actions: &mut Vec<Action>) {
+        if let Some(run) = &self.run
+            && run.waiting.contains(&part)
+        {
+            let (request, message) = run.order();
+            actions.push(Action::ToPart(part, request, message));
+        }
+    }
+
+    /// A client says that what it was granted is not to be added.
+    pub(super) fn unfit(
+        &mut self,
+        client: ClientId,
+        plan: PlanId,
+        learner: LearnerId,
+        block: BlockId,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(run) = &self.run else { return };
+        let of = |sender: &Sender| sender.client == client && sender.learners.contains(&learner);
+        if run.id == plan && run.stage == Stage::Gathering && run.senders.iter().any(of) {
+            self.spoilt(Some(learner), block, now, actions);
+        }
+    }
+
+    /// A contribution of the running plan (or the new weights) is refused for what `block` holds.
+    fn spoilt(
+        &mut self,
+        learner: Option<LearnerId>,
+        block: BlockId,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(run) = &self.run else { return };
+        let error = ShardError::NonFinite(block);
+        let mut wanted = Vec::new();
+        match (&run.kind, learner) {
+            (Kind::Fold(_), Some(learner)) => self.core.fold_failed(vec![(learner, error)], now, &mut wanted),
+            (Kind::Reduce, Some(learner)) => self.core.refused(vec![(learner, error)], now, &mut wanted),
+            (Kind::Assign, _) => self.core.assign_failed(error, now, &mut wanted),
+            // A shard names a client that sends nothing.
+            (_, None) => return,
+        }
+        self.drop_run(now, actions);
+        self.perform(wanted, now, actions);
+    }
+
+    /// Begins what the core wants.
+    pub(super) fn begin(&mut self, work: core::Action<Source>, now: Now, actions: &mut Vec<Action>) {
+        let (kind, senders, work) = match work {
+            core::Action::Fold { contributions, reducer, .. } => {
+                let learners = contributions.iter().map(|c| c.learner).collect();
+                let replaces = reducer == Reducer::Assign;
+                (Kind::Fold(learners), senders(&contributions, replaces), Work::Add { replaces })
+            }
+            core::Action::Reduce(plan) => match &plan.work {
+                core::Work::Reduce { step, fresh_state, inputs, .. } => {
+                    let replaces = step.reducer == Reducer::Assign;
+                    (Kind::Reduce, senders(inputs, replaces), reduce(step, *fresh_state))
+                }
+                core::Work::Assign { buffer, .. } => {
+                    let weights = |client: &super::clients::Client| client.weights.get(&buffer.name).cloned();
+                    let blocks = self.clients.get(&buffer.client).and_then(weights).unwrap_or_default();
+                    let sender = Sender {
+                        client: buffer.client,
+                        learners: Vec::new(),
+                        payload: Granted::Weights(buffer.name),
+                        blocks: self.block_set(&blocks).unwrap_or_default(),
+                    };
+                    let step = reducer::Step {
+                        reducer: Reducer::Assign,
+                        hyper: Hyper::default(),
+                        contributions: 1,
+                        t: self.core.optimizer_steps(),
+                    };
+                    (Kind::Assign, vec![sender], reduce(&step, false))
+                }
+            },
+            _ => return,
+        };
+        let id = self.next_plan;
+        self.next_plan = PlanId(id.0 + 1);
+        let controls = self.core.controls();
+        let reject = controls.nonfinite == NonFinite::Reject;
+        let replaces = matches!(work, Work::Add { replaces: true })
+            || senders.iter().any(|s| matches!(s.payload, Granted::Contributions { replaces: true, .. }));
+        let source = |sender: &Sender| PlanSource {
+            client: sender.client,
+            blocks: ranges(&sender.blocks),
+            // Sums were looked at by those who have made them.
+            check: reject && sender.learners.len() <= 1,
+        };
+        let start = Message::Start(Plan {
+            plan: id,
+            base: self.core.version(),
+            work,
+            sources: senders.iter().map(source).collect(),
+            ordered: replaces,
+        });
+        let run = Run {
+            id,
+            kind,
+            senders,
+            start,
+            stage: Stage::Gathering,
+            waiting: (0..self.parts).collect(),
+            repeat_at: now,
+        };
+        self.run = Some(run);
+        self.repeat(now, actions);
+    }
+
+    /// All shards are ready: from here on the plan counts.
+    fn conclude(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.wind_up(Stage::Concluding, now, actions);
+        let mut wanted = Vec::new();
+        match self.run.as_ref().map(|run| &run.kind) {
+            Some(Kind::Fold(learners)) => self.core.folded(&learners.clone(), now, &mut wanted),
+            Some(Kind::Reduce | Kind::Assign) => self.core.reduced(true, now, &mut wanted),
+            None => {}
+        }
+        self.perform(wanted, now, actions);
+    }
+
+    /// What the plan has done is void.
+    fn drop_run(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.wind_up(Stage::Dropping, now, actions);
+    }
+
+    fn wind_up(&mut self, stage: Stage, now: Now, actions: &mut Vec<Action>) {
+        let Some(run) = &mut self.run else { return };
+        run.stage = stage;
+        run.waiting = (0..self.parts).collect();
+        for sender in &run.senders {
+            actions.push(Action::ToClient(sender.client, 0, Message::Over { plan: run.id }));
+            if let (Granted::Weights(token), Some(client)) =
+                (&sender.payload, self.clients.get_mut(&sender.client))
+            {
+                client.weights.remove(token);
+            }
+        }
+        run.repeat_at = now;
+        self.repeat(now, actions);
+    }
+
+    fn begin_next(&mut self, now: Now, actions: &mut Vec<Action>) {
+        if let Some(work) = self.queue.pop_front() {
+            self.begin(work, now, actions);
+        }
+    }
+
+    /// Says what has not been answered for a while.
+    pub(super) fn repeat(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let Some(run) = self.run.as_mut().filter(|run| run.repeat_at <= now) else { return };
+        run.repeat_at = now + REPEAT;
+        let (request, message) = run.order();
+        actions.extend(run.waiting.iter().map(|&part| Action::ToPart(part, request, message.clone())));
+        if run.stage == Stage::Gathering {
+            actions.extend(run.senders.iter().map(|sender| run.grant(sender)));
+        }
+    }
+
+    /// A client that is back may have missed its grant.
+    pub(super) fn grant_again(&mut self, client: ClientId, actions: &mut Vec<Action>) {
+        if let Some(run) = self.run.as_ref().filter(|run| run.stage == Stage::Gathering) {
+            let mine = run.senders.iter().filter(|sender| sender.client == client);
+            actions.extend(mine.map(|sender| run.grant(sender)));
+        }
+    }
+
+    /// A client is lost with all that waits there. What the core wants next is left in `wanted`.
+    pub(super) fn lose(
+        &mut self,
+        client: ClientId,
+        learners: &[LearnerId],
+        now: Now,
+        wanted: &mut Vec<core::Action<Source>>,
+        actions: &mut Vec<Action>,
+    ) {
+        let mut void = self.core.lost(learners, now, wanted);
+        if self.assigns_from(client) {
+            let gone = ShardError::NotAllowed("the client that held the new weights is gone".into());
+            self.core.assign_failed(gone, now, wanted);
+            void = true;
+        }
+        if !void {
+            return;
+        }
+        // The core has one piece of work at a time: it is under way, or waits for the one before.
+        if self.queue.pop_front().is_none() {
+            self.drop_run(now, actions);
+        }
+    }
+
+    /// Whether new weights of `client` are what the core works at.
+    fn assigns_from(&self, client: ClientId) -> bool {
+        let of_client = |plan: &core::Plan<Source>| matches!(&plan.work, core::Work::Assign { buffer, .. } if buffer.client == client);
+        match self.queue.front() {
+            Some(core::Action::Reduce(plan)) => of_client(plan),
+            Some(_) => false,
+            None => self.run.as_ref().is_some_and(|run| {
+                matches!(run.kind, Kind::Assign)
+                    && run.stage == Stage::Gathering
+                    && run.senders.iter().any(|sender| sender.client == client)
+            }),
+        }
+    }
+
+    /// A shard contradicts the lead: it has lost its blocks, or is not of this job.
+    fn fail(&mut self, part: Part, refusal: &Refusal, now: Now, actions: &mut Vec<Action>) {
+        let why = Refusal::Shard(ShardError::Lost(format!("shard {part} of the model: {refusal}")));
+        self.failed = Some(why.clone());
+        self.run = None;
+        self.queue.clear();
+        for (_, (client, request)) in std::mem::take(&mut self.tickets) {
+            self.answer(client, request, Message::Refused(why.clone()), actions);
+        }
+        self.tell_all(now, actions);
+    }
+}
+
+/// Contributions by client; clients in the order of their first learners.
+fn senders(contributions: &[Arc<Contribution<Source>>], replaces: bool) -> Vec<Sender> {
+    let mut sorted: Vec<_> = contributions.iter().collect();
+    sorted.sort_by_key(|contribution| contribution.learner);
+    let mut by_client: BTreeMap<ClientId, (Vec<(LearnerId, Step)>, FixedBitSet)> = BTreeMap::new();
+    for contribution in sorted {
+        let (of, blocks) = by_client.entry(contribution.source.client).or_default();
+        of.push((contribution.learner, Step(contribution.source.name)));
+        blocks.grow(contribution.sent.len());
+        blocks.union_with(&contribution.sent);
+    }
+    let mut senders: Vec<Sender> = by_client
+        .into_iter()
+        .map(|(client, (of, blocks))| Sender {
+            client,
+            learners: of.iter().map(|(learner, _)| *learner).collect(),
+            payload: Granted::Contributions { of, replaces },
+            blocks,
+        })
+        .collect();
+    senders.sort_by_key(|sender| sender.learners.first().copied());
+    senders
+}
+
+fn reduce(step: &reducer::Step, fresh_state: bool) -> Work {
+    // Plain numbers: it cannot fail.
+    let step = serde_json::to_string(step).unwrap_or_default();
+    Work::Reduce { step, fresh_state }
+}
+
+/// A set of blocks as ranges.
+fn ranges(blocks: &FixedBitSet) -> BlockRanges {
+    let mut ranges = BlockRanges::new();
+    for block in blocks.ones().map(|block| block as u32) {
+        match ranges.last_mut() {
+            Some(last) if last.end == block => last.end += 1,
+            _ => ranges.push(block..block + 1),
+        }
+    }
+    ranges
+}
