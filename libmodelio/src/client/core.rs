@@ -288,8 +288,7 @@ impl ClientCore {
     pub fn stopped(&self) -> Option<ShardError> {
         let needed = self.state.controls.iter().find(|(name, _)| name == "min_learners");
         let needed = needed.and_then(|(_, value)| value.parse().ok()).unwrap_or(1);
-        (self.state.state == "stopped")
-            .then_some(ShardError::Stopped { active: self.state.members, needed })
+        (self.state.state == "stopped").then_some(ShardError::Stopped { active: self.state.members, needed })
     }
 
     fn bits(&self, ranges: &[Range<u32>]) -> FixedBitSet {
@@ -308,7 +307,8 @@ impl ClientCore {
 
     /// Payload of steps before `step` is no longer needed: the lead has moved on.
     fn release_older(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
-        let old: Vec<Step> = self.held.range((learner, Step(0))..(learner, step)).map(|(&(_, step), _)| step).collect();
+        let old: Vec<Step> =
+            self.held.range((learner, Step(0))..(learner, step)).map(|(&(_, step), _)| step).collect();
         for step in old {
             self.release(learner, step, actions);
         }
@@ -407,8 +407,12 @@ impl ClientCore {
                 let message = Message::Leave { learner, reason: LeaveReason::Asked };
                 let id = self.next_request;
                 self.next_request += 1;
-                let request =
-                    Request { token: Token::MAX, message: message.clone(), deadline: now + 10 * PATIENCE, sent: Some(now) };
+                let request = Request {
+                    token: Token::MAX,
+                    message: message.clone(),
+                    deadline: now + 10 * PATIENCE,
+                    sent: Some(now),
+                };
                 self.requests.insert(id, request);
                 actions.push(Action::ToLead(id, message));
                 self.learners.insert(learner, (named[&learner].clone(), state.sequence));
@@ -426,7 +430,8 @@ impl ClientCore {
         }
         self.committed.remove(&learner);
         // What it has committed stays: its payload is needed until the lead has answered for it.
-        let commits = |request: &Request| matches!(request.message, Message::Commit { learner: l, .. } if l == learner);
+        let commits =
+            |request: &Request| matches!(request.message, Message::Commit { learner: l, .. } if l == learner);
         if !self.requests.values().any(commits) && !self.is_sending_for(learner) {
             self.release_older(learner, Step(u64::MAX), actions);
         }
@@ -617,7 +622,14 @@ impl ClientCore {
     }
 
     /// A block is in the buffer, or (not `whole`) was lost on the way.
-    pub fn landed(&mut self, version: Version, block: BlockId, whole: bool, now: Now, actions: &mut Vec<Action>) {
+    pub fn landed(
+        &mut self,
+        version: Version,
+        block: BlockId,
+        whole: bool,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
         self.landing = self.landing.saturating_sub(1);
         let part = self.owned.iter().position(|owned| owned.contains(block.index()));
         if let (Some(part), Some(pull)) = (part, &mut self.pull)

@@ -18,7 +18,8 @@ const MAX_ANSWERS: usize = 8192;
 pub(super) struct Client {
     connected: bool,
     last_seen: Now,
-    learners: BTreeSet<LearnerId>,
+    /// With the newest request about each.
+    learners: BTreeMap<LearnerId, u64>,
     /// Answers that it may not have had.
     answered: BTreeMap<u64, Message>,
     /// Requests that are not answered yet.
@@ -100,6 +101,14 @@ impl LeadCore {
             return actions.push(Action::Close(id, Refusal::Other(why)));
         }
         client.open.insert(request);
+        // A commit that comes after what ended it must not count: each learner's requests are taken in order.
+        if let Some(newest) = subject(&message).and_then(|learner| client.learners.get_mut(&learner)) {
+            if request < *newest {
+                let overtaken = Message::Refused(ShardError::Interrupted.into());
+                return self.answer(id, request, overtaken, actions);
+            }
+            *newest = request;
+        }
         if let Err(refusal) = self.carry_out(id, request, message, now, actions) {
             self.answer(id, request, Message::Refused(refusal), actions);
         }
@@ -148,7 +157,7 @@ impl LeadCore {
                 let (learner, incarnation) = core.join(&name, now, &mut wanted)?;
                 self.owners.insert(learner, id);
                 if let Some(client) = self.clients.get_mut(&id) {
-                    client.learners.insert(learner);
+                    client.learners.insert(learner, request);
                 }
                 self.changed = true;
                 Some(Message::Joined { learner, incarnation, since: self.sequence + 1 })
@@ -246,14 +255,14 @@ impl LeadCore {
         self.tickets.retain(|_, (of, _)| *of != id);
         let mut wanted = Vec::new();
         self.core.withdraw_assign(|source| source.client == id, now, &mut wanted);
-        self.lose(id, &client.learners.into_iter().collect::<Vec<_>>(), now, &mut wanted, actions);
+        self.lose(id, &client.learners.into_keys().collect::<Vec<_>>(), now, &mut wanted, actions);
         self.perform(wanted, now, actions);
         actions.push(Action::Close(id, Refusal::Other("silent past the lease".into())));
     }
 
     /// The state of the job, as one client is to see it.
     fn state(&self, id: ClientId, now: Now) -> Message {
-        let learners = self.clients.get(&id).map(|client| &client.learners);
+        let learners = self.clients.get(&id).map(|client| client.learners.keys());
         let view = |learner: &LearnerId| {
             self.core.member(*learner, now).map(|view| LearnerState {
                 learner: *learner,
@@ -288,6 +297,18 @@ impl LeadCore {
                 actions.push(Action::ToClient(id, 0, self.state(id, now)));
             }
         }
+    }
+}
+
+/// The learner that a request is about.
+fn subject(message: &Message) -> Option<LearnerId> {
+    match message {
+        Message::Leave { learner, .. }
+        | Message::Open { learner }
+        | Message::Commit { learner, .. }
+        | Message::Abort { learner }
+        | Message::Withdraw { learner } => Some(*learner),
+        _ => None,
     }
 }
 

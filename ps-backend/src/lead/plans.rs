@@ -144,13 +144,7 @@ impl LeadCore {
     }
 
     /// A contribution of the running plan (or the new weights) is refused for what `block` holds.
-    fn spoilt(
-        &mut self,
-        learner: Option<LearnerId>,
-        block: BlockId,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
+    fn spoilt(&mut self, learner: Option<LearnerId>, block: BlockId, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &self.run else { return };
         let error = ShardError::NonFinite(block);
         let mut wanted = Vec::new();

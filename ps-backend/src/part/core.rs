@@ -326,7 +326,14 @@ impl PartCore {
     }
 
     /// A payload is where [`Self::arrive`] said. `fit` is false if it held NaN or Inf and was to be checked.
-    pub fn landed(&mut self, client: ClientId, plan: PlanId, block: u32, fit: bool, actions: &mut Vec<Action>) {
+    pub fn landed(
+        &mut self,
+        client: ClientId,
+        plan: PlanId,
+        block: u32,
+        fit: bool,
+        actions: &mut Vec<Action>,
+    ) {
         let Some(running) = self.running_if(plan) else { return };
         let b = block as usize;
         running.busy.set(b, false);
