@@ -33,7 +33,7 @@ pub enum Role {
 }
 
 /// A message.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
 pub enum Message {
     // -- the connection
     /// The first frame of whoever connects.

@@ -1,9 +1,98 @@
 //! The wire protocol: frames, messages, and nothing that touches a socket.
+//!
+//! A connection carries frames. A frame is a [`Header`] of fixed size, a body (a [`Message`]) and perhaps a payload
+//! (bytes of blocks, records). The header says how long both are, so that a receiver that has seen header and body
+//! can have the payload delivered straight to where it belongs. Every length has a limit that is checked before
+//! anything is allocated; CRC32C covers all bytes. `docs/protocol.md` has the tables.
+//!
+//! [`Receiver`] takes bytes as they come and says what to read next; [`frame`] and [`append_frame`] make the other
+//! direction.
 
+mod codec;
+mod crc;
+mod error;
+mod header;
 mod message;
+pub mod ranges;
+mod receiver;
 mod registry;
 
+use std::time::Duration;
+
+pub use codec::{append_frame, frame};
+pub use crc::{Crc32c, crc32c};
+pub use error::WireError;
+pub use header::{HEADER, Header, Payload};
 pub use message::{
     BlockRanges, Granted, JobState, LearnerState, Message, Plan, PlanSource, Refusal, Role, Work,
 };
+pub use ranges::{MAX_RANGES, RangesError};
+pub use receiver::{Received, Receiver};
 pub use registry::{ModelRecord, RegistryAnswer, RegistryRequest, ShardRecord};
+
+/// Longest body, in bytes.
+pub const MAX_BODY: u32 = 1 << 20;
+/// Longest body of a hello, a welcome or a refusal, in bytes.
+pub const MAX_GREETING: u32 = 4 << 10;
+/// Longest payload, in bytes: four of the largest blocks, or the map of five million blocks.
+pub const MAX_PAYLOAD: u32 = 16 << 20;
+/// A connection whose hello is not complete by then ends.
+pub const HELLO_DEADLINE: Duration = Duration::from_secs(5);
+
+/// How long what a peer sends may be, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Of a body.
+    pub body: u32,
+    /// Of a payload.
+    pub payload: u32,
+}
+
+impl Limits {
+    /// Until the peers have greeted each other.
+    pub const GREETING: Limits = Limits { body: MAX_GREETING, payload: 0 };
+    /// Afterwards.
+    pub const MAX: Limits = Limits { body: MAX_BODY, payload: MAX_PAYLOAD };
+}
+
+/// Versions of the protocol. A variant says what it changed.
+///
+/// Of all versions are: the header; of the messages `Hello` and `Welcome` their place and `protocol`, and
+/// `Refused` with `Refusal::Protocol`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u16)]
+pub enum Protocol {
+    /// The first one.
+    V1 = 1,
+}
+
+impl Protocol {
+    /// What this program speaks.
+    pub const NEWEST: Protocol = Protocol::V1;
+
+    /// As in a greeting.
+    pub fn number(self) -> u16 {
+        self as u16
+    }
+
+    /// The version of this number.
+    ///
+    /// # Errors
+    /// [`WireError::Protocol`] for one that this program does not speak.
+    pub fn from_number(number: u16) -> Result<Protocol, WireError> {
+        match number {
+            1 => Ok(Protocol::V1),
+            got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
+        }
+    }
+}
+
+/// After how long without having sent anything a peer sends `Ping`, on a connection whose welcome said `silence_ms`.
+pub fn ping_after(silence_ms: u32) -> Duration {
+    Duration::from_millis(silence_ms.into()) / 3
+}
+
+#[cfg(test)]
+mod strategies;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,157 @@
+//! Messages to bodies and back; frames; which message may have which payload.
+
+use std::ops::RangeInclusive;
+
+use super::header::{HEADER, Header, Payload};
+use super::{
+    BlockRanges, Limits, MAX_PAYLOAD, Message, Protocol, Refusal, RegistryAnswer, RegistryRequest, WireError,
+    ranges,
+};
+use crate::ids::Epoch;
+use crate::layout::MAX_BLOCK_SIZE;
+
+/// Longest text of a refusal that says what went wrong in its own words, in bytes.
+const MAX_REASON: usize = 1024;
+
+impl Message {
+    /// As in `docs/protocol.md`.
+    pub fn name(&self) -> &'static str {
+        self.into()
+    }
+
+    /// How long a payload this message may have, in bytes; `0..=0` for none. Whoever knows the model knows more:
+    /// see [`super::Received::expect_payload`].
+    pub fn payload_limits(&self) -> RangeInclusive<u32> {
+        match self {
+            // Half-precision elements take twice their room as fp32.
+            Message::Push { wide: true, .. } => 1..=2 * MAX_BLOCK_SIZE,
+            Message::Push { wide: false, .. } | Message::Block { .. } | Message::Load { .. } => {
+                1..=MAX_BLOCK_SIZE
+            }
+            Message::Create
+            | Message::Registry(RegistryRequest::Put { .. })
+            | Message::Registered(RegistryAnswer::Model) => 1..=MAX_PAYLOAD,
+            Message::Text => 0..=MAX_PAYLOAD,
+            _ => 0..=0,
+        }
+    }
+
+    /// Frames that are said before both ends know each other.
+    fn limits(&self) -> Limits {
+        match self {
+            Message::Hello { .. } | Message::Welcome { .. } | Message::Refused(_) => Limits::GREETING,
+            _ => Limits::MAX,
+        }
+    }
+
+    /// The message of a body, for a frame with so many bytes of payload.
+    ///
+    /// # Errors
+    /// [`WireError::Protocol`] for a greeting of another version, whatever else is in it; otherwise what is wrong
+    /// with body or payload.
+    pub fn decode(body: &[u8], payload_len: u32) -> Result<Message, WireError> {
+        greeted_by(body)?;
+        let (message, rest) = postcard::take_from_bytes::<Message>(body)?;
+        if !rest.is_empty() {
+            return Err(WireError::Trailing(rest.len()));
+        }
+        message.check(payload_len)?;
+        Ok(message)
+    }
+
+    /// What types do not say. Both ends check it.
+    fn check(&self, payload_len: u32) -> Result<(), WireError> {
+        let allowed = self.payload_limits();
+        if !allowed.contains(&payload_len) {
+            let (least, most) = (*allowed.start(), *allowed.end());
+            return Err(WireError::Payload { message: self.name(), least, most, got: payload_len });
+        }
+        let blocks = |blocks: &BlockRanges| {
+            ranges::check(blocks, u32::MAX).map_err(|error| WireError::Ranges { message: self.name(), error })
+        };
+        match self {
+            Message::Commit { blocks: list, .. }
+            | Message::Assign { blocks: list, .. }
+            | Message::Missing { blocks: list, .. } => blocks(list),
+            Message::Start(plan) => plan.sources.iter().try_for_each(|source| blocks(&source.blocks)),
+            Message::Pull { blocks: range, .. } if range.is_empty() => Err(WireError::Ranges {
+                message: self.name(),
+                error: ranges::RangesError::Empty { start: range.start, end: range.end },
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Refusal {
+    /// A refusal in words of its own, cut where they are too many.
+    pub fn other(reason: impl std::fmt::Display) -> Refusal {
+        let mut reason = reason.to_string();
+        if reason.len() > MAX_REASON {
+            reason.truncate(reason.floor_char_boundary(MAX_REASON));
+            reason.push('…');
+        }
+        Refusal::Other(reason)
+    }
+}
+
+/// A greeting begins with its variant and the protocol in every version; the rest may differ.
+fn greeted_by(body: &[u8]) -> Result<(), WireError> {
+    const HELLO: u8 = 0;
+    const WELCOME: u8 = 1;
+    if let Some((&(HELLO | WELCOME), rest)) = body.split_first() {
+        let (protocol, _) = postcard::take_from_bytes::<u16>(rest)?;
+        Protocol::from_number(protocol)?;
+    }
+    Ok(())
+}
+
+/// Puts header and body of a message behind what `buffer` holds, to be followed on the wire by the payload that
+/// `payload` tells of. `request` is the number that the answer repeats, `epoch` the block map that the message was
+/// made under. Allocates only where `buffer` must grow.
+///
+/// # Errors
+/// [`WireError`] for what the other end would not take; `buffer` is as it was.
+pub fn append_frame(
+    buffer: &mut Vec<u8>,
+    message: &Message,
+    request: u64,
+    epoch: Epoch,
+    payload: Payload,
+) -> Result<(), WireError> {
+    message.check(payload.len)?;
+    let start = buffer.len();
+    let appended = append(buffer, message, request, epoch, payload);
+    if appended.is_err() {
+        buffer.truncate(start);
+    }
+    appended
+}
+
+fn append(
+    buffer: &mut Vec<u8>,
+    message: &Message,
+    request: u64,
+    epoch: Epoch,
+    payload: Payload,
+) -> Result<(), WireError> {
+    let start = buffer.len();
+    let body = start + HEADER;
+    buffer.resize(body, 0);
+    postcard::to_io(message, &mut *buffer)?;
+    // A refusal has no payload, but its limits say so, too.
+    let limits = Limits { payload: MAX_PAYLOAD, ..message.limits() };
+    let header = Header::new(request, epoch, &buffer[body..], payload, limits)?;
+    buffer[start..body].copy_from_slice(header.as_bytes());
+    Ok(())
+}
+
+/// Header and body of a message, to be followed on the wire by `payload`; otherwise as [`append_frame`].
+///
+/// # Errors
+/// [`WireError`] for what the other end would not take.
+pub fn frame(message: &Message, request: u64, epoch: Epoch, payload: &[u8]) -> Result<Vec<u8>, WireError> {
+    let mut buffer = Vec::new();
+    append_frame(&mut buffer, message, request, epoch, Payload::of(payload)?)?;
+    Ok(buffer)
+}

@@ -1,0 +1,96 @@
+//! What can be wrong with a frame.
+
+use super::{RangesError, Refusal};
+
+/// What is wrong with a frame, received or to be sent. The connection that such bytes came on is closed; nothing
+/// else changes.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WireError {
+    /// Something else speaks on this port.
+    #[error("not gradfs: a frame begins with {got:#06x}, expected {expected:#06x}")]
+    Magic {
+        /// What frames begin with.
+        expected: u16,
+        /// What came.
+        got: u16,
+    },
+    /// Damaged on the way, or not a frame.
+    #[error("checksum of the {what}: expected {expected:#010x}, got {got:#010x}")]
+    Checksum {
+        /// Header, body or payload.
+        what: &'static str,
+        /// As the frame says.
+        expected: u32,
+        /// As the bytes are.
+        got: u32,
+    },
+    /// Flags that this version does not have.
+    #[error("unknown flags {got:#06x}, expected {expected:#06x}")]
+    Flags {
+        /// Those of this version.
+        expected: u16,
+        /// What came.
+        got: u16,
+    },
+    /// A length beyond its limit, in bytes.
+    #[error("{what} of {got} bytes, the limit is {limit}")]
+    TooLong {
+        /// Of what.
+        what: &'static str,
+        /// The limit.
+        limit: u64,
+        /// What was announced.
+        got: u64,
+    },
+    /// A payload that does not fit its message, in bytes.
+    #[error("{message} with a payload of {got} bytes, expected {least} to {most}")]
+    Payload {
+        /// The message's name.
+        message: &'static str,
+        /// The shortest that fits.
+        least: u32,
+        /// The longest that fits.
+        most: u32,
+        /// What was announced.
+        got: u32,
+    },
+    /// The peer speaks another version of the protocol.
+    #[error(
+        "the peer speaks protocol {got}, this is protocol {expected}: use the same release on both sides"
+    )]
+    Protocol {
+        /// This end's.
+        expected: u16,
+        /// The peer's.
+        got: u16,
+    },
+    /// A body that is no message.
+    #[error("the body is no message: {0}")]
+    Body(#[from] postcard::Error),
+    /// A body that goes on after its message.
+    #[error("the body goes on {0} bytes after its message")]
+    Trailing(usize),
+    /// Blocks that are not named as they must be.
+    #[error("blocks of {message}: {error}")]
+    Ranges {
+        /// The message's name.
+        message: &'static str,
+        /// What is wrong with them.
+        error: RangesError,
+    },
+    /// This end was asked for what does not belong here: an error in gradfs.
+    #[error("{0} out of order")]
+    Order(&'static str),
+}
+
+impl WireError {
+    /// What to answer before the connection is closed. The peer can read a refusal of its protocol whatever
+    /// version it speaks.
+    pub fn to_refusal(&self) -> Refusal {
+        match *self {
+            WireError::Protocol { expected, got } => Refusal::Protocol { expected, got },
+            _ => Refusal::other(self),
+        }
+    }
+}

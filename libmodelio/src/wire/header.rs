@@ -1,0 +1,162 @@
+//! The header that every frame begins with, and the one place where it is made and validated.
+//!
+//! It is the same in all versions of the protocol, so that ends of different versions can tell each other.
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use super::{Limits, WireError, crc32c};
+use crate::ids::Epoch;
+
+/// Bytes of a header.
+pub const HEADER: usize = 40;
+
+/// "GF" in memory.
+const MAGIC: u16 = u16::from_le_bytes(*b"GF");
+/// No flag has a meaning yet.
+const FLAGS: u16 = 0;
+
+/// The fixed part of a frame, validated: there is no way to one with another magic, flags or checksum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub struct Header {
+    magic: U16,
+    flags: U16,
+    body: U32,
+    payload: U32,
+    payload_crc: U32,
+    request: U64,
+    epoch: U64,
+    body_crc: U32,
+    /// Over all that stands before it.
+    header_crc: U32,
+}
+
+const _: () = assert!(size_of::<Header>() == HEADER);
+
+/// Length and checksum of a payload that goes its own way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Payload {
+    /// Bytes.
+    pub len: u32,
+    /// Their CRC32C.
+    pub crc: u32,
+}
+
+impl Payload {
+    /// No payload.
+    pub const NONE: Payload = Payload { len: 0, crc: 0 };
+
+    /// Of these bytes.
+    ///
+    /// # Errors
+    /// [`WireError::TooLong`] beyond [`super::MAX_PAYLOAD`].
+    pub fn of(bytes: &[u8]) -> Result<Payload, WireError> {
+        let len = within("payload", bytes.len() as u64, Limits::MAX.payload)?;
+        Ok(Payload { len, crc: crc32c(bytes) })
+    }
+}
+
+impl Header {
+    /// Of a frame with this body and payload.
+    ///
+    /// # Errors
+    /// [`WireError::TooLong`].
+    pub(super) fn new(
+        request: u64,
+        epoch: Epoch,
+        body: &[u8],
+        payload: Payload,
+        limits: Limits,
+    ) -> Result<Header, WireError> {
+        let mut header = Header {
+            magic: U16::new(MAGIC),
+            flags: U16::new(FLAGS),
+            body: U32::new(within("body", body.len() as u64, limits.body)?),
+            payload: U32::new(within("payload", payload.len.into(), limits.payload)?),
+            payload_crc: U32::new(payload.crc),
+            request: U64::new(request),
+            epoch: U64::new(epoch.0),
+            body_crc: U32::new(crc32c(body)),
+            header_crc: U32::new(0),
+        };
+        header.header_crc = U32::new(header.own_crc());
+        Ok(header)
+    }
+
+    /// As it was received. Nothing of it is to be believed before this returns.
+    ///
+    /// # Errors
+    /// [`WireError`] naming what is wrong first: no frame, damage, then what a correct peer does not send.
+    pub fn parse(bytes: &[u8; HEADER], limits: Limits) -> Result<Header, WireError> {
+        let header: Header = zerocopy::transmute!(*bytes);
+        if header.magic.get() != MAGIC {
+            return Err(WireError::Magic { expected: MAGIC, got: header.magic.get() });
+        }
+        same("header", header.header_crc.get(), header.own_crc())?;
+        if header.flags.get() != FLAGS {
+            return Err(WireError::Flags { expected: FLAGS, got: header.flags.get() });
+        }
+        within("body", header.body.get().into(), limits.body)?;
+        within("payload", header.payload.get().into(), limits.payload)?;
+        Ok(header)
+    }
+
+    fn own_crc(&self) -> u32 {
+        crc32c(&IntoBytes::as_bytes(self)[..HEADER - 4])
+    }
+
+    /// The number that the answer repeats; 0 for what nobody asked for and nobody answers.
+    pub fn request(&self) -> u64 {
+        self.request.get()
+    }
+
+    /// The block map that the frame was made under; 0 where that does not matter.
+    pub fn epoch(&self) -> Epoch {
+        Epoch(self.epoch.get())
+    }
+
+    /// Bytes of the body.
+    pub fn body_len(&self) -> usize {
+        self.body.get() as usize
+    }
+
+    /// Bytes of the payload.
+    pub fn payload_len(&self) -> u32 {
+        self.payload.get()
+    }
+
+    /// CRC32C of the payload, as the sender says.
+    pub fn payload_crc(&self) -> u32 {
+        self.payload_crc.get()
+    }
+
+    /// Whether the body is what was sent.
+    pub(super) fn check_body(&self, body: &[u8]) -> Result<(), WireError> {
+        same("body", self.body_crc.get(), crc32c(body))
+    }
+
+    /// Whether the payload is what was sent, given its CRC32C.
+    ///
+    /// # Errors
+    /// [`WireError::Checksum`].
+    pub fn check_payload(&self, crc: u32) -> Result<(), WireError> {
+        same("payload", self.payload_crc.get(), crc)
+    }
+
+    /// The bytes to send.
+    pub fn as_bytes(&self) -> &[u8] {
+        IntoBytes::as_bytes(self)
+    }
+}
+
+fn same(what: &'static str, expected: u32, got: u32) -> Result<(), WireError> {
+    if expected == got { Ok(()) } else { Err(WireError::Checksum { what, expected, got }) }
+}
+
+fn within(what: &'static str, got: u64, limit: u32) -> Result<u32, WireError> {
+    match u32::try_from(got) {
+        Ok(length) if length <= limit => Ok(length),
+        _ => Err(WireError::TooLong { what, limit: limit.into(), got }),
+    }
+}

@@ -1,0 +1,284 @@
+//! Any message, for property tests.
+
+use std::ops::Range;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+use super::*;
+use crate::ids::{
+    BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
+};
+use crate::transport::{LeaveReason, ShardError};
+
+fn text() -> impl Strategy<Value = String> {
+    "\\PC{0,20}"
+}
+
+fn id64<T: std::fmt::Debug>(of: fn(u64) -> T) -> impl Strategy<Value = T> {
+    prop_oneof![0..300u64, any::<u64>()].prop_map(of)
+}
+
+fn learner() -> impl Strategy<Value = LearnerId> {
+    any::<u32>().prop_map(LearnerId)
+}
+
+fn shard() -> impl Strategy<Value = ShardId> {
+    any::<u16>().prop_map(ShardId)
+}
+
+fn block() -> impl Strategy<Value = BlockId> {
+    any::<u32>().prop_map(BlockId)
+}
+
+fn range() -> impl Strategy<Value = Range<u32>> {
+    (0..u32::MAX)
+        .prop_flat_map(|start| (Just(start), start + 1..=u32::MAX))
+        .prop_map(|(start, end)| start..end)
+}
+
+pub fn block_ranges() -> impl Strategy<Value = BlockRanges> {
+    vec((1..5000u32, 1..5000u32), 0..8).prop_map(|steps| {
+        let mut end = 0;
+        let next = |(gap, length): (u32, u32)| {
+            let start = end + gap;
+            end = start + length;
+            start..end
+        };
+        steps.into_iter().map(next).collect()
+    })
+}
+
+fn reason() -> impl Strategy<Value = LeaveReason> {
+    prop_oneof![Just(LeaveReason::Asked), Just(LeaveReason::Died), Just(LeaveReason::LeaseExpired)]
+}
+
+fn role() -> impl Strategy<Value = Role> {
+    prop_oneof![Just(Role::Control), Just(Role::Data), Just(Role::Lead), Just(Role::Admin)]
+}
+
+fn shard_error() -> impl Strategy<Value = ShardError> {
+    prop_oneof![
+        learner().prop_map(ShardError::UnknownLearner),
+        text().prop_map(ShardError::NameTaken),
+        any::<usize>().prop_map(ShardError::TooManyLearners),
+        (id64(Step), id64(Step)).prop_map(|(got, expected)| ShardError::StepOutOfOrder { got, expected }),
+        (block(), any::<usize>()).prop_map(|(block, bytes)| ShardError::BadBlock { block, bytes }),
+        Just(ShardError::OutOfRange),
+        block().prop_map(ShardError::NonFinite),
+        any::<(u32, u32)>().prop_map(|(active, needed)| ShardError::Stopped { active, needed }),
+        text().prop_map(|text| ShardError::TimedOut(text.into())),
+        Just(ShardError::Interrupted),
+        Just(ShardError::Unreachable),
+        text().prop_map(ShardError::OutOfMemory),
+        text().prop_map(ShardError::NotAllowed),
+    ]
+}
+
+fn refusal() -> impl Strategy<Value = Refusal> {
+    prop_oneof![
+        shard_error().prop_map(Refusal::Shard),
+        any::<(u16, u16)>().prop_map(|(expected, got)| Refusal::Protocol { expected, got }),
+        text().prop_map(Refusal::NoModel),
+        (text(), id64(Generation), id64(Generation)).prop_map(|(model, expected, got)| Refusal::Generation {
+            model,
+            expected,
+            got
+        }),
+        text().prop_map(Refusal::Exists),
+        (id64(Epoch), id64(Epoch)).prop_map(|(expected, got)| Refusal::Epoch { expected, got }),
+        block().prop_map(|block| Refusal::NotMine { block }),
+        (id64(Version), id64(Version)).prop_map(|(wanted, newest)| Refusal::NoVersion { wanted, newest }),
+        text().prop_map(|what| Refusal::Role { what }),
+        text().prop_map(Refusal::Control),
+        text().prop_map(Refusal::Other),
+    ]
+}
+
+fn learner_state() -> impl Strategy<Value = LearnerState> {
+    (learner(), any::<u32>(), id64(Step), any::<bool>(), id64(Version)).prop_map(
+        |(learner, incarnation, step, unpublished, published_in)| LearnerState {
+            learner,
+            incarnation: Incarnation(incarnation),
+            step,
+            unpublished,
+            published_in,
+        },
+    )
+}
+
+fn job_state() -> impl Strategy<Value = JobState> {
+    (
+        id64(Version),
+        any::<(u64, u32, u32, u64)>(),
+        vec((text(), text()), 0..4),
+        text(),
+        vec(learner_state(), 0..4),
+    )
+        .prop_map(
+            |(version, (settings, members, committed, contributions), controls, state, learners)| JobState {
+                version,
+                settings,
+                controls,
+                state,
+                learners,
+                members,
+                committed,
+                contributions,
+            },
+        )
+}
+
+fn plan() -> impl Strategy<Value = Plan> {
+    let work = prop_oneof![
+        Just(Work::Add),
+        (text(), any::<bool>()).prop_map(|(step, fresh_state)| Work::Reduce { step, fresh_state })
+    ];
+    let source = (id64(ClientId), block_ranges()).prop_map(|(client, blocks)| PlanSource { client, blocks });
+    (id64(PlanId), id64(Version), work, vec(source, 0..4), any::<(bool, bool)>()).prop_map(
+        |(plan, base, work, sources, (ordered, reject_nonfinite))| Plan {
+            plan,
+            base,
+            work,
+            sources,
+            ordered,
+            reject_nonfinite,
+        },
+    )
+}
+
+fn granted() -> impl Strategy<Value = Granted> {
+    prop_oneof![
+        vec((learner(), id64(Step)), 0..5).prop_map(Granted::Contributions),
+        any::<u64>().prop_map(Granted::Weights)
+    ]
+}
+
+pub fn shard_record() -> impl Strategy<Value = ShardRecord> {
+    (shard(), text(), text(), any::<bool>()).prop_map(|(shard, address, host, draining)| ShardRecord {
+        shard,
+        address,
+        host,
+        draining,
+    })
+}
+
+fn registry_request() -> impl Strategy<Value = RegistryRequest> {
+    prop_oneof![
+        (shard_record(), any::<u32>())
+            .prop_map(|(record, lease_ms)| RegistryRequest::Announce { record, lease_ms }),
+        shard().prop_map(|shard| RegistryRequest::Withdraw { shard }),
+        shard().prop_map(|shard| RegistryRequest::Drain { shard }),
+        Just(RegistryRequest::Shards),
+        Just(RegistryRequest::Models),
+        text().prop_map(|name| RegistryRequest::Model { name }),
+        proptest::option::of(id64(Epoch)).prop_map(|replaces| RegistryRequest::Put { replaces }),
+        (text(), id64(Generation))
+            .prop_map(|(name, generation)| RegistryRequest::Delete { name, generation }),
+    ]
+}
+
+fn registry_answer() -> impl Strategy<Value = RegistryAnswer> {
+    prop_oneof![
+        shard().prop_map(RegistryAnswer::Shard),
+        vec(shard_record(), 0..4).prop_map(RegistryAnswer::Shards),
+        vec(text(), 0..4).prop_map(RegistryAnswer::Models),
+        Just(RegistryAnswer::Model),
+        Just(RegistryAnswer::Done),
+    ]
+}
+
+/// One strategy for each variant, in their order.
+pub fn each_message() -> Vec<BoxedStrategy<Message>> {
+    let protocol = || Just(Protocol::NEWEST.number());
+    vec![
+        (protocol(), role(), text(), id64(Generation), id64(ClientId))
+            .prop_map(|(protocol, role, model, generation, client)| Message::Hello {
+                protocol,
+                role,
+                model,
+                generation,
+                client,
+            })
+            .boxed(),
+        (protocol(), shard(), id64(Epoch), any::<u32>())
+            .prop_map(|(protocol, shard, epoch, silence_ms)| Message::Welcome {
+                protocol,
+                shard,
+                epoch,
+                silence_ms,
+            })
+            .boxed(),
+        refusal().prop_map(Message::Refused).boxed(),
+        Just(Message::Done).boxed(),
+        Just(Message::Ping).boxed(),
+        Just(Message::Pong).boxed(),
+        text().prop_map(|name| Message::Join { name }).boxed(),
+        (learner(), any::<u32>())
+            .prop_map(|(learner, life)| Message::Joined { learner, incarnation: Incarnation(life) })
+            .boxed(),
+        (learner(), reason()).prop_map(|(learner, reason)| Message::Leave { learner, reason }).boxed(),
+        learner().prop_map(|learner| Message::Open { learner }).boxed(),
+        (id64(Step), any::<bool>())
+            .prop_map(|(step, staging_lent)| Message::Opened { step, staging_lent })
+            .boxed(),
+        (learner(), id64(Step), block_ranges())
+            .prop_map(|(learner, step, blocks)| Message::Commit { learner, step, blocks })
+            .boxed(),
+        learner().prop_map(|learner| Message::Abort { learner }).boxed(),
+        learner().prop_map(|learner| Message::Withdraw { learner }).boxed(),
+        learner().prop_map(|learner| Message::AwaitStep { learner }).boxed(),
+        id64(Version).prop_map(Message::At).boxed(),
+        (vec(learner(), 0..5), any::<bool>())
+            .prop_map(|(learners, attached)| Message::Touch { learners, attached })
+            .boxed(),
+        (text(), text()).prop_map(|(name, value)| Message::SetControl { name, value }).boxed(),
+        (any::<u64>(), block_ranges()).prop_map(|(token, blocks)| Message::Assign { token, blocks }).boxed(),
+        any::<u64>().prop_map(|token| Message::WithdrawAssign { token }).boxed(),
+        any::<u64>().prop_map(|request| Message::Heard { request }).boxed(),
+        job_state().prop_map(Message::State).boxed(),
+        (id64(PlanId), granted()).prop_map(|(plan, payload)| Message::Grant { plan, payload }).boxed(),
+        id64(PlanId).prop_map(|plan| Message::Over { plan }).boxed(),
+        (learner(), reason()).prop_map(|(learner, reason)| Message::Left { learner, reason }).boxed(),
+        (id64(PlanId), block(), any::<bool>())
+            .prop_map(|(plan, block, wide)| Message::Push { plan, block, wide })
+            .boxed(),
+        id64(PlanId).prop_map(|plan| Message::Probe { plan }).boxed(),
+        (id64(PlanId), block_ranges()).prop_map(|(plan, blocks)| Message::Missing { plan, blocks }).boxed(),
+        (id64(Version), range()).prop_map(|(version, blocks)| Message::Pull { version, blocks }).boxed(),
+        (id64(Version), block()).prop_map(|(version, block)| Message::Block { version, block }).boxed(),
+        plan().prop_map(Message::Start).boxed(),
+        id64(PlanId).prop_map(|plan| Message::Ready { plan }).boxed(),
+        (id64(PlanId), id64(ClientId), block())
+            .prop_map(|(plan, client, block)| Message::Spoilt { plan, client, block })
+            .boxed(),
+        id64(PlanId).prop_map(|plan| Message::Conclude { plan }).boxed(),
+        id64(PlanId).prop_map(|plan| Message::Drop { plan }).boxed(),
+        Just(Message::Create).boxed(),
+        (id64(Generation), block())
+            .prop_map(|(generation, block)| Message::Load { generation, block })
+            .boxed(),
+        id64(Generation).prop_map(|generation| Message::Loaded { generation }).boxed(),
+        (text(), id64(Generation))
+            .prop_map(|(model, generation)| Message::Delete { model, generation })
+            .boxed(),
+        Just(Message::Status).boxed(),
+        Just(Message::Text).boxed(),
+        registry_request().prop_map(Message::Registry).boxed(),
+        registry_answer().prop_map(Message::Registered).boxed(),
+    ]
+}
+
+pub fn message() -> impl Strategy<Value = Message> {
+    proptest::strategy::Union::new(each_message())
+}
+
+/// A frame's parts: message, request, epoch, and a payload that fits the message.
+pub fn any_frame() -> impl Strategy<Value = (Message, u64, Epoch, Vec<u8>)> {
+    (message(), any::<u64>(), id64(Epoch), vec(any::<u8>(), 1..200)).prop_map(
+        |(message, request, epoch, payload)| {
+            let allowed = *message.payload_limits().end() as usize;
+            (message, request, epoch, payload.into_iter().take(allowed).collect())
+        },
+    )
+}

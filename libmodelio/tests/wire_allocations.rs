@@ -1,0 +1,48 @@
+//! What the codec allocates: nothing for a block, and never more than its limits for what a stranger sends.
+
+use allocation_counter::measure;
+use libmodelio::ids::{BlockId, Epoch, PlanId, Version};
+use libmodelio::wire::{Limits, Message, Payload, Receiver, append_frame, crc32c, frame};
+
+#[test]
+fn blocks_go_without_an_allocation() {
+    let payload = [7; 1000];
+    let payload = Payload { len: 1000, crc: crc32c(&payload) };
+    let (mut buffer, mut receiver) = (Vec::new(), Receiver::new(Limits::MAX));
+    let mut send_and_receive = |i: u32| {
+        for message in [
+            Message::Push { plan: PlanId(1 << 40), block: BlockId(i), wide: false },
+            Message::Block { version: Version(1 << 40), block: BlockId(i) },
+        ] {
+            buffer.clear();
+            append_frame(&mut buffer, &message, i.into(), Epoch(1), payload).expect("it is sound");
+            let (_, received) = receiver.push(&buffer).expect("it is sound");
+            assert_eq!(received.expect("it is complete").message, message);
+            receiver.payload_done(payload.crc).expect("it is sound");
+        }
+    };
+    // The buffers take their size.
+    send_and_receive(u32::MAX);
+    let used = measure(|| (0..100).for_each(&mut send_and_receive));
+    assert_eq!(used.count_total, 0, "{used:?}");
+}
+
+#[test]
+fn what_is_announced_is_not_what_is_allocated() {
+    // A list of 2^60 elements in a body of a few bytes: varint after the variant of `Touch`.
+    let body = [16, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x0f, 1, 2, 3];
+    let used = measure(|| assert!(Message::decode(&body, 0).is_err()));
+    assert!(used.bytes_max < 2 << 20, "{used:?}");
+
+    // A header that tells of the longest body: its room is all that is made before it comes.
+    let join = Message::Join { name: "x".repeat((1 << 20) - 4) };
+    let long = frame(&join, 0, Epoch(0), &[]).expect("it is just short enough");
+    let used = measure(|| {
+        let mut receiver = Receiver::new(Limits::MAX);
+        let (_, received) = receiver.push(&long[..100]).expect("more may come");
+        assert!(received.is_none());
+    });
+    assert!(used.bytes_max < (1 << 20) + 4096, "{used:?}");
+    let used = measure(|| assert!(Receiver::new(Limits::GREETING).push(&long).is_err()));
+    assert!(used.bytes_max < 4096, "{used:?}");
+}
