@@ -72,6 +72,7 @@ fn shard_error() -> impl Strategy<Value = ShardError> {
         Just(ShardError::Unreachable),
         text().prop_map(ShardError::OutOfMemory),
         text().prop_map(ShardError::NotAllowed),
+        text().prop_map(ShardError::Lost),
     ]
 }
 
@@ -116,9 +117,9 @@ fn job_state() -> impl Strategy<Value = JobState> {
         vec(learner_state(), 0..4),
     )
         .prop_map(
-            |(version, (settings, members, committed, contributions), controls, state, learners)| JobState {
+            |(version, (sequence, members, committed, contributions), controls, state, learners)| JobState {
+                sequence,
                 version,
-                settings,
                 controls,
                 state,
                 learners,
@@ -131,25 +132,19 @@ fn job_state() -> impl Strategy<Value = JobState> {
 
 fn plan() -> impl Strategy<Value = Plan> {
     let work = prop_oneof![
-        Just(Work::Add),
+        any::<bool>().prop_map(|replaces| Work::Add { replaces }),
         (text(), any::<bool>()).prop_map(|(step, fresh_state)| Work::Reduce { step, fresh_state })
     ];
-    let source = (id64(ClientId), block_ranges()).prop_map(|(client, blocks)| PlanSource { client, blocks });
-    (id64(PlanId), id64(Version), work, vec(source, 0..4), any::<(bool, bool)>()).prop_map(
-        |(plan, base, work, sources, (ordered, reject_nonfinite))| Plan {
-            plan,
-            base,
-            work,
-            sources,
-            ordered,
-            reject_nonfinite,
-        },
-    )
+    let source = (id64(ClientId), block_ranges(), any::<bool>())
+        .prop_map(|(client, blocks, check)| PlanSource { client, blocks, check });
+    (id64(PlanId), id64(Version), work, vec(source, 0..4), any::<bool>())
+        .prop_map(|(plan, base, work, sources, ordered)| Plan { plan, base, work, sources, ordered })
 }
 
 fn granted() -> impl Strategy<Value = Granted> {
     prop_oneof![
-        vec((learner(), id64(Step)), 0..5).prop_map(Granted::Contributions),
+        (vec((learner(), id64(Step)), 0..5), any::<bool>())
+            .prop_map(|(of, replaces)| Granted::Contributions { of, replaces }),
         any::<u64>().prop_map(Granted::Weights)
     ]
 }
@@ -214,27 +209,39 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         Just(Message::Ping).boxed(),
         Just(Message::Pong).boxed(),
         text().prop_map(|name| Message::Join { name }).boxed(),
-        (learner(), any::<u32>())
-            .prop_map(|(learner, life)| Message::Joined { learner, incarnation: Incarnation(life) })
+        (learner(), any::<u32>(), any::<u64>())
+            .prop_map(|(learner, life, since)| Message::Joined {
+                learner,
+                incarnation: Incarnation(life),
+                since,
+            })
             .boxed(),
         (learner(), reason()).prop_map(|(learner, reason)| Message::Leave { learner, reason }).boxed(),
         learner().prop_map(|learner| Message::Open { learner }).boxed(),
         (id64(Step), any::<bool>())
             .prop_map(|(step, staging_lent)| Message::Opened { step, staging_lent })
             .boxed(),
-        (learner(), id64(Step), block_ranges())
-            .prop_map(|(learner, step, blocks)| Message::Commit { learner, step, blocks })
+        (learner(), id64(Step), block_ranges(), any::<u32>())
+            .prop_map(|(learner, step, blocks, timeout_ms)| Message::Commit {
+                learner,
+                step,
+                blocks,
+                timeout_ms,
+            })
             .boxed(),
         learner().prop_map(|learner| Message::Abort { learner }).boxed(),
         learner().prop_map(|learner| Message::Withdraw { learner }).boxed(),
-        learner().prop_map(|learner| Message::AwaitStep { learner }).boxed(),
-        id64(Version).prop_map(Message::At).boxed(),
         (vec(learner(), 0..5), any::<bool>())
             .prop_map(|(learners, attached)| Message::Touch { learners, attached })
             .boxed(),
         (text(), text()).prop_map(|(name, value)| Message::SetControl { name, value }).boxed(),
-        (any::<u64>(), block_ranges()).prop_map(|(token, blocks)| Message::Assign { token, blocks }).boxed(),
+        (any::<u64>(), block_ranges(), any::<u32>())
+            .prop_map(|(token, blocks, timeout_ms)| Message::Assign { token, blocks, timeout_ms })
+            .boxed(),
         any::<u64>().prop_map(|token| Message::WithdrawAssign { token }).boxed(),
+        (id64(PlanId), learner(), block())
+            .prop_map(|(plan, learner, block)| Message::Unfit { plan, learner, block })
+            .boxed(),
         any::<u64>().prop_map(|request| Message::Heard { request }).boxed(),
         job_state().prop_map(Message::State).boxed(),
         (id64(PlanId), granted()).prop_map(|(plan, payload)| Message::Grant { plan, payload }).boxed(),
