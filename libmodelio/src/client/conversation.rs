@@ -1,0 +1,184 @@
+//! What a client says: on its connection to the lead, and on those for blocks.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::core::Part;
+use super::edge::Shared;
+use crate::link::{Conversation, Link, Outgoing, Take};
+use crate::net::Close;
+use crate::wire::{Limits, Message, Protocol, Received, Role};
+
+/// The greeting, the same for all connections of a client.
+struct Greeting {
+    shared: Arc<Shared>,
+    link: Link,
+    /// Longest silence, once the peer has welcomed the client.
+    silence: Option<Duration>,
+}
+
+impl Greeting {
+    fn new(shared: Arc<Shared>) -> Greeting {
+        Greeting { shared, link: Link::default(), silence: None }
+    }
+
+    fn begin(&mut self, link: &Link, role: Role) {
+        self.link = link.clone();
+        let hello = Message::Hello {
+            protocol: Protocol::NEWEST.number(),
+            role,
+            model: self.shared.model.clone(),
+            generation: self.shared.generation,
+            client: self.shared.client,
+        };
+        link.send(Outgoing { epoch: self.shared.epoch, ..Outgoing::new(0, hello) });
+    }
+
+    /// True when the peer has just welcomed the client.
+    fn welcomed(&mut self, message: &Message) -> Result<bool, Close> {
+        match message {
+            _ if self.silence.is_some() => Ok(false),
+            Message::Welcome { silence_ms, epoch, .. } => {
+                if *epoch != self.shared.epoch {
+                    let (got, expected) = (self.shared.epoch, *epoch);
+                    let why = format!("the client's block map is {got}, the shard's is {expected}");
+                    return Err(Close::Asked(why.into()));
+                }
+                self.silence = Some(Duration::from_millis((*silence_ms).into()));
+                Ok(true)
+            }
+            Message::Refused(refusal) => Err(Close::Asked(refusal.to_string().into())),
+            other => {
+                Err(Close::Asked(format!("expected Welcome, got {}", other.name()).into()))
+            }
+        }
+    }
+
+    fn limits(&self, payload: u32) -> Limits {
+        match self.silence {
+            None => Limits::GREETING,
+            Some(_) => Limits { payload, ..Limits::MAX },
+        }
+    }
+}
+
+/// Requests, and what the lead says.
+pub(super) struct Control(Greeting);
+
+impl Control {
+    pub(super) fn new(shared: Arc<Shared>) -> Control {
+        Control(Greeting::new(shared))
+    }
+}
+
+impl Conversation for Control {
+    fn opened(&mut self, link: &Link) -> Result<(), Close> {
+        self.0.begin(link, Role::Control);
+        Ok(())
+    }
+
+    fn message(&mut self, received: &Received) -> Result<Take, Close> {
+        if self.0.welcomed(&received.message)? {
+            self.0.shared.greeted(None, &self.0.link);
+            return Ok(Take::Nothing);
+        }
+        let (request, message) = (received.header.request(), received.message.clone());
+        self.0.shared.with_core(|core, now, actions| core.from_lead(request, message, now, actions));
+        Ok(Take::Nothing)
+    }
+
+    fn payload(&mut self, _: &Received, _: &[u8]) -> Result<(), Close> {
+        Ok(())
+    }
+
+    fn limits(&self) -> Limits {
+        self.0.limits(0)
+    }
+
+    fn silence(&self) -> Option<Duration> {
+        self.0.silence
+    }
+
+    fn closed(&mut self, why: &Close) {
+        self.0.shared.ended(None, &self.0.link, &why.to_string());
+    }
+}
+
+/// Blocks to and from one shard.
+pub(super) struct Data {
+    greeting: Greeting,
+    part: Part,
+    /// What is landing just now.
+    landing: Option<(crate::ids::Version, crate::ids::BlockId)>,
+}
+
+impl Data {
+    pub(super) fn new(shared: Arc<Shared>, part: Part) -> Data {
+        Data { greeting: Greeting::new(shared), part, landing: None }
+    }
+
+    fn landed(&mut self, whole: bool) {
+        if let Some((version, block)) = self.landing.take() {
+            let landed = |core: &mut super::core::ClientCore, now, actions: &mut Vec<_>| {
+                core.landed(version, block, whole, now, actions);
+            };
+            self.greeting.shared.with_core(landed);
+        }
+    }
+}
+
+impl Conversation for Data {
+    fn opened(&mut self, link: &Link) -> Result<(), Close> {
+        self.greeting.begin(link, Role::Data);
+        Ok(())
+    }
+
+    fn message(&mut self, received: &Received) -> Result<Take, Close> {
+        if self.greeting.welcomed(&received.message)? {
+            self.greeting.shared.greeted(Some(self.part), &self.greeting.link);
+            return Ok(Take::Nothing);
+        }
+        let shared = &self.greeting.shared;
+        if let Message::Block { version, block } = received.message {
+            if block.0 >= shared.layout.blocks() {
+                return Err(Close::Asked(format!("block {block} is outside of the model").into()));
+            }
+            let extent = shared.layout.block_bytes(block);
+            let expected = (extent.end - extent.start) as u32;
+            received.expect_payload(expected).map_err(|error| Close::Asked(error.to_string().into()))?;
+            return Ok(match shared.lands(version, block) {
+                Some(target) => {
+                    self.landing = Some((version, block));
+                    Take::Into(target)
+                }
+                None => Take::Nothing,
+            });
+        }
+        let (part, message) = (self.part, received.message.clone());
+        shared.with_core(|core, now, actions| core.from_shard(part, message, now, actions));
+        Ok(Take::Nothing)
+    }
+
+    fn payload(&mut self, _: &Received, _: &[u8]) -> Result<(), Close> {
+        self.landed(true);
+        Ok(())
+    }
+
+    fn next(&mut self) -> Option<Outgoing> {
+        self.greeting.silence?;
+        self.greeting.shared.next_for(self.part)
+    }
+
+    fn limits(&self) -> Limits {
+        self.greeting.limits(self.greeting.shared.layout.block_size())
+    }
+
+    fn silence(&self) -> Option<Duration> {
+        self.greeting.silence
+    }
+
+    fn closed(&mut self, why: &Close) {
+        self.landed(false);
+        self.greeting.shared.ended(Some(self.part), &self.greeting.link, &why.to_string());
+    }
+}

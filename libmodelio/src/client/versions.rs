@@ -1,0 +1,178 @@
+//! The versions that a client shows: buffers of the model's size, pulled into and recycled.
+//!
+//! A buffer belongs to whoever pulls or writes into it until it is published; from then on nobody writes it before it
+//! is recycled, which waits for its pins.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Weak};
+use std::time::SystemTime;
+
+use crate::ids::Version;
+use crate::mmap::Mapping;
+use crate::transport::{Region, RegionKey};
+
+/// A version that is shown.
+#[derive(Clone, Debug)]
+pub struct Shown {
+    /// Its bytes. They stay what they are only while the version is the newest, or pinned.
+    pub buffer: Region,
+    /// When it was complete here.
+    pub at: SystemTime,
+    pins: u64,
+}
+
+/// All versions in memory, and the buffers that hold none.
+#[derive(Debug)]
+pub struct Versions {
+    size: usize,
+    shown: BTreeMap<Version, Shown>,
+    free: Vec<Region>,
+    /// Handed out to be written, and not back yet.
+    lent: Vec<(RegionKey, Weak<Mapping>)>,
+    /// Being pulled into.
+    back: Option<Region>,
+    next_key: u64,
+}
+
+impl Versions {
+    /// None yet, of `size` bytes each.
+    pub fn new(size: usize) -> Versions {
+        Versions { size, shown: BTreeMap::new(), free: Vec::new(), lent: Vec::new(), back: None, next_key: 1 }
+    }
+
+    fn allocate(&mut self) -> io::Result<Region> {
+        let memory = Mapping::memfd("gradfs-version", self.size)?;
+        // Programs get this memory through passthrough; none of them may ever change it.
+        memory.seal()?;
+        let key = RegionKey(self.next_key);
+        self.next_key += 1;
+        Ok(Region::new(Arc::new(memory), key))
+    }
+
+    /// Buffers in existence.
+    fn total(&mut self) -> usize {
+        self.lent.retain(|(_, memory)| memory.strong_count() > 0);
+        self.shown.len() + self.free.len() + self.lent.len() + usize::from(self.back.is_some())
+    }
+
+    /// Buffers in existence, and those that nobody needs.
+    pub fn buffers(&mut self) -> (usize, usize) {
+        (self.total(), self.free.len())
+    }
+
+    /// The buffer to pull into: recycles what is neither retained nor pinned, and makes a new one while there are
+    /// fewer than `max`. None when all are held.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn back(&mut self, retain: usize, max: usize) -> io::Result<Option<Region>> {
+        if self.back.is_none() {
+            self.recycle(retain, max);
+            self.back = self.free.pop();
+            if self.back.is_none() && self.total() < max {
+                self.back = Some(self.allocate()?);
+            }
+        }
+        Ok(self.back.clone())
+    }
+
+    /// Frees versions that are neither among the newest and the `retain` before it, nor pinned.
+    pub fn recycle(&mut self, retain: usize, max: usize) {
+        let keep = self.shown.keys().rev().nth(retain).copied().unwrap_or(Version(0));
+        let idle: Vec<Version> =
+            self.shown.range(..keep).filter(|(_, shown)| shown.pins == 0).map(|(&version, _)| version).collect();
+        for version in idle {
+            if let Some(shown) = self.shown.remove(&version) {
+                self.free.push(shown.buffer);
+            }
+        }
+        while self.total() > max && self.free.pop().is_some() {}
+    }
+
+    /// What was pulled into is `version` now.
+    pub fn publish(&mut self, version: Version) {
+        if let Some(buffer) = self.back.take() {
+            self.shown.insert(version, Shown { buffer, at: SystemTime::now(), pins: 0 });
+        }
+    }
+
+    /// A buffer for new weights. It counts as existing until it is dropped.
+    ///
+    /// # Errors
+    /// When `max` exist already, or there is no memory.
+    pub fn take_buffer(&mut self, max: usize) -> io::Result<Region> {
+        let region = match self.free.pop() {
+            Some(region) => region,
+            None if self.total() >= max => {
+                return Err(io::Error::other(format!(
+                    "all {max} version buffers (control/max_versions) are in use"
+                )));
+            }
+            None => self.allocate()?,
+        };
+        self.lent.push((region.key(), Arc::downgrade(region.memory())));
+        Ok(region)
+    }
+
+    /// The newest.
+    pub fn newest(&self) -> Option<(Version, &Shown)> {
+        self.shown.last_key_value().map(|(&version, shown)| (version, shown))
+    }
+
+    /// One of them.
+    pub fn get(&self, version: Version) -> Option<&Shown> {
+        self.shown.get(&version)
+    }
+
+    /// Their numbers, rising.
+    pub fn numbers(&self) -> impl DoubleEndedIterator<Item = Version> {
+        self.shown.keys().copied()
+    }
+
+    /// Keeps `version` from being recycled. False when it is gone.
+    pub fn pin(&mut self, version: Version) -> bool {
+        self.shown.get_mut(&version).map(|shown| shown.pins += 1).is_some()
+    }
+
+    /// Takes `count` pins back.
+    pub fn unpin(&mut self, version: Version, count: u64) {
+        if let Some(shown) = self.shown.get_mut(&version) {
+            debug_assert!(shown.pins >= count, "{version} has {} pins", shown.pins);
+            shown.pins = shown.pins.saturating_sub(count);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_recycled_when_neither_retained_nor_pinned() {
+        let mut versions = Versions::new(4096);
+        for version in (1..=3).map(Version) {
+            assert!(versions.back(1, 4).unwrap().is_some());
+            versions.publish(version);
+            if version == Version(1) {
+                assert!(versions.pin(version));
+            }
+        }
+        assert_eq!(versions.numbers().collect::<Vec<_>>(), [1, 2, 3].map(Version));
+        assert!(versions.back(1, 3).unwrap().is_none(), "1 is pinned, 2 retained, 3 the newest");
+        versions.unpin(Version(1), 1);
+        assert!(versions.back(1, 3).unwrap().is_some());
+        assert_eq!(versions.numbers().collect::<Vec<_>>(), [2, 3].map(Version));
+        assert!(!versions.pin(Version(1)));
+    }
+
+    #[test]
+    fn buffers_for_new_weights_count_until_they_are_dropped() {
+        let mut versions = Versions::new(4096);
+        let buffer = versions.take_buffer(1).unwrap();
+        assert!(versions.take_buffer(1).is_err());
+        assert!(versions.back(1, 1).unwrap().is_none());
+        drop(buffer);
+        assert!(versions.take_buffer(1).is_ok());
+    }
+}

@@ -1,0 +1,505 @@
+//! Frames on a byte stream: what turns a [`Conversation`], which speaks messages, into a [`Stream`], which moves
+//! bytes. The same for both ends and for every role.
+//!
+//! Headers and bodies come through a small buffer; a payload is received straight into where the conversation says,
+//! and sent straight from where it lies. Both are checked by CRC32C while they are in cache. Pings are answered here.
+//!
+//! One of the modules that hold `unsafe`: payload lies in memory that others see, too. [`Target::new`] and
+//! [`Piece::new`] say what their callers promise.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::ids::Epoch;
+use crate::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
+use crate::wire::{self, HELLO_DEADLINE, Limits, Message, Payload, Received, Receiver, crc32c};
+
+/// Whatever keeps memory where it is.
+pub type Guard = Arc<dyn Any + Send + Sync>;
+
+/// Bytes that are handed to the kernel at once.
+const SEND_AT_ONCE: usize = 4 << 20;
+/// Room for the headers and bodies that are sent at once; longer ones get memory of their own.
+const HEADS: usize = 32 << 10;
+/// Messages that may wait to be sent, unless the peer is too slow to live.
+const MAX_QUEUED: usize = 1 << 16;
+
+/// Where a payload is to be received.
+pub struct Target {
+    start: *mut u8,
+    len: usize,
+    _guard: Guard,
+}
+
+// SAFETY: it is memory that `new`'s caller has promised to whoever holds the target, on any thread.
+unsafe impl Send for Target {}
+
+impl Target {
+    /// `len` bytes at `start`, which stay there as long as `guard` lives.
+    ///
+    /// # Safety
+    /// From now until [`Conversation::payload`] or [`Conversation::closed`] is called, nobody else reads or writes
+    /// them, and they are writable.
+    pub unsafe fn new(start: *mut u8, len: usize, guard: Guard) -> Target {
+        Target { start, len, _guard: guard }
+    }
+}
+
+/// A payload that is to be sent from where it lies.
+pub struct Piece {
+    start: *const u8,
+    len: usize,
+    crc: u32,
+    _guard: Guard,
+}
+
+// SAFETY: it is memory that may be read from any thread until the piece is dropped, as `new`'s caller has promised.
+unsafe impl Send for Piece {}
+
+impl Piece {
+    /// `bytes`, which stay there as long as `guard` lives; `crc` is their CRC32C if it is known.
+    ///
+    /// # Safety
+    /// Nobody writes them until the piece is dropped, which the link does when they are with the kernel, or the
+    /// connection is over.
+    pub unsafe fn new(bytes: &[u8], crc: Option<u32>, guard: Guard) -> Piece {
+        let crc = crc.unwrap_or_else(|| crc32c(bytes));
+        Piece { start: bytes.as_ptr(), len: bytes.len(), crc, _guard: guard }
+    }
+
+    /// Bytes that belong to the piece alone.
+    pub fn owned(bytes: Vec<u8>) -> Piece {
+        let bytes = Arc::new(bytes);
+        // SAFETY: nobody else has the vector, and the guard is what owns it.
+        unsafe { Piece::new(bytes.as_slice(), None, Arc::clone(&bytes) as Guard) }
+    }
+
+    fn payload(&self) -> Payload {
+        Payload { len: self.len as u32, crc: self.crc }
+    }
+}
+
+/// A message on its way out.
+pub struct Outgoing {
+    /// What is said.
+    pub message: Message,
+    /// The request's number, which the answer repeats; 0 for what needs none.
+    pub request: u64,
+    /// Of the block map.
+    pub epoch: Epoch,
+    /// What follows it.
+    pub payload: Option<Piece>,
+}
+
+impl Outgoing {
+    /// A message without a payload.
+    pub fn new(request: u64, message: Message) -> Outgoing {
+        Outgoing { message, request, epoch: Epoch(0), payload: None }
+    }
+}
+
+/// What other threads, and the conversation itself, say something by. Cheap to clone.
+#[derive(Clone, Default)]
+pub struct Link(Arc<LinkState>);
+
+#[derive(Default)]
+struct LinkState {
+    queue: Mutex<VecDeque<Outgoing>>,
+    connection: OnceLock<Connection>,
+}
+
+impl Link {
+    /// Says something, soon. On a connection that is over it is lost.
+    pub fn send(&self, outgoing: Outgoing) {
+        self.0.queue.lock().push_back(outgoing);
+        self.wake();
+    }
+
+    /// A message without a payload.
+    pub fn say(&self, request: u64, message: Message) {
+        self.send(Outgoing::new(request, message));
+    }
+
+    /// Has the conversation asked again for what it takes and sends.
+    pub fn wake(&self) {
+        if let Some(connection) = self.0.connection.get() {
+            connection.wake();
+        }
+    }
+
+    /// Ends the connection.
+    pub fn close(&self, why: Close) {
+        if let Some(connection) = self.0.connection.get() {
+            connection.close(why);
+        }
+    }
+
+    /// Whether two links are of one connection.
+    pub fn is(&self, other: &Link) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+/// What becomes of the payload of a message.
+pub enum Take {
+    /// There is none, or it is passed over.
+    Nothing,
+    /// Received into memory of the link, and lent to [`Conversation::payload`].
+    Buffered,
+    /// Received straight there.
+    Into(Target),
+    /// Not now: the message is handed over again after a wake-up, and until then nothing is received.
+    Later,
+}
+
+/// One end of a conversation. All calls come from one thread at a time; none may block.
+pub trait Conversation: Send {
+    /// The connection is there, with what it is spoken to by.
+    fn opened(&mut self, link: &Link) -> Result<(), Close>;
+
+    /// A message has come; says what becomes of its payload, if it has one.
+    ///
+    /// # Errors
+    /// The connection ends.
+    fn message(&mut self, received: &Received) -> Result<Take, Close>;
+
+    /// The payload of that message is there, whole and undamaged: `bytes` if it was buffered, otherwise where it was
+    /// to go.
+    ///
+    /// # Errors
+    /// The connection ends.
+    fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close>;
+
+    /// The next message to send besides those that were said by the link. Asked after a wake-up and when what was
+    /// sent before is with the kernel.
+    fn next(&mut self) -> Option<Outgoing> {
+        None
+    }
+
+    /// How long what the peer sends may be from now on. Asked after each message.
+    fn limits(&self) -> Limits;
+
+    /// Longest silence before the peer is taken for dead; `None` until the greeting is over.
+    fn silence(&self) -> Option<Duration>;
+
+    /// Time passes; when to call again at the latest.
+    ///
+    /// # Errors
+    /// The connection ends.
+    fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
+        let _ = now;
+        Ok(None)
+    }
+
+    /// It is over.
+    fn closed(&mut self, why: &Close);
+}
+
+/// Where the payload under way goes.
+enum Place {
+    Skip,
+    Scratch,
+    Target(Target),
+}
+
+struct Incoming {
+    received: Received,
+    place: Place,
+    got: usize,
+}
+
+/// A [`Conversation`] as a [`Stream`].
+pub struct Framed<C> {
+    conversation: C,
+    link: Link,
+    receiver: Receiver,
+    /// Headers and bodies, with what of the next payload came along.
+    ahead: Buffer,
+    start: usize,
+    end: usize,
+    incoming: Option<Incoming>,
+    /// A message that is to be handed over again.
+    waiting: Option<Received>,
+    scratch: Option<Buffer>,
+    heads: Buffer,
+    /// What the kernel may be reading.
+    sending: Vec<Outgoing>,
+    long: Vec<Vec<u8>>,
+    encoded: Vec<u8>,
+    opened: Instant,
+    heard: Instant,
+    spoke: Instant,
+}
+
+impl<C: Conversation> Framed<C> {
+    /// `ahead` is how many bytes are read besides a payload: few where blocks come one after the other, many where
+    /// short messages do.
+    pub fn new(conversation: C, link: Link, ahead: usize) -> Framed<C> {
+        let now = Instant::now();
+        Framed {
+            conversation,
+            link,
+            receiver: Receiver::new(Limits::GREETING),
+            ahead: Buffer::zeroed(ahead),
+            start: 0,
+            end: 0,
+            incoming: None,
+            waiting: None,
+            scratch: None,
+            heads: Buffer::zeroed(HEADS),
+            sending: Vec::new(),
+            long: Vec::new(),
+            encoded: Vec::new(),
+            opened: now,
+            heard: now,
+            spoke: now,
+        }
+    }
+
+    /// Takes what lies in `ahead`, as far as it goes.
+    fn digest(&mut self) -> Result<(), Close> {
+        loop {
+            if let Some(received) = self.waiting.take() {
+                self.hand_over(received)?;
+                if self.waiting.is_some() {
+                    return Ok(());
+                }
+            }
+            if self.incoming.is_some() {
+                let count = self.left().min(self.end - self.start);
+                if count > 0 {
+                    let from = self.start;
+                    self.start += count;
+                    self.store(from, count);
+                }
+                if self.left() > 0 {
+                    return Ok(());
+                }
+                self.complete()?;
+                continue;
+            }
+            if self.start == self.end {
+                return Ok(());
+            }
+            let bytes = &self.ahead.bytes()[self.start..self.end];
+            let (used, received) = self.receiver.push(bytes).map_err(broken)?;
+            self.start += used;
+            let Some(received) = received else { return Ok(()) };
+            match received.message {
+                Message::Ping => self.link.say(0, Message::Pong),
+                Message::Pong => {}
+                _ => self.hand_over(received)?,
+            }
+            if self.waiting.is_some() {
+                return Ok(());
+            }
+        }
+    }
+
+    fn hand_over(&mut self, received: Received) -> Result<(), Close> {
+        let len = received.header.payload_len() as usize;
+        let take = self.conversation.message(&received)?;
+        self.receiver.set_limits(self.conversation.limits());
+        let place = match take {
+            Take::Later => {
+                self.waiting = Some(received);
+                return Ok(());
+            }
+            _ if len == 0 => return Ok(()),
+            Take::Nothing => Place::Skip,
+            Take::Buffered => Place::Scratch,
+            Take::Into(target) if target.len == len => Place::Target(target),
+            Take::Into(target) => {
+                let why = format!("{} bytes of payload for {} bytes of memory", len, target.len);
+                return Err(Close::Asked(why.into()));
+            }
+        };
+        if !matches!(place, Place::Target(_)) && self.scratch.as_ref().is_none_or(|scratch| scratch.len() < len) {
+            self.scratch = Some(Buffer::zeroed(len));
+        }
+        self.incoming = Some(Incoming { received, place, got: 0 });
+        Ok(())
+    }
+
+    /// Bytes of the payload that are still to come.
+    fn left(&self) -> usize {
+        let left = |incoming: &Incoming| incoming.received.header.payload_len() as usize - incoming.got;
+        self.incoming.as_ref().map_or(0, left)
+    }
+
+    /// Where the payload under way begins.
+    fn place(&self) -> Option<(*mut u8, &Incoming)> {
+        let incoming = self.incoming.as_ref()?;
+        let start = match &incoming.place {
+            Place::Target(target) => target.start,
+            Place::Skip | Place::Scratch => self.scratch.as_ref()?.start(),
+        };
+        Some((start, incoming))
+    }
+
+    /// Puts bytes that came ahead where they belong.
+    fn store(&mut self, from: usize, count: usize) {
+        if let Some((start, incoming)) = self.place() {
+            let bytes = &self.ahead.bytes()[from..from + count];
+            // SAFETY: the place is as long as the payload, of which `count` bytes are still to come; it is this
+            // connection's until the payload is complete, and no operation is outstanding.
+            unsafe { start.add(incoming.got).copy_from_nonoverlapping(bytes.as_ptr(), count) };
+        }
+        if let Some(incoming) = &mut self.incoming {
+            incoming.got += count;
+        }
+    }
+
+    fn complete(&mut self) -> Result<(), Close> {
+        let Some((start, incoming)) = self.place() else { return Ok(()) };
+        let len = incoming.got;
+        // SAFETY: all `len` bytes have been received, and nobody writes them before the conversation has seen them.
+        let crc = crc32c(unsafe { std::slice::from_raw_parts(start, len) });
+        self.receiver.payload_done(crc).map_err(broken)?;
+        let Some(incoming) = self.incoming.take() else { return Ok(()) };
+        match (&incoming.place, &self.scratch) {
+            (Place::Scratch, Some(scratch)) => {
+                self.conversation.payload(&incoming.received, &scratch.bytes()[..len])
+            }
+            (Place::Target(_), _) => self.conversation.payload(&incoming.received, &[]),
+            _ => Ok(()),
+        }
+    }
+
+    /// Puts header and body into `heads`, or memory of their own, and all into `out`. False when there is no room.
+    fn push(&mut self, outgoing: Outgoing, used: &mut usize, out: &mut SendSlices) -> bool {
+        self.encoded.clear();
+        let payload = outgoing.payload.as_ref().map_or(Payload::NONE, Piece::payload);
+        let Outgoing { message, request, epoch, .. } = &outgoing;
+        if let Err(error) = wire::append_frame(&mut self.encoded, message, *request, *epoch, payload) {
+            // It is this end that says what cannot be said.
+            tracing::error!(%error, message = message.name(), "not sent");
+            return true;
+        }
+        let len = self.encoded.len();
+        if HEADS - *used >= len {
+            self.heads.bytes_mut()[*used..*used + len].copy_from_slice(&self.encoded);
+            // SAFETY: `heads` is left alone until all of this is transmitted.
+            unsafe { out.push(self.heads.start().add(*used), len) };
+            *used += len;
+        } else {
+            let long = std::mem::take(&mut self.encoded);
+            // SAFETY: the vector's memory is kept, unchanged, until all of this is transmitted.
+            unsafe { out.push(long.as_ptr(), len) };
+            self.long.push(long);
+        }
+        if let Some(piece) = &outgoing.payload {
+            // SAFETY: the piece is kept until all of this is transmitted, and its maker has promised the rest.
+            unsafe { out.push(piece.start, piece.len) };
+        }
+        self.sending.push(outgoing);
+        true
+    }
+}
+
+fn broken(error: wire::WireError) -> Close {
+    Close::Asked(error.to_string().into())
+}
+
+impl<C: Conversation> Stream for Framed<C> {
+    fn opened(&mut self, connection: &Connection) {
+        let now = Instant::now();
+        (self.opened, self.heard, self.spoke) = (now, now, now);
+        let _ = self.link.0.connection.set(connection.clone());
+        if let Err(why) = self.conversation.opened(&self.link) {
+            connection.close(why);
+        }
+    }
+
+    fn receive(&mut self, into: &mut ReceiveSlices) -> Receive {
+        if self.waiting.is_some() {
+            // It was woken: perhaps it can go on.
+            if let Err(why) = self.digest() {
+                self.link.close(why);
+                return Receive::Paused;
+            }
+            if self.waiting.is_some() {
+                return Receive::Paused;
+            }
+        }
+        let left = self.left();
+        if left > 0
+            && let Some((start, incoming)) = self.place()
+        {
+            // SAFETY: within the place, which is this connection's until the payload is complete or it is closed;
+            // the scratch is a buffer that is left alone meanwhile.
+            unsafe { into.push(start.add(incoming.got), left) };
+        }
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        }
+        // SAFETY: a buffer that is left alone until the bytes are reported.
+        unsafe { into.push(self.ahead.start().add(self.end), self.ahead.len() - self.end) };
+        Receive::Into { least: left.max(1) }
+    }
+
+    fn received(&mut self, bytes: usize) -> Result<(), Close> {
+        self.heard = Instant::now();
+        let of_payload = bytes.min(self.left());
+        if let Some(incoming) = &mut self.incoming {
+            incoming.got += of_payload;
+        }
+        self.end += bytes - of_payload;
+        self.digest()
+    }
+
+    fn transmit(&mut self, out: &mut SendSlices) {
+        // All that was handed out before is with the kernel.
+        self.sending.clear();
+        self.long.clear();
+        let mut used = 0;
+        while out.room() >= 2 && out.bytes() < SEND_AT_ONCE && HEADS - used >= 256 {
+            let queued = self.link.0.queue.lock().pop_front();
+            let Some(outgoing) = queued.or_else(|| self.conversation.next()) else { break };
+            if !self.push(outgoing, &mut used, out) {
+                break;
+            }
+        }
+    }
+
+    fn transmitted(&mut self, _: usize) -> Result<(), Close> {
+        self.spoke = Instant::now();
+        Ok(())
+    }
+
+    fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
+        let wanted = self.conversation.tick(now)?;
+        let Some(silence) = self.conversation.silence() else {
+            let deadline = self.opened + HELLO_DEADLINE;
+            if now >= deadline {
+                return Err(Close::Asked(format!("no greeting within {HELLO_DEADLINE:?}").into()));
+            }
+            return Ok(Some(wanted.map_or(deadline, |wanted| wanted.min(deadline))));
+        };
+        // While this end does not read, it cannot tell.
+        if self.waiting.is_none() && now >= self.heard + silence {
+            return Err(Close::Asked(format!("silent for {silence:?}").into()));
+        }
+        if self.link.0.queue.lock().len() > MAX_QUEUED {
+            return Err(Close::Asked("the peer does not take what it is told".into()));
+        }
+        let pause = wire::ping_after(silence.as_millis() as u32);
+        if now >= self.spoke + pause {
+            self.spoke = now;
+            self.link.say(0, Message::Ping);
+        }
+        let next = (self.spoke + pause).min(self.heard + silence).max(now + Duration::from_millis(10));
+        Ok(Some(wanted.map_or(next, |wanted| wanted.min(next))))
+    }
+
+    fn closed(&mut self, why: &Close) {
+        self.sending.clear();
+        self.link.0.queue.lock().clear();
+        self.incoming = None;
+        self.conversation.closed(why);
+    }
+}
