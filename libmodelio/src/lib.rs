@@ -1,5 +1,6 @@
 //! Model layout, contribution tracking and transports of gradfs.
 
+pub mod admin;
 pub mod block_map;
 pub mod contributor;
 pub mod dtype;
@@ -9,6 +10,7 @@ pub mod mmap;
 pub mod npy;
 pub mod publisher;
 pub mod ranges;
+pub mod registry;
 pub mod safetensors_file;
 pub mod tracker;
 pub mod transport;

@@ -6,3 +6,4 @@ pub mod embedded;
 pub mod kernels;
 pub mod reducer;
 pub mod region_store;
+pub mod registry;
