@@ -1,5 +1,6 @@
 //! Model layout, contribution tracking and transports of gradfs.
 
+pub mod admin;
 pub mod block_map;
 pub mod client;
 pub mod contributor;
@@ -12,6 +13,7 @@ pub mod net;
 pub mod npy;
 pub mod publisher;
 pub mod ranges;
+pub mod registry;
 pub mod safetensors_file;
 pub mod tracker;
 pub mod transport;

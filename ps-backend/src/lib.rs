@@ -8,3 +8,4 @@ pub mod lead;
 pub mod part;
 pub mod reducer;
 pub mod region_store;
+pub mod registry;

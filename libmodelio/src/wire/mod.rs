@@ -15,6 +15,7 @@ mod header;
 mod message;
 pub mod ranges;
 mod receiver;
+mod record;
 mod registry;
 
 use std::time::Duration;
@@ -28,6 +29,9 @@ pub use message::{
 };
 pub use ranges::{MAX_RANGES, RangesError};
 pub use receiver::{Received, Receiver};
+pub use record::{
+    MAX_CONTROLS, MAX_METADATA, MAX_MODEL_BLOCKS, MAX_MODEL_NAME, RecordError, check_model_name,
+};
 pub use registry::{ModelRecord, RegistryAnswer, RegistryRequest, ShardRecord};
 
 /// Longest body, in bytes.

@@ -124,7 +124,11 @@ mod tests {
     use super::*;
 
     #[test]
-    #[expect(clippy::reversed_empty_ranges, reason = "what a peer may send")]
+    #[expect(
+        clippy::reversed_empty_ranges,
+        clippy::single_range_in_vec_init,
+        reason = "what a peer may send"
+    )]
     fn lists_that_name_no_set_are_refused() {
         let check = |ranges: &[std::ops::Range<u32>]| check(&ranges.to_vec(), 10);
         assert_eq!(check(&[]), Ok(()));

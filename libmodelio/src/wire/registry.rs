@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::record::{MAX_CONTROLS, MAX_METADATA, list, map};
 use crate::ids::{Epoch, Generation, ShardId};
+use crate::layout::MAX_TENSORS;
 
 /// A shard that has announced itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,8 +29,10 @@ pub struct ModelRecord {
     /// Which life of that name.
     pub generation: Generation,
     /// Tensors in the order of the layout: name, element type as safetensors spells it, shape.
+    #[serde(deserialize_with = "list::<MAX_TENSORS, _, _>")]
     pub tensors: Vec<(String, String, Vec<u64>)>,
     /// `__metadata__` of the file it came from.
+    #[serde(deserialize_with = "map::<MAX_METADATA, _>")]
     pub metadata: BTreeMap<String, String>,
     /// Bytes of a block.
     pub block_size: u32,
@@ -39,6 +43,7 @@ pub struct ModelRecord {
     /// The shard that makes the job's decisions.
     pub lead: ShardId,
     /// Settings that it was created with.
+    #[serde(deserialize_with = "list::<MAX_CONTROLS, _, _>")]
     pub controls: Vec<(String, String)>,
     /// Its blocks are all at their shards.
     pub ready: bool,

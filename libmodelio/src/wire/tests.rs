@@ -15,11 +15,13 @@ fn whole(message: &Message, request: u64, epoch: Epoch, payload: &[u8]) -> Vec<u
     bytes
 }
 
+type Frames = Vec<(Received, Vec<u8>)>;
+
 /// Receives `stream` in the pieces that `cuts` make of it: the frames with their payloads until all is read or
 /// something is wrong.
-fn receive(stream: &[u8], cuts: &[usize]) -> (Vec<(Received, Vec<u8>)>, Result<(), WireError>) {
+fn receive(stream: &[u8], cuts: &[usize]) -> (Frames, Result<(), WireError>) {
     let mut receiver = Receiver::new(Limits::MAX);
-    let mut frames: Vec<(Received, Vec<u8>)> = Vec::new();
+    let mut frames = Frames::new();
     let mut ends: Vec<usize> = cuts.iter().map(|cut| cut % (stream.len() + 1)).collect();
     ends.extend([0, stream.len()]);
     ends.sort_unstable();

@@ -1,0 +1,133 @@
+//! The registry: a small table of shards and models, asked over a network. Holds no bytes of models.
+
+mod remote;
+
+use std::time::{Duration, Instant};
+
+pub use remote::RemoteRegistry;
+
+use crate::admin::AdminError;
+use crate::ids::{Epoch, Generation, ShardId};
+use crate::wire::{ModelRecord, RecordError, Refusal, ShardRecord};
+
+/// Where shards announce themselves and models are found.
+///
+/// All calls block until `deadline` at most. All can be made again when it is not known whether they took effect:
+/// the second time changes nothing. A table with leases and compare-and-swap is all that an implementation needs.
+pub trait Registry: Send + Sync {
+    /// A shard is there for the length of `lease`, and says so again before that is over. Returns its number,
+    /// which is the same as long as it announces itself from the same address. `record.shard` is what it was told
+    /// before, or 0.
+    ///
+    /// # Errors
+    /// [`RegistryError::Refused`] for a record that is none, or one shard too many.
+    fn announce(
+        &self,
+        record: &ShardRecord,
+        lease: Duration,
+        deadline: Instant,
+    ) -> Result<ShardId, RegistryError>;
+
+    /// A shard goes.
+    ///
+    /// # Errors
+    /// Only if the registry does not answer.
+    fn withdraw(&self, shard: ShardId, deadline: Instant) -> Result<(), RegistryError>;
+
+    /// A shard is to take no new models.
+    ///
+    /// # Errors
+    /// [`RegistryError::Refused`] for one that never announced itself.
+    fn drain(&self, shard: ShardId, deadline: Instant) -> Result<(), RegistryError>;
+
+    /// The shards whose lease is not over, by their numbers.
+    ///
+    /// # Errors
+    /// Only if the registry does not answer.
+    fn shards(&self, deadline: Instant) -> Result<Vec<ShardRecord>, RegistryError>;
+
+    /// The names of all models, by the alphabet.
+    ///
+    /// # Errors
+    /// Only if the registry does not answer.
+    fn models(&self, deadline: Instant) -> Result<Vec<String>, RegistryError>;
+
+    /// A model's record.
+    ///
+    /// # Errors
+    /// [`RegistryError::NoModel`].
+    fn model(&self, name: &str, deadline: Instant) -> Result<ModelRecord, RegistryError>;
+
+    /// A new model, where `replaces` is `None`; otherwise the new state of the one whose record is of that epoch.
+    /// A record of the same epoch may differ in being ready, and no record of a ready model is not.
+    ///
+    /// # Errors
+    /// [`RegistryError::Exists`], [`RegistryError::NoModel`], [`RegistryError::Epoch`],
+    /// [`RegistryError::Generation`], and [`RegistryError::Refused`] for a record that does not follow on the one
+    /// that is there.
+    fn put(
+        &self,
+        record: &ModelRecord,
+        replaces: Option<Epoch>,
+        deadline: Instant,
+    ) -> Result<(), RegistryError>;
+
+    /// Forgets a model in this life of it. One that is not there is forgotten.
+    ///
+    /// # Errors
+    /// [`RegistryError::Generation`] if the name has another life.
+    fn delete(&self, name: &str, generation: Generation, deadline: Instant) -> Result<(), RegistryError>;
+}
+
+/// Why the registry did not do it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RegistryError {
+    /// It is not reached, or does not talk as it should. Whether the call took effect is not known.
+    #[error("registry: {0}")]
+    Peer(#[from] AdminError),
+    /// No model of this name.
+    #[error("there is no model {0:?}")]
+    NoModel(String),
+    /// There is one.
+    #[error("there is already a model {0:?}: delete it first")]
+    Exists(String),
+    /// Somebody else has changed the record.
+    #[error("the model's record is of epoch {expected}, not {got}: somebody else has changed it; look again")]
+    Epoch {
+        /// The registry's.
+        expected: Epoch,
+        /// The caller's.
+        got: Epoch,
+    },
+    /// The name has another life.
+    #[error("model {model:?} is of generation {expected}, not {got}: it was created again")]
+    Generation {
+        /// Which.
+        model: String,
+        /// The registry's.
+        expected: Generation,
+        /// The caller's.
+        got: Generation,
+    },
+    /// A record that is none, the caller's or the registry's.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// Any other reason of the registry's.
+    #[error("the registry refuses: {0}")]
+    Refused(Refusal),
+}
+
+impl From<Refusal> for RegistryError {
+    fn from(refusal: Refusal) -> RegistryError {
+        match refusal {
+            Refusal::NoModel(name) => RegistryError::NoModel(name),
+            Refusal::Exists(name) => RegistryError::Exists(name),
+            Refusal::Epoch { expected, got } => RegistryError::Epoch { expected, got },
+            Refusal::Generation { model, expected, got } => {
+                RegistryError::Generation { model, expected, got }
+            }
+            other => RegistryError::Refused(other),
+        }
+    }
+}

@@ -1,0 +1,341 @@
+//! A model's record: made from a layout and a block map, and turned back into them; its limits.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+
+use super::{MAX_PAYLOAD, ModelRecord};
+use crate::block_map::{BlockMap, MapError};
+use crate::dtype::DType;
+use crate::ids::{Generation, ShardId};
+use crate::layout::{LayoutError, ModelLayout, tensor_bytes};
+
+/// Longest name of a model, in bytes: it is a file name.
+pub const MAX_MODEL_NAME: usize = 255;
+/// Most blocks of a model that has a record: 16 TiB in blocks of the default size.
+pub const MAX_MODEL_BLOCKS: u32 = 1 << 26;
+/// Most entries of a record's metadata.
+pub const MAX_METADATA: usize = 64 << 10;
+/// Most settings in a record.
+pub const MAX_CONTROLS: usize = 256;
+
+/// Why a record is none.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RecordError {
+    /// Longer than a payload.
+    #[error("a record of {got} bytes, the limit is {MAX_PAYLOAD}: use larger blocks or fewer tensors")]
+    TooLong {
+        /// Its length in bytes.
+        got: usize,
+    },
+    /// Not the encoding of one, or a list in it is too long.
+    #[error("not a model's record: {0}")]
+    Encoding(#[from] postcard::Error),
+    /// Bytes behind its end.
+    #[error("not a model's record: it goes on {0} bytes after its end")]
+    Trailing(usize),
+    /// A name that no directory can have.
+    #[error("model name {name:?} {reason}")]
+    Name {
+        /// The name, shortened.
+        name: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// The generation that stands for none.
+    #[error("generation 0 is no life of a model")]
+    Generation,
+    /// An element type that this release does not know.
+    #[error("tensor {tensor:?} is of unknown element type {got:?}")]
+    DType {
+        /// The tensor.
+        tensor: String,
+        /// As in the record.
+        got: String,
+    },
+    /// Tensors that have no layout.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// Tensors in another order than that of their layout.
+    #[error("tensor {got:?} stands where the layout has {expected:?}")]
+    Order {
+        /// The layout's.
+        expected: String,
+        /// The record's.
+        got: String,
+    },
+    /// More than [`MAX_MODEL_BLOCKS`].
+    #[error("a model of {got} blocks, the limit is {MAX_MODEL_BLOCKS}: use larger blocks")]
+    TooManyBlocks {
+        /// How many.
+        got: u64,
+    },
+    /// Owners of more or fewer blocks than there are, or a run of none.
+    #[error("the block map has owners for {got} blocks, the model has {expected}")]
+    Owners {
+        /// Blocks of the model.
+        expected: u64,
+        /// Blocks of the map.
+        got: u64,
+    },
+    /// A block map that is none.
+    #[error(transparent)]
+    Map(#[from] MapError),
+    /// The lead owns no block.
+    #[error("the lead, shard {0}, owns no block of the model")]
+    Lead(ShardId),
+    /// More than [`MAX_CONTROLS`] or [`MAX_METADATA`].
+    #[error("{got} {what}, the limit is {limit}")]
+    TooMany {
+        /// Of what.
+        what: &'static str,
+        /// The limit.
+        limit: usize,
+        /// How many.
+        got: usize,
+    },
+}
+
+/// Whether a model can be called so: it is the name of a directory.
+///
+/// # Errors
+/// [`RecordError::Name`].
+pub fn check_model_name(name: &str) -> Result<(), RecordError> {
+    let reason = match name {
+        "" => "is empty",
+        "." | ".." => "is a directory's own name",
+        _ if name.contains('/') => "contains '/', so it cannot be a directory's",
+        _ if name.contains('\0') => "contains a NUL byte, so it cannot be a directory's",
+        _ if name.len() > MAX_MODEL_NAME => "is longer than 255 bytes, so it cannot be a directory's",
+        _ => return Ok(()),
+    };
+    Err(RecordError::Name { name: name.chars().take(MAX_MODEL_NAME).collect(), reason })
+}
+
+impl ModelRecord {
+    /// Of a new model, whose blocks are not at their shards yet.
+    ///
+    /// # Errors
+    /// [`RecordError`] where the parts do not fit each other or their limits.
+    pub fn new(
+        name: &str,
+        generation: Generation,
+        layout: &ModelLayout,
+        metadata: BTreeMap<String, String>,
+        map: &BlockMap,
+        lead: ShardId,
+        controls: Vec<(String, String)>,
+    ) -> Result<ModelRecord, RecordError> {
+        let tensor = |tensor: &crate::layout::Tensor| {
+            let shape = tensor.shape.iter().map(|&dim| dim as u64).collect();
+            (tensor.name.clone(), tensor.dtype.name(), shape)
+        };
+        let mut owners: Vec<(ShardId, u32)> = Vec::new();
+        for &owner in map.owners() {
+            match owners.last_mut() {
+                Some((last, run)) if *last == owner => *run += 1,
+                _ => owners.push((owner, 1)),
+            }
+        }
+        let record = ModelRecord {
+            name: name.to_owned(),
+            generation,
+            tensors: layout.tensors().iter().map(tensor).collect(),
+            metadata,
+            block_size: layout.block_size(),
+            epoch: map.epoch(),
+            owners,
+            lead,
+            controls,
+            ready: false,
+        };
+        record.check_heads()?;
+        record.block_map()?;
+        Ok(record)
+    }
+
+    /// The layout of its tensors.
+    ///
+    /// # Errors
+    /// [`RecordError`] for tensors that have none, or have it in another order.
+    pub fn layout(&self) -> Result<ModelLayout, RecordError> {
+        self.blocks()?;
+        let mut tensors = Vec::with_capacity(self.tensors.len());
+        for tensor in &self.tensors {
+            let (dtype, shape) = typed(tensor)?;
+            tensors.push((tensor.0.clone(), dtype, shape));
+        }
+        let layout = ModelLayout::new(tensors, self.block_size)?;
+        let mut pairs = layout.tensors().iter().zip(&self.tensors);
+        match pairs.find(|(placed, (name, ..))| placed.name != *name) {
+            Some((placed, (got, ..))) => {
+                Err(RecordError::Order { expected: placed.name.clone(), got: got.clone() })
+            }
+            None => Ok(layout),
+        }
+    }
+
+    /// The owner of each of its blocks.
+    ///
+    /// # Errors
+    /// [`RecordError`] for a map that does not fit the tensors, or whose lead owns nothing.
+    pub fn block_map(&self) -> Result<BlockMap, RecordError> {
+        let expected = u64::from(self.blocks()?);
+        let got = self.owners.iter().map(|&(_, run)| u64::from(run)).sum();
+        if got != expected || self.owners.iter().any(|&(_, run)| run == 0) {
+            return Err(RecordError::Owners { expected, got });
+        }
+        if !self.owners.iter().any(|&(owner, _)| owner == self.lead) {
+            return Err(RecordError::Lead(self.lead));
+        }
+        let runs = self.owners.iter();
+        let owners = runs.flat_map(|&(owner, run)| std::iter::repeat_n(owner, run as usize)).collect();
+        Ok(BlockMap::from_owners(self.epoch, owners)?)
+    }
+
+    /// Whether all of it is sound: what else asks [`Self::layout`] and [`Self::block_map`] finds no error.
+    ///
+    /// # Errors
+    /// [`RecordError`] for the first thing that is not.
+    pub fn check(&self) -> Result<(), RecordError> {
+        self.check_heads()?;
+        self.layout()?;
+        self.block_map()?;
+        Ok(())
+    }
+
+    /// As bytes: postcard's.
+    ///
+    /// # Errors
+    /// [`RecordError::TooLong`], and others for what [`Self::decode`] would not take.
+    pub fn encode(&self) -> Result<Vec<u8>, RecordError> {
+        self.check_heads()?;
+        let bytes = postcard::to_stdvec(self)?;
+        if bytes.len() > MAX_PAYLOAD as usize {
+            return Err(RecordError::TooLong { got: bytes.len() });
+        }
+        Ok(bytes)
+    }
+
+    /// From bytes. That its parts fit each other is only known after [`Self::check`].
+    ///
+    /// # Errors
+    /// [`RecordError`] for what is no record, or has a name or lists beyond their limits.
+    pub fn decode(bytes: &[u8]) -> Result<ModelRecord, RecordError> {
+        if bytes.len() > MAX_PAYLOAD as usize {
+            return Err(RecordError::TooLong { got: bytes.len() });
+        }
+        let (record, rest) = postcard::take_from_bytes::<ModelRecord>(bytes)?;
+        if !rest.is_empty() {
+            return Err(RecordError::Trailing(rest.len()));
+        }
+        record.check_heads()?;
+        Ok(record)
+    }
+
+    /// What is cheap to check.
+    fn check_heads(&self) -> Result<(), RecordError> {
+        check_model_name(&self.name)?;
+        if self.generation == Generation(0) {
+            return Err(RecordError::Generation);
+        }
+        for (what, limit, got) in [
+            ("settings", MAX_CONTROLS, self.controls.len()),
+            ("entries of metadata", MAX_METADATA, self.metadata.len()),
+        ] {
+            if got > limit {
+                return Err(RecordError::TooMany { what, limit, got });
+            }
+        }
+        Ok(())
+    }
+
+    /// How many blocks the tensors take.
+    fn blocks(&self) -> Result<u32, RecordError> {
+        if self.block_size == 0 {
+            return Err(LayoutError::BlockSize(0).into());
+        }
+        let mut size = 0u64;
+        for tensor in &self.tensors {
+            let (dtype, shape) = typed(tensor)?;
+            let sum = size.checked_add(tensor_bytes(&tensor.0, dtype, &shape)?);
+            size = sum.ok_or_else(|| LayoutError::TooLarge(tensor.0.clone()))?;
+        }
+        let got = size.div_ceil(self.block_size.into());
+        match u32::try_from(got) {
+            Ok(blocks) if blocks <= MAX_MODEL_BLOCKS => Ok(blocks),
+            _ => Err(RecordError::TooManyBlocks { got }),
+        }
+    }
+}
+
+/// Element type and shape of a record's tensor, as the layout takes them.
+fn typed((name, dtype, shape): &(String, String, Vec<u64>)) -> Result<(DType, Vec<usize>), RecordError> {
+    let unknown = || RecordError::DType { tensor: name.clone(), got: dtype.clone() };
+    let known = DType::from_name(dtype).ok_or_else(unknown)?;
+    let dims: Result<_, _> = shape.iter().map(|&dim| usize::try_from(dim)).collect();
+    Ok((known, dims.map_err(|_| LayoutError::TooLarge(name.clone()))?))
+}
+
+/// A list of at most `MOST` elements: what is decoded takes many times the room of what was sent.
+pub(super) fn list<'de, const MOST: usize, D, T>(from: D) -> Result<Vec<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    from.deserialize_seq(AtMost::<MOST, Vec<T>>(PhantomData))
+}
+
+/// As [`list`].
+pub(super) fn map<'de, const MOST: usize, D>(from: D) -> Result<BTreeMap<String, String>, D::Error>
+where
+    D: Deserializer<'de>,
+{
+    from.deserialize_map(AtMost::<MOST, BTreeMap<String, String>>(PhantomData))
+}
+
+struct AtMost<const MOST: usize, T>(PhantomData<T>);
+
+impl<'de, const MOST: usize, T: Deserialize<'de>> Visitor<'de> for AtMost<MOST, Vec<T>> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at most {MOST} elements")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Vec<T>, A::Error> {
+        let mut elements = Vec::new();
+        while let Some(element) = from.next_element()? {
+            if elements.len() == MOST {
+                return Err(A::Error::invalid_length(MOST + 1, &self));
+            }
+            elements.push(element);
+        }
+        Ok(elements)
+    }
+}
+
+impl<'de, const MOST: usize> Visitor<'de> for AtMost<MOST, BTreeMap<String, String>> {
+    type Value = BTreeMap<String, String>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at most {MOST} entries")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Self::Value, A::Error> {
+        let mut entries = BTreeMap::new();
+        while let Some((key, value)) = from.next_entry()? {
+            if entries.len() == MOST {
+                return Err(A::Error::invalid_length(MOST + 1, &self));
+            }
+            entries.insert(key, value);
+        }
+        Ok(entries)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,290 @@
+//! The registry's table: which shards there are, which models, and what may change. Pure: a request and `now` go in,
+//! an answer comes out. Leases need no timer; who asks sees which are over.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use libmodelio::block_map::MAX_SHARDS;
+use libmodelio::ids::{Epoch, Generation, ShardId};
+use libmodelio::wire::{
+    ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord, check_model_name,
+};
+
+pub use crate::core::Now;
+
+/// Most models: their names fit into one answer.
+pub const MAX_MODELS: usize = 2048;
+/// Most bytes of all models' records together.
+pub const MAX_RECORD_BYTES: usize = 256 << 20;
+/// Longest address and longest host in a shard's record, in bytes.
+pub const MAX_SHARD_TEXT: usize = 255;
+/// Longest lease.
+pub const MAX_LEASE: Duration = Duration::from_secs(3600);
+/// How many deleted models are remembered, so that a late `Put` does not bring one back.
+const REMEMBERED: usize = 1024;
+
+/// The answer to a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// What it says.
+    pub message: RegistryAnswer,
+    /// A model's record, where the answer is [`RegistryAnswer::Model`].
+    pub payload: Option<Arc<[u8]>>,
+}
+
+/// A shard that has announced itself at some time.
+#[derive(Debug)]
+struct Shard {
+    record: ShardRecord,
+    until: Now,
+}
+
+/// A model, as its last record says.
+#[derive(Debug)]
+struct Model {
+    generation: Generation,
+    epoch: Epoch,
+    ready: bool,
+    owners: BTreeSet<ShardId>,
+    bytes: Arc<[u8]>,
+}
+
+/// The table.
+#[derive(Debug, Default)]
+pub struct RegistryCore {
+    shards: BTreeMap<ShardId, Shard>,
+    models: BTreeMap<String, Model>,
+    deleted: VecDeque<(String, Generation)>,
+    record_bytes: usize,
+}
+
+impl RegistryCore {
+    /// An empty table.
+    pub fn new() -> RegistryCore {
+        RegistryCore::default()
+    }
+
+    /// Answers a request that came with `payload`. What is refused changes nothing, and what is repeated changes
+    /// nothing the second time.
+    ///
+    /// # Errors
+    /// The [`Refusal`] to send.
+    pub fn handle(&mut self, request: &RegistryRequest, payload: &[u8], now: Now) -> Result<Answer, Refusal> {
+        let done = |()| RegistryAnswer::Done;
+        let message = match request {
+            RegistryRequest::Announce { record, lease_ms } => self
+                .announce(record, Duration::from_millis((*lease_ms).into()), now)
+                .map(RegistryAnswer::Shard),
+            RegistryRequest::Withdraw { shard } => {
+                self.withdraw(*shard, now);
+                Ok(RegistryAnswer::Done)
+            }
+            RegistryRequest::Drain { shard } => self.drain(*shard).map(done),
+            RegistryRequest::Shards => Ok(RegistryAnswer::Shards(self.living(now).cloned().collect())),
+            RegistryRequest::Models => Ok(RegistryAnswer::Models(self.models.keys().cloned().collect())),
+            RegistryRequest::Model { name } => {
+                let record = self.model(name)?.bytes.clone();
+                return Ok(Answer { message: RegistryAnswer::Model, payload: Some(record) });
+            }
+            RegistryRequest::Put { replaces } => self.put(*replaces, payload).map(done),
+            RegistryRequest::Delete { name, generation } => self.delete(name, *generation).map(done),
+        };
+        message.map(|message| Answer { message, payload: None })
+    }
+
+    /// Shards whose lease is not over, by their numbers.
+    pub fn living(&self, now: Now) -> impl Iterator<Item = &ShardRecord> {
+        self.shards.values().filter(move |shard| shard.until > now).map(|shard| &shard.record)
+    }
+
+    fn announce(&mut self, record: &ShardRecord, lease: Duration, now: Now) -> Result<ShardId, Refusal> {
+        check_shard(record)?;
+        if lease.is_zero() || lease > MAX_LEASE {
+            return Err(Refusal::other(format_args!(
+                "a lease of {} ms, expected 1 to {}",
+                lease.as_millis(),
+                MAX_LEASE.as_millis()
+            )));
+        }
+        let same_address = |shard: &Shard| shard.record.address == record.address;
+        let known = self.shards.iter().find(|(_, shard)| same_address(shard)).map(|(&number, _)| number);
+        let number = match known {
+            Some(number) => number,
+            None => self.number_for(record.shard, now)?,
+        };
+        let draining = record.draining
+            || known.and_then(|number| self.shards.get(&number)).is_some_and(|shard| shard.record.draining);
+        let record = ShardRecord { shard: number, draining, ..record.clone() };
+        self.shards.insert(number, Shard { record, until: now + lease });
+        Ok(number)
+    }
+
+    /// A number for a shard that the table does not know; `told` is what it was told by an earlier registry, or 0.
+    fn number_for(&mut self, told: ShardId, now: Now) -> Result<ShardId, Refusal> {
+        if self.shards.len() >= MAX_SHARDS {
+            // Numbers of the gone are kept for when they return, unless they are needed.
+            let owning: BTreeSet<_> = self.models.values().flat_map(|model| &model.owners).collect();
+            let mut gone =
+                self.shards.iter().filter(|(number, shard)| shard.until <= now && !owning.contains(number));
+            let Some((&number, _)) = gone.next() else {
+                return Err(Refusal::other(format_args!(
+                    "there are {MAX_SHARDS} shards already, the most that a registry knows"
+                )));
+            };
+            self.shards.remove(&number);
+        }
+        let free = |number: &ShardId| number.0 != 0 && !self.shards.contains_key(number);
+        let told = Some(told).filter(free);
+        // Among so many numbers one is free, for there are fewer shards.
+        let number = told.or_else(|| (1..=MAX_SHARDS as u16).map(ShardId).find(free));
+        number.ok_or_else(|| Refusal::other("no number is free for another shard"))
+    }
+
+    fn withdraw(&mut self, shard: ShardId, now: Now) {
+        if let Some(shard) = self.shards.get_mut(&shard) {
+            shard.until = shard.until.min(now);
+            shard.record.draining = false;
+        }
+    }
+
+    fn drain(&mut self, shard: ShardId) -> Result<(), Refusal> {
+        let unknown = || Refusal::other(format_args!("there is no shard {shard}"));
+        self.shards.get_mut(&shard).ok_or_else(unknown)?.record.draining = true;
+        Ok(())
+    }
+
+    fn model(&self, name: &str) -> Result<&Model, Refusal> {
+        // A name that is none is not repeated in the refusal: it may be of any length.
+        check_model_name(name).map_err(Refusal::other)?;
+        self.models.get(name).ok_or_else(|| Refusal::NoModel(name.to_owned()))
+    }
+
+    fn put(&mut self, replaces: Option<Epoch>, payload: &[u8]) -> Result<(), Refusal> {
+        let record = ModelRecord::decode(payload).map_err(Refusal::other)?;
+        record.check().map_err(Refusal::other)?;
+        let stored = self.models.get(&record.name);
+        if stored.is_some_and(|stored| *stored.bytes == *payload) {
+            return Ok(());
+        }
+        match (stored, replaces) {
+            (None, None) => {
+                let life = (record.name.clone(), record.generation);
+                if self.deleted.contains(&life) {
+                    return Err(Refusal::other(format_args!(
+                        "model {:?} of generation {} was deleted: create it with another generation",
+                        life.0, life.1
+                    )));
+                }
+                if self.models.len() >= MAX_MODELS {
+                    return Err(Refusal::other(format_args!(
+                        "there are {MAX_MODELS} models already, the most that a registry knows: delete one"
+                    )));
+                }
+            }
+            (None, Some(_)) => return Err(Refusal::NoModel(record.name)),
+            (Some(_), None) => return Err(Refusal::Exists(record.name)),
+            (Some(stored), Some(epoch)) => follows(stored, epoch, &record)?,
+        }
+        let owners: BTreeSet<_> = record.owners.iter().map(|&(owner, _)| owner).collect();
+        if let Some(unknown) = owners.iter().find(|owner| !self.shards.contains_key(owner)) {
+            return Err(Refusal::other(format_args!(
+                "the block map names shard {unknown}, which never announced itself"
+            )));
+        }
+        let before = stored.map_or(0, |stored| stored.bytes.len());
+        let record_bytes = self.record_bytes - before + payload.len();
+        if record_bytes > MAX_RECORD_BYTES {
+            return Err(Refusal::other(format_args!(
+                "records of {record_bytes} bytes, the most that a registry holds is {MAX_RECORD_BYTES}: delete models"
+            )));
+        }
+        self.record_bytes = record_bytes;
+        let ModelRecord { name, generation, epoch, ready, .. } = record;
+        self.models.insert(name, Model { generation, epoch, ready, owners, bytes: payload.into() });
+        Ok(())
+    }
+
+    fn delete(&mut self, name: &str, generation: Generation) -> Result<(), Refusal> {
+        let model = match self.model(name) {
+            Ok(model) => model,
+            // It was deleted before.
+            Err(Refusal::NoModel(_)) => return Ok(()),
+            Err(refusal) => return Err(refusal),
+        };
+        check_generation(name, model.generation, generation)?;
+        self.record_bytes -= model.bytes.len();
+        self.models.remove(name);
+        self.deleted.push_back((name.to_owned(), generation));
+        if self.deleted.len() > REMEMBERED {
+            self.deleted.pop_front();
+        }
+        Ok(())
+    }
+}
+
+/// Whether `record` may take the place of the one that is stored, for somebody who saw it at `epoch`.
+fn follows(stored: &Model, epoch: Epoch, record: &ModelRecord) -> Result<(), Refusal> {
+    check_generation(&record.name, stored.generation, record.generation)?;
+    if epoch != stored.epoch {
+        return Err(Refusal::Epoch { expected: stored.epoch, got: epoch });
+    }
+    if record.epoch < stored.epoch {
+        return Err(Refusal::Epoch { expected: stored.epoch, got: record.epoch });
+    }
+    // Two who change the same record would otherwise undo each other's change.
+    if stored.ready && !record.ready {
+        return Err(Refusal::other(format_args!(
+            "model {:?} is ready, the record says it is not: look again",
+            record.name
+        )));
+    }
+    let before = ModelRecord::decode(&stored.bytes).map_err(Refusal::other)?;
+    let fixed = |a: &ModelRecord, b: &ModelRecord| {
+        (&a.tensors, &a.metadata, a.block_size) == (&b.tensors, &b.metadata, b.block_size)
+    };
+    if !fixed(&before, record) {
+        return Err(Refusal::other(format_args!(
+            "model {:?} has other tensors: delete it and create it again",
+            record.name
+        )));
+    }
+    let same_map = |a: &ModelRecord, b: &ModelRecord| {
+        (&a.owners, a.lead, &a.controls) == (&b.owners, b.lead, &b.controls)
+    };
+    if record.epoch == stored.epoch && !same_map(&before, record) {
+        return Err(Refusal::other(format_args!(
+            "the record of model {:?} differs and is of epoch {epoch} as before: give it the next epoch",
+            record.name
+        )));
+    }
+    Ok(())
+}
+
+fn check_generation(model: &str, expected: Generation, got: Generation) -> Result<(), Refusal> {
+    if expected == got {
+        return Ok(());
+    }
+    Err(Refusal::Generation { model: model.to_owned(), expected, got })
+}
+
+fn check_shard(record: &ShardRecord) -> Result<(), Refusal> {
+    for (what, text) in [("address", &record.address), ("host", &record.host)] {
+        if text.len() > MAX_SHARD_TEXT {
+            return Err(Refusal::other(format_args!(
+                "{what} of {} bytes, the limit is {MAX_SHARD_TEXT}",
+                text.len()
+            )));
+        }
+    }
+    let parts = record.address.rsplit_once(':');
+    let is_address =
+        parts.is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port != 0));
+    if is_address {
+        return Ok(());
+    }
+    Err(Refusal::other(format_args!("shard address {:?}, expected host:port", record.address)))
+}
+
+#[cfg(test)]
+mod tests;
