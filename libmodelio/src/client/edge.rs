@@ -182,7 +182,7 @@ impl Client {
         let part_addresses = core.shards().iter().map(|&shard| address(shard)).collect::<Result<Vec<_>, _>>()?;
         let start = |error: &dyn std::fmt::Display| ClientError::Start(error.to_string());
         let reactor = ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
-        let reactor = Reactor::start(reactor).map_err(|error| start(&error))?;
+        let reactor = Reactor::start(&reactor).map_err(|error| start(&error))?;
         let mut random = [0; 8];
         getrandom::fill(&mut random).map_err(|error| start(&error))?;
         let inner = Inner {
@@ -197,15 +197,17 @@ impl Client {
             spare: Vec::new(),
             core,
         };
+        let lead_address = address(record.lead)?;
+        let net = reactor.handle();
         let shared = Arc::new_cyclic(|this| Shared {
             layout,
             model: record.name.clone(),
             generation: record.generation,
             client: ClientId(u64::from_le_bytes(random)),
             epoch: map.epoch(),
-            lead_address: address(record.lead)?,
+            lead_address,
             part_addresses,
-            net: reactor.handle().clone(),
+            net,
             started: Instant::now(),
             inner: Mutex::new(inner),
             changed: Condvar::new(),
@@ -406,7 +408,7 @@ impl Client {
         for &learner in &learners {
             let sender = sender.clone();
             let leave = Message::Leave { learner, reason: LeaveReason::Asked };
-            self.request(leave, patience, Box::new(move |_| drop(sender.send(()))));
+            self.request(leave, patience, Box::new(move |_| sender.send(()).unwrap_or_default()));
         }
         drop(sender);
         for _ in &learners {
@@ -556,7 +558,9 @@ impl Shared {
             Action::Release(learner, step) => {
                 inner.sources.remove(&(learner, step));
             }
-            Action::State => self.changed.notify_all(),
+            Action::State => {
+                self.changed.notify_all();
+            }
             Action::Left(learner, reason) => after.events.push(ClientEvent::Left(learner, reason)),
             Action::Pulled(version) => {
                 inner.versions.publish(version);
