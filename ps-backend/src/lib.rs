@@ -4,5 +4,6 @@ pub mod controls;
 pub mod core;
 pub mod embedded;
 pub mod kernels;
+pub mod part;
 pub mod reducer;
 pub mod region_store;

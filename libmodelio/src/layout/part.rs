@@ -3,20 +3,22 @@
 //! Memory that is laid out by it is as large as the part and no larger: bytes, fp32 accumulators and optimizer
 //! state alike. Blocks keep their size and what is in them; only their numbers change.
 
+use std::sync::Arc;
+
 use super::{LayoutError, ModelLayout, Segment};
 use crate::ids::BlockId;
 
 /// Some blocks of a model in a layout of their own.
 #[derive(Clone, Debug)]
 pub struct PartLayout {
-    layout: ModelLayout,
+    layout: Arc<ModelLayout>,
     blocks: Vec<BlockId>,
 }
 
 impl PartLayout {
     /// The layout of the part. Its block `i` is block `blocks()[i]` of the model, and elements are counted within
     /// the part. It has no tensors: those are the model's, and may be cut by any block.
-    pub fn layout(&self) -> &ModelLayout {
+    pub fn layout(&self) -> &Arc<ModelLayout> {
         &self.layout
     }
 
@@ -73,6 +75,6 @@ impl ModelLayout {
             elements,
             by_name: Vec::new(),
         };
-        Ok(PartLayout { layout, blocks: blocks.to_vec() })
+        Ok(PartLayout { layout: Arc::new(layout), blocks: blocks.to_vec() })
     }
 }

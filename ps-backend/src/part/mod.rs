@@ -1,0 +1,3 @@
+//! A shard's part of a model.
+
+pub mod store;
