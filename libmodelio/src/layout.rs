@@ -11,6 +11,10 @@ pub use crate::dtype::{DType, UnknownDType};
 use crate::ids::BlockId;
 use crate::safetensors_file::{MAX_HEADER_BYTES, header_bytes};
 
+mod part;
+
+pub use part::PartLayout;
+
 /// Smallest block, in bytes.
 pub const MIN_BLOCK_SIZE: u32 = 64 << 10;
 /// Block size where nobody asked for another, in bytes.
@@ -95,6 +99,25 @@ pub enum LayoutError {
          shorten tensor names or merge small tensors"
     )]
     HeaderTooLarge(usize),
+    /// A part without blocks.
+    #[error("a part of a model needs at least one block")]
+    NoBlocks,
+    /// A part with a block that the model does not have.
+    #[error("block {block} is outside of the model's {blocks} blocks")]
+    NoSuchBlock {
+        /// What was asked for.
+        block: BlockId,
+        /// How many there are.
+        blocks: u32,
+    },
+    /// A part whose blocks do not rise.
+    #[error("block {after} is listed after block {before}: list the blocks of a part once each, rising")]
+    BlockOrder {
+        /// The one of the two that is listed first.
+        before: BlockId,
+        /// The other.
+        after: BlockId,
+    },
     /// The tables of the layout do not fit into memory.
     #[error("no memory for the tables of the layout ({0}): use larger blocks")]
     OutOfMemory(#[from] TryReserveError),

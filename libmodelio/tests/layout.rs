@@ -377,3 +377,80 @@ fn names_beyond_the_header_limit_are_refused() {
     let error = ModelLayout::new(specs, MIN_BLOCK_SIZE).expect_err("100 MB of names");
     assert!(matches!(error, LayoutError::HeaderTooLarge(bytes) if bytes > 100_000_000), "{error}");
 }
+
+/// What is known of every byte of a model that is reduced: its type, its element, and which byte of that it is.
+fn element_at(layout: &ModelLayout, offset: u64) -> Option<(DType, u64, u64)> {
+    let segments = layout.segments(layout.block_of(offset));
+    let segment = segments.iter().find(|segment| segment.bytes.contains(&offset)).unwrap();
+    let size = segment.dtype.size_bytes().filter(|_| segment.dtype.is_reducible())? as u64;
+    let at = offset - segment.bytes.start;
+    Some((segment.dtype, segment.element + at / size, at % size))
+}
+
+proptest! {
+    #[test]
+    fn parts_hold_every_byte_and_element_once(
+        specs in specs(),
+        block_size in block_size(),
+        owners in prop::collection::vec(0..3usize, 64),
+    ) {
+        let model = ModelLayout::new(specs, block_size).unwrap();
+        let (mut size, mut elements) = (0, 0);
+        for shard in 0..3 {
+            let owner = |block: u32| owners[block as usize % owners.len()];
+            let blocks: Vec<_> = (0..model.blocks()).filter(|&b| owner(b) == shard).map(BlockId).collect();
+            if blocks.is_empty() {
+                prop_assert!(matches!(model.part(&blocks), Err(LayoutError::NoBlocks)));
+                continue;
+            }
+            let part = model.part(&blocks).unwrap();
+            let layout = part.layout();
+            prop_assert_eq!(part.blocks(), &blocks[..]);
+            prop_assert_eq!((layout.blocks() as usize, layout.block_size()), (blocks.len(), block_size));
+            let (mut reached, mut counted) = (0, 0);
+            for local in (0..layout.blocks()).map(BlockId) {
+                let block = part.global(local).unwrap();
+                prop_assert_eq!(part.local(block), Some(local));
+                let (there, here) = (model.block_bytes(block), layout.block_bytes(local));
+                prop_assert_eq!(here.start, reached);
+                prop_assert_eq!(here.end - here.start, there.end - there.start);
+                prop_assert_eq!(layout.segments(local).len(), model.segments(block).len());
+                for (mine, theirs) in layout.segments(local).iter().zip(model.segments(block)) {
+                    prop_assert_eq!(mine.dtype, theirs.dtype);
+                    prop_assert_eq!(mine.bytes.start - here.start, theirs.bytes.start - there.start);
+                    prop_assert_eq!(mine.bytes.end - here.start, theirs.bytes.end - there.start);
+                    prop_assert_eq!((mine.bytes.start, mine.element), (reached, counted));
+                    (reached, counted) = (mine.bytes.end, counted + mine.elements());
+                }
+                // Which byte of an element a byte is does not change, first and last of a block included.
+                for (mine, theirs) in [(here.start, there.start), (here.end - 1, there.end - 1)] {
+                    let (mine, theirs) = (element_at(layout, mine), element_at(&model, theirs));
+                    prop_assert_eq!(mine.map(|m| (m.0, m.2)), theirs.map(|t| (t.0, t.2)));
+                }
+            }
+            prop_assert_eq!((reached, counted), (layout.size(), layout.elements()));
+            prop_assert_eq!(part.global(BlockId(layout.blocks())), None);
+            (size, elements) = (size + reached, elements + counted);
+        }
+        prop_assert_eq!((size, elements), (model.size(), model.elements()));
+        // All of the model is a part, too.
+        let all: Vec<_> = (0..model.blocks()).map(BlockId).collect();
+        let whole = model.part(&all).unwrap();
+        for block in all {
+            prop_assert_eq!(whole.layout().segments(block), model.segments(block));
+        }
+    }
+}
+
+#[test]
+fn parts_of_other_blocks_are_refused() {
+    let model = ModelLayout::blank(4 * u64::from(MIN_BLOCK_SIZE), DType::F32, MIN_BLOCK_SIZE).unwrap();
+    let part = |blocks: &[u32]| model.part(&blocks.iter().copied().map(BlockId).collect::<Vec<_>>());
+    assert!(matches!(part(&[]), Err(LayoutError::NoBlocks)));
+    assert!(matches!(part(&[0, 4]), Err(LayoutError::NoSuchBlock { block: BlockId(4), blocks: 4 })));
+    for blocks in [[1, 1], [2, 1]] {
+        let error = part(&blocks).expect_err("not rising");
+        assert!(matches!(error, LayoutError::BlockOrder { after: BlockId(1), .. }), "{error}");
+    }
+    assert_eq!(part(&[1, 3]).unwrap().local(BlockId(2)), None);
+}

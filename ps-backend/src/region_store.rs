@@ -11,7 +11,9 @@
 //! and the core hands a block to one thread at a time (a plan's blocks are each visited once, a block
 //! reduced on arrival is in flight once, and neither runs beside the other).
 
+pub(crate) mod accumulator;
 mod block;
+mod making;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,11 +28,13 @@ use libmodelio::mmap::Mapping;
 use libmodelio::transport::{Region, RegionKey};
 
 use crate::core::{Plan, Work};
-use crate::kernels::Wire;
+use crate::kernels::{self, Wire};
 use crate::reducer::Reducer;
 
-use block::widen;
+pub use accumulator::Accumulator;
 pub use block::{Job, fold_block, is_finite, place, region_is_finite, written_is_finite};
+use making::widen;
+pub(crate) use making::{Making, Part};
 
 /// A block whose bytes belong to no version.
 const VOID: u64 = u64::MAX;
@@ -41,11 +45,41 @@ pub struct VersionBuffer {
     region: Region,
     /// The version whose value each block holds, or `VOID`.
     stamps: Vec<AtomicU64>,
+    /// Of the bytes of each block, or `UNKNOWN`.
+    checksums: Vec<AtomicU64>,
 }
+
+/// A checksum that nobody has asked for: more than 32 bits.
+const UNKNOWN: u64 = u64::MAX;
 
 impl VersionBuffer {
     fn new(region: Region, blocks: u32, stamp: u64) -> VersionBuffer {
-        VersionBuffer { region, stamps: (0..blocks).map(|_| AtomicU64::new(stamp)).collect() }
+        let each = |value| (0..blocks).map(|_| AtomicU64::new(value)).collect();
+        VersionBuffer { region, stamps: each(stamp), checksums: each(UNKNOWN) }
+    }
+
+    /// Says whose value `block` holds from now on: its bytes have changed, or are about to.
+    fn stamp(&self, block: BlockId, stamp: u64) {
+        self.checksums[block.index()].store(UNKNOWN, Ordering::Relaxed);
+        self.stamps[block.index()].store(stamp, Ordering::Relaxed);
+    }
+
+    /// The checksum of a block of a *published* version as `compute` makes it from its bytes, which lie at `range`.
+    /// It is computed once for as long as they stay what they are, in later versions, too. The caller holds a pin.
+    pub(crate) fn checksum(
+        &self,
+        block: BlockId,
+        range: Range<u64>,
+        compute: impl FnOnce(&[u8]) -> u32,
+    ) -> u32 {
+        let known = &self.checksums[block.index()];
+        // It is all there is to know: nothing else is read on the strength of it.
+        if let Ok(sum) = u32::try_from(known.load(Ordering::Relaxed)) {
+            return sum;
+        }
+        let sum = compute(self.bytes(range));
+        known.store(u64::from(sum), Ordering::Relaxed);
+        sum
     }
 
     /// The memory, for transports and for passthrough.
@@ -69,13 +103,30 @@ pub struct StateBuffer {
     stamps: Vec<AtomicU64>,
 }
 
-/// The sum of contributions that had to leave their learners' memory before the version is made.
-#[derive(Clone, Debug)]
-pub struct Accumulator {
-    /// In the order of reducible elements.
-    sum: Arc<Mapping>,
-    /// With `assign`, bytes of tensors that are not reduced; at the model's offsets.
-    raw: Option<Arc<Mapping>>,
+/// Version 0 while it comes.
+#[derive(Debug)]
+pub(crate) struct Loading {
+    layout: Arc<ModelLayout>,
+    front: Arc<VersionBuffer>,
+    state: Arc<StateBuffer>,
+}
+
+impl Loading {
+    /// Takes a block.
+    ///
+    /// # Panics
+    /// If `bytes` are not as long as the block.
+    ///
+    /// # Safety
+    /// The block is this thread's alone, and nobody reads version 0 yet.
+    pub(crate) unsafe fn load(&self, block: BlockId, bytes: &[u8]) {
+        // SAFETY: passed on to the caller.
+        let room = unsafe { self.front.region.memory().bytes_mut(span(&self.layout.block_bytes(block))) };
+        kernels::stream_copy(bytes, room);
+        for segment in self.layout.segments(block) {
+            widen(segment, &self.front, &self.state);
+        }
+    }
 }
 
 /// A buffer that was handed out to be filled with new weights.
@@ -146,7 +197,9 @@ impl RegionStore {
     /// When the memory cannot be had.
     pub fn new(layout: Arc<ModelLayout>) -> io::Result<RegionStore> {
         let blocks = layout.blocks();
-        let has_halves = layout.tensors().iter().any(|t| matches!(t.dtype, DType::F16 | DType::BF16));
+        let has_halves = (0..blocks)
+            .flat_map(|block| layout.segments(BlockId(block)))
+            .any(|segment| matches!(segment.dtype, DType::F16 | DType::BF16));
         let mut store = RegionStore {
             has_halves,
             versions: BTreeMap::new(),
@@ -203,6 +256,13 @@ impl RegionStore {
             }
         }
         Ok(())
+    }
+
+    /// As [`Self::initial`] and [`Self::initialised`], block by block: after [`Self::prepare`], and given back
+    /// before anything else is done.
+    pub(crate) fn loading(&self) -> Option<Loading> {
+        let front = self.newest()?;
+        Some(Loading { layout: Arc::clone(&self.layout), front, state: Arc::clone(&self.state[0]) })
     }
 
     /// Makes sure that both state buffers have what `reducer` needs, pre-faulted, and nothing more;
@@ -379,23 +439,51 @@ impl RegionStore {
     /// # Errors
     /// When the optimizer state's memory cannot be had, or there is no buffer for the version.
     pub fn job(&mut self, plan: Arc<Plan<Region>>, resume: bool, check: bool) -> io::Result<Job> {
-        let missing = || io::Error::other("no buffer for the next version");
-        let front = self.newest().ok_or_else(missing)?;
-        let back = match &plan.work {
+        let making = match &plan.work {
             Work::Reduce { step, fresh_state, .. } => {
                 if !resume {
                     self.prepare(step.reducer, *fresh_state)?;
                 }
-                self.back.clone().ok_or_else(missing)?
+                let back = self.back.clone().ok_or_else(no_buffer)?;
+                self.making(plan.version, back, resume, check)?
             }
             Work::Assign { buffer, .. } => {
-                Arc::new(VersionBuffer::new(buffer.clone(), self.layout.blocks(), VOID))
+                let back = VersionBuffer::new(buffer.clone(), self.layout.blocks(), VOID);
+                self.making(plan.version, Arc::new(back), resume, check)?
             }
         };
+        Ok(Job { making, plan, accumulator: self.accumulator.clone() })
+    }
+
+    /// The memory for computing `version` by `reducer` from what is at hand elsewhere. `fresh` starts the
+    /// optimizer's state from zero.
+    ///
+    /// # Errors
+    /// As for [`Self::job`].
+    pub(crate) fn next_version(
+        &mut self,
+        version: Version,
+        reducer: Reducer,
+        fresh: bool,
+        check: bool,
+    ) -> io::Result<Making> {
+        self.prepare(reducer, fresh)?;
+        let back = self.back.clone().ok_or_else(no_buffer)?;
+        self.making(version, back, false, check)
+    }
+
+    fn making(
+        &self,
+        version: Version,
+        back: Arc<VersionBuffer>,
+        resume: bool,
+        check: bool,
+    ) -> io::Result<Making> {
+        let front = self.newest().ok_or_else(no_buffer)?;
         if !resume {
             // Blocks that a dropped contribution left behind are of no version; an assignment, too, takes a
             // version number that they may be stamped with.
-            let newest = plan.version.0 - 1;
+            let newest = version.0 - 1;
             let buffers = self.back.iter().flat_map(|back| &back.stamps);
             for stamp in buffers.chain(&self.state[1].stamps) {
                 if stamp.load(Ordering::Relaxed) > newest {
@@ -403,14 +491,13 @@ impl RegionStore {
                 }
             }
         }
-        Ok(Job {
+        Ok(Making {
             layout: Arc::clone(&self.layout),
-            plan,
+            version,
             front,
             back,
             state: self.state.clone(),
             changed: Arc::clone(&self.changed),
-            accumulator: self.accumulator.clone(),
             check,
         })
     }
@@ -420,42 +507,58 @@ impl RegionStore {
     /// # Errors
     /// When the memory cannot be had.
     pub fn accumulator(&mut self, reducer: Reducer) -> io::Result<Accumulator> {
-        let mut accumulator = match &self.accumulator {
-            Some(accumulator) => accumulator.clone(),
-            None => {
-                let bytes = (self.layout.elements() as usize * 4).max(4);
-                Accumulator { sum: Arc::new(Mapping::anonymous(bytes)?), raw: None }
+        let raw = reducer == Reducer::Assign && accumulator::has_opaque(&self.layout);
+        if let Some(accumulator) = &mut self.accumulator {
+            if raw {
+                accumulator.add_raw(&self.layout)?;
             }
-        };
-        let has_opaque = self.layout.tensors().iter().any(|tensor| !tensor.dtype.is_reducible());
-        if reducer == Reducer::Assign && has_opaque && accumulator.raw.is_none() {
-            // Pages are taken only where such tensors lie.
-            accumulator.raw = Some(Arc::new(Mapping::anonymous(self.layout.size() as usize)?));
+            return Ok(accumulator.clone());
         }
+        let accumulator = Accumulator::new(&self.layout, raw)?;
         self.accumulator = Some(accumulator.clone());
         Ok(accumulator)
     }
 
     /// The job's version is complete and becomes the newest.
     pub fn publish(&mut self, job: &Job) {
-        let version = job.plan.version;
-        for (stamp, changed) in job.back.stamps.iter().zip(self.changed.iter()) {
+        match &job.plan.work {
+            Work::Reduce { step, .. } => self.publish_next(&job.making, step.reducer),
+            Work::Assign { buffer, .. } => {
+                self.lent.retain(|lent| lent.key != buffer.key());
+                self.live += 1;
+                self.show(&job.making);
+            }
+        }
+    }
+
+    /// What [`Self::next_version`] gave is complete and becomes the newest.
+    pub(crate) fn publish_next(&mut self, making: &Making, reducer: Reducer) {
+        self.back = None;
+        self.slots_used |= reducer.state_slots() > 0;
+        self.show(making);
+    }
+
+    fn show(&mut self, making: &Making) {
+        let version = making.version;
+        for (stamp, changed) in making.back.stamps.iter().zip(self.changed.iter()) {
             if stamp.load(Ordering::Relaxed) == version.0 {
                 changed.store(version.0, Ordering::Relaxed);
             }
         }
-        match &job.plan.work {
-            Work::Reduce { step, .. } => {
-                self.back = None;
-                self.slots_used |= step.reducer.state_slots() > 0;
-            }
-            Work::Assign { buffer, .. } => {
-                self.lent.retain(|lent| lent.key != buffer.key());
-                self.live += 1;
-            }
-        }
         self.state.swap(0, 1);
-        let published = Published { buffer: Arc::clone(&job.back), at: SystemTime::now(), pins: 0 };
+        let published = Published { buffer: Arc::clone(&making.back), at: SystemTime::now(), pins: 0 };
         self.versions.insert(version, published);
     }
+
+    /// Bytes of fp32 masters, and of the optimizer's slots.
+    pub(crate) fn state_bytes(&self) -> (u64, u64) {
+        let len = |mapping: &Option<Mapping>| mapping.as_ref().map_or(0, |mapping| mapping.len() as u64);
+        let masters = self.state.iter().map(|state| len(&state.master)).sum();
+        let slots = self.state.iter().flat_map(|state| &state.slots).map(len).sum();
+        (masters, slots)
+    }
+}
+
+fn no_buffer() -> io::Error {
+    io::Error::other("no buffer for the next version")
 }

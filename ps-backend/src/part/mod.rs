@@ -1,3 +1,4 @@
 //! One shard's part of a model: its memory, and what becomes of each block that comes.
 
 pub mod core;
+pub mod store;

@@ -1,0 +1,430 @@
+//! The memory of a shard's part of a model: versions, optimizer state, masters and sums.
+//!
+//! What is to be done with each block is decided elsewhere; this carries it out. Network threads bring blocks under
+//! a [`PartJob`], which adds them up or computes the block of the next version from them. Nothing that they do
+//! counts before [`PartStore::conclude`]: until then the newest version and what earlier plans have added up are
+//! untouched, and a plan that is dropped leaves nothing behind.
+//!
+//! A part has two sums of a block at most, whatever the number of those who send: the *sealed* one, of concluded
+//! plans, and the *open* one, of the plan that runs. Their pages are taken when they are first needed.
+//!
+//! This module and those below it may hold `unsafe`. What makes it sound is that blocks are claimed: every operation
+//! on a block of a job first takes a mark that one thread can hold at a time, and a block that is computed, or whose
+//! job is concluded, cannot be claimed any more. Nothing else can write a buffer while a job exists, for
+//! [`PartStore::begin`] waits until all of the last job is gone.
+
+mod job;
+mod pinned;
+mod sums;
+
+use std::io;
+use std::sync::atomic::{AtomicU8, Ordering, fence};
+use std::sync::{Arc, Weak};
+
+use libmodelio::ids::{BlockId, Version};
+use libmodelio::layout::{ModelLayout, PartLayout};
+use parking_lot::Mutex;
+
+use crate::reducer::{Reducer, Step};
+use crate::region_store::{Loading, RegionStore};
+
+pub use crate::region_store::accumulator::Payload;
+use job::Alive;
+pub use job::{PartJob, Target};
+pub use pinned::PinnedVersion;
+pub use sums::Merge;
+use sums::Sums;
+
+/// Why something was not done. Nothing has changed then.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PartError {
+    /// A block that the part does not have.
+    #[error("block {block} is outside of the part's {blocks} blocks")]
+    NoBlock {
+        /// Which.
+        block: BlockId,
+        /// How many there are.
+        blocks: u32,
+    },
+    /// A payload of another length than the block.
+    #[error("a payload of block {block} has {got} bytes, not {expected}")]
+    Length {
+        /// Of which block.
+        block: BlockId,
+        /// As many bytes should come.
+        expected: usize,
+        /// As many came.
+        got: usize,
+    },
+    /// Another thread is at work on the block.
+    #[error("another thread is at work on block {0}")]
+    Claimed(BlockId),
+    /// The block is computed, or its plan is concluded.
+    #[error("block {0} of the plan is complete")]
+    Complete(BlockId),
+    /// The plan only adds up.
+    #[error("the plan adds up and makes no version")]
+    AddsOnly,
+    /// Version 0 is not complete, or nobody has said so.
+    #[error("version 0 is still being loaded")]
+    Loading,
+    /// A block of version 0 has not come.
+    #[error("block {0} of version 0 is not loaded")]
+    NotLoaded(BlockId),
+    /// Version 0 is there.
+    #[error("version 0 is loaded already")]
+    Loaded,
+    /// The plan is of another version.
+    #[error("the plan starts from version {got}; version {expected} is the newest")]
+    Base {
+        /// The newest.
+        expected: Version,
+        /// The plan's.
+        got: Version,
+    },
+    /// The plan before is still worked on. It will pass.
+    #[error("the plan before this one is still worked on")]
+    Busy,
+    /// All buffers are versions that are read. It will pass.
+    #[error("all {max} version buffers are in use")]
+    NoBuffer {
+        /// As many there may be.
+        max: usize,
+    },
+    /// A block of the plan is not computed.
+    #[error("block {0} of the plan is not computed yet")]
+    Unfinished(BlockId),
+    /// The plan was concluded, given up or replaced.
+    #[error("the plan is over")]
+    Over,
+    /// No memory.
+    #[error("no memory: {0}")]
+    Memory(#[from] io::Error),
+}
+
+impl PartError {
+    /// Whether the same may work a little later.
+    pub fn is_transient(&self) -> bool {
+        matches!(self, PartError::Busy | PartError::NoBuffer { .. } | PartError::Memory(_))
+    }
+}
+
+/// What a plan makes of the blocks that come.
+#[derive(Clone, Debug, PartialEq)]
+pub enum PartWork {
+    /// They are added up, with what concluded plans of the coming version have added up.
+    Add {
+        /// What the sum is for: with `assign`, the last value replaces what is there.
+        reducer: Reducer,
+    },
+    /// The next version is made from them, and from what concluded plans have added up.
+    Reduce {
+        /// How.
+        step: Step,
+        /// Optimizer state starts from zero.
+        fresh_state: bool,
+    },
+}
+
+impl PartWork {
+    /// What is done with the sum in the end.
+    pub fn reducer(&self) -> Reducer {
+        match self {
+            PartWork::Add { reducer } => *reducer,
+            PartWork::Reduce { step, .. } => step.reducer,
+        }
+    }
+}
+
+/// How many versions are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Versions before the newest that are kept, read or not.
+    pub retain: usize,
+    /// Version buffers in existence, at most. The newest, the next and the retained ones are always allowed.
+    pub buffers: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits { retain: 1, buffers: 6 }
+    }
+}
+
+impl Limits {
+    fn max(&self) -> usize {
+        self.buffers.max(self.retain + 2)
+    }
+}
+
+/// Bytes of memory, by what they are for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Versions, the one that is made, and spare buffers.
+    pub versions: u64,
+    /// fp32 masters of half-precision weights.
+    pub masters: u64,
+    /// Optimizer state.
+    pub state: u64,
+    /// Sums, from the first use of each on.
+    pub sums: u64,
+}
+
+impl MemoryUse {
+    /// All of it.
+    pub fn total(&self) -> u64 {
+        self.versions + self.masters + self.state + self.sums
+    }
+}
+
+/// All memory of one shard's part of a model. Block numbers are those of the part.
+#[derive(Debug)]
+pub struct PartStore {
+    shared: Arc<Shared>,
+}
+
+/// What pinned versions keep alive.
+#[derive(Debug)]
+struct Shared {
+    part: PartLayout,
+    inner: Mutex<Inner>,
+    sums: Arc<Sums>,
+    /// What of version 0 is there: `COMING` or `THERE`.
+    loaded: Box<[AtomicU8]>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    store: RegionStore,
+    limits: Limits,
+    /// Until version 0 is complete.
+    loading: Option<Arc<Loading>>,
+    /// Gone when all of the last job is.
+    running: Weak<Alive>,
+}
+
+const COMING: u8 = 1;
+const THERE: u8 = 2;
+
+impl PartStore {
+    /// Memory for `part`, to be trained by `reducer`: version 0, to be loaded, the versions after it, and optimizer
+    /// state.
+    /// All of it is taken from the system now.
+    ///
+    /// # Errors
+    /// [`PartError::Memory`].
+    pub fn new(part: PartLayout, reducer: Reducer, limits: Limits) -> Result<PartStore, PartError> {
+        let layout = part.layout();
+        let mut store = RegionStore::new(Arc::clone(layout))?;
+        store.prepare(reducer, false)?;
+        let loading = store.loading().map(Arc::new);
+        // With those that are retained, every version has a buffer then, unless somebody holds an old one.
+        for _ in 0..limits.retain {
+            let spare = store.new_spare()?;
+            spare.region().memory().prefault()?;
+            store.add_spare(spare);
+        }
+        let loaded = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
+        let sums = Arc::new(Sums::new(Arc::clone(layout))?);
+        let inner = Mutex::new(Inner { store, limits, loading, running: Weak::new() });
+        Ok(PartStore { shared: Arc::new(Shared { part, inner, sums, loaded }) })
+    }
+
+    /// Which blocks it is the memory of.
+    pub fn part(&self) -> &PartLayout {
+        &self.shared.part
+    }
+
+    fn layout(&self) -> &Arc<ModelLayout> {
+        self.shared.part.layout()
+    }
+
+    /// Takes a block of version 0. False, and nothing is done, if it has come before or is just coming.
+    ///
+    /// # Errors
+    /// [`PartError::NoBlock`], [`PartError::Length`], [`PartError::Loaded`].
+    pub fn load(&self, block: BlockId, bytes: &[u8]) -> Result<bool, PartError> {
+        check_payload(self.layout(), block, Payload::Plain(bytes))?;
+        let loading = self.shared.inner.lock().loading.clone().ok_or(PartError::Loaded)?;
+        let mark = &self.shared.loaded[block.index()];
+        if mark.compare_exchange(0, COMING, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            return Ok(false);
+        }
+        // SAFETY: the mark makes the block this thread's, and version 0 is shown only when all blocks are there.
+        unsafe { loading.load(block, bytes) };
+        // It goes before the block counts: who has seen all blocks finds nobody else at the memory.
+        drop(loading);
+        mark.store(THERE, Ordering::Release);
+        Ok(true)
+    }
+
+    /// Version 0 is complete: it can be read, and plans can begin. Nothing happens the second time.
+    ///
+    /// # Errors
+    /// [`PartError::NotLoaded`] names the first block that has not come. [`PartError::Busy`] while one that came
+    /// twice is being looked at.
+    pub fn finish_loading(&self) -> Result<(), PartError> {
+        let mut inner = self.shared.inner.lock();
+        let missing = self.shared.loaded.iter().position(|mark| mark.load(Ordering::Acquire) != THERE);
+        if let Some(missing) = missing {
+            return Err(PartError::NotLoaded(BlockId(missing as u32)));
+        }
+        let Some(loading) = inner.loading.take() else { return Ok(()) };
+        match Arc::try_unwrap(loading) {
+            Ok(_) => Ok(()),
+            Err(loading) => {
+                inner.loading = Some(loading);
+                Err(PartError::Busy)
+            }
+        }
+    }
+
+    /// Starts a plan that goes on from version `base`. `check` looks for NaN and Inf.
+    ///
+    /// # Errors
+    /// [`PartError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold it), and
+    /// [`PartError::NoBuffer`], pass. [`PartError::Base`], [`PartError::Loading`], [`PartError::Memory`].
+    pub fn begin(&self, base: Version, work: PartWork, check: bool) -> Result<Arc<PartJob>, PartError> {
+        let mut inner = self.shared.inner.lock();
+        let newest = inner.ready()?;
+        if base != newest {
+            return Err(PartError::Base { expected: newest, got: base });
+        }
+        let making = match &work {
+            PartWork::Add { .. } => None,
+            PartWork::Reduce { step, fresh_state } => {
+                let Limits { retain, .. } = inner.limits;
+                let max = inner.limits.max();
+                if !inner.store.recycle(retain, max) {
+                    return Err(PartError::NoBuffer { max });
+                }
+                Some(inner.store.next_version(newest.next(), step.reducer, *fresh_state, check)?)
+            }
+        };
+        let job = PartJob::new(Arc::clone(self.layout()), Arc::clone(&self.shared.sums), work, making, check);
+        inner.running = Arc::downgrade(job.alive());
+        Ok(Arc::new(job))
+    }
+
+    /// What the job has done counts from now on: it is the newest version, or part of the sum that later plans go on
+    /// from. If a [`Merge`] is returned, sums have to be added to each other first, on whatever threads.
+    ///
+    /// # Errors
+    /// [`PartError::Over`] if the job was concluded or given up. [`PartError::Unfinished`] names a block of the
+    /// version that is not computed, [`PartError::Claimed`] one that a thread is at work on.
+    pub fn conclude(&self, job: &Arc<PartJob>) -> Result<Option<Merge>, PartError> {
+        let mut inner = self.shared.inner.lock();
+        if !std::ptr::eq(inner.running.as_ptr(), Arc::as_ptr(job.alive())) || job.is_over() {
+            return Err(PartError::Over);
+        }
+        let Some((making, step)) = job.version() else {
+            let both = job.seal()?;
+            return Ok((!both.is_empty()).then(|| Merge::new(Arc::clone(job), both)));
+        };
+        job.check_finished()?;
+        inner.store.publish_next(making, step.reducer);
+        self.shared.sums.clear();
+        job.give_up();
+        inner.recycle();
+        Ok(None)
+    }
+
+    /// Takes the memory of what `reducer` needs now, and not when the next plan begins; `fresh` starts its state from
+    /// zero.
+    ///
+    /// # Errors
+    /// [`PartError::Busy`] while a job exists, [`PartError::Loading`], [`PartError::Memory`].
+    pub fn prepare(&self, reducer: Reducer, fresh: bool) -> Result<(), PartError> {
+        let mut inner = self.shared.inner.lock();
+        inner.ready()?;
+        Ok(inner.store.prepare(reducer, fresh)?)
+    }
+
+    /// How many versions are kept from now on.
+    pub fn set_limits(&self, limits: Limits) {
+        let mut inner = self.shared.inner.lock();
+        inner.limits = limits;
+        inner.recycle();
+    }
+
+    /// Takes the pages of as many sums (at most 2) as plans are going to need: one where several send the same block,
+    /// or where plans add up; two where both. A plan may run meanwhile.
+    ///
+    /// # Errors
+    /// When the memory is not there.
+    pub fn prefault_sums(&self, count: usize) -> io::Result<()> {
+        self.shared.sums.prefault(count)
+    }
+
+    /// Makes a buffer for the next version but one where there is none, and takes its pages. False if none was wanted.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub fn add_spare(&self) -> io::Result<bool> {
+        let buffer = {
+            let mut inner = self.shared.inner.lock();
+            let max = inner.limits.max();
+            if !inner.store.wants_spare(max) {
+                return Ok(false);
+            }
+            inner.store.new_spare()?
+        };
+        let outcome = buffer.region().memory().prefault();
+        // Without its pages, too, it is a buffer.
+        self.shared.inner.lock().store.add_spare(buffer);
+        outcome.map(|()| true)
+    }
+
+    /// The newest version; none until it is loaded.
+    pub fn newest(&self) -> Option<PinnedVersion> {
+        PinnedVersion::new(&self.shared, None)
+    }
+
+    /// A version, if it is still there.
+    pub fn version(&self, version: Version) -> Option<PinnedVersion> {
+        PinnedVersion::new(&self.shared, Some(version))
+    }
+
+    /// Versions in memory, rising.
+    pub fn versions(&self) -> Vec<Version> {
+        self.shared.inner.lock().store.versions().collect()
+    }
+
+    /// The memory it takes.
+    pub fn bytes(&self) -> MemoryUse {
+        let inner = self.shared.inner.lock();
+        let (masters, state) = inner.store.state_bytes();
+        let versions = inner.store.buffers().0 as u64 * self.layout().size();
+        MemoryUse { versions, masters, state, sums: self.shared.sums.bytes() }
+    }
+}
+
+impl Inner {
+    /// The newest version, if a plan can start from it.
+    fn ready(&self) -> Result<Version, PartError> {
+        if self.loading.is_some() {
+            return Err(PartError::Loading);
+        }
+        if self.running.strong_count() > 0 {
+            return Err(PartError::Busy);
+        }
+        // Whoever let go of the job last did so with release: what they all have written is seen from here on.
+        fence(Ordering::Acquire);
+        self.store.versions().next_back().ok_or(PartError::Busy)
+    }
+
+    fn recycle(&mut self) {
+        let max = self.limits.max();
+        self.store.recycle(self.limits.retain, max);
+    }
+}
+
+/// Refuses what is not a payload of `block`.
+fn check_payload(layout: &ModelLayout, block: BlockId, payload: Payload<'_>) -> Result<(), PartError> {
+    if block.0 >= layout.blocks() {
+        return Err(PartError::NoBlock { block, blocks: layout.blocks() });
+    }
+    let (expected, got) = (payload.wanted_len(layout, block), payload.bytes().len());
+    if expected == got { Ok(()) } else { Err(PartError::Length { block, expected, got }) }
+}

@@ -1,0 +1,268 @@
+//! One plan's work on the blocks that come.
+//!
+//! Holds `unsafe`; why it is sound is told in the module above.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+
+use libmodelio::ids::BlockId;
+use libmodelio::layout::ModelLayout;
+use smallvec::SmallVec;
+
+use super::sums::Sums;
+use super::{PartError, PartWork, Payload, check_payload};
+use crate::kernels::{self, Wire};
+use crate::reducer::{Reducer, Step};
+use crate::region_store::accumulator::is_direct;
+use crate::region_store::{Making, Part};
+
+/// A thread is at work on the block.
+const CLAIMED: u8 = 1;
+/// The block's open sum holds something.
+const HELD: u8 = 2;
+/// The block of the next version is computed.
+const FINISHED: u8 = 4;
+/// The plan is concluded.
+const SEALED: u8 = 8;
+
+/// The work of one plan. Many threads use it at once, each block being one's at a time: a second one is refused.
+#[derive(Debug)]
+pub struct PartJob {
+    layout: Arc<ModelLayout>,
+    sums: Arc<Sums>,
+    work: PartWork,
+    /// Where the next version comes from and goes to, if one is made.
+    making: Option<Making>,
+    check: bool,
+    blocks: Box<[AtomicU8]>,
+    over: AtomicBool,
+    /// The last of the fields: when it is gone, so is the use of everything else.
+    alive: Arc<Alive>,
+}
+
+/// Tells the store that a job exists.
+#[derive(Debug)]
+pub(super) struct Alive;
+
+/// The right to work on a block.
+struct Claim<'a>(&'a AtomicU8);
+
+impl Claim<'_> {
+    fn holds(&self) -> bool {
+        self.0.load(Ordering::Relaxed) & HELD != 0
+    }
+
+    fn set(&self, what: u8) {
+        self.0.fetch_or(what, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_and(!CLAIMED, Ordering::Release);
+    }
+}
+
+impl PartJob {
+    pub(super) fn new(
+        layout: Arc<ModelLayout>,
+        sums: Arc<Sums>,
+        work: PartWork,
+        making: Option<Making>,
+        check: bool,
+    ) -> PartJob {
+        let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
+        PartJob {
+            layout,
+            sums,
+            work,
+            making,
+            check,
+            blocks,
+            over: AtomicBool::new(false),
+            alive: Arc::new(Alive),
+        }
+    }
+
+    /// What it does.
+    pub fn work(&self) -> &PartWork {
+        &self.work
+    }
+
+    /// The plan is dropped: nothing of it will count. Threads that receive into a [`Target`] should look at
+    /// [`Self::is_over`] now and then, for no other plan begins before they let go.
+    pub fn give_up(&self) {
+        self.over.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it was given up or concluded.
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::Relaxed)
+    }
+
+    fn claim(&self, block: BlockId) -> Result<Claim<'_>, PartError> {
+        let blocks = self.layout.blocks();
+        let mark = self.blocks.get(block.index()).ok_or(PartError::NoBlock { block, blocks })?;
+        let free = |mark| (mark & (CLAIMED | FINISHED | SEALED) == 0).then_some(mark | CLAIMED);
+        match mark.fetch_update(Ordering::Acquire, Ordering::Relaxed, free) {
+            Ok(_) => Ok(Claim(mark)),
+            Err(mark) if mark & CLAIMED != 0 => Err(PartError::Claimed(block)),
+            Err(_) => Err(PartError::Complete(block)),
+        }
+    }
+
+    /// Where a payload of `block` can be received without a buffer between: the memory of the sum. That is so if the
+    /// payload is byte for byte what the sum holds (all fp32, or `wide` and all reduced) and is the first.
+    ///
+    /// # Errors
+    /// [`PartError::NoBlock`], [`PartError::Claimed`], [`PartError::Complete`].
+    pub fn destination(self: &Arc<Self>, block: BlockId, wide: bool) -> Result<Option<Target>, PartError> {
+        let claim = self.claim(block)?;
+        if claim.holds() || !is_direct(&self.layout, block, wide) {
+            return Ok(None);
+        }
+        // The target has it from now on.
+        std::mem::forget(claim);
+        Ok(Some(Target { job: Arc::clone(self), block }))
+    }
+
+    /// Adds a payload to the open sum of `block`; the first is stored. Returns whether all of it is finite, or true if
+    /// that does not matter. What is not reduced is kept only with `assign`.
+    ///
+    /// # Errors
+    /// [`PartError::NoBlock`], [`PartError::Length`], [`PartError::Claimed`], [`PartError::Complete`].
+    pub fn add(&self, block: BlockId, payload: Payload<'_>) -> Result<bool, PartError> {
+        check_payload(&self.layout, block, payload)?;
+        let claim = self.claim(block)?;
+        let open = self.sums.open(block);
+        // SAFETY: the block is claimed, and the payload is as long as it should be.
+        let finite = unsafe { open.fold(&self.layout, block, payload, !claim.holds(), self.work.reducer()) };
+        claim.set(HELD);
+        Ok(finite || !self.check)
+    }
+
+    /// Computes `block` of the next version from the sealed and the open sum, where there are such, and the `last`
+    /// payload. Without any of them it is carried over, or decays, as the reducer has it. Returns whether all of the
+    /// payload is finite, or true if that does not matter; if not, the block is not computed. An Inf that comes of
+    /// adding up is nobody's fault.
+    ///
+    /// # Errors
+    /// [`PartError::AddsOnly`], and those of [`Self::add`].
+    pub fn finish(&self, block: BlockId, last: Option<Payload<'_>>) -> Result<bool, PartError> {
+        let (making, step) = self.version().ok_or(PartError::AddsOnly)?;
+        if let Some(payload) = last {
+            check_payload(&self.layout, block, payload)?;
+        }
+        let claim = self.claim(block)?;
+        let mut parts = SmallVec::<[Part<'_>; 3]>::new();
+        parts.extend(self.sums.sealed(block).map(Part::Sum));
+        parts.extend(claim.holds().then(|| Part::Sum(self.sums.open(block))));
+        parts.extend(last.map(Part::Sent));
+        // SAFETY: the block is claimed, and with it its sums; the payload is as long as it should be.
+        if !unsafe { making.block(block, step, &parts) } {
+            if last.is_some_and(|payload| !payload.is_finite(&self.layout, block)) {
+                return Ok(false);
+            }
+            making.approve(block);
+        }
+        claim.set(FINISHED);
+        Ok(true)
+    }
+
+    /// Whether the open sum of `block` holds something.
+    pub fn holds(&self, block: BlockId) -> bool {
+        self.blocks.get(block.index()).is_some_and(|mark| mark.load(Ordering::Relaxed) & HELD != 0)
+    }
+
+    /// What version it makes, and how.
+    pub(super) fn version(&self) -> Option<(&Making, &Step)> {
+        match &self.work {
+            PartWork::Add { .. } => None,
+            PartWork::Reduce { step, .. } => self.making.as_ref().map(|making| (making, step)),
+        }
+    }
+
+    pub(super) fn alive(&self) -> &Arc<Alive> {
+        &self.alive
+    }
+
+    pub(super) fn sums(&self) -> &Sums {
+        &self.sums
+    }
+
+    /// # Errors
+    /// [`PartError::Unfinished`] names a block that is not computed.
+    pub(super) fn check_finished(&self) -> Result<(), PartError> {
+        // Release by who computed it, acquire here. Who is computed is never claimed again.
+        let open = self.blocks.iter().position(|mark| {
+            let mark = mark.load(Ordering::Acquire);
+            mark & FINISHED == 0 || mark & CLAIMED != 0
+        });
+        open.map_or(Ok(()), |block| Err(PartError::Unfinished(BlockId(block as u32))))
+    }
+
+    /// Makes what is open sealed, and ends the job. Returns the blocks whose sums have to be added to each other.
+    ///
+    /// # Errors
+    /// [`PartError::Claimed`].
+    pub(super) fn seal(&self) -> Result<Vec<BlockId>, PartError> {
+        let idle = |mark| (mark & CLAIMED == 0).then_some(mark | SEALED);
+        for (i, mark) in self.blocks.iter().enumerate() {
+            if mark.fetch_update(Ordering::Acquire, Ordering::Relaxed, idle).is_err() {
+                for mark in &self.blocks[..i] {
+                    mark.fetch_and(!SEALED, Ordering::Release);
+                }
+                return Err(PartError::Claimed(BlockId(i as u32)));
+            }
+        }
+        let replaces = self.work.reducer() == Reducer::Assign;
+        let mut both = Vec::new();
+        for block in (0..self.layout.blocks()).map(BlockId).filter(|&block| self.holds(block)) {
+            if !replaces && self.sums.sealed(block).is_some() {
+                both.push(block);
+            } else {
+                self.sums.seal(block);
+            }
+        }
+        self.give_up();
+        Ok(both)
+    }
+}
+
+/// The memory of a block's open sum, to receive its first payload in. The block is claimed as long as this exists.
+#[derive(Debug)]
+pub struct Target {
+    job: Arc<PartJob>,
+    block: BlockId,
+}
+
+impl Target {
+    /// Room for the payload, no longer and no shorter. What is there at first means nothing.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: the block is claimed until `self` is dropped, and the slice does not outlive that.
+        unsafe { self.job.sums.open(self.block).room(&self.job.layout, self.block) }
+    }
+
+    /// Whose block it is.
+    pub fn job(&self) -> &Arc<PartJob> {
+        &self.job
+    }
+
+    /// All of the payload is there, and part of the sum. Returns whether it is finite, or true if that does not
+    /// matter. Without this, nothing has come.
+    pub fn complete(mut self) -> bool {
+        let finite = !self.job.check || kernels::all_finite(Wire::F32, self.bytes());
+        self.mark().fetch_or(HELD, Ordering::Relaxed);
+        finite
+    }
+
+    fn mark(&self) -> &AtomicU8 {
+        &self.job.blocks[self.block.index()]
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        drop(Claim(self.mark()));
+    }
+}

@@ -1,0 +1,63 @@
+//! Reading: versions that stay what they are as long as somebody holds them.
+
+use std::sync::Arc;
+
+use crc_fast::CrcAlgorithm;
+use libmodelio::ids::{BlockId, Version};
+
+use super::Shared;
+use crate::region_store::VersionBuffer;
+
+/// A complete version. Its memory is not used again while this lives.
+#[derive(Debug)]
+pub struct PinnedVersion {
+    shared: Arc<Shared>,
+    buffer: Arc<VersionBuffer>,
+    version: Version,
+}
+
+impl PinnedVersion {
+    /// `version`, or the newest.
+    pub(super) fn new(shared: &Arc<Shared>, version: Option<Version>) -> Option<PinnedVersion> {
+        let mut inner = shared.inner.lock();
+        if inner.loading.is_some() {
+            return None;
+        }
+        let version = version.or_else(|| inner.store.versions().next_back())?;
+        let (buffer, _) = inner.store.get(version)?;
+        inner.store.pin(version);
+        Some(PinnedVersion { shared: Arc::clone(shared), buffer, version })
+    }
+
+    /// Which it is.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The bytes of a block of the part.
+    ///
+    /// # Panics
+    /// If the part has no such block.
+    pub fn block(&self, block: BlockId) -> &[u8] {
+        self.buffer.bytes(self.shared.part.layout().block_bytes(block))
+    }
+
+    /// The CRC32C of [`Self::block`]. It is computed once, when it is first asked for: the pass brings the block into
+    /// the cache, from which it is then sent. (The block was stored past the caches when it was made.)
+    ///
+    /// # Panics
+    /// If the part has no such block.
+    pub fn checksum(&self, block: BlockId) -> u32 {
+        let range = self.shared.part.layout().block_bytes(block);
+        self.buffer.checksum(block, range, |bytes| {
+            // A 32-bit sum in a 64-bit integer.
+            crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
+        })
+    }
+}
+
+impl Drop for PinnedVersion {
+    fn drop(&mut self) {
+        self.shared.inner.lock().store.unpin(self.version, 1);
+    }
+}

@@ -1,0 +1,135 @@
+//! The two sums of each block: what concluded plans have added up, and what the running one adds up.
+//!
+//! Holds `unsafe`; why it is sound is told in the module above.
+//!
+//! There are two accumulators, and for each block a note which of them is the open one. So what a plan has added up
+//! becomes part of the sealed sum by turning the note round. Only where both hold something do bytes have to be added.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+
+use libmodelio::ids::BlockId;
+use libmodelio::layout::ModelLayout;
+
+use super::PartJob;
+use crate::region_store::accumulator::{Accumulator, has_opaque};
+
+/// Set if the block's open sum is in the second accumulator.
+const TURNED: u8 = 1;
+/// The block has a sealed sum.
+const SEALED: u8 = 2;
+
+/// Of a block, these notes are read and written by whoever has claimed it, and by the store between jobs.
+#[derive(Debug)]
+pub(super) struct Sums {
+    layout: Arc<ModelLayout>,
+    accumulators: [Accumulator; 2],
+    /// Whether pages of it were ever taken.
+    used: [AtomicBool; 2],
+    blocks: Box<[AtomicU8]>,
+}
+
+impl Sums {
+    /// Two empty sums. Only address space is taken.
+    pub(super) fn new(layout: Arc<ModelLayout>) -> io::Result<Sums> {
+        let raw = has_opaque(&layout);
+        let accumulators = [Accumulator::new(&layout, raw)?, Accumulator::new(&layout, raw)?];
+        let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
+        Ok(Sums { layout, accumulators, used: Default::default(), blocks })
+    }
+
+    fn note(&self, block: BlockId) -> u8 {
+        self.blocks[block.index()].load(Ordering::Relaxed)
+    }
+
+    /// Where the running plan adds up.
+    pub(super) fn open(&self, block: BlockId) -> &Accumulator {
+        let at = usize::from(self.note(block) & TURNED);
+        if !self.used[at].load(Ordering::Relaxed) {
+            self.used[at].store(true, Ordering::Relaxed);
+        }
+        &self.accumulators[at]
+    }
+
+    /// What concluded plans have added up.
+    pub(super) fn sealed(&self, block: BlockId) -> Option<&Accumulator> {
+        let note = self.note(block);
+        (note & SEALED != 0).then(|| &self.accumulators[1 - usize::from(note & TURNED)])
+    }
+
+    /// The open sum becomes the sealed one, and what that was is forgotten.
+    pub(super) fn seal(&self, block: BlockId) {
+        self.blocks[block.index()].store((self.note(block) ^ TURNED) | SEALED, Ordering::Relaxed);
+    }
+
+    /// Forgets all sums. As every version begins with the first accumulator, the second is not touched unless it is
+    /// needed.
+    pub(super) fn clear(&self) {
+        for note in &self.blocks {
+            note.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes the pages of the first `count` accumulators. Others may be at work on them.
+    pub(super) fn prefault(&self, count: usize) -> io::Result<()> {
+        for (accumulator, used) in self.accumulators.iter().zip(&self.used).take(count) {
+            used.store(true, Ordering::Relaxed);
+            accumulator.prefault()?;
+        }
+        Ok(())
+    }
+
+    /// Bytes of those accumulators that were ever used.
+    pub(super) fn bytes(&self) -> u64 {
+        let used = self.accumulators.iter().zip(&self.used).filter(|(_, used)| used.load(Ordering::Relaxed));
+        used.map(|(accumulator, _)| accumulator.bytes(&self.layout)).sum()
+    }
+}
+
+/// Blocks of which both sums hold something, to be added to each other. Until that is done and this is dropped, no
+/// other plan begins. What is not done when it is dropped is done then.
+#[derive(Debug)]
+pub struct Merge {
+    job: Arc<PartJob>,
+    blocks: Vec<BlockId>,
+    taken: Box<[AtomicBool]>,
+}
+
+impl Merge {
+    pub(super) fn new(job: Arc<PartJob>, blocks: Vec<BlockId>) -> Merge {
+        let taken = blocks.iter().map(|_| AtomicBool::new(false)).collect();
+        Merge { job, blocks, taken }
+    }
+
+    /// How many blocks there are to do.
+    #[allow(clippy::len_without_is_empty)] // never empty
+    pub fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Does some of them, by their index below [`Self::len`]; those that another thread has taken are left to it.
+    ///
+    /// # Panics
+    /// If the range is out of bounds.
+    pub fn run(&self, range: Range<usize>) {
+        let sums = self.job.sums();
+        for (&block, taken) in self.blocks[range.clone()].iter().zip(&self.taken[range]) {
+            if taken.swap(true, Ordering::Relaxed) {
+                continue;
+            }
+            if let Some(sealed) = sums.sealed(block) {
+                // SAFETY: the job is concluded, so that nobody can claim the block; no other begins while this one
+                // exists; and whoever has taken the block here is alone with it.
+                unsafe { sealed.add(&sums.layout, block, sums.open(block)) };
+            }
+        }
+    }
+}
+
+impl Drop for Merge {
+    fn drop(&mut self) {
+        self.run(0..self.blocks.len());
+    }
+}

@@ -1,0 +1,227 @@
+//! Sums of contributions: fp32 memory that blocks are stored into, added to and read from.
+//!
+//! Holds `unsafe`; why it is sound is told in the module above. What is there of a block is its owner's: one
+//! thread's while it is added to, nobody's to change while a plan reads it.
+
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+
+use libmodelio::ids::BlockId;
+use libmodelio::layout::{DType, ModelLayout, Segment};
+use libmodelio::mmap::Mapping;
+
+use super::{element_span, span, wire};
+use crate::kernels::{self, Wire};
+use crate::reducer::Reducer;
+
+/// The sum of contributions that had to leave their learners' memory before the version is made.
+#[derive(Clone, Debug)]
+pub struct Accumulator {
+    /// In the order of reducible elements.
+    sum: Arc<Mapping>,
+    /// With `assign`, bytes of tensors that are not reduced; at the layout's offsets.
+    raw: Option<Arc<Mapping>>,
+}
+
+/// A block as somebody sent it.
+#[derive(Clone, Copy, Debug)]
+pub enum Payload<'a> {
+    /// As it lies in the model.
+    Plain(&'a [u8]),
+    /// The same segments in the same order, reducible elements as fp32: sums of several half-precision
+    /// contributions lose nothing on their way.
+    Wide(&'a [u8]),
+}
+
+impl<'a> Payload<'a> {
+    /// The bytes, as they came.
+    pub fn bytes(self) -> &'a [u8] {
+        match self {
+            Payload::Plain(bytes) | Payload::Wide(bytes) => bytes,
+        }
+    }
+
+    /// Whether every element of it is finite.
+    ///
+    /// # Panics
+    /// As a payload of `block`, it is too short.
+    pub fn is_finite(self, layout: &ModelLayout, block: BlockId) -> bool {
+        let mut segments = segments(layout, block, self);
+        segments.all(|(_, sent, bytes)| sent.is_none_or(|sent| kernels::all_finite(sent, bytes)))
+    }
+
+    /// How many bytes it has to have, as a payload of `block`.
+    pub fn wanted_len(self, layout: &ModelLayout, block: BlockId) -> usize {
+        match self {
+            Payload::Plain(_) => span(&layout.block_bytes(block)).len(),
+            Payload::Wide(_) => wide_len(layout, block),
+        }
+    }
+}
+
+/// The segments of `block` with their bytes in `payload`, and the type in which those are sent: none if they are not
+/// reduced.
+///
+/// # Panics
+/// If the payload is shorter than [`Payload::wanted_len`].
+fn segments<'a>(
+    layout: &'a ModelLayout,
+    block: BlockId,
+    payload: Payload<'a>,
+) -> impl Iterator<Item = (&'a Segment, Option<Wire>, &'a [u8])> {
+    let mut rest = payload.bytes();
+    layout.segments(block).iter().map(move |segment| {
+        let own = wire(segment.dtype);
+        let (sent, len) = match (own, payload) {
+            (Some(own), Payload::Wide(_)) => (Some(Wire::F32), element_span(segment, own).len() * 4),
+            _ => (own, span(&segment.bytes).len()),
+        };
+        let (bytes, others) = rest.split_at(len);
+        rest = others;
+        (segment, sent, bytes)
+    })
+}
+
+/// Bytes of a wide payload of `block`.
+pub fn wide_len(layout: &ModelLayout, block: BlockId) -> usize {
+    layout
+        .segments(block)
+        .iter()
+        .map(|segment| match wire(segment.dtype) {
+            Some(wire) => element_span(segment, wire).len() * 4,
+            None => span(&segment.bytes).len(),
+        })
+        .sum()
+}
+
+/// Whether a payload of `block` is byte for byte what an accumulator holds of it.
+pub fn is_direct(layout: &ModelLayout, block: BlockId, wide: bool) -> bool {
+    layout.segments(block).iter().all(|segment| match segment.dtype {
+        DType::F32 => true,
+        other => wide && other.is_reducible(),
+    })
+}
+
+/// Whether the model has tensors that are not reduced.
+pub(crate) fn has_opaque(layout: &ModelLayout) -> bool {
+    let mut segments = (0..layout.blocks()).flat_map(|block| layout.segments(BlockId(block)));
+    segments.any(|segment| !segment.dtype.is_reducible())
+}
+
+impl Accumulator {
+    /// An empty one; with room for tensors that are not reduced if `raw`. Pages are taken when touched.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub(crate) fn new(layout: &ModelLayout, raw: bool) -> io::Result<Accumulator> {
+        let bytes = (layout.elements() as usize * 4).max(4);
+        let mut accumulator = Accumulator { sum: Arc::new(Mapping::anonymous(bytes)?), raw: None };
+        if raw {
+            accumulator.add_raw(layout)?;
+        }
+        Ok(accumulator)
+    }
+
+    /// Makes room for tensors that are not reduced. Pages are taken only where such tensors lie.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub(crate) fn add_raw(&mut self, layout: &ModelLayout) -> io::Result<()> {
+        if self.raw.is_none() {
+            self.raw = Some(Arc::new(Mapping::anonymous(layout.size() as usize)?));
+        }
+        Ok(())
+    }
+
+    /// Takes the pages of the sums.
+    ///
+    /// # Errors
+    /// When the memory is not there.
+    pub(crate) fn prefault(&self) -> io::Result<()> {
+        self.sum.prefault()
+    }
+
+    /// Sums, by element.
+    ///
+    /// # Safety
+    /// Nobody writes them while the slice lives.
+    pub(super) unsafe fn sums(&self, elements: Range<usize>) -> &[f32] {
+        // SAFETY: passed on to the caller.
+        unsafe { self.sum.floats(elements) }
+    }
+
+    /// Bytes of a segment that is not reduced, if they are kept.
+    ///
+    /// # Safety
+    /// Nobody writes them while the slice lives.
+    pub(super) unsafe fn raw(&self, bytes: Range<usize>) -> Option<&[u8]> {
+        // SAFETY: passed on to the caller.
+        self.raw.as_ref().map(|raw| unsafe { raw.bytes(bytes) })
+    }
+
+    /// Where a payload that [`is_direct`] goes.
+    ///
+    /// # Safety
+    /// The block is the caller's alone while the slice lives.
+    #[allow(clippy::mut_from_ref)] // that is what the safety contract is about
+    pub(crate) unsafe fn room(&self, layout: &ModelLayout, block: BlockId) -> &mut [u8] {
+        let segments = layout.segments(block);
+        let start = segments.first().map_or(0, |segment| segment.element as usize * 4);
+        // SAFETY: passed on to the caller. Elements of a block follow each other.
+        unsafe { self.sum.bytes_mut(start..start + wide_len(layout, block)) }
+    }
+
+    /// Adds a block, or stores it. What is not reduced is stored with `assign`, and else of no use. Returns whether
+    /// all elements of the payload are finite.
+    ///
+    /// # Safety
+    /// The block is the caller's alone. The payload is of [`Payload::wanted_len`].
+    pub(crate) unsafe fn fold(
+        &self,
+        layout: &ModelLayout,
+        block: BlockId,
+        payload: Payload<'_>,
+        stores: bool,
+        reducer: Reducer,
+    ) -> bool {
+        let stores = stores || reducer == Reducer::Assign;
+        let mut finite = true;
+        for (segment, sent, bytes) in segments(layout, block, payload) {
+            // SAFETY: the block is the caller's alone.
+            unsafe {
+                if let (Some(sent), Some(own)) = (sent, wire(segment.dtype)) {
+                    let sum = self.sum.floats_mut(element_span(segment, own));
+                    finite &= kernels::fold(sent, bytes, sum, stores, true);
+                } else if let (Reducer::Assign, Some(raw)) = (reducer, &self.raw) {
+                    kernels::stream_copy(bytes, raw.bytes_mut(span(&segment.bytes)));
+                }
+            }
+        }
+        finite
+    }
+
+    /// Adds what another one holds of the block.
+    ///
+    /// # Safety
+    /// The block is the caller's alone in both.
+    pub(crate) unsafe fn add(&self, layout: &ModelLayout, block: BlockId, other: &Accumulator) {
+        for segment in layout.segments(block) {
+            let Some(wire) = wire(segment.dtype) else { continue };
+            let elements = element_span(segment, wire);
+            // SAFETY: passed on to the caller.
+            unsafe {
+                let bytes = other.sum.bytes(elements.start * 4..elements.end * 4);
+                kernels::fold(Wire::F32, bytes, self.sum.floats_mut(elements), false, false);
+            }
+        }
+    }
+
+    /// Bytes of it when all of it is used.
+    pub(crate) fn bytes(&self, layout: &ModelLayout) -> u64 {
+        let segments = (0..layout.blocks()).flat_map(|block| layout.segments(BlockId(block)));
+        let opaque = segments.filter(|segment| self.raw.is_some() && !segment.dtype.is_reducible());
+        let raw: u64 = opaque.map(|segment| segment.bytes.end - segment.bytes.start).sum();
+        self.sum.len() as u64 + raw
+    }
+}

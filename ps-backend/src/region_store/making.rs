@@ -1,0 +1,264 @@
+//! The next version, block by block: reduced from what was sent, or carried over.
+//!
+//! Holds `unsafe`; why it is sound is told in the module above.
+
+use std::cell::Cell;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use libmodelio::ids::{BlockId, Version};
+use libmodelio::layout::{ModelLayout, Segment};
+use smallvec::SmallVec;
+
+use super::accumulator::{Accumulator, Payload};
+use super::{StateBuffer, VOID, VersionBuffer, element_span, span, wire};
+use crate::kernels::{self, Input, Output, Source, Wire};
+use crate::reducer::{self, Reducer};
+
+/// Contributions whose sources are listed on the stack; more of them cost an allocation a block.
+pub(super) const INLINE: usize = 16;
+
+/// What a block is put together from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Part<'a> {
+    /// What an accumulator holds of it.
+    Sum(&'a Accumulator),
+    /// What was sent.
+    Sent(Payload<'a>),
+}
+
+/// The buffers that a version is computed from and into.
+#[derive(Debug)]
+pub(crate) struct Making {
+    pub(super) layout: Arc<ModelLayout>,
+    /// The version that is made.
+    pub(super) version: Version,
+    pub(super) front: Arc<VersionBuffer>,
+    pub(super) back: Arc<VersionBuffer>,
+    /// Of the newest version, and of the next.
+    pub(super) state: [Arc<StateBuffer>; 2],
+    pub(super) changed: Arc<[AtomicU64]>,
+    /// Whether anybody wants to know of NaN and Inf.
+    pub(super) check: bool,
+}
+
+thread_local! {
+    /// For wide payloads that do not lie at a multiple of four.
+    static ALIGNED: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
+impl Making {
+    /// Puts `block` together, or carries it over if nothing changes it. Returns whether all `parts` were finite; the
+    /// block is void if not, unless it is [`Self::approve`]d.
+    ///
+    /// # Safety
+    /// The block is this thread's alone in the next version, and nobody writes what `parts` refer to, whose
+    /// payloads are as long as they should be.
+    pub(crate) unsafe fn block(&self, block: BlockId, step: &reducer::Step, parts: &[Part<'_>]) -> bool {
+        // SAFETY: passed on to the caller.
+        unsafe {
+            if parts.is_empty() && is_inert(step) {
+                self.carry(block);
+                return true;
+            }
+            self.mark(block, VOID);
+            let finite = self.compute(block, step, parts);
+            if finite {
+                self.approve(block);
+            }
+            finite
+        }
+    }
+
+    /// The block belongs to the version as it was put together, finite or not.
+    pub(crate) fn approve(&self, block: BlockId) {
+        self.mark(block, self.version.0);
+    }
+
+    /// Computes `block`; returns whether all `parts` were finite.
+    ///
+    /// # Safety
+    /// As for [`Self::block`].
+    pub(super) unsafe fn compute(&self, block: BlockId, step: &reducer::Step, parts: &[Part<'_>]) -> bool {
+        let start = self.layout.block_bytes(block).start;
+        let mut finite = true;
+        let mut wide_at = 0;
+        for segment in self.layout.segments(block) {
+            let range = span(&segment.bytes);
+            let local = (segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize;
+            // SAFETY: this thread has the block of the next version to itself.
+            let output = unsafe { self.back.region.memory().bytes_mut(range.clone()) };
+            let weights = self.front.bytes(segment.bytes.clone());
+            let Some(wire) = wire(segment.dtype) else {
+                let wide = wide_at..wide_at + range.len();
+                wide_at = wide.end;
+                // Bytes that cannot be reduced stay, or with `assign` become the last contribution's.
+                let source = match parts.last().filter(|_| step.reducer == Reducer::Assign) {
+                    None => weights,
+                    Some(Part::Sent(Payload::Plain(bytes))) => &bytes[local],
+                    Some(Part::Sent(Payload::Wide(bytes))) => &bytes[wide],
+                    // SAFETY: nobody writes what the parts refer to.
+                    Some(Part::Sum(sum)) => unsafe { sum.raw(range) }.unwrap_or(weights),
+                };
+                kernels::stream_copy(source, output);
+                continue;
+            };
+            let elements = element_span(segment, wire);
+            let wide = wide_at..wide_at + elements.len() * 4;
+            wide_at = wide.end;
+            let mut aligned = ALIGNED.take();
+            // At most one of the parts is wide and half-precision: what others sent before is in a sum.
+            let sent = parts.iter().find_map(|part| match part {
+                Part::Sent(Payload::Wide(bytes)) if wire != Wire::F32 => Some(&bytes[wide.clone()]),
+                _ => None,
+            });
+            let sent = sent.map(|bytes| floats(bytes, &mut aligned));
+            let sources: SmallVec<[Source<'_>; INLINE]> = parts
+                .iter()
+                .map(|part| match (part, sent) {
+                    // SAFETY: nobody writes what the parts refer to.
+                    (Part::Sum(sum), _) => Source::Acc(unsafe { sum.sums(elements.clone()) }),
+                    (Part::Sent(Payload::Plain(bytes)), _) => Source::Wire(&bytes[local.clone()]),
+                    (Part::Sent(Payload::Wide(_)), Some(sent)) => Source::Acc(sent),
+                    (Part::Sent(Payload::Wide(bytes)), None) => Source::Wire(&bytes[wide.clone()]),
+                })
+                .collect();
+            // SAFETY: states and masters are owned by block like the buffers they belong to.
+            finite &= unsafe { self.reduce(wire, step, &sources, elements, weights, output) };
+            drop(sources);
+            ALIGNED.set(aligned);
+        }
+        finite
+    }
+
+    /// # Safety
+    /// The elements' block is this thread's alone in the next version.
+    unsafe fn reduce(
+        &self,
+        wire: Wire,
+        step: &reducer::Step,
+        sources: &[Source<'_>],
+        elements: Range<usize>,
+        weights: &[u8],
+        output: &mut [u8],
+    ) -> bool {
+        let [old, new] = &self.state;
+        let halves = wire != Wire::F32;
+        let none = || -> &mut [f32] { &mut [] };
+        // SAFETY: the old state is immutable while its version is the newest; the new one's elements
+        // belong to this thread.
+        unsafe {
+            let slot = |state: &StateBuffer, i: usize| -> Option<&[f32]> {
+                let wanted = i < step.reducer.state_slots();
+                state.slots[i]
+                    .as_ref()
+                    .filter(|_| wanted)
+                    .map(|m| &*(m.floats(elements.clone()) as *const [f32]))
+            };
+            let slot_mut = |i: usize| {
+                let wanted = i < step.reducer.state_slots();
+                new.slots[i].as_ref().filter(|_| wanted).map_or_else(none, |m| m.floats_mut(elements.clone()))
+            };
+            let input = Input {
+                weights,
+                master: old.master.as_ref().filter(|_| halves).map(|m| m.floats(elements.clone())),
+                slots: [slot(old, 0).unwrap_or_default(), slot(old, 1).unwrap_or_default()],
+            };
+            let output = Output {
+                weights: output,
+                master: new.master.as_ref().filter(|_| halves).map(|m| m.floats_mut(elements.clone())),
+                slots: [slot_mut(0), slot_mut(1)],
+            };
+            kernels::apply(wire, step, sources, input, output, self.check)
+        }
+    }
+
+    /// A block that nothing changes: brought up to date if the buffer's copy is old.
+    ///
+    /// # Safety
+    /// The block is this thread's alone in the next version.
+    pub(super) unsafe fn carry(&self, block: BlockId) {
+        let i = block.index();
+        let changed = self.changed[i].load(Ordering::Relaxed);
+        let fresh = |stamp: &AtomicU64| {
+            let stamp = stamp.load(Ordering::Relaxed);
+            stamp != VOID && stamp >= changed
+        };
+        if !fresh(&self.back.stamps[i]) {
+            let range = self.layout.block_bytes(block);
+            // SAFETY: this thread has the block of the next version to itself.
+            let output = unsafe { self.back.region.memory().bytes_mut(span(&range)) };
+            kernels::stream_copy(self.front.bytes(range), output);
+            self.back.stamp(block, self.version.0 - 1);
+        }
+        // SAFETY: passed on to the caller.
+        unsafe { self.carry_state(block, fresh) };
+    }
+
+    /// Brings the block's optimizer state and masters up to date, unless they are `fresh`.
+    ///
+    /// # Safety
+    /// As for [`Self::carry`].
+    pub(super) unsafe fn carry_state(&self, block: BlockId, fresh: impl Fn(&AtomicU64) -> bool) {
+        let [old, new] = &self.state;
+        let Some(stamp) = new.stamps.get(block.index()).filter(|stamp| !fresh(stamp)) else { return };
+        let parts =
+            [(&old.master, &new.master), (&old.slots[0], &new.slots[0]), (&old.slots[1], &new.slots[1])];
+        for segment in self.layout.segments(block) {
+            let Some(wire) = wire(segment.dtype) else { continue };
+            let elements = element_span(segment, wire);
+            let bytes = elements.start * 4..elements.end * 4;
+            for (from, to) in parts {
+                if let (Some(from), Some(to)) = (from, to) {
+                    // SAFETY: as in `reduce`.
+                    unsafe { kernels::stream_copy(from.bytes(bytes.clone()), to.bytes_mut(bytes.clone())) };
+                }
+            }
+        }
+        stamp.store(self.version.0 - 1, Ordering::Relaxed);
+    }
+
+    /// Says which version's value the next buffers hold of `block`.
+    pub(super) fn mark(&self, block: BlockId, stamp: u64) {
+        self.back.stamp(block, stamp);
+        if let Some(state) = self.state[1].stamps.get(block.index()) {
+            state.store(stamp, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Whether a block without any contribution keeps its value.
+fn is_inert(step: &reducer::Step) -> bool {
+    match step.reducer {
+        Reducer::Sum => step.hyper.carry == 1.0,
+        Reducer::Sgd => step.hyper.weight_decay == 0.0,
+        Reducer::Assign => true,
+        _ => false,
+    }
+}
+
+/// fp32 values where they lie, or a copy of them where they do not lie at a multiple of four.
+fn floats<'a>(bytes: &'a [u8], aligned: &'a mut Vec<f32>) -> &'a [f32] {
+    // SAFETY: any four bytes are an f32.
+    match unsafe { bytes.align_to::<f32>() } {
+        ([], floats, []) => floats,
+        _ => {
+            aligned.clear();
+            aligned.extend(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)));
+            aligned
+        }
+    }
+}
+
+/// Sets the fp32 master of a half-precision segment from its weights.
+pub(super) fn widen(segment: &Segment, weights: &VersionBuffer, state: &StateBuffer) {
+    let Some(wire) = wire(segment.dtype).filter(|wire| *wire != Wire::F32) else { return };
+    if let Some(master) = &state.master {
+        // SAFETY: called while the block belongs to this thread, in both buffers.
+        unsafe {
+            let bytes = weights.region.memory().bytes(span(&segment.bytes));
+            kernels::widen(wire, bytes, master.floats_mut(element_span(segment, wire)));
+        }
+    }
+}

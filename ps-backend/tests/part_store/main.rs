@@ -1,0 +1,9 @@
+//! The memory of a part of a model, against a plain scalar model.
+
+#[path = "../embedded/common.rs"]
+#[allow(dead_code)]
+mod common;
+mod driver;
+mod random;
+mod rules;
+mod threads;
