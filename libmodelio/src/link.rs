@@ -9,6 +9,7 @@
 
 use std::any::Any;
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -110,6 +111,8 @@ pub struct Link(Arc<LinkState>);
 struct LinkState {
     queue: Mutex<VecDeque<Outgoing>>,
     connection: OnceLock<Connection>,
+    /// The connection ends when all is said.
+    ending: AtomicBool,
 }
 
 impl Link {
@@ -122,6 +125,13 @@ impl Link {
     /// A message without a payload.
     pub fn say(&self, request: u64, message: Message) {
         self.send(Outgoing::new(request, message));
+    }
+
+    /// Says something; when it is with the kernel, the connection ends. What is said afterwards is lost.
+    pub fn say_last(&self, outgoing: Outgoing) {
+        self.0.queue.lock().push_back(outgoing);
+        self.0.ending.store(true, Ordering::Relaxed);
+        self.wake();
     }
 
     /// Has the conversation asked again for what it takes and sends.
@@ -186,6 +196,9 @@ pub trait Conversation: Send {
     /// Longest silence before the peer is taken for dead; `None` until the greeting is over.
     fn silence(&self) -> Option<Duration>;
 
+    /// Bytes have come, of whatever.
+    fn heard(&mut self) {}
+
     /// Time passes; when to call again at the latest.
     ///
     /// # Errors
@@ -230,10 +243,17 @@ pub struct Framed<C> {
     sending: Vec<Outgoing>,
     long: Vec<Vec<u8>>,
     encoded: Vec<u8>,
+    /// Bytes that were handed out, and are not with the kernel yet.
+    unsent: usize,
+    /// The connection ends with this when all is said.
+    farewell: Option<(Close, Instant)>,
     opened: Instant,
     heard: Instant,
     spoke: Instant,
 }
+
+/// Longest time for the last words.
+const FAREWELL: Duration = Duration::from_secs(2);
 
 impl<C: Conversation> Framed<C> {
     /// `ahead` is how many bytes are read besides a payload: few where blocks come one after the other, many where
@@ -254,13 +274,25 @@ impl<C: Conversation> Framed<C> {
             sending: Vec::new(),
             long: Vec::new(),
             encoded: Vec::new(),
+            unsent: 0,
+            farewell: None,
             opened: now,
             heard: now,
             spoke: now,
         }
     }
 
-    /// Takes what lies in `ahead`, as far as it goes.
+    /// Takes what lies in `ahead`, as far as it goes. If that ends the connection, last words are said first.
+    fn go_on(&mut self) -> Result<(), Close> {
+        match self.digest() {
+            Err(why) if self.link.0.ending.load(Ordering::Relaxed) => {
+                self.farewell = Some((why, Instant::now() + FAREWELL));
+                Ok(())
+            }
+            outcome => outcome,
+        }
+    }
+
     fn digest(&mut self) -> Result<(), Close> {
         loop {
             if let Some(received) = self.waiting.take() {
@@ -370,15 +402,15 @@ impl<C: Conversation> Framed<C> {
         }
     }
 
-    /// Puts header and body into `heads`, or memory of their own, and all into `out`. False when there is no room.
-    fn push(&mut self, outgoing: Outgoing, used: &mut usize, out: &mut SendSlices) -> bool {
+    /// Puts header and body into `heads`, or memory of their own, and all into `out`, which has room for two.
+    fn push(&mut self, outgoing: Outgoing, used: &mut usize, out: &mut SendSlices) {
         self.encoded.clear();
         let payload = outgoing.payload.as_ref().map_or(Payload::NONE, Piece::payload);
         let Outgoing { message, request, epoch, .. } = &outgoing;
         if let Err(error) = wire::append_frame(&mut self.encoded, message, *request, *epoch, payload) {
             // It is this end that says what cannot be said.
             tracing::error!(%error, message = message.name(), "not sent");
-            return true;
+            return;
         }
         let len = self.encoded.len();
         if HEADS - *used >= len {
@@ -397,7 +429,6 @@ impl<C: Conversation> Framed<C> {
             unsafe { out.push(piece.start, piece.len) };
         }
         self.sending.push(outgoing);
-        true
     }
 }
 
@@ -418,13 +449,13 @@ impl<C: Conversation> Stream for Framed<C> {
     fn receive(&mut self, into: &mut ReceiveSlices) -> Receive {
         if self.waiting.is_some() {
             // It was woken: perhaps it can go on.
-            if let Err(why) = self.digest() {
+            if let Err(why) = self.go_on() {
                 self.link.close(why);
                 return Receive::Paused;
             }
-            if self.waiting.is_some() {
-                return Receive::Paused;
-            }
+        }
+        if self.waiting.is_some() || self.farewell.is_some() {
+            return Receive::Paused;
         }
         let left = self.left();
         if left > 0
@@ -443,13 +474,17 @@ impl<C: Conversation> Stream for Framed<C> {
     }
 
     fn received(&mut self, bytes: usize) -> Result<(), Close> {
-        self.heard = Instant::now();
+        let now = Instant::now();
+        if now.duration_since(self.heard) > Duration::from_millis(100) {
+            self.conversation.heard();
+        }
+        self.heard = now;
         let of_payload = bytes.min(self.left());
         if let Some(incoming) = &mut self.incoming {
             incoming.got += of_payload;
         }
         self.end += bytes - of_payload;
-        self.digest()
+        self.go_on()
     }
 
     fn transmit(&mut self, out: &mut SendSlices) {
@@ -460,18 +495,24 @@ impl<C: Conversation> Stream for Framed<C> {
         while out.room() >= 2 && out.bytes() < SEND_AT_ONCE && HEADS - used >= 256 {
             let queued = self.link.0.queue.lock().pop_front();
             let Some(outgoing) = queued.or_else(|| self.conversation.next()) else { break };
-            if !self.push(outgoing, &mut used, out) {
-                break;
-            }
+            self.push(outgoing, &mut used, out);
+        }
+        self.unsent = out.bytes();
+    }
+
+    fn transmitted(&mut self, bytes: usize) -> Result<(), Close> {
+        self.spoke = Instant::now();
+        self.unsent = self.unsent.saturating_sub(bytes);
+        match &self.farewell {
+            Some((why, _)) if self.unsent == 0 && self.link.0.queue.lock().is_empty() => Err(why.clone()),
+            _ => Ok(()),
         }
     }
 
-    fn transmitted(&mut self, _: usize) -> Result<(), Close> {
-        self.spoke = Instant::now();
-        Ok(())
-    }
-
     fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
+        if let Some((why, deadline)) = &self.farewell {
+            return if now >= *deadline { Err(why.clone()) } else { Ok(Some(*deadline)) };
+        }
         let wanted = self.conversation.tick(now)?;
         let Some(silence) = self.conversation.silence() else {
             let deadline = self.opened + HELLO_DEADLINE;

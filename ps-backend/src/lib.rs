@@ -2,6 +2,7 @@
 
 pub mod controls;
 pub mod core;
+pub mod create;
 pub mod embedded;
 pub mod kernels;
 pub mod lead;
@@ -9,3 +10,4 @@ pub mod part;
 pub mod reducer;
 pub mod region_store;
 pub mod registry;
+pub mod server;

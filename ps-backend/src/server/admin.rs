@@ -1,0 +1,160 @@
+//! Creating, loading and deleting models on a shard, and what it tells of itself.
+
+use std::sync::Arc;
+
+use libmodelio::ids::{BlockId, Generation};
+use libmodelio::wire::{Message, ModelRecord, Refusal};
+use serde_json::{Value, json};
+
+use super::lead::Lead;
+use super::part::Part;
+use super::{AdminAnswer, Model, Shared};
+
+impl Shared {
+    /// Makes room for this shard's part of a model. Takes time.
+    pub(super) fn create(&self, payload: &[u8]) -> AdminAnswer {
+        let record = ModelRecord::decode(payload).map_err(Refusal::other)?;
+        let (name, generation) = (record.name.clone(), record.generation);
+        {
+            let models = self.models.lock();
+            match models.get(&name) {
+                // Said again.
+                Some(model) if model.generation == generation => return Ok((Message::Done, None)),
+                Some(_) => return Err(Refusal::Exists(name)),
+                None => {}
+            }
+            if self.making.lock().insert(name.clone(), generation).is_some() {
+                return Err(Refusal::other(format!("model {name:?} is being created")));
+            }
+        }
+        let part = Part::new(&record, *self.shard.lock(), &self.pool);
+        let mut models = self.models.lock();
+        self.making.lock().remove(&name);
+        let part = part.map_err(Refusal::other)?;
+        tracing::info!(model = %name, blocks = part.layout().blocks(), bytes = part.layout().size(), "created");
+        models.insert(name, Model { generation, record, part, lead: None });
+        Ok((Message::Done, None))
+    }
+
+    fn part_of(&self, generation: Generation) -> Result<(String, Arc<Part>), Refusal> {
+        let models = self.models.lock();
+        let found = models.iter().find(|(_, model)| model.generation == generation);
+        let (name, model) = found.ok_or_else(|| Refusal::NoModel(format!("generation {generation}")))?;
+        Ok((name.clone(), Arc::clone(&model.part)))
+    }
+
+    /// A block of version 0.
+    pub(super) fn load(&self, generation: Generation, block: BlockId, bytes: &[u8]) -> Result<(), Refusal> {
+        self.part_of(generation)?.1.load(block, bytes)
+    }
+
+    /// All blocks were sent: the part can be used, and if it is the lead's, the job begins.
+    pub(super) fn loaded(&self, generation: Generation) -> AdminAnswer {
+        let (name, part) = self.part_of(generation)?;
+        part.store().finish_loading().map_err(Refusal::other)?;
+        let mut models = self.models.lock();
+        let Some(model) = models.get_mut(&name).filter(|model| model.generation == generation) else {
+            return Err(Refusal::NoModel(name));
+        };
+        let shard = *self.shard.lock();
+        if model.lead.is_none() && model.record.lead == shard {
+            let shared = self.this.clone();
+            let resolve = Arc::new(move |wanted| {
+                let shared = shared.upgrade().ok_or("the shard shuts down")?;
+                let shards = shared.registry(|registry, deadline| registry.shards(deadline));
+                let shards = shards.map_err(|error| error.to_string())?;
+                let found = shards.into_iter().find(|record| record.shard == wanted);
+                found.map(|record| record.address).ok_or_else(|| format!("shard {wanted} is not announced"))
+            });
+            let lead = Lead::new(&model.record, &model.part, shard, self.net.clone(), resolve);
+            model.lead = Some(lead.map_err(Refusal::other)?);
+        }
+        Ok((Message::Done, None))
+    }
+
+    /// Forgets a model.
+    pub(super) fn delete(&self, name: &str, generation: Generation) -> AdminAnswer {
+        let model = {
+            let mut models = self.models.lock();
+            match models.get(name) {
+                // It is gone already.
+                None => return Ok((Message::Done, None)),
+                Some(model) if model.generation != generation => {
+                    return Err(Refusal::Generation {
+                        model: name.to_owned(),
+                        expected: model.generation,
+                        got: generation,
+                    });
+                }
+                Some(_) => models.remove(name),
+            }
+        };
+        if let Some(lead) = model.and_then(|model| model.lead) {
+            lead.stop(&Refusal::NoModel(name.to_owned()));
+        }
+        tracing::info!(model = %name, "deleted");
+        Ok((Message::Done, None))
+    }
+
+    /// What this shard holds and does.
+    pub(super) fn status(&self) -> Value {
+        let models = self.models.lock();
+        let models: Vec<Value> = models.iter().map(|(name, model)| status_of(name, model)).collect();
+        json!({
+            "shard": self.shard.lock().0,
+            "address": self.address,
+            "io": self.net.backend().to_string(),
+            "threads": self.options.threads,
+            "registry": self.options.registry.as_deref().unwrap_or("here"),
+            "models": models,
+        })
+    }
+}
+
+fn status_of(name: &str, model: &Model) -> Value {
+    let (version, plan) = model.part.progress();
+    let memory = model.part.store().bytes();
+    let lead = model.lead.as_ref().map(|lead| {
+        let status = lead.status();
+        let setting = |name| status.controls.get(name).unwrap_or_default();
+        let learners: Vec<Value> = status
+            .members
+            .iter()
+            .map(|member| {
+                json!({
+                    "id": member.learner.0,
+                    "name": member.name,
+                    "step": member.step.0,
+                    "phase": member.phase,
+                    "silent_seconds": member.silent.as_secs_f64(),
+                })
+            })
+            .collect();
+        let unreachable: Vec<Value> = status
+            .unreachable
+            .iter()
+            .map(|(shard, why)| json!({ "shard": shard.0, "why": why }))
+            .collect();
+        json!({
+            "version": status.version.0,
+            "state": status.state,
+            "reducer": setting("reducer"),
+            "consistency": setting("consistency"),
+            "learners": learners,
+            "clients": status.clients.0,
+            "contributions": status.contributions,
+            "unreachable": unreachable,
+        })
+    });
+    json!({
+        "name": name,
+        "generation": model.generation.0,
+        "epoch": model.part.epoch.0,
+        "version": version.0,
+        "blocks": model.part.layout().blocks(),
+        "bytes": model.part.layout().size(),
+        "memory_bytes": memory.total(),
+        "plan": plan.map(|(plan, left)| json!({ "id": plan.0, "payloads_to_come": left })),
+        "lead": lead,
+    })
+}

@@ -1,0 +1,326 @@
+//! The shard's end of a connection: what may be said on it follows from its greeting.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use libmodelio::ids::{BlockId, ClientId, Epoch, Version};
+use libmodelio::layout::MAX_BLOCK_SIZE;
+use libmodelio::link::{Conversation, Link, Outgoing, Piece, Take};
+use libmodelio::net::Close;
+use libmodelio::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role};
+
+use super::lead::Lead;
+use super::part::{Landing, Part};
+use super::{SILENCE, Shared};
+use crate::part::store::PinnedVersion;
+
+/// Requests for blocks that may wait on one connection.
+const MAX_PULLS: usize = 256;
+
+/// What the greeting has made of a connection.
+enum Kind {
+    Strange,
+    Control { client: ClientId, lead: Arc<Lead> },
+    Data(Data),
+    Lead(Arc<Part>),
+    Admin,
+}
+
+/// A client's blocks.
+struct Data {
+    client: ClientId,
+    part: Arc<Part>,
+    landing: Option<Landing>,
+    /// Blocks that it has asked for.
+    pulls: VecDeque<(Version, Range<u32>)>,
+    /// The version that is being sent.
+    pinned: Option<Arc<PinnedVersion>>,
+}
+
+/// The shard's end of one connection.
+pub(super) struct Peer {
+    shared: Arc<Shared>,
+    address: SocketAddr,
+    link: Link,
+    kind: Kind,
+    epoch: Epoch,
+}
+
+impl Peer {
+    pub(super) fn new(shared: Arc<Shared>, address: SocketAddr) -> Peer {
+        Peer { shared, address, link: Link::default(), kind: Kind::Strange, epoch: Epoch(0) }
+    }
+
+    fn answer(&self, request: u64, message: Message) {
+        self.link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
+    }
+
+    /// Says why, and ends the connection once that is said.
+    fn refuse(&self, request: u64, refusal: Refusal) -> Close {
+        let why = refusal.to_string();
+        self.link.say_last(Outgoing { epoch: self.epoch, ..Outgoing::new(request, Message::Refused(refusal)) });
+        Close::Asked(why.into())
+    }
+
+    fn greet(&mut self, received: &Received) -> Result<(), Refusal> {
+        let Message::Hello { protocol, role, model, generation, client } = &received.message else {
+            return Err(Refusal::Role { what: received.message.name().to_owned() });
+        };
+        let expected = Protocol::NEWEST.number();
+        if *protocol != expected {
+            return Err(Refusal::Protocol { expected, got: *protocol });
+        }
+        if *role == Role::Admin {
+            self.kind = Kind::Admin;
+            return Ok(());
+        }
+        let models = self.shared.models.lock();
+        let found = models.get(model).ok_or_else(|| Refusal::NoModel(model.clone()))?;
+        if found.generation != *generation {
+            let (model, expected, got) = (model.clone(), found.generation, *generation);
+            return Err(Refusal::Generation { model, expected, got });
+        }
+        let (epoch, got) = (found.part.epoch, received.header.epoch());
+        if epoch != got {
+            return Err(Refusal::Epoch { expected: epoch, got });
+        }
+        self.epoch = epoch;
+        let part = Arc::clone(&found.part);
+        self.kind = match role {
+            Role::Control => {
+                let lead = found.lead.clone();
+                let lead = lead.ok_or_else(|| Refusal::other("this shard does not lead the model"))?;
+                Kind::Control { client: *client, lead }
+            }
+            Role::Data => {
+                let (landing, pulls, pinned) = (None, VecDeque::new(), None);
+                Kind::Data(Data { client: *client, part, landing, pulls, pinned })
+            }
+            Role::Lead => {
+                let link = self.link.clone();
+                part.follow(Arc::new(move |request, message| {
+                    link.send(Outgoing { epoch, ..Outgoing::new(request, message) });
+                }));
+                Kind::Lead(part)
+            }
+            Role::Admin => Kind::Admin,
+        };
+        Ok(())
+    }
+
+    fn welcome(&mut self) -> Result<(), Refusal> {
+        let silence_ms = SILENCE.as_millis() as u32;
+        let (protocol, shard) = (Protocol::NEWEST.number(), *self.shared.shard.lock());
+        self.answer(0, Message::Welcome { protocol, shard, epoch: self.epoch, silence_ms });
+        if let Kind::Control { client, lead } = &self.kind {
+            lead.client_up(*client, &self.link)?;
+        }
+        Ok(())
+    }
+
+    /// A request of an administrator whose payload, if it has one, is there.
+    fn administer(&self, request: u64, message: Message, payload: &[u8]) -> Result<(), Refusal> {
+        let shared = Arc::clone(&self.shared);
+        let answer = match message {
+            Message::Load { generation, block } => {
+                return shared.load(generation, block, payload);
+            }
+            Message::Registry(asked) => match &shared.table {
+                Some(table) => table.handle(&asked, payload).map(|answer| {
+                    let payload = answer.payload.map(|bytes| bytes.to_vec());
+                    (Message::Registered(answer.message), payload)
+                }),
+                None => {
+                    let registry = shared.options.registry.clone().unwrap_or_default();
+                    Err(Refusal::other(format!("the registry is at {registry}, not here")))
+                }
+            },
+            Message::Status => {
+                let text = shared.status().to_string();
+                Ok((Message::Text, Some(text.into_bytes())))
+            }
+            message @ (Message::Create | Message::Loaded { .. } | Message::Delete { .. })
+                if shared.options.holds_blocks =>
+            {
+                // These take memory, or give it back: not on a thread that moves bytes.
+                let (link, payload) = (self.link.clone(), payload.to_vec());
+                shared.pool.clone().spawn(move || {
+                    let answer = match message {
+                        Message::Create => shared.create(&payload),
+                        Message::Loaded { generation } => shared.loaded(generation),
+                        Message::Delete { model, generation } => shared.delete(&model, generation),
+                        other => Err(Refusal::Role { what: other.name().to_owned() }),
+                    };
+                    say(&link, request, answer);
+                });
+                return Ok(());
+            }
+            other => Err(Refusal::Role { what: other.name().to_owned() }),
+        };
+        say(&self.link, request, answer);
+        Ok(())
+    }
+}
+
+fn say(link: &Link, request: u64, answer: super::AdminAnswer) {
+    let (message, payload) = match answer {
+        Ok((message, payload)) => (message, payload),
+        Err(refusal) => (Message::Refused(refusal), None),
+    };
+    link.send(Outgoing { payload: payload.map(Piece::owned), ..Outgoing::new(request, message) });
+}
+
+impl Data {
+    /// The next block that was asked for.
+    fn next_block(&mut self, link: &Link) -> Option<Outgoing> {
+        loop {
+            let (version, blocks) = self.pulls.front_mut()?;
+            let version = *version;
+            if self.pinned.as_ref().is_none_or(|pinned| pinned.version() != version) {
+                self.pinned = None;
+                match self.part.version(version, link) {
+                    Ok(Some(pinned)) => self.pinned = Some(pinned),
+                    Ok(None) => return None,
+                    Err(refusal) => {
+                        self.pulls.pop_front();
+                        let message = Message::Refused(refusal);
+                        return Some(Outgoing { epoch: self.part.epoch, ..Outgoing::new(0, message) });
+                    }
+                }
+            }
+            let Some(block) = blocks.next() else {
+                self.pulls.pop_front();
+                continue;
+            };
+            if let Some(pinned) = &self.pinned
+                && let Some(outgoing) = self.part.block(pinned, BlockId(block))
+            {
+                return Some(outgoing);
+            }
+        }
+    }
+
+    fn message(&mut self, received: &Received, link: &Link) -> Result<Take, Refusal> {
+        match &received.message {
+            Message::Push { .. } => {
+                let (take, landing) = self.part.arrive(self.client, received, link)?;
+                self.landing = landing;
+                return Ok(take);
+            }
+            Message::Probe { plan } => {
+                if let Some(missing) = self.part.missing(self.client, *plan) {
+                    link.send(Outgoing { epoch: self.part.epoch, ..Outgoing::new(0, missing) });
+                }
+            }
+            Message::Pull { version, blocks } => {
+                if self.pulls.len() >= MAX_PULLS {
+                    return Err(Refusal::other(format!("more than {MAX_PULLS} pulls on one connection")));
+                }
+                self.pulls.push_back((*version, blocks.clone()));
+            }
+            other => return Err(Refusal::Role { what: other.name().to_owned() }),
+        }
+        Ok(Take::Nothing)
+    }
+}
+
+impl Conversation for Peer {
+    fn opened(&mut self, link: &Link) -> Result<(), Close> {
+        self.link = link.clone();
+        Ok(())
+    }
+
+    fn message(&mut self, received: &Received) -> Result<Take, Close> {
+        let request = received.header.request();
+        if matches!(self.kind, Kind::Strange) {
+            let greeted = self.greet(received).and_then(|()| self.welcome());
+            return match greeted {
+                Ok(()) => Ok(Take::Nothing),
+                Err(refusal) => {
+                    tracing::debug!(peer = %self.address, %refusal, "turned away");
+                    Err(self.refuse(request, refusal))
+                }
+            };
+        }
+        let epoch = received.header.epoch();
+        if !matches!(self.kind, Kind::Admin) && epoch != self.epoch && received.message != Message::Pong {
+            return Err(self.refuse(request, Refusal::Epoch { expected: self.epoch, got: epoch }));
+        }
+        let outcome = match &mut self.kind {
+            Kind::Strange => Ok(Take::Nothing),
+            Kind::Control { client, lead } => {
+                lead.from_client(*client, &self.link, request, received.message.clone());
+                Ok(Take::Nothing)
+            }
+            Kind::Data(data) => data.message(received, &self.link),
+            Kind::Lead(part) => {
+                part.from_lead(request, received.message.clone());
+                Ok(Take::Nothing)
+            }
+            Kind::Admin if received.header.payload_len() > 0 => Ok(Take::Buffered),
+            Kind::Admin => {
+                self.administer(request, received.message.clone(), &[]).map(|()| Take::Nothing)
+            }
+        };
+        outcome.map_err(|refusal| self.refuse(request, refusal))
+    }
+
+    fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close> {
+        let outcome = match &mut self.kind {
+            Kind::Data(data) => match data.landing.take() {
+                Some(landing) => data.part.landed(landing, bytes, &self.link),
+                None => Ok(()),
+            },
+            Kind::Admin => {
+                self.administer(received.header.request(), received.message.clone(), bytes)
+            }
+            _ => Ok(()),
+        };
+        outcome.map_err(|refusal| self.refuse(received.header.request(), refusal))
+    }
+
+    fn next(&mut self) -> Option<Outgoing> {
+        match &mut self.kind {
+            Kind::Data(data) => data.next_block(&self.link),
+            _ => None,
+        }
+    }
+
+    fn limits(&self) -> Limits {
+        match &self.kind {
+            Kind::Strange => Limits::GREETING,
+            Kind::Control { .. } | Kind::Lead(_) => Limits { payload: 0, ..Limits::MAX },
+            Kind::Data(data) => {
+                let block = data.part.layout().block_size();
+                Limits { payload: 2 * block.min(MAX_BLOCK_SIZE), ..Limits::MAX }
+            }
+            Kind::Admin => Limits { payload: MAX_PAYLOAD, ..Limits::MAX },
+        }
+    }
+
+    fn silence(&self) -> Option<Duration> {
+        (!matches!(self.kind, Kind::Strange)).then_some(SILENCE)
+    }
+
+    fn heard(&mut self) {
+        if let Kind::Control { client, lead } = &self.kind {
+            lead.client_alive(*client);
+        }
+    }
+
+    fn closed(&mut self, why: &Close) {
+        tracing::debug!(peer = %self.address, %why, "connection over");
+        match std::mem::replace(&mut self.kind, Kind::Strange) {
+            Kind::Control { client, lead } => lead.client_down(client, &self.link),
+            Kind::Data(mut data) => {
+                if let Some(landing) = data.landing.take() {
+                    data.part.lost(landing, &self.link);
+                }
+            }
+            _ => {}
+        }
+    }
+}

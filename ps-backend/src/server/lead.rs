@@ -1,0 +1,383 @@
+//! The lead of a model at work: the edge around [`LeadCore`]. It owns the lock, the clock and the ways to the shards.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use libmodelio::ids::{ClientId, Epoch, Generation, ShardId, Version};
+use libmodelio::link::{Conversation, Framed, Link, Outgoing, Take};
+use libmodelio::net::{Close, Handle, SocketOptions, Thread};
+use libmodelio::wire::{Limits, Message, ModelRecord, Protocol, Received, Refusal, Role};
+use parking_lot::{Condvar, Mutex};
+
+use super::part::{self, Part};
+use crate::core::MemberView;
+use crate::lead::{Action, LeadCore};
+
+/// How a shard's address is found.
+pub(super) type Resolve = Arc<dyn Fn(ShardId) -> Result<String, String> + Send + Sync>;
+
+struct State {
+    core: LeadCore,
+    clients: HashMap<ClientId, Link>,
+}
+
+enum Way {
+    /// The lead's own part.
+    Here(Arc<Part>),
+    /// Over the network.
+    There(Arc<Remote>),
+}
+
+/// A shard of the model on the network.
+struct Remote {
+    shard: ShardId,
+    link: Mutex<Option<Link>>,
+    /// A connection exists or is on its way.
+    busy: AtomicBool,
+    trouble: Mutex<Option<String>>,
+}
+
+/// The lead of a model.
+pub struct Lead {
+    /// The model's name.
+    pub model: String,
+    generation: Generation,
+    epoch: Epoch,
+    ways: Vec<Way>,
+    state: Mutex<State>,
+    net: Handle,
+    resolve: Resolve,
+    started: Instant,
+    wake: Condvar,
+    stopping: AtomicBool,
+    this: Weak<Lead>,
+}
+
+/// What a lead is doing, for status.
+#[derive(Clone, Debug)]
+pub struct LeadStatus {
+    /// The newest version.
+    pub version: Version,
+    /// `forming`, `running`, `reducing`, `stopped` or `failed`.
+    pub state: String,
+    /// Learners in the job.
+    pub members: Vec<MemberView>,
+    /// Clients that are connected, and all that are known.
+    pub clients: (usize, usize),
+    /// Contributions that are part of a version.
+    pub contributions: u64,
+    /// The settings.
+    pub controls: crate::controls::Controls,
+    /// Shards that cannot be reached, and why.
+    pub unreachable: Vec<(ShardId, String)>,
+}
+
+impl Lead {
+    /// The lead of the model of `record`, whose own part is `here`.
+    ///
+    /// # Errors
+    /// A record that cannot be used, or no thread.
+    pub(super) fn new(
+        record: &ModelRecord,
+        here: &Arc<Part>,
+        shard: ShardId,
+        net: Handle,
+        resolve: Resolve,
+    ) -> Result<Arc<Lead>, String> {
+        let map = record.block_map().map_err(|error| error.to_string())?;
+        let controls = part::controls(record).map_err(|error| error.to_string())?;
+        let ways: Vec<Way> = map
+            .shares()
+            .into_keys()
+            .map(|other| match other {
+                _ if other == shard => Way::Here(Arc::clone(here)),
+                other => Way::There(Arc::new(Remote {
+                    shard: other,
+                    link: Mutex::new(None),
+                    busy: AtomicBool::new(false),
+                    trouble: Mutex::new(None),
+                })),
+            })
+            .collect();
+        let layout = record.layout().map_err(|error| error.to_string())?;
+        let core = LeadCore::new(map.blocks(), ways.len(), controls, patience(layout.size()));
+        let lead = Arc::new_cyclic(|this| Lead {
+            model: record.name.clone(),
+            generation: record.generation,
+            epoch: map.epoch(),
+            ways,
+            state: Mutex::new(State { core, clients: HashMap::new() }),
+            net,
+            resolve,
+            started: Instant::now(),
+            wake: Condvar::new(),
+            stopping: AtomicBool::new(false),
+            this: this.clone(),
+        });
+        let of_part = Arc::downgrade(&lead);
+        let index = lead.ways.iter().position(|way| matches!(way, Way::Here(_))).unwrap_or_default();
+        here.follow(Arc::new(move |request, message| {
+            if let Some(lead) = of_part.upgrade() {
+                lead.from_part(index, request, message);
+            }
+        }));
+        let timer = Arc::downgrade(&lead);
+        let spawned =
+            std::thread::Builder::new().name("lead-timer".into()).spawn(move || run_timer(&timer));
+        spawned.map_err(|error| error.to_string())?;
+        Ok(lead)
+    }
+
+    /// Ends it: clients hear that the model is gone.
+    pub(super) fn stop(&self, why: &Refusal) {
+        self.stopping.store(true, Ordering::Relaxed);
+        let clients: Vec<Link> = self.state.lock().clients.drain().map(|(_, link)| link).collect();
+        for link in clients {
+            link.close(Close::Asked(why.to_string().into()));
+        }
+        for way in &self.ways {
+            if let Way::There(remote) = way
+                && let Some(link) = remote.link.lock().take()
+            {
+                link.close(Close::ShutDown);
+            }
+        }
+        self.wake.notify_all();
+    }
+
+    /// What it is doing.
+    pub fn status(&self) -> LeadStatus {
+        let state = self.state.lock();
+        let job = state.core.job();
+        let unreachable = self.ways.iter().filter_map(|way| match way {
+            Way::There(remote) if remote.link.lock().is_none() => {
+                let why = remote.trouble.lock().clone().unwrap_or_else(|| "no connection yet".into());
+                Some((remote.shard, why))
+            }
+            _ => None,
+        });
+        LeadStatus {
+            version: job.version(),
+            state: if state.core.failed().is_some() { "failed".into() } else { job.state().into() },
+            members: job.members(self.now()),
+            clients: state.core.client_count(),
+            contributions: job.contributions_taken(),
+            controls: job.controls().clone(),
+            unreachable: unreachable.collect(),
+        }
+    }
+
+    fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    fn with_core(&self, change: impl FnOnce(&mut State, Duration, &mut Vec<Action>)) {
+        let mut actions = Vec::new();
+        let mut orders = Vec::new();
+        {
+            let mut state = self.state.lock();
+            change(&mut state, self.now(), &mut actions);
+            for action in actions {
+                match action {
+                    Action::ToClient(client, request, message) => {
+                        if let Some(link) = state.clients.get(&client) {
+                            link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
+                        }
+                    }
+                    Action::Close(client, why) => {
+                        if let Some(link) = state.clients.remove(&client) {
+                            link.close(Close::Asked(why.to_string().into()));
+                        }
+                    }
+                    Action::ToPart(part, request, message) => orders.push((part, request, message)),
+                    Action::Published(version) => {
+                        tracing::debug!(model = %self.model, %version, "published");
+                    }
+                }
+            }
+        }
+        for (part, request, message) in orders {
+            match &self.ways[part] {
+                Way::Here(part) => part.from_lead(request, message),
+                Way::There(remote) => {
+                    if let Some(link) = &*remote.link.lock() {
+                        link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
+                    }
+                }
+            }
+        }
+        self.wake.notify_all();
+    }
+
+    fn from_part(&self, part: usize, request: u64, message: Message) {
+        self.with_core(|state, now, actions| state.core.from_part(part, request, message, now, actions));
+    }
+
+    // -- clients
+
+    /// A client's connection for control is there.
+    pub(super) fn client_up(&self, client: ClientId, link: &Link) -> Result<(), Refusal> {
+        let mut outcome = Ok(());
+        self.with_core(|state, now, actions| {
+            if let Some(old) = state.clients.insert(client, link.clone()) {
+                // What it still says has been overtaken.
+                old.close(Close::Asked("the client has connected anew".into()));
+            }
+            outcome = state.core.client_up(client, now, actions);
+        });
+        outcome
+    }
+
+    /// It is over.
+    pub(super) fn client_down(&self, client: ClientId, link: &Link) {
+        self.with_core(|state, now, actions| {
+            if state.clients.get(&client).is_some_and(|known| known.is(link)) {
+                state.clients.remove(&client);
+                state.core.client_down(client, now, actions);
+            }
+        });
+    }
+
+    /// A message came over it.
+    pub(super) fn from_client(&self, client: ClientId, link: &Link, request: u64, message: Message) {
+        self.with_core(|state, now, actions| {
+            if state.clients.get(&client).is_some_and(|known| known.is(link)) {
+                state.core.from_client(client, request, message, now, actions);
+            }
+        });
+    }
+
+    /// Bytes of it came.
+    pub(super) fn client_alive(&self, client: ClientId) {
+        let mut state = self.state.lock();
+        let now = self.now();
+        state.core.client_alive(client, now);
+    }
+
+    // -- shards
+
+    fn connect_missing(&self) {
+        for (index, way) in self.ways.iter().enumerate() {
+            let Way::There(remote) = way else { continue };
+            if remote.busy.swap(true, Ordering::Relaxed) {
+                continue;
+            }
+            if let Err(why) = self.connect(index, remote) {
+                *remote.trouble.lock() = Some(why);
+                remote.busy.store(false, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn connect(&self, index: usize, remote: &Arc<Remote>) -> Result<(), String> {
+        use std::net::ToSocketAddrs;
+        const PATIENCE: Duration = Duration::from_secs(5);
+        let address = (self.resolve)(remote.shard)?;
+        let mut found = address.to_socket_addrs().map_err(|error| format!("{address}: {error}"))?;
+        let found = found.next().ok_or_else(|| format!("{address} leads nowhere"))?;
+        let lead = self.this.upgrade().ok_or("the model is gone")?;
+        let link = Link::default();
+        let conversation =
+            ToPart { lead, index, remote: Arc::clone(remote), link: link.clone(), silence: None };
+        let stream = Box::new(Framed::new(conversation, link, 4 << 10));
+        let deadline = Instant::now() + PATIENCE;
+        let connected = self.net.connect(found, SocketOptions::default(), deadline, stream, Thread::Any);
+        connected.map(drop).map_err(|error| error.to_string())
+    }
+}
+
+/// As long as moving a contribution takes, about.
+fn patience(bytes: u64) -> Duration {
+    const BYTES_PER_SECOND: f64 = 4e9;
+    const MOST: Duration = Duration::from_millis(50);
+    Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND).min(MOST)
+}
+
+fn run_timer(lead: &Weak<Lead>) {
+    const IDLE: Duration = Duration::from_millis(100);
+    loop {
+        let Some(lead) = lead.upgrade() else { return };
+        if lead.stopping.load(Ordering::Relaxed) {
+            return;
+        }
+        lead.connect_missing();
+        lead.with_core(|state, now, actions| state.core.tick(now, actions));
+        let mut state = lead.state.lock();
+        let due = state.core.next_deadline().saturating_sub(lead.now());
+        let pause = due.clamp(Duration::from_millis(1), IDLE);
+        lead.wake.wait_for(&mut state, pause);
+    }
+}
+
+/// The lead's end of its connection to a shard.
+struct ToPart {
+    lead: Arc<Lead>,
+    index: usize,
+    remote: Arc<Remote>,
+    link: Link,
+    silence: Option<Duration>,
+}
+
+impl Conversation for ToPart {
+    fn opened(&mut self, link: &Link) -> Result<(), Close> {
+        let hello = Message::Hello {
+            protocol: Protocol::NEWEST.number(),
+            role: Role::Lead,
+            model: self.lead.model.clone(),
+            generation: self.lead.generation,
+            client: ClientId(0),
+        };
+        link.send(Outgoing { epoch: self.lead.epoch, ..Outgoing::new(0, hello) });
+        Ok(())
+    }
+
+    fn message(&mut self, received: &Received) -> Result<Take, Close> {
+        match (&received.message, self.silence) {
+            (Message::Welcome { silence_ms, .. }, None) => {
+                self.silence = Some(Duration::from_millis((*silence_ms).into()));
+                *self.remote.link.lock() = Some(self.link.clone());
+                *self.remote.trouble.lock() = None;
+                let index = self.index;
+                self.lead.with_core(|state, _, actions| state.core.part_up(index, actions));
+            }
+            (Message::Refused(refusal), None) => {
+                // The shard is there, but not the blocks: it has been started anew.
+                if matches!(refusal, Refusal::NoModel(_) | Refusal::Generation { .. }) {
+                    self.lead.from_part(self.index, 0, received.message.clone());
+                }
+                return Err(Close::Asked(refusal.to_string().into()));
+            }
+            (other, None) => {
+                return Err(Close::Asked(format!("expected Welcome, got {}", other.name()).into()));
+            }
+            (message, Some(_)) => {
+                self.lead.from_part(self.index, received.header.request(), message.clone());
+            }
+        }
+        Ok(Take::Nothing)
+    }
+
+    fn payload(&mut self, _: &Received, _: &[u8]) -> Result<(), Close> {
+        Ok(())
+    }
+
+    fn limits(&self) -> Limits {
+        if self.silence.is_some() { Limits { payload: 0, ..Limits::MAX } } else { Limits::GREETING }
+    }
+
+    fn silence(&self) -> Option<Duration> {
+        self.silence
+    }
+
+    fn closed(&mut self, why: &Close) {
+        let mut link = self.remote.link.lock();
+        link.take_if(|known| known.is(&self.link));
+        *self.remote.trouble.lock() = Some(why.to_string());
+        self.remote.busy.store(false, Ordering::Relaxed);
+        if self.silence.is_some() && !self.lead.stopping.load(Ordering::Relaxed) {
+            tracing::warn!(model = %self.lead.model, shard = %self.remote.shard, "connection lost: {why}");
+        }
+    }
+}

@@ -1,0 +1,359 @@
+//! A shard as a process: it listens, announces itself, holds parts of models and leads some of them; it can be the
+//! registry, too, or that alone.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `part` | one part of a model at work (`unsafe`) |
+//! | `lead` | the lead of a model at work |
+//! | `conversation` | the shard's end of every connection |
+//! | `admin` | creating, loading and deleting models, status |
+
+mod admin;
+mod conversation;
+pub mod lead;
+pub mod part;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use libmodelio::ids::{Generation, ShardId};
+use libmodelio::link::{Framed, Link};
+use libmodelio::net::{self, Choice, Reactor, ReactorOptions, SocketOptions};
+use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
+use libmodelio::wire::{Message, ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord};
+use parking_lot::{Condvar, Mutex};
+
+use crate::registry::{Answer, RegistryCore};
+use conversation::Peer;
+use lead::Lead;
+use part::Part;
+
+/// What a process is to be.
+#[derive(Clone, Debug)]
+pub struct ServerOptions {
+    /// Where it listens.
+    pub listen: SocketAddr,
+    /// The address by which others find it; `None` for the one that it listens on.
+    pub advertise: Option<String>,
+    /// The registry's address; `None` if this process is the registry.
+    pub registry: Option<String>,
+    /// It holds blocks; otherwise it is only the registry.
+    pub holds_blocks: bool,
+    /// Threads that move bytes, and as many that compute.
+    pub threads: usize,
+    /// By which way bytes are moved.
+    pub io: Choice,
+}
+
+/// Why a process does not come about.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// The address cannot be listened on.
+    #[error("cannot listen on {address}: {error}")]
+    Listen {
+        /// Which.
+        address: SocketAddr,
+        /// The system's word.
+        error: io::Error,
+    },
+    /// No threads.
+    #[error("cannot start threads: {0}")]
+    Threads(String),
+    /// The registry does not know this shard.
+    #[error("the registry does not take this shard: {0}")]
+    Registry(#[from] RegistryError),
+}
+
+/// Longest silence on a connection.
+const SILENCE: Duration = Duration::from_secs(10);
+/// Silence after which the registry forgets a shard.
+const LEASE: Duration = Duration::from_secs(10);
+/// Longest wait for the registry.
+const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
+
+/// One model on this shard.
+pub(super) struct Model {
+    generation: Generation,
+    record: ModelRecord,
+    part: Arc<Part>,
+    lead: Option<Arc<Lead>>,
+}
+
+/// The registry in this process.
+struct Table {
+    core: Mutex<RegistryCore>,
+    started: Instant,
+}
+
+impl Table {
+    fn handle(&self, request: &RegistryRequest, payload: &[u8]) -> Result<Answer, Refusal> {
+        self.core.lock().handle(request, payload, self.started.elapsed())
+    }
+}
+
+/// What all connections of a process share.
+pub(super) struct Shared {
+    options: ServerOptions,
+    address: String,
+    shard: Mutex<ShardId>,
+    net: net::Handle,
+    pool: Arc<rayon::ThreadPool>,
+    models: Mutex<BTreeMap<String, Model>>,
+    /// Models that are being made: their memory is being taken.
+    making: Mutex<BTreeMap<String, Generation>>,
+    table: Option<Table>,
+    elsewhere: Option<RemoteRegistry>,
+    stopping: AtomicBool,
+    wake: Condvar,
+    asleep: Mutex<()>,
+    this: Weak<Shared>,
+}
+
+/// A shard, or a registry, or both, as long as it lives.
+pub struct Server {
+    shared: Arc<Shared>,
+    address: SocketAddr,
+    reactor: Mutex<Option<Reactor>>,
+}
+
+impl Server {
+    /// Listens and announces itself.
+    ///
+    /// # Errors
+    /// [`ServerError`], within some seconds.
+    pub fn start(options: ServerOptions) -> Result<Server, ServerError> {
+        let threads = |error: &dyn std::fmt::Display| ServerError::Threads(error.to_string());
+        let of_net = ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
+        let reactor = Reactor::start(&of_net).map_err(|error| threads(&error))?;
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(options.threads.max(2))
+            .thread_name(|i| format!("reduce-{i}"))
+            .build()
+            .map_err(|error| threads(&error))?;
+        let listen = options.listen;
+        let listener = net::bind(listen, &SocketOptions::default())
+            .map_err(|error| ServerError::Listen { address: listen, error })?;
+        let address =
+            listener.local_addr().map_err(|error| ServerError::Listen { address: listen, error })?;
+        let table = options.registry.is_none();
+        let shared = Arc::new_cyclic(|this| Shared {
+            shard: Mutex::new(ShardId(0)),
+            net: reactor.handle(),
+            pool: Arc::new(pool),
+            models: Mutex::default(),
+            making: Mutex::default(),
+            table: table.then(|| Table { core: Mutex::new(RegistryCore::new()), started: Instant::now() }),
+            elsewhere: options.registry.clone().map(RemoteRegistry::new),
+            stopping: AtomicBool::new(false),
+            wake: Condvar::new(),
+            asleep: Mutex::new(()),
+            this: this.clone(),
+            address: options.advertise.clone().unwrap_or_else(|| address.to_string()),
+            options,
+        });
+        if shared.options.holds_blocks {
+            shared.announce()?;
+        }
+        let of_factory = Arc::clone(&shared);
+        let accept = move |peer: SocketAddr| -> Option<Box<dyn net::Stream>> {
+            let link = Link::default();
+            Some(Box::new(Framed::new(Peer::new(Arc::clone(&of_factory), peer), link, 128)))
+        };
+        let handle = reactor.handle();
+        handle.listen(listener, SocketOptions::default(), accept).map_err(|error| threads(&error))?;
+        if shared.options.holds_blocks {
+            let keeper = Arc::downgrade(&shared);
+            std::thread::Builder::new()
+                .name("announcer".into())
+                .spawn(move || keep_announced(&keeper))
+                .map_err(|error| threads(&error))?;
+        }
+        Ok(Server { shared, address, reactor: Mutex::new(Some(reactor)) })
+    }
+
+    /// Where it listens; the port that was found, if 0 was asked for.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Its number; 0 if it holds no blocks.
+    pub fn shard(&self) -> ShardId {
+        *self.shared.shard.lock()
+    }
+
+    /// What moves the bytes, and why not io_uring, to be named loudly.
+    pub fn backend(&self) -> String {
+        self.shared.net.backend().to_string()
+    }
+
+    /// Ends everything: clients hear that the shard goes.
+    pub fn shut_down(&self) {
+        let shared = &self.shared;
+        shared.stopping.store(true, Ordering::Relaxed);
+        shared.wake.notify_all();
+        let models = std::mem::take(&mut *shared.models.lock());
+        for model in models.into_values() {
+            if let Some(lead) = model.lead {
+                lead.stop(&Refusal::other("the shard shuts down"));
+            }
+        }
+        if shared.options.holds_blocks {
+            let shard = *shared.shard.lock();
+            if let Err(error) = shared.registry(|registry, deadline| registry.withdraw(shard, deadline)) {
+                tracing::warn!(%error, "the registry was not told that the shard goes");
+            }
+        }
+        if let Some(reactor) = self.reactor.lock().take()
+            && let Err(error) = reactor.shut_down(Duration::from_secs(2))
+        {
+            tracing::warn!(%error, "connections");
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if self.reactor.lock().is_some() {
+            self.shut_down();
+        }
+    }
+}
+
+impl Shared {
+    fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+
+    /// Asks the registry, wherever it is.
+    fn registry<T>(
+        &self,
+        ask: impl FnOnce(&dyn Registry, Instant) -> Result<T, RegistryError>,
+    ) -> Result<T, RegistryError> {
+        let deadline = Instant::now() + REGISTRY_PATIENCE;
+        match (&self.table, &self.elsewhere) {
+            (Some(table), _) => ask(&Local(table), deadline),
+            (None, Some(remote)) => ask(remote, deadline),
+            (None, None) => Err(RegistryError::Refused(Refusal::other("there is no registry"))),
+        }
+    }
+
+    fn announce(&self) -> Result<(), RegistryError> {
+        let shard = *self.shard.lock();
+        let address = self.address.clone();
+        let record = ShardRecord { shard, address, host: host(), draining: false };
+        let shard = self.registry(|registry, deadline| registry.announce(&record, LEASE, deadline))?;
+        *self.shard.lock() = shard;
+        Ok(())
+    }
+}
+
+/// Announces the shard before its lease is over, again and again.
+fn keep_announced(shared: &Weak<Shared>) {
+    let mut trouble = false;
+    loop {
+        let Some(shared) = shared.upgrade() else { return };
+        let mut asleep = shared.asleep.lock();
+        shared.wake.wait_for(&mut asleep, LEASE / 4);
+        drop(asleep);
+        if shared.is_stopping() {
+            return;
+        }
+        match shared.announce() {
+            Ok(()) if std::mem::take(&mut trouble) => tracing::info!("announced to the registry again"),
+            Ok(()) => {}
+            Err(error) => {
+                if !std::mem::replace(&mut trouble, true) {
+                    tracing::warn!(%error, "not announced to the registry; trying again");
+                }
+            }
+        }
+    }
+}
+
+/// Which machine this is: peers on the same one can share memory.
+pub fn host() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let namespace = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+    format!("{} {}", boot.trim(), namespace.display())
+}
+
+/// The registry of this process, as everybody else would ask it.
+struct Local<'a>(&'a Table);
+
+impl Local<'_> {
+    fn ask(&self, request: &RegistryRequest, payload: &[u8]) -> Result<Answer, RegistryError> {
+        self.0.handle(request, payload).map_err(RegistryError::from)
+    }
+}
+
+fn unexpected() -> RegistryError {
+    RegistryError::Refused(Refusal::other("the registry answers something else"))
+}
+
+impl Registry for Local<'_> {
+    fn announce(&self, record: &ShardRecord, lease: Duration, _: Instant) -> Result<ShardId, RegistryError> {
+        let lease_ms = u32::try_from(lease.as_millis()).unwrap_or(u32::MAX);
+        match self.ask(&RegistryRequest::Announce { record: record.clone(), lease_ms }, &[])?.message {
+            RegistryAnswer::Shard(shard) => Ok(shard),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn withdraw(&self, shard: ShardId, _: Instant) -> Result<(), RegistryError> {
+        self.ask(&RegistryRequest::Withdraw { shard }, &[]).map(drop)
+    }
+
+    fn drain(&self, shard: ShardId, _: Instant) -> Result<(), RegistryError> {
+        self.ask(&RegistryRequest::Drain { shard }, &[]).map(drop)
+    }
+
+    fn shards(&self, _: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
+        match self.ask(&RegistryRequest::Shards, &[])?.message {
+            RegistryAnswer::Shards(shards) => Ok(shards),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn models(&self, _: Instant) -> Result<Vec<String>, RegistryError> {
+        match self.ask(&RegistryRequest::Models, &[])?.message {
+            RegistryAnswer::Models(names) => Ok(names),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn model(&self, name: &str, _: Instant) -> Result<ModelRecord, RegistryError> {
+        let answer = self.ask(&RegistryRequest::Model { name: name.to_owned() }, &[])?;
+        let bytes = answer.payload.ok_or_else(unexpected)?;
+        ModelRecord::decode(&bytes).map_err(|error| RegistryError::Refused(Refusal::other(error)))
+    }
+
+    fn put(
+        &self,
+        record: &ModelRecord,
+        replaces: Option<libmodelio::ids::Epoch>,
+        _: Instant,
+    ) -> Result<(), RegistryError> {
+        let bytes = record.encode().map_err(|error| RegistryError::Refused(Refusal::other(error)))?;
+        self.ask(&RegistryRequest::Put { replaces }, &bytes).map(drop)
+    }
+
+    fn delete(&self, name: &str, generation: Generation, _: Instant) -> Result<(), RegistryError> {
+        self.ask(&RegistryRequest::Delete { name: name.to_owned(), generation }, &[]).map(drop)
+    }
+}
+
+/// The first address that `text` (`host:port`) leads to.
+///
+/// # Errors
+/// One line that says why there is none.
+pub fn resolve(text: &str) -> Result<SocketAddr, String> {
+    let mut found = text.to_socket_addrs().map_err(|error| format!("{text}: {error}"))?;
+    found.next().ok_or_else(|| format!("{text} leads nowhere"))
+}
+
+/// What a request for administration is answered with.
+pub(super) type AdminAnswer = Result<(Message, Option<Vec<u8>>), Refusal>;

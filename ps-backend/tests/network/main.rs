@@ -1,0 +1,4 @@
+//! Shards and clients over real connections, in one process.
+
+mod steps;
+mod world;

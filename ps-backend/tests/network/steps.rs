@@ -1,0 +1,57 @@
+//! Steps of several learners on several clients.
+
+use libmodelio::ids::Version;
+use libmodelio::net::Choice;
+use libmodelio::wire::Message;
+
+use crate::world::{LONG, Learner, World};
+
+const BYTES: u64 = 1_000_004;
+
+fn sums_of_two_clients(io: Choice, shards: usize) {
+    let settings = [("reducer", "sum"), ("learners", "3")];
+    let world = World::new(shards, BYTES, &settings, io);
+    let (a, b) = (world.client(), world.client());
+    let learners = [Learner::join(&a, "a1"), Learner::join(&a, "a2"), Learner::join(&b, "b1")];
+    let mut expected = 0.0;
+    for step in 1..=5 {
+        let pushed: Vec<_> = learners.iter().zip(1..).map(|(l, n)| l.push((step * n) as f32)).collect();
+        for answer in pushed {
+            assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        }
+        expected += (step * 6) as f32;
+        for learner in &learners {
+            let (version, weights) = learner.pull();
+            assert_eq!(version, Version(step as u64));
+            assert!(weights.iter().all(|&w| w == expected), "{:?} != {expected}", &weights[..4]);
+        }
+    }
+    learners.iter().for_each(Learner::leave);
+    a.shut_down();
+    b.shut_down();
+}
+
+#[test]
+fn learners_on_two_clients_are_summed_over_io_uring() {
+    sums_of_two_clients(Choice::Auto, 2);
+}
+
+#[test]
+fn learners_on_two_clients_are_summed_over_plain_sockets() {
+    sums_of_two_clients(Choice::Poll, 3);
+}
+
+#[test]
+fn who_is_late_does_not_hold_up_the_answer_of_who_is_there() {
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], Choice::Auto);
+    let (a, b) = (world.client(), world.client());
+    let (first, late) = (Learner::join(&a, "first"), Learner::join(&b, "late"));
+    assert_eq!(first.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    assert_eq!(a.version(), Version(0));
+    assert_eq!(late.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    for learner in [&first, &late] {
+        let (version, weights) = learner.pull();
+        assert_eq!(version, Version(1));
+        assert!(weights.iter().all(|&w| w == 3.0));
+    }
+}

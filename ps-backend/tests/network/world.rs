@@ -1,0 +1,141 @@
+//! Shards on loopback, a model on them, and clients of it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use fixedbitset::FixedBitSet;
+use libmodelio::client::{Client, ClientOptions};
+use libmodelio::ids::{LearnerId, Step, Version};
+use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::mmap::Mapping;
+use libmodelio::net::Choice;
+use libmodelio::registry::{Registry, RemoteRegistry};
+use libmodelio::transport::{LeaveReason, Region, RegionKey};
+use libmodelio::wire::{Message, ModelRecord, Refusal};
+use ps_backend::controls::Controls;
+use ps_backend::create::{NewModel, create};
+use ps_backend::server::{Server, ServerOptions};
+
+pub const LONG: Duration = Duration::from_secs(20);
+
+pub struct World {
+    pub servers: Vec<Server>,
+    pub registry: RemoteRegistry,
+    pub record: ModelRecord,
+    pub io: Choice,
+}
+
+pub fn server(registry: Option<String>, io: Choice) -> Server {
+    let options = ServerOptions {
+        listen: "127.0.0.1:0".parse().unwrap(),
+        advertise: None,
+        registry,
+        holds_blocks: true,
+        threads: 2,
+        io,
+    };
+    Server::start(options).unwrap()
+}
+
+impl World {
+    /// `shards` shards with a blank fp32 model of `bytes` bytes.
+    pub fn new(shards: usize, bytes: u64, settings: &[(&str, &str)], io: Choice) -> World {
+        let first = server(None, io);
+        let at = first.address().to_string();
+        let mut servers = vec![first];
+        servers.extend((1..shards).map(|_| server(Some(at.clone()), io)));
+        let registry = RemoteRegistry::new(at);
+        let layout = ModelLayout::blank(bytes, DType::F32, 64 << 10).unwrap();
+        let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
+        let new = NewModel { name: "m", layout: &layout, metadata: BTreeMap::new(), controls: &controls, shards };
+        let record = create(
+            &registry,
+            &new,
+            &mut |_, bytes| {
+                bytes.fill(0);
+                Ok(())
+            },
+            &mut |_| {},
+        );
+        World { servers, registry, record: record.unwrap(), io }
+    }
+
+    pub fn client(&self) -> Arc<Client> {
+        let shards = self.registry.shards(Instant::now() + LONG).unwrap();
+        let options = ClientOptions { io: self.io, ..ClientOptions::default() };
+        Arc::new(Client::connect(&self.record, &shards, options).unwrap())
+    }
+}
+
+/// One learner of a client.
+pub struct Learner {
+    pub client: Arc<Client>,
+    pub id: LearnerId,
+    staging: Region,
+}
+
+pub fn ask(client: &Client, message: Message) -> Result<Message, Refusal> {
+    let (sender, receiver) = channel();
+    client.request(message, LONG, Box::new(move |result| sender.send(result).unwrap()));
+    receiver.recv_timeout(2 * LONG).unwrap()
+}
+
+impl Learner {
+    pub fn join(client: &Arc<Client>, name: &str) -> Learner {
+        let Ok(Message::Joined { learner, .. }) = ask(client, Message::Join { name: name.into() }) else {
+            panic!("{name} does not join")
+        };
+        let memory = Mapping::memfd("staging", client.layout().size() as usize).unwrap();
+        let staging = Region::new(Arc::new(memory), RegionKey(u64::from(learner.0)));
+        Learner { client: Arc::clone(client), id: learner, staging }
+    }
+
+    /// Begins a contribution of `value` everywhere, and sends its commit.
+    pub fn push(&self, value: f32) -> std::sync::mpsc::Receiver<Result<Message, Refusal>> {
+        let step = self.open();
+        // SAFETY: the last contribution is at the shards.
+        let floats = unsafe { self.staging.memory().floats_mut(0..self.client.layout().size() as usize / 4) };
+        floats.fill(value);
+        self.commit(step)
+    }
+
+    pub fn open(&self) -> Step {
+        match ask(&self.client, Message::Open { learner: self.id }) {
+            Ok(Message::Opened { step, staging_lent: false }) => step,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn commit(&self, step: Step) -> std::sync::mpsc::Receiver<Result<Message, Refusal>> {
+        let (sender, receiver) = channel();
+        let mut blocks = FixedBitSet::with_capacity(self.client.layout().blocks() as usize);
+        blocks.insert_range(..);
+        let done = Box::new(move |result| drop(sender.send(result)));
+        self.client.commit(self.id, step, &blocks, self.staging.clone(), LONG, done);
+        receiver
+    }
+
+    /// Waits for the version with the last step, and reads it.
+    pub fn pull(&self) -> (Version, Vec<f32>) {
+        let (sender, receiver) = channel();
+        self.client.await_step(self.id, LONG, Box::new(move |result| sender.send(result).unwrap()));
+        let version = receiver.recv_timeout(2 * LONG).unwrap().unwrap();
+        read(&self.client, version)
+    }
+
+    pub fn leave(&self) {
+        let leave = Message::Leave { learner: self.id, reason: LeaveReason::Asked };
+        assert_eq!(ask(&self.client, leave), Ok(Message::Done));
+    }
+}
+
+pub fn read(client: &Client, version: Version) -> (Version, Vec<f32>) {
+    assert!(client.pin(version));
+    let (region, _) = client.get(version).unwrap();
+    // SAFETY: it is pinned.
+    let floats = unsafe { region.memory().floats(0..client.layout().size() as usize / 4) }.to_vec();
+    client.unpin(version, 1);
+    (version, floats)
+}
