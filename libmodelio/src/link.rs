@@ -350,7 +350,9 @@ impl<C: Conversation> Framed<C> {
                 return Err(Close::Asked(why.into()));
             }
         };
-        if !matches!(place, Place::Target(_)) && self.scratch.as_ref().is_none_or(|scratch| scratch.len() < len) {
+        if !matches!(place, Place::Target(_))
+            && self.scratch.as_ref().is_none_or(|scratch| scratch.len() < len)
+        {
             self.scratch = Some(Buffer::zeroed(len));
         }
         self.incoming = Some(Incoming { received, place, got: 0 });

@@ -35,7 +35,9 @@ pub enum CreateError {
     #[error(transparent)]
     Registry(#[from] RegistryError),
     /// Fewer shards than asked for.
-    #[error("{wanted} shards are wanted, but only {there} are announced: start more, or ask for fewer (--shards)")]
+    #[error(
+        "{wanted} shards are wanted, but only {there} are announced: start more, or ask for fewer (--shards)"
+    )]
     TooFewShards {
         /// Asked for.
         wanted: usize,
@@ -98,8 +100,7 @@ pub fn create(
     let texts = SETTINGS.iter().map(|(name, _)| (*name).to_owned());
     let controls = texts.filter_map(|name| new.controls.get(&name).map(|value| (name, value))).collect();
     let metadata = new.metadata.clone();
-    let mut record =
-        ModelRecord::new(new.name, generation, new.layout, metadata, &map, ids[0], controls)?;
+    let mut record = ModelRecord::new(new.name, generation, new.layout, metadata, &map, ids[0], controls)?;
     registry.put(&record, None, Instant::now() + PROMPT)?;
     let made = make(new.layout, &map, &record, &there, source, progress);
     if let Err(error) = made {

@@ -48,9 +48,7 @@ impl Greeting {
                 Ok(true)
             }
             Message::Refused(refusal) => Err(Close::Asked(refusal.to_string().into())),
-            other => {
-                Err(Close::Asked(format!("expected Welcome, got {}", other.name()).into()))
-            }
+            other => Err(Close::Asked(format!("expected Welcome, got {}", other.name()).into())),
         }
     }
 

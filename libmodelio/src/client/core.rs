@@ -137,7 +137,8 @@ pub struct ClientCore {
     outgoing: Option<Outgoing>,
     /// The newest plan that is over.
     over: PlanId,
-    shown: Version,
+    /// None before the first one is here.
+    shown: Option<Version>,
     pull: Option<Pull>,
     /// Blocks of the pull's version that are landing at this moment.
     landing: u32,
@@ -145,8 +146,8 @@ pub struct ClientCore {
 }
 
 impl ClientCore {
-    /// A client that shows `shown`, of a model striped by `map`.
-    pub fn new(map: &BlockMap, shown: Version) -> ClientCore {
+    /// A client that shows nothing yet, of a model striped by `map`.
+    pub fn new(map: &BlockMap) -> ClientCore {
         let shards: Vec<ShardId> = map.shares().into_keys().collect();
         let blocks = map.blocks() as usize;
         let owned: Vec<FixedBitSet> = shards
@@ -173,7 +174,7 @@ impl ClientCore {
             weights: BTreeMap::new(),
             outgoing: None,
             over: PlanId(0),
-            shown,
+            shown: None,
             pull: None,
             landing: 0,
             waits: Vec::new(),
@@ -190,9 +191,9 @@ impl ClientCore {
         &self.state
     }
 
-    /// The version that the client shows.
+    /// The version that the client shows; 0 also before there is one.
     pub fn version(&self) -> Version {
-        self.shown
+        self.shown.unwrap_or_default()
     }
 
     /// Whether `learner` is one of this client's and in the job.
@@ -206,7 +207,7 @@ impl ClientCore {
         match self.learners.get(&learner) {
             None => LastCommit::In(Version(0)),
             Some((known, _)) if known.step < committed || known.unpublished => LastCommit::Waits,
-            Some((known, _)) if known.published_in > self.shown => LastCommit::Waits,
+            Some((known, _)) if known.published_in > self.version() => LastCommit::Waits,
             Some((known, _)) => LastCommit::In(known.published_in),
         }
     }
@@ -269,7 +270,7 @@ impl ClientCore {
                 _ if !self.learners.contains_key(&wait.learner) => {
                     Err(ShardError::UnknownLearner(wait.learner))
                 }
-                LastCommit::In(_) => Ok(self.shown),
+                LastCommit::In(_) => Ok(self.version()),
                 LastCommit::Waits if wait.deadline <= now => {
                     Err(ShardError::TimedOut("other learners have not contributed to this step".into()))
                 }
@@ -572,7 +573,8 @@ impl ClientCore {
 
     /// Begins to pull the newest version if that is not the one that is shown, or being pulled.
     fn start_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
-        if self.pull.is_some() || self.landing > 0 || self.state.version <= self.shown {
+        let is_shown = self.shown.is_some_and(|shown| self.state.version <= shown);
+        if self.pull.is_some() || self.landing > 0 || self.state.sequence == 0 || is_shown {
             return;
         }
         let receiving = |owned: &FixedBitSet| Receiving {
@@ -654,7 +656,7 @@ impl ClientCore {
 
     /// The version is shown from now on.
     pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
-        self.shown = self.shown.max(version);
+        self.shown = self.shown.max(Some(version));
         self.start_pull(now, actions);
         self.answer_waits(now, actions);
     }

@@ -174,14 +174,18 @@ impl Client {
         let bad = |why: String| ClientError::Record { model: model.clone(), why };
         let layout = Arc::new(record.layout().map_err(|error| bad(error.to_string()))?);
         let map = record.block_map().map_err(|error| bad(error.to_string()))?;
-        let core = ClientCore::new(&map, Version(0));
+        let core = ClientCore::new(&map);
         let address = |shard| {
             let known = shards.iter().find(|record| record.shard == shard);
-            known.map(|record| record.address.clone()).ok_or_else(|| bad(format!("shard {shard} is not there")))
+            known
+                .map(|record| record.address.clone())
+                .ok_or_else(|| bad(format!("shard {shard} is not there")))
         };
-        let part_addresses = core.shards().iter().map(|&shard| address(shard)).collect::<Result<Vec<_>, _>>()?;
+        let part_addresses =
+            core.shards().iter().map(|&shard| address(shard)).collect::<Result<Vec<_>, _>>()?;
         let start = |error: &dyn std::fmt::Display| ClientError::Start(error.to_string());
-        let reactor = ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
+        let reactor =
+            ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
         let reactor = Reactor::start(&reactor).map_err(|error| start(&error))?;
         let mut random = [0; 8];
         getrandom::fill(&mut random).map_err(|error| start(&error))?;
@@ -731,9 +735,12 @@ impl Shared {
         let (sources, learners, replaces) = match granted {
             Granted::Weights(token) => (vec![inner.weights.get(&token)?.clone()], Vec::new(), false),
             Granted::Contributions { of, replaces } => {
-                let of: Vec<_> =
-                    of.into_iter().filter(|&(learner, step)| inner.core.holds(learner, step, block)).collect();
-                let sources: Option<Vec<Region>> = of.iter().map(|key| inner.sources.get(key).cloned()).collect();
+                let of: Vec<_> = of
+                    .into_iter()
+                    .filter(|&(learner, step)| inner.core.holds(learner, step, block))
+                    .collect();
+                let sources: Option<Vec<Region>> =
+                    of.iter().map(|key| inner.sources.get(key).cloned()).collect();
                 (sources?, of.iter().map(|(learner, _)| *learner).collect(), replaces)
             }
         };
@@ -743,11 +750,13 @@ impl Shared {
             let piece = unsafe { Piece::new(memory.bytes(span), None, Arc::clone(&memory) as Guard) };
             return Some((inner, Some((false, piece))));
         }
-        let check = inner.core.state().controls.iter().any(|(name, value)| name == "nonfinite" && value == "reject");
+        let check =
+            inner.core.state().controls.iter().any(|(name, value)| name == "nonfinite" && value == "reject");
         let mut out = inner.spare.pop().unwrap_or_default();
         drop(inner);
         // SAFETY: as above.
-        let parts: Vec<&[u8]> = sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
+        let parts: Vec<&[u8]> =
+            sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
         let summed = sum::sum(&self.layout, block, &parts, replaces, check, &mut out);
         let mut inner = self.inner.lock();
         match summed {
@@ -835,4 +844,3 @@ fn keep(shared: &Weak<Shared>) {
         shared.changed.wait_for(&mut inner, pause);
     }
 }
-

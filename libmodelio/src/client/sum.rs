@@ -81,9 +81,21 @@ pub fn is_finite(layout: &ModelLayout, block: BlockId, bytes: &[u8]) -> bool {
     layout.segments(block).iter().all(|segment| {
         let bytes = &bytes[(segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize];
         match segment.dtype {
-            DType::F32 => bytes.as_chunks::<4>().0.iter().fold(true, |fine, b| fine & f32::from_le_bytes(*b).is_finite()),
-            DType::F16 => bytes.as_chunks::<2>().0.iter().fold(true, |fine, b| fine & f16::from_le_bytes(*b).is_finite()),
-            DType::BF16 => bytes.as_chunks::<2>().0.iter().fold(true, |fine, b| fine & bf16::from_le_bytes(*b).is_finite()),
+            DType::F32 => bytes
+                .as_chunks::<4>()
+                .0
+                .iter()
+                .fold(true, |fine, b| fine & f32::from_le_bytes(*b).is_finite()),
+            DType::F16 => bytes
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .fold(true, |fine, b| fine & f16::from_le_bytes(*b).is_finite()),
+            DType::BF16 => bytes
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .fold(true, |fine, b| fine & bf16::from_le_bytes(*b).is_finite()),
             DType::Opaque(_) => true,
         }
     })
@@ -110,9 +122,14 @@ mod tests {
 
     #[test]
     fn half_precision_becomes_wide_where_it_is_added() {
-        let tensors = vec![("h".into(), DType::F16, vec![2]), ("n".into(), DType::Opaque(safetensors::Dtype::U8), vec![1])];
+        let tensors = vec![
+            ("h".into(), DType::F16, vec![2]),
+            ("n".into(), DType::Opaque(safetensors::Dtype::U8), vec![1]),
+        ];
         let layout = ModelLayout::new(tensors, 64 << 10).unwrap();
-        let part = |x: f32, n: u8| [&f16::from_f32(x).to_le_bytes()[..], &f16::from_f32(1.0).to_le_bytes(), &[n]].concat();
+        let part = |x: f32, n: u8| {
+            [&f16::from_f32(x).to_le_bytes()[..], &f16::from_f32(1.0).to_le_bytes(), &[n]].concat()
+        };
         let (a, b) = (part(2048.0, 7), part(1.0, 9));
         let mut out = Vec::new();
         assert_eq!(sum(&layout, BlockId(0), &[&a, &b], false, true, &mut out), Ok(true));

@@ -80,8 +80,12 @@ impl Versions {
     /// Frees versions that are neither among the newest and the `retain` before it, nor pinned.
     pub fn recycle(&mut self, retain: usize, max: usize) {
         let keep = self.shown.keys().rev().nth(retain).copied().unwrap_or(Version(0));
-        let idle: Vec<Version> =
-            self.shown.range(..keep).filter(|(_, shown)| shown.pins == 0).map(|(&version, _)| version).collect();
+        let idle: Vec<Version> = self
+            .shown
+            .range(..keep)
+            .filter(|(_, shown)| shown.pins == 0)
+            .map(|(&version, _)| version)
+            .collect();
         for version in idle {
             if let Some(shown) = self.shown.remove(&version) {
                 self.free.push(shown.buffer);

@@ -130,11 +130,8 @@ fn status_of(name: &str, model: &Model) -> Value {
                 })
             })
             .collect();
-        let unreachable: Vec<Value> = status
-            .unreachable
-            .iter()
-            .map(|(shard, why)| json!({ "shard": shard.0, "why": why }))
-            .collect();
+        let unreachable: Vec<Value> =
+            status.unreachable.iter().map(|(shard, why)| json!({ "shard": shard.0, "why": why })).collect();
         json!({
             "version": status.version.0,
             "state": status.state,

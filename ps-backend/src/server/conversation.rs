@@ -61,7 +61,8 @@ impl Peer {
     /// Says why, and ends the connection once that is said.
     fn refuse(&self, request: u64, refusal: Refusal) -> Close {
         let why = refusal.to_string();
-        self.link.say_last(Outgoing { epoch: self.epoch, ..Outgoing::new(request, Message::Refused(refusal)) });
+        self.link
+            .say_last(Outgoing { epoch: self.epoch, ..Outgoing::new(request, Message::Refused(refusal)) });
         Close::Asked(why.into())
     }
 
@@ -261,9 +262,7 @@ impl Conversation for Peer {
                 Ok(Take::Nothing)
             }
             Kind::Admin if received.header.payload_len() > 0 => Ok(Take::Buffered),
-            Kind::Admin => {
-                self.administer(request, received.message.clone(), &[]).map(|()| Take::Nothing)
-            }
+            Kind::Admin => self.administer(request, received.message.clone(), &[]).map(|()| Take::Nothing),
         };
         outcome.map_err(|refusal| self.refuse(request, refusal))
     }
@@ -274,9 +273,7 @@ impl Conversation for Peer {
                 Some(landing) => data.part.landed(landing, bytes, &self.link),
                 None => Ok(()),
             },
-            Kind::Admin => {
-                self.administer(received.header.request(), received.message.clone(), bytes)
-            }
+            Kind::Admin => self.administer(received.header.request(), received.message.clone(), bytes),
             _ => Ok(()),
         };
         outcome.map_err(|refusal| self.refuse(received.header.request(), refusal))

@@ -124,8 +124,7 @@ impl Lead {
             }
         }));
         let timer = Arc::downgrade(&lead);
-        let spawned =
-            std::thread::Builder::new().name("lead-timer".into()).spawn(move || run_timer(&timer));
+        let spawned = std::thread::Builder::new().name("lead-timer".into()).spawn(move || run_timer(&timer));
         spawned.map_err(|error| error.to_string())?;
         Ok(lead)
     }

@@ -127,7 +127,8 @@ impl Server {
     /// [`ServerError`], within some seconds.
     pub fn start(options: ServerOptions) -> Result<Server, ServerError> {
         let threads = |error: &dyn std::fmt::Display| ServerError::Threads(error.to_string());
-        let of_net = ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
+        let of_net =
+            ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
         let reactor = Reactor::start(&of_net).map_err(|error| threads(&error))?;
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(options.threads.max(2))

@@ -253,7 +253,8 @@ impl Part {
         loop {
             let mut state = self.state.lock();
             let wanted = state.core.wants(plan);
-            let Some((_, base, work, check)) = state.starting.clone().filter(|(of, ..)| wanted && *of == plan)
+            let Some((_, base, work, check)) =
+                state.starting.clone().filter(|(of, ..)| wanted && *of == plan)
             else {
                 let mut actions = Vec::new();
                 state.core.begun(plan, &mut actions);
@@ -378,7 +379,12 @@ impl Part {
     }
 
     /// Its payload is there; `bytes` unless it was received where it belongs.
-    pub(super) fn landed(self: &Arc<Part>, landing: Landing, bytes: &[u8], link: &Link) -> Result<(), Refusal> {
+    pub(super) fn landed(
+        self: &Arc<Part>,
+        landing: Landing,
+        bytes: &[u8],
+        link: &Link,
+    ) -> Result<(), Refusal> {
         let Landing { plan, client, block, wide, how, job, target } = landing;
         let payload = if wide { Payload::Wide(bytes) } else { Payload::Plain(bytes) };
         let (fine, check) = match (how, target) {
@@ -435,7 +441,11 @@ impl Part {
     }
 
     /// A version to read from; `None` when it is not here yet, and the connection is woken when it may be.
-    pub(super) fn version(&self, wanted: Version, link: &Link) -> Result<Option<Arc<PinnedVersion>>, Refusal> {
+    pub(super) fn version(
+        &self,
+        wanted: Version,
+        link: &Link,
+    ) -> Result<Option<Arc<PinnedVersion>>, Refusal> {
         if let Some(version) = self.store.version(wanted) {
             return Ok(Some(Arc::new(version)));
         }

@@ -49,7 +49,8 @@ impl World {
         let registry = RemoteRegistry::new(at);
         let layout = ModelLayout::blank(bytes, DType::F32, 64 << 10).unwrap();
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-        let new = NewModel { name: "m", layout: &layout, metadata: BTreeMap::new(), controls: &controls, shards };
+        let new =
+            NewModel { name: "m", layout: &layout, metadata: BTreeMap::new(), controls: &controls, shards };
         let record = create(
             &registry,
             &new,
