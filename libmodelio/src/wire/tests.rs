@@ -261,3 +261,12 @@ fn payloads_end_when_they_are_due() {
     assert_eq!((receiver.wanted(), receiver.payload_due()), (0, Some(10)));
     assert_eq!(receiver.push(&[1]), Err(WireError::Order("bytes of a payload")));
 }
+
+#[test]
+fn the_document_numbers_every_message() {
+    let document = include_str!("../../../docs/protocol.md");
+    for (number, name) in Message::VARIANTS.iter().enumerate() {
+        let row = format!("| {number} | `{name}` |");
+        assert!(document.contains(&row), "{row}");
+    }
+}
