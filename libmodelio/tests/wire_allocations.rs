@@ -73,6 +73,6 @@ fn what_is_decoded_is_a_small_multiple_of_what_came() {
         bytes.extend(list);
         bytes.resize(4 << 20, 0);
         let used = measure(|| assert!(ModelRecord::decode(&bytes).is_err()));
-        assert!(used.bytes_max < 96 << 20, "{what}: {used:?}");
+        assert!(used.bytes_max < 128 << 20, "{what}: {used:?}");
     }
 }
