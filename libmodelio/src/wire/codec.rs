@@ -139,9 +139,7 @@ fn append(
     let body = start + HEADER;
     buffer.resize(body, 0);
     postcard::to_io(message, &mut *buffer)?;
-    // A refusal has no payload, but its limits say so, too.
-    let limits = Limits { payload: MAX_PAYLOAD, ..message.limits() };
-    let header = Header::new(request, epoch, &buffer[body..], payload, limits)?;
+    let header = Header::new(request, epoch, &buffer[body..], payload, message.limits())?;
     buffer[start..body].copy_from_slice(header.as_bytes());
     Ok(())
 }
