@@ -55,6 +55,10 @@ impl Message {
         if !rest.is_empty() {
             return Err(WireError::Trailing(rest.len()));
         }
+        // Once more, for a variant that is spelt in more bytes than it needs.
+        if let Message::Hello { protocol, .. } | Message::Welcome { protocol, .. } = message {
+            Protocol::from_number(protocol)?;
+        }
         message.check(payload_len)?;
         Ok(message)
     }
