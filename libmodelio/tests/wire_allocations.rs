@@ -2,7 +2,9 @@
 
 use allocation_counter::measure;
 use libmodelio::ids::{BlockId, Epoch, PlanId, Version};
-use libmodelio::wire::{Limits, Message, Payload, Receiver, append_frame, crc32c, frame};
+use libmodelio::wire::{
+    JobState, Limits, MAX_METADATA, Message, ModelRecord, Payload, Receiver, append_frame, crc32c, frame,
+};
 
 #[test]
 fn blocks_go_without_an_allocation() {
@@ -45,4 +47,32 @@ fn what_is_announced_is_not_what_is_allocated() {
     assert!(used.bytes_max < (1 << 20) + 4096, "{used:?}");
     let used = measure(|| assert!(Receiver::new(Limits::GREETING).push(&long).is_err()));
     assert!(used.bytes_max < 4096, "{used:?}");
+}
+
+#[test]
+fn what_is_decoded_is_a_small_multiple_of_what_came() {
+    let controls = vec![Default::default(); (1 << 19) - 20];
+    let state = Message::State(JobState { controls, ..JobState::default() });
+    let body = frame(&state, 0, Epoch(0), &[]).expect("it is just short enough").split_off(40);
+    let used = measure(|| assert_eq!(Message::decode(&body, 0).as_ref(), Ok(&state)));
+    assert!(used.bytes_max < 64 << 20, "{used:?}");
+
+    // A record of name "m" and generation 1, that goes on with lists without end.
+    let lists: [(&str, Vec<u8>); 4] = [
+        ("tensors", vec![0xff, 0xff, 0xff, 0x0f]),
+        ("dimensions of a tensor", vec![1, 0, 0, 0xff, 0xff, 0xff, 0x0f]),
+        ("metadata", {
+            let entries =
+                (0..=MAX_METADATA as u32).flat_map(|i| [4].into_iter().chain(i.to_le_bytes()).chain([0]));
+            [0, 0xff, 0xff, 0xff, 0x0f].into_iter().chain(entries).collect()
+        }),
+        ("owners", vec![0, 0, 0, 1, 0xff, 0xff, 0xff, 0x0f]),
+    ];
+    for (what, list) in lists {
+        let mut bytes = b"\x01m\x01".to_vec();
+        bytes.extend(list);
+        bytes.resize(4 << 20, 0);
+        let used = measure(|| assert!(ModelRecord::decode(&bytes).is_err()));
+        assert!(used.bytes_max < 128 << 20, "{what}: {used:?}");
+    }
 }

@@ -55,6 +55,10 @@ impl Message {
         if !rest.is_empty() {
             return Err(WireError::Trailing(rest.len()));
         }
+        // Once more, for a variant that is spelt in more bytes than it needs.
+        if let Message::Hello { protocol, .. } | Message::Welcome { protocol, .. } = message {
+            Protocol::from_number(protocol)?;
+        }
         message.check(payload_len)?;
         Ok(message)
     }
@@ -139,9 +143,7 @@ fn append(
     let body = start + HEADER;
     buffer.resize(body, 0);
     postcard::to_io(message, &mut *buffer)?;
-    // A refusal has no payload, but its limits say so, too.
-    let limits = Limits { payload: MAX_PAYLOAD, ..message.limits() };
-    let header = Header::new(request, epoch, &buffer[body..], payload, limits)?;
+    let header = Header::new(request, epoch, &buffer[body..], payload, message.limits())?;
     buffer[start..body].copy_from_slice(header.as_bytes());
     Ok(())
 }

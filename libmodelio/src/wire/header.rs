@@ -17,9 +17,13 @@ const MAGIC: u16 = u16::from_le_bytes(*b"GF");
 const FLAGS: u16 = 0;
 
 /// The fixed part of a frame, validated: there is no way to one with another magic, flags or checksum.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header(Raw);
+
+/// Its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
-pub struct Header {
+struct Raw {
     magic: U16,
     flags: U16,
     body: U32,
@@ -32,7 +36,7 @@ pub struct Header {
     header_crc: U32,
 }
 
-const _: () = assert!(size_of::<Header>() == HEADER);
+const _: () = assert!(size_of::<Raw>() == HEADER);
 
 /// Length and checksum of a payload that goes its own way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -69,7 +73,7 @@ impl Header {
         payload: Payload,
         limits: Limits,
     ) -> Result<Header, WireError> {
-        let mut header = Header {
+        let mut header = Raw {
             magic: U16::new(MAGIC),
             flags: U16::new(FLAGS),
             body: U32::new(within("body", body.len() as u64, limits.body)?),
@@ -81,7 +85,7 @@ impl Header {
             header_crc: U32::new(0),
         };
         header.header_crc = U32::new(header.own_crc());
-        Ok(header)
+        Ok(Header(header))
     }
 
     /// As it was received. Nothing of it is to be believed before this returns.
@@ -89,7 +93,7 @@ impl Header {
     /// # Errors
     /// [`WireError`] naming what is wrong first: no frame, damage, then what a correct peer does not send.
     pub fn parse(bytes: &[u8; HEADER], limits: Limits) -> Result<Header, WireError> {
-        let header: Header = zerocopy::transmute!(*bytes);
+        let header: Raw = zerocopy::transmute!(*bytes);
         if header.magic.get() != MAGIC {
             return Err(WireError::Magic { expected: MAGIC, got: header.magic.get() });
         }
@@ -99,41 +103,37 @@ impl Header {
         }
         within("body", header.body.get().into(), limits.body)?;
         within("payload", header.payload.get().into(), limits.payload)?;
-        Ok(header)
-    }
-
-    fn own_crc(&self) -> u32 {
-        crc32c(&IntoBytes::as_bytes(self)[..HEADER - 4])
+        Ok(Header(header))
     }
 
     /// The number that the answer repeats; 0 for what nobody asked for and nobody answers.
     pub fn request(&self) -> u64 {
-        self.request.get()
+        self.0.request.get()
     }
 
     /// The block map that the frame was made under; 0 where that does not matter.
     pub fn epoch(&self) -> Epoch {
-        Epoch(self.epoch.get())
+        Epoch(self.0.epoch.get())
     }
 
     /// Bytes of the body.
     pub fn body_len(&self) -> usize {
-        self.body.get() as usize
+        self.0.body.get() as usize
     }
 
     /// Bytes of the payload.
     pub fn payload_len(&self) -> u32 {
-        self.payload.get()
+        self.0.payload.get()
     }
 
     /// CRC32C of the payload, as the sender says.
     pub fn payload_crc(&self) -> u32 {
-        self.payload_crc.get()
+        self.0.payload_crc.get()
     }
 
     /// Whether the body is what was sent.
     pub(super) fn check_body(&self, body: &[u8]) -> Result<(), WireError> {
-        same("body", self.body_crc.get(), crc32c(body))
+        same("body", self.0.body_crc.get(), crc32c(body))
     }
 
     /// Whether the payload is what was sent, given its CRC32C.
@@ -141,12 +141,18 @@ impl Header {
     /// # Errors
     /// [`WireError::Checksum`].
     pub fn check_payload(&self, crc: u32) -> Result<(), WireError> {
-        same("payload", self.payload_crc.get(), crc)
+        same("payload", self.0.payload_crc.get(), crc)
     }
 
     /// The bytes to send.
     pub fn as_bytes(&self) -> &[u8] {
-        IntoBytes::as_bytes(self)
+        self.0.as_bytes()
+    }
+}
+
+impl Raw {
+    fn own_crc(&self) -> u32 {
+        crc32c(&self.as_bytes()[..HEADER - 4])
     }
 }
 

@@ -175,6 +175,8 @@ fn greetings_begin_alike_in_all_versions() {
     let newer = WireError::Protocol { expected: 1, got: 300 };
     assert_eq!(Message::decode(&[0, 0xac, 0x02, b'?'], 0), Err(newer.clone()), "whatever else it says");
     assert_eq!(Message::decode(&[1, 0xac, 0x02], 0), Err(newer.clone()));
+    let spelt_long = Message::decode(&[0x81, 0x00, 0xac, 0x02, 1, 1, 1], 0);
+    assert_eq!(spelt_long, Err(newer.clone()), "found by fuzzing");
     assert_eq!(newer.to_refusal(), Refusal::Protocol { expected: 1, got: 300 });
 }
 
@@ -260,4 +262,13 @@ fn payloads_end_when_they_are_due() {
     receiver.push(&frame(&load, 0, Epoch(0), &[1; 10]).unwrap()).unwrap();
     assert_eq!((receiver.wanted(), receiver.payload_due()), (0, Some(10)));
     assert_eq!(receiver.push(&[1]), Err(WireError::Order("bytes of a payload")));
+}
+
+#[test]
+fn the_document_numbers_every_message() {
+    let document = include_str!("../../../docs/protocol.md");
+    for (number, name) in Message::VARIANTS.iter().enumerate() {
+        let row = format!("| {number} | `{name}` |");
+        assert!(document.contains(&row), "{row}");
+    }
 }
