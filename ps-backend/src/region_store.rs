@@ -13,121 +13,30 @@
 
 pub(crate) mod accumulator;
 mod block;
+mod buffers;
 mod making;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::SystemTime;
 
 use libmodelio::ids::{BlockId, Version};
-use libmodelio::layout::{DType, ModelLayout, Segment};
+use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
 use libmodelio::transport::{Region, RegionKey};
 
 use crate::core::{Plan, Work};
-use crate::kernels::{self, Wire};
 use crate::reducer::Reducer;
 
 pub use accumulator::Accumulator;
 pub use block::{Job, fold_block, is_finite, place, region_is_finite, written_is_finite};
+pub(crate) use buffers::Loading;
+pub use buffers::VersionBuffer;
+use buffers::{StateBuffer, VOID, element_span, span, wire};
 use making::widen;
 pub(crate) use making::{Making, Part};
-
-/// A block whose bytes belong to no version.
-const VOID: u64 = u64::MAX;
-
-/// A buffer of the model's size that is, was or becomes a version.
-#[derive(Debug)]
-pub struct VersionBuffer {
-    region: Region,
-    /// The version whose value each block holds, or `VOID`.
-    stamps: Vec<AtomicU64>,
-    /// Of the bytes of each block, or `UNKNOWN`.
-    checksums: Vec<AtomicU64>,
-}
-
-/// A checksum that nobody has asked for: more than 32 bits.
-const UNKNOWN: u64 = u64::MAX;
-
-impl VersionBuffer {
-    fn new(region: Region, blocks: u32, stamp: u64) -> VersionBuffer {
-        let each = |value| (0..blocks).map(|_| AtomicU64::new(value)).collect();
-        VersionBuffer { region, stamps: each(stamp), checksums: each(UNKNOWN) }
-    }
-
-    /// Says whose value `block` holds from now on: its bytes have changed, or are about to.
-    fn stamp(&self, block: BlockId, stamp: u64) {
-        self.checksums[block.index()].store(UNKNOWN, Ordering::Relaxed);
-        self.stamps[block.index()].store(stamp, Ordering::Relaxed);
-    }
-
-    /// The checksum of a block of a *published* version as `compute` makes it from its bytes, which lie at `range`.
-    /// It is computed once for as long as they stay what they are, in later versions, too. The caller holds a pin.
-    pub(crate) fn checksum(
-        &self,
-        block: BlockId,
-        range: Range<u64>,
-        compute: impl FnOnce(&[u8]) -> u32,
-    ) -> u32 {
-        let known = &self.checksums[block.index()];
-        // It is all there is to know: nothing else is read on the strength of it.
-        if let Ok(sum) = u32::try_from(known.load(Ordering::Relaxed)) {
-            return sum;
-        }
-        let sum = compute(self.bytes(range));
-        known.store(u64::from(sum), Ordering::Relaxed);
-        sum
-    }
-
-    /// The memory, for transports and for passthrough.
-    pub fn region(&self) -> &Region {
-        &self.region
-    }
-
-    /// Bytes of a *published* version. The caller holds a pin on it.
-    pub fn bytes(&self, range: Range<u64>) -> &[u8] {
-        // SAFETY: a published version is immutable, and a pinned one is not recycled.
-        unsafe { self.region.memory().bytes(range.start as usize..range.end as usize) }
-    }
-}
-
-/// Optimizer state and fp32 masters of one version, in the order of reducible elements.
-#[derive(Debug, Default)]
-pub struct StateBuffer {
-    master: Option<Mapping>,
-    slots: [Option<Mapping>; 2],
-    /// As in [`VersionBuffer`].
-    stamps: Vec<AtomicU64>,
-}
-
-/// Version 0 while it comes.
-#[derive(Debug)]
-pub(crate) struct Loading {
-    layout: Arc<ModelLayout>,
-    front: Arc<VersionBuffer>,
-    state: Arc<StateBuffer>,
-}
-
-impl Loading {
-    /// Takes a block.
-    ///
-    /// # Panics
-    /// If `bytes` are not as long as the block.
-    ///
-    /// # Safety
-    /// The block is this thread's alone, and nobody reads version 0 yet.
-    pub(crate) unsafe fn load(&self, block: BlockId, bytes: &[u8]) {
-        // SAFETY: passed on to the caller.
-        let room = unsafe { self.front.region.memory().bytes_mut(span(&self.layout.block_bytes(block))) };
-        kernels::stream_copy(bytes, room);
-        for segment in self.layout.segments(block) {
-            widen(segment, &self.front, &self.state);
-        }
-    }
-}
 
 /// A buffer that was handed out to be filled with new weights.
 #[derive(Debug)]
@@ -168,25 +77,6 @@ pub struct RegionStore {
     accumulator: Option<Accumulator>,
     /// The optimizer's slots are no longer zero.
     slots_used: bool,
-}
-
-fn wire(dtype: DType) -> Option<Wire> {
-    match dtype {
-        DType::F32 => Some(Wire::F32),
-        DType::F16 => Some(Wire::F16),
-        DType::BF16 => Some(Wire::BF16),
-        DType::Opaque(_) => None,
-    }
-}
-
-fn span(bytes: &Range<u64>) -> Range<usize> {
-    bytes.start as usize..bytes.end as usize
-}
-
-/// A segment's elements in fp32 arrays.
-fn element_span(segment: &Segment, wire: Wire) -> Range<usize> {
-    let count = (segment.bytes.end - segment.bytes.start) as usize / wire.size();
-    segment.element as usize..segment.element as usize + count
 }
 
 impl RegionStore {

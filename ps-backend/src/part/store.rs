@@ -302,6 +302,9 @@ impl PartStore {
                 Some(inner.store.next_version(newest.next(), step.reducer, *fresh_state, check)?)
             }
         };
+        if work.reducer() == Reducer::Assign {
+            self.shared.sums.assign();
+        }
         let job = PartJob::new(Arc::clone(self.layout()), Arc::clone(&self.shared.sums), work, making, check);
         inner.running = Arc::downgrade(job.alive());
         Ok(Arc::new(job))

@@ -217,10 +217,10 @@ impl Accumulator {
         }
     }
 
-    /// Bytes of it when all of it is used.
-    pub(crate) fn bytes(&self, layout: &ModelLayout) -> u64 {
+    /// Bytes of it when all of it is used: the sums, and with `raw` what is not reduced.
+    pub(crate) fn bytes(&self, layout: &ModelLayout, raw: bool) -> u64 {
         let segments = (0..layout.blocks()).flat_map(|block| layout.segments(BlockId(block)));
-        let opaque = segments.filter(|segment| self.raw.is_some() && !segment.dtype.is_reducible());
+        let opaque = segments.filter(|segment| raw && self.raw.is_some() && !segment.dtype.is_reducible());
         let raw: u64 = opaque.map(|segment| segment.bytes.end - segment.bytes.start).sum();
         self.sum.len() as u64 + raw
     }

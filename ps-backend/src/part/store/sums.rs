@@ -28,6 +28,8 @@ pub(super) struct Sums {
     accumulators: [Accumulator; 2],
     /// Whether pages of it were ever taken.
     used: [AtomicBool; 2],
+    /// Whether bytes that are not reduced were ever kept.
+    assigned: AtomicBool,
     blocks: Box<[AtomicU8]>,
 }
 
@@ -37,7 +39,7 @@ impl Sums {
         let raw = has_opaque(&layout);
         let accumulators = [Accumulator::new(&layout, raw)?, Accumulator::new(&layout, raw)?];
         let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
-        Ok(Sums { layout, accumulators, used: Default::default(), blocks })
+        Ok(Sums { layout, accumulators, used: Default::default(), assigned: AtomicBool::new(false), blocks })
     }
 
     fn note(&self, block: BlockId) -> u8 {
@@ -51,6 +53,11 @@ impl Sums {
             self.used[at].store(true, Ordering::Relaxed);
         }
         &self.accumulators[at]
+    }
+
+    /// From now on, bytes that are not reduced are kept besides.
+    pub(super) fn assign(&self) {
+        self.assigned.store(true, Ordering::Relaxed);
     }
 
     /// What concluded plans have added up.
@@ -84,7 +91,8 @@ impl Sums {
     /// Bytes of those accumulators that were ever used.
     pub(super) fn bytes(&self) -> u64 {
         let used = self.accumulators.iter().zip(&self.used).filter(|(_, used)| used.load(Ordering::Relaxed));
-        used.map(|(accumulator, _)| accumulator.bytes(&self.layout)).sum()
+        let raw = self.assigned.load(Ordering::Relaxed);
+        used.map(|(accumulator, _)| accumulator.bytes(&self.layout, raw)).sum()
     }
 }
 
