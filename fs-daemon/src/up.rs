@@ -16,7 +16,7 @@ use ps_backend::embedded::{EmbeddedShard, InProcess};
 use crate::config::{ModelSource, ModelSpec, UpConfig};
 use crate::error::{self, Error};
 use crate::fs::Fs;
-use crate::fs::model::Model;
+use crate::fs::model::{Model, OWN_LEARNER};
 use crate::fuse::{self, MountSettings};
 use crate::memory;
 use crate::mountpoint::Mountpoint;
@@ -172,7 +172,7 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
     shard.initialised().map_err(memory)?;
     shard.warm_up();
     let device: Arc<dyn Device> = Arc::new(InProcess::new(Arc::clone(&shard)));
-    Model::new(name.clone(), index, shard, device, metadata)
+    Model::new(name.clone(), index, shard, device, metadata, OWN_LEARNER.to_owned())
         .map_err(|error| Error::new(format!("model {name}: {error}")))
 }
 
@@ -180,7 +180,7 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
 fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool) {
     let mut out = std::io::stdout().lock();
     for model in fs.models() {
-        let controls = model.shard.controls();
+        let controls = model.job.controls();
         let get = |name| controls.get(name).unwrap_or_default();
         let _ = writeln!(
             out,

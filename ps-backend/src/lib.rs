@@ -3,6 +3,7 @@
 pub mod controls;
 pub mod core;
 pub mod embedded;
+pub mod job;
 pub mod kernels;
 pub mod reducer;
 pub mod region_store;
