@@ -360,3 +360,6 @@ impl Fs {
         self.next_watch.fetch_add(1, Ordering::Relaxed)
     }
 }
+
+#[cfg(test)]
+mod tests;
