@@ -1,6 +1,7 @@
 //! The command line of a cluster: a registry, shards, the models on them, and mounts of those.
 //!
-//! Each command has its arguments here, and becomes a checked configuration by `config`.
+//! Each command has its arguments here, and becomes a checked configuration by `config`. They are offered once they
+//! are variants of [`super::Command`], one by one or all of them by a flattened [`ClusterCommand`].
 
 use std::ffi::OsString;
 use std::path::PathBuf;
