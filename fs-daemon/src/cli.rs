@@ -3,6 +3,9 @@
 //! Values stay texts here: environment and configuration file give the same ones, and [`UpConfig`]
 //! parses them all alike.
 
+#[allow(dead_code, reason = "of commands that are not offered yet")]
+mod cluster;
+
 use std::ffi::OsString;
 use std::io::Write;
 use std::path::PathBuf;
@@ -11,7 +14,8 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueHint};
 
 use crate::config::{
-    AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPES, Layer, NONFINITES, REDUCERS, UpConfig,
+    AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPES, Layer, NONFINITES, REDUCERS, UP, UpConfig,
+    Vocabulary,
 };
 use crate::error::Error;
 
@@ -111,6 +115,25 @@ pub struct UpArgs {
     #[arg(long, value_name = "SIZE", help_heading = "Models")]
     block_size: Option<String>,
 
+    #[command(flatten)]
+    job: JobArgs,
+
+    /// Threads that serve the filesystem [default: 2]
+    #[arg(long, value_name = "N", help_heading = "Daemon")]
+    threads: Option<String>,
+    /// Let other users use the mount (/etc/fuse.conf may have to permit it)
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          hide_possible_values = true, help_heading = "Daemon")]
+    allow_other: Option<String>,
+    /// Serve reads through the daemon even where the kernel could bypass it
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          hide_possible_values = true, help_heading = "Daemon")]
+    no_passthrough: Option<String>,
+}
+
+/// The settings of a job.
+#[derive(Args, Debug, Default)]
+struct JobArgs {
     /// What becomes of contributions [default: sgd]
     #[arg(long, value_parser = PossibleValuesParser::new(REDUCERS), help_heading = "Job")]
     reducer: Option<String>,
@@ -166,18 +189,6 @@ pub struct UpArgs {
     /// What an optimizer sees of several contributions [default: mean]
     #[arg(long, value_parser = PossibleValuesParser::new(AGGREGATIONS), help_heading = "Optimizer")]
     aggregation: Option<String>,
-
-    /// Threads that serve the filesystem [default: 2]
-    #[arg(long, value_name = "N", help_heading = "Daemon")]
-    threads: Option<String>,
-    /// Let other users use the mount (/etc/fuse.conf may have to permit it)
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-          hide_possible_values = true, help_heading = "Daemon")]
-    allow_other: Option<String>,
-    /// Serve reads through the daemon even where the kernel could bypass it
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-          hide_possible_values = true, help_heading = "Daemon")]
-    no_passthrough: Option<String>,
 }
 
 impl UpArgs {
@@ -186,20 +197,12 @@ impl UpArgs {
         self,
         variables: impl IntoIterator<Item = (OsString, OsString)>,
     ) -> Result<UpConfig, Error> {
-        let variables: Vec<_> = variables.into_iter().collect();
-        let file = self.config.clone().or_else(|| {
-            let named = variables.iter().find(|(name, value)| name == CONFIG_VARIABLE && !value.is_empty());
-            named.map(|(_, value)| value.into())
-        });
-        let mut layers = vec![self.layer(), Layer::environment(variables)];
-        if let Some(path) = file {
-            layers.push(Layer::file(&path)?);
-        }
-        UpConfig::merge(&layers)
+        let file = self.config.clone();
+        UpConfig::merge(&layers(&UP, self.layer(), file, variables)?)
     }
 
     fn layer(mut self) -> Layer {
-        let mut layer = Layer::flags();
+        let mut layer = UP.flags();
         layer.set("mount", self.paths.pop());
         layer.set("models", self.paths);
         layer.set("name", self.name);
@@ -207,6 +210,20 @@ impl UpArgs {
             ("size", self.size),
             ("dtype", self.dtype),
             ("block_size", self.block_size),
+            ("threads", self.threads),
+            ("allow_other", self.allow_other),
+            ("no_passthrough", self.no_passthrough),
+        ] {
+            layer.set(key, value);
+        }
+        self.job.add_to(&mut layer);
+        layer
+    }
+}
+
+impl JobArgs {
+    fn add_to(self, layer: &mut Layer) {
+        for (key, value) in [
             ("reducer", self.reducer),
             ("consistency", self.consistency),
             ("learners", self.learners),
@@ -225,14 +242,30 @@ impl UpArgs {
             ("weight_decay", self.weight_decay),
             ("carry", self.carry),
             ("aggregation", self.aggregation),
-            ("threads", self.threads),
-            ("allow_other", self.allow_other),
-            ("no_passthrough", self.no_passthrough),
         ] {
             layer.set(key, value);
         }
-        layer
     }
+}
+
+/// The sources of a configuration, the strongest first: `flags`, the environment `variables`, and the file that
+/// either of them names.
+fn layers(
+    vocabulary: &'static Vocabulary,
+    flags: Layer,
+    file: Option<PathBuf>,
+    variables: impl IntoIterator<Item = (OsString, OsString)>,
+) -> Result<Vec<Layer>, Error> {
+    let variables: Vec<_> = variables.into_iter().collect();
+    let file = file.or_else(|| {
+        let named = variables.iter().find(|(name, value)| name == CONFIG_VARIABLE && !value.is_empty());
+        named.map(|(_, value)| value.into())
+    });
+    let mut layers = vec![flags, vocabulary.environment(variables)];
+    if let Some(path) = file {
+        layers.push(vocabulary.file(&path)?);
+    }
+    Ok(layers)
 }
 
 /// Parses a command line. On `Err`, everything is printed, and it is the exit code.

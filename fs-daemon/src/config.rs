@@ -5,6 +5,10 @@
 //! Job settings stay texts: their names and their parser are those of the `control/` files, and what
 //! is checked here is what can be said without a job.
 
+#[allow(dead_code, reason = "of commands that are not offered yet")]
+pub mod cluster;
+#[allow(dead_code, reason = "of commands that are not offered yet")]
+pub mod endpoint;
 mod layer;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,9 +17,11 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use libmodelio::layout::DType;
+use ps_backend::controls::{ControlError, Controls};
 
 pub use self::layer::{
-    AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPES, KEYS, Kind, Layer, NONFINITES, REDUCERS,
+    AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPES, KEYS, Kind, Layer, NONFINITES, REDUCERS, UP,
+    Vocabulary,
 };
 use crate::error::Error;
 
@@ -24,6 +30,8 @@ const MIN_BLOCK_SIZE: u64 = 64 << 10;
 const MAX_BLOCK_SIZE: u64 = 4 << 20;
 const DEFAULT_THREADS: usize = 2;
 const MAX_THREADS: usize = 256;
+const THREADS_OF_MOUNT: &str = "threads serve the filesystem; two suffice for most machines";
+const UP_MOUNT: &str = "the last argument is the directory to mount on: gradfs up model.safetensors /mnt/job";
 /// Most models of one daemon: each has its own versions in memory.
 const MAX_MODELS: usize = crate::fs::node::MAX_MODELS;
 /// Most bytes of a name that a directory entry can hold.
@@ -80,10 +88,10 @@ impl UpConfig {
         let (settings, origins) = merged.settings()?;
         let block_size = merged.block_size()?;
         Ok(UpConfig {
-            mountpoint: merged.mountpoint()?,
+            mountpoint: merged.mountpoint(UP_MOUNT)?,
             models: merged.models(block_size)?,
             block_size,
-            threads: merged.threads()?,
+            threads: merged.threads(THREADS_OF_MOUNT)?,
             allow_other: merged.switch("allow_other")?,
             passthrough: !merged.switch("no_passthrough")?,
             settings,
@@ -91,12 +99,33 @@ impl UpConfig {
         })
     }
 
-    /// The error that the text of setting `name` is refused because of `why`, naming its origin.
-    pub fn setting_error(&self, name: &str, why: impl Display) -> Error {
-        match self.origins.get(name) {
-            Some(origin) => Error::usage(format!("{origin}: {why}")),
-            None => Error::usage(why.to_string()),
-        }
+    /// The settings as a job takes them.
+    ///
+    /// # Errors
+    /// With where the setting that is refused comes from.
+    pub fn controls(&self) -> Result<Controls, Error> {
+        controls(&self.settings, &self.origins)
+    }
+}
+
+/// Settings as a job takes them, from texts by name; complaints name the text's origin.
+fn controls(texts: &BTreeMap<String, String>, origins: &BTreeMap<String, String>) -> Result<Controls, Error> {
+    let settings = texts.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+    Controls::default().with_all(settings).map_err(|error| {
+        let name = match &error {
+            ControlError::Invalid { name, .. } => name,
+            ControlError::Unknown(name) => name.as_str(),
+            ControlError::Conflict(_) => "",
+        };
+        setting_error(origins, name, &error)
+    })
+}
+
+/// The error that the text of setting `name` is refused because of `why`, naming its origin.
+fn setting_error(origins: &BTreeMap<String, String>, name: &str, why: impl Display) -> Error {
+    match origins.get(name) {
+        Some(origin) => Error::usage(format!("{origin}: {why}")),
+        None => Error::usage(why.to_string()),
     }
 }
 
@@ -115,6 +144,11 @@ impl<'a> Merged<'a> {
         Ok(Some((origin.clone(), utf8(&origin, value)?.trim())))
     }
 
+    /// The command that tells what can be given.
+    fn help(&self) -> &'static str {
+        self.0.first().map_or(UP.help, Layer::help)
+    }
+
     fn switch(&self, key: &str) -> Result<bool, Error> {
         match self.text(key)? {
             None => Ok(false),
@@ -127,13 +161,13 @@ impl<'a> Merged<'a> {
         }
     }
 
-    fn threads(&self) -> Result<usize, Error> {
+    fn threads(&self, what_for: &str) -> Result<usize, Error> {
         let Some((origin, text)) = self.text("threads")? else { return Ok(DEFAULT_THREADS) };
         match text.parse() {
             Ok(threads @ 1..=MAX_THREADS) => Ok(threads),
             _ => {
                 Err(Error::usage(format!("{origin}: {text:?} is not a whole number from 1 to {MAX_THREADS}"))
-                    .hint("threads serve the filesystem; two suffice for most machines"))
+                    .hint(what_for))
             }
         }
     }
@@ -151,8 +185,7 @@ impl<'a> Merged<'a> {
         }
     }
 
-    fn mountpoint(&self) -> Result<PathBuf, Error> {
-        let usage = "the last argument is the directory to mount on: gradfs up model.safetensors /mnt/job";
+    fn mountpoint(&self, usage: &str) -> Result<PathBuf, Error> {
         let path = self.get("mount").and_then(|(_, values)| values.last()).filter(|path| !path.is_empty());
         let path = Path::new(path.ok_or_else(|| Error::usage("no mountpoint is given").hint(usage))?);
         if path.extension().is_some_and(|extension| extension == "safetensors") {
@@ -163,13 +196,21 @@ impl<'a> Merged<'a> {
     }
 
     fn models(&self, block_size: u32) -> Result<Vec<ModelSpec>, Error> {
-        let chosen = self.0.iter().position(|l| l.get("models").is_some() || l.get("size").is_some());
-        let Some(chosen) = chosen else {
-            return Err(Error::usage("no model is given")
-                .hint("name safetensors files before the mountpoint, or make a blank one with --size 1GiB"));
-        };
+        let usage = "name safetensors files before the mountpoint, or make a blank one with --size 1GiB";
+        let sources = self.sources("models", block_size, usage)?;
+        if sources.len() > MAX_MODELS {
+            let message = format!("{} models are more than a daemon serves ({MAX_MODELS})", sources.len());
+            return Err(Error::usage(message).hint("start several daemons"));
+        }
+        self.named(sources)
+    }
+
+    /// What the models start from: the files under `key`, or one of `size`, whichever the strongest layer has.
+    fn sources(&self, key: &str, block_size: u32, usage: &str) -> Result<Vec<ModelSource>, Error> {
+        let chosen = self.0.iter().position(|l| l.get(key).is_some() || l.get("size").is_some());
+        let Some(chosen) = chosen else { return Err(Error::usage("no model is given").hint(usage)) };
         let layer = &self.0[chosen];
-        let sources = match (layer.get("models"), layer.get("size")) {
+        Ok(match (layer.get(key), layer.get("size")) {
             (Some(_), Some(_)) => {
                 let message = format!("model files and {} exclude each other", layer.origin("size"));
                 return Err(Error::usage(message).hint("a model is loaded from a file, or blank"));
@@ -185,12 +226,7 @@ impl<'a> Merged<'a> {
                 files.iter().map(|file| ModelSource::File(file.into())).collect()
             }
             (None, _) => vec![self.blank(block_size)?],
-        };
-        if sources.len() > MAX_MODELS {
-            let message = format!("{} models are more than a daemon serves ({MAX_MODELS})", sources.len());
-            return Err(Error::usage(message).hint("start several daemons"));
-        }
-        self.named(sources)
+        })
     }
 
     fn blank(&self, block_size: u32) -> Result<ModelSource, Error> {
@@ -262,7 +298,7 @@ impl<'a> Merged<'a> {
         let mut origins = BTreeMap::new();
         for key in KEYS.iter().filter(|key| key.setting) {
             let Some((origin, text)) = self.text(key.name)? else { continue };
-            check_setting(&origin, text, key.kind)?;
+            check_setting(&origin, text, key.kind, self.help())?;
             settings.insert(key.name.to_owned(), text.to_owned());
             origins.insert(key.name.to_owned(), origin);
         }
@@ -277,7 +313,7 @@ impl<'a> Merged<'a> {
     }
 }
 
-fn check_setting(origin: &str, text: &str, kind: Kind) -> Result<(), Error> {
+fn check_setting(origin: &str, text: &str, kind: Kind, help: &str) -> Result<(), Error> {
     let wanted = match kind {
         Kind::Whole(least) => match text.parse::<u64>() {
             Ok(number) if number >= least => return Ok(()),
@@ -295,7 +331,7 @@ fn check_setting(origin: &str, text: &str, kind: Kind) -> Result<(), Error> {
         _ => return Ok(()),
     };
     Err(Error::usage(format!("{origin}: {text:?} is not {wanted}"))
-        .hint("gradfs up --help tells what each setting does, and its default"))
+        .hint(format!("{help} tells what each setting does, and its default")))
 }
 
 fn not_a_word(origin: &str, text: &str, words: &[&str]) -> Error {

@@ -10,13 +10,13 @@ use std::time::Duration;
 use libmodelio::layout::ModelLayout;
 use libmodelio::safetensors_file;
 use libmodelio::transport::Device;
-use ps_backend::controls::{ControlError, Controls};
+use ps_backend::controls::Controls;
 use ps_backend::embedded::{EmbeddedShard, InProcess};
 
 use crate::config::{ModelSource, ModelSpec, UpConfig};
 use crate::error::{self, Error};
 use crate::fs::Fs;
-use crate::fs::model::Model;
+use crate::fs::model::{Model, OWN_LEARNER};
 use crate::fuse::{self, MountSettings};
 use crate::memory;
 use crate::mountpoint::Mountpoint;
@@ -35,7 +35,7 @@ const CHUNK: usize = 8 << 20;
 /// Anything that keeps it from mounting; nothing is left mounted then.
 pub fn run(config: UpConfig) -> Result<(), Error> {
     let stops = signals::install()?;
-    let controls = controls(&config)?;
+    let controls = config.controls()?;
     memory::raise_file_limit();
     // The mountpoint first: a mistake there should not cost the loading of a model.
     let mountpoint = Mountpoint::prepare(&config.mountpoint)?;
@@ -86,18 +86,6 @@ pub fn run(config: UpConfig) -> Result<(), Error> {
     // Files may still be open; their programs get errors once the process is gone.
     let _ = gone.recv_timeout(FAREWELL);
     Ok(())
-}
-
-fn controls(config: &UpConfig) -> Result<Controls, Error> {
-    let settings = config.settings.iter().map(|(name, value)| (name.as_str(), value.as_str()));
-    Controls::default().with_all(settings).map_err(|error| {
-        let name = match &error {
-            ControlError::Invalid { name, .. } => name,
-            ControlError::Unknown(name) => name.as_str(),
-            ControlError::Conflict(_) => "",
-        };
-        config.setting_error(name, &error)
-    })
 }
 
 /// Why reads cannot bypass the daemon, if they cannot. Everything works through it as well, slower.
@@ -172,7 +160,7 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
     shard.initialised().map_err(memory)?;
     shard.warm_up();
     let device: Arc<dyn Device> = Arc::new(InProcess::new(Arc::clone(&shard)));
-    Model::new(name.clone(), index, shard, device, metadata)
+    Model::new(name.clone(), index, shard, device, metadata, OWN_LEARNER.to_owned())
         .map_err(|error| Error::new(format!("model {name}: {error}")))
 }
 
@@ -180,7 +168,7 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
 fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool) {
     let mut out = std::io::stdout().lock();
     for model in fs.models() {
-        let controls = model.shard.controls();
+        let controls = model.job.controls();
         let get = |name| controls.get(name).unwrap_or_default();
         let _ = writeln!(
             out,

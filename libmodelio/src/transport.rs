@@ -20,13 +20,19 @@ use crate::mmap::Mapping;
 pub enum TransportKind {
     /// Shard and mount share one address space.
     InProcess,
+    /// Streams over a network.
+    Tcp,
+    /// Memory that processes on one host have in common.
+    SharedMemory,
 }
 
 impl fmt::Display for TransportKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            TransportKind::InProcess => f.write_str("in-process"),
-        }
+        f.write_str(match self {
+            TransportKind::InProcess => "in-process",
+            TransportKind::Tcp => "tcp",
+            TransportKind::SharedMemory => "shm",
+        })
     }
 }
 

@@ -11,6 +11,7 @@
 
 mod channel;
 mod drive;
+mod job;
 
 use std::collections::HashMap;
 use std::io;
@@ -18,52 +19,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
-use libmodelio::ids::{LearnerId, Version};
+use libmodelio::ids::{LearnerId, ShardId, Version};
 use libmodelio::layout::ModelLayout;
 use libmodelio::mmap::Mapping;
-use libmodelio::transport::{Completion, LeaveReason, Region, ShardError};
+use libmodelio::transport::{Completion, Region, ShardError, TransportKind};
 use parking_lot::{Condvar, Mutex};
 
 use crate::controls::{Controls, NonFinite};
-use crate::core::{LastCommit, MemberView, ShardCore, Ticket};
+use crate::core::{LastCommit, ShardCore, Ticket};
+use crate::job::{JobStatus, ShardView};
 use crate::region_store::{self, Job, RegionStore, VersionBuffer};
 
+pub use crate::job::{Event, Listener};
 pub use channel::InProcess;
 use drive::Retry;
-
-/// What happens in a shard, for whoever shows it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// A version is complete; opens from now on see it.
-    Published(Version),
-    /// A learner is no longer in the job.
-    Left(LearnerId, LeaveReason),
-}
-
-/// Called once for every [`Event`], with no lock held and without blocking. Events that follow each other
-/// closely may come from two threads and in either order: ask the shard what is newest.
-pub type Listener = Box<dyn Fn(Event) + Send + Sync>;
-
-/// What a shard has done since its start.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ShardStatus {
-    /// `forming`, `running`, `reducing` or `stopped`.
-    pub state: &'static str,
-    /// The newest version.
-    pub version: Version,
-    /// Learners in the job.
-    pub members: Vec<MemberView>,
-    /// Of them, those whose contribution to the coming version is in.
-    pub committed: usize,
-    /// Contributions that are part of a version.
-    pub contributions: u64,
-    /// Blocks reduced straight from the request buffer.
-    pub blocks_on_arrival: u64,
-    /// Version buffers in existence, and those free.
-    pub buffers: (usize, usize),
-    /// Versions in memory.
-    pub versions: Vec<Version>,
-}
 
 struct Inner {
     core: ShardCore<Region>,
@@ -278,9 +247,16 @@ impl EmbeddedShard {
     }
 
     /// What it is doing.
-    pub fn status(&self) -> ShardStatus {
+    pub fn status(&self) -> JobStatus {
+        let only = ShardView {
+            shard: ShardId(0),
+            address: None,
+            transport: TransportKind::InProcess,
+            blocks: self.layout.blocks(),
+            connected: true,
+        };
         let inner = self.inner.lock();
-        ShardStatus {
+        JobStatus {
             state: inner.core.state(),
             version: inner.core.version(),
             members: inner.core.members(self.now()),
@@ -289,6 +265,7 @@ impl EmbeddedShard {
             blocks_on_arrival: inner.core.blocks_on_arrival(),
             buffers: inner.store.buffers(),
             versions: inner.store.versions().collect(),
+            shards: vec![only],
         }
     }
 

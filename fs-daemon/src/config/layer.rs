@@ -20,6 +20,8 @@ pub struct Key {
 /// What a value looks like.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
+    /// A host, with or without a port.
+    Address,
     /// One path.
     Path,
     /// Any number of paths.
@@ -51,7 +53,7 @@ pub const AGGREGATIONS: &[&str] = &["mean", "sum"];
 /// What becomes of NaN and Inf.
 pub const NONFINITES: &[&str] = &["reject", "accept"];
 
-/// Every key.
+/// Every key of `gradfs up`.
 pub const KEYS: &[Key] = &[
     key("models", Kind::Paths),
     key("mount", Kind::Path),
@@ -82,7 +84,7 @@ pub const KEYS: &[Key] = &[
     setting("nonfinite", Kind::Word(NONFINITES)),
 ];
 
-const fn key(name: &'static str, kind: Kind) -> Key {
+pub(super) const fn key(name: &'static str, kind: Kind) -> Key {
     Key { name, kind, setting: false }
 }
 
@@ -90,8 +92,34 @@ const fn setting(name: &'static str, kind: Kind) -> Key {
     Key { name, kind, setting: true }
 }
 
-fn known(name: &str) -> Option<&'static Key> {
-    KEYS.iter().find(|key| key.name == name)
+/// The keys that some commands have in common.
+#[derive(Debug)]
+pub struct Vocabulary {
+    /// Of keys of one name the first counts.
+    pub keys: &'static [&'static [Key]],
+    /// The command that tells what they are.
+    pub help: &'static str,
+}
+
+/// Of `gradfs up`.
+pub static UP: Vocabulary = Vocabulary { keys: &[KEYS], help: "gradfs up --help" };
+
+impl Vocabulary {
+    fn known(&self, name: &str) -> Option<&'static Key> {
+        self.keys.iter().copied().flatten().find(|key| key.name == name)
+    }
+
+    /// The key that needs the fewest edits to become `name`, at most `limit`. With more than a third of the
+    /// letters changed, anything would resemble some key.
+    fn nearest(&self, name: &str, limit: usize) -> Option<&'static str> {
+        let plain = name.replace('-', "_").to_lowercase();
+        let limit = limit.min(plain.chars().count() / 3);
+        let keys = self.keys.iter().copied().flatten();
+        keys.map(|key| (edits(&plain, key.name), key.name))
+            .min()
+            .filter(|(edits, _)| *edits <= limit)
+            .map(|(_, name)| name)
+    }
 }
 
 /// Prefix of environment variables that set keys.
@@ -102,6 +130,7 @@ pub const CONFIG_VARIABLE: &str = "GRADFS_CONFIG";
 /// One source of values.
 #[derive(Clone, Debug)]
 pub struct Layer {
+    of: &'static Vocabulary,
     source: Source,
     values: BTreeMap<&'static str, Vec<OsString>>,
 }
@@ -114,30 +143,56 @@ enum Source {
 }
 
 impl Layer {
-    /// The command line, to be filled with [`Layer::set`].
-    pub fn flags() -> Layer {
-        Layer { source: Source::Flags, values: BTreeMap::new() }
+    fn new(of: &'static Vocabulary, source: Source) -> Layer {
+        Layer { of, source, values: BTreeMap::new() }
     }
 
     /// Gives `key` these values; with none, it stays unset.
     pub fn set<T: Into<OsString>>(&mut self, key: &'static str, values: impl IntoIterator<Item = T>) {
-        debug_assert!(known(key).is_some(), "{key} is no key");
+        debug_assert!(self.of.known(key).is_some(), "{key} is no key");
         let values: Vec<OsString> = values.into_iter().map(Into::into).collect();
         if !values.is_empty() {
             self.values.insert(key, values);
         }
     }
 
+    /// The command that tells what can be given.
+    pub fn help(&self) -> &'static str {
+        self.of.help
+    }
+
+    /// The values of `key`.
+    pub fn get(&self, key: &str) -> Option<&[OsString]> {
+        self.values.get(key).map(Vec::as_slice)
+    }
+
+    /// How a user would call the place where `key` was given.
+    pub fn origin(&self, key: &str) -> String {
+        match &self.source {
+            Source::Flags if matches!(key, "models" | "mount") => key.into(),
+            Source::Flags => format!("--{}", key.replace('_', "-")),
+            Source::Environment => format!("{PREFIX}{}", key.to_uppercase()),
+            Source::File(path) => format!("{}: {key}", path.display()),
+        }
+    }
+}
+
+impl Vocabulary {
+    /// The command line, to be filled with [`Layer::set`].
+    pub fn flags(&'static self) -> Layer {
+        Layer::new(self, Source::Flags)
+    }
+
     /// The variables `GRADFS_<KEY>` among `variables`; empty ones count as unset. `GRADFS_MODELS` is
     /// separated by colons, `GRADFS_NAME` by commas.
-    pub fn environment(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Layer {
-        let mut layer = Layer { source: Source::Environment, values: BTreeMap::new() };
+    pub fn environment(&'static self, variables: impl IntoIterator<Item = (OsString, OsString)>) -> Layer {
+        let mut layer = Layer::new(self, Source::Environment);
         for (variable, value) in variables {
             let Some(name) = variable.to_str().and_then(|v| v.strip_prefix(PREFIX)) else { continue };
-            let Some(key) = known(&name.to_lowercase()).filter(|_| name == name.to_uppercase()) else {
+            let Some(key) = self.known(&name.to_lowercase()).filter(|_| name == name.to_uppercase()) else {
                 // Others may use the prefix, so this is no error; but a slip of the pen should show.
                 if !matches!(name, "CONFIG" | "LOG")
-                    && let Some(meant) = nearest(&name.to_lowercase(), 2)
+                    && let Some(meant) = self.nearest(&name.to_lowercase(), 2)
                 {
                     let meant = meant.to_uppercase();
                     tracing::warn!("{PREFIX}{name} means nothing to gradfs: did you mean {PREFIX}{meant}?");
@@ -159,30 +214,31 @@ impl Layer {
     }
 
     /// The configuration file at `path`.
-    pub fn file(path: &Path) -> Result<Layer, Error> {
+    pub fn file(&'static self, path: &Path) -> Result<Layer, Error> {
         let text = std::fs::read_to_string(path).map_err(|e| {
             Error::usage(format!("cannot read the configuration {}", path.display()))
                 .caused_by(e)
                 .hint(format!("--config and {CONFIG_VARIABLE} name a TOML file"))
         })?;
-        Layer::from_toml(path, &text)
+        self.parse(path, &text)
     }
 
     /// The configuration `text`, read from `path`. Relative paths in it start from its directory.
-    pub fn from_toml(path: &Path, text: &str) -> Result<Layer, Error> {
+    pub fn parse(&'static self, path: &Path, text: &str) -> Result<Layer, Error> {
         let shown = path.display();
         let table: toml::Table = text.parse().map_err(|e: toml::de::Error| {
             Error::usage(format!("{shown} is not valid TOML"))
                 .caused_by(e.to_string().trim_end().to_owned())
                 .hint("write one setting a line: key = value, with texts in double quotes")
         })?;
-        let mut layer = Layer { source: Source::File(path.to_owned()), values: BTreeMap::new() };
+        let mut layer = Layer::new(self, Source::File(path.to_owned()));
         for (name, value) in table {
-            let Some(key) = known(&name) else {
-                let hint = match nearest(&name, 4) {
+            let Some(key) = self.known(&name) else {
+                let hint = match self.nearest(&name, 4) {
                     Some(meant) => format!("did you mean {meant}?"),
                     None => {
-                        "gradfs up --help lists the options: --some-option is some_option in the file".into()
+                        let help = self.help;
+                        format!("{help} lists the options: --some-option is some_option in the file")
                     }
                 };
                 return Err(Error::usage(format!("{shown}: unknown key {name}")).hint(hint));
@@ -204,21 +260,6 @@ impl Layer {
         }
         Ok(layer)
     }
-
-    /// The values of `key`.
-    pub fn get(&self, key: &str) -> Option<&[OsString]> {
-        self.values.get(key).map(Vec::as_slice)
-    }
-
-    /// How a user would call the place where `key` was given.
-    pub fn origin(&self, key: &str) -> String {
-        match &self.source {
-            Source::Flags if matches!(key, "models" | "mount") => key.into(),
-            Source::Flags => format!("--{}", key.replace('_', "-")),
-            Source::Environment => format!("{PREFIX}{}", key.to_uppercase()),
-            Source::File(path) => format!("{}: {key}", path.display()),
-        }
-    }
 }
 
 /// A TOML value as the text one would have given as a flag.
@@ -230,18 +271,6 @@ fn scalar(value: toml::Value) -> Option<OsString> {
         toml::Value::Boolean(yes) => yes.to_string().into(),
         toml::Value::Datetime(_) | toml::Value::Array(_) | toml::Value::Table(_) => return None,
     })
-}
-
-/// The key that needs the fewest edits to become `name`, at most `limit`. With more than a third of the
-/// letters changed, anything would resemble some key.
-fn nearest(name: &str, limit: usize) -> Option<&'static str> {
-    let plain = name.replace('-', "_").to_lowercase();
-    let limit = limit.min(plain.chars().count() / 3);
-    KEYS.iter()
-        .map(|key| (edits(&plain, key.name), key.name))
-        .min()
-        .filter(|(edits, _)| *edits <= limit)
-        .map(|(_, name)| name)
 }
 
 /// Levenshtein distance.
@@ -269,25 +298,25 @@ mod tests {
         assert_eq!(edits("", "abc"), 3);
         assert_eq!(edits("kitten", "sitting"), 3);
         assert_eq!(edits("same", "same"), 0);
-        assert_eq!(nearest("block-size", 0), Some("block_size"));
-        assert_eq!(nearest("lerning_rate", 2), Some("learning_rate"));
-        assert_eq!(nearest("zzzzzzzzzz", 2), None);
+        assert_eq!(UP.nearest("block-size", 0), Some("block_size"));
+        assert_eq!(UP.nearest("lerning_rate", 2), Some("learning_rate"));
+        assert_eq!(UP.nearest("zzzzzzzzzz", 2), None);
     }
 
     #[test]
     fn unknown_toml_keys_are_named_with_the_nearest() {
-        let error = Layer::from_toml(Path::new("job.toml"), "lerning_rate = 0.1").unwrap_err();
+        let error = UP.parse(Path::new("job.toml"), "lerning_rate = 0.1").unwrap_err();
         assert_eq!(error.message, "job.toml: unknown key lerning_rate");
         assert_eq!(error.hint.as_deref(), Some("did you mean learning_rate?"));
         assert_eq!(error.exit_code(), 2);
         // Sections are keys too.
-        assert!(Layer::from_toml(Path::new("job.toml"), "[reduce]\nx = 1").is_err());
+        assert!(UP.parse(Path::new("job.toml"), "[reduce]\nx = 1").is_err());
     }
 
     #[test]
     fn unknown_toml_keys_that_resemble_none_get_no_guess() {
         let hint = |key: &str| {
-            let error = Layer::from_toml(Path::new("job.toml"), &format!("{key} = 1")).unwrap_err();
+            let error = UP.parse(Path::new("job.toml"), &format!("{key} = 1")).unwrap_err();
             assert_eq!(error.message, format!("job.toml: unknown key {key}"));
             error.hint.unwrap()
         };
@@ -310,7 +339,7 @@ mod tests {
     fn toml_values_are_the_texts_of_flags() {
         let text = "models = ['a.safetensors', '/m/b.safetensors']\nname = 'x'\nsize = 65_536\n\
                     learning_rate = 1e-3\nallow_other = true\nmount = 'mnt'";
-        let layer = Layer::from_toml(Path::new("/etc/job.toml"), text).unwrap();
+        let layer = UP.parse(Path::new("/etc/job.toml"), text).unwrap();
         assert_eq!(layer.get("models").unwrap(), ["/etc/a.safetensors", "/m/b.safetensors"]);
         assert_eq!(layer.get("mount").unwrap(), ["/etc/mnt"]);
         assert_eq!(layer.get("name").unwrap(), ["x"]);
@@ -324,15 +353,15 @@ mod tests {
     #[test]
     fn toml_of_the_wrong_shape_is_refused() {
         for text in ["learners = [1]", "name = [1979-05-27]", "lease = {a = 1}", "size = ", "size 1"] {
-            let error = Layer::from_toml(Path::new("job.toml"), text).unwrap_err();
+            let error = UP.parse(Path::new("job.toml"), text).unwrap_err();
             assert!(error.message.starts_with("job.toml"), "{text}: {}", error.message);
         }
-        assert!(Layer::file(Path::new("/nonexistent/job.toml")).is_err());
+        assert!(UP.file(Path::new("/nonexistent/job.toml")).is_err());
     }
 
     #[test]
     fn environment_is_read_by_prefix() {
-        let layer = Layer::environment(
+        let layer = UP.environment(
             [
                 ("GRADFS_LEARNING_RATE", "0.5"),
                 ("GRADFS_NAME", "a, b"),

@@ -3,7 +3,7 @@
 use super::*;
 
 fn flags(pairs: &[(&'static str, &str)]) -> Layer {
-    let mut layer = Layer::flags();
+    let mut layer = UP.flags();
     for (key, value) in pairs {
         // A comma separates values, as nothing here holds one.
         layer.set(key, value.split(','));
@@ -12,11 +12,11 @@ fn flags(pairs: &[(&'static str, &str)]) -> Layer {
 }
 
 fn environment(pairs: &[(&str, &str)]) -> Layer {
-    Layer::environment(pairs.iter().map(|(k, v)| (k.into(), v.into())))
+    UP.environment(pairs.iter().map(|(k, v)| (k.into(), v.into())))
 }
 
 fn file(text: &str) -> Layer {
-    Layer::from_toml(Path::new("/etc/job.toml"), text).unwrap()
+    UP.parse(Path::new("/etc/job.toml"), text).unwrap()
 }
 
 /// A configuration of a blank model with these flags in addition.
@@ -69,14 +69,14 @@ fn flags_beat_environment_beats_file_beats_default() {
     assert_eq!(config.origins["learning_rate"], "--learning-rate");
     assert_eq!(config.origins["reducer"], "GRADFS_REDUCER");
 
-    let config = UpConfig::merge(&[Layer::flags(), env, toml.clone()]).unwrap();
+    let config = UpConfig::merge(&[UP.flags(), env, toml.clone()]).unwrap();
     assert_eq!(config.settings["learning_rate"], "2");
     assert_eq!(config.mountpoint, Path::new("/etc/x"));
 
-    let config = UpConfig::merge(&[Layer::flags(), environment(&[]), toml]).unwrap();
+    let config = UpConfig::merge(&[UP.flags(), environment(&[]), toml]).unwrap();
     assert_eq!(config.settings["learning_rate"], "3");
     assert_eq!(config.origins["learning_rate"], "/etc/job.toml: learning_rate");
-    let error = config.setting_error("learning_rate", "too fast");
+    let error = setting_error(&config.origins, "learning_rate", "too fast");
     assert_eq!(error.message, "/etc/job.toml: learning_rate: too fast");
 }
 
@@ -84,7 +84,7 @@ fn flags_beat_environment_beats_file_beats_default() {
 fn complaints_name_the_source() {
     let env = environment(&[("GRADFS_THREADS", "many")]);
     let toml = file("mount = '/mnt'\nsize = '1MiB'");
-    let error = UpConfig::merge(&[Layer::flags(), env, toml]).unwrap_err();
+    let error = UpConfig::merge(&[UP.flags(), env, toml]).unwrap_err();
     assert!(error.message.starts_with("GRADFS_THREADS: \"many\""), "{}", error.message);
     let toml = file("mount = '/mnt'\nsize = '1MiB'\nblock_size = 1000");
     let error = UpConfig::merge(&[toml]).unwrap_err();

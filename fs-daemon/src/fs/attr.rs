@@ -66,7 +66,7 @@ impl Fs {
     }
 
     fn file_attributes(&self, model: &Model, file: File, base: Attributes) -> FsResult<Attributes> {
-        let newest = || published(model, model.shard.version()).unwrap_or(model.started);
+        let newest = || published(model, model.job.version()).unwrap_or(model.started);
         let of = |version: Version| published(model, version).ok_or_else(FsError::not_found);
         let size = model.layout.size();
         let with_header = model.safetensors_header_len() + size;
@@ -97,18 +97,18 @@ impl Fs {
             }
             File::Device => Attributes { size, mode: 0o600, modified: newest(), ..base },
             File::VersionText => {
-                Attributes { size: text_len(model.shard.version()), modified: newest(), ..base }
+                Attributes { size: text_len(model.job.version()), modified: newest(), ..base }
             }
             File::LearnerVersion(id) => {
                 model.learner(id)?;
-                Attributes { size: text_len(model.shard.version()), modified: newest(), ..base }
+                Attributes { size: text_len(model.job.version()), modified: newest(), ..base }
             }
             File::Status => {
                 let size = text::status(model, &self.mount_status()).len() as u64;
                 Attributes { size, modified: newest(), ..base }
             }
             File::Versions => {
-                Attributes { links: 2 + model.shard.retained().len() as u32, modified: newest(), ..base }
+                Attributes { links: 2 + model.job.retained().len() as u32, modified: newest(), ..base }
             }
             File::Learners => Attributes { links: 2 + model.learners().len() as u32, ..base },
             File::Learner(id) => Attributes { modified: model.learner(id)?.joined, ..base },
@@ -119,7 +119,7 @@ impl Fs {
             File::Controls => base,
             File::Control(i) => {
                 let (name, _) = SETTINGS.get(i as usize).ok_or_else(FsError::not_found)?;
-                let value = model.shard.controls().get(name).unwrap_or_default();
+                let value = model.job.controls().get(name).unwrap_or_default();
                 Attributes { size: value.len() as u64 + 1, mode: 0o644, ..base }
             }
         })
@@ -131,8 +131,8 @@ impl Fs {
         let mut space = Space { block_size: 4096, ..Space::default() };
         for model in &self.models {
             let pages = model.layout.size().div_ceil(4096);
-            let most = u64::from(model.shard.controls().max_versions);
-            let used = model.shard.status().versions.len() as u64;
+            let most = u64::from(model.job.controls().max_versions);
+            let used = model.job.versions().len() as u64;
             space.blocks += pages * most;
             space.free += pages * most.saturating_sub(used);
             space.files += 32 + model.layout.tensors().len() as u64;
@@ -155,7 +155,7 @@ pub struct Space {
 }
 
 fn published(model: &Model, version: Version) -> Option<SystemTime> {
-    model.shard.get(version).map(|(_, at)| at)
+    model.job.get(version).map(|view| view.published)
 }
 
 fn text_len(version: Version) -> u64 {

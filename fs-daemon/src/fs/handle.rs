@@ -8,7 +8,7 @@ use libmodelio::contributor::Share;
 use libmodelio::ids::Version;
 use libmodelio::publisher::Publisher;
 use parking_lot::{Mutex, RwLock};
-use ps_backend::region_store::VersionBuffer;
+use ps_backend::job::VersionMemory;
 
 use super::model::{Learner, Model};
 use super::node::{File, Node};
@@ -33,7 +33,7 @@ pub struct VersionHandle {
     /// Which version.
     pub version: Version,
     /// Its memory.
-    pub buffer: Arc<VersionBuffer>,
+    pub memory: Arc<dyn VersionMemory>,
     /// What stands in front of the bytes in this file.
     pub header: Arc<[u8]>,
     /// The bytes of the model that follow it.
@@ -43,27 +43,27 @@ pub struct VersionHandle {
 impl VersionHandle {
     /// Pins `version` for as long as the handle lives; `None` when it is gone.
     pub fn pin(model: &Arc<Model>, version: Version) -> Option<VersionHandle> {
-        if !model.shard.pin(version) {
+        if !model.job.pin(version) {
             return None;
         }
-        let Some((buffer, _)) = model.shard.get(version) else {
-            model.shard.unpin(version, 1);
+        let Some(view) = model.job.get(version) else {
+            model.job.unpin(version, 1);
             return None;
         };
         let bytes = 0..model.layout.size();
         let model = Arc::clone(model);
-        Some(VersionHandle { model, version, buffer, header: Arc::new([]), bytes })
+        Some(VersionHandle { model, version, memory: view.memory, header: Arc::new([]), bytes })
     }
 
     /// Pins the newest version.
     pub fn pin_newest(model: &Arc<Model>) -> Option<VersionHandle> {
-        VersionHandle::pin(model, model.shard.version())
+        VersionHandle::pin(model, model.job.version())
     }
 }
 
 impl Drop for VersionHandle {
     fn drop(&mut self) {
-        self.model.shard.unpin(self.version, 1);
+        self.model.job.unpin(self.version, 1);
     }
 }
 

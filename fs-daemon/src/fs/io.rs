@@ -8,19 +8,15 @@ use libmodelio::contributor::{ContributeError, Fill};
 use libmodelio::ids::Version;
 use libmodelio::publisher::Publisher;
 use libmodelio::transport::ShardError;
-use ps_backend::controls::SETTINGS;
 use ps_backend::reducer::Reducer;
 
 use super::doubts::{Settled, Then};
 use super::errno::{FsError, FsResult};
-use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, VersionHandle};
+use super::handle::{ContributionHandle, Handle, PublishHandle, VersionHandle};
 use super::node::{File, Node};
 use super::waits::Asked;
 use super::{Caller, Chore, DEATH_PATIENCE, Done, Fs, Wake};
 use crate::process::{Exit, is_killed_or_kernel};
-
-/// Longest value of a setting.
-const MAX_SETTING: usize = 4096;
 
 impl Fs {
     /// Reads up to `len` bytes at `offset` and gives them to `with`, without a copy where possible.
@@ -59,11 +55,13 @@ impl Fs {
         }
     }
 
-    /// Writes. `from_mapping`: the kernel writes back pages that a program stored through mmap.
+    /// Writes. `from_mapping`: the kernel writes back pages that a program stored through mmap. Settings are
+    /// answered when the job has answered; all else before this returns.
     ///
     /// # Errors
     /// With nothing changed: EFBIG past the end, EINVAL for bytes already sent or for an unfit setting,
-    /// EBUSY while a commit runs, ECANCELED below `min_learners`, EBADF for a file not open for writing.
+    /// EBUSY while a commit runs, ECANCELED below `min_learners`, EBADF for a file not open for writing. ETIMEDOUT
+    /// and EIO when nobody said whether a setting was changed.
     pub fn write(
         &self,
         fh: u64,
@@ -71,44 +69,14 @@ impl Fs {
         data: &[u8],
         from_mapping: bool,
         caller: Caller,
-    ) -> FsResult<()> {
-        let handle = self.handle(fh)?;
-        match &*handle {
-            Handle::Contribution(contribution) => {
-                let contributor = &contribution.learner.contributor;
-                if from_mapping {
-                    if !contribution.mappable {
-                        return Err(FsError::new(
-                            libc::EIO,
-                            "device cannot be mapped to write: map gradients",
-                        ));
-                    }
-                    return Ok(contributor.store_mapped(offset, data)?);
-                }
-                contribution.note_writer(caller.tid);
-                let mut share = contribution.share();
-                let outcome = contributor.write(&mut share, offset, data, contribution.model.timeout());
-                contribution.set_share(share);
-                Ok(outcome?)
-            }
-            Handle::Publish(publish) => {
-                publish.users.lock().note(caller.tid);
-                let publisher = {
-                    let mut publisher = publish.publisher.lock();
-                    match &*publisher {
-                        Some(publisher) => Arc::clone(publisher),
-                        None => {
-                            publish.model.shard.may_assign()?;
-                            let channel = Arc::clone(&publish.model.channel);
-                            let new = Publisher::new(channel, publish.model.timeout())?;
-                            Arc::clone(publisher.insert(Arc::new(new)))
-                        }
-                    }
-                };
-                Ok(publisher.write(offset, data)?)
-            }
-            Handle::Text(text) => set(text, offset, data),
-            Handle::Version(_) => Err(FsError::new(libc::EBADF, "not open for writing")),
+        done: impl FnOnce(FsResult<()>) + Send + 'static,
+    ) {
+        match self.handle(fh) {
+            Err(error) => done(Err(error)),
+            Ok(handle) => match &*handle {
+                Handle::Text(text) => self.set(text, offset, data, caller, Box::new(done)),
+                handle => done(write_data(handle, offset, data, from_mapping, caller)),
+            },
         }
     }
 
@@ -257,7 +225,7 @@ impl Fs {
         else {
             return Ok(true);
         };
-        let is_new = || model.shard.version() != Version(text.seen.load(Ordering::Relaxed));
+        let is_new = || model.job.version() != Version(text.seen.load(Ordering::Relaxed));
         if !is_new()
             && let Some(wake) = wake
         {
@@ -283,7 +251,7 @@ fn read_version<R>(
     let size = header + (handle.bytes.end - handle.bytes.start);
     let end = offset.saturating_add(len as u64).min(size);
     let data = |from: u64, to: u64| {
-        handle.buffer.bytes(handle.bytes.start + from - header..handle.bytes.start + to - header)
+        handle.memory.bytes(handle.bytes.start + from - header..handle.bytes.start + to - header)
     };
     if offset >= end {
         with(Ok(&[]))
@@ -298,20 +266,41 @@ fn read_version<R>(
     }
 }
 
-/// Writes a setting.
-fn set(text: &TextHandle, offset: u64, data: &[u8]) -> FsResult<()> {
-    let (Some(index), Some(model)) = (text.control(), &text.model) else {
-        return Err(FsError::new(libc::EBADF, "not open for writing"));
-    };
-    let (name, _) = SETTINGS.get(index as usize).ok_or_else(FsError::not_found)?;
-    let invalid = |why: &str| FsError::new(libc::EINVAL, format!("control/{name}: {why}"));
-    if offset != 0 || data.len() > MAX_SETTING {
-        return Err(invalid("write the whole value at once"));
+/// Writes what is not a setting.
+fn write_data(handle: &Handle, offset: u64, data: &[u8], from_mapping: bool, caller: Caller) -> FsResult<()> {
+    match handle {
+        Handle::Contribution(contribution) => {
+            let contributor = &contribution.learner.contributor;
+            if from_mapping {
+                if !contribution.mappable {
+                    return Err(FsError::new(libc::EIO, "device cannot be mapped to write: map gradients"));
+                }
+                return Ok(contributor.store_mapped(offset, data)?);
+            }
+            contribution.note_writer(caller.tid);
+            let mut share = contribution.share();
+            let outcome = contributor.write(&mut share, offset, data, contribution.model.timeout());
+            contribution.set_share(share);
+            Ok(outcome?)
+        }
+        Handle::Publish(publish) => {
+            publish.users.lock().note(caller.tid);
+            let publisher = {
+                let mut publisher = publish.publisher.lock();
+                match &*publisher {
+                    Some(publisher) => Arc::clone(publisher),
+                    None => {
+                        publish.model.job.may_assign()?;
+                        let channel = Arc::clone(&publish.model.channel);
+                        let new = Publisher::new(channel, publish.model.timeout())?;
+                        Arc::clone(publisher.insert(Arc::new(new)))
+                    }
+                }
+            };
+            Ok(publisher.write(offset, data)?)
+        }
+        Handle::Version(_) | Handle::Text(_) => Err(FsError::new(libc::EBADF, "not open for writing")),
     }
-    let value = std::str::from_utf8(data).map_err(|_| invalid("not text"))?;
-    model.shard.set_control(name, value).map_err(|error| invalid(&error.to_string()))?;
-    tracing::info!(model = model.name, setting = name, value = value.trim(), "set");
-    Ok(())
 }
 
 /// Whether closing a descriptor is the opener's own doing. (Whether it is its death's is asked before.)
@@ -349,7 +338,7 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
     let Handle::Contribution(contribution) = &*handle else { return done(Ok(())) };
     let model = &contribution.model;
     let contributor = Arc::clone(&contribution.learner.contributor);
-    let controls = model.shard.controls();
+    let controls = model.job.controls();
     let fill = if controls.reducer == Reducer::Assign { Fill::Present } else { Fill::Zero };
     let mapped = closing == Closing::No && contribution.mappable && !contributor.is_open();
     let of_closure = Arc::clone(&handle);
@@ -420,7 +409,7 @@ fn publish(handle: &Arc<Handle>, done: Done<()>) {
 
 /// NaN and Inf are refused in new weights as in gradients.
 fn check_finite(publish: &PublishHandle, publisher: &Publisher) -> FsResult<()> {
-    publish.model.shard.check_finite(publisher.buffer(), &publisher.written())?;
+    publish.model.job.check_finite(publisher.buffer(), &publisher.written())?;
     Ok(())
 }
 

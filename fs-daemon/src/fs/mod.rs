@@ -10,10 +10,12 @@ pub mod node;
 pub mod text;
 
 mod attr;
+mod beside;
 mod doubts;
 mod io;
 mod names;
 mod open;
+mod settings;
 mod waits;
 mod xattr;
 
@@ -25,7 +27,7 @@ use std::time::{Duration, Instant, SystemTime};
 use libmodelio::ids::{LearnerId, Version};
 use libmodelio::transport::LeaveReason;
 use parking_lot::Mutex;
-use ps_backend::embedded::Event;
+use ps_backend::job::Event;
 
 use self::doubts::Settled;
 use self::errno::{FsError, FsResult};
@@ -121,7 +123,7 @@ impl Fs {
         });
         for model in &fs.models {
             let (index, chores) = (model.index, fs.chores.clone());
-            model.shard.subscribe(Box::new(move |event| {
+            model.job.subscribe(Box::new(move |event| {
                 // The receiver only goes when the mount does.
                 let _ = chores.send(match event {
                     Event::Published(_) => Chore::Published(index),
@@ -184,7 +186,7 @@ impl Fs {
         if let Some(Node::Model(index, file)) = Node::from_ino(ino)
             && let (Some(version), Ok(model)) = (file.version(), self.model(index))
         {
-            model.shard.unpin(version, count);
+            model.job.unpin(version, count);
         }
     }
 
@@ -197,7 +199,7 @@ impl Fs {
             if let (Exit::Signal(_), true) = (exit, alone) {
                 tracing::warn!(model = model.name, learner = learner.name, "its process {exit}");
                 // It may have left by itself meanwhile.
-                let _ = model.leave(learner.id, LeaveReason::Died);
+                model.send_leave(learner.id, LeaveReason::Died);
             }
         }
     }
@@ -208,10 +210,10 @@ impl Fs {
         self.pollers.lock().insert(fh, (model, wake));
     }
 
-    /// Fails what waits and ends the shards.
+    /// Fails what waits and ends the jobs.
     pub fn shut_down(&self) {
         for model in &self.models {
-            model.shard.shut_down();
+            model.job.shut_down();
         }
     }
 }
@@ -305,8 +307,8 @@ impl Fs {
             kernel.forget_name(Node::Model(index, File::Learner(learner.id)).ino(), "weights");
         }
         let versions = Node::Model(index, File::Versions).ino();
-        let retained = model.shard.retained();
-        for old in model.shard.versions() {
+        let retained = model.job.retained();
+        for old in model.job.versions() {
             if !retained.contains(&old) {
                 kernel.forget_name(versions, &old.to_string());
             }
@@ -318,7 +320,7 @@ impl Fs {
     /// long as versions are there that nobody should want any more.
     fn drop_leftovers(&self, kernel: &dyn Kernel) {
         for model in &self.models {
-            if model.shard.versions().len() > model.shard.retained().len() {
+            if model.job.versions().len() > model.job.retained().len() {
                 self.drop_moved_names(model, kernel);
             }
         }
@@ -337,13 +339,13 @@ impl Fs {
     /// in the kernel's cache and with it the version in memory. So each name is dropped by itself, again
     /// until the version is gone.
     fn drop_old_names(&self, model: &Model, kernel: &dyn Kernel) {
-        let retained = model.shard.retained();
+        let retained = model.job.retained();
         let mut old = Vec::new();
         self.names.lock().retain(|(index, version), names| {
             if *index != model.index || retained.contains(version) {
                 return true;
             }
-            let exists = model.shard.get(*version).is_some();
+            let exists = model.job.get(*version).is_some();
             if exists {
                 old.extend(names.iter().cloned());
             }
@@ -358,3 +360,6 @@ impl Fs {
         self.next_watch.fetch_add(1, Ordering::Relaxed)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,4 +1,4 @@
-//! One model of the mount: its shard, its headers, and its learners as directories.
+//! One model of the mount: its job, its headers, and its learners as directories.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -11,18 +11,18 @@ use libmodelio::layout::ModelLayout;
 use libmodelio::transport::{Channel, Device, LeaveReason, Message, Reply};
 use libmodelio::{npy, safetensors_file};
 use parking_lot::Mutex;
-use ps_backend::embedded::EmbeddedShard;
+use ps_backend::job::Job;
 
 use super::doubts::Doubts;
 use super::errno::{FsError, FsResult};
 use super::node::MAX_JOINS;
 use crate::process::{Process, Watcher};
 
-/// Directory name of the mount's own learner, which joins with the first write to `gradients`.
+/// Directory name of the own learner of a mount that has its job to itself.
 pub const OWN_LEARNER: &str = "mount";
 
 /// Longest answer to wait for where a request has no deadline of its own.
-const PROMPT: Duration = Duration::from_secs(10);
+pub const PROMPT: Duration = Duration::from_secs(10);
 
 /// A learner that is in the job.
 pub struct Learner {
@@ -57,11 +57,11 @@ pub struct Model {
     pub index: u8,
     /// Tensors and blocks.
     pub layout: Arc<ModelLayout>,
-    /// Where it is aggregated.
-    pub shard: Arc<EmbeddedShard>,
-    /// The transport to it.
+    /// Its versions, its settings and who is in it.
+    pub job: Arc<dyn Job>,
+    /// The transport to where it is aggregated.
     pub device: Arc<dyn Device>,
-    /// The connection to it.
+    /// The connection to there.
     pub channel: Arc<dyn Channel>,
     /// Bytes that went through the mount.
     pub traffic: Arc<Traffic>,
@@ -71,6 +71,8 @@ pub struct Model {
     pub metadata: BTreeMap<String, String>,
     /// Header of `tensors/<name>.npy`, by tensor.
     pub npy_headers: Vec<Arc<[u8]>>,
+    /// Name of the mount's own learner, which joins with the first open of `gradients`.
+    pub own_name: String,
     learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
     /// Held while the mount's own learner joins.
     joining: Mutex<()>,
@@ -80,18 +82,20 @@ pub struct Model {
 }
 
 impl Model {
-    /// A model over its shard.
+    /// A model over its job, reached by `device`. `own_name` is what the mount's own learner is called: mounts that
+    /// share a job need different ones.
     ///
     /// # Errors
     /// When the device does not connect.
     pub fn new(
         name: String,
         index: u8,
-        shard: Arc<EmbeddedShard>,
+        job: Arc<dyn Job>,
         device: Arc<dyn Device>,
         metadata: BTreeMap<String, String>,
+        own_name: String,
     ) -> FsResult<Model> {
-        let layout = Arc::clone(shard.layout());
+        let layout = Arc::clone(job.layout());
         let npy_headers = layout.tensors().iter().map(|tensor| npy::npy_header(tensor).into()).collect();
         let model = Model {
             name,
@@ -99,11 +103,12 @@ impl Model {
             channel: device.connect()?,
             device,
             layout,
-            shard,
+            job,
             traffic: Arc::default(),
             started: SystemTime::now(),
             metadata,
             npy_headers,
+            own_name,
             learners: Mutex::default(),
             joining: Mutex::default(),
             watched: Mutex::default(),
@@ -129,7 +134,7 @@ impl Model {
 
     /// Longest wait of an open, fsync or close.
     pub fn timeout(&self) -> Duration {
-        self.shard.controls().timeout
+        self.job.controls().timeout
     }
 
     /// Learners in the job, by number.
@@ -147,7 +152,7 @@ impl Model {
         self.learners.lock().values().find(|learner| learner.name == name).cloned()
     }
 
-    /// A learner joins.
+    /// A learner joins. Waits for the job's answer.
     ///
     /// # Errors
     /// EEXIST for a name in use, EDQUOT when the job is full, ENOMEM.
@@ -171,7 +176,7 @@ impl Model {
                 return Err(error.into());
             }
         };
-        if self.shard.controls().learners > 1 {
+        if self.job.controls().learners > 1 {
             // With others about, blocks will wait in staging: take its pages now, beside the request, for it takes
             // a second a few gigabytes. A shortage shows when they are written; it need not fail the join.
             let (contributor, learner) = (Arc::clone(&contributor), name.to_owned());
@@ -202,25 +207,29 @@ impl Model {
         Ok(learner)
     }
 
-    /// The mount's own learner, joining if it is not in the job.
+    /// The mount's own learner, if it is in the job.
+    pub fn own_learner(&self) -> Option<Arc<Learner>> {
+        self.learner_named(&self.own_name).filter(|learner| self.job.has_learner(learner.id))
+    }
+
+    /// The mount's own learner, joining if it is not in the job. Waits for the job's answer then.
     ///
     /// # Errors
     /// As [`Self::join`].
-    pub fn own_learner(&self) -> FsResult<Arc<Learner>> {
+    pub fn join_own(&self) -> FsResult<Arc<Learner>> {
         // Several programs may open gradients for the first time at once.
         let _joining = self.joining.lock();
-        match self.learner_named(OWN_LEARNER) {
-            Some(learner) if self.shard.has_learner(learner.id) => Ok(learner),
-            Some(gone) => {
-                // Its lease is over, and the word of it still under way.
-                self.learners.lock().remove(&gone.id);
-                self.join(OWN_LEARNER)
-            }
-            None => self.join(OWN_LEARNER),
+        if let Some(learner) = self.own_learner() {
+            return Ok(learner);
         }
+        if let Some(gone) = self.learner_named(&self.own_name) {
+            // Its lease is over, and the word of it still under way.
+            self.learners.lock().remove(&gone.id);
+        }
+        self.join(&self.own_name)
     }
 
-    /// A learner leaves the job.
+    /// A learner leaves the job. Waits for the job's answer.
     ///
     /// # Errors
     /// ENOENT when it is not in it.
@@ -229,7 +238,8 @@ impl Model {
         Ok(())
     }
 
-    fn send_leave(&self, learner: LearnerId, reason: LeaveReason) {
+    /// A learner leaves the job, whenever the job hears of it.
+    pub fn send_leave(&self, learner: LearnerId, reason: LeaveReason) {
         self.channel.send(Message::Leave { learner, reason }, PROMPT, Box::new(|_| {}));
     }
 
@@ -251,7 +261,7 @@ impl Model {
         use_.handles = if opened { use_.handles + 1 } else { use_.handles.saturating_sub(1) };
         let attached = use_.handles > 0 || !use_.processes.is_empty();
         drop(use_);
-        self.shard.touch(learner.id, Some(attached));
+        self.job.touch(learner.id, Some(attached));
     }
 
     /// `process` has the learner's `gradients` open: its violent end is the learner's.
@@ -280,7 +290,7 @@ impl Model {
         let alone = use_.processes.is_empty();
         let attached = use_.handles > 0 || !alone;
         drop(use_);
-        self.shard.touch(id, Some(attached));
+        self.job.touch(id, Some(attached));
         Some((learner, alone))
     }
 

@@ -3,14 +3,15 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use libmodelio::ids::Version;
+use libmodelio::ids::{LearnerId, Version};
 use libmodelio::transport::LeaveReason;
 use ps_backend::controls::SETTINGS;
 
+use super::beside::beside;
 use super::errno::{FsError, FsResult};
 use super::model::Model;
 use super::node::{File, Node};
-use super::{Attributes, Fs};
+use super::{Attributes, Done, Fs};
 
 /// A directory entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -67,7 +68,7 @@ impl Fs {
     fn pin(&self, node: Node) -> FsResult<bool> {
         let Node::Model(index, file) = node else { return Ok(false) };
         let Some(version) = file.version() else { return Ok(false) };
-        if self.model(index)?.shard.pin(version) { Ok(true) } else { Err(FsError::not_found()) }
+        if self.model(index)?.job.pin(version) { Ok(true) } else { Err(FsError::not_found()) }
     }
 
     /// All names in a directory, `.` and `..` first.
@@ -104,35 +105,56 @@ impl Fs {
         Ok(entries)
     }
 
-    /// A learner joins.
+    /// A learner joins. The job is asked, so the answer may come later.
     ///
     /// # Errors
     /// EPERM outside of `learners/`, EEXIST, EINVAL for an unfit name, EDQUOT.
-    pub fn make_dir(&self, parent: u64, name: &OsStr) -> FsResult<Attributes> {
+    pub fn make_dir(self: &Arc<Self>, parent: u64, name: &OsStr, done: Done<Attributes>) {
+        let (model, name) = match self.joins_as(parent, name) {
+            Ok((model, name)) => (Arc::clone(model), name.to_owned()),
+            Err(error) => return done(Err(error)),
+        };
+        let this = Arc::clone(self);
+        beside("gradfs-join", move || {
+            let joined = model.join(&name);
+            let dir = |id| this.attributes(Node::Model(model.index, File::Learner(id)).ino());
+            done(joined.and_then(|learner| dir(learner.id)));
+        });
+    }
+
+    fn joins_as<'a>(&self, parent: u64, name: &'a OsStr) -> FsResult<(&Arc<Model>, &'a str)> {
         let Node::Model(index, File::Learners) = self.node(parent)? else {
             return Err(FsError::new(libc::EPERM, "directories can only be made in learners/"));
         };
-        let model = self.model(index)?;
-        let name = learner_name(name)?;
-        let learner = model.join(name)?;
-        self.attributes(Node::Model(index, File::Learner(learner.id)).ino())
+        Ok((self.model(index)?, learner_name(name)?))
     }
 
-    /// A learner leaves.
+    /// A learner leaves. The job is asked, so the answer may come later.
     ///
     /// # Errors
     /// EPERM outside of `learners/`, ENOENT.
-    pub fn remove_dir(&self, parent: u64, name: &OsStr) -> FsResult<()> {
+    pub fn remove_dir(self: &Arc<Self>, parent: u64, name: &OsStr, done: Done<()>) {
+        let (model, learner) = match self.leaves_as(parent, name) {
+            Ok((model, learner)) => (Arc::clone(model), learner),
+            Err(error) => return done(Err(error)),
+        };
+        let this = Arc::clone(self);
+        beside("gradfs-leave", move || {
+            done(model.leave(learner, LeaveReason::Asked).map(|()| {
+                // The directory goes with the answer, not whenever the chore comes round.
+                this.learner_left(&model, learner, LeaveReason::Asked);
+            }));
+        });
+    }
+
+    fn leaves_as(&self, parent: u64, name: &OsStr) -> FsResult<(&Arc<Model>, LearnerId)> {
         let Node::Model(index, File::Learners) = self.node(parent)? else {
             return Err(FsError::new(libc::EPERM, "only directories in learners/ can be removed"));
         };
         let model = self.model(index)?;
         let learner =
             name.to_str().and_then(|name| model.learner_named(name)).ok_or_else(FsError::not_found)?;
-        model.leave(learner.id, LeaveReason::Asked)?;
-        // The directory goes with the answer, not whenever the chore comes round.
-        self.learner_left(model, learner.id, LeaveReason::Asked);
-        Ok(())
+        Ok((model, learner.id))
     }
 }
 
@@ -163,7 +185,7 @@ fn parent_of(index: u8, dir: File) -> Node {
 /// The version directory of this name, if it is retained. Only the plain decimal number is a name.
 fn retained(model: &Model, name: &str) -> Option<Version> {
     let version = Version(name.parse().ok()?);
-    (version.to_string() == name && model.shard.retained().contains(&version)).then_some(version)
+    (version.to_string() == name && model.job.retained().contains(&version)).then_some(version)
 }
 
 fn tensor(model: &Model, name: &str) -> Option<u32> {
@@ -171,7 +193,7 @@ fn tensor(model: &Model, name: &str) -> Option<u32> {
 }
 
 fn lookup_in(model: &Arc<Model>, dir: File, name: &str) -> Option<File> {
-    let newest = || model.shard.version();
+    let newest = || model.job.version();
     match dir {
         File::Dir => Some(match name {
             "weights" => File::Weights(newest()),
@@ -216,7 +238,7 @@ fn lookup_in(model: &Arc<Model>, dir: File, name: &str) -> Option<File> {
 
 fn list_in(model: &Arc<Model>, dir: File) -> FsResult<Vec<(String, File)>> {
     let fixed = |names: &[(&str, File)]| names.iter().map(|(n, f)| ((*n).to_owned(), *f)).collect();
-    let newest = model.shard.version();
+    let newest = model.job.version();
     let tensors = |file: fn(Version, u32) -> File, version| {
         let named = model.layout.tensors().iter().enumerate();
         named.map(|(i, tensor)| (format!("{}.npy", tensor.name), file(version, i as u32))).collect()
@@ -237,7 +259,7 @@ fn list_in(model: &Arc<Model>, dir: File) -> FsResult<Vec<(String, File)>> {
         File::Tensors(version) => tensors(File::Tensor, version),
         File::RetainedTensors(version) => tensors(File::RetainedTensor, version),
         File::Versions => {
-            let versions = model.shard.retained();
+            let versions = model.job.retained();
             versions.into_iter().map(|v| (v.to_string(), File::Retained(v))).collect()
         }
         File::Retained(version) => fixed(&[

@@ -11,10 +11,11 @@ use parking_lot::Mutex;
 use ps_backend::controls::SETTINGS;
 use ps_backend::core::LastCommit;
 
+use super::beside::beside;
 use super::doubts::Then;
 use super::errno::{FsError, FsResult};
 use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, Users, VersionHandle};
-use super::model::{Learner, Model, OWN_LEARNER};
+use super::model::{Learner, Model};
 use super::node::{File, Node};
 use super::waits::Asked;
 use super::{Caller, Done, Fs, text};
@@ -80,10 +81,18 @@ impl Request {
         is_gradients && self.flags.read && !self.contributes_as().is_some_and(is_ready)
     }
 
+    /// Whether the mount's own learner has to join first.
+    fn joins(&self) -> bool {
+        let is_own = matches!(self.file, File::Gradients | File::Device);
+        is_own && self.flags.write && self.model.own_learner().is_none()
+    }
+
     /// Whose contribution it would write into.
     fn contributes_as(&self) -> Option<Arc<Learner>> {
         match self.file {
-            File::Gradients | File::Device if self.flags.write => self.model.learner_named(OWN_LEARNER),
+            File::Gradients | File::Device if self.flags.write => {
+                self.model.learner_named(&self.model.own_name)
+            }
             File::LearnerGradients(id) if self.flags.write => self.model.learner(id).ok(),
             _ => None,
         }
@@ -110,7 +119,7 @@ impl Fs {
         let waits_for = match file {
             File::LearnerWeights(learner, _) => Some(learner),
             File::Weights(_) | File::Safetensors(_) | File::Tensor(..) | File::Device => {
-                model.learner_named(OWN_LEARNER).map(|learner| learner.id)
+                model.learner_named(&model.own_name).map(|learner| learner.id)
             }
             _ => None,
         };
@@ -119,12 +128,12 @@ impl Fs {
         let learner = waits_for
             .filter(|_| flags.read)
             .filter(|&learner| !file.version().is_some_and(|version| is_second_look(learner, version)));
-        let last_commit = learner.map(|learner| (learner, model.shard.last_commit(learner)));
+        let last_commit = learner.map(|learner| (learner, model.job.last_commit(learner)));
         let request = Request { model, node, file, flags, caller };
         match (last_commit, file.version()) {
             (Some((learner, LastCommit::In(version))), Some(named)) if named < version => {
                 // The version with its step came out between the lookup of the name and this.
-                let newest = request.model.shard.version();
+                let newest = request.model.job.version();
                 self.second_looks.expect(caller.tid, index, learner, newest);
                 done(Err(FsError::look_again()));
             }
@@ -175,27 +184,14 @@ impl Fs {
         }
     }
 
-    /// Opens a file; where that takes long, because a region's pages have to be taken first, on a thread of its own.
+    /// Opens a file; where that takes long, because a region's pages have to be taken first or the job has to be asked,
+    /// on a thread of its own.
     fn open_beside(self: &Arc<Self>, request: Request, done: Done<Opened>) {
-        if !request.maps_first() {
+        if !request.maps_first() && !request.joins() {
             return done(self.open_file(&request));
         }
         let this = Arc::clone(self);
-        let of_thread = Arc::new(Mutex::new(Some((request, done))));
-        let kept = Arc::clone(&of_thread);
-        let open = move || {
-            let taken = of_thread.lock().take();
-            if let Some((request, done)) = taken {
-                done(this.open_file(&request));
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("gradfs-open".into()).spawn(open) {
-            tracing::warn!(%error, "no thread to open gradients: other requests wait for it");
-            let taken = kept.lock().take();
-            if let Some((request, done)) = taken {
-                done(self.open_file(&request));
-            }
-        }
+        beside("gradfs-open", move || done(this.open_file(&request)));
     }
 
     fn guard_open(self: &Arc<Self>, caller: Caller, done: Done<Opened>) -> Done<Opened> {
@@ -227,7 +223,7 @@ impl Fs {
             }
             File::Gradients => {
                 writable_contribution(flags)?;
-                self.open_contribution(model, &model.own_learner()?, flags, caller, false)
+                self.open_contribution(model, &model.join_own()?, flags, caller, false)
             }
             File::LearnerGradients(id) => {
                 writable_contribution(flags)?;
@@ -235,7 +231,7 @@ impl Fs {
             }
             File::Device if flags.write => {
                 no_append(flags)?;
-                self.open_contribution(model, &model.own_learner()?, flags, caller, true)
+                self.open_contribution(model, &model.join_own()?, flags, caller, true)
             }
             File::Device => {
                 let handle = VersionHandle::pin_newest(model).ok_or_else(FsError::not_found)?;
@@ -276,7 +272,7 @@ impl Fs {
         // Passthrough has no offset: only the flat file is the memory itself.
         let flat = handle.header.is_empty() && handle.bytes == (0..model.layout.size());
         let way =
-            if flat && self.passthrough { Way::Bypass(handle.buffer.region().clone()) } else { Way::Cached };
+            if flat && self.passthrough { Way::Bypass(handle.memory.region().clone()) } else { Way::Cached };
         self.insert(Handle::Version(handle), way)
     }
 
@@ -332,12 +328,12 @@ impl Fs {
             // A file that can be read and written can be mapped, and its mapping would be the version itself.
             return Err(FsError::new(libc::EACCES, "open weights write-only to publish new ones"));
         }
-        model.shard.may_assign()?;
+        model.job.may_assign()?;
         let publisher = Publisher::new(Arc::clone(&model.channel), model.timeout())?;
         let mut users = Users::default();
         let opener = users.note(caller.tid);
         let reads = VersionHandle::pin(model, version).ok_or_else(FsError::look_again)?;
-        let region = reads.buffer.region().clone();
+        let region = reads.memory.region().clone();
         let handle = PublishHandle {
             model: Arc::clone(model),
             ino: node.ino(),
@@ -373,7 +369,7 @@ impl Fs {
         let Node::Model(_, file) = handle.node else { return Err(FsError::not_found()) };
         Ok(match file {
             File::VersionText | File::LearnerVersion(_) => {
-                let version = model.shard.version();
+                let version = model.job.version();
                 handle.seen.store(version.0, Ordering::Relaxed);
                 format!("{version}\n")
             }
@@ -382,7 +378,7 @@ impl Fs {
             File::LearnerStatus(id) => text::learner_status(model, id)?,
             File::Control(index) => {
                 let (name, _) = SETTINGS.get(index as usize).ok_or_else(FsError::not_found)?;
-                format!("{}\n", model.shard.controls().get(name).unwrap_or_default())
+                format!("{}\n", model.job.controls().get(name).unwrap_or_default())
             }
             _ => return Err(FsError::not_found()),
         })

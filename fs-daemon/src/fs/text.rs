@@ -54,8 +54,8 @@ pub fn readme(models: &[std::sync::Arc<Model>]) -> String {
 
 /// `status.json`.
 pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
-    let status = model.shard.status();
-    let controls = model.shard.controls();
+    let status = model.job.status();
+    let controls = model.job.controls();
     let settings: serde_json::Map<String, serde_json::Value> = SETTINGS
         .iter()
         .map(|(name, _)| ((*name).to_owned(), json!(controls.get(name).unwrap_or_default())))
@@ -74,7 +74,20 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
             })
         })
         .collect();
-    let published = model.shard.get(status.version).map(|(_, at)| at);
+    let shards: Vec<_> = status
+        .shards
+        .iter()
+        .map(|shard| {
+            json!({
+                "id": shard.shard,
+                "address": shard.address,
+                "transport": shard.transport.to_string(),
+                "blocks": shard.blocks,
+                "connected": shard.connected,
+            })
+        })
+        .collect();
+    let published = model.job.get(status.version).map(|view| view.published);
     let published =
         published.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map(|d| round(d.as_secs_f64()));
     let value = json!({
@@ -87,6 +100,7 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
         "block_size": model.layout.block_size(),
         "blocks": model.layout.blocks(),
         "transport": model.device.kind().to_string(),
+        "shards": shards,
         "passthrough": mount.passthrough,
         "open_files": mount.open_files,
         "watched_processes": mount.watched_processes,
@@ -114,7 +128,7 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
 /// ENOENT for a learner that is gone.
 pub fn learner_status(model: &Model, id: LearnerId) -> FsResult<String> {
     let learner = model.learner(id)?;
-    let status = model.shard.status();
+    let status = model.job.status();
     let Some(member) = status.members.iter().find(|member| member.learner == id) else {
         return Err(super::errno::FsError::not_found());
     };

@@ -108,17 +108,18 @@ impl Filesystem for Binding {
         _umask: u32,
         reply: ReplyEntry,
     ) {
-        match self.fs.make_dir(parent.0, name) {
-            Ok(a) => reply.entry_with_ttls(&Duration::ZERO, &Duration::ZERO, &attr(&a), Generation(0)),
-            Err(error) => reply.error(errno("mkdir", &error)),
-        }
+        self.fs.make_dir(
+            parent.0,
+            name,
+            Box::new(move |outcome| match outcome {
+                Ok(a) => reply.entry_with_ttls(&Duration::ZERO, &Duration::ZERO, &attr(&a), Generation(0)),
+                Err(error) => reply.error(errno("mkdir", &error)),
+            }),
+        );
     }
 
     fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        match self.fs.remove_dir(parent.0, name) {
-            Ok(()) => reply.ok(),
-            Err(error) => reply.error(errno("rmdir", &error)),
-        }
+        self.fs.remove_dir(parent.0, name, answer("rmdir", reply));
     }
 
     fn unlink(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
@@ -207,10 +208,11 @@ impl Filesystem for Binding {
         reply: ReplyWrite,
     ) {
         let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
-        match self.fs.write(fh.0, offset, data, from_mapping, caller(request)) {
-            Ok(()) => reply.written(data.len() as u32),
+        let written = data.len() as u32;
+        self.fs.write(fh.0, offset, data, from_mapping, caller(request), move |outcome| match outcome {
+            Ok(()) => reply.written(written),
             Err(error) => reply.error(errno("write", &error)),
-        }
+        });
     }
 
     fn flush(

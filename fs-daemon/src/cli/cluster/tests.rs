@@ -1,0 +1,190 @@
+//! Every flag reaches its configuration, and every command explains itself.
+
+use std::collections::BTreeSet;
+
+use clap::{CommandFactory, Parser};
+
+use super::*;
+use crate::config::CONFIG_VARIABLE;
+use crate::config::ModelSource;
+use crate::config::cluster::{Io, Transport};
+
+/// The commands of a cluster, as they stand beside the others.
+#[derive(Debug, Parser)]
+#[command(name = "gradfs", max_term_width = 100)]
+struct Line {
+    #[command(subcommand)]
+    command: ClusterCommand,
+}
+
+fn parsed(words: &str) -> Result<ClusterCommand, clap::Error> {
+    let words = std::iter::once("gradfs").chain(words.split_whitespace());
+    Line::try_parse_from(words).map(|line| line.command)
+}
+
+/// The configuration that a command line asks for, without any environment.
+macro_rules! config {
+    ($command:ident, $words:expr) => {
+        config!($command, $words, &[])
+    };
+    ($command:ident, $words:expr, $variables:expr) => {{
+        let variables: &[(&str, &str)] = $variables;
+        match parsed($words).unwrap() {
+            ClusterCommand::$command(args) => {
+                args.config(variables.iter().map(|(k, v)| (k.into(), v.into())))
+            }
+            other => panic!("not {}: {other:?}", stringify!($command)),
+        }
+    }};
+}
+
+#[test]
+fn the_definition_is_sound() {
+    Line::command().debug_assert();
+}
+
+#[test]
+fn every_command_has_help_with_examples() {
+    let mut line = Line::command();
+    let names: Vec<String> = line.get_subcommands().map(|command| command.get_name().to_owned()).collect();
+    assert_eq!(names, ["registry", "shard", "create", "mount", "status", "delete", "drain"]);
+    for name in names {
+        let help = line.find_subcommand_mut(&name).unwrap().render_long_help().to_string();
+        assert!(help.contains("Examples:\n  "), "{help}");
+        assert!(help.contains(&format!("gradfs {name} ")), "{help}");
+        assert!(help.lines().all(|line| line.chars().count() <= 100), "{help}");
+    }
+}
+
+#[test]
+fn examples_parse() {
+    for examples in [
+        REGISTRY_EXAMPLES,
+        SHARD_EXAMPLES,
+        CREATE_EXAMPLES,
+        MOUNT_EXAMPLES,
+        STATUS_EXAMPLES,
+        DELETE_EXAMPLES,
+        DRAIN_EXAMPLES,
+    ] {
+        let lines = examples.lines().filter(|line| line.starts_with("    "));
+        let commands: Vec<&str> =
+            lines.filter_map(|line| line.split_once("gradfs ").map(|(_, words)| words)).collect();
+        assert!(!commands.is_empty());
+        for words in commands {
+            let words = words.split(" | ").next().unwrap();
+            // What a shell would have put there.
+            let words = words.replace("\"$(hostname -f)\"", "node3");
+            assert!(parsed(&words).is_ok(), "{words}");
+        }
+    }
+}
+
+#[test]
+fn every_flag_is_a_key() {
+    let line = Line::command();
+    for command in line.get_subcommands() {
+        let own: BTreeSet<&str> = command
+            .get_arguments()
+            .map(|argument| argument.get_id().as_str())
+            // Said on the command line alone.
+            .filter(|id| !matches!(*id, "config" | "json" | "shard"))
+            .collect();
+        for id in own {
+            let known = CLUSTER.keys.iter().copied().flatten().any(|key| key.name == id);
+            assert!(known, "{}: {id} is no key", command.get_name());
+        }
+    }
+}
+
+#[test]
+fn completions_know_the_commands() {
+    let mut script = Vec::new();
+    clap_complete::generate(clap_complete::Shell::Bash, &mut Line::command(), "gradfs", &mut script);
+    let script = String::from_utf8(script).unwrap();
+    for word in ["drain", "--advertise", "--transport", "--shards", "--learning-rate", "shm"] {
+        assert!(script.contains(word), "{word}");
+    }
+}
+
+#[test]
+fn flags_reach_the_configuration() {
+    let registry = config!(Registry, "registry --listen [::1]:1").unwrap();
+    assert_eq!(registry.listen.to_string(), "[::1]:1");
+
+    let words = "shard --listen 0.0.0.0:1 --advertise node2 --registry node1 --threads 3 --io uring";
+    let shard = config!(Shard, words).unwrap();
+    assert_eq!((shard.listen.port, shard.advertise.to_string()), (1, "node2:1".into()));
+    assert_eq!(shard.registry.unwrap().to_string(), "node1:7070");
+    assert_eq!((shard.threads, shard.io), (3, Io::Uring));
+
+    let words = "create llama --size 1GiB --dtype bf16 --registry node1 --shards 4 --block-size 64KiB \
+                 --reducer adam --learners 2 --learning-rate 1e-3 --retain 2";
+    let create = config!(Create, words).unwrap();
+    assert_eq!((create.name.as_str(), create.shards, create.block_size), ("llama", Some(4), 64 << 10));
+    assert_eq!((create.controls.learners, create.controls.retain), (2, 2));
+    let create = config!(Create, "create llama --model a.safetensors --registry node1").unwrap();
+    assert_eq!(create.source, ModelSource::File("a.safetensors".into()));
+
+    let words = "mount /mnt/job a b --registry node1 --threads 4 --allow-other --no-passthrough \
+                 --transport tcp --io poll";
+    let mount = config!(Mount, words).unwrap();
+    assert_eq!((mount.mountpoint, mount.models), ("/mnt/job".into(), vec!["a".into(), "b".into()]));
+    assert_eq!((mount.threads, mount.allow_other, mount.passthrough), (4, true, false));
+    assert_eq!((mount.transport, mount.io), (Transport::Tcp, Io::Poll));
+
+    let status = config!(Status, "status --registry node1:9 --json").unwrap();
+    assert_eq!((status.registry.port, status.json), (9, true));
+    let delete = config!(Delete, "delete llama --registry node1").unwrap();
+    assert_eq!((delete.name.as_str(), delete.registry.host.as_str()), ("llama", "node1"));
+    let drain = config!(Drain, "drain node2:7 --registry node1").unwrap();
+    assert_eq!(drain.shard.to_string(), "node2:7");
+}
+
+#[test]
+fn the_environment_makes_everything_short() {
+    let registry = &[("GRADFS_REGISTRY", "node1")];
+    assert_eq!(config!(Mount, "mount /mnt", registry).unwrap().registry.host, "node1");
+    assert_eq!(config!(Create, "create m --size 1MiB", registry).unwrap().registry.host, "node1");
+    assert_eq!(config!(Status, "status", registry).unwrap().registry.host, "node1");
+    assert_eq!(config!(Delete, "delete m", registry).unwrap().registry.host, "node1");
+    let listen = &[("GRADFS_REGISTRY", "node1"), ("GRADFS_LISTEN", "node2")];
+    assert_eq!(config!(Shard, "shard", listen).unwrap().advertise.host, "node2");
+    // What is to be destroyed is said.
+    let name = &[("GRADFS_REGISTRY", "node1"), ("GRADFS_NAME", "m"), ("GRADFS_MODELS", "a,b")];
+    assert_eq!(config!(Create, "create --size 1MiB", name).unwrap().name, "m");
+    assert_eq!(config!(Mount, "mount /mnt", name).unwrap().models, ["a", "b"]);
+    assert!(parsed("delete").is_err() && parsed("drain").is_err());
+}
+
+#[test]
+fn the_file_is_found_by_flag_or_variable() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("cluster.toml");
+    std::fs::write(&path, "registry = 'node1'\nmount = 'mnt'\nthreads = 7").unwrap();
+    let shown = path.to_str().unwrap();
+    let mount = config!(Mount, &format!("mount --config {shown}")).unwrap();
+    assert_eq!((mount.mountpoint, mount.threads), (directory.path().join("mnt"), 7));
+    let mount = config!(Mount, "mount /mnt --threads 1", &[(CONFIG_VARIABLE, shown)]).unwrap();
+    assert_eq!((mount.registry.host.as_str(), mount.threads), ("node1", 1));
+    let error = config!(Registry, "registry --config /nonexistent").unwrap_err();
+    assert!(error.message.contains("/nonexistent"));
+}
+
+#[test]
+fn wrong_words_are_refused_with_exit_code_2() {
+    for words in [
+        "shard --io epoll",
+        "mount /mnt --transport rdma",
+        "create m --reducer SGD",
+        "registry --registry node1",
+        "status node1",
+        "drain node1 node2",
+        "serve",
+    ] {
+        let error = parsed(words).unwrap_err();
+        assert_eq!(error.exit_code(), 2, "{words}: {error}");
+    }
+    // What is out of range is found by the same code wherever it comes from.
+    assert_eq!(config!(Create, "create m --size 1MiB --shards 0 --registry n").unwrap_err().exit_code(), 2);
+}

@@ -1,0 +1,362 @@
+//! What the commands of a cluster are asked to do, merged from flags, environment and file, and checked.
+//!
+//! They have one vocabulary: one file can hold the keys of all of them, and each takes what it knows. So a host is
+//! added with the file that all the others have, and its own `listen`.
+
+use std::path::PathBuf;
+
+use ps_backend::controls::Controls;
+
+use super::endpoint::{DEFAULT_PORT, Endpoint};
+use super::layer::{KEYS, Key, Kind, Layer, Vocabulary, key};
+use super::{Merged, ModelSource, controls, name_fault, not_a_word, utf8};
+use crate::error::Error;
+
+/// How bytes are moved through sockets.
+pub const IOS: &[&str] = &["auto", "uring", "poll"];
+/// Which way bytes go between a mount and shards.
+pub const TRANSPORTS: &[&str] = &["auto", "tcp", "shm"];
+
+/// Keys besides those of `gradfs up`, and those that mean something else here.
+const CLUSTER_KEYS: &[Key] = &[
+    key("registry", Kind::Address),
+    key("listen", Kind::Address),
+    key("advertise", Kind::Address),
+    key("io", Kind::Word(IOS)),
+    key("transport", Kind::Word(TRANSPORTS)),
+    key("shards", Kind::Whole(1)),
+    key("model", Kind::Path),
+    key("models", Kind::Names),
+];
+
+/// Of the commands of a cluster.
+pub static CLUSTER: Vocabulary = Vocabulary { keys: &[CLUSTER_KEYS, KEYS], help: "gradfs COMMAND --help" };
+
+/// Most shards that a model can be striped over.
+const MAX_SHARDS: u16 = 1024;
+const THREADS_OF_SHARD: &str =
+    "threads add contributions up; one for each core that the shard may use is most";
+const MOUNT_USAGE: &str = "name the directory to mount on: gradfs mount /mnt/job --registry node1";
+const CREATE_USAGE: &str =
+    "load it with --model FILE.safetensors, or make a blank one with --size 1GiB --dtype bf16";
+const LISTEN_USAGE: &str =
+    "say where to listen: --listen 10.0.0.1:7070, or --listen 0.0.0.0 for all addresses";
+const REGISTRY_USAGE: &str =
+    "say where the registry is: --registry node1:7070, GRADFS_REGISTRY, or registry in the file";
+
+/// How bytes are moved through sockets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Io {
+    /// By io_uring where the kernel has what it takes, else by readiness.
+    #[default]
+    Auto,
+    /// By io_uring, or not at all.
+    Uring,
+    /// By readiness.
+    Poll,
+}
+
+/// Which way bytes are to go between a mount and shards.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Transport {
+    /// Shared memory to shards on this host, TCP to others.
+    #[default]
+    Auto,
+    /// TCP, to all of them.
+    Tcp,
+    /// Shared memory, or not at all.
+    SharedMemory,
+}
+
+/// Everything `gradfs registry` needs to know.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RegistryConfig {
+    /// Where it listens.
+    pub listen: Endpoint,
+}
+
+/// Everything `gradfs shard` needs to know.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ShardConfig {
+    /// Where it listens.
+    pub listen: Endpoint,
+    /// Where others reach it. Port 0 is the one that it turns out to listen on.
+    pub advertise: Endpoint,
+    /// The registry; `None`: it serves that itself, where it listens.
+    pub registry: Option<Endpoint>,
+    /// Threads that add contributions up, at least one.
+    pub threads: usize,
+    /// How bytes are moved.
+    pub io: Io,
+}
+
+/// Everything `gradfs create` needs to know.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CreateConfig {
+    /// The model's name.
+    pub name: String,
+    /// What it starts from.
+    pub source: ModelSource,
+    /// The registry.
+    pub registry: Endpoint,
+    /// Shards to stripe it over; `None`: all that there are.
+    pub shards: Option<u16>,
+    /// Bytes of a block: a power of two, 64 KiB to 4 MiB.
+    pub block_size: u32,
+    /// The job's settings.
+    pub controls: Controls,
+}
+
+/// Everything `gradfs mount` needs to know.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MountConfig {
+    /// Where to mount, as given; not yet looked at.
+    pub mountpoint: PathBuf,
+    /// The models to show; none: all that the registry has.
+    pub models: Vec<String>,
+    /// The registry.
+    pub registry: Endpoint,
+    /// Threads that serve the filesystem, at least one.
+    pub threads: usize,
+    /// Whether other users may use the mount.
+    pub allow_other: bool,
+    /// Whether reads may bypass the daemon (FUSE passthrough) where the system allows it.
+    pub passthrough: bool,
+    /// Which way bytes go.
+    pub transport: Transport,
+    /// How they are moved.
+    pub io: Io,
+}
+
+/// Everything `gradfs status` needs to know.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StatusConfig {
+    /// The registry; that of this host where none is given.
+    pub registry: Endpoint,
+    /// For programs, not for people.
+    pub json: bool,
+}
+
+/// Everything `gradfs delete` needs to know.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeleteConfig {
+    /// The model.
+    pub name: String,
+    /// The registry.
+    pub registry: Endpoint,
+}
+
+/// Everything `gradfs drain` needs to know.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DrainConfig {
+    /// The shard, as it advertises itself.
+    pub shard: Endpoint,
+    /// The registry.
+    pub registry: Endpoint,
+}
+
+impl RegistryConfig {
+    /// Merges `layers`, the strongest first.
+    pub fn merge(layers: &[Layer]) -> Result<RegistryConfig, Error> {
+        Ok(RegistryConfig { listen: Merged(layers).listen()? })
+    }
+}
+
+impl ShardConfig {
+    /// Merges `layers`, the strongest first.
+    pub fn merge(layers: &[Layer]) -> Result<ShardConfig, Error> {
+        let merged = Merged(layers);
+        let listen = merged.listen()?;
+        let advertise = match merged.endpoint("advertise", listen.port)? {
+            Some((origin, advertise)) => {
+                reachable(&origin, &advertise)?;
+                if advertise.port == 0 && listen.port != 0 {
+                    return Err(Error::usage(format!("{origin}: nobody can connect to port 0"))
+                        .hint(format!("leave the port out: it listens on {}", listen.port)));
+                }
+                advertise
+            }
+            None if listen.is_unspecified() => {
+                let message = format!("with --listen {listen} others cannot tell where this shard is");
+                return Err(Error::usage(message)
+                    .hint("add --advertise HOST: a name or an address of this host that all others reach"));
+            }
+            None => listen.clone(),
+        };
+        let registry = merged.registry()?;
+        if registry.as_ref().is_some_and(|registry| *registry == advertise) {
+            let message = format!("the registry, {advertise}, is this shard's own address");
+            return Err(Error::usage(message).hint(
+                "leave --registry (and GRADFS_REGISTRY) out where the shard is to serve the registry itself",
+            ));
+        }
+        Ok(ShardConfig {
+            listen,
+            advertise,
+            registry,
+            threads: merged.threads(THREADS_OF_SHARD)?,
+            io: merged.io()?,
+        })
+    }
+}
+
+impl CreateConfig {
+    /// Merges `layers`, the strongest first.
+    pub fn merge(layers: &[Layer]) -> Result<CreateConfig, Error> {
+        let merged = Merged(layers);
+        let block_size = merged.block_size()?;
+        let (origin, name) = merged.text("name")?.ok_or_else(|| {
+            Error::usage("the model has no name")
+                .hint("gradfs create NAME: the name becomes a directory in mounts")
+        })?;
+        let name = model_name(&origin, name)?;
+        let source = merged.sources("model", block_size, CREATE_USAGE)?.pop();
+        let source = source.ok_or_else(|| Error::usage("no model is given").hint(CREATE_USAGE))?;
+        let (texts, origins) = merged.settings()?;
+        Ok(CreateConfig {
+            name,
+            source,
+            registry: merged.registry_needed()?,
+            shards: merged.shards()?,
+            block_size,
+            controls: controls(&texts, &origins)?,
+        })
+    }
+}
+
+impl MountConfig {
+    /// Merges `layers`, the strongest first.
+    pub fn merge(layers: &[Layer]) -> Result<MountConfig, Error> {
+        let merged = Merged(layers);
+        let mut models: Vec<String> = Vec::new();
+        if let Some((origin, names)) = merged.get("models") {
+            for name in names {
+                let name = model_name(&origin, utf8(&origin, name)?)?;
+                if models.contains(&name) {
+                    return Err(Error::usage(format!("{origin}: {name} is named twice")).hint("name it once"));
+                }
+                models.push(name);
+            }
+        }
+        if models.len() > super::MAX_MODELS {
+            let message =
+                format!("{} models are more than a mount shows ({})", models.len(), super::MAX_MODELS);
+            return Err(Error::usage(message).hint("mount them in several places"));
+        }
+        Ok(MountConfig {
+            mountpoint: merged.mountpoint(MOUNT_USAGE)?,
+            models,
+            registry: merged.registry_needed()?,
+            threads: merged.threads(super::THREADS_OF_MOUNT)?,
+            allow_other: merged.switch("allow_other")?,
+            passthrough: !merged.switch("no_passthrough")?,
+            transport: merged.transport()?,
+            io: merged.io()?,
+        })
+    }
+}
+
+impl StatusConfig {
+    /// Merges `layers`, the strongest first.
+    pub fn merge(layers: &[Layer], json: bool) -> Result<StatusConfig, Error> {
+        let here = || Endpoint { host: "localhost".into(), port: DEFAULT_PORT };
+        Ok(StatusConfig { registry: Merged(layers).registry()?.unwrap_or_else(here), json })
+    }
+}
+
+impl DeleteConfig {
+    /// Merges `layers`, the strongest first. What is deleted is said on the command line alone.
+    pub fn merge(name: &str, layers: &[Layer]) -> Result<DeleteConfig, Error> {
+        Ok(DeleteConfig { name: model_name("NAME", name)?, registry: Merged(layers).registry_needed()? })
+    }
+}
+
+impl DrainConfig {
+    /// Merges `layers`, the strongest first. What is drained is said on the command line alone.
+    pub fn merge(shard: &str, layers: &[Layer]) -> Result<DrainConfig, Error> {
+        let shard = Endpoint::parse("SHARD", shard, DEFAULT_PORT)?;
+        reachable("SHARD", &shard)?;
+        if shard.port == 0 {
+            return Err(Error::usage("SHARD: no shard is on port 0").hint("gradfs status lists the shards"));
+        }
+        Ok(DrainConfig { shard, registry: Merged(layers).registry_needed()? })
+    }
+}
+
+impl Merged<'_> {
+    fn endpoint(&self, key: &str, default_port: u16) -> Result<Option<(String, Endpoint)>, Error> {
+        let Some((origin, text)) = self.text(key)? else { return Ok(None) };
+        let endpoint = Endpoint::parse(&origin, text, default_port)?;
+        Ok(Some((origin, endpoint)))
+    }
+
+    fn listen(&self) -> Result<Endpoint, Error> {
+        let (_, listen) = self
+            .endpoint("listen", DEFAULT_PORT)?
+            .ok_or_else(|| Error::usage("no address to listen on is given").hint(LISTEN_USAGE))?;
+        Ok(listen)
+    }
+
+    fn registry(&self) -> Result<Option<Endpoint>, Error> {
+        let Some((origin, registry)) = self.endpoint("registry", DEFAULT_PORT)? else { return Ok(None) };
+        reachable(&origin, &registry)?;
+        if registry.port == 0 {
+            return Err(Error::usage(format!("{origin}: nobody can connect to port 0")).hint(REGISTRY_USAGE));
+        }
+        Ok(Some(registry))
+    }
+
+    fn registry_needed(&self) -> Result<Endpoint, Error> {
+        self.registry()?.ok_or_else(|| Error::usage("no registry is given").hint(REGISTRY_USAGE))
+    }
+
+    fn shards(&self) -> Result<Option<u16>, Error> {
+        let Some((origin, text)) = self.text("shards")? else { return Ok(None) };
+        match text.parse() {
+            Ok(shards @ 1..=MAX_SHARDS) => Ok(Some(shards)),
+            _ => {
+                Err(Error::usage(format!("{origin}: {text:?} is not a whole number from 1 to {MAX_SHARDS}"))
+                    .hint("leave it out to stripe the model over all shards that there are"))
+            }
+        }
+    }
+
+    fn io(&self) -> Result<Io, Error> {
+        match self.text("io")? {
+            None | Some((_, "auto")) => Ok(Io::Auto),
+            Some((_, "uring")) => Ok(Io::Uring),
+            Some((_, "poll")) => Ok(Io::Poll),
+            Some((origin, text)) => Err(not_a_word(&origin, text, IOS)),
+        }
+    }
+
+    fn transport(&self) -> Result<Transport, Error> {
+        match self.text("transport")? {
+            None | Some((_, "auto")) => Ok(Transport::Auto),
+            Some((_, "tcp")) => Ok(Transport::Tcp),
+            Some((_, "shm")) => Ok(Transport::SharedMemory),
+            Some((origin, text)) => Err(not_a_word(&origin, text, TRANSPORTS)),
+        }
+    }
+}
+
+fn model_name(origin: &str, name: &str) -> Result<String, Error> {
+    match name_fault(name) {
+        None => Ok(name.to_owned()),
+        Some(fault) => Err(Error::usage(format!("{origin}: {name:?} cannot name a model: {fault}"))
+            .hint("the name becomes a directory in mounts")),
+    }
+}
+
+/// Refuses what one can listen on, but not connect to.
+fn reachable(origin: &str, endpoint: &Endpoint) -> Result<(), Error> {
+    if endpoint.is_unspecified() {
+        let message =
+            format!("{origin}: {} stands for all addresses: nobody can connect to it", endpoint.host);
+        return Err(Error::usage(message).hint("name the host, or one of its addresses"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,252 @@
+//! Defaults, precedence, and every way to get the configuration of a cluster wrong.
+
+use std::path::Path;
+
+use libmodelio::layout::DType;
+
+use super::*;
+
+fn flags(pairs: &[(&'static str, &str)]) -> Layer {
+    let mut layer = CLUSTER.flags();
+    for (key, value) in pairs {
+        // A comma separates values, as nothing here holds one.
+        layer.set(key, value.split(','));
+    }
+    layer
+}
+
+fn environment(pairs: &[(&str, &str)]) -> Layer {
+    CLUSTER.environment(pairs.iter().map(|(k, v)| (k.into(), v.into())))
+}
+
+fn file(text: &str) -> Layer {
+    CLUSTER.parse(Path::new("/etc/cluster.toml"), text).unwrap()
+}
+
+fn at(host: &str, port: u16) -> Endpoint {
+    Endpoint { host: host.into(), port }
+}
+
+fn shard(pairs: &[(&'static str, &str)]) -> Result<ShardConfig, Error> {
+    ShardConfig::merge(&[flags(pairs)])
+}
+
+fn create(pairs: &[(&'static str, &str)]) -> Result<CreateConfig, Error> {
+    let mut all = vec![("name", "m"), ("size", "1MiB"), ("registry", "node1")];
+    all.extend_from_slice(pairs);
+    CreateConfig::merge(&[flags(&all)])
+}
+
+fn mount(pairs: &[(&'static str, &str)]) -> Result<MountConfig, Error> {
+    let mut all = vec![("mount", "/mnt"), ("registry", "node1")];
+    all.extend_from_slice(pairs);
+    MountConfig::merge(&[flags(&all)])
+}
+
+/// What an error says, in one line with what to do.
+fn said<T: std::fmt::Debug>(outcome: Result<T, Error>) -> String {
+    let error = outcome.unwrap_err();
+    assert_eq!(error.exit_code(), 2, "{}", error.message);
+    let text = format!("{} ({})", error.message, error.hint.expect("what to do"));
+    assert!(!text.contains('\n'), "{text}");
+    text
+}
+
+#[test]
+fn defaults() {
+    let registry = RegistryConfig::merge(&[flags(&[("listen", "0.0.0.0")])]).unwrap();
+    assert_eq!(registry, RegistryConfig { listen: at("0.0.0.0", 7070) });
+    assert_eq!(
+        shard(&[("listen", "node1")]).unwrap(),
+        ShardConfig {
+            listen: at("node1", 7070),
+            advertise: at("node1", 7070),
+            registry: None,
+            threads: 2,
+            io: Io::Auto,
+        }
+    );
+    assert_eq!(
+        create(&[]).unwrap(),
+        CreateConfig {
+            name: "m".into(),
+            source: ModelSource::Blank { bytes: 1 << 20, dtype: DType::F32 },
+            registry: at("node1", 7070),
+            shards: None,
+            block_size: 256 << 10,
+            controls: Controls::default(),
+        }
+    );
+    assert_eq!(
+        mount(&[]).unwrap(),
+        MountConfig {
+            mountpoint: "/mnt".into(),
+            models: vec![],
+            registry: at("node1", 7070),
+            threads: 2,
+            allow_other: false,
+            passthrough: true,
+            transport: Transport::Auto,
+            io: Io::Auto,
+        }
+    );
+    let status = StatusConfig::merge(&[flags(&[])], true).unwrap();
+    assert_eq!(status, StatusConfig { registry: at("localhost", 7070), json: true });
+}
+
+#[test]
+fn flags_beat_environment_beats_file() {
+    let toml = file("registry = 'node3'\nlisten = 'node9:1'\nthreads = 5\nio = 'poll'\nlearning_rate = 0.5");
+    let env = environment(&[("GRADFS_REGISTRY", "node2:7"), ("GRADFS_THREADS", "4")]);
+    let flag = flags(&[("registry", "node1")]);
+    let with_all = ShardConfig::merge(&[flag, env.clone(), toml.clone()]).unwrap();
+    assert_eq!(with_all.registry, Some(at("node1", 7070)));
+    assert_eq!((with_all.threads, with_all.io), (4, Io::Poll));
+    assert_eq!(with_all.listen, at("node9", 1));
+    let no_flag = ShardConfig::merge(&[flags(&[]), env, toml.clone()]).unwrap();
+    assert_eq!(no_flag.registry, Some(at("node2", 7)));
+    let only_file = ShardConfig::merge(&[flags(&[]), environment(&[]), toml]).unwrap();
+    assert_eq!((only_file.registry, only_file.threads), (Some(at("node3", 7070)), 5));
+}
+
+#[test]
+fn one_file_serves_all_commands() {
+    let text = "registry = 'node1'\nlisten = '0.0.0.0'\nadvertise = 'node2'\nthreads = 3\nname = 'llama'\n\
+                model = 'llama.safetensors'\nreducer = 'adam'\nlearning_rate = 0.25\nmount = '/mnt/job'\n\
+                models = ['llama', 'value']\ntransport = 'tcp'";
+    let layers = [flags(&[]), environment(&[]), file(text)];
+    assert_eq!(RegistryConfig::merge(&layers).unwrap().listen, at("0.0.0.0", 7070));
+    assert_eq!(ShardConfig::merge(&layers).unwrap().advertise, at("node2", 7070));
+    let create = CreateConfig::merge(&layers).unwrap();
+    assert_eq!(create.source, ModelSource::File("/etc/llama.safetensors".into()));
+    assert_eq!(create.controls.hyper.learning_rate, 0.25);
+    let mount = MountConfig::merge(&layers).unwrap();
+    assert_eq!((mount.models, mount.transport), (vec!["llama".into(), "value".into()], Transport::Tcp));
+    assert_eq!(StatusConfig::merge(&layers, false).unwrap().registry, at("node1", 7070));
+    assert_eq!(DeleteConfig::merge("x", &layers).unwrap().registry, at("node1", 7070));
+    assert_eq!(DrainConfig::merge("node2", &layers).unwrap().shard, at("node2", 7070));
+}
+
+#[test]
+fn unknown_keys_are_refused_by_name() {
+    let error = |text| said(CLUSTER.parse(Path::new("cluster.toml"), text));
+    assert_eq!(error("registri = 'x'"), "cluster.toml: unknown key registri (did you mean registry?)");
+    assert!(error("replicas = 2").contains("gradfs COMMAND --help lists"));
+    let twice = CLUSTER.parse(Path::new("cluster.toml"), "listen = ['a', 'b']").unwrap_err();
+    assert_eq!(twice.message, "cluster.toml: listen must be a single value");
+    // What only a cluster has is none of `gradfs up`'s.
+    assert!(crate::config::UP.parse(Path::new("job.toml"), "registry = 'x'").is_err());
+}
+
+#[test]
+fn a_registry_is_needed_where_there_is_something_to_ask() {
+    let none = [flags(&[("mount", "/mnt"), ("name", "m"), ("size", "1MiB")])];
+    for text in [
+        said(CreateConfig::merge(&none)),
+        said(MountConfig::merge(&none)),
+        said(DeleteConfig::merge("m", &none)),
+        said(DrainConfig::merge("node1", &none)),
+    ] {
+        assert!(text.starts_with("no registry is given (") && text.contains("GRADFS_REGISTRY"), "{text}");
+    }
+    assert!(said(RegistryConfig::merge(&none)).starts_with("no address to listen on is given"));
+    assert!(said(ShardConfig::merge(&none)).contains("--listen 10.0.0.1:7070"));
+}
+
+#[test]
+fn addresses_are_checked_and_complaints_name_the_source() {
+    let env = environment(&[("GRADFS_REGISTRY", "node1:seven")]);
+    let text = said(StatusConfig::merge(&[flags(&[]), env], false));
+    assert!(text.starts_with("GRADFS_REGISTRY: \"node1:seven\" is not host:port"), "{text}");
+    let text = said(StatusConfig::merge(&[file("registry = '::1'")], false));
+    assert!(
+        text.starts_with("/etc/cluster.toml: registry: \"::1\"") && text.contains("[::1]:7070"),
+        "{text}"
+    );
+    for bad in ["0.0.0.0", "[::]:7070", "node1:0", "", "node1:99999"] {
+        let text = said(mount(&[("registry", bad)]));
+        assert!(text.starts_with("--registry: "), "{bad}: {text}");
+    }
+    assert!(said(DrainConfig::merge("node1:0", &[])).contains("port 0"));
+    assert!(said(DrainConfig::merge("tcp://node1", &[])).starts_with("SHARD: "));
+}
+
+#[test]
+fn a_shard_says_where_it_is() {
+    let config = shard(&[("listen", "0.0.0.0:7171"), ("advertise", "node2")]).unwrap();
+    assert_eq!(config.advertise, at("node2", 7171));
+    let config = shard(&[("listen", "0.0.0.0"), ("advertise", "node2:9")]).unwrap();
+    assert_eq!((config.listen.port, config.advertise.port), (7070, 9));
+    let config = shard(&[("listen", "127.0.0.1:0")]).unwrap();
+    assert_eq!((config.listen.port, config.advertise), (0, at("127.0.0.1", 0)));
+
+    assert!(said(shard(&[("listen", "0.0.0.0")])).contains("add --advertise HOST"));
+    assert!(said(shard(&[("listen", "[::]")])).contains("add --advertise HOST"));
+    assert!(said(shard(&[("listen", "node2"), ("advertise", "0.0.0.0")])).starts_with("--advertise: "));
+    assert!(said(shard(&[("listen", "node2"), ("advertise", "node2:0")])).contains("port 0"));
+    // It would wait for itself.
+    let text = said(shard(&[("listen", "node1"), ("registry", "node1:7070")]));
+    assert!(text.contains("own address") && text.contains("GRADFS_REGISTRY"), "{text}");
+}
+
+#[test]
+fn a_model_is_of_a_file_or_blank() {
+    let of = |pairs: &[(&'static str, &str)]| CreateConfig::merge(&[flags(pairs)]);
+    let file = ("model", "a.safetensors");
+    let to = ("registry", "node1");
+    assert_eq!(of(&[("name", "m"), file, to]).unwrap().source, ModelSource::File("a.safetensors".into()));
+    assert!(said(of(&[("name", "m"), to])).contains("--model FILE"));
+    assert!(said(of(&[("name", "m"), file, ("size", "1MiB"), to])).contains("exclude each other"));
+    assert!(said(of(&[("name", "m"), file, ("dtype", "f16"), to])).contains("--dtype is of no use"));
+    assert!(said(of(&[file, to])).contains("gradfs create NAME"));
+    assert!(said(create(&[("size", "7")])).contains("not a multiple"));
+    assert!(said(create(&[("dtype", "int8")])).starts_with("--dtype: "));
+    assert!(said(create(&[("block_size", "1000")])).starts_with("--block-size: "));
+}
+
+#[test]
+fn names_are_checked() {
+    for bad in ["", ".", "..", "a/b", "README"] {
+        assert!(said(create(&[("name", bad)])).contains("cannot name a model"), "{bad:?}");
+        assert!(said(mount(&[("models", bad)])).contains("cannot name a model"), "{bad:?}");
+        assert!(said(DeleteConfig::merge(bad, &[])).contains("cannot name a model"), "{bad:?}");
+    }
+    assert!(said(mount(&[("models", "a,b,a")])).contains("a is named twice"));
+    let many: Vec<String> = (0..300).map(|i| format!("m{i}")).collect();
+    assert!(said(mount(&[("models", &many.join(","))])).contains("300 models"));
+    assert!(said(mount(&[("mount", "")])).contains("gradfs mount /mnt/job"));
+}
+
+#[test]
+fn numbers_and_words_are_checked() {
+    for bad in ["0", "-1", "1025", "all", ""] {
+        assert!(said(create(&[("shards", bad)])).starts_with("--shards: "), "{bad}");
+    }
+    assert_eq!(create(&[("shards", "8")]).unwrap().shards, Some(8));
+    assert!(said(shard(&[("listen", "node1"), ("threads", "0")])).contains("contributions"));
+    assert!(said(mount(&[("threads", "999")])).contains("filesystem"));
+    assert!(said(mount(&[("io", "epoll")])).contains("auto, uring, poll"));
+    assert!(said(mount(&[("transport", "rdma")])).contains("auto, tcp, shm"));
+    assert!(said(mount(&[("allow_other", "maybe")])).starts_with("--allow-other: "));
+    let config = mount(&[("io", "uring"), ("transport", "shm"), ("no_passthrough", "true")]).unwrap();
+    assert_eq!((config.io, config.transport), (Io::Uring, Transport::SharedMemory));
+    assert!(!config.passthrough);
+}
+
+#[test]
+fn settings_are_those_of_the_job() {
+    let config = create(&[("reducer", "adam"), ("learners", "4"), ("min_learners", "2")]).unwrap();
+    assert_eq!((config.controls.learners, config.controls.min_learners), (4, 2));
+    for (key, bad) in [("reducer", "SGD"), ("learning_rate", "fast"), ("beta1", "1"), ("lease", "-1")] {
+        let text = said_maybe_bare(create(&[(key, bad)]));
+        assert!(text.starts_with(&format!("--{}: ", key.replace('_', "-"))), "{text}");
+    }
+    assert!(said_maybe_bare(create(&[("retain", "20")])).contains("max_versions"));
+}
+
+/// As [`said`]; a job's own complaint says what would do, and needs no hint.
+fn said_maybe_bare(outcome: Result<CreateConfig, Error>) -> String {
+    let error = outcome.unwrap_err();
+    assert_eq!(error.exit_code(), 2, "{}", error.message);
+    error.message
+}

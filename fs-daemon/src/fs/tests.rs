@@ -1,0 +1,277 @@
+//! The tree over a job that is asked over a network: an embedded shard whose answers to what may have to be asked of
+//! others are held back until the test lets them go.
+
+use std::ffi::OsStr;
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, channel};
+
+use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::mmap::Mapping;
+use libmodelio::transport::{
+    BlockSlot, Channel, Completion, Device, Message, Placement, Region, ShardError, TransportKind,
+};
+use ps_backend::controls::{Controls, SETTINGS};
+use ps_backend::core::LastCommit;
+use ps_backend::embedded::{EmbeddedShard, InProcess};
+use ps_backend::job::{Job, JobStatus, Listener, SetDone, SetError, VersionView};
+
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+type Held = Box<dyn FnOnce() + Send>;
+
+/// An embedded shard that takes its time.
+struct Late {
+    shard: Arc<EmbeddedShard>,
+    device: InProcess,
+    /// Takes what is held back.
+    held: mpsc::Sender<Held>,
+    /// A setting is not answered at all, but with this.
+    fault: Mutex<Option<ShardError>>,
+    this: std::sync::Weak<Late>,
+}
+
+impl Job for Late {
+    fn layout(&self) -> &Arc<ModelLayout> {
+        self.shard.layout()
+    }
+
+    fn version(&self) -> Version {
+        self.shard.version()
+    }
+
+    fn pin(&self, version: Version) -> bool {
+        self.shard.pin(version)
+    }
+
+    fn unpin(&self, version: Version, count: u64) {
+        self.shard.unpin(version, count);
+    }
+
+    fn get(&self, version: Version) -> Option<VersionView> {
+        Job::get(&*self.shard, version)
+    }
+
+    fn versions(&self) -> Vec<Version> {
+        self.shard.versions()
+    }
+
+    fn retained(&self) -> Vec<Version> {
+        self.shard.retained()
+    }
+
+    fn controls(&self) -> Controls {
+        self.shard.controls()
+    }
+
+    fn set_control(&self, name: &str, value: &str, timeout: Duration, done: SetDone) {
+        let (shard, fault) = (Arc::clone(&self.shard), self.fault.lock().clone());
+        let (name, value) = (name.to_owned(), value.to_owned());
+        let answer = move || match fault {
+            Some(fault) => done(Err(SetError::Unanswered(fault))),
+            None => Job::set_control(&*shard, &name, &value, timeout, done),
+        };
+        self.held.send(Box::new(answer)).unwrap();
+    }
+
+    fn may_assign(&self) -> Result<(), ShardError> {
+        self.shard.may_assign()
+    }
+
+    fn check_finite(&self, buffer: &Region, written: &[Range<u64>]) -> Result<(), ShardError> {
+        self.shard.check_finite(buffer, written)
+    }
+
+    fn has_learner(&self, learner: LearnerId) -> bool {
+        self.shard.has_learner(learner)
+    }
+
+    fn last_commit(&self, learner: LearnerId) -> LastCommit {
+        self.shard.last_commit(learner)
+    }
+
+    fn touch(&self, learner: LearnerId, attached: Option<bool>) {
+        self.shard.touch(learner, attached);
+    }
+
+    fn status(&self) -> JobStatus {
+        self.shard.status()
+    }
+
+    fn subscribe(&self, listener: Listener) {
+        self.shard.subscribe(listener);
+    }
+
+    fn shut_down(&self) {
+        self.shard.shut_down();
+    }
+}
+
+impl Device for Late {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+
+    fn register(&self, memory: Arc<Mapping>) -> Result<Region, ShardError> {
+        self.device.register(memory)
+    }
+
+    fn connect(&self) -> Result<Arc<dyn Channel>, ShardError> {
+        Ok(self.this.upgrade().unwrap())
+    }
+}
+
+impl Channel for Late {
+    fn write(&self, payload: &[u8], slot: BlockSlot, room: Option<&Region>) -> Result<Placement, ShardError> {
+        self.shard.write(payload, slot, room)
+    }
+
+    fn read(&self, offset: u64, local: &mut [u8]) -> Result<Version, ShardError> {
+        self.shard.read(offset, local)
+    }
+
+    fn send(&self, message: Message, timeout: Duration, done: Completion) {
+        let shard = Arc::clone(&self.shard);
+        let send = move |message| shard.send(message, timeout, done);
+        match message {
+            Message::Join { .. } | Message::Leave { .. } => {
+                self.held.send(Box::new(move || send(message))).unwrap();
+            }
+            message => send(message),
+        }
+    }
+}
+
+struct Mounted {
+    fs: Arc<Fs>,
+    job: Arc<Late>,
+    held: Receiver<Held>,
+    _inbox: mpsc::Receiver<Chore>,
+}
+
+impl Mounted {
+    fn new() -> Mounted {
+        let layout = Arc::new(ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap());
+        let shard = EmbeddedShard::new(layout, Controls::default(), 1).unwrap();
+        shard.initialised().unwrap();
+        let (sender, held) = channel();
+        let job = Arc::new_cyclic(|this| Late {
+            device: InProcess::new(Arc::clone(&shard)),
+            shard,
+            held: sender,
+            fault: Mutex::default(),
+            this: this.clone(),
+        });
+        let device: Arc<dyn Device> = Arc::clone(&job) as _;
+        let own = "host1".to_owned();
+        let model =
+            Model::new("m".into(), 0, Arc::clone(&job) as _, device, Default::default(), own).unwrap();
+        let Started { fs, inbox } = Fs::start(vec![Arc::new(model)], false, (0, 0)).unwrap();
+        Mounted { fs, job, held, _inbox: inbox }
+    }
+
+    /// Lets the next answer go, once it is held back.
+    fn answer(&self) {
+        self.held.recv_timeout(PATIENCE).expect("a request to answer")();
+    }
+
+    fn open(&self, file: File, flags: i32) -> Receiver<FsResult<Opened>> {
+        let (sender, opened) = channel();
+        let done = Box::new(move |outcome| sender.send(outcome).unwrap());
+        self.fs.open(Node::Model(0, file).ino(), flags, Caller { tid: 0 }, done);
+        opened
+    }
+
+    /// Writes a setting; the answer.
+    fn set(&self, name: &str, value: &str) -> Receiver<FsResult<()>> {
+        let index = SETTINGS.iter().position(|(known, _)| *known == name).unwrap() as u32;
+        let opened = self.open(File::Control(index), libc::O_WRONLY).try_recv().unwrap().unwrap();
+        let (sender, written) = channel();
+        let done = move |outcome| sender.send(outcome).unwrap();
+        self.fs.write(opened.fh, 0, value.as_bytes(), false, Caller { tid: 0 }, done);
+        written
+    }
+}
+
+#[test]
+fn a_setting_is_answered_when_the_job_has_answered() {
+    let mounted = Mounted::new();
+    let written = mounted.set("learning_rate", "0.5\n");
+    assert!(written.try_recv().is_err(), "answered before the job");
+    assert_eq!(mounted.job.controls().hyper.learning_rate, 0.01);
+    mounted.answer();
+    assert_eq!(written.recv_timeout(PATIENCE).unwrap(), Ok(()));
+    assert_eq!(mounted.job.controls().hyper.learning_rate, 0.5);
+
+    let refused = mounted.set("learning_rate", "fast");
+    mounted.answer();
+    let error = refused.recv_timeout(PATIENCE).unwrap().unwrap_err();
+    assert_eq!((error.errno, error.message.contains("control/learning_rate")), (libc::EINVAL, true));
+}
+
+#[test]
+fn a_setting_that_nobody_answers_for_is_no_success() {
+    let mounted = Mounted::new();
+    for (fault, errno) in
+        [(ShardError::TimedOut("the lead".into()), libc::ETIMEDOUT), (ShardError::Unreachable, libc::EIO)]
+    {
+        *mounted.job.fault.lock() = Some(fault);
+        let written = mounted.set("learning_rate", "0.5");
+        mounted.answer();
+        assert_eq!(written.recv_timeout(PATIENCE).unwrap().unwrap_err().errno, errno);
+    }
+}
+
+#[test]
+fn learners_join_and_leave_beside_other_requests() {
+    let mounted = Mounted::new();
+    let learners = Node::Model(0, File::Learners).ino();
+    let (sender, made) = channel();
+    let done = Box::new(move |outcome: FsResult<Attributes>| sender.send(outcome).unwrap());
+    mounted.fs.make_dir(learners, OsStr::new("a"), done);
+    // This thread is free for others, though nobody has answered.
+    assert!(made.try_recv().is_err());
+    assert_eq!(mounted.fs.lookup(learners, OsStr::new("a")).unwrap_err().errno, libc::ENOENT);
+    mounted.answer();
+    assert!(made.recv_timeout(PATIENCE).unwrap().unwrap().is_dir);
+    assert!(mounted.fs.lookup(learners, OsStr::new("a")).is_ok());
+
+    let (sender, removed) = channel();
+    mounted.fs.remove_dir(learners, OsStr::new("a"), Box::new(move |outcome| sender.send(outcome).unwrap()));
+    assert!(removed.try_recv().is_err());
+    mounted.answer();
+    assert_eq!(removed.recv_timeout(PATIENCE).unwrap(), Ok(()));
+    assert_eq!(mounted.fs.lookup(learners, OsStr::new("a")).unwrap_err().errno, libc::ENOENT);
+}
+
+#[test]
+fn the_own_learner_joins_beside_other_requests_under_its_name() {
+    let mounted = Mounted::new();
+    for (file, flags) in [(File::Gradients, libc::O_WRONLY), (File::Device, libc::O_RDWR)] {
+        let opened = mounted.open(file, flags);
+        assert!(opened.try_recv().is_err(), "{file:?}");
+        mounted.answer();
+        let opened = opened.recv_timeout(PATIENCE).unwrap().unwrap();
+        let own = mounted.fs.models()[0].own_learner().unwrap();
+        assert_eq!(own.name, "host1");
+        // In the job, it need not be asked again.
+        let again = mounted.open(file, flags).try_recv().expect("at once").unwrap();
+        mounted.fs.release(again.fh);
+        mounted.fs.release(opened.fh);
+        mounted.fs.models()[0].send_leave(own.id, LeaveReason::Died);
+        mounted.answer();
+    }
+}
+
+#[test]
+fn the_status_tells_transport_and_shards() {
+    let mounted = Mounted::new();
+    let status = text::status(&mounted.fs.models()[0], &mounted.fs.mount_status());
+    let status: serde_json::Value = serde_json::from_str(&status).unwrap();
+    assert_eq!(status["transport"], "tcp");
+    let only = serde_json::json!([
+        { "id": 0, "address": null, "transport": "in-process", "blocks": 1, "connected": true }
+    ]);
+    assert_eq!(status["shards"], only);
+}
