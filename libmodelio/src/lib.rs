@@ -6,6 +6,7 @@ pub mod dtype;
 pub mod ids;
 pub mod layout;
 pub mod mmap;
+pub mod net;
 pub mod npy;
 pub mod publisher;
 pub mod ranges;
