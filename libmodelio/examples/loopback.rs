@@ -13,8 +13,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use libmodelio::net::{
-    Buffer, Choice, Close, Receive, ReceiveSlices, Reactor, ReactorOptions, SendSlices, SocketOptions, Stream,
-    Thread, bind, connect,
+    Buffer, Choice, Close, Reactor, ReactorOptions, Receive, ReceiveSlices, SendSlices, SocketOptions,
+    Stream, Thread, bind, connect,
 };
 use nix::sys::resource::{UsageWho, getrusage};
 
@@ -31,23 +31,27 @@ enum Variant {
     Poll,
 }
 
-const VARIANTS: [(Variant, &str); 3] =
-    [(Variant::Bare, "bare blocking"), (Variant::Uring, "reactor, io_uring"), (Variant::Poll, "reactor, epoll")];
+const VARIANTS: [(Variant, &str); 3] = [
+    (Variant::Bare, "bare blocking"),
+    (Variant::Uring, "reactor, io_uring"),
+    (Variant::Poll, "reactor, epoll"),
+];
 
 /// One run: GiB a second, CPU seconds a GiB.
 type Figures = (f64, f64);
 
 fn main() {
     let mut arguments = std::env::args().skip(1);
-    let mut number = |default: usize| arguments.next().map_or(default, |text| text.parse().expect("a number"));
+    let mut number =
+        |default: usize| arguments.next().map_or(default, |text| text.parse().expect("a number"));
     let (gib, rounds) = (number(8), number(5));
-    let buffers = std::env::args().nth(4).map_or(Some(2 << 20), |kib| match kib.parse::<usize>().expect("KiB") {
-        0 => None,
-        kib => Some(kib << 10),
-    });
+    let buffers =
+        std::env::args().nth(4).map_or(Some(2 << 20), |kib| match kib.parse::<usize>().expect("KiB") {
+            0 => None,
+            kib => Some(kib << 10),
+        });
     let connections = std::env::args().nth(3).unwrap_or_else(|| "1,4".to_owned());
-    let options =
-        SocketOptions { send_buffer: buffers, receive_buffer: buffers, ..SocketOptions::default() };
+    let options = SocketOptions { send_buffer: buffers, receive_buffer: buffers, ..SocketOptions::default() };
     for count in connections.split(',').map(|text| text.parse::<usize>().expect("connections")) {
         let mut figures = vec![Vec::new(); VARIANTS.len()];
         for round in 0..=rounds {
@@ -88,7 +92,8 @@ fn run(variant: Variant, gib: usize, connections: usize, options: &SocketOptions
     let blocks = (gib << 30) / BLOCK / connections;
     let listener = bind(SocketAddr::from(([127, 0, 0, 1], 0)), options).expect("bind");
     let address = listener.local_addr().expect("address");
-    let pairs: Vec<(TcpStream, TcpStream)> = (0..connections).map(|_| pair(&listener, address, options)).collect();
+    let pairs: Vec<(TcpStream, TcpStream)> =
+        (0..connections).map(|_| pair(&listener, address, options)).collect();
     let (rate, spent) = match variant {
         Variant::Bare => bare(pairs, blocks),
         Variant::Uring => reactors(Choice::Uring, pairs, blocks),
@@ -145,7 +150,13 @@ fn reactors(choice: Choice, pairs: Vec<(TcpStream, TcpStream)>, blocks: usize) -
     let count = pairs.len();
     let (start, spent) = (Instant::now(), cpu());
     for (from, to) in pairs {
-        let receive = Sink { header: Buffer::zeroed(HEADER), payload: Buffer::zeroed(BLOCK), in_block: None, left: blocks, done: done.clone() };
+        let receive = Sink {
+            header: Buffer::zeroed(HEADER),
+            payload: Buffer::zeroed(BLOCK),
+            in_block: None,
+            left: blocks,
+            done: done.clone(),
+        };
         receivers.handle().add(to, Box::new(receive), Thread::Any).expect("room");
         let send = Source { header: Buffer::zeroed(HEADER), payload: Arc::clone(&payload), left: blocks };
         senders.handle().add(from, Box::new(send), Thread::Any).expect("room");

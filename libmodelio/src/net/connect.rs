@@ -26,7 +26,8 @@ impl Connecting {
         deadline: Instant,
         stream: Box<dyn Stream>,
     ) -> Result<(Connecting, OwnedFd), Errno> {
-        let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), Some(Protocol::TCP));
+        let socket =
+            Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), Some(Protocol::TCP));
         let socket = socket.map_err(|err| errno(&err))?;
         options.apply_early(&SockRef::from(&socket)).map_err(|err| errno(&err))?;
         Ok((Connecting { address, options, deadline, stream }, socket.into()))

@@ -2,8 +2,8 @@
 //! of it. All that is common to the ways of moving bytes is here.
 
 use std::any::Any;
-use std::collections::BinaryHeap;
 use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use nix::errno::Errno;
 
 use super::handle::{Command, Connection, Inbox, ThreadState};
 use super::listen::{Listener, PAUSE};
-use super::port::{Completion, Entry, Kind, Op, Port, Readiness, Table, Token};
+use super::port::{Completion, Entry, Kind, Op, Phase, Port, Readiness, Table, Token};
 use super::stream::{Close, Receive};
 
 /// The longest sleep without a timer.
@@ -23,10 +23,10 @@ const MEMORY_PAUSE: Duration = Duration::from_millis(5);
 
 /// Moves bytes for one thread. An operation that is begun is reported by [`wait`](Driver::wait), once.
 pub(super) trait Driver {
-    /// Begins to fill `port.receive`, up to all of it; `port.receiving` is set until it is reported.
+    /// Begins to fill `port.receive`, up to all of it; `port.receiving` is outstanding until it is reported.
     fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno>;
 
-    /// Begins to send `port.send`; `port.sending` is set until it is reported.
+    /// Begins to send `port.send`; `port.sending` is outstanding until it is reported.
     fn send(&mut self, token: Token, port: &mut Port) -> Result<(), Errno>;
 
     /// Begins to wait until the descriptor is ready; `port.readiness` is set until it is reported.
@@ -39,12 +39,8 @@ pub(super) trait Driver {
     fn ready(&self) -> bool;
 
     /// Reports what is over, to the end of `done`; waits for it, or for a wake-up, up to `timeout`.
-    fn wait(
-        &mut self,
-        table: &mut Table,
-        done: &mut Vec<Completion>,
-        timeout: Duration,
-    ) -> Result<(), Errno>;
+    fn wait(&mut self, table: &mut Table, done: &mut Vec<Completion>, timeout: Duration)
+    -> Result<(), Errno>;
 }
 
 /// One thread of a reactor.
@@ -215,7 +211,8 @@ impl<D: Driver> Engine<D> {
     fn ask(&mut self, token: Token, what: impl FnOnce(&mut Entry, Instant) -> Result<(), Close>) {
         let Some(entry) = self.table.get(token).filter(|entry| entry.closing.is_none()) else { return };
         let outcome = catch_unwind(AssertUnwindSafe(|| what(entry, self.now)));
-        let outcome = outcome.unwrap_or_else(|panic| Err(Close::Panicked(message(panic.as_ref()).to_owned())));
+        let outcome =
+            outcome.unwrap_or_else(|panic| Err(Close::Panicked(message(panic.as_ref()).to_owned())));
         if let Err(why) = outcome {
             self.close(token, why);
         }
@@ -225,9 +222,11 @@ impl<D: Driver> Engine<D> {
     fn pump(&mut self, token: Token) {
         let driver = &mut self.driver;
         let Some(entry) = self.table.get(token) else { return };
-        let Entry { port, kind: Kind::Stream(stream), closing: None, retry: None, .. } = entry else { return };
+        let Entry { port, kind: Kind::Stream(stream), closing: None, retry: None, .. } = entry else {
+            return;
+        };
         let outcome = catch_unwind(AssertUnwindSafe(|| {
-            if !port.receiving {
+            if port.receiving == Phase::Idle {
                 port.receive.clear();
                 if let Receive::Into { least } = stream.receive(&mut port.receive) {
                     let room = port.receive.bytes();
@@ -239,7 +238,7 @@ impl<D: Driver> Engine<D> {
                     driver.receive(token, port).map_err(|errno| socket("receive", errno))?;
                 }
             }
-            if !port.sending {
+            if port.sending == Phase::Idle {
                 port.send.clear();
                 stream.transmit(&mut port.send);
                 if port.send.bytes() > 0 {
@@ -321,9 +320,9 @@ impl<D: Driver> Engine<D> {
             Kind::Listener(_) => driver.watch(token, port, Readiness::Readable),
             Kind::Connecting(_) => Ok(()),
             Kind::Stream(_) => {
-                let receive = !port.receiving && port.got < port.least;
+                let receive = port.receiving == Phase::Idle && port.got < port.least;
                 let received = if receive { driver.receive(token, port) } else { Ok(()) };
-                let send = !port.sending && port.send.bytes() > 0;
+                let send = port.sending == Phase::Idle && port.send.bytes() > 0;
                 received.and_then(|()| if send { driver.send(token, port) } else { Ok(()) })
             }
         };
@@ -353,6 +352,11 @@ impl<D: Driver> Engine<D> {
     fn complete(&mut self, done: Completion) {
         let token = done.token;
         let Some(entry) = self.table.get(token) else { return };
+        match done.op {
+            Op::Receive => entry.port.receiving = Phase::Idle,
+            Op::Send => entry.port.sending = Phase::Idle,
+            Op::Readiness => {}
+        }
         if entry.closing.is_some() {
             self.finish(token);
             return;
@@ -474,7 +478,8 @@ impl<D: Driver> Engine<D> {
 }
 
 fn farewell(kind: Kind, why: &Close) {
-    let (Kind::Stream(mut stream) | Kind::Connecting(super::connect::Connecting { mut stream, .. })) = kind else {
+    let (Kind::Stream(mut stream) | Kind::Connecting(super::connect::Connecting { mut stream, .. })) = kind
+    else {
         return;
     };
     let outcome = catch_unwind(AssertUnwindSafe(move || stream.closed(why)));

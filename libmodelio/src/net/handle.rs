@@ -97,10 +97,6 @@ impl Connection {
 }
 
 impl ConnectionState {
-    pub fn thread(&self) -> &Arc<ThreadState> {
-        &self.thread
-    }
-
     /// The reactor's thread looks: further wake-ups are queued anew.
     pub fn heard(&self) -> (Option<Token>, Option<Close>) {
         // Reading the flag that a wake-up found set makes what was written before it seen from here on.
@@ -198,9 +194,7 @@ impl ThreadState {
 
     /// The thread ends: what came too late.
     pub fn end(&self) -> Inbox {
-        let mut inbox = self.inbox.lock();
-        inbox.over = true;
-        std::mem::take(&mut inbox)
+        std::mem::replace(&mut *self.inbox.lock(), Inbox { over: true, ..Inbox::default() })
     }
 
     /// Takes one of the places that there are.
@@ -215,7 +209,10 @@ impl ThreadState {
         self.load.load(Ordering::Relaxed)
     }
 
-    fn place(self: &Arc<ThreadState>, command: impl FnOnce(Connection) -> Command) -> Result<Connection, Refused> {
+    fn place(
+        self: &Arc<ThreadState>,
+        command: impl FnOnce(Connection) -> Command,
+    ) -> Result<Connection, Refused> {
         self.reserve()?;
         let connection = Connection::new(self);
         let command = command(connection.clone());
@@ -294,7 +291,8 @@ impl Handle {
         stream: Box<dyn Stream>,
         at: Thread,
     ) -> Result<Connection, Refused> {
-        let (connecting, fd) = Connecting::new(address, options, deadline, stream).map_err(Refused::Socket)?;
+        let (connecting, fd) =
+            Connecting::new(address, options, deadline, stream).map_err(Refused::Socket)?;
         pick(&self.threads, at).place(|connection| Command::Connect { connecting, fd, connection })
     }
 
@@ -312,8 +310,7 @@ impl Handle {
     ) -> Result<Connection, Refused> {
         listener.set_nonblocking(true).map_err(|err| Refused::Socket(super::sockets::errno(&err)))?;
         let accept = Accept { options, factory: Box::new(factory), threads: Arc::clone(&self.threads) };
-        pick(&self.threads, Thread::Any)
-            .place(|connection| Command::Listen { listener, accept, connection })
+        pick(&self.threads, Thread::Any).place(|connection| Command::Listen { listener, accept, connection })
     }
 }
 

@@ -50,7 +50,9 @@ impl Slices {
         }
         // SAFETY: the index is in bounds; only the kernel shares the header, and only while an operation is
         // outstanding, when nothing is pushed (the reactor clears and fills the list between operations).
-        unsafe { (*self.header.as_ptr()).slices[self.end] = libc::iovec { iov_base: start.cast(), iov_len: len } };
+        unsafe {
+            (*self.header.as_ptr()).slices[self.end] = libc::iovec { iov_base: start.cast(), iov_len: len }
+        };
         self.end += 1;
         self.bytes += len;
     }

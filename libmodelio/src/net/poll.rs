@@ -14,7 +14,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 use super::engine::Driver;
 use super::handle::ThreadState;
 use super::memory;
-use super::port::{Completion, Op, Port, Readiness, Table, Token};
+use super::port::{Completion, Op, Phase, Port, Readiness, Table, Token};
 
 /// The token of the eventfd.
 const WAKEUP: u64 = u64::MAX;
@@ -37,7 +37,13 @@ impl Poll {
     }
 
     /// Registers what is waited for, if it is not; `exactly` withdraws what is not waited for.
-    fn register(&self, token: Token, port: &mut Port, wanted: EpollFlags, exactly: bool) -> Result<(), Errno> {
+    fn register(
+        &self,
+        token: Token,
+        port: &mut Port,
+        wanted: EpollFlags,
+        exactly: bool,
+    ) -> Result<(), Errno> {
         let event = |bits| EpollEvent::new(bits, pack(token));
         match port.registered.map(|bits| EpollFlags::from_bits_retain(bits.cast_signed())) {
             None => {
@@ -67,34 +73,42 @@ impl Poll {
             },
             other => other,
         };
-        port.sending = false;
+        port.sending = Phase::Over;
         Some(Completion { token, op: Op::Send, result })
     }
 
-    fn event(&self, token: Token, port: &mut Port, bits: EpollFlags, done: &mut Vec<Completion>) -> Result<(), Errno> {
+    fn event(
+        &self,
+        token: Token,
+        port: &mut Port,
+        bits: EpollFlags,
+        done: &mut Vec<Completion>,
+    ) -> Result<(), Errno> {
         let broken = bits.intersects(EpollFlags::EPOLLERR | EpollFlags::EPOLLHUP);
         if port.readiness.take().is_some() {
             done.push(Completion { token, op: Op::Readiness, result: Ok(0) });
             // Reported once.
             return self.withdraw(port);
         }
-        if port.receiving && (broken || bits.contains(EpollFlags::EPOLLIN)) {
+        if port.receiving == Phase::Outstanding && (broken || bits.contains(EpollFlags::EPOLLIN)) {
             match memory::receive_now(port.fd.as_fd(), &mut port.receive) {
                 Err(Errno::EAGAIN) => {}
                 result => {
-                    port.receiving = false;
+                    port.receiving = Phase::Over;
                     done.push(Completion { token, op: Op::Receive, result });
                 }
             }
         } else if bits.contains(EpollFlags::EPOLLIN) && !broken {
             // Paused: the bytes wait.
-            let wanted = if port.sending { EpollFlags::EPOLLOUT } else { EpollFlags::empty() };
+            let wanted =
+                if port.sending == Phase::Outstanding { EpollFlags::EPOLLOUT } else { EpollFlags::empty() };
             self.register(token, port, wanted, true)?;
         }
-        if port.sending && (broken || bits.contains(EpollFlags::EPOLLOUT)) {
+        if port.sending == Phase::Outstanding && (broken || bits.contains(EpollFlags::EPOLLOUT)) {
             done.extend(self.try_send(token, port));
         } else if bits.contains(EpollFlags::EPOLLOUT) && !broken {
-            let wanted = if port.receiving { EpollFlags::EPOLLIN } else { EpollFlags::empty() };
+            let wanted =
+                if port.receiving == Phase::Outstanding { EpollFlags::EPOLLIN } else { EpollFlags::empty() };
             self.register(token, port, wanted, true)?;
         } else if broken && !port.busy() {
             self.withdraw(port)?;
@@ -107,12 +121,12 @@ impl Driver for Poll {
     fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         port.adjust_low_water();
         self.register(token, port, EpollFlags::EPOLLIN, false)?;
-        port.receiving = true;
+        port.receiving = Phase::Outstanding;
         Ok(())
     }
 
     fn send(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
-        port.sending = true;
+        port.sending = Phase::Outstanding;
         self.fresh.push_back(token);
         Ok(())
     }
@@ -128,7 +142,7 @@ impl Driver for Poll {
     }
 
     fn cancel(&mut self, _: Token, port: &mut Port) -> Result<(), Errno> {
-        (port.receiving, port.sending, port.readiness) = (false, false, None);
+        (port.receiving, port.sending, port.readiness) = (Phase::Idle, Phase::Idle, None);
         self.withdraw(port)
     }
 
@@ -136,11 +150,20 @@ impl Driver for Poll {
         !self.fresh.is_empty()
     }
 
-    fn wait(&mut self, table: &mut Table, done: &mut Vec<Completion>, timeout: Duration) -> Result<(), Errno> {
+    fn wait(
+        &mut self,
+        table: &mut Table,
+        done: &mut Vec<Completion>,
+        timeout: Duration,
+    ) -> Result<(), Errno> {
         for _ in 0..self.fresh.len() {
             let Some(token) = self.fresh.pop_front() else { break };
             // Cancelled meanwhile, if it is not there or not sending.
-            if let Some(port) = table.get(token).map(|entry| &mut entry.port).filter(|port| port.sending) {
+            if let Some(port) = table
+                .get(token)
+                .map(|entry| &mut entry.port)
+                .filter(|port| port.sending == Phase::Outstanding)
+            {
                 done.extend(self.try_send(token, port));
             }
         }
@@ -160,7 +183,12 @@ impl Driver for Poll {
 }
 
 impl Poll {
-    fn events(&self, events: &[EpollEvent], table: &mut Table, done: &mut Vec<Completion>) -> Result<(), Errno> {
+    fn events(
+        &self,
+        events: &[EpollEvent],
+        table: &mut Table,
+        done: &mut Vec<Completion>,
+    ) -> Result<(), Errno> {
         for event in events {
             if event.data() == WAKEUP {
                 match self.thread.wakeup.read() {

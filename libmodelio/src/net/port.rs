@@ -49,6 +49,17 @@ pub(super) enum Readiness {
     Writable,
 }
 
+/// Where an operation is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// There is none.
+    Idle,
+    /// The kernel may touch its memory.
+    Outstanding,
+    /// It is over, and the stream has not heard of it yet.
+    Over,
+}
+
 /// A descriptor and what is outstanding on it.
 pub(super) struct Port {
     pub fd: OwnedFd,
@@ -58,8 +69,8 @@ pub(super) struct Port {
     pub least: usize,
     /// How many it has brought.
     pub got: usize,
-    pub receiving: bool,
-    pub sending: bool,
+    pub receiving: Phase,
+    pub sending: Phase,
     pub readiness: Option<Readiness>,
     /// For epoll: the bits it is registered with.
     pub registered: Option<u32>,
@@ -75,8 +86,8 @@ impl Port {
             send: SendSlices::new(),
             least: 0,
             got: 0,
-            receiving: false,
-            sending: false,
+            receiving: Phase::Idle,
+            sending: Phase::Idle,
             readiness: None,
             registered: None,
             low_water: Some(1),
@@ -85,7 +96,7 @@ impl Port {
 
     /// Whether the kernel may still touch memory, or report something.
     pub fn busy(&self) -> bool {
-        self.receiving || self.sending || self.readiness.is_some()
+        self.receiving == Phase::Outstanding || self.sending == Phase::Outstanding || self.readiness.is_some()
     }
 
     /// Sees to it that the socket becomes readable when what the receive still needs is there, and no earlier if

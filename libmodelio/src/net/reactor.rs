@@ -34,7 +34,12 @@ pub struct ReactorOptions {
 
 impl Default for ReactorOptions {
     fn default() -> ReactorOptions {
-        ReactorOptions { name: "net".to_owned(), threads: 1, choice: Choice::Auto, connections_a_thread: 4096 }
+        ReactorOptions {
+            name: "net".to_owned(),
+            threads: 1,
+            choice: Choice::Auto,
+            connections_a_thread: 4096,
+        }
     }
 }
 
@@ -79,7 +84,8 @@ impl Reactor {
             return Err(StartError::Threads(0));
         }
         let backend = Arc::new(Backend::choose(options.choice)?);
-        let states = (0..options.threads).map(|_| ThreadState::new(options.connections_a_thread).map(Arc::new));
+        let states =
+            (0..options.threads).map(|_| ThreadState::new(options.connections_a_thread).map(Arc::new));
         let states: Vec<_> =
             states.collect::<Result<_, Errno>>().map_err(|errno| StartError::Thread(errno.into()))?;
         let handle = Handle { threads: states.into(), backend };
@@ -146,9 +152,11 @@ fn start(name: String, backend: &Backend, state: Arc<ThreadState>) -> io::Result
     let thread = std::thread::Builder::new().name(name).spawn(move || {
         // A ring belongs to the thread that makes it.
         let outcome = if uring {
-            Uring::new(Arc::clone(&state)).and_then(|driver| ready(&started_sender, Engine::new(driver, state)))
+            Uring::new(Arc::clone(&state))
+                .and_then(|driver| ready(&started_sender, Engine::new(driver, state)))
         } else {
-            Poll::new(Arc::clone(&state)).and_then(|driver| ready(&started_sender, Engine::new(driver, state)))
+            Poll::new(Arc::clone(&state))
+                .and_then(|driver| ready(&started_sender, Engine::new(driver, state)))
         };
         if let Err(errno) = outcome
             && started_sender.try_send(Err(errno)).is_err()

@@ -53,7 +53,13 @@ pub struct InUse {
 impl fmt::Display for InUse {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let place = if self.same_host { "same host" } else { "another host" };
-        write!(f, "{place}, {}, buffers {}+{} KiB", self.congestion, self.send_buffer >> 10, self.receive_buffer >> 10)
+        write!(
+            f,
+            "{place}, {}, buffers {}+{} KiB",
+            self.congestion,
+            self.send_buffer >> 10,
+            self.receive_buffer >> 10
+        )
     }
 }
 
@@ -81,7 +87,8 @@ impl SocketOptions {
         self.apply_early(socket)?;
         socket.set_tcp_user_timeout(self.user_timeout)?;
         if let Some(idle) = self.keepalive {
-            let probes = TcpKeepalive::new().with_time(idle).with_interval(Duration::from_secs(5)).with_retries(3);
+            let probes =
+                TcpKeepalive::new().with_time(idle).with_interval(Duration::from_secs(5)).with_retries(3);
             socket.set_tcp_keepalive(&probes)?;
         }
         let same_host = same_host(socket)?;

@@ -16,7 +16,7 @@ use nix::errno::Errno;
 use super::backend::NotUring;
 use super::engine::Driver;
 use super::handle::ThreadState;
-use super::port::{Completion, Op, Port, Readiness, Table, Token};
+use super::port::{Completion, Op, Phase, Port, Readiness, Table, Token};
 use super::sockets::errno;
 
 /// Operations that are begun with one system call.
@@ -133,8 +133,8 @@ impl Uring {
                 _ => continue,
             };
             match op {
-                Op::Receive => port.receiving = false,
-                Op::Send => port.sending = false,
+                Op::Receive => port.receiving = Phase::Over,
+                Op::Send => port.sending = Phase::Over,
                 Op::Readiness => port.readiness = None,
             }
             let result = usize::try_from(entry.result()).map_err(|_| Errno::from_raw(-entry.result()));
@@ -156,7 +156,7 @@ impl Driver for Uring {
         // SAFETY: who pushed the slices keeps their memory until it is reported or the connection is closed, and
         // the port, which has the list of them, is dropped when this operation is reaped.
         unsafe { self.push(&entry.user_data(pack(token, Op::Receive as u64))) }?;
-        port.receiving = true;
+        port.receiving = Phase::Outstanding;
         Ok(())
     }
 
@@ -165,11 +165,13 @@ impl Driver for Uring {
         let single = port.send.single().and_then(|(at, len)| Some((at, u32::try_from(len).ok()?)));
         let entry = match single {
             Some((at, len)) => opcode::Send::new(fd(&port.fd), at, len).flags(flags).build(),
-            None => opcode::SendMsg::new(fd(&port.fd), port.send.message()).flags(flags.cast_unsigned()).build(),
+            None => {
+                opcode::SendMsg::new(fd(&port.fd), port.send.message()).flags(flags.cast_unsigned()).build()
+            }
         };
         // SAFETY: as for receiving.
         unsafe { self.push(&entry.user_data(pack(token, Op::Send as u64))) }?;
-        port.sending = true;
+        port.sending = Phase::Outstanding;
         Ok(())
     }
 
@@ -187,8 +189,8 @@ impl Driver for Uring {
 
     fn cancel(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         let outstanding = [
-            (port.receiving, Op::Receive),
-            (port.sending, Op::Send),
+            (port.receiving == Phase::Outstanding, Op::Receive),
+            (port.sending == Phase::Outstanding, Op::Send),
             (port.readiness.is_some(), Op::Readiness),
         ];
         for (_, op) in outstanding.into_iter().filter(|(busy, _)| *busy) {
@@ -203,7 +205,12 @@ impl Driver for Uring {
         !self.early.is_empty()
     }
 
-    fn wait(&mut self, table: &mut Table, done: &mut Vec<Completion>, timeout: Duration) -> Result<(), Errno> {
+    fn wait(
+        &mut self,
+        table: &mut Table,
+        done: &mut Vec<Completion>,
+        timeout: Duration,
+    ) -> Result<(), Errno> {
         self.listen_for_wakeups()?;
         let waiting = !self.ring.completion().is_empty();
         let entered = if waiting || timeout.is_zero() {
