@@ -14,6 +14,7 @@ use nix::errno::Errno;
 use super::handle::{Command, Connection, Inbox, ThreadState};
 use super::listen::{Listener, PAUSE};
 use super::port::{Completion, Entry, Kind, Op, Phase, Port, Readiness, Table, Token};
+use super::sockets;
 use super::stream::{Close, Receive};
 
 /// The longest sleep without a timer.
@@ -192,6 +193,10 @@ impl<D: Driver> Engine<D> {
     fn open(&mut self, token: Token) {
         self.ask(token, |entry, _| {
             let Kind::Stream(stream) = &mut entry.kind else { return Ok(()) };
+            // A socket of another kind than TCP has nothing to say.
+            if let Ok(in_use) = sockets::in_use(&socket2::SockRef::from(&entry.port.fd)) {
+                entry.connection.state().describe(in_use);
+            }
             stream.opened(&entry.connection);
             Ok(())
         });

@@ -4,8 +4,8 @@
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use nix::errno::Errno;
@@ -16,7 +16,7 @@ use super::backend::Backend;
 use super::connect::Connecting;
 use super::listen::Accept;
 use super::port::Token;
-use super::sockets::SocketOptions;
+use super::sockets::{InUse, SocketOptions};
 use super::stream::{Close, Stream};
 
 /// Which thread of a reactor serves a connection.
@@ -51,6 +51,7 @@ pub(super) struct ConnectionState {
     /// Set when its wake-up is queued already.
     woken: AtomicBool,
     over: AtomicBool,
+    in_use: OnceLock<InUse>,
     /// What other threads ask for, and where the reactor's thread finds it.
     asked: Mutex<Asked>,
 }
@@ -67,6 +68,7 @@ impl Connection {
             thread: Arc::clone(thread),
             woken: AtomicBool::new(false),
             over: AtomicBool::new(false),
+            in_use: OnceLock::new(),
             asked: Mutex::default(),
         }))
     }
@@ -90,6 +92,11 @@ impl Connection {
         self.wake();
     }
 
+    /// What its socket uses, from when the stream is opened; `None` before, and for what is not TCP.
+    pub fn in_use(&self) -> Option<&InUse> {
+        self.0.in_use.get()
+    }
+
     /// Whether its stream was told that it is closed.
     pub fn is_closed(&self) -> bool {
         self.0.over.load(Ordering::Acquire)
@@ -103,6 +110,10 @@ impl ConnectionState {
         self.woken.swap(false, Ordering::AcqRel);
         let mut asked = self.asked.lock();
         (asked.token, asked.close.take())
+    }
+
+    pub fn describe(&self, in_use: InUse) {
+        self.in_use.get_or_init(|| in_use);
     }
 
     pub fn placed(&self, token: Token) {

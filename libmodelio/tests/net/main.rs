@@ -381,6 +381,14 @@ fn a_connection_is_made(choice: Choice) {
         .expect("room");
     opened(&events);
     complete(&events);
+    let in_use = connection.in_use().expect("it is TCP");
+    assert!(in_use.same_host && !in_use.congestion.is_empty() && in_use.receive_buffer > 0, "{in_use}");
+    // Nothing but a ban keeps cubic from a connection on one host.
+    let allowed =
+        std::fs::read_to_string("/proc/sys/net/ipv4/tcp_allowed_congestion_control").expect("procfs");
+    if allowed.split_whitespace().any(|name| name == "cubic") {
+        assert_eq!(in_use.congestion, "cubic");
+    }
     assert!(!connection.is_closed());
     end(reactor);
     assert!(connection.is_closed());
