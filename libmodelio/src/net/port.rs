@@ -1,0 +1,222 @@
+//! What a reactor's thread knows of each of its descriptors, and the table of them.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Instant;
+
+use nix::errno::Errno;
+
+use super::connect::Connecting;
+use super::handle::{Connection, ConnectionState};
+use super::listen::Listener;
+use super::memory::{self, ReceiveSlices, SendSlices};
+use super::stream::{Close, Stream};
+
+/// Below this, every byte wakes up: a message is waited for, not a payload.
+const LOW_WATER_MIN: usize = 16 << 10;
+/// More than this is taken in parts, while the rest is on its way. Half of this wakes up more often and costs CPU time;
+/// twice as much leaves the cache between the ends (`examples/loopback.rs`: 6% of the throughput).
+const LOW_WATER_MAX: usize = 128 << 10;
+
+/// Names an entry of a [`Table`], at most once in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Token {
+    pub slot: u32,
+    /// 24 bits are used.
+    pub generation: u32,
+}
+
+/// What is outstanding on a descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Op {
+    Receive,
+    Send,
+    /// It can be read or written, says `poll`.
+    Readiness,
+}
+
+/// An operation is over.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Completion {
+    pub token: Token,
+    pub op: Op,
+    pub result: Result<usize, Errno>,
+}
+
+/// Which readiness is waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Readiness {
+    Readable,
+    Writable,
+}
+
+/// Where an operation is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// There is none.
+    Idle,
+    /// The kernel may touch its memory.
+    Outstanding,
+    /// It is over, and the stream has not heard of it yet.
+    Over,
+}
+
+/// A descriptor and what is outstanding on it.
+pub(super) struct Port {
+    pub fd: OwnedFd,
+    pub receive: ReceiveSlices,
+    pub send: SendSlices,
+    /// How many bytes the outstanding receive must still bring.
+    pub least: usize,
+    /// How many it has brought.
+    pub got: usize,
+    pub receiving: Phase,
+    pub sending: Phase,
+    pub readiness: Option<Readiness>,
+    /// For epoll: the bits it is registered with.
+    pub registered: Option<u32>,
+    /// The socket's SO_RCVLOWAT; `None` if it has none.
+    low_water: Option<usize>,
+}
+
+impl Port {
+    pub fn new(fd: OwnedFd) -> Port {
+        Port {
+            fd,
+            receive: ReceiveSlices::new(),
+            send: SendSlices::new(),
+            least: 0,
+            got: 0,
+            receiving: Phase::Idle,
+            sending: Phase::Idle,
+            readiness: None,
+            registered: None,
+            low_water: Some(1),
+        }
+    }
+
+    /// Whether the kernel may still touch memory, or report something.
+    pub fn busy(&self) -> bool {
+        self.receiving == Phase::Outstanding || self.sending == Phase::Outstanding || self.readiness.is_some()
+    }
+
+    /// Sees to it that the socket becomes readable when what the receive still needs is there, and no earlier if
+    /// that is much. True if it is much: then trying before it is readable would only fetch a part.
+    pub fn adjust_low_water(&mut self) -> bool {
+        let Some(current) = self.low_water else { return false };
+        let wanted = low_water(current, self.least - self.got);
+        if wanted != current {
+            let set = memory::set_low_water(self.fd.as_fd(), u32::try_from(wanted).unwrap_or(u32::MAX));
+            // No option of this kind of socket: it is readable at every byte, which costs only time.
+            self.low_water = set.ok().map(|()| wanted);
+        }
+        self.low_water.is_some_and(|bytes| bytes > 1)
+    }
+}
+
+/// The low-water mark for a receive that needs `needed` more bytes. Setting it is a system call, so it stays
+/// where it does little harm; but never above what is needed, which might be all that comes.
+fn low_water(current: usize, needed: usize) -> usize {
+    let best = if needed < LOW_WATER_MIN { 1 } else { needed.min(LOW_WATER_MAX) };
+    if current > needed || best >= 2 * current.max(LOW_WATER_MIN / 2) { best } else { current }
+}
+
+/// What an entry is.
+pub(super) enum Kind {
+    Connecting(Connecting),
+    Stream(Box<dyn Stream>),
+    Listener(Listener),
+}
+
+/// One descriptor of a thread.
+pub(super) struct Entry {
+    pub port: Port,
+    pub kind: Kind,
+    pub connection: Connection,
+    /// Set when it is to end; it does when the port is no longer busy.
+    pub closing: Option<Close>,
+    /// When time is to be brought next.
+    pub due: Option<Instant>,
+    /// The earliest timer that is queued for it.
+    pub queued: Option<Instant>,
+    /// Operations that failed for want of kernel memory, to be tried again at this time.
+    pub retry: Option<Instant>,
+}
+
+impl Entry {
+    pub fn state(&self) -> &Arc<ConnectionState> {
+        self.connection.state()
+    }
+}
+
+struct Slot {
+    generation: u32,
+    entry: Option<Entry>,
+}
+
+/// The descriptors of a thread, each under a token.
+#[derive(Default)]
+pub(super) struct Table {
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+}
+
+impl Table {
+    pub fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    pub fn insert(&mut self, entry: Entry) -> Token {
+        if let Some(slot) = self.free.pop() {
+            let place = &mut self.slots[slot as usize];
+            place.entry = Some(entry);
+            return Token { slot, generation: place.generation };
+        }
+        let slot = u32::try_from(self.slots.len()).expect("fewer descriptors than 2^32");
+        self.slots.push(Slot { generation: 1, entry: Some(entry) });
+        Token { slot, generation: 1 }
+    }
+
+    pub fn get(&mut self, token: Token) -> Option<&mut Entry> {
+        let slot = self.slots.get_mut(token.slot as usize)?;
+        if slot.generation == token.generation { slot.entry.as_mut() } else { None }
+    }
+
+    pub fn remove(&mut self, token: Token) -> Option<Entry> {
+        let slot = self.slots.get_mut(token.slot as usize).filter(|s| s.generation == token.generation)?;
+        let entry = slot.entry.take()?;
+        slot.generation = (slot.generation + 1) & 0x00ff_ffff;
+        self.free.push(token.slot);
+        Some(entry)
+    }
+
+    pub fn tokens(&self) -> Vec<Token> {
+        let used = self.slots.iter().enumerate().filter(|(_, slot)| slot.entry.is_some());
+        used.map(|(at, slot)| Token { slot: at as u32, generation: slot.generation }).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mark_never_exceeds_what_is_needed() {
+        for current in [1, 1000, 20_000, 100_000, LOW_WATER_MAX] {
+            for needed in [1, 31, 1000, LOW_WATER_MIN, 50_000, 99_999, LOW_WATER_MAX, 1 << 30] {
+                let mark = low_water(current, needed);
+                assert!(mark <= needed && (1..=LOW_WATER_MAX).contains(&mark), "{current} {needed} {mark}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_mark_is_left_alone_in_a_steady_stream() {
+        let block = (256 << 10) + 64;
+        let mark = low_water(1, block);
+        assert_eq!(mark, LOW_WATER_MAX);
+        assert_eq!(low_water(mark, block), mark);
+        assert_eq!(low_water(1, 64), 1);
+        assert_eq!(low_water(mark, 64), 1);
+    }
+}

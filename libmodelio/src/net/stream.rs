@@ -1,0 +1,133 @@
+//! The seam between what a connection says and how its bytes move: a [`Stream`] is one end of one byte stream,
+//! a state machine without a socket. A reactor drives it; so can a ring in shared memory, or a test.
+
+use std::borrow::Cow;
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use nix::errno::Errno;
+
+use super::handle::Connection;
+use super::memory::{ReceiveSlices, SendSlices};
+
+/// One end of one byte stream. All calls come from one thread at a time, that of its reactor; none may block.
+///
+/// The order: [`opened`](Stream::opened) once; then the others, as bytes and wake-ups come; [`closed`](Stream::closed)
+/// once, and nothing after it. If a connection never comes about, `closed` is the only call.
+///
+/// After each wake-up and after each `received` and `transmitted` the reactor asks `receive` again if no receive
+/// is outstanding, and `transmit` if no send is. So there is one of each outstanding at most.
+///
+/// A panic of a callback closes the connection with [`Close::Panicked`] and goes no further.
+pub trait Stream: Send {
+    /// The bytes can flow. `connection` is what other threads wake or close it by.
+    fn opened(&mut self, connection: &Connection) {
+        let _ = connection;
+    }
+
+    /// Where the next received bytes go: pushed to `into`, which is empty. The contract for that memory is
+    /// written at [`ReceiveSlices::push`].
+    fn receive(&mut self, into: &mut ReceiveSlices) -> Receive;
+
+    /// The next `bytes` of what `receive` named are filled, from its front; `receive` is asked afresh. `bytes`
+    /// is at least what was asked for, except before the peer's end of stream.
+    ///
+    /// # Errors
+    /// Closes the connection: the peer broke the protocol.
+    fn received(&mut self, bytes: usize) -> Result<(), Close>;
+
+    /// What is to be sent now: pushed to `out`, which is empty. Left empty, it is asked again after a wake-up.
+    /// The contract for that memory is written at [`SendSlices::push`].
+    fn transmit(&mut self, out: &mut SendSlices);
+
+    /// The next `bytes` of what `transmit` named are with the kernel; their memory is the stream's again. May come
+    /// in several parts, which together are what `transmit` named.
+    ///
+    /// # Errors
+    /// Closes the connection: for instance because the farewell is said.
+    fn transmitted(&mut self, bytes: usize) -> Result<(), Close>;
+
+    /// Time passes: called when the connection is open, after each wake-up, and when the returned time has come.
+    /// `None` until the next wake-up.
+    ///
+    /// # Errors
+    /// Closes the connection: a deadline has passed.
+    fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
+        let _ = now;
+        Ok(None)
+    }
+
+    /// It is over. The kernel holds none of the memory that was named, and the socket is closed.
+    fn closed(&mut self, why: &Close);
+}
+
+/// Answer of [`Stream::receive`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Receive {
+    /// Into the pushed slices; [`Stream::received`] is called when at least `least` bytes are there: 1 to what the
+    /// slices hold.
+    Into {
+        /// In bytes.
+        least: usize,
+    },
+    /// Nothing now: asked again after a wake-up. Bytes wait in the socket, and then at the peer. That the peer is
+    /// gone is noticed when it goes on.
+    Paused,
+}
+
+/// Why a connection is over.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Close {
+    /// The peer closed its end in an orderly way.
+    #[error("closed by the peer")]
+    Ended,
+    /// The system says so.
+    #[error("{doing} failed: {errno}")]
+    Socket {
+        /// What was being done.
+        doing: &'static str,
+        /// The reason.
+        errno: Errno,
+    },
+    /// No connection came about.
+    #[error("no connection to {address}: {errno}")]
+    Connect {
+        /// To whom.
+        address: SocketAddr,
+        /// The reason; `ETIMEDOUT` when the deadline passed.
+        errno: Errno,
+    },
+    /// This end wants it: a protocol error of the peer, a deadline, a replaced connection.
+    #[error("{0}")]
+    Asked(Cow<'static, str>),
+    /// The stream asked for something that cannot be: a defect of this program.
+    #[error("defect: {0}")]
+    Misused(Cow<'static, str>),
+    /// A callback panicked.
+    #[error("panicked: {0}")]
+    Panicked(String),
+    /// The reactor ends.
+    #[error("the program shuts down")]
+    ShutDown,
+}
+
+/// Holds the place of a stream while it moves.
+pub(super) struct Nobody;
+
+impl Stream for Nobody {
+    fn receive(&mut self, _: &mut ReceiveSlices) -> Receive {
+        Receive::Paused
+    }
+
+    fn received(&mut self, _: usize) -> Result<(), Close> {
+        Ok(())
+    }
+
+    fn transmit(&mut self, _: &mut SendSlices) {}
+
+    fn transmitted(&mut self, _: usize) -> Result<(), Close> {
+        Ok(())
+    }
+
+    fn closed(&mut self, _: &Close) {}
+}
