@@ -11,4 +11,5 @@ pub mod part;
 pub mod reducer;
 pub mod region_store;
 pub mod registry;
+pub mod remote;
 pub mod server;

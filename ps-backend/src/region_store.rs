@@ -18,6 +18,7 @@ mod making;
 
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::SystemTime;
@@ -28,6 +29,7 @@ use libmodelio::mmap::Mapping;
 use libmodelio::transport::{Region, RegionKey};
 
 use crate::core::{Plan, Work};
+use crate::kernels;
 use crate::reducer::Reducer;
 
 pub use accumulator::Accumulator;
@@ -451,4 +453,17 @@ impl RegionStore {
 
 fn no_buffer() -> io::Error {
     io::Error::other("no buffer for the next version")
+}
+
+/// Bytes of a version's buffer that is pinned, or the newest.
+pub fn pinned_bytes(region: &Region, range: Range<u64>) -> &[u8] {
+    // SAFETY: a version is not written while it is pinned; whoever asks for its bytes holds a pin.
+    unsafe { region.memory().bytes(span(&range)) }
+}
+
+/// Copies `range` of a pinned version into a buffer that is being completed, which its owner alone knows.
+pub fn copy_gap(from: &Region, to: &Region, range: Range<u64>) {
+    // SAFETY: the version is pinned; the buffer's writer is in fsync or close, and nobody else knows it.
+    let output = unsafe { to.memory().bytes_mut(span(&range)) };
+    kernels::stream_copy(pinned_bytes(from, range), output);
 }

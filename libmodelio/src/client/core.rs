@@ -4,7 +4,7 @@
 //! Blocks move when the edge asks for work ([`ClientCore::next_push`], [`ClientCore::next_pull`]), as fast as its
 //! connections take it. Nothing relies on a connection: what was lost is found missing, and sent or asked for again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -130,6 +130,8 @@ pub struct ClientCore {
     learners: BTreeMap<LearnerId, (LearnerState, u64)>,
     /// Last steps whose commit was answered with success, which the state may not show yet.
     committed: BTreeMap<LearnerId, Step>,
+    /// Learners whose last commit got no clear answer: whether it was taken, only the lead knows.
+    unsure: BTreeSet<LearnerId>,
     /// Blocks of the contributions that may have to be sent.
     held: BTreeMap<(LearnerId, Step), FixedBitSet>,
     /// The same for new weights.
@@ -170,6 +172,7 @@ impl ClientCore {
             state: JobState::default(),
             learners: BTreeMap::new(),
             committed: BTreeMap::new(),
+            unsure: BTreeSet::new(),
             held: BTreeMap::new(),
             weights: BTreeMap::new(),
             outgoing: None,
@@ -199,6 +202,18 @@ impl ClientCore {
     /// Whether `learner` is one of this client's and in the job.
     pub fn has_learner(&self, learner: LearnerId) -> bool {
         self.learners.contains_key(&learner)
+    }
+
+    /// The next step of `learner`, and whether the payload of the last one may still be needed. None when it is not
+    /// known here: the outcome of its last commit is not, or it is not one of this client's.
+    pub fn next_step(&self, learner: LearnerId) -> Option<(Step, bool)> {
+        let (known, _) = self.learners.get(&learner)?;
+        if self.unsure.contains(&learner) {
+            return None;
+        }
+        let last = self.committed.get(&learner).copied().unwrap_or_default().max(known.step);
+        let lent = self.held.range((learner, Step(0))..=(learner, Step(u64::MAX))).next().is_some();
+        Some((last.next(), lent))
     }
 
     /// Where the last commit of `learner` is.
@@ -358,18 +373,25 @@ impl ClientCore {
                     step: Step(0),
                     unpublished: false,
                     published_in: Version(0),
+                    joined_at: Version(0),
                 };
                 self.learners.entry(*learner).or_insert((new, *since));
             }
-            (Message::Open { learner }, Ok(Message::Opened { step, staging_lent: false })) => {
-                self.release_older(*learner, *step, actions);
+            (Message::Open { learner }, Ok(Message::Opened { step, staging_lent })) => {
+                self.unsure.remove(learner);
+                if !staging_lent {
+                    self.release_older(*learner, *step, actions);
+                }
             }
             (Message::Commit { learner, step, .. }, Ok(_)) => {
+                self.unsure.remove(learner);
                 self.committed.insert(*learner, *step);
                 self.release(*learner, *step, actions);
             }
             // Taken or not, that is not said: it may yet be asked for.
-            (Message::Commit { .. }, Err(Refusal::Shard(ShardError::TimedOut(_)))) => {}
+            (Message::Commit { learner, .. }, Err(Refusal::Shard(ShardError::TimedOut(_)))) => {
+                self.unsure.insert(*learner);
+            }
             (Message::Commit { learner, step, .. }, Err(_)) => self.release(*learner, *step, actions),
             (Message::Assign { token, .. }, _) => {
                 self.weights.remove(token);
@@ -430,6 +452,7 @@ impl ClientCore {
             return;
         }
         self.committed.remove(&learner);
+        self.unsure.remove(&learner);
         // What it has committed stays: its payload is needed until the lead has answered for it.
         let commits =
             |request: &Request| matches!(request.message, Message::Commit { learner: l, .. } if l == learner);
@@ -683,8 +706,10 @@ impl ClientCore {
         for id in late {
             if let Some(request) = self.requests.remove(&id) {
                 let late = ShardError::TimedOut("the shard that leads this model does not answer".into());
-                if let Message::Assign { token, .. } = request.message {
-                    self.weights.remove(&token);
+                match request.message {
+                    Message::Assign { token, .. } => drop(self.weights.remove(&token)),
+                    Message::Commit { learner, .. } => drop(self.unsure.insert(learner)),
+                    _ => {}
                 }
                 actions.push(Action::Answer(request.token, Err(late.into())));
             }

@@ -85,6 +85,8 @@ pub enum ClientEvent {
     Published(Version),
     /// A learner of this client is no longer in the job.
     Left(LearnerId, LeaveReason),
+    /// The lead has told the state of the job.
+    State,
 }
 
 /// Called once for every event, with no lock held and without blocking.
@@ -281,6 +283,17 @@ impl Client {
         self.shared.inner.lock().core.state().clone()
     }
 
+    /// Why requests fail just now, if the job is stopped.
+    pub fn stopped(&self) -> Option<ShardError> {
+        self.shared.inner.lock().core.stopped()
+    }
+
+    /// The next step of `learner`, and whether the payload of the last one is still needed where it lies. None when
+    /// only the lead knows, or `learner` is not one of this client's.
+    pub fn next_step(&self, learner: LearnerId) -> Option<(Step, bool)> {
+        self.shared.inner.lock().core.next_step(learner)
+    }
+
     /// The newest version that is here.
     pub fn version(&self) -> Version {
         self.shared.inner.lock().core.version()
@@ -358,7 +371,7 @@ impl Client {
     }
 
     /// Signs of life of learners.
-    pub fn touch(&self, learners: Vec<LearnerId>, attached: bool) {
+    pub fn touch(&self, learners: Vec<LearnerId>, attached: Option<bool>) {
         let mut inner = self.shared.inner.lock();
         let mut actions = Vec::new();
         inner.core.notify(Message::Touch { learners, attached }, &mut actions);
@@ -562,9 +575,7 @@ impl Shared {
             Action::Release(learner, step) => {
                 inner.sources.remove(&(learner, step));
             }
-            Action::State => {
-                self.changed.notify_all();
-            }
+            Action::State => after.events.push(ClientEvent::State),
             Action::Left(learner, reason) => after.events.push(ClientEvent::Left(learner, reason)),
             Action::Pulled(version) => {
                 inner.versions.publish(version);

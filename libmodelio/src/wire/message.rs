@@ -128,8 +128,8 @@ pub enum Message {
     Touch {
         /// Who.
         learners: Vec<LearnerId>,
-        /// Whether living processes are known to use them.
-        attached: bool,
+        /// Whether living processes are known to use them, where that is known anew.
+        attached: Option<bool>,
     },
     /// Changes one setting. Answered by `Done`.
     SetControl {
@@ -326,6 +326,8 @@ pub struct LearnerState {
     pub unpublished: bool,
     /// The version that its last published step is part of.
     pub published_in: Version,
+    /// Versions that it takes part in begin after this one.
+    pub joined_at: Version,
 }
 
 /// What a grant is for.

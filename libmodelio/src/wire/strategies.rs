@@ -97,13 +97,14 @@ fn refusal() -> impl Strategy<Value = Refusal> {
 }
 
 fn learner_state() -> impl Strategy<Value = LearnerState> {
-    (learner(), any::<u32>(), id64(Step), any::<bool>(), id64(Version)).prop_map(
-        |(learner, incarnation, step, unpublished, published_in)| LearnerState {
+    (learner(), any::<u32>(), id64(Step), any::<bool>(), id64(Version), id64(Version)).prop_map(
+        |(learner, incarnation, step, unpublished, published_in, joined_at)| LearnerState {
             learner,
             incarnation: Incarnation(incarnation),
             step,
             unpublished,
             published_in,
+            joined_at,
         },
     )
 }
@@ -231,7 +232,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .boxed(),
         learner().prop_map(|learner| Message::Abort { learner }).boxed(),
         learner().prop_map(|learner| Message::Withdraw { learner }).boxed(),
-        (vec(learner(), 0..5), any::<bool>())
+        (vec(learner(), 0..5), any::<Option<bool>>())
             .prop_map(|(learners, attached)| Message::Touch { learners, attached })
             .boxed(),
         (text(), text()).prop_map(|(name, value)| Message::SetControl { name, value }).boxed(),

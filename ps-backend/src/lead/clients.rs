@@ -125,7 +125,7 @@ impl LeadCore {
             }
             Message::Touch { learners, attached } => {
                 for learner in learners.into_iter().filter(|learner| self.owners.get(learner) == Some(&id)) {
-                    self.core.touch(learner, Some(attached), now);
+                    self.core.touch(learner, attached, now);
                 }
             }
             Message::Unfit { plan, learner, block } => self.unfit(id, plan, learner, block, now, actions),
@@ -180,6 +180,11 @@ impl LeadCore {
             }
             Message::Commit { learner, step, blocks, timeout_ms } => {
                 let learner = mine(learner)?;
+                // Clients open by themselves and say so beside: their word of it may be under way still.
+                let next = core.member(learner, now).map(|member| member.step.next());
+                if next == Some(step) {
+                    core.open(learner, now)?;
+                }
                 let sent = self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 let ticket = self.ticket(id, request);
                 let source = Source { client: id, name: step.0 };
@@ -270,6 +275,7 @@ impl LeadCore {
                 step: view.step,
                 unpublished: view.unpublished,
                 published_in: view.published_in,
+                joined_at: view.joined_at,
             })
         };
         Message::State(JobState {

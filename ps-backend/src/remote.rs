@@ -1,0 +1,519 @@
+//! A job whose shards are on a network, as a mount sees it: a [`Job`], with the [`Device`] and the [`Channel`] that
+//! learners contribute by.
+//!
+//! It answers from what its [`Client`] mirrors. A block that a program has written whole is put into the learner's
+//! staging region, from which the client sends it when the lead says so.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::client::{self, Client, ClientEvent};
+use libmodelio::ids::{BlockId, Incarnation, LearnerId, ShardId, Version};
+use libmodelio::layout::ModelLayout;
+use libmodelio::mmap::Mapping;
+use libmodelio::transport::{
+    BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, RegionKey, Reply,
+    ShardError, TransportKind,
+};
+use libmodelio::wire::{self, Refusal};
+use parking_lot::Mutex;
+
+use crate::controls::{ControlError, Controls, NonFinite};
+use crate::core::{LastCommit, MemberView};
+use crate::job::{Event, Job, JobStatus, Listener, SetDone, ShardView, VersionMemory, VersionView};
+use crate::reducer::Reducer;
+use crate::region_store;
+
+/// For requests that nobody waits for.
+const BESIDE: Duration = Duration::from_secs(30);
+
+#[derive(Default)]
+struct Names {
+    of: BTreeMap<LearnerId, (String, Incarnation)>,
+    /// Those with an open contribution.
+    writing: BTreeSet<LearnerId>,
+}
+
+/// A model on a network, as this process takes part in it.
+pub struct RemoteJob {
+    client: Client,
+    layout: Arc<ModelLayout>,
+    /// By shard: how many of the model's blocks it owns.
+    shares: Vec<(ShardId, u32)>,
+    controls: Mutex<Controls>,
+    /// `nonfinite` is `reject`, for the hot path.
+    rejects: AtomicBool,
+    /// The job has too few learners, for the hot path.
+    stopped: AtomicBool,
+    names: Mutex<Names>,
+    listener: Mutex<Option<Arc<Listener>>>,
+    next_key: AtomicU64,
+    this: Weak<RemoteJob>,
+}
+
+impl RemoteJob {
+    /// Over a connected client; `shares` are the blocks of each shard.
+    pub fn new(client: Client, shares: Vec<(ShardId, u32)>) -> Arc<RemoteJob> {
+        let job = Arc::new_cyclic(|this: &Weak<RemoteJob>| RemoteJob {
+            layout: Arc::clone(client.layout()),
+            client,
+            shares,
+            controls: Mutex::new(Controls::default()),
+            rejects: AtomicBool::new(true),
+            stopped: AtomicBool::new(false),
+            names: Mutex::default(),
+            listener: Mutex::new(None),
+            next_key: AtomicU64::new(1 << 32),
+            this: this.clone(),
+        });
+        job.mirror();
+        let this = Arc::downgrade(&job);
+        job.client.subscribe(Box::new(move |event| {
+            if let Some(job) = this.upgrade() {
+                job.hear(event);
+            }
+        }));
+        // What came before anybody listened.
+        job.mirror();
+        job
+    }
+
+    /// What moves the bytes, to be named loudly.
+    pub fn backend(&self) -> String {
+        self.client.backend()
+    }
+
+    fn hear(&self, event: ClientEvent) {
+        let event = match event {
+            ClientEvent::State => return self.mirror(),
+            ClientEvent::Published(version) => Event::Published(version),
+            ClientEvent::Left(learner, reason) => {
+                let mut names = self.names.lock();
+                names.of.remove(&learner);
+                names.writing.remove(&learner);
+                Event::Left(learner, reason)
+            }
+        };
+        let listener = self.listener.lock().clone();
+        if let Some(listener) = listener {
+            listener(event);
+        }
+    }
+
+    /// Takes over what the lead has told.
+    fn mirror(&self) {
+        let state = self.client.state();
+        let texts = state.controls.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+        match Controls::default().with_all(texts) {
+            Ok(controls) => {
+                self.rejects.store(controls.nonfinite == NonFinite::Reject, Ordering::Relaxed);
+                *self.controls.lock() = controls;
+            }
+            // Of a newer release, perhaps.
+            Err(error) => tracing::warn!(%error, "a setting of the job is not known here"),
+        }
+        self.stopped.store(state.state == "stopped", Ordering::Relaxed);
+    }
+
+    fn refuse_if_stopped(&self) -> Result<(), ShardError> {
+        match self.stopped.load(Ordering::Relaxed).then(|| self.client.stopped()).flatten() {
+            Some(stopped) => Err(stopped),
+            None => Ok(()),
+        }
+    }
+
+    /// Asks the lead for what nobody waits for.
+    fn ask_beside(&self, message: wire::Message) {
+        let what = message.name();
+        let done = move |result| {
+            if let Err(error) = result {
+                tracing::debug!(what, %error, "refused");
+            }
+        };
+        self.client.request(message, BESIDE, Box::new(done));
+    }
+
+    fn join(&self, name: String, timeout: Duration, done: Completion) {
+        let this = self.this.clone();
+        let of_reply = name.clone();
+        let joined = move |result| {
+            done(match result {
+                Ok(wire::Message::Joined { learner, incarnation, .. }) => {
+                    if let Some(job) = this.upgrade() {
+                        job.names.lock().of.insert(learner, (of_reply, incarnation));
+                    }
+                    Ok(Reply::Joined { learner, incarnation })
+                }
+                other => Err(unexpected(other)),
+            });
+        };
+        self.client.request(wire::Message::Join { name }, timeout, Box::new(joined));
+    }
+
+    fn open(&self, learner: LearnerId, timeout: Duration, done: Completion) {
+        if let Err(error) = self.refuse_if_stopped() {
+            return done(Err(error));
+        }
+        if !self.client.has_learner(learner) {
+            return done(Err(ShardError::UnknownLearner(learner)));
+        }
+        self.names.lock().writing.insert(learner);
+        let open = wire::Message::Open { learner };
+        if let Some((step, staging_lent)) = self.client.next_step(learner) {
+            self.ask_beside(open);
+            return done(Ok(Reply::Opened { step, staging_lent }));
+        }
+        // Whether the last commit was taken is not known here.
+        let opened = move |result| {
+            done(match result {
+                Ok(wire::Message::Opened { step, staging_lent }) => Ok(Reply::Opened { step, staging_lent }),
+                other => Err(unexpected(other)),
+            });
+        };
+        self.client.request(open, timeout, Box::new(opened));
+    }
+
+    /// Publishes what was written into `buffer`, whose blocks are completed with what they hold now.
+    fn assign(&self, buffer: Region, written: &[Range<u64>], timeout: Duration, done: Completion) {
+        let size = self.layout.size();
+        let mut at = 0;
+        let mut blocks = FixedBitSet::with_capacity(self.layout.blocks() as usize);
+        for range in written {
+            if range.start < at || range.end < range.start || range.end > size {
+                return done(Err(ShardError::OutOfRange));
+            }
+            at = range.end;
+            if !range.is_empty() {
+                let last = self.layout.block_of(range.end - 1).index();
+                blocks.insert_range(self.layout.block_of(range.start).index()..last + 1);
+            }
+        }
+        if let Err(error) = self.complete(&buffer, written, &blocks) {
+            return done(Err(error));
+        }
+        let answered = move |result: Result<wire::Message, Refusal>| {
+            done(result.map(|_| Reply::Done).map_err(shard_error));
+        };
+        self.client.assign(buffer, &blocks, timeout, Box::new(answered));
+    }
+
+    /// Bytes of `blocks` that were not written get their present values.
+    fn complete(
+        &self,
+        buffer: &Region,
+        written: &[Range<u64>],
+        blocks: &FixedBitSet,
+    ) -> Result<(), ShardError> {
+        let newest = self.client.version();
+        if !self.client.pin(newest) {
+            return Err(ShardError::Unreachable);
+        }
+        if let Some((weights, _)) = self.client.get(newest) {
+            for block in blocks.ones().map(|block| BlockId(block as u32)) {
+                let extent = self.layout.block_bytes(block);
+                let mut at = extent.start;
+                let first = written.partition_point(|range| range.end <= extent.start);
+                for range in written[first..].iter().take_while(|range| range.start < extent.end) {
+                    copy(&weights, buffer, at..range.start);
+                    at = range.end;
+                }
+                copy(&weights, buffer, at..extent.end);
+            }
+        }
+        self.client.unpin(newest, 1);
+        Ok(())
+    }
+}
+
+/// Copies a gap, if it is one.
+fn copy(from: &Region, to: &Region, gap: Range<u64>) {
+    if gap.start < gap.end {
+        region_store::copy_gap(from, to, gap);
+    }
+}
+
+fn shard_error(refusal: Refusal) -> ShardError {
+    match refusal {
+        Refusal::Shard(error) => error,
+        Refusal::NoModel(_) | Refusal::Generation { .. } => ShardError::Unreachable,
+        other => ShardError::NotAllowed(other.to_string()),
+    }
+}
+
+fn unexpected(result: Result<wire::Message, Refusal>) -> ShardError {
+    match result {
+        Err(refusal) => shard_error(refusal),
+        Ok(message) => ShardError::NotAllowed(format!("the lead answers with {}", message.name())),
+    }
+}
+
+impl Channel for RemoteJob {
+    fn write(&self, payload: &[u8], slot: BlockSlot, room: Option<&Region>) -> Result<Placement, ShardError> {
+        if slot.block.0 >= self.layout.blocks() {
+            return Err(ShardError::BadBlock { block: slot.block, bytes: payload.len() });
+        }
+        let extent = self.layout.block_bytes(slot.block);
+        if payload.len() as u64 != extent.end - extent.start {
+            return Err(ShardError::BadBlock { block: slot.block, bytes: payload.len() });
+        }
+        if room.is_some_and(|room| (room.memory().len() as u64) < extent.end) {
+            return Err(ShardError::OutOfRange);
+        }
+        self.refuse_if_stopped()?;
+        if !self.client.has_learner(slot.learner) {
+            return Err(ShardError::UnknownLearner(slot.learner));
+        }
+        let check = self.rejects.load(Ordering::Relaxed);
+        let finite = match room {
+            Some(room) => region_store::place(&self.layout, slot.block, payload, room, check),
+            None => !check || region_store::is_finite(&self.layout, slot.block, payload),
+        };
+        if finite { Ok(Placement::Deferred) } else { Err(ShardError::NonFinite(slot.block)) }
+    }
+
+    fn read(&self, offset: u64, local: &mut [u8]) -> Result<Version, ShardError> {
+        let end = offset.checked_add(local.len() as u64).filter(|&end| end <= self.layout.size());
+        let end = end.ok_or(ShardError::OutOfRange)?;
+        let version = self.client.version();
+        if !self.client.pin(version) {
+            return Err(ShardError::Unreachable);
+        }
+        let found = Job::get(self, version);
+        if let Some(view) = &found {
+            local.copy_from_slice(view.memory.bytes(offset..end));
+        }
+        self.client.unpin(version, 1);
+        found.map(|_| version).ok_or(ShardError::Unreachable)
+    }
+
+    fn send(&self, message: Message, timeout: Duration, done: Completion) {
+        let plain = |done: Completion| -> client::Answered {
+            Box::new(move |result| {
+                done(match result {
+                    Ok(wire::Message::Done) => Ok(Reply::Done),
+                    other => Err(unexpected(other)),
+                });
+            })
+        };
+        match message {
+            Message::Join { name } => self.join(name, timeout, done),
+            Message::Leave { learner, reason } => {
+                self.client.request(wire::Message::Leave { learner, reason }, timeout, plain(done));
+            }
+            Message::Open { learner } => self.open(learner, timeout, done),
+            Message::Commit { learner, step, notice } => {
+                self.names.lock().writing.remove(&learner);
+                let CommitNotice { sent, staging, .. } = notice;
+                self.client.commit(learner, step, &sent, staging, timeout, plain(done));
+            }
+            // What follows is answered at once; the outcome is that of the request it ends.
+            Message::Abort { learner } => {
+                self.names.lock().writing.remove(&learner);
+                self.ask_beside(wire::Message::Abort { learner });
+                done(Ok(Reply::Done));
+            }
+            Message::Withdraw { learner } => {
+                self.ask_beside(wire::Message::Withdraw { learner });
+                done(Ok(Reply::Done));
+            }
+            Message::WithdrawAssign { buffer } => {
+                self.ask_beside(wire::Message::WithdrawAssign { token: buffer.0 });
+                done(Ok(Reply::Done));
+            }
+            Message::AwaitStep { learner } => {
+                let awaited = move |result: Result<Version, ShardError>| done(result.map(Reply::Version));
+                self.client.await_step(learner, timeout, Box::new(awaited));
+            }
+            Message::Allocate => done(self.client.take_buffer().map(Reply::Buffer)),
+            Message::Assign { buffer, written } => self.assign(buffer, &written, timeout, done),
+        }
+    }
+}
+
+impl Device for RemoteJob {
+    fn kind(&self) -> TransportKind {
+        TransportKind::Tcp
+    }
+
+    fn register(&self, memory: Arc<Mapping>) -> Result<Region, ShardError> {
+        Ok(Region::new(memory, RegionKey(self.next_key.fetch_add(1, Ordering::Relaxed))))
+    }
+
+    fn connect(&self) -> Result<Arc<dyn Channel>, ShardError> {
+        let this = self.this.upgrade().ok_or(ShardError::Unreachable)?;
+        Ok(this)
+    }
+}
+
+/// A version's memory, as the client has pulled it.
+#[derive(Debug)]
+struct Pulled(Region);
+
+impl VersionMemory for Pulled {
+    fn region(&self) -> &Region {
+        &self.0
+    }
+
+    fn bytes(&self, range: Range<u64>) -> &[u8] {
+        region_store::pinned_bytes(&self.0, range)
+    }
+}
+
+impl Job for RemoteJob {
+    fn layout(&self) -> &Arc<ModelLayout> {
+        &self.layout
+    }
+
+    fn version(&self) -> Version {
+        self.client.version()
+    }
+
+    fn pin(&self, version: Version) -> bool {
+        self.client.pin(version)
+    }
+
+    fn unpin(&self, version: Version, count: u64) {
+        self.client.unpin(version, count);
+    }
+
+    fn get(&self, version: Version) -> Option<VersionView> {
+        let (region, published) = self.client.get(version)?;
+        Some(VersionView { memory: Arc::new(Pulled(region)), published })
+    }
+
+    fn versions(&self) -> Vec<Version> {
+        self.client.versions()
+    }
+
+    fn retained(&self) -> Vec<Version> {
+        let count = self.controls.lock().retain as usize + 1;
+        self.client.versions().into_iter().rev().take(count).collect()
+    }
+
+    fn controls(&self) -> Controls {
+        self.controls.lock().clone()
+    }
+
+    fn set_control(&self, name: &str, value: &str, timeout: Duration, done: SetDone) {
+        // What is wrong by itself is said at once.
+        if let Err(error) = self.controls.lock().with(name, value)
+            && !matches!(error, ControlError::Conflict(_))
+        {
+            return done(Err(error.into()));
+        }
+        let (setting, text) = (name.to_owned(), value.trim().to_owned());
+        let this = self.this.clone();
+        let answered = move |result| {
+            done(match result {
+                Ok(wire::Message::Done) => {
+                    if let Some(job) = this.upgrade() {
+                        let mut controls = job.controls.lock();
+                        if let Ok(new) = controls.with(&setting, &text) {
+                            *controls = new;
+                        }
+                    }
+                    Ok(())
+                }
+                Err(Refusal::Control(why)) => Err(ControlError::Conflict(why).into()),
+                other => Err(unexpected(other).into()),
+            });
+        };
+        let (name, value) = (name.to_owned(), value.to_owned());
+        self.client.request(wire::Message::SetControl { name, value }, timeout, Box::new(answered));
+    }
+
+    fn may_assign(&self) -> Result<(), ShardError> {
+        let (reducer, version) = (self.controls.lock().reducer, self.version());
+        if reducer == Reducer::Assign || version == Version(0) {
+            return Ok(());
+        }
+        Err(ShardError::NotAllowed(format!(
+            "weights is read-only at version {version} with reducer {reducer}: write \"assign\" to control/reducer first"
+        )))
+    }
+
+    fn check_finite(&self, buffer: &Region, written: &[Range<u64>]) -> Result<(), ShardError> {
+        if !self.rejects.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        match region_store::written_is_finite(&self.layout, buffer, written) {
+            None => Ok(()),
+            Some(block) => Err(ShardError::NonFinite(block)),
+        }
+    }
+
+    fn has_learner(&self, learner: LearnerId) -> bool {
+        self.client.has_learner(learner)
+    }
+
+    fn last_commit(&self, learner: LearnerId) -> LastCommit {
+        match self.client.last_commit(learner) {
+            client::LastCommit::Waits => LastCommit::Waits,
+            client::LastCommit::In(version) => LastCommit::In(version),
+        }
+    }
+
+    fn touch(&self, learner: LearnerId, attached: Option<bool>) {
+        self.client.touch(vec![learner], attached);
+    }
+
+    fn status(&self) -> JobStatus {
+        let state = self.client.state();
+        let names = self.names.lock();
+        let member = |learner: &wire::LearnerState| {
+            let (name, incarnation) = names.of.get(&learner.learner).cloned()?;
+            Some(MemberView {
+                learner: learner.learner,
+                name,
+                incarnation,
+                step: learner.step,
+                unpublished: learner.unpublished,
+                published_in: learner.published_in,
+                phase: match names.writing.contains(&learner.learner) {
+                    true => "writing",
+                    false if learner.unpublished => "committed",
+                    false => "idle",
+                },
+                silent: Duration::ZERO,
+                joined_at: learner.joined_at,
+            })
+        };
+        let peers = self.client.peers();
+        let shard = |(&(shard, blocks), (address, connected)): (&(ShardId, u32), (String, bool))| ShardView {
+            shard,
+            address: Some(address),
+            transport: TransportKind::Tcp,
+            blocks,
+            connected,
+        };
+        JobStatus {
+            state: match state.state.as_str() {
+                "forming" => "forming",
+                "reducing" => "reducing",
+                "stopped" => "stopped",
+                "failed" => "failed",
+                _ => "running",
+            },
+            version: self.version(),
+            members: state.learners.iter().filter_map(member).collect(),
+            committed: state.committed as usize,
+            contributions: state.contributions,
+            blocks_on_arrival: 0,
+            buffers: self.client.buffers(),
+            versions: self.client.versions(),
+            shards: self.shares.iter().zip(peers).map(shard).collect(),
+        }
+    }
+
+    fn subscribe(&self, listener: Listener) {
+        *self.listener.lock() = Some(Arc::new(listener));
+    }
+
+    fn shut_down(&self) {
+        self.client.shut_down();
+    }
+}
