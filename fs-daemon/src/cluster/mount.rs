@@ -1,0 +1,97 @@
+//! `gradfs mount`: models whose shards are on a network, as files of this host.
+
+use std::sync::Arc;
+
+use libmodelio::client::{Client, ClientOptions};
+use libmodelio::registry::Registry;
+use libmodelio::transport::Device;
+use libmodelio::wire::{ModelRecord, ShardRecord};
+use ps_backend::job::Job;
+use ps_backend::remote::RemoteJob;
+
+use super::shard::choice;
+use super::{deadline, registry, registry_error};
+use crate::config::cluster::MountConfig;
+use crate::error::Error;
+use crate::fs::model::Model;
+use crate::serve::{self, Mounting};
+
+/// Mounts the models that are asked for and serves them until told to stop.
+///
+/// # Errors
+/// Anything that keeps it from mounting; nothing is left mounted then.
+pub fn run(config: &MountConfig) -> Result<(), Error> {
+    let mounting = Mounting {
+        mountpoint: &config.mountpoint,
+        threads: config.threads,
+        allow_other: config.allow_other,
+        passthrough: config.passthrough,
+    };
+    serve::serve(&mounting, || {
+        let registry = registry(&config.registry);
+        let failed = |error| registry_error(&config.registry, error);
+        let names = match &config.models[..] {
+            [] => registry.models(deadline()).map_err(failed)?,
+            names => names.to_vec(),
+        };
+        if names.is_empty() {
+            return Err(Error::new(format!("the registry at {} has no models", config.registry))
+                .hint("make one: gradfs create NAME --model FILE.safetensors --registry …"));
+        }
+        let shards = registry.shards(deadline()).map_err(failed)?;
+        let mut models = Vec::new();
+        for (index, name) in names.iter().enumerate() {
+            let index = u8::try_from(index).map_err(|_| Error::usage("more than 256 models"))?;
+            let record = registry.model(name, deadline()).map_err(failed)?;
+            models.push(Arc::new(connect(&record, &shards, index, config)?));
+        }
+        Ok(models)
+    })
+}
+
+fn connect(
+    record: &ModelRecord,
+    shards: &[ShardRecord],
+    index: u8,
+    config: &MountConfig,
+) -> Result<Model, Error> {
+    let name = &record.name;
+    if !record.ready {
+        return Err(Error::new(format!("model {name} is still being created")).hint("try again when it is"));
+    }
+    let options =
+        ClientOptions { threads: config.threads, io: choice(config.io), ..ClientOptions::default() };
+    let client = Client::connect(record, shards, options)
+        .map_err(|error| Error::new(format!("cannot take part in {name}")).caused_by(error))?;
+    let map = record.block_map().map_err(|error| Error::new(format!("model {name}")).caused_by(error))?;
+    let shares = map.shares().into_iter().collect();
+    let job = RemoteJob::new(client, shares);
+    tracing::info!(model = %name, io = %job.backend(), "connected");
+    let device: Arc<dyn Device> = Arc::clone(&job) as Arc<dyn Device>;
+    Model::new(name.clone(), index, job as Arc<dyn Job>, device, record.metadata.clone(), own_learner())
+        .map_err(|error| Error::new(format!("model {name}: {error}")))
+}
+
+/// The name of this mount's own learner: other mounts of the job have theirs.
+fn own_learner() -> String {
+    const LONGEST: usize = 64;
+    let host = nix::unistd::gethostname().unwrap_or_default();
+    let fits = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let host: String = host.to_string_lossy().chars().filter(fits).collect();
+    let pid = std::process::id();
+    let room = LONGEST - "mount--".len() - pid.to_string().len();
+    let host: String = host.chars().take(room).collect();
+    format!("mount-{host}-{pid}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::own_learner;
+
+    #[test]
+    fn the_mounts_own_learner_has_a_name_that_a_directory_can_have() {
+        let name = own_learner();
+        assert!(name.starts_with("mount-") && name.len() <= 64, "{name}");
+        assert!(name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c)), "{name}");
+    }
+}

@@ -1,0 +1,82 @@
+//! `gradfs shard` and `gradfs registry`: processes that listen until they are told to stop.
+
+use std::io::Write as _;
+
+use libmodelio::net::Choice;
+use ps_backend::server::{self, Server, ServerOptions};
+
+use crate::config::cluster::{Io, RegistryConfig, ShardConfig};
+use crate::config::endpoint::Endpoint;
+use crate::error::Error;
+use crate::memory;
+use crate::signals;
+
+/// Which way bytes are moved.
+pub(super) fn choice(io: Io) -> Choice {
+    match io {
+        Io::Auto => Choice::Auto,
+        Io::Uring => Choice::Uring,
+        Io::Poll => Choice::Poll,
+    }
+}
+
+fn listen_address(listen: &Endpoint) -> Result<std::net::SocketAddr, Error> {
+    server::resolve(&listen.to_string()).map_err(|why| {
+        Error::new(format!("cannot listen: {why}")).hint("name an address of this host, or 0.0.0.0 for all")
+    })
+}
+
+/// Runs a shard.
+///
+/// # Errors
+/// Anything that keeps it from being there.
+pub fn run(config: ShardConfig) -> Result<(), Error> {
+    let advertise = config.advertise.clone();
+    let options = ServerOptions {
+        listen: listen_address(&config.listen)?,
+        advertise: Some(advertise.to_string()).filter(|_| advertise.port != 0),
+        registry: config.registry.as_ref().map(Endpoint::to_string),
+        holds_blocks: true,
+        threads: config.threads,
+        io: choice(config.io),
+    };
+    serve(options, |server| {
+        let registry = match &config.registry {
+            Some(registry) => format!("registry {registry}"),
+            None => "and is the registry".to_owned(),
+        };
+        format!("shard {} listens on {}, {registry}; {}", server.shard(), server.address(), server.backend())
+    })
+}
+
+/// Runs a registry.
+///
+/// # Errors
+/// Anything that keeps it from being there.
+pub fn run_registry(config: RegistryConfig) -> Result<(), Error> {
+    let options = ServerOptions {
+        listen: listen_address(&config.listen)?,
+        advertise: None,
+        registry: None,
+        holds_blocks: false,
+        threads: 1,
+        io: Choice::Auto,
+    };
+    serve(options, |server| format!("the registry listens on {}; {}", server.address(), server.backend()))
+}
+
+fn serve(options: ServerOptions, describe: impl FnOnce(&Server) -> String) -> Result<(), Error> {
+    let stops = signals::install()?;
+    memory::raise_file_limit();
+    let server = Server::start(options).map_err(|error| Error::new(error.to_string()))?;
+    {
+        let mut out = std::io::stdout().lock();
+        let _ = writeln!(out, "gradfs: {}", describe(&server));
+        let _ = writeln!(out, "gradfs: ready (Ctrl-C ends it)");
+        let _ = out.flush();
+    }
+    let why = stops.wait();
+    tracing::info!("stopping: {why}");
+    server.shut_down();
+    Ok(())
+}

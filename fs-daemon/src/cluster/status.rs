@@ -1,0 +1,98 @@
+//! `gradfs status`: which shards there are, which models, and what they are doing.
+
+use std::fmt::Write as _;
+
+use libmodelio::admin::AdminPeer;
+use libmodelio::registry::Registry;
+use libmodelio::wire::{Message, ShardRecord};
+use serde_json::{Value, json};
+
+use super::{deadline, registry, registry_error};
+use crate::config::cluster::StatusConfig;
+use crate::error::Error;
+
+/// Prints the state of a cluster.
+///
+/// # Errors
+/// When the registry does not answer. A shard that does not is part of the answer.
+pub fn run(config: &StatusConfig) -> Result<(), Error> {
+    let registry = registry(&config.registry);
+    let failed = |error| registry_error(&config.registry, error);
+    let shards = registry.shards(deadline()).map_err(failed)?;
+    let models = registry.models(deadline()).map_err(failed)?;
+    let shards: Vec<Value> = shards.iter().map(ask).collect();
+    let status = json!({ "registry": config.registry.to_string(), "shards": shards, "models": models });
+    if config.json {
+        println!("{status:#}");
+    } else {
+        print!("{}", for_people(&status));
+    }
+    Ok(())
+}
+
+fn ask(shard: &ShardRecord) -> Value {
+    let asked = AdminPeer::connect(&shard.address, deadline())
+        .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));
+    let answer = match asked {
+        Ok((Message::Text, text)) => serde_json::from_slice(&text).map_err(|error| error.to_string()),
+        Ok((other, _)) => Err(format!("it answers with {}", other.name())),
+        Err(error) => Err(error.to_string()),
+    };
+    match answer {
+        Ok(mut status) => {
+            status["draining"] = json!(shard.draining);
+            status
+        }
+        Err(why) => json!({ "shard": shard.shard.0, "address": shard.address, "unreachable": why }),
+    }
+}
+
+fn for_people(status: &Value) -> String {
+    let mut text = String::new();
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let _ = writeln!(text, "registry {}", status["registry"].as_str().unwrap_or_default());
+    for shard in list(&status["shards"]) {
+        let address = shard["address"].as_str().unwrap_or_default();
+        let _ = write!(text, "shard {} at {address}", shard["shard"]);
+        if let Some(why) = shard["unreachable"].as_str() {
+            let _ = writeln!(text, ": unreachable: {why}");
+            continue;
+        }
+        let draining = if shard["draining"] == json!(true) { ", draining" } else { "" };
+        let _ = writeln!(text, ": {}{draining}", shard["io"].as_str().unwrap_or_default());
+        for model in list(&shard["models"]) {
+            let memory = model["memory_bytes"].as_u64().unwrap_or(0) as f64 / f64::from(1 << 20);
+            let name = model["name"].as_str().unwrap_or_default();
+            let _ = writeln!(
+                text,
+                "  {name}: version {}, {} blocks, {memory:.0} MiB of memory",
+                model["version"], model["blocks"],
+            );
+            let lead = &model["lead"];
+            if lead.is_object() {
+                let of = |key: &str| lead[key].as_str().unwrap_or_default().to_owned();
+                let _ = writeln!(
+                    text,
+                    "    leads: {}, reducer {}, {}; {} learner(s) on {} client(s), {} contributions",
+                    of("state"),
+                    of("reducer"),
+                    of("consistency"),
+                    list(&lead["learners"]).len(),
+                    lead["clients"],
+                    lead["contributions"],
+                );
+                for lost in list(&lead["unreachable"]) {
+                    let why = lost["why"].as_str().unwrap_or_default();
+                    let _ = writeln!(text, "    shard {} cannot be reached: {why}", lost["shard"]);
+                }
+            }
+        }
+    }
+    let models: Vec<String> =
+        list(&status["models"]).iter().filter_map(|name| name.as_str().map(str::to_owned)).collect();
+    let _ = match &models[..] {
+        [] => writeln!(text, "no models"),
+        names => writeln!(text, "models: {}", names.join(", ")),
+    };
+    text
+}

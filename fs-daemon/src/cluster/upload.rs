@@ -1,0 +1,68 @@
+//! `gradfs create` and `gradfs delete`.
+
+use ps_backend::create::{self, NewModel};
+
+use crate::config::cluster::{CreateConfig, DeleteConfig};
+use crate::error::Error;
+use crate::progress::Progress;
+use crate::source::Source;
+
+use super::{deadline, registry, registry_error};
+use libmodelio::registry::Registry as _;
+
+/// Makes a model on the shards of a registry.
+///
+/// # Errors
+/// What keeps it from being there; nothing is left of it then.
+pub fn create(config: &CreateConfig) -> Result<(), Error> {
+    let name = &config.name;
+    let source = Source::open(name, &config.source, config.block_size)?;
+    let registry = registry(&config.registry);
+    let shards = match config.shards {
+        Some(shards) => usize::from(shards),
+        None => {
+            let shards = registry.shards(deadline());
+            let shards = shards.map_err(|error| registry_error(&config.registry, error))?;
+            shards.iter().filter(|shard| !shard.draining).count().max(1)
+        }
+    };
+    let new = NewModel {
+        name,
+        layout: &source.layout,
+        metadata: source.metadata.clone(),
+        controls: &config.controls,
+        shards,
+    };
+    let progress = Progress::bytes(source.layout.size(), format!("sending {name}"));
+    let record = create::create(
+        &registry,
+        &new,
+        &mut |block, bytes| source.read(source.layout.block_bytes(block).start, bytes),
+        &mut |sent| progress.inc(sent),
+    );
+    progress.finish();
+    let record = record.map_err(|error| Error::new(format!("cannot create {name}")).caused_by(error))?;
+    let mut owners: Vec<_> = record.owners.iter().map(|(shard, _)| shard.0).collect();
+    owners.sort_unstable();
+    owners.dedup();
+    println!(
+        "gradfs: created {name}: {} bytes in {} blocks on {} shard(s), led by shard {}",
+        source.layout.size(),
+        source.layout.blocks(),
+        owners.len(),
+        record.lead,
+    );
+    Ok(())
+}
+
+/// Deletes a model.
+///
+/// # Errors
+/// When there is none, or somebody does not answer.
+pub fn delete(config: &DeleteConfig) -> Result<(), Error> {
+    let name = &config.name;
+    create::delete(&registry(&config.registry), name)
+        .map_err(|error| Error::new(format!("cannot delete {name}")).caused_by(error))?;
+    println!("gradfs: deleted {name}");
+    Ok(())
+}

@@ -1,0 +1,130 @@
+//! Mounting models and serving them until told to stop: what `gradfs up` and `gradfs mount` have in common.
+
+use std::io::Write as _;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::{self, Error};
+use crate::fs::Fs;
+use crate::fs::model::Model;
+use crate::fuse::{self, MountSettings};
+use crate::memory;
+use crate::mountpoint::Mountpoint;
+use crate::signals;
+
+/// How long open requests may take to end after the mount is detached.
+const FAREWELL: Duration = Duration::from_secs(2);
+
+/// How to mount.
+pub struct Mounting<'a> {
+    /// Where.
+    pub mountpoint: &'a Path,
+    /// Threads that serve the filesystem.
+    pub threads: usize,
+    /// Whether other users may use it.
+    pub allow_other: bool,
+    /// Whether reads may bypass the daemon where the system allows it.
+    pub passthrough: bool,
+}
+
+/// Mounts what `load` brings and serves it until told to stop.
+///
+/// # Errors
+/// Anything that keeps it from mounting; nothing is left mounted then.
+pub fn serve(
+    mounting: &Mounting<'_>,
+    load: impl FnOnce() -> Result<Vec<Arc<Model>>, Error>,
+) -> Result<(), Error> {
+    let stops = signals::install()?;
+    memory::raise_file_limit();
+    // The mountpoint first: a mistake there should not cost the loading of a model.
+    let mountpoint = Mountpoint::prepare(mounting.mountpoint)?;
+    let detach = mountpoint.detacher();
+    stops.before_forced_exit(move || {
+        if let Err(error) = detach() {
+            tracing::error!("{}", error::report(&error));
+        }
+    });
+    let hindrance = if mounting.passthrough { no_passthrough() } else { None };
+    let passthrough = mounting.passthrough && hindrance.is_none();
+    let models = load()?;
+    let owner = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
+    let started = Fs::start(models, passthrough, owner)
+        .map_err(|error| Error::new("cannot start the filesystem's threads").caused_by(error))?;
+    let fs = Arc::clone(&started.fs);
+    let settings = MountSettings { threads: mounting.threads, allow_other: mounting.allow_other };
+    let mounted = fuse::mount(Arc::clone(&fs), mountpoint.path(), &settings).map_err(|error| {
+        Error::new(format!("cannot mount on {}", mountpoint.path().display())).caused_by(error).hint(
+            "gradfs needs /dev/fuse, and root or the fusermount3 program (Debian: apt-get install fuse3)",
+        )
+    })?;
+    let kernel = Arc::clone(&mounted.kernel);
+    started
+        .run_chores(kernel)
+        .map_err(|error| Error::new("cannot start the filesystem's threads").caused_by(error))?;
+    let stopper = stops.stopper();
+    let (ended, gone) = std::sync::mpsc::channel();
+    let serving = mounted.serve(move || {
+        let _ = ended.send(());
+        stopper.stop("the mount is gone");
+    });
+    serving.map_err(|error| Error::new("cannot start the FUSE threads").caused_by(error))?;
+    if let Some(why) = hindrance {
+        tracing::warn!(
+            "{why}: weights are read through the daemon (--no-passthrough says that this is meant)"
+        );
+    }
+    announce(&fs, &mountpoint, passthrough);
+    let why = stops.wait();
+    tracing::info!("stopping: {why}");
+    fs.shut_down();
+    mountpoint.detach()?;
+    // Files may still be open; their programs get errors once the process is gone.
+    let _ = gone.recv_timeout(FAREWELL);
+    Ok(())
+}
+
+/// Why reads cannot bypass the daemon, if they cannot. Everything works through it as well, slower.
+fn no_passthrough() -> Option<&'static str> {
+    const CAP_SYS_ADMIN: u32 = 21;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let bits = effective.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0);
+    if bits & (1 << CAP_SYS_ADMIN) == 0 {
+        return Some("no CAP_SYS_ADMIN (run as root)");
+    }
+    // The capability has to be that of the whole machine, not of a user namespace.
+    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    if map.split_whitespace().ne(["0", "0", "4294967295"]) {
+        return Some("CAP_SYS_ADMIN holds only in a user namespace");
+    }
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse::<u32>().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    if version < (6, 9) { Some("the kernel is older than 6.9") } else { None }
+}
+
+/// Says what is mounted where. Printed when everything works, so that scripts can wait for it.
+fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool) {
+    let mut out = std::io::stdout().lock();
+    for model in fs.models() {
+        let controls = model.job.controls();
+        let get = |name| controls.get(name).unwrap_or_default();
+        let _ = writeln!(
+            out,
+            "gradfs: {}/{}: {} bytes, {} tensors; reducer {}, {}, {} learner(s); {} shard; reads {}",
+            mountpoint.path().display(),
+            model.name,
+            model.layout.size(),
+            model.layout.tensors().len(),
+            get("reducer"),
+            get("consistency"),
+            get("learners"),
+            model.device.kind(),
+            if passthrough { "bypass the daemon" } else { "go through the daemon" },
+        );
+    }
+    let _ = writeln!(out, "gradfs: ready (Ctrl-C or gradfs unmount {} ends it)", mountpoint.path().display());
+    let _ = out.flush();
+}
