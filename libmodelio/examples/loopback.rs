@@ -54,7 +54,7 @@ fn main() {
     let mut number =
         |default: usize| arguments.next().map_or(default, |text| text.parse().expect("a number"));
     let (gib, rounds) = (number(8), number(5));
-    let buffers = std::env::args().nth(4).map_or(None, |kib| match kib.parse::<usize>().expect("KiB") {
+    let buffers = std::env::args().nth(4).and_then(|kib| match kib.parse::<usize>().expect("KiB") {
         0 => None,
         kib => Some(kib << 10),
     });

@@ -14,8 +14,8 @@ use super::stream::{Close, Stream};
 
 /// Below this, every byte wakes up: a message is waited for, not a payload.
 const LOW_WATER_MIN: usize = 16 << 10;
-/// More than this is taken in parts, while the rest is on its way. Half of this wakes up more often and costs CPU time;
-/// twice as much leaves the cache between the ends (`examples/loopback.rs`: 6% of the throughput).
+/// More than this is taken in parts, while the rest is on its way: less wakes up more often, more is out of the cache
+/// when it is taken.
 const LOW_WATER_MAX: usize = 128 << 10;
 
 /// Names an entry of a [`Table`], at most once in its life.
