@@ -8,18 +8,31 @@ import ctypes
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from machine import ROOT, Failed, say
 
 START_DEADLINE = 60.0
 ROUND_DEADLINE = 120.0
 STOP_DEADLINE = 5.0
+
+BASELINES = ROOT / "scripts" / "baselines"
+
+# An allocator that keeps what it has, on huge pages: gRPC allocates every byte that it receives.
+_KEEP_MEMORY = {
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TOP_PAD_": str(128 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+}
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,24 +42,43 @@ def _end_with_parent():
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def require_grpc():
+    """Installs the C++ library of gRPC and what compiles with it, where they are missing."""
+    if Path("/usr/include/grpcpp/grpcpp.h").exists() and shutil.which("g++") and shutil.which("pkg-config"):
+        return
+    say("installing gRPC")
+    packages = ("g++", "pkg-config", "libgrpc++-dev")
+    command = [ROOT / "scripts" / "setup", *(f"package:{package}" for package in packages)]
+    if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=1800).returncode:
+        raise Failed(f"needs gRPC: apt-get install {' '.join(packages)}")
+
+
 def build(only_look=False):
     """Builds the rivals, or takes those there are; gives the directory of their binaries."""
     target = ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target/baselines")
     release = target / "release"
     if only_look:
-        if missing := [name for name in ("sockets", "grpc", "copy") if not (release / name).exists()]:
+        if missing := [name for name in ("sockets", "copy", "grpc") if not (release / name).exists()]:
             raise Failed(f"not built in {release}: {', '.join(missing)}")
         return release
-    command = ["cargo", "build", "--release", "--locked", "--bins", "--target-dir", target]
     say("building the baselines")
-    where = ROOT / "scripts" / "baselines"
-    try:
-        done = subprocess.run(command, cwd=where, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=3600)
-    except FileNotFoundError as error:
-        raise Failed("cargo is not on the PATH: install Rust from https://rustup.rs") from error
-    if done.returncode:
-        raise Failed(f"{' '.join(map(str, command))} failed in {where}")
+    _compile("cargo", "build", "--release", "--locked", "--bins", "--target-dir", target)
+    source, binary = BASELINES / "grpc" / "main.cc", release / "grpc"
+    if not binary.exists() or binary.stat().st_mtime < source.stat().st_mtime:
+        flags = subprocess.run(
+            ["pkg-config", "--cflags", "--libs", "grpc++"], capture_output=True, text=True, check=True, timeout=60
+        ).stdout.split()
+        _compile("g++", "-O3", "-std=c++17", "-Wall", "-Wextra", "-o", binary, source, *flags, "-ldl")
     return release
+
+
+def _compile(*command):
+    try:
+        done = subprocess.run(command, cwd=BASELINES, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=3600)
+    except FileNotFoundError as error:
+        raise Failed(f"{command[0]} is not on the PATH: run scripts/setup build") from error
+    if done.returncode:
+        raise Failed(f"{' '.join(map(str, command))} failed in {BASELINES}")
 
 
 @dataclass
@@ -61,13 +93,14 @@ class Measurement:
 class Process:
     """A program that is told lines and answers each with a line of JSON."""
 
-    def __init__(self, *command):
+    def __init__(self, command, environment):
         self.command = " ".join(map(str, command))
         self._unread = b""
         self._process = subprocess.Popen(
             list(map(str, command)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, **environment},
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
@@ -115,9 +148,9 @@ class Process:
 class Rival:
     """Servers and learners of one kind. Use as a context manager."""
 
-    def __init__(self, name, servers, learner, learners):
+    def __init__(self, servers, learner, learners, environment=None):
         """`servers` are command lines; `learner(rank, addresses)` gives those of the `learners` learners."""
-        self.name = name
+        self._environment = environment or {}
         self.pushes = 0
         self._all = []
         try:
@@ -132,7 +165,7 @@ class Rival:
             raise
 
     def _start(self, command):
-        process = Process(*command)
+        process = Process(command, self._environment)
         self._all.append(process)
         return process
 
@@ -184,29 +217,34 @@ def _part(size, index, count):
     return min(size, pages * (index + 1) // count * 4096) - min(size, pages * index // count * 4096)
 
 
-def sockets(binaries, size, learners, shards=1, options=(), name="sockets"):
-    """Bare blocking sockets."""
+def _rival(program, size, learners, shards, options, environment=None):
     common = ["--learners", learners, *options]
     return Rival(
-        name,
-        [[binaries / "sockets", "server", "--bytes", _part(size, index, shards), *common] for index in range(shards)],
-        lambda rank, servers: [binaries / "sockets", "learner", "--bytes", size, "--rank", rank, *common, *servers],
+        [[program, "server", "--bytes", _part(size, index, shards), *common] for index in range(shards)],
+        lambda rank, servers: [program, "learner", "--bytes", size, "--rank", rank, *common, *servers],
         learners,
+        environment,
     )
 
 
-def copy(binaries, size, options=(), name="memcpy"):
+def sockets(binaries, size, learners, shards=1, options=()):
+    """Bare blocking sockets."""
+    return _rival(binaries / "sockets", size, learners, shards, options)
+
+
+def grpc_stream(binaries, size, learners, shards=1, options=()):
+    """gRPC with streams of 1 MiB chunks."""
+    return _rival(binaries / "grpc", size, learners, shards, options, _KEEP_MEMORY)
+
+
+def grpc_unary(binaries, size, learners, shards=1, tensor=64 << 20, options=()):
+    """gRPC with a call for each tensor."""
+    return _rival(
+        binaries / "grpc", size, learners, shards, ["--tensors", 1, "--chunk", tensor, *options], _KEEP_MEMORY
+    )
+
+
+def copy(binaries, size, options=()):
     """One memcpy into memory that another process has."""
     server = [binaries / "copy", "server", "--bytes", size]
-    return Rival(name, [server], lambda _, paths: [binaries / "copy", "learner", *options, *paths], 1)
-
-
-def grpc(binaries, size, learners, shards=1, options=(), name="grpc"):
-    """gRPC with tonic."""
-    common = ["--learners", learners, *options]
-    return Rival(
-        name,
-        [[binaries / "grpc", "server", "--bytes", _part(size, index, shards), *common] for index in range(shards)],
-        lambda rank, servers: [binaries / "grpc", "learner", "--bytes", size, "--rank", rank, *common, *servers],
-        learners,
-    )
+    return Rival([server], lambda _, paths: [binaries / "copy", "learner", *options, *paths], 1)
