@@ -42,6 +42,12 @@ def _end_with_parent():
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def available_memory():
+    """Bytes that programs could have."""
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+
 def require_grpc():
     """Installs the C++ library of gRPC and what compiles with it, where they are missing."""
     if Path("/usr/include/grpcpp/grpcpp.h").exists() and shutil.which("g++") and shutil.which("pkg-config"):
@@ -53,18 +59,19 @@ def require_grpc():
         raise Failed(f"needs gRPC: apt-get install {' '.join(packages)}")
 
 
-def build(only_look=False):
+def build(grpc=True, only_look=False):
     """Builds the rivals, or takes those there are; gives the directory of their binaries."""
     target = ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target/baselines")
     release = target / "release"
     if only_look:
-        if missing := [name for name in ("sockets", "copy", "grpc") if not (release / name).exists()]:
+        names = ("sockets", "copy", "grpc") if grpc else ("sockets", "copy")
+        if missing := [name for name in names if not (release / name).exists()]:
             raise Failed(f"not built in {release}: {', '.join(missing)}")
         return release
     say("building the baselines")
     _compile("cargo", "build", "--release", "--locked", "--bins", "--target-dir", target)
     source, binary = BASELINES / "grpc" / "main.cc", release / "grpc"
-    if not binary.exists() or binary.stat().st_mtime < source.stat().st_mtime:
+    if grpc and (not binary.exists() or binary.stat().st_mtime < source.stat().st_mtime):
         flags = subprocess.run(
             ["pkg-config", "--cflags", "--libs", "grpc++"], capture_output=True, text=True, check=True, timeout=60
         ).stdout.split()
@@ -135,10 +142,10 @@ class Process:
         with suppress(BrokenPipeError):
             self._process.stdin.close()
 
-    def end(self):
+    def end(self, give_up):
         """Sees to it that it is gone."""
         try:
-            self._process.wait(STOP_DEADLINE)
+            self._process.wait(max(0.0, give_up - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(STOP_DEADLINE)
@@ -179,8 +186,9 @@ class Rival:
         """Ends its processes."""
         for process in self._all:
             process.close()
+        give_up = time.monotonic() + STOP_DEADLINE
         for process in self._all:
-            process.end()
+            process.end(give_up)
 
     def _servers_cpu(self):
         give_up = time.monotonic() + ROUND_DEADLINE
@@ -227,24 +235,35 @@ def _rival(program, size, learners, shards, options, environment=None):
     )
 
 
-def sockets(binaries, size, learners, shards=1, options=()):
-    """Bare blocking sockets."""
+# The numbers of connections and calls and the sizes below were the fastest of those tried on two cores.
+
+
+def sockets(binaries, size, learners, shards=1):
+    """Bare blocking sockets with send(2)."""
+    options = ["--connections", max(1, 2 // shards), "--socket-buffer", 1 << 20]
     return _rival(binaries / "sockets", size, learners, shards, options)
 
 
-def grpc_stream(binaries, size, learners, shards=1, options=()):
+def sendfile(binaries, size, learners, shards=1):
+    """The same with sendfile(2), which spares loopback one of its two copies."""
+    options = ["--send", "pages", "--connections", max(1, 2 // shards), "--socket-buffer", 4 << 20]
+    return _rival(binaries / "sockets", size, learners, shards, options)
+
+
+def grpc_stream(binaries, size, learners, shards=1):
     """gRPC with streams of 1 MiB chunks."""
+    options = ["--calls", max(1, 2 // shards)]
     return _rival(binaries / "grpc", size, learners, shards, options, _KEEP_MEMORY)
 
 
-def grpc_unary(binaries, size, learners, shards=1, tensor=64 << 20, options=()):
-    """gRPC with a call for each tensor."""
-    return _rival(
-        binaries / "grpc", size, learners, shards, ["--tensors", 1, "--chunk", tensor, *options], _KEEP_MEMORY
-    )
+def grpc_unary(binaries, size, learners, shards=1, tensor=64 << 20):
+    """gRPC with a call for each tensor, two at a time where there are two."""
+    calls = min(max(1, 2 // shards), max(1, size // shards // tensor))
+    options = ["--tensors", 1, "--chunk", tensor, "--calls", calls]
+    return _rival(binaries / "grpc", size, learners, shards, options, _KEEP_MEMORY)
 
 
-def copy(binaries, size, options=()):
+def copy(binaries, size):
     """One memcpy into memory that another process has."""
     server = [binaries / "copy", "server", "--bytes", size]
-    return Rival([server], lambda _, paths: [binaries / "copy", "learner", *options, *paths], 1)
+    return Rival([server], lambda _, paths: [binaries / "copy", "learner", *paths], 1)

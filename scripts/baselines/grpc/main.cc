@@ -138,7 +138,7 @@ void Tune(const Options& options, Set set) {
   // Read in pieces that stay in cache.
   for (auto name : {"grpc.experimental.tcp_read_chunk_size", "grpc.experimental.tcp_min_read_chunk_size",
                     "grpc.experimental.tcp_max_read_chunk_size"}) {
-    set(name, static_cast<int>(options.Number("read", 64 << 10)));
+    set(name, static_cast<int>(options.Number("read", 256 << 10)));
   }
 }
 

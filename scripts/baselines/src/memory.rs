@@ -37,7 +37,8 @@ impl Memory {
         let size = NonZeroUsize::new(length).context("no bytes")?;
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new mapping of a file that is kept open, at an address that the kernel chooses.
-        let start = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, &file, 0) }.context("mmap")?;
+        let start =
+            unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, &file, 0) }.context("mmap")?;
         // SAFETY: the whole of the mapping just made. That it is refused where there are no huge pages for
         // shared memory costs speed only.
         let _ = unsafe { madvise(start, length, MmapAdvise::MADV_HUGEPAGE) };

@@ -47,7 +47,9 @@ impl Tuning {
     /// Connects.
     pub fn connect(&self, address: SocketAddr) -> Result<TcpStream> {
         let socket = self.socket()?;
-        socket.connect_timeout(&SockAddr::from(address), DEADLINE).with_context(|| format!("to {address}"))?;
+        socket
+            .connect_timeout(&SockAddr::from(address), DEADLINE)
+            .with_context(|| format!("to {address}"))?;
         Ok(socket.into())
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A server has a thread for each connection. It receives into a buffer that stays in the core's cache and adds
 //! from there straight to the weights, piece by piece under a lock: no accumulator, no version, no second pass. So
-//! only who knows that nobody reads meanwhile may push. It calls for nothing that a real shard has to do.
+//! only who knows that nobody reads meanwhile may push. It does nothing of what a real shard has to do besides.
 //!
 //! This file holds `unsafe` code: system calls with flags that the standard library does not offer, and the model's
 //! memory, which connections share by pieces.
@@ -193,7 +193,8 @@ fn send_all(stream: &TcpStream, memory: &Memory, offset: usize, length: usize, h
             while (at as usize) < end {
                 let left = end - at as usize;
                 // SAFETY: descriptors that are open and an offset that is ours.
-                let sent = unsafe { libc::sendfile(stream.as_raw_fd(), memory.file().as_raw_fd(), &mut at, left) };
+                let sent =
+                    unsafe { libc::sendfile(stream.as_raw_fd(), memory.file().as_raw_fd(), &mut at, left) };
                 ensure!(sent > 0, "sendfile: {}", io::Error::last_os_error());
             }
         }
@@ -240,7 +241,11 @@ impl Pusher {
                 stream.set_write_timeout(Some(DEADLINE))?;
                 stream.write_all(&(within.start as u64).to_le_bytes())?;
                 stream.write_all(&(within.len() as u64).to_le_bytes())?;
-                connections.push(Connection { stream, offset: part.start + within.start, length: within.len() });
+                connections.push(Connection {
+                    stream,
+                    offset: part.start + within.start,
+                    length: within.len(),
+                });
             }
         }
         let mut gradients = Memory::new("gradients", bytes)?;
