@@ -129,11 +129,10 @@ struct Shard {
 impl Shard {
     /// Serves one connection until it closes.
     fn serve(&self, mut stream: TcpStream) -> Result<()> {
-        let mut hello = [0; 16];
-        stream.read_exact(&mut hello)?;
-        let (offset, length) = hello.split_at(8);
-        let offset = usize::try_from(u64::from_le_bytes(offset.try_into()?))?;
-        let length = usize::try_from(u64::from_le_bytes(length.try_into()?))?;
+        let mut hello = [[0; 8]; 3];
+        stream.read_exact(hello.as_flattened_mut())?;
+        let [offset, first, length] = hello.map(|number| u64::from_le_bytes(number) as usize);
+        ensure!(first <= length, "begins at {first} of {length} bytes");
         let mut buffer = vec![0; self.buffer];
         loop {
             let mut request = [0];
@@ -141,7 +140,8 @@ impl Shard {
                 return Ok(());
             }
             if matches!(request[0], PUSH | STEP) {
-                self.receive(&stream, offset, length, &mut buffer)?;
+                self.receive(&stream, offset + first, length - first, &mut buffer)?;
+                self.receive(&stream, offset, first, &mut buffer)?;
             }
             match request[0] {
                 PUSH => stream.write_all(&[DONE])?,
@@ -207,12 +207,15 @@ struct Connection {
     /// Within the whole model.
     offset: usize,
     length: usize,
+    /// Where its pushes begin: learners begin at different places, and keep out of each other's way.
+    first: usize,
 }
 
 impl Connection {
     fn push(&self, request: u8, gradients: &Memory, how: Sending) -> Result<()> {
         SockRef::from(&self.stream).send_with_flags(&[request], libc::MSG_MORE)?;
-        send_all(&self.stream, gradients, self.offset, self.length, how)
+        send_all(&self.stream, gradients, self.offset + self.first, self.length - self.first, how)?;
+        send_all(&self.stream, gradients, self.offset, self.first, how)
     }
 
     fn pull(&self, weights: &Memory) -> Result<()> {
@@ -239,13 +242,11 @@ impl Pusher {
                 let mut stream = common.tuning.connect(*server)?;
                 stream.set_read_timeout(Some(DEADLINE))?;
                 stream.set_write_timeout(Some(DEADLINE))?;
-                stream.write_all(&(within.start as u64).to_le_bytes())?;
-                stream.write_all(&(within.len() as u64).to_le_bytes())?;
-                connections.push(Connection {
-                    stream,
-                    offset: part.start + within.start,
-                    length: within.len(),
-                });
+                let (length, first) = (within.len(), share(within.len(), rank, common.learners).start);
+                for number in [within.start, first, length] {
+                    stream.write_all(&(number as u64).to_le_bytes())?;
+                }
+                connections.push(Connection { stream, offset: part.start + within.start, length, first });
             }
         }
         let mut gradients = Memory::new("gradients", bytes)?;
