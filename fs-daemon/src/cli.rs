@@ -3,8 +3,7 @@
 //! Values stay texts here: environment and configuration file give the same ones, and [`UpConfig`]
 //! parses them all alike.
 
-#[allow(dead_code, reason = "of commands that are not offered yet")]
-mod cluster;
+pub mod cluster;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -76,6 +75,9 @@ pub enum Command {
                           gradfs up [OPTIONS] --size SIZE MOUNT\n       gradfs up --config FILE"
     )]
     Up(Box<UpArgs>),
+    /// Shards on a network.
+    #[command(flatten)]
+    Cluster(cluster::ClusterCommand),
     /// Unmount a gradfs mount, whether its daemon lives or not
     Unmount {
         /// The directory it is mounted on

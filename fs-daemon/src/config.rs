@@ -5,9 +5,7 @@
 //! Job settings stay texts: their names and their parser are those of the `control/` files, and what
 //! is checked here is what can be said without a job.
 
-#[allow(dead_code, reason = "of commands that are not offered yet")]
 pub mod cluster;
-#[allow(dead_code, reason = "of commands that are not offered yet")]
 pub mod endpoint;
 mod layer;
 

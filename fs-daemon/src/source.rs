@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 
 use libmodelio::layout::ModelLayout;
-use libmodelio::safetensors_file::{self, LoadRange};
+use libmodelio::safetensors_file::{self, CopyRange};
 
 use crate::config::ModelSource;
 use crate::error::Error;
@@ -18,7 +18,7 @@ pub struct Source {
     /// `__metadata__` of its file.
     pub metadata: BTreeMap<String, String>,
     /// The file, and where which part of the layout lies in it; `None` for zeros.
-    pub file: Option<(File, Vec<LoadRange>)>,
+    pub file: Option<(File, Vec<CopyRange>)>,
 }
 
 impl Source {
