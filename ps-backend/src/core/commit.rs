@@ -8,8 +8,8 @@ use libmodelio::ids::{LearnerId, Step, Version};
 use libmodelio::transport::ShardError;
 
 use super::{
-    Action, Answer, Committed, Contribution, LastCommit, Member, Now, Opening, Pending, PendingKind, Phase,
-    Place, ShardCore, Ticket, Waiter,
+    Action, Answer, Committed, Contribution, LastCommit, Now, Opening, Pending, PendingKind, Phase, Place,
+    ShardCore, Ticket, Waiter,
 };
 use crate::controls::Consistency;
 use crate::reducer::Reducer;
@@ -304,27 +304,6 @@ impl<S: Clone> ShardCore<S> {
         }
         for learner in alive {
             self.touch(learner, None, now);
-        }
-    }
-
-    /// Undoes a commit of which nothing has been read yet: the contribution is open again.
-    pub(super) fn take_back(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
-        let Some(at) = self.committed.iter().position(|c| c.contribution.learner == learner) else { return };
-        let committed = self.committed.remove(at);
-        if let Some(member) = self.members.get_mut(&learner)
-            && let Some(phase) = committed.undo
-        {
-            member.step = Step(member.step.0.saturating_sub(1));
-            member.unpublished = false;
-            member.phase = phase;
-        }
-        let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
-        if !self.members.get(&learner).is_some_and(is_open) {
-            self.drop_fusing(learner);
-        }
-        let version = self.version;
-        for waiter in self.waiters.extract_if(.., |waiter| waiter.learner == learner) {
-            actions.push(Action::Reply(waiter.ticket, Ok(Answer::Version(version))));
         }
     }
 }

@@ -6,25 +6,6 @@ use libmodelio::transport::{LeaveReason, ShardError};
 use super::{Action, Committed, MAX_LEARNERS, Member, Now, PendingKind, Phase, Place, ShardCore, Stall};
 use crate::controls::Consistency;
 
-/// A learner as the status shows it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MemberView {
-    /// Its number.
-    pub learner: LearnerId,
-    /// Its name.
-    pub name: String,
-    /// Its life.
-    pub incarnation: Incarnation,
-    /// Committed steps.
-    pub step: Step,
-    /// `idle`, `writing` or `committed`.
-    pub phase: &'static str,
-    /// Since its last request.
-    pub silent: Now,
-    /// Versions it takes part in begin after this one.
-    pub joined_at: Version,
-}
-
 impl<S: Clone> ShardCore<S> {
     /// A learner joins as `name`. In the middle of a step it takes part from the next one.
     ///
@@ -79,12 +60,28 @@ impl<S: Clone> ShardCore<S> {
         now: Now,
         actions: &mut Vec<Action<S>>,
     ) -> Result<(), ShardError> {
+        self.depart(learner, reason, actions)?;
+        self.after_departure(now, actions);
+        Ok(())
+    }
+
+    pub(super) fn depart(
+        &mut self,
+        learner: LearnerId,
+        reason: LeaveReason,
+        actions: &mut Vec<Action<S>>,
+    ) -> Result<(), ShardError> {
         self.drop_open(learner, ShardError::UnknownLearner(learner), actions)?;
         self.members.remove(&learner);
         for waiter in self.waiters.extract_if(.., |waiter| waiter.learner == learner) {
             actions.push(Action::Reply(waiter.ticket, Err(ShardError::UnknownLearner(learner))));
         }
         actions.push(Action::Left { learner, reason });
+        Ok(())
+    }
+
+    /// What follows when learners have left.
+    pub(super) fn after_departure(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         self.stop_if_too_few(actions);
         self.advance(now, actions);
         if self.members.is_empty() {
@@ -94,7 +91,6 @@ impl<S: Clone> ShardCore<S> {
             self.reform = flushes && !self.committed.is_empty();
             self.formed = self.reform;
         }
-        Ok(())
     }
 
     /// Drops the open contribution of `learner`, if it has one.
@@ -149,44 +145,6 @@ impl<S: Clone> ShardCore<S> {
             if let Some(attached) = attached {
                 member.attached = attached;
             }
-        }
-    }
-
-    /// Whether `learner` is in the job.
-    pub fn has_learner(&self, learner: LearnerId) -> bool {
-        self.members.contains_key(&learner)
-    }
-
-    /// Learners in the job, by number.
-    pub fn members(&self, now: Now) -> Vec<MemberView> {
-        self.members
-            .iter()
-            .map(|(&learner, member)| MemberView {
-                learner,
-                name: member.name.clone(),
-                incarnation: member.incarnation,
-                step: member.step,
-                phase: match member.phase {
-                    Phase::Open { .. } => "writing",
-                    Phase::Idle if member.unpublished => "committed",
-                    Phase::Idle => "idle",
-                },
-                silent: now.saturating_sub(member.last_seen),
-                joined_at: member.joined_at,
-            })
-            .collect()
-    }
-
-    /// Short description of what the job is doing.
-    pub fn state(&self) -> &'static str {
-        if self.is_stopped() {
-            "stopped"
-        } else if !self.formed {
-            "forming"
-        } else if self.running.is_some() {
-            "reducing"
-        } else {
-            "running"
         }
     }
 

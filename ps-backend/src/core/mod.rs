@@ -23,9 +23,11 @@
 mod arrival;
 mod commit;
 mod membership;
+mod setback;
 mod step;
 #[cfg(test)]
 mod tests;
+mod view;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -39,7 +41,7 @@ use libmodelio::transport::{LeaveReason, ShardError};
 use crate::controls::{Consistency, Controls};
 use crate::reducer::{self, Hyper, Reducer};
 
-pub use membership::MemberView;
+pub use view::MemberView;
 
 /// Time since the shard started. The core has no clock of its own.
 pub type Now = Duration;
@@ -113,11 +115,11 @@ pub enum Work<S> {
 /// What the edge has to do.
 #[derive(Debug)]
 pub enum Action<S> {
-    /// Add the deferred blocks into the accumulator, then call [`ShardCore::folded`], or
-    /// [`ShardCore::fold_failed`] if nothing could be added.
+    /// Add the deferred blocks of all of these into the accumulator, then call [`ShardCore::folded`], or
+    /// [`ShardCore::fold_failed`] if nothing was added.
     Fold {
-        /// What to add.
-        contribution: Arc<Contribution<S>>,
+        /// What to add, by learner; at least one, at most as many as [`ShardCore::with_fold_batch`] says.
+        contributions: Vec<Arc<Contribution<S>>>,
         /// Blocks that the accumulator already holds; others are stored, not added.
         accumulated: FixedBitSet,
         /// What the sum is for: with `assign` the last one replaces what is there.
@@ -298,6 +300,8 @@ pub struct ShardCore<S> {
     running: Option<Arc<Plan<S>>>,
     /// How long a contribution whose memory is needed back waits for the others of its step.
     fold_patience: Now,
+    /// How many contributions are folded at once.
+    fold_batch: usize,
     /// The write of `weights` that the running plan publishes.
     running_ticket: Option<(Ticket, Now)>,
     /// Reducer and constants of the coming version, fixed once something of it was computed.
@@ -341,6 +345,7 @@ impl<S: Clone> ShardCore<S> {
             fuses_in_flight: 0,
             running: None,
             fold_patience: Now::ZERO,
+            fold_batch: 1,
             running_ticket: None,
             reform: false,
             buffer_ready: true,
@@ -360,29 +365,11 @@ impl<S: Clone> ShardCore<S> {
         self
     }
 
-    /// The newest complete version.
-    pub fn version(&self) -> Version {
-        self.version
-    }
-
-    /// The settings.
-    pub fn controls(&self) -> &Controls {
-        &self.controls
-    }
-
-    /// Contributions taken since the start.
-    pub fn contributions_taken(&self) -> u64 {
-        self.contributions_taken
-    }
-
-    /// Blocks that were reduced on arrival since the start.
-    pub fn blocks_on_arrival(&self) -> u64 {
-        self.blocks_on_arrival
-    }
-
-    /// Learners whose contribution to the coming version is in.
-    pub fn committed(&self) -> usize {
-        self.committed.len()
+    /// Folds up to so many contributions at once (at least one): all that wait for it when the first is due.
+    #[must_use]
+    pub fn with_fold_batch(mut self, most: usize) -> ShardCore<S> {
+        self.fold_batch = most.max(1);
+        self
     }
 
     /// New settings take effect at the next version.
@@ -396,22 +383,6 @@ impl<S: Clone> ShardCore<S> {
         }
         self.stop_if_too_few(actions);
         self.advance(now, actions);
-    }
-
-    /// Whether something of the coming version has been computed: the memory and the settings behind it
-    /// must stay.
-    pub fn is_under_way(&self) -> bool {
-        self.params.is_some() || self.fusing.is_some() || self.fuses_in_flight > 0 || self.running.is_some()
-    }
-
-    /// Optimizer steps since its state was zero.
-    pub fn optimizer_steps(&self) -> u64 {
-        self.optimizer_steps
-    }
-
-    /// Whether the next version has a buffer, as far as the core was told.
-    pub fn buffer_ready(&self) -> bool {
-        self.buffer_ready
     }
 
     /// Lets new settings and new learners in where nothing that has begun depends on the old ones.

@@ -21,62 +21,18 @@ impl<S: Clone> ShardCore<S> {
         self.advance(now, actions);
     }
 
-    /// A contribution is in the accumulator.
-    pub fn folded(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action<S>>) {
-        if let Some(committed) = self.folding(learner) {
+    /// The contributions of an [`Action::Fold`] are in the accumulator.
+    pub fn folded(&mut self, learners: &[LearnerId], now: Now, actions: &mut Vec<Action<S>>) {
+        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Folding) {
+            if !learners.contains(&committed.contribution.learner) {
+                continue;
+            }
             committed.place = Place::Folded;
             committed.undo = None;
-            let ticket = committed.ticket.take();
-            let contribution = Arc::clone(&committed.contribution);
-            self.accumulated.union_with(&contribution.deferred);
-            if let Some((ticket, _)) = ticket {
+            self.accumulated.union_with(&committed.contribution.deferred);
+            if let Some((ticket, _)) = committed.ticket.take() {
                 actions.push(Action::Reply(ticket, Ok(Answer::Committed)));
             }
-        }
-        self.advance(now, actions);
-    }
-
-    /// A contribution could not be added to the accumulator, of which nothing has changed. Its commit
-    /// fails with `error`; the contribution is open again.
-    pub fn fold_failed(
-        &mut self,
-        learner: LearnerId,
-        error: ShardError,
-        now: Now,
-        actions: &mut Vec<Action<S>>,
-    ) {
-        if let Some(committed) = self.folding(learner) {
-            if let Some((ticket, _)) = committed.ticket.take() {
-                actions.push(Action::Reply(ticket, Err(error)));
-            }
-            self.take_back(learner, actions);
-        }
-        if self.accumulated.is_clear() {
-            self.params = None;
-        }
-        self.advance(now, actions);
-    }
-
-    fn folding(&mut self, learner: LearnerId) -> Option<&mut Committed<S>> {
-        self.committed.iter_mut().find(|c| c.contribution.learner == learner && c.place == Place::Folding)
-    }
-
-    /// The running plan found NaN or Inf in contributions that nobody had looked at. Their commits fail with
-    /// the error beside them and are taken back; the version is not made.
-    pub fn refused(&mut self, bad: Vec<(LearnerId, ShardError)>, now: Now, actions: &mut Vec<Action<S>>) {
-        self.running = None;
-        for committed in self.committed.iter_mut().filter(|c| !c.lendable && c.place == Place::Lent) {
-            committed.place = Place::ToFold;
-        }
-        for (learner, error) in bad {
-            let refused = self.committed.iter_mut().find(|c| c.contribution.learner == learner);
-            if let Some((ticket, _)) = refused.and_then(|committed| committed.ticket.take()) {
-                actions.push(Action::Reply(ticket, Err(error)));
-            }
-            self.take_back(learner, actions);
-        }
-        if self.accumulated.is_clear() && self.fusing.is_none() {
-            self.params = None;
         }
         self.advance(now, actions);
     }
@@ -325,22 +281,31 @@ impl<S: Clone> ShardCore<S> {
         if self.running.is_some() || self.committed.iter().any(|c| c.place == Place::Folding) {
             return None;
         }
-        self.committed.iter().find(|c| c.place == Place::ToFold).map(|committed| committed.fold_at)
+        self.committed.iter().filter(|c| c.place == Place::ToFold).map(|committed| committed.fold_at).min()
     }
 
-    /// Folds the next contribution whose memory is needed back, one at a time.
+    /// Folds contributions whose memory is needed back: when the first is due, as many as go at once.
     fn start_fold(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         // When the version is made now anyway, the memory is read in place.
         let now_anyway = self.is_complete() && self.buffer_ready && !self.is_busy();
         if now_anyway || self.next_fold().is_none_or(|at| at > now) {
             return;
         }
-        let Some(at) = self.committed.iter().position(|c| c.place == Place::ToFold) else { return };
+        let mut due: Vec<_> = self.committed.iter_mut().filter(|c| c.place == Place::ToFold).collect();
+        due.sort_by_key(|committed| committed.fold_at);
+        due.truncate(self.fold_batch);
+        due.sort_by_key(|committed| committed.contribution.learner);
+        let mut contributions = Vec::with_capacity(due.len());
+        for committed in due {
+            committed.place = Place::Folding;
+            contributions.push(Arc::clone(&committed.contribution));
+        }
         let params = self.params();
-        let committed = &mut self.committed[at];
-        committed.place = Place::Folding;
-        let contribution = Arc::clone(&committed.contribution);
-        actions.push(Action::Fold { contribution, accumulated: self.accumulated.clone(), reducer: params.0 });
+        actions.push(Action::Fold {
+            contributions,
+            accumulated: self.accumulated.clone(),
+            reducer: params.0,
+        });
         self.params = Some(params);
     }
 

@@ -1,6 +1,7 @@
 //! The core under hand-made schedules, one for each of its promises, and under random ones.
 
 mod async_jobs;
+mod losses;
 mod members;
 mod random;
 mod sim;

@@ -115,18 +115,19 @@ impl EmbeddedShard {
             }
             Action::Published(version) => after.events.push(Event::Published(version)),
             Action::Left { learner, reason } => after.events.push(Event::Left(learner, reason)),
-            Action::Fold { contribution, accumulated, reducer } => match inner.store.accumulator(reducer) {
+            Action::Fold { contributions, accumulated, reducer } => match inner.store.accumulator(reducer) {
                 Ok(accumulator) => {
                     let Some(this) = self.this.upgrade() else { return };
                     after.jobs.push(Box::new(move || {
-                        let outcome = this.fold(&contribution, &accumulated, &accumulator, reducer);
-                        this.folded(contribution.learner, outcome);
+                        let outcome = this.fold(&contributions, accumulated, &accumulator, reducer);
+                        this.folded(&contributions, outcome);
                     }));
                 }
                 Err(error) => {
                     tracing::error!(%error, "no memory for the accumulator");
                     let error = ShardError::OutOfMemory(error.to_string());
-                    inner.core.fold_failed(contribution.learner, error, self.now(), more);
+                    let failed = contributions.iter().map(|c| (c.learner, error.clone())).collect();
+                    inner.core.fold_failed(failed, self.now(), more);
                 }
             },
             Action::Reduce(plan) => self.reduce(inner, plan, after, more),
@@ -138,51 +139,67 @@ impl EmbeddedShard {
         blocks.into_par_iter().for_each(|block| work(BlockId(block as u32)));
     }
 
-    /// Adds a contribution into the accumulator, or changes nothing of it and says why.
+    /// Adds contributions into the accumulator, or changes nothing of it and says whose are why.
     fn fold(
         &self,
-        contribution: &Contribution<Region>,
-        accumulated: &FixedBitSet,
+        contributions: &[Arc<Contribution<Region>>],
+        mut accumulated: FixedBitSet,
         accumulator: &Accumulator,
         reducer: Reducer,
-    ) -> Result<(), ShardError> {
-        let Contribution { deferred, source, unchecked, .. } = contribution;
+    ) -> Result<(), Vec<(LearnerId, ShardError)>> {
         // What is stored where nothing was can be given up when it turns out to be bad; what is added cannot.
-        let reversible = accumulated.is_disjoint(deferred);
-        if *unchecked
-            && !reversible
-            && let Some(block) = self.find_bad(deferred, source)
-        {
-            return Err(ShardError::NonFinite(block));
+        let reversible = match contributions {
+            [only] => accumulated.is_disjoint(&only.deferred),
+            _ => false,
+        };
+        let unchecked = || contributions.iter().filter(|contribution| contribution.unchecked);
+        let blame =
+            |contribution: &Contribution<Region>, block| (contribution.learner, ShardError::NonFinite(block));
+        if !reversible {
+            let bad: Vec<_> = unchecked()
+                .filter_map(|c| self.find_bad(&c.deferred, &c.source).map(|block| blame(c, block)))
+                .collect();
+            if !bad.is_empty() {
+                return Err(bad);
+            }
         }
-        let check = *unchecked && !reversible;
-        let bad = Mutex::new(None);
-        self.for_each_block(deferred.ones(), |block| {
-            let first = !accumulated.contains(block.index());
-            let layout = &self.layout;
-            if !region_store::fold_block(layout, block, source, accumulator, first, reducer, check) {
-                *bad.lock() = Some(block);
+        for contribution in contributions {
+            let Contribution { learner, deferred, source, unchecked, .. } = &**contribution;
+            let check = *unchecked && !reversible;
+            let bad = Mutex::new(None);
+            self.for_each_block(deferred.ones(), |block| {
+                let first = !accumulated.contains(block.index());
+                let layout = &self.layout;
+                if !region_store::fold_block(layout, block, source, accumulator, first, reducer, check) {
+                    *bad.lock() = Some(block);
+                }
+            });
+            match bad.into_inner().filter(|_| *unchecked) {
+                Some(block) if reversible => return Err(vec![blame(contribution, block)]),
+                Some(block) => {
+                    let what = "NaN or Inf was stored into the mapping while its fsync ran: the block counts as zero";
+                    tracing::warn!(%learner, %block, what);
+                }
+                None => {}
             }
-        });
-        match bad.into_inner().filter(|_| *unchecked) {
-            Some(block) if reversible => return Err(ShardError::NonFinite(block)),
-            Some(block) => {
-                let learner = contribution.learner;
-                let what =
-                    "NaN or Inf was stored into the mapping while its fsync ran: the block counts as zero";
-                tracing::warn!(%learner, %block, what);
-            }
-            None => {}
+            accumulated.union_with(deferred);
         }
         Ok(())
     }
 
-    fn folded(&self, learner: LearnerId, outcome: Result<(), ShardError>) {
+    fn folded(
+        &self,
+        contributions: &[Arc<Contribution<Region>>],
+        outcome: Result<(), Vec<(LearnerId, ShardError)>>,
+    ) {
         let mut inner = self.inner.lock();
         let mut actions = Vec::new();
         match outcome {
-            Ok(()) => inner.core.folded(learner, self.now(), &mut actions),
-            Err(error) => inner.core.fold_failed(learner, error, self.now(), &mut actions),
+            Ok(()) => {
+                let learners: Vec<_> = contributions.iter().map(|c| c.learner).collect();
+                inner.core.folded(&learners, self.now(), &mut actions);
+            }
+            Err(failed) => inner.core.fold_failed(failed, self.now(), &mut actions),
         }
         self.act(inner, actions);
     }

@@ -17,6 +17,8 @@ const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 enum Op {
     Join(usize),
     Leave(usize),
+    /// The payloads of this one, and of the next if the flag says so, are gone.
+    Lose(usize, bool),
     Open(usize),
     Arrive(usize, u32),
     /// A block of an earlier step, an earlier life, or a step that was not opened.
@@ -61,6 +63,7 @@ fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         3 => who.clone().prop_map(Op::Join),
         1 => who.clone().prop_map(Op::Leave),
+        1 => (who.clone(), any::<bool>()).prop_map(|(who, two)| Op::Lose(who, two)),
         6 => who.clone().prop_map(Op::Open),
         14 => (who.clone(), 0..BLOCKS).prop_map(|(who, block)| Op::Arrive(who, block)),
         1 => (who.clone(), 0..BLOCKS, 0..4u8).prop_map(|(who, block, kind)| Op::Stray(who, block, kind)),
@@ -110,6 +113,8 @@ struct Client {
 struct World {
     sim: Sim,
     clients: BTreeMap<usize, Client>,
+    /// Those that left.
+    former: BTreeMap<usize, Vec<LearnerId>>,
 }
 
 impl World {
@@ -124,7 +129,16 @@ impl World {
             Op::Leave(who) => {
                 if let Some(client) = self.clients.remove(&who) {
                     sim.leave(client.id.0);
+                    self.former.entry(who).or_default().push(client.id.0);
                 }
+            }
+            Op::Lose(who, two) => {
+                let last = who + usize::from(two);
+                let lost: Vec<_> = (who..=last).filter_map(|who| self.clients.remove(&who)).collect();
+                let mut ids: Vec<_> = lost.iter().map(|client| client.id.0).collect();
+                // Of some it is learnt when they have left already.
+                ids.extend(self.former.remove(&who).into_iter().flatten());
+                sim.lose(&ids);
             }
             Op::FuseDone(at, ok) if at < sim.fuses.len() => {
                 let fuse = sim.fuses[at].slot;
@@ -308,24 +322,35 @@ impl Client {
     }
 }
 
-fn run(ops: &[Op], settings: &[(&str, &str)], patience: u64) -> TestCaseResult {
-    let mut world = World { sim: Sim::patient(settings, patience), clients: BTreeMap::new() };
+fn run(ops: &[Op], settings: &[(&str, &str)], patience: u64, fold_batch: usize) -> TestCaseResult {
+    let sim = Sim::patient(settings, patience).with_fold_batch(fold_batch);
+    let mut world = World { sim, clients: BTreeMap::new(), former: BTreeMap::new() };
     for op in ops {
         world.apply(op);
     }
     world.come_to_an_end()
 }
 
+/// How many are folded at once.
+fn batch() -> impl Strategy<Value = usize> {
+    prop_oneof![Just(1), Just(2), Just(usize::MAX)]
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn synchronous_schedules(ops in prop::collection::vec(op(), 0..120), learners in 1..4u32, patience in 0..30u64) {
-        run(&ops, &[("learners", &learners.to_string())], patience)?;
+    fn synchronous_schedules(
+        ops in prop::collection::vec(op(), 0..120),
+        learners in 1..4u32,
+        patience in 0..30u64,
+        batch in batch(),
+    ) {
+        run(&ops, &[("learners", &learners.to_string())], patience, batch)?;
     }
 
     #[test]
-    fn asynchronous_schedules(ops in prop::collection::vec(op(), 0..120)) {
-        run(&ops, &[("consistency", "async")], 0)?;
+    fn asynchronous_schedules(ops in prop::collection::vec(op(), 0..120), batch in batch()) {
+        run(&ops, &[("consistency", "async")], 0, batch)?;
     }
 }

@@ -9,7 +9,6 @@ use libmodelio::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::transport::{BlockSlot, LeaveReason, ShardError};
 
 use super::super::*;
-use crate::reducer::Reducer;
 
 pub const BLOCKS: u32 = 4;
 
@@ -26,6 +25,7 @@ pub struct Record {
     pub taken: bool,
     /// A commit of it was sent.
     pub offered: bool,
+    pub learner: Option<LearnerId>,
 }
 
 #[derive(Debug)]
@@ -54,7 +54,7 @@ pub struct Sim {
     pub replies: BTreeMap<Ticket, Reply>,
     pub records: BTreeMap<Uid, Record>,
     pub fuses: Vec<FuseUnderWay>,
-    pub folds: Vec<(Arc<Contribution<Uid>>, FixedBitSet, Reducer)>,
+    pub folds: Vec<(Vec<Arc<Contribution<Uid>>>, FixedBitSet)>,
     pub running: Option<Arc<Plan<Uid>>>,
     accumulator: BTreeMap<u32, Content>,
     back: BTreeMap<u32, Content>,
@@ -63,6 +63,10 @@ pub struct Sim {
     pub versions: Vec<BTreeMap<u32, Content>>,
     last_step: Option<reducer::Step>,
     pub left: Vec<(LearnerId, LeaveReason)>,
+    fold_batch: usize,
+    folded: BTreeSet<Uid>,
+    /// Contributions whose payload was lost.
+    gone: BTreeSet<Uid>,
 }
 
 pub fn blocks(of: impl IntoIterator<Item = u32>) -> FixedBitSet {
@@ -91,6 +95,9 @@ impl Sim {
             versions: vec![BTreeMap::new()],
             last_step: None,
             left: Vec::new(),
+            fold_batch: 1,
+            folded: BTreeSet::new(),
+            gone: BTreeSet::new(),
         }
     }
 
@@ -100,6 +107,14 @@ impl Sim {
         let controls = sim.core.controls().clone();
         sim.core = ShardCore::new(BLOCKS, controls).with_fold_patience(Now::from_millis(millis));
         sim
+    }
+
+    /// Its core folds so many at once.
+    pub fn with_fold_batch(mut self, most: usize) -> Sim {
+        let unused = ShardCore::new(BLOCKS, self.core.controls().clone());
+        self.core = std::mem::replace(&mut self.core, unused).with_fold_batch(most);
+        self.fold_batch = most;
+        self
     }
 
     pub fn uid(&mut self) -> Uid {
@@ -142,9 +157,12 @@ impl Sim {
                 }
                 self.replies.insert(ticket, reply);
             }
-            Action::Fold { contribution, accumulated, reducer } => {
+            Action::Fold { contributions, accumulated, .. } => {
                 assert!(self.folds.is_empty(), "one fold at a time");
-                self.folds.push((contribution, accumulated, reducer));
+                assert!(self.running.is_none());
+                assert!(!contributions.is_empty() && contributions.len() <= self.fold_batch);
+                assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
+                self.folds.push((contributions, accumulated));
             }
             Action::Reduce(plan) => {
                 assert!(self.running.is_none() && self.fuses.is_empty());
@@ -243,22 +261,71 @@ impl Sim {
     }
 
     pub fn fold_done(&mut self, ok: bool) {
-        let Some((contribution, accumulated, _)) = self.folds.pop() else { return };
-        let record = &self.records[&contribution.source];
-        assert!(!record.taken, "memory is folded that was given back");
+        let Some((contributions, mut accumulated)) = self.folds.pop() else { return };
+        for contribution in &contributions {
+            assert!(!self.records[&contribution.source].taken, "memory is folded that was given back");
+        }
         if !ok {
+            // Every other one is to blame.
             let error = ShardError::OutOfMemory("test".into());
-            let learner = contribution.learner;
-            return self.call(|core, now, actions| core.fold_failed(learner, error, now, actions));
+            let failed = contributions.iter().step_by(2).map(|c| (c.learner, error.clone())).collect();
+            return self.call(|core, now, actions| core.fold_failed(failed, now, actions));
         }
-        for block in contribution.deferred.ones() {
-            let held = self.accumulator.entry(block as u32).or_default();
-            if !accumulated.contains(block) {
-                held.clear();
+        for contribution in &contributions {
+            assert!(!self.gone.contains(&contribution.source), "what is lost is folded");
+            for block in contribution.deferred.ones() {
+                let held = self.accumulator.entry(block as u32).or_default();
+                if !accumulated.contains(block) {
+                    held.clear();
+                }
+                held.push(contribution.source);
             }
-            held.push(contribution.source);
+            accumulated.union_with(&contribution.deferred);
+            self.folded.insert(contribution.source);
         }
-        self.call(|core, now, actions| core.folded(contribution.learner, now, actions));
+        let learners: Vec<_> = contributions.iter().map(|contribution| contribution.learner).collect();
+        self.call(|core, now, actions| core.folded(&learners, now, actions));
+    }
+
+    /// The payloads of these learners are gone, but for what the shard holds itself.
+    pub fn lose(&mut self, learners: &[LearnerId]) {
+        let needs = |of: &[Arc<Contribution<Uid>>]| {
+            of.iter().any(|c| !self.records[&c.source].lendable && learners.contains(&c.learner))
+        };
+        let plan_is_void = self.running.as_ref().is_some_and(|plan| match &plan.work {
+            Work::Reduce { inputs, .. } => needs(inputs),
+            Work::Assign { .. } => false,
+        });
+        let fold_is_void = self.folds.iter().any(|(contributions, _)| needs(contributions));
+        for (&uid, record) in &self.records {
+            let learner = record.learner.filter(|learner| learners.contains(learner));
+            // What was taken is in the accumulator, or a version.
+            if learner.is_some() && !record.lendable && !record.taken && !self.is_in(uid) {
+                self.gone.insert(uid);
+            }
+        }
+        if plan_is_void {
+            self.void_plan();
+        }
+        if fold_is_void {
+            self.folds.clear();
+        }
+        let void = self.call(|core, now, actions| core.lost(learners, now, actions));
+        assert_eq!(void, plan_is_void || fold_is_void);
+        assert!(learners.iter().all(|&learner| !self.core.has_learner(learner)));
+    }
+
+    /// Whether it is past losing.
+    fn is_in(&self, uid: Uid) -> bool {
+        self.folded.contains(&uid) || self.versions_of(&[uid]) != [None]
+    }
+
+    /// The running plan is not done.
+    fn void_plan(&mut self) {
+        if let Some(plan) = self.running.take() {
+            // Whatever half a pass leaves.
+            self.back.extend(plan.todo.ones().map(|block| (block as u32, vec![Uid::MAX])));
+        }
     }
 
     /// The running plan is done; `buffer` says whether the version after it has a buffer at once.
@@ -294,9 +361,7 @@ impl Sim {
         let bad =
             inputs.iter().filter(|c| c.unchecked).map(|c| (c.learner, ShardError::NonFinite(BlockId(0))));
         let bad = bad.take(1).collect();
-        // Whatever half a pass leaves.
-        self.back.extend(plan.todo.ones().map(|block| (block as u32, vec![Uid::MAX])));
-        self.running = None;
+        self.void_plan();
         self.call(|core, now, actions| core.refused(bad, now, actions));
         true
     }
@@ -308,6 +373,7 @@ impl Sim {
             assert_ne!(uid, Uid::MAX, "a refused block is in {version:?}");
             let record = &self.records[&uid];
             assert!(record.offered, "{uid} was never committed");
+            assert!(!self.gone.contains(&uid), "{uid} was lost");
             assert_eq!(self.versions_of(&[uid]), [None], "{uid} is in two versions");
             for (block, content) in version {
                 let times = content.iter().filter(|&&u| u == uid).count();
@@ -334,7 +400,7 @@ impl Sim {
         let (ticket, deadline) = self.ticket(timeout, Some(uid), Vec::new());
         let record = self.record(uid);
         record.sent = sent.ones().map(|block| block as u32).collect();
-        (record.lendable, record.offered) = (lendable, true);
+        (record.lendable, record.offered, record.learner) = (lendable, true, Some(learner));
         let contribution = Contribution {
             learner,
             sent,
@@ -358,6 +424,12 @@ impl Sim {
         let (ticket, deadline) = self.ticket(timeout, None, Vec::new());
         self.call(|core, now, actions| core.assign(ticket, 0, Vec::new(), deadline, now, actions));
         ticket
+    }
+
+    /// The write of `weights` under way has failed.
+    pub fn assign_failed(&mut self) {
+        self.running = None;
+        self.call(|core, now, actions| core.assign_failed(ShardError::Unreachable, now, actions));
     }
 
     pub fn is_waiting(&self, ticket: Ticket) -> bool {

@@ -1,0 +1,153 @@
+//! Work that was begun and cannot be ended: what it leaves behind, and what is begun anew.
+//!
+//! Until it is folded or part of a version, a commit that is not lendable can be taken out again, and with it
+//! the plan or the fold that has it. Everybody else's contributions go back to where they can be read
+//! again; what the accumulator held before stays.
+
+use std::sync::Arc;
+
+use libmodelio::ids::{LearnerId, Step};
+use libmodelio::transport::{LeaveReason, ShardError};
+
+use super::{Action, Answer, Committed, Member, Now, Phase, Place, Plan, ShardCore, Work};
+
+impl<S: Clone> ShardCore<S> {
+    /// The contributions of a [`Action::Fold`] could not be added up, and nothing of any of them was. The
+    /// commits named fail with the error beside them and are open again; the rest are folded anew.
+    pub fn fold_failed(
+        &mut self,
+        failed: Vec<(LearnerId, ShardError)>,
+        now: Now,
+        actions: &mut Vec<Action<S>>,
+    ) {
+        self.stop_fold();
+        self.fail(failed, actions);
+        self.release_params();
+        self.advance(now, actions);
+    }
+
+    /// The running plan found NaN or Inf in contributions that nobody had looked at. Their commits fail with
+    /// the error beside them and are taken back; the version is not made.
+    pub fn refused(&mut self, bad: Vec<(LearnerId, ShardError)>, now: Now, actions: &mut Vec<Action<S>>) {
+        self.stop_plan();
+        self.fail(bad, actions);
+        self.release_params();
+        self.advance(now, actions);
+    }
+
+    /// The payload of these learners' commits cannot be had any more. Those that are neither lendable (their
+    /// payload is the shard's own) nor folded are not part of the job: they fail. Of the learners, those
+    /// still in the job leave it with [`LeaveReason::Died`].
+    ///
+    /// Returns whether the plan or the fold under way needed one of these payloads. Then it is void, and must
+    /// not be reported as done; `actions` may begin another.
+    pub fn lost(&mut self, learners: &[LearnerId], now: Now, actions: &mut Vec<Action<S>>) -> bool {
+        let is_gone = |committed: &Committed<S>| {
+            !committed.lendable
+                && committed.place != Place::Folded
+                && learners.contains(&committed.contribution.learner)
+        };
+        let gone: Vec<_> = self.committed.extract_if(.., |committed| is_gone(committed)).collect();
+        let mut void = false;
+        if gone.iter().any(|committed| committed.place == Place::Folding) {
+            self.stop_fold();
+            void = true;
+        }
+        if gone.iter().any(|committed| self.reads(&committed.contribution.learner)) {
+            self.stop_plan();
+            void = true;
+        }
+        for committed in gone {
+            let learner = committed.contribution.learner;
+            if let Some((ticket, _)) = committed.ticket {
+                actions.push(Action::Reply(ticket, Err(ShardError::UnknownLearner(learner))));
+            }
+            self.drop_fusing(learner);
+        }
+        self.release_params();
+        for &learner in learners {
+            // One that has left before is only to be forgotten.
+            let _ = self.depart(learner, LeaveReason::Died, actions);
+        }
+        self.after_departure(now, actions);
+        void
+    }
+
+    /// The write of `weights` that the running plan publishes has failed: there is no new version.
+    pub fn assign_failed(&mut self, error: ShardError, now: Now, actions: &mut Vec<Action<S>>) {
+        let is_assign = |plan: &mut Arc<Plan<S>>| matches!(plan.work, Work::Assign { .. });
+        if self.running.take_if(is_assign).is_some()
+            && let Some((ticket, _)) = self.running_ticket.take()
+        {
+            actions.push(Action::Reply(ticket, Err(error)));
+        }
+        self.advance(now, actions);
+    }
+
+    /// Whether the running plan reads a contribution of `learner`.
+    fn reads(&self, learner: &LearnerId) -> bool {
+        self.running.as_ref().is_some_and(|plan| match &plan.work {
+            Work::Reduce { inputs, .. } => inputs.iter().any(|input| input.learner == *learner),
+            Work::Assign { .. } => false,
+        })
+    }
+
+    /// The version that was being made is not.
+    fn stop_plan(&mut self) {
+        self.running = None;
+        for committed in self.committed.iter_mut().filter(|c| !c.lendable && c.place == Place::Lent) {
+            committed.place = Place::ToFold;
+        }
+    }
+
+    /// Nothing of what was being folded is in the accumulator.
+    fn stop_fold(&mut self) {
+        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Folding) {
+            committed.place = Place::ToFold;
+        }
+    }
+
+    fn fail(&mut self, failed: Vec<(LearnerId, ShardError)>, actions: &mut Vec<Action<S>>) {
+        for (learner, error) in failed {
+            let of_learner = |c: &&mut Committed<S>| c.contribution.learner == learner;
+            let Some(committed) =
+                self.committed.iter_mut().filter(|c| c.place == Place::ToFold).find(of_learner)
+            else {
+                continue;
+            };
+            if let Some((ticket, _)) = committed.ticket.take() {
+                actions.push(Action::Reply(ticket, Err(error)));
+            }
+            self.take_back(learner, actions);
+        }
+    }
+
+    /// Settings are fixed only as long as something was computed with them.
+    fn release_params(&mut self) {
+        let folding = self.committed.iter().any(|c| c.place == Place::Folding);
+        if self.accumulated.is_clear() && self.fusing.is_none() && self.running.is_none() && !folding {
+            self.params = None;
+        }
+    }
+
+    /// Undoes a commit of which nothing has been read yet: the contribution is open again.
+    pub(super) fn take_back(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
+        let Some(at) = self.committed.iter().position(|c| c.contribution.learner == learner) else { return };
+        let committed = self.committed.remove(at);
+        if let Some(member) = self.members.get_mut(&learner)
+            && let Some(phase) = committed.undo
+        {
+            member.step = Step(member.step.0.saturating_sub(1));
+            member.unpublished = false;
+            member.phase = phase;
+        }
+        let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
+        if !self.members.get(&learner).is_some_and(is_open) {
+            self.drop_fusing(learner);
+        }
+        let version = self.version;
+        for waiter in self.waiters.extract_if(.., |waiter| waiter.learner == learner) {
+            actions.push(Action::Reply(waiter.ticket, Ok(Answer::Version(version))));
+        }
+    }
+}

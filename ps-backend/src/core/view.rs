@@ -1,0 +1,142 @@
+//! What the job is doing, for whoever shows it or works for it: nothing here decides.
+
+use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
+
+use super::{Member, Now, Phase, Place, ShardCore, Ticket};
+use crate::controls::Controls;
+
+/// A learner as the status shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemberView {
+    /// Its number.
+    pub learner: LearnerId,
+    /// Its name.
+    pub name: String,
+    /// Its life.
+    pub incarnation: Incarnation,
+    /// Committed steps.
+    pub step: Step,
+    /// The last of them waits for its version.
+    pub unpublished: bool,
+    /// The version that the last published step is part of; 0 before the first.
+    pub published_in: Version,
+    /// `idle`, `writing` or `committed`.
+    pub phase: &'static str,
+    /// Since its last request.
+    pub silent: Now,
+    /// Versions it takes part in begin after this one.
+    pub joined_at: Version,
+}
+
+fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
+    MemberView {
+        learner,
+        name: member.name.clone(),
+        incarnation: member.incarnation,
+        step: member.step,
+        unpublished: member.unpublished,
+        published_in: member.published_in,
+        phase: match member.phase {
+            Phase::Open { .. } => "writing",
+            Phase::Idle if member.unpublished => "committed",
+            Phase::Idle => "idle",
+        },
+        silent: now.saturating_sub(member.last_seen),
+        joined_at: member.joined_at,
+    }
+}
+
+impl<S: Clone> ShardCore<S> {
+    /// The newest complete version.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The settings.
+    pub fn controls(&self) -> &Controls {
+        &self.controls
+    }
+
+    /// Contributions taken since the start.
+    pub fn contributions_taken(&self) -> u64 {
+        self.contributions_taken
+    }
+
+    /// Blocks that were reduced on arrival since the start.
+    pub fn blocks_on_arrival(&self) -> u64 {
+        self.blocks_on_arrival
+    }
+
+    /// Learners whose contribution to the coming version is in.
+    pub fn committed(&self) -> usize {
+        self.committed.len()
+    }
+
+    /// Whether something of the coming version has been computed: the memory and the settings behind it
+    /// must stay.
+    pub fn is_under_way(&self) -> bool {
+        self.params.is_some() || self.fusing.is_some() || self.fuses_in_flight > 0 || self.running.is_some()
+    }
+
+    /// Optimizer steps since its state was zero.
+    pub fn optimizer_steps(&self) -> u64 {
+        self.optimizer_steps
+    }
+
+    /// Whether the next version has a buffer, as far as the core was told.
+    pub fn buffer_ready(&self) -> bool {
+        self.buffer_ready
+    }
+
+    /// Whether a version is being made: [`super::Action::Reduce`] is under way.
+    pub fn is_running(&self) -> bool {
+        self.running.is_some()
+    }
+
+    /// The version that is being made.
+    pub fn running_version(&self) -> Option<Version> {
+        self.running.as_ref().map(|plan| plan.version)
+    }
+
+    /// Whether contributions are being folded: [`super::Action::Fold`] is under way.
+    pub fn is_folding(&self) -> bool {
+        self.committed.iter().any(|c| c.place == Place::Folding)
+    }
+
+    /// When a request will have been answered; `None` once it is.
+    pub fn deadline(&self, ticket: Ticket) -> Option<Now> {
+        let pending = self.pending.iter().map(|pending| (pending.ticket, pending.deadline));
+        let waiters = self.waiters.iter().map(|waiter| (waiter.ticket, waiter.deadline));
+        let taken = self.committed.iter().filter_map(|committed| committed.ticket);
+        let mut all = pending.chain(waiters).chain(taken).chain(self.running_ticket);
+        all.find(|(known, _)| *known == ticket).map(|(_, deadline)| deadline)
+    }
+
+    /// Whether `learner` is in the job.
+    pub fn has_learner(&self, learner: LearnerId) -> bool {
+        self.members.contains_key(&learner)
+    }
+
+    /// Learners in the job, by number.
+    pub fn members(&self, now: Now) -> Vec<MemberView> {
+        self.members.iter().map(|(&learner, member)| view(learner, member, now)).collect()
+    }
+
+    /// One learner in the job.
+    pub fn member(&self, learner: LearnerId, now: Now) -> Option<MemberView> {
+        self.members.get(&learner).map(|member| view(learner, member, now))
+    }
+
+    /// Short description of what the job is doing.
+    pub fn state(&self) -> &'static str {
+        if self.is_stopped() {
+            "stopped"
+        } else if !self.formed {
+            "forming"
+        } else if self.running.is_some() {
+            "reducing"
+        } else {
+            "running"
+        }
+    }
+}
