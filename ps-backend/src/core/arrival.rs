@@ -5,8 +5,7 @@ use std::sync::Arc;
 use libmodelio::ids::LearnerId;
 use libmodelio::transport::{BlockSlot, ShardError};
 
-use super::{Action, Arrival, Fusing, Now, PendingKind, Phase, Place, ShardCore};
-use crate::controls::Consistency;
+use super::{Action, Arrival, Fusing, Now, PendingKind, Phase, ShardCore};
 
 impl<S: Clone> ShardCore<S> {
     /// A block was offered. Allocates nothing, but for the first block of a version.
@@ -107,20 +106,6 @@ impl<S: Clone> ShardCore<S> {
         if self.pending.iter().any(|pending| matches!(pending.kind, PendingKind::Assign { .. })) {
             return None;
         }
-        match self.consistency {
-            Consistency::Sync => {
-                let mut missing =
-                    self.members.iter().filter(|(_, member)| self.takes_part(member) && !member.unpublished);
-                let settled = self.committed.iter().all(|c| matches!(c.place, Place::Lent | Place::Folded));
-                match (missing.next(), missing.next()) {
-                    (Some((&learner, _)), None) if settled => Some(learner),
-                    _ => None,
-                }
-            }
-            Consistency::Async => match self.members.len() {
-                1 if self.committed.is_empty() => self.members.keys().next().copied(),
-                _ => None,
-            },
-        }
+        self.last_outstanding()
     }
 }

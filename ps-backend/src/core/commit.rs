@@ -11,7 +11,6 @@ use super::{
     Action, Answer, Committed, Contribution, LastCommit, Now, Opening, Pending, PendingKind, Phase, Place,
     ShardCore, Ticket, Waiter,
 };
-use crate::controls::Consistency;
 use crate::reducer::Reducer;
 
 impl<S: Clone> ShardCore<S> {
@@ -255,7 +254,7 @@ impl<S: Clone> ShardCore<S> {
         // Who has waited until now was not silent.
         let mut alive = Vec::new();
         let mut kept = VecDeque::new();
-        for pending in self.pending.drain(..) {
+        for pending in std::mem::take(&mut self.pending) {
             if pending.deadline > now {
                 kept.push_back(pending);
                 continue;
@@ -269,7 +268,12 @@ impl<S: Clone> ShardCore<S> {
                 _ if !self.buffer_ready => {
                     "every version buffer is held open (close old handles or raise control/max_versions)"
                 }
-                _ if self.consistency == Consistency::Async => "another learner is still writing",
+                PendingKind::Commit { ref contribution, .. }
+                    if self.is_too_far_ahead(contribution.learner) =>
+                {
+                    "the slowest learner is more steps behind than control/consistency lets it be"
+                }
+                _ if !self.gathers() => "another learner is still writing",
                 _ => "the step before this one still waits for other learners",
             };
             timed_out(pending.ticket, what);
