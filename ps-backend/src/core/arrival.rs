@@ -16,13 +16,14 @@ impl<S: Clone> ShardCore<S> {
         if slot.block.index() >= self.blocks {
             return Err(ShardError::BadBlock { block: slot.block, bytes: 0 });
         }
-        self.refuse_if_stopped()?;
+        let stopped = self.refuse_if_stopped();
         let may_fuse = self.fuser == Some(slot.learner);
         let Some(member) =
             self.members.get_mut(&slot.learner).filter(|member| member.incarnation == slot.incarnation)
         else {
             return Err(ShardError::UnknownLearner(slot.learner));
         };
+        stopped?;
         member.last_seen = now;
         if slot.step <= member.step {
             return Ok(Arrival::Duplicate);

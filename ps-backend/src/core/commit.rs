@@ -19,11 +19,12 @@ impl<S: Clone> ShardCore<S> {
     /// # Errors
     /// For a learner that is gone, or a stopped job.
     pub fn open(&mut self, learner: LearnerId, now: Now) -> Result<Opening, ShardError> {
-        self.refuse_if_stopped()?;
+        let stopped = self.refuse_if_stopped();
         let blocks = self.blocks;
         let staging_lent =
             self.committed.iter().any(|c| c.contribution.learner == learner && c.place == Place::Lent);
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
+        stopped?;
         member.last_seen = now;
         if let Phase::Open { step, .. } = member.phase {
             return Ok(Opening { step, staging_lent });
@@ -69,9 +70,9 @@ impl<S: Clone> ShardCore<S> {
     }
 
     fn may_commit(&self, contribution: &Contribution<S>, step: Step) -> Result<(), ShardError> {
-        self.refuse_if_stopped()?;
         let learner = contribution.learner;
         let member = self.members.get(&learner).ok_or(ShardError::UnknownLearner(learner))?;
+        self.refuse_if_stopped()?;
         if !matches!(member.phase, Phase::Open { step: open, .. } if open == step) {
             return Err(ShardError::StepOutOfOrder { got: step, expected: member.step.next() });
         }
