@@ -263,11 +263,14 @@ def test_bad_settings_change_nothing(mounted):
     bad = {
         "reducer": "SGD2", "consistency": "maybe", "learning_rate": "fast", "momentum": 2, "beta1": 1,
         "learners": 0, "min_learners": 9, "lease": -1, "timeout": 0, "retain": 99, "max_versions": 2,
-        "nonfinite": "yes", "aggregation": "median", "carry": "nan", "epsilon": "1e99",
+        "nonfinite": "yes", "aggregation": "median", "carry": "nan", "epsilon": "1e99", "deterministic": "perhaps",
     }  # fmt: skip
     for name, value in bad.items():
         with raises(errno.EINVAL):
             mount.control(name, value)
+    for value in ("quorum", "quorum(0)", "quorum(-1)", "quorum(2", "quorum(65537)", "ssp(x)", "ssp()", "sync(1)"):
+        with raises(errno.EINVAL):
+            mount.control("consistency", value)
     for name in before:
         fd = os.open(mount.model / "control" / name, os.O_WRONLY)
         for data in (b"\xff\xfe", b"9" * 5000):

@@ -5,11 +5,11 @@
 
 pub mod cluster;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::Write;
 use std::path::PathBuf;
 
-use clap::builder::PossibleValuesParser;
+use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, TypedValueParser};
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueHint};
 
 use crate::config::{
@@ -39,6 +39,9 @@ Examples:
 
   Two models side by side, as /mnt/job/policy and /mnt/job/value:
     gradfs up --name policy --name value a.safetensors b.safetensors /mnt/job
+
+  Eight learners, of whom a version waits for six; late ones count in the next:
+    gradfs up --learners 8 --consistency 'quorum(6)' llama.safetensors /mnt/job
 
   A blank model of 1 GiB of bf16 zeros, contributions added up as they come:
     gradfs up --size 1GiB --dtype bf16 --reducer sum --consistency async /mnt/job
@@ -139,9 +142,14 @@ struct JobArgs {
     /// What becomes of contributions [default: sgd]
     #[arg(long, value_parser = PossibleValuesParser::new(REDUCERS), help_heading = "Job")]
     reducer: Option<String>,
-    /// Whether a version needs all active learners, or every contribution makes one [default: sync]
-    #[arg(long, value_parser = PossibleValuesParser::new(CONSISTENCIES), help_heading = "Job")]
+    /// Whether a version needs all active learners or K of them, or every contribution makes one, with nobody
+    /// more than S steps ahead or at will [default: sync]
+    #[arg(long, value_parser = Consistencies, help_heading = "Job")]
     consistency: Option<String>,
+    /// Add up in the order of learners, also what is mapped: runs are bit-for-bit repeatable
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          hide_possible_values = true, help_heading = "Job")]
+    deterministic: Option<String>,
     /// Learners to wait for before the first version [default: 1]
     #[arg(long, value_name = "N", help_heading = "Job")]
     learners: Option<String>,
@@ -193,6 +201,27 @@ struct JobArgs {
     aggregation: Option<String>,
 }
 
+/// Shows what a consistency can be. It is judged with those of the environment and the file.
+#[derive(Clone, Debug)]
+struct Consistencies;
+
+impl TypedValueParser for Consistencies {
+    type Value = String;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        argument: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> Result<String, clap::Error> {
+        StringValueParser::new().parse_ref(command, argument, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(CONSISTENCIES.iter().map(|form| PossibleValue::new(*form))))
+    }
+}
+
 impl UpArgs {
     /// The configuration that these flags, the environment `variables` and the file they name ask for.
     pub fn config(
@@ -228,6 +257,7 @@ impl JobArgs {
         for (key, value) in [
             ("reducer", self.reducer),
             ("consistency", self.consistency),
+            ("deterministic", self.deterministic),
             ("learners", self.learners),
             ("min_learners", self.min_learners),
             ("lease", self.lease),
@@ -342,7 +372,7 @@ mod tests {
         let mut words = String::from("--size 1MiB --block-size 64KiB --threads 3 --allow-other /mnt");
         let texts = [
             ("reducer", "adamw"),
-            ("consistency", "async"),
+            ("consistency", "quorum(3)"),
             ("learners", "4"),
             ("min_learners", "2"),
             ("lease", "2.5"),
@@ -363,8 +393,10 @@ mod tests {
         for (key, text) in texts {
             words.push_str(&format!(" --{} {text}", key.replace('_', "-")));
         }
+        words.push_str(" --deterministic");
         let config = up(&words, &[]).unwrap();
-        assert_eq!(config.settings.len(), texts.len());
+        assert_eq!(config.settings.len(), texts.len() + 1);
+        assert_eq!(config.settings["deterministic"], "true");
         for (key, text) in texts {
             assert_eq!(config.settings[key], text);
         }

@@ -15,7 +15,7 @@ use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
 use libmodelio::layout::DType;
-use ps_backend::controls::{ControlError, Controls};
+use ps_backend::controls::{Consistency, ControlError, Controls};
 
 pub use self::layer::{
     AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPES, KEYS, Kind, Layer, NONFINITES, REDUCERS, UP,
@@ -324,6 +324,10 @@ fn check_setting(origin: &str, text: &str, kind: Kind, help: &str) -> Result<(),
         Kind::Seconds => match text.parse::<f64>() {
             Ok(number) if number.is_finite() && number >= 0.0 => return Ok(()),
             _ => "a finite number of seconds, 0 or more".into(),
+        },
+        Kind::Consistency => match text.parse::<Consistency>() {
+            Ok(_) => return Ok(()),
+            Err(error) => return Err(Error::usage(format!("{origin}: {text:?} is {error}"))),
         },
         Kind::Word(words) if !words.contains(&text) => return Err(not_a_word(origin, text, words)),
         _ => return Ok(()),

@@ -3,7 +3,7 @@
 //! Pure: parsing and validation only. A value that does not parse, or that contradicts another,
 //! is refused and the old one stays.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -16,7 +16,60 @@ pub enum Consistency {
     Sync,
     /// Any one: every contribution makes a version.
     Async,
+    /// As many as this, or all active learners if they are fewer; it has whatever else is in by then.
+    Quorum(u32),
+    /// Any one, as with `Async`; but who is more than so many steps ahead of the slowest learner waits.
+    Ssp(u32),
 }
+
+impl fmt::Display for Consistency {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Consistency::Sync => f.write_str("sync"),
+            Consistency::Async => f.write_str("async"),
+            Consistency::Quorum(contributions) => write!(f, "quorum({contributions})"),
+            Consistency::Ssp(steps) => write!(f, "ssp({steps})"),
+        }
+    }
+}
+
+/// What a consistency can be.
+const CONSISTENCY: &str = "sync, async, quorum(k) with k from 1 to 65536, or ssp(s) with s from 0 to 65536";
+
+/// Not a consistency.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not {CONSISTENCY}")]
+pub struct NoConsistency;
+
+impl FromStr for Consistency {
+    type Err = NoConsistency;
+
+    fn from_str(text: &str) -> Result<Consistency, NoConsistency> {
+        let number = |least: u32, text: &str| {
+            // `parse` would take a sign.
+            let digits = Some(text).filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
+            digits
+                .and_then(|digits| digits.parse().ok())
+                .filter(|number| (least..=MOST).contains(number))
+                .ok_or(NoConsistency)
+        };
+        match text {
+            "sync" => return Ok(Consistency::Sync),
+            "async" => return Ok(Consistency::Async),
+            _ => {}
+        }
+        let (word, argument) =
+            text.strip_suffix(')').and_then(|text| text.split_once('(')).ok_or(NoConsistency)?;
+        match word {
+            "quorum" => Ok(Consistency::Quorum(number(1, argument)?)),
+            "ssp" => Ok(Consistency::Ssp(number(0, argument)?)),
+            _ => Err(NoConsistency),
+        }
+    }
+}
+
+/// The greatest count that a setting takes.
+const MOST: u32 = 65_536;
 
 /// What happens to NaN and Inf in a contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +89,9 @@ pub struct Controls {
     pub hyper: Hyper,
     /// Which contributions a version waits for.
     pub consistency: Consistency,
+    /// Contributions are added up in the order of learners, also those that are mapped: none is folded ahead
+    /// of the others of its version.
+    pub deterministic: bool,
     /// Learners to wait for before the first version.
     pub learners: u32,
     /// Below this many active learners the job stops.
@@ -58,6 +114,7 @@ impl Default for Controls {
             reducer: Reducer::Sgd,
             hyper: Hyper::default(),
             consistency: Consistency::Sync,
+            deterministic: false,
             learners: 1,
             min_learners: 1,
             lease: Duration::from_secs(60),
@@ -94,7 +151,12 @@ pub enum ControlError {
 /// Name and meaning of every setting, in the order `control/` lists them.
 pub const SETTINGS: &[(&str, &str)] = &[
     ("reducer", "sum, sgd, momentum, nesterov, adam, adamw or assign"),
-    ("consistency", "sync (a version needs all active learners) or async (every contribution makes one)"),
+    (
+        "consistency",
+        "a version needs: sync, all active learners; quorum(k), k of them; async, one contribution; ssp(s), one, \
+         but nobody runs more than s steps ahead",
+    ),
+    ("deterministic", "true: sync adds up in the order of learners, also what is mapped; or false"),
     ("learning_rate", "step size of the optimizers"),
     ("momentum", "momentum, nesterov: weight of the running gradient"),
     ("dampening", "momentum: share of the new gradient left out"),
@@ -119,10 +181,8 @@ impl Controls {
         let h = &self.hyper;
         Some(match name {
             "reducer" => self.reducer.to_string(),
-            "consistency" => match self.consistency {
-                Consistency::Sync => "sync".into(),
-                Consistency::Async => "async".into(),
-            },
+            "consistency" => self.consistency.to_string(),
+            "deterministic" => self.deterministic.to_string(),
             "learning_rate" => h.learning_rate.to_string(),
             "momentum" => h.momentum.to_string(),
             "dampening" => h.dampening.to_string(),
@@ -163,13 +223,8 @@ impl Controls {
         let h = &mut new.hyper;
         match *name {
             "reducer" => new.reducer = field.parse("sum, sgd, momentum, nesterov, adam, adamw or assign")?,
-            "consistency" => {
-                new.consistency = match field.value {
-                    "sync" => Consistency::Sync,
-                    "async" => Consistency::Async,
-                    _ => return Err(field.invalid("sync or async")),
-                }
-            }
+            "consistency" => new.consistency = field.parse(CONSISTENCY)?,
+            "deterministic" => new.deterministic = field.parse("true or false")?,
             "learning_rate" => h.learning_rate = field.float(0.0..=f32::MAX, "a finite number >= 0")?,
             "momentum" => h.momentum = field.float(0.0..=1.0, "a number from 0 to 1")?,
             "dampening" => h.dampening = field.float(0.0..=1.0, "a number from 0 to 1")?,
@@ -209,6 +264,12 @@ impl Controls {
             return Err(ControlError::Conflict(format!(
                 "min_learners ({}) is above learners ({})",
                 self.min_learners, self.learners
+            )));
+        }
+        if self.deterministic && self.consistency != Consistency::Sync {
+            return Err(ControlError::Conflict(format!(
+                "deterministic (true) needs consistency sync, and it is {}",
+                self.consistency
             )));
         }
         if self.max_versions < self.retain.saturating_add(3) {
@@ -260,7 +321,7 @@ impl Controls {
         let mut text = String::new();
         for (name, meaning) in SETTINGS {
             let value = self.get(name).unwrap_or_default();
-            let _ = writeln!(text, "{name:<14} {value:<8} {meaning}");
+            let _ = writeln!(text, "{name:<14} {value:<9} {meaning}");
         }
         text
     }
@@ -297,7 +358,7 @@ impl Field<'_> {
 
     fn count(&self, least: u32) -> Result<u32, ControlError> {
         let value: u32 = self.parse("a whole number")?;
-        if (least..=65_536).contains(&value) {
+        if (least..=MOST).contains(&value) {
             return Ok(value);
         }
         Err(self.invalid(match least {
@@ -329,6 +390,11 @@ mod tests {
             ("min_learners", "2"),
             ("reducer", "adam"),
             ("consistency", "async"),
+            ("consistency", "quorum(2)"),
+            ("consistency", "ssp(3)"),
+            ("consistency", "ssp(0)"),
+            ("consistency", "sync"),
+            ("deterministic", "true"),
             ("learning_rate", "0.25"),
             ("momentum", "0.5"),
             ("dampening", "0.1"),
@@ -347,7 +413,7 @@ mod tests {
             controls = controls.with(name, &format!("{value}\n")).unwrap();
             assert_eq!(controls.get(name).as_deref(), Some(value), "{name}");
         }
-        assert_eq!(SETTINGS.len(), 18);
+        assert_eq!(SETTINGS.len(), 19);
         assert!(SETTINGS.iter().all(|(name, _)| controls.get(name).is_some()));
     }
 
@@ -365,6 +431,18 @@ mod tests {
             ("epsilon", "0"),
             ("reducer", "SGD2"),
             ("consistency", "maybe"),
+            ("consistency", "quorum"),
+            ("consistency", "quorum()"),
+            ("consistency", "quorum(0)"),
+            ("consistency", "quorum(+2)"),
+            ("consistency", "quorum( 2)"),
+            ("consistency", "quorum(2"),
+            ("consistency", "quorum(65537)"),
+            ("consistency", "quorum(99999999999)"),
+            ("consistency", "ssp(-1)"),
+            ("consistency", "ssp(1.5)"),
+            ("consistency", "sync(1)"),
+            ("deterministic", "yes"),
             ("learners", "0"),
             ("learners", "-1"),
             ("lease", "-1"),
@@ -376,6 +454,32 @@ mod tests {
         ] {
             assert!(controls.with(name, value).is_err(), "{name}={value}");
         }
+    }
+
+    #[test]
+    fn a_bad_consistency_is_told_all_the_good_ones() {
+        let error = Controls::default().with("consistency", "quorum(0)").unwrap_err();
+        let expected = "consistency: \"quorum(0)\" is not sync, async, quorum(k) with k from 1 to 65536, \
+                        or ssp(s) with s from 0 to 65536";
+        assert_eq!(error.to_string(), expected);
+    }
+
+    #[test]
+    fn only_a_synchronous_job_is_deterministic() {
+        let controls = Controls::default();
+        let deterministic = controls.with("deterministic", "true").unwrap();
+        for other in ["async", "quorum(2)", "ssp(1)"] {
+            assert!(matches!(deterministic.with("consistency", other), Err(ControlError::Conflict(_))));
+            let other = controls.with("consistency", other).unwrap();
+            let error = other.with("deterministic", "true").unwrap_err();
+            assert!(error.to_string().contains("needs consistency sync"), "{error}");
+        }
+        // Together, in either order, they are no contradiction.
+        let asynchronous = controls.with("consistency", "async").unwrap();
+        let both = [("deterministic", "true"), ("consistency", "sync")];
+        assert!(asynchronous.with_all(both).unwrap().deterministic);
+        let both = [("consistency", "ssp(1)"), ("deterministic", "false")];
+        assert_eq!(deterministic.with_all(both).unwrap().consistency, Consistency::Ssp(1));
     }
 
     #[test]

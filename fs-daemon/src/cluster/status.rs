@@ -34,7 +34,9 @@ fn ask(shard: &ShardRecord) -> Value {
     let asked = AdminPeer::connect(&shard.address, deadline())
         .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));
     let answer = match asked {
-        Ok((Message::Text, text)) => serde_json::from_slice::<Value>(&text).map_err(|error| error.to_string()),
+        Ok((Message::Text, text)) => {
+            serde_json::from_slice::<Value>(&text).map_err(|error| error.to_string())
+        }
         Ok((other, _)) => Err(format!("it answers with {}", other.name())),
         Err(error) => Err(error.to_string()),
     };

@@ -40,6 +40,8 @@ pub enum Kind {
     Seconds,
     /// One of these words.
     Word(&'static [&'static str]),
+    /// One of [`CONSISTENCIES`], with numbers for the letters.
+    Consistency,
 }
 
 /// Element types of a blank model.
@@ -47,7 +49,9 @@ pub const DTYPES: &[&str] = &["f32", "f16", "bf16"];
 /// What a shard can do with contributions.
 pub const REDUCERS: &[&str] = &["sum", "sgd", "momentum", "nesterov", "adam", "adamw", "assign"];
 /// Which contributions a version waits for.
-pub const CONSISTENCIES: &[&str] = &["sync", "async"];
+pub const CONSISTENCIES: &[&str] = &["sync", "async", "quorum(K)", "ssp(S)"];
+/// Whether something is done.
+pub const TRUTHS: &[&str] = &["true", "false"];
 /// What an optimizer sees of several contributions.
 pub const AGGREGATIONS: &[&str] = &["mean", "sum"];
 /// What becomes of NaN and Inf.
@@ -65,7 +69,8 @@ pub const KEYS: &[Key] = &[
     key("allow_other", Kind::Switch),
     key("no_passthrough", Kind::Switch),
     setting("reducer", Kind::Word(REDUCERS)),
-    setting("consistency", Kind::Word(CONSISTENCIES)),
+    setting("consistency", Kind::Consistency),
+    setting("deterministic", Kind::Word(TRUTHS)),
     setting("learners", Kind::Whole(1)),
     setting("min_learners", Kind::Whole(1)),
     setting("lease", Kind::Seconds),

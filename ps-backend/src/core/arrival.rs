@@ -5,8 +5,7 @@ use std::sync::Arc;
 use libmodelio::ids::LearnerId;
 use libmodelio::transport::{BlockSlot, ShardError};
 
-use super::{Action, Arrival, Fusing, Now, PendingKind, Phase, Place, ShardCore};
-use crate::controls::Consistency;
+use super::{Action, Arrival, Fusing, Now, PendingKind, Phase, ShardCore};
 
 impl<S: Clone> ShardCore<S> {
     /// A block was offered. Allocates nothing, but for the first block of a version.
@@ -17,13 +16,14 @@ impl<S: Clone> ShardCore<S> {
         if slot.block.index() >= self.blocks {
             return Err(ShardError::BadBlock { block: slot.block, bytes: 0 });
         }
-        self.refuse_if_stopped()?;
+        let stopped = self.refuse_if_stopped();
         let may_fuse = self.fuser == Some(slot.learner);
         let Some(member) =
             self.members.get_mut(&slot.learner).filter(|member| member.incarnation == slot.incarnation)
         else {
             return Err(ShardError::UnknownLearner(slot.learner));
         };
+        stopped?;
         member.last_seen = now;
         if slot.step <= member.step {
             return Ok(Arrival::Duplicate);
@@ -107,20 +107,6 @@ impl<S: Clone> ShardCore<S> {
         if self.pending.iter().any(|pending| matches!(pending.kind, PendingKind::Assign { .. })) {
             return None;
         }
-        match self.consistency {
-            Consistency::Sync => {
-                let mut missing =
-                    self.members.iter().filter(|(_, member)| self.takes_part(member) && !member.unpublished);
-                let settled = self.committed.iter().all(|c| matches!(c.place, Place::Lent | Place::Folded));
-                match (missing.next(), missing.next()) {
-                    (Some((&learner, _)), None) if settled => Some(learner),
-                    _ => None,
-                }
-            }
-            Consistency::Async => match self.members.len() {
-                1 if self.committed.is_empty() => self.members.keys().next().copied(),
-                _ => None,
-            },
-        }
+        self.last_outstanding()
     }
 }

@@ -11,7 +11,6 @@ use super::{
     Action, Answer, Committed, Contribution, LastCommit, Now, Opening, Pending, PendingKind, Phase, Place,
     ShardCore, Ticket, Waiter,
 };
-use crate::controls::Consistency;
 use crate::reducer::Reducer;
 
 impl<S: Clone> ShardCore<S> {
@@ -20,11 +19,12 @@ impl<S: Clone> ShardCore<S> {
     /// # Errors
     /// For a learner that is gone, or a stopped job.
     pub fn open(&mut self, learner: LearnerId, now: Now) -> Result<Opening, ShardError> {
-        self.refuse_if_stopped()?;
+        let stopped = self.refuse_if_stopped();
         let blocks = self.blocks;
         let staging_lent =
             self.committed.iter().any(|c| c.contribution.learner == learner && c.place == Place::Lent);
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
+        stopped?;
         member.last_seen = now;
         if let Phase::Open { step, .. } = member.phase {
             return Ok(Opening { step, staging_lent });
@@ -70,9 +70,9 @@ impl<S: Clone> ShardCore<S> {
     }
 
     fn may_commit(&self, contribution: &Contribution<S>, step: Step) -> Result<(), ShardError> {
-        self.refuse_if_stopped()?;
         let learner = contribution.learner;
         let member = self.members.get(&learner).ok_or(ShardError::UnknownLearner(learner))?;
+        self.refuse_if_stopped()?;
         if !matches!(member.phase, Phase::Open { step: open, .. } if open == step) {
             return Err(ShardError::StepOutOfOrder { got: step, expected: member.step.next() });
         }
@@ -255,7 +255,7 @@ impl<S: Clone> ShardCore<S> {
         // Who has waited until now was not silent.
         let mut alive = Vec::new();
         let mut kept = VecDeque::new();
-        for pending in self.pending.drain(..) {
+        for pending in std::mem::take(&mut self.pending) {
             if pending.deadline > now {
                 kept.push_back(pending);
                 continue;
@@ -269,7 +269,12 @@ impl<S: Clone> ShardCore<S> {
                 _ if !self.buffer_ready => {
                     "every version buffer is held open (close old handles or raise control/max_versions)"
                 }
-                _ if self.consistency == Consistency::Async => "another learner is still writing",
+                PendingKind::Commit { ref contribution, .. }
+                    if self.is_too_far_ahead(contribution.learner) =>
+                {
+                    "the slowest learner is more steps behind than control/consistency lets it be"
+                }
+                _ if !self.gathers() => "another learner is still writing",
                 _ => "the step before this one still waits for other learners",
             };
             timed_out(pending.ticket, what);

@@ -4,7 +4,6 @@ use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
 use libmodelio::transport::{LeaveReason, ShardError};
 
 use super::{Action, Committed, MAX_LEARNERS, Member, Now, PendingKind, Phase, Place, ShardCore, Stall};
-use crate::controls::Consistency;
 
 impl<S: Clone> ShardCore<S> {
     /// A learner joins as `name`. In the middle of a step it takes part from the next one.
@@ -41,6 +40,8 @@ impl<S: Clone> ShardCore<S> {
             step: Step(0),
             unpublished: false,
             published_in: Version(0),
+            // It neither holds the others up nor may run ahead of them.
+            pace: self.slowest(),
             phase: Phase::Idle,
         };
         self.members.insert(learner, member);
@@ -150,11 +151,14 @@ impl<S: Clone> ShardCore<S> {
 
     /// Notes that somebody waits for other learners just now, or does not.
     pub(super) fn note_stall(&mut self, now: Now) {
-        let step_waits = self.consistency == Consistency::Sync && !self.committed.is_empty();
+        let step_waits = self.gathers() && !self.committed.is_empty();
         // Without a buffer they wait for readers.
         let waits = self.running.is_none() && self.buffer_ready && (step_waits || !self.pending.is_empty());
+        let slowest = if self.limits_lead() { self.slowest() } else { 0 };
+        // If whoever was the slowest has moved, or left, the wait is for others now.
+        self.stall.take_if(|stall| stall.slowest != slowest);
         if waits {
-            let stall = self.stall.get_or_insert(Stall { since: now, until: now });
+            let stall = self.stall.get_or_insert(Stall { since: now, until: now, slowest });
             stall.until = now;
         } else {
             let lease = self.controls.lease;
@@ -172,19 +176,13 @@ impl<S: Clone> ShardCore<S> {
         let is_long = |since: Now| now.saturating_sub(since) >= lease;
         let is_over = |stall: Stall| stall.until.saturating_sub(stall.since) >= lease;
         let stalled = self.formed && self.stall.is_some_and(is_over);
-        let fuser = self.fusing.as_ref().map(|fusing| fusing.owner);
-        let holds_up = |learner: LearnerId, member: &Member| {
-            fuser == Some(learner)
-                || self.consistency == Consistency::Sync && self.takes_part(member)
-                || matches!(member.phase, Phase::Open { .. })
-        };
         let expired: Vec<LearnerId> = self
             .members
             .iter()
             .filter(|&(&learner, member)| {
                 is_long(member.last_seen)
                     && !member.unpublished
-                    && (stalled && holds_up(learner, member) || !member.attached)
+                    && (stalled && self.holds_up(learner, member) || !member.attached)
                     && !self.waits(learner)
             })
             .map(|(&learner, _)| learner)

@@ -7,8 +7,8 @@
 //! learner's staging region, and the shard reads it when the contribution is committed.
 //!
 //! A block may be reduced on arrival only when nothing but its own learner can still undo the
-//! result: in a synchronous job when all other learners have committed, in an asynchronous one when
-//! the learner is alone. The result stays invisible (the old version and the old optimizer state are
+//! result: where a version waits for several (`sync`, `quorum`) when all other learners have committed,
+//! where every contribution makes one (`async`, `ssp`) when the learner is alone. The result stays invisible (the old version and the old optimizer state are
 //! untouched: double buffers), so a learner that dies in mid-write leaves no half step: its blocks
 //! are computed again without it. What a learner has committed stays, whatever becomes of it.
 //!
@@ -22,6 +22,7 @@
 
 mod arrival;
 mod commit;
+mod consistency;
 mod membership;
 mod setback;
 mod step;
@@ -206,6 +207,8 @@ struct Member {
     unpublished: bool,
     /// The version that its last published step is part of.
     published_in: Version,
+    /// Steps committed, from where the slowest learner was when it joined.
+    pace: u64,
     phase: Phase,
 }
 
@@ -271,6 +274,8 @@ struct Stall {
     since: Now,
     /// When somebody was last seen to wait.
     until: Now,
+    /// How far the slowest learner was, where others wait for it.
+    slowest: u64,
 }
 
 /// The shard, without its memory and its sockets.
@@ -390,7 +395,7 @@ impl<S: Clone> ShardCore<S> {
         if self.running.is_some() || self.fusing.is_some() {
             return;
         }
-        self.consistency = self.controls.consistency;
+        self.follow_consistency();
         if self.params.is_none() && self.state_of != self.controls.reducer {
             self.state_of = self.controls.reducer;
             self.optimizer_steps = 0;
@@ -409,10 +414,6 @@ impl<S: Clone> ShardCore<S> {
                 member.joined_at = member.joined_at.min(version);
             }
         }
-    }
-
-    fn takes_part(&self, member: &Member) -> bool {
-        member.joined_at <= self.version
     }
 
     /// The plan for the coming version from what is committed, and `more` contributions.

@@ -138,6 +138,7 @@ impl<S: Clone> ShardCore<S> {
             && let Some(phase) = committed.undo
         {
             member.step = Step(member.step.0.saturating_sub(1));
+            member.pace = member.pace.saturating_sub(1);
             member.unpublished = false;
             member.phase = phase;
         }

@@ -12,7 +12,6 @@ use super::{
     Action, Answer, Committed, Contribution, Now, Pending, PendingKind, Phase, Place, Plan, ShardCore,
     Ticket, Work,
 };
-use crate::controls::Consistency;
 
 impl<S: Clone> ShardCore<S> {
     /// The next version's buffer is there, or not yet.
@@ -78,7 +77,9 @@ impl<S: Clone> ShardCore<S> {
         self.accumulated.clear();
         self.fusing = None;
         self.params = None;
-        self.stall = None;
+        if !self.limits_lead() {
+            self.stall = None;
+        }
         // Only what is committed makes its learner wait, and all of that is in.
         for waiter in self.waiters.drain(..) {
             actions.push(Action::Reply(waiter.ticket, Ok(Answer::Version(self.version))));
@@ -118,7 +119,7 @@ impl<S: Clone> ShardCore<S> {
                         continue;
                     }
                     self.accept((ticket, deadline), contribution, lendable, now);
-                    if self.consistency == Consistency::Async {
+                    if !self.gathers() {
                         self.start_step(actions);
                     }
                 }
@@ -135,34 +136,6 @@ impl<S: Clone> ShardCore<S> {
             }
         }
         self.pending = kept;
-    }
-
-    /// Whether a commit of `learner` can be taken now.
-    fn takes_commit(&self, learner: LearnerId) -> bool {
-        let Some(member) = self.members.get(&learner).filter(|member| !member.unpublished) else {
-            return false;
-        };
-        let fuser = self.fusing.as_ref().map(|fusing| fusing.owner);
-        if fuser == Some(learner) && self.fuses_in_flight > 0 {
-            return false;
-        }
-        match self.consistency {
-            Consistency::Sync => {
-                let completes = self.formed
-                    && self
-                        .members
-                        .iter()
-                        .all(|(&id, other)| id == learner || !self.takes_part(other) || other.unpublished);
-                self.takes_part(member) && (!completes || self.buffer_ready)
-            }
-            Consistency::Async => {
-                self.formed
-                    && self.buffer_ready
-                    && self.committed.is_empty()
-                    && fuser.is_none_or(|owner| owner == learner)
-                    && self.fuses_in_flight == 0
-            }
-        }
     }
 
     /// Whether every block that a contribution holds is either to be read or was reduced on arrival.
@@ -184,6 +157,7 @@ impl<S: Clone> ShardCore<S> {
         if let Some(member) = self.members.get_mut(&learner) {
             member.last_seen = now;
             member.step = member.step.next();
+            member.pace += 1;
             member.unpublished = true;
             let open = std::mem::replace(&mut member.phase, Phase::Idle);
             // The blocks that were reduced on arrival are no longer to do.
@@ -237,17 +211,6 @@ impl<S: Clone> ShardCore<S> {
         self.run(plan, actions);
     }
 
-    /// Whether the coming version has all contributions that it waits for.
-    fn is_complete(&self) -> bool {
-        match self.consistency {
-            Consistency::Sync => {
-                let enough = self.controls.min_learners as usize;
-                self.nobody_missing() && self.committed.len().max(self.members.len()) >= enough
-            }
-            Consistency::Async => true,
-        }
-    }
-
     /// Whether something still goes on in the memory that the coming version would be made in or from.
     fn is_busy(&self) -> bool {
         let committed = |learner| self.committed.iter().any(|c| c.contribution.learner == learner);
@@ -278,7 +241,9 @@ impl<S: Clone> ShardCore<S> {
 
     /// When the next contribution is to be folded.
     pub(super) fn next_fold(&self) -> Option<Now> {
-        if self.running.is_some() || self.committed.iter().any(|c| c.place == Place::Folding) {
+        let folding = self.committed.iter().any(|c| c.place == Place::Folding);
+        // What is folded is added up in the order in which it came.
+        if self.running.is_some() || folding || self.controls.deterministic {
             return None;
         }
         self.committed.iter().filter(|c| c.place == Place::ToFold).map(|committed| committed.fold_at).min()
@@ -307,10 +272,5 @@ impl<S: Clone> ShardCore<S> {
             reducer: params.0,
         });
         self.params = Some(params);
-    }
-
-    /// Whether every learner of this step has committed.
-    fn nobody_missing(&self) -> bool {
-        self.formed && self.members.values().all(|member| !self.takes_part(member) || member.unpublished)
     }
 }

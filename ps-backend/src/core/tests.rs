@@ -1,8 +1,12 @@
 //! The core under hand-made schedules, one for each of its promises, and under random ones.
 
 mod async_jobs;
+mod deterministic_jobs;
+mod history;
 mod losses;
 mod members;
+mod quorum_jobs;
 mod random;
 mod sim;
+mod ssp_jobs;
 mod sync_jobs;

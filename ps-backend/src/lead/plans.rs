@@ -209,7 +209,7 @@ impl LeadCore {
             base: self.core.version(),
             work,
             sources: senders.iter().map(source).collect(),
-            ordered: replaces,
+            ordered: replaces || controls.deterministic,
         });
         let run = Run {
             id,

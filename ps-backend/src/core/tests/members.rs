@@ -209,3 +209,18 @@ fn who_comes_again_after_a_timeout_stays_and_who_hangs_leaves() {
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[uid]), [Some(Version(1))]);
 }
+
+#[test]
+fn who_was_the_last_to_leave_is_told_so() {
+    let (mut sim, ids) = job("1", &["a"]);
+    everything(&mut sim, ids[0], true);
+    let (step, uid) = open(&mut sim, ids[0]);
+    sim.leave(ids[0].0);
+    // Its contribution is being made into a version: the job is still there, without learners.
+    assert_eq!(sim.core.state(), "stopped");
+    let gone = ShardError::UnknownLearner(ids[0].0);
+    assert_eq!(sim.arrive(slot(ids[0], step, 0), uid).unwrap_err(), gone);
+    assert_eq!(sim.core.open(ids[0].0, sim.now).unwrap_err(), gone);
+    let ticket = sim.commit(ids[0].0, step, uid, (blocks([0]), blocks([0])), true, 1_000);
+    assert_eq!(sim.replies[&ticket], Err(gone));
+}

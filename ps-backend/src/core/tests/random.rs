@@ -39,7 +39,7 @@ enum Op {
     Tick(u64),
 }
 
-const CONTROLS: [(&str, &str); 16] = [
+const CONTROLS: [(&str, &str); 22] = [
     ("reducer", "sgd"),
     ("reducer", "adam"),
     ("reducer", "assign"),
@@ -48,6 +48,12 @@ const CONTROLS: [(&str, &str); 16] = [
     ("learning_rate", "0.25"),
     ("consistency", "sync"),
     ("consistency", "async"),
+    ("consistency", "quorum(2)"),
+    ("consistency", "quorum(3)"),
+    ("consistency", "ssp(0)"),
+    ("consistency", "ssp(2)"),
+    ("deterministic", "true"),
+    ("deterministic", "false"),
     ("learners", "1"),
     ("learners", "2"),
     ("learners", "3"),
@@ -112,6 +118,8 @@ struct Client {
 #[derive(Debug)]
 struct World {
     sim: Sim,
+    /// The consistency, if it is never changed.
+    fixed: Option<String>,
     clients: BTreeMap<usize, Client>,
     /// Those that left.
     former: BTreeMap<usize, Vec<LearnerId>>,
@@ -162,7 +170,12 @@ impl World {
             Op::Assign(timeout) => {
                 sim.assign(timeout);
             }
-            Op::Control(which) => sim.set(CONTROLS[which].0, CONTROLS[which].1),
+            Op::Control(which) => {
+                let (name, value) = CONTROLS[which];
+                if self.fixed.is_none() || name != "consistency" {
+                    sim.set(name, value);
+                }
+            }
             Op::Tick(millis) => sim.tick(millis),
             Op::FuseDone(..) => {}
             Op::Open(who)
@@ -183,6 +196,7 @@ impl World {
 
     /// Clients hear what the shard has answered and who has left.
     fn look_around(&mut self) {
+        self.sim.check_lead();
         let left = &self.sim.left;
         self.clients.retain(|_, client| left.iter().all(|(id, _)| *id != client.id.0));
         for client in self.clients.values_mut() {
@@ -200,9 +214,14 @@ impl World {
 
     /// Nobody is slow any more: everybody commits and all work ends.
     fn come_to_an_end(&mut self) -> TestCaseResult {
-        for (name, value) in
-            [("min_learners", "1"), ("consistency", "sync"), ("lease", "0"), ("learners", "4")]
-        {
+        let consistency = self.fixed.clone().unwrap_or("sync".into());
+        for (name, value) in [
+            ("deterministic", "false"),
+            ("min_learners", "1"),
+            ("consistency", &consistency),
+            ("lease", "0"),
+            ("learners", "4"),
+        ] {
             self.sim.set(name, value);
         }
         self.sim.finish_work();
@@ -322,35 +341,67 @@ impl Client {
     }
 }
 
-fn run(ops: &[Op], settings: &[(&str, &str)], patience: u64, fold_batch: usize) -> TestCaseResult {
-    let sim = Sim::patient(settings, patience).with_fold_batch(fold_batch);
-    let mut world = World { sim, clients: BTreeMap::new(), former: BTreeMap::new() };
+/// Runs a schedule on a job of these settings, whose consistency may change in it if it is not `fixed`.
+fn run(
+    ops: &[Op],
+    settings: &[(&str, &str)],
+    fixed: bool,
+    (patience, batch): (u64, usize),
+) -> TestCaseResult {
+    let mut sim = Sim::patient(settings, patience).with_fold_batch(batch);
+    let consistency = sim.core.controls().consistency.to_string();
+    if fixed {
+        sim = sim.with_fixed_consistency();
+    }
+    let fixed = fixed.then_some(consistency);
+    let mut world = World { sim, fixed, clients: BTreeMap::new(), former: BTreeMap::new() };
     for op in ops {
         world.apply(op);
     }
     world.come_to_an_end()
 }
 
-/// How many are folded at once.
-fn batch() -> impl Strategy<Value = usize> {
-    prop_oneof![Just(1), Just(2), Just(usize::MAX)]
+fn ops() -> impl Strategy<Value = Vec<Op>> {
+    prop::collection::vec(op(), 0..120)
+}
+
+/// How long a contribution waits to be folded, and how many are folded at once.
+fn folding() -> impl Strategy<Value = (u64, usize)> {
+    (0..30u64, prop_oneof![Just(1), Just(2), Just(usize::MAX)])
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn synchronous_schedules(
-        ops in prop::collection::vec(op(), 0..120),
-        learners in 1..4u32,
-        patience in 0..30u64,
-        batch in batch(),
-    ) {
-        run(&ops, &[("learners", &learners.to_string())], patience, batch)?;
+    fn synchronous_schedules(ops in ops(), learners in 1..4u32, folding in folding()) {
+        run(&ops, &[("learners", &learners.to_string())], true, folding)?;
     }
 
     #[test]
-    fn asynchronous_schedules(ops in prop::collection::vec(op(), 0..120), batch in batch()) {
-        run(&ops, &[("consistency", "async")], 0, batch)?;
+    fn quorum_schedules(ops in ops(), k in 1..6u32, learners in 1..4u32, folding in folding()) {
+        let consistency = format!("quorum({k})");
+        run(&ops, &[("consistency", &consistency), ("learners", &learners.to_string())], true, folding)?;
+    }
+
+    #[test]
+    fn ssp_schedules(ops in ops(), s in 0..3u32, learners in 1..4u32, folding in folding()) {
+        let consistency = format!("ssp({s})");
+        run(&ops, &[("consistency", &consistency), ("learners", &learners.to_string())], true, folding)?;
+    }
+
+    #[test]
+    fn asynchronous_schedules(ops in ops(), folding in folding()) {
+        run(&ops, &[("consistency", "async")], true, folding)?;
+    }
+
+    #[test]
+    fn schedules_in_which_the_consistency_changes(
+        ops in ops(),
+        first in prop::sample::select(vec!["sync", "quorum(2)", "ssp(1)", "async"]),
+        learners in 1..4u32,
+        folding in folding(),
+    ) {
+        run(&ops, &[("consistency", first), ("learners", &learners.to_string())], false, folding)?;
     }
 }

@@ -9,6 +9,7 @@ use libmodelio::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::transport::{BlockSlot, LeaveReason, ShardError};
 
 use super::super::*;
+use super::history::History;
 
 pub const BLOCKS: u32 = 4;
 
@@ -67,6 +68,7 @@ pub struct Sim {
     folded: BTreeSet<Uid>,
     /// Contributions whose payload was lost.
     gone: BTreeSet<Uid>,
+    history: History,
 }
 
 pub fn blocks(of: impl IntoIterator<Item = u32>) -> FixedBitSet {
@@ -98,6 +100,7 @@ impl Sim {
             fold_batch: 1,
             folded: BTreeSet::new(),
             gone: BTreeSet::new(),
+            history: History::default(),
         }
     }
 
@@ -159,7 +162,7 @@ impl Sim {
             }
             Action::Fold { contributions, accumulated, .. } => {
                 assert!(self.folds.is_empty(), "one fold at a time");
-                assert!(self.running.is_none());
+                assert!(self.running.is_none() && !self.core.controls().deterministic);
                 assert!(!contributions.is_empty() && contributions.len() <= self.fold_batch);
                 assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
                 self.folds.push((contributions, accumulated));
@@ -167,8 +170,9 @@ impl Sim {
             Action::Reduce(plan) => {
                 assert!(self.running.is_none() && self.fuses.is_empty());
                 assert_eq!(plan.version, self.core.version().next());
-                if let Work::Reduce { .. } = plan.work {
+                if let Work::Reduce { step, inputs, .. } = &plan.work {
                     assert!(self.has_buffer && self.folds.is_empty());
+                    self.history.begin(&self.core, step.contributions, inputs);
                 }
                 self.running = Some(plan);
             }
@@ -176,7 +180,10 @@ impl Sim {
                 assert_eq!(version.0 as usize, self.versions.len() - 1);
                 assert_eq!(version, self.core.version());
             }
-            Action::Left { learner, reason } => self.left.push((learner, reason)),
+            Action::Left { learner, reason } => {
+                self.history.left(learner);
+                self.left.push((learner, reason));
+            }
         }
     }
 
@@ -191,7 +198,13 @@ impl Sim {
     }
 
     pub fn join(&mut self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
-        self.call(|core, now, actions| core.join(name, now, actions))
+        // It may be the one that is waited for.
+        let start = self.history.slowest();
+        let joined = self.call(|core, now, actions| core.join(name, now, actions));
+        if let Ok((learner, _)) = joined {
+            self.history.joined(learner, start);
+        }
+        joined
     }
 
     pub fn leave(&mut self, learner: LearnerId) {
@@ -315,6 +328,17 @@ impl Sim {
         assert!(learners.iter().all(|&learner| !self.core.has_learner(learner)));
     }
 
+    /// The consistency will stay what it is.
+    pub fn with_fixed_consistency(mut self) -> Sim {
+        self.history.fixed = true;
+        self
+    }
+
+    /// That nobody is too far ahead just now, nor sees too little.
+    pub fn check_lead(&self) {
+        self.history.check_lead(&self.core);
+    }
+
     /// Whether it is past losing.
     fn is_in(&self, uid: Uid) -> bool {
         self.folded.contains(&uid) || self.versions_of(&[uid]) != [None]
@@ -323,6 +347,7 @@ impl Sim {
     /// The running plan is not done.
     fn void_plan(&mut self) {
         if let Some(plan) = self.running.take() {
+            self.history.void();
             // Whatever half a pass leaves.
             self.back.extend(plan.todo.ones().map(|block| (block as u32, vec![Uid::MAX])));
         }
@@ -331,6 +356,7 @@ impl Sim {
     /// The running plan is done; `buffer` says whether the version after it has a buffer at once.
     pub fn reduce_done(&mut self, buffer: bool) {
         let Some(plan) = self.running.take() else { return };
+        self.history.published();
         let mut version = BTreeMap::new();
         if let Work::Reduce { step, fresh_state, .. } = &plan.work {
             self.has_buffer = buffer;
@@ -369,12 +395,14 @@ impl Sim {
     /// Every contribution is in with all its blocks, once, and was in no version before.
     fn check_whole(&self, version: &BTreeMap<u32, Content>, contributions: u32) {
         let uids: BTreeSet<Uid> = version.values().flatten().copied().collect();
+        let mut learners = BTreeSet::new();
         for &uid in &uids {
             assert_ne!(uid, Uid::MAX, "a refused block is in {version:?}");
             let record = &self.records[&uid];
             assert!(record.offered, "{uid} was never committed");
             assert!(!self.gone.contains(&uid), "{uid} was lost");
             assert_eq!(self.versions_of(&[uid]), [None], "{uid} is in two versions");
+            assert!(learners.insert(record.learner), "two contributions of a learner: {version:?}");
             for (block, content) in version {
                 let times = content.iter().filter(|&&u| u == uid).count();
                 assert_eq!(

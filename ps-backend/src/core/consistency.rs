@@ -1,0 +1,152 @@
+//! What the consistencies have in common and where they differ: which commits can be taken, when a version
+//! has all it waits for, who is waited for.
+//!
+//! | | a version has | whose commit waits |
+//! |---|---|---|
+//! | `sync` | all learners that take part | a joiner's, until the next version |
+//! | `quorum(k)` | those that are in when k are, or when nobody is missing | nobody's |
+//! | `ssp(s)` | one contribution | who has committed more than s steps more than the slowest learner |
+//! | `async` | one contribution | nobody's |
+//!
+//! Besides, a commit waits for a buffer, for its learner's last one to be published, and for what is being
+//! reduced on arrival.
+
+use libmodelio::ids::LearnerId;
+
+use super::{Member, PendingKind, Phase, Place, ShardCore};
+use crate::controls::Consistency;
+
+impl<S: Clone> ShardCore<S> {
+    /// Takes over the consistency that is set. Who ran ahead under another one starts level with the others.
+    pub(super) fn follow_consistency(&mut self) {
+        let before = std::mem::replace(&mut self.consistency, self.controls.consistency);
+        if self.limits_lead() && !matches!(before, Consistency::Ssp(_)) {
+            for member in self.members.values_mut() {
+                member.pace = 0;
+            }
+        }
+    }
+
+    /// Whether a version waits for several contributions.
+    pub(super) fn gathers(&self) -> bool {
+        matches!(self.consistency, Consistency::Sync | Consistency::Quorum(_))
+    }
+
+    /// Whether learners wait for slower ones.
+    pub(super) fn limits_lead(&self) -> bool {
+        matches!(self.consistency, Consistency::Ssp(_))
+    }
+
+    /// Whether the coming version waits for `member`, unless it has as many as it needs without it.
+    pub(super) fn takes_part(&self, member: &Member) -> bool {
+        member.joined_at <= self.version
+    }
+
+    /// Whether a commit of `learner` can be taken now.
+    pub(super) fn takes_commit(&self, learner: LearnerId) -> bool {
+        let Some(member) = self.members.get(&learner).filter(|member| !member.unpublished) else {
+            return false;
+        };
+        let fuser = self.fusing.as_ref().map(|fusing| fusing.owner);
+        if fuser == Some(learner) && self.fuses_in_flight > 0 {
+            return false;
+        }
+        // What is being reduced on arrival was computed without it.
+        let is_alone = fuser.is_none_or(|owner| owner == learner);
+        match self.consistency {
+            Consistency::Sync => {
+                self.takes_part(member) && (self.buffer_ready || !self.has_enough_with(learner))
+            }
+            Consistency::Quorum(_) => is_alone && (self.buffer_ready || !self.has_enough_with(learner)),
+            Consistency::Async | Consistency::Ssp(_) => {
+                self.formed
+                    && self.buffer_ready
+                    && self.committed.is_empty()
+                    && is_alone
+                    && self.fuses_in_flight == 0
+                    && !self.is_too_far_ahead(learner)
+            }
+        }
+    }
+
+    /// Whether the coming version has all contributions that it waits for.
+    pub(super) fn is_complete(&self) -> bool {
+        if !self.gathers() {
+            return true;
+        }
+        let least = self.controls.min_learners as usize;
+        let missing = self.missing().next().is_some();
+        self.has_enough(self.committed.len(), missing)
+            && self.committed.len().max(self.members.len()) >= least
+    }
+
+    fn has_enough_with(&self, learner: LearnerId) -> bool {
+        self.has_enough(self.committed.len() + 1, self.missing().any(|missing| missing != learner))
+    }
+
+    fn has_enough(&self, contributions: usize, missing: bool) -> bool {
+        let quorum = match self.consistency {
+            Consistency::Quorum(quorum) => contributions >= quorum as usize,
+            _ => false,
+        };
+        self.formed && (quorum || !missing)
+    }
+
+    /// Those who take part in the coming version and have not committed.
+    fn missing(&self) -> impl Iterator<Item = LearnerId> {
+        let missing = |member: &Member| self.takes_part(member) && !member.unpublished;
+        self.members.iter().filter(move |(_, member)| missing(member)).map(|(&learner, _)| learner)
+    }
+
+    /// Who alone can still add to the coming version, so that its blocks may be reduced on arrival.
+    pub(super) fn last_outstanding(&self) -> Option<LearnerId> {
+        if !self.gathers() {
+            return match self.members.len() {
+                1 if self.committed.is_empty() => self.members.keys().next().copied(),
+                _ => None,
+            };
+        }
+        if !self.committed.iter().all(|c| matches!(c.place, Place::Lent | Place::Folded)) {
+            return None;
+        }
+        let all = self.consistency == Consistency::Sync;
+        // With a quorum, who joined in mid-step may commit like everybody else.
+        let outstanding = |member: &Member| !member.unpublished && (self.takes_part(member) || !all);
+        let mut left = self.members.iter().filter(|(_, member)| outstanding(member));
+        match (left.next(), left.next()) {
+            (Some((&learner, _)), None) => Some(learner),
+            _ => None,
+        }
+    }
+
+    /// How far the slowest learner is.
+    pub(super) fn slowest(&self) -> u64 {
+        self.members.values().map(|member| member.pace).min().unwrap_or(0)
+    }
+
+    /// Whether the next commit of `learner` has to wait for slower ones.
+    pub(super) fn is_too_far_ahead(&self, learner: LearnerId) -> bool {
+        let Consistency::Ssp(most) = self.consistency else { return false };
+        let pace = self.members.get(&learner).map_or(0, |member| member.pace);
+        pace.saturating_sub(self.slowest()) > u64::from(most)
+    }
+
+    /// Whether somebody who waits may be waiting for `learner`.
+    pub(super) fn holds_up(&self, learner: LearnerId, member: &Member) -> bool {
+        if self.fusing.as_ref().is_some_and(|fusing| fusing.owner == learner) {
+            return true;
+        }
+        match self.consistency {
+            Consistency::Sync => self.takes_part(member) || matches!(member.phase, Phase::Open { .. }),
+            Consistency::Async => matches!(member.phase, Phase::Open { .. }),
+            Consistency::Quorum(_) => self.takes_part(member),
+            Consistency::Ssp(most) => self.pending.iter().any(|pending| match &pending.kind {
+                PendingKind::Commit { contribution, .. } => {
+                    let waits = self.members.get(&contribution.learner);
+                    waits.is_some_and(|waits| waits.pace.saturating_sub(member.pace) > u64::from(most))
+                }
+                PendingKind::Assign { .. } => false,
+            }),
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! Promises of jobs in which the order of learners decides every sum.
+
+use libmodelio::ids::Version;
+use libmodelio::transport::ShardError;
+
+use super::super::*;
+use super::sim::{Id, Sim, Uid, everything, is_fused, ok, open};
+
+fn job(names: &[&str]) -> (Sim, Vec<Id>) {
+    let learners = names.len().to_string();
+    let mut sim = Sim::new(&[("deterministic", "true"), ("learners", &learners)]);
+    let ids = names.iter().map(|name| sim.join(name).unwrap()).collect();
+    (sim, ids)
+}
+
+fn order(sim: &Sim) -> Vec<Uid> {
+    let Some(Work::Reduce { inputs, accumulated, .. }) = sim.running.as_ref().map(|plan| &plan.work) else {
+        return Vec::new();
+    };
+    assert!(accumulated.is_clear(), "the accumulator comes first, whoever is in it");
+    inputs.iter().map(|input| input.source).collect()
+}
+
+#[test]
+fn what_is_mapped_waits_for_its_turn() {
+    for arrivals in [[0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]] {
+        let (mut sim, ids) = job(&["a", "b", "c"]);
+        let mut uids = [(0, 0); 3];
+        for i in arrivals {
+            uids[i] = everything(&mut sim, ids[i], i == 1);
+            sim.tick(100);
+            assert!(sim.folds.is_empty());
+        }
+        assert_eq!(order(&sim), uids.map(|(uid, _)| uid));
+        assert!(sim.is_waiting(uids[0].1), "its fsync returns with the version");
+        sim.reduce_done(true);
+        assert!(uids.iter().all(|&(_, ticket)| ok(&sim, ticket)));
+    }
+}
+
+#[test]
+fn nothing_arrives_early_beside_what_is_mapped() {
+    let (mut sim, ids) = job(&["a", "b"]);
+    everything(&mut sim, ids[1], false);
+    let (step, uid) = open(&mut sim, ids[0]);
+    assert!(!is_fused(&mut sim, ids[0], step, uid, 0));
+}
+
+#[test]
+fn the_wait_ends_at_the_deadline_and_can_be_taken_up_again() {
+    let (mut sim, ids) = job(&["a", "b"]);
+    let (_, ticket) = everything(&mut sim, ids[0], false);
+    sim.tick(1_000);
+    assert!(matches!(sim.replies[&ticket], Err(ShardError::TimedOut(_))));
+    assert_eq!(sim.core.committed(), 0);
+    sim.abort(ids[0].0);
+    let (a, _) = everything(&mut sim, ids[0], false);
+    let (b, _) = everything(&mut sim, ids[1], true);
+    assert_eq!(order(&sim), [a, b]);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
+}
+
+#[test]
+fn without_it_what_waits_is_folded_at_once() {
+    let (mut sim, ids) = job(&["a", "b"]);
+    let (_, ticket) = everything(&mut sim, ids[1], false);
+    assert!(sim.folds.is_empty());
+    sim.set("deterministic", "false");
+    sim.fold_done(true);
+    assert!(ok(&sim, ticket));
+}

@@ -1,0 +1,99 @@
+//! What the consistencies promise, asked of every plan and after every event, with an own count of steps.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use libmodelio::ids::LearnerId;
+
+use super::super::*;
+use super::sim::Uid;
+use crate::controls::Consistency;
+
+#[derive(Debug, Default)]
+pub struct History {
+    /// The consistency is never changed.
+    pub fixed: bool,
+    /// Steps of those in the job, from where the slowest was when they joined. Counts in what is being made.
+    steps: BTreeMap<LearnerId, u64>,
+    /// Whose contributions are in the plan that runs.
+    running: Vec<LearnerId>,
+}
+
+impl History {
+    pub fn slowest(&self) -> u64 {
+        self.steps.values().min().copied().unwrap_or(0)
+    }
+
+    pub fn joined(&mut self, learner: LearnerId, start: u64) {
+        self.steps.insert(learner, start);
+    }
+
+    pub fn left(&mut self, learner: LearnerId) {
+        self.steps.remove(&learner);
+    }
+
+    /// A version is going to be made of so many, of which these are read from staging.
+    pub fn begin(&mut self, core: &ShardCore<Uid>, contributions: u32, inputs: &[Arc<Contribution<Uid>>]) {
+        let members = core.members(Now::ZERO);
+        let missing = members.iter().filter(|m| m.joined_at <= core.version() && !m.unpublished).count();
+        let least = core.controls().min_learners as usize;
+        let contributions = contributions as usize;
+        match core.consistency {
+            Consistency::Sync => assert_eq!(missing, 0, "{members:?}"),
+            Consistency::Quorum(quorum) => {
+                let active = missing + contributions;
+                assert!(contributions >= active.min(quorum as usize), "{contributions} of {members:?}");
+            }
+            Consistency::Async | Consistency::Ssp(_) if self.fixed => assert_eq!(contributions, 1),
+            Consistency::Async | Consistency::Ssp(_) => {}
+        }
+        if matches!(core.consistency, Consistency::Sync | Consistency::Quorum(_)) {
+            assert!(members.len().max(contributions) >= least, "{contributions} of {members:?}");
+        }
+        self.running = inputs.iter().map(|input| input.learner).collect();
+        let slowest = self.slowest();
+        for learner in &self.running {
+            let Some(steps) = self.steps.get_mut(learner) else { continue };
+            if let Consistency::Ssp(most) = core.consistency
+                && self.fixed
+            {
+                assert!(*steps - slowest <= u64::from(most), "{learner} runs ahead: {:?}", self.steps);
+            }
+            *steps += 1;
+        }
+    }
+
+    pub fn published(&mut self) {
+        self.running.clear();
+    }
+
+    /// What was begun is not made.
+    pub fn void(&mut self) {
+        for learner in std::mem::take(&mut self.running) {
+            if let Some(steps) = self.steps.get_mut(&learner) {
+                *steps -= 1;
+            }
+        }
+    }
+
+    /// Nobody has committed more than s + 1 steps more than the slowest; and whoever has committed c steps
+    /// reads, in the newest version, everybody's up to c - s - 1.
+    pub fn check_lead(&self, core: &ShardCore<Uid>) {
+        let Consistency::Ssp(most) = core.consistency else { return };
+        if !self.fixed {
+            return;
+        }
+        let bound = u64::from(most) + 1;
+        for (reader, &read) in &self.steps {
+            // Its open waits for the version that is being made.
+            if self.running.contains(reader) {
+                continue;
+            }
+            for (learner, &committed) in &self.steps {
+                let published = committed - u64::from(self.running.contains(learner));
+                let steps = &self.steps;
+                assert!(read <= published + bound, "{reader} is ahead of {learner}: {steps:?}");
+            }
+        }
+    }
+}
