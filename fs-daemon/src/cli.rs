@@ -142,8 +142,8 @@ struct JobArgs {
     /// What becomes of contributions [default: sgd]
     #[arg(long, value_parser = PossibleValuesParser::new(REDUCERS), help_heading = "Job")]
     reducer: Option<String>,
-    /// Whether a version needs all active learners or K of them, or every contribution makes one, with nobody
-    /// more than S steps ahead or at will [default: sync]
+    /// What a version waits for: sync, all active learners; quorum, K of them; async and ssp, one contribution,
+    /// and with ssp nobody runs more than S steps ahead of the slowest [default: sync]
     #[arg(long, value_parser = Consistencies, help_heading = "Job")]
     consistency: Option<String>,
     /// Add up in the order of learners, also what is mapped: runs are bit-for-bit repeatable
