@@ -580,13 +580,13 @@ impl ClientCore {
                 sending.moved = now;
                 actions.push(Action::Wake(part));
             }
-            Message::Refused(Refusal::NoVersion { wanted, newest }) => {
-                if self.pull.as_ref().is_some_and(|pull| pull.version == wanted) && newest > wanted {
-                    // What one shard shows is decided, though the lead may not have said so here yet.
-                    self.state.version = self.state.version.max(newest);
-                    self.pull = None;
-                    self.start_pull(now, actions);
-                }
+            Message::Refused(Refusal::NoVersion { wanted, newest })
+                if newest > wanted && self.pulling() == Some(wanted) =>
+            {
+                // What one shard shows is decided, though the lead may not have said so here yet.
+                self.state.version = self.state.version.max(newest);
+                self.pull = None;
+                self.start_pull(now, actions);
             }
             _ => {}
         }

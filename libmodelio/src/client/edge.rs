@@ -711,7 +711,7 @@ impl Shared {
         let now = self.now();
         let frame = |message, payload| Outgoing { message, request: 0, epoch: self.epoch, payload };
         while let Some((plan, block)) = inner.core.next_push(part, now) {
-            let Some((inner_again, push)) = self.push(inner, plan, block) else { return None };
+            let (inner_again, push) = self.push(inner, plan, block)?;
             inner = inner_again;
             if let Some((wide, piece)) = push {
                 return Some(frame(Message::Push { plan, block, wide }, Some(piece)));

@@ -253,7 +253,7 @@ impl Conversation for Peer {
         let outcome = match &mut self.kind {
             Kind::Strange => Ok(Take::Nothing),
             Kind::Control { client, lead } => {
-                lead.from_client(*client, &self.link, request, received.message.clone());
+                lead.client_says(*client, &self.link, request, received.message.clone());
                 Ok(Take::Nothing)
             }
             Kind::Data(data) => data.message(received, &self.link),

@@ -120,7 +120,7 @@ impl Lead {
         let index = lead.ways.iter().position(|way| matches!(way, Way::Here(_))).unwrap_or_default();
         here.follow(Arc::new(move |request, message| {
             if let Some(lead) = of_part.upgrade() {
-                lead.from_part(index, request, message);
+                lead.part_says(index, request, message);
             }
         }));
         let timer = Arc::downgrade(&lead);
@@ -210,7 +210,7 @@ impl Lead {
         self.wake.notify_all();
     }
 
-    fn from_part(&self, part: usize, request: u64, message: Message) {
+    fn part_says(&self, part: usize, request: u64, message: Message) {
         self.with_core(|state, now, actions| state.core.from_part(part, request, message, now, actions));
     }
 
@@ -240,7 +240,7 @@ impl Lead {
     }
 
     /// A message came over it.
-    pub(super) fn from_client(&self, client: ClientId, link: &Link, request: u64, message: Message) {
+    pub(super) fn client_says(&self, client: ClientId, link: &Link, request: u64, message: Message) {
         self.with_core(|state, now, actions| {
             if state.clients.get(&client).is_some_and(|known| known.is(link)) {
                 state.core.from_client(client, request, message, now, actions);
@@ -344,7 +344,7 @@ impl Conversation for ToPart {
             (Message::Refused(refusal), None) => {
                 // The shard is there, but not the blocks: it has been started anew.
                 if matches!(refusal, Refusal::NoModel(_) | Refusal::Generation { .. }) {
-                    self.lead.from_part(self.index, 0, received.message.clone());
+                    self.lead.part_says(self.index, 0, received.message.clone());
                 }
                 return Err(Close::Asked(refusal.to_string().into()));
             }
@@ -352,7 +352,7 @@ impl Conversation for ToPart {
                 return Err(Close::Asked(format!("expected Welcome, got {}", other.name()).into()));
             }
             (message, Some(_)) => {
-                self.lead.from_part(self.index, received.header.request(), message.clone());
+                self.lead.part_says(self.index, received.header.request(), message.clone());
             }
         }
         Ok(Take::Nothing)

@@ -21,7 +21,8 @@ use ps_backend::server::{Server, ServerOptions};
 pub const LONG: Duration = Duration::from_secs(20);
 
 pub struct World {
-    pub servers: Vec<Server>,
+    /// As long as these live, the shards do.
+    _servers: Vec<Server>,
     pub registry: RemoteRegistry,
     pub record: ModelRecord,
     pub io: Choice,
@@ -60,7 +61,7 @@ impl World {
             },
             &mut |_| {},
         );
-        World { servers, registry, record: record.unwrap(), io }
+        World { _servers: servers, registry, record: record.unwrap(), io }
     }
 
     pub fn client(&self) -> Arc<Client> {
