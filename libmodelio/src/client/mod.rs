@@ -1,3 +1,6 @@
 //! Taking part in a job whose shards are on a network.
 
 pub mod core;
+
+#[cfg(test)]
+mod tests;

@@ -55,7 +55,8 @@ impl Bench {
 
     /// What was said to a client, but for the state of the job.
     fn to_client(&mut self, client: ClientId) -> Vec<(u64, Message)> {
-        let said = self.said.extract_if(.., |action| matches!(action, Action::ToClient(id, ..) if *id == client));
+        let said =
+            self.said.extract_if(.., |action| matches!(action, Action::ToClient(id, ..) if *id == client));
         let said = said.filter_map(|action| match action {
             Action::ToClient(_, request, message) => Some((request, message)),
             _ => None,

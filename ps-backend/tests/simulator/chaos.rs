@@ -137,6 +137,8 @@ impl World {
             self.on_client(operator, |core, now, actions| {
                 core.request(u64::MAX, message, deadline, now, actions);
             });
+            // One after the other: they contradict each other the other way round.
+            self.run_until(self.now + Now::from_secs(2), |_| false);
         }
     }
 

@@ -52,7 +52,6 @@ pub enum Outcome {
 
 #[derive(Debug)]
 pub struct Record {
-    pub client: ClientId,
     /// None for a write of weights.
     pub of: Option<(LearnerId, Step)>,
     pub blocks: BTreeSet<u32>,
@@ -130,11 +129,10 @@ impl History {
     }
 
     /// A program begins a contribution, or a write of weights.
-    pub fn begins(&mut self, client: ClientId, of: Option<(LearnerId, Step)>) -> Uid {
+    pub fn begins(&mut self, of: Option<(LearnerId, Step)>) -> Uid {
         let uid = self.next_uid;
         self.next_uid += 1;
         let record = Record {
-            client,
             of,
             blocks: BTreeSet::new(),
             bad: None,

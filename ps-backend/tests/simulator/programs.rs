@@ -301,7 +301,7 @@ impl World {
         of_learner
             .filter(|(_, payload)| payload.slot == slot)
             .for_each(|(_, payload)| payload.overwritten = true);
-        let uid = self.history.begins(client.id, Some((learner, step)));
+        let uid = self.history.begins(Some((learner, step)));
         client.programs[at].uid = Some(uid);
         let blocks = self.some_blocks();
         if self.chance(self.settings.bad) {
@@ -337,9 +337,8 @@ impl World {
                 return;
             }
         }
-        let client = self.clients[index].id;
         let blocks = self.some_blocks();
-        let uid = self.history.begins(client, None);
+        let uid = self.history.begins(None);
         self.history.offered(uid);
         self.history.record(uid).blocks.extend(&blocks);
         let token = u64::from(uid);

@@ -100,7 +100,7 @@ impl Settings {
             lease,
             timeout: millis(one_of(rng, &[300, 2000, 10_000])),
             grace: millis(one_of(rng, &[0, 0, 500])),
-            compute: millis(one_of(rng, &[5, 50, 400])),
+            compute: millis(one_of(rng, &[20, 100, 400])),
             landing: one_of(rng, &[100, 2000, 30_000]),
             attached: rng.bool(),
             broken: one_of(rng, &[0.0, 0.02, 0.2]),
