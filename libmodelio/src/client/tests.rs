@@ -1,5 +1,7 @@
 //! Conversations of a client with a lead and two shards.
 
+#![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
+
 use std::time::Duration;
 
 use super::core::{Action, ClientCore, LastCommit, Now};

@@ -1,5 +1,7 @@
 //! Conversations of a lead with two clients and one shard, as they read in `docs/network.md`.
 
+#![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
+
 use libmodelio::ids::Step;
 use libmodelio::transport::ShardError;
 use libmodelio::wire::{Granted, Work};

@@ -364,11 +364,11 @@ impl History {
             "contribution {uid} is in version {version}, but was refused"
         );
         record.version = Some(version);
-        if let Some((learner, step)) = record.of {
-            if let Some((before, in_version)) = self.last.insert(learner, (step, version)) {
-                assert!(before < step, "step {step} of learner {learner} comes after step {before}");
-                assert!(!sync || in_version < version, "learner {learner} is in version {version} twice");
-            }
+        if let Some((learner, step)) = record.of
+            && let Some((before, in_version)) = self.last.insert(learner, (step, version))
+        {
+            assert!(before < step, "step {step} of learner {learner} comes after step {before}");
+            assert!(!sync || in_version < version, "learner {learner} is in version {version} twice");
         }
     }
 

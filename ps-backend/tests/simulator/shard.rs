@@ -148,12 +148,12 @@ impl World {
                     let after = self.some_time(3000);
                     self.after(after, Event::Shard(part, ShardEvent::Computed(plan, blocks)));
                 }
-                Action::Ready(plan) => self.to_lead(part, 0, Message::Ready { plan }),
+                Action::Ready(plan) => self.say_to_lead(part, 0, Message::Ready { plan }),
                 Action::Spoilt { plan, client, block } => {
                     let block = self.shards[part].mine[block as usize];
-                    self.to_lead(part, 0, Message::Spoilt { plan, client, block });
+                    self.say_to_lead(part, 0, Message::Spoilt { plan, client, block });
                 }
-                Action::Done(plan) => self.to_lead(part, plan.0, Message::Done),
+                Action::Done(plan) => self.say_to_lead(part, plan.0, Message::Done),
                 Action::Conclude(plan, kind) => self.shard_concludes(part, plan, kind),
                 Action::Void(plan) => {
                     let shard = &mut self.shards[part];
@@ -338,7 +338,7 @@ impl World {
             other => panic!("the lead sends {} to a shard", other.name()),
         };
         if let Err(error) = result {
-            self.to_lead(part, request, Message::Refused(Refusal::Other(error.to_string())));
+            self.say_to_lead(part, request, Message::Refused(Refusal::Other(error.to_string())));
         }
         self.shard_acts(part, actions);
     }
@@ -357,30 +357,35 @@ impl World {
                 let Some(missing) = self.shards[part].core.missing(client, plan) else { return };
                 let blocks =
                     missing.ones().map(|at| self.shards[part].mine[at].0).map(|b| b..b + 1).collect();
-                self.to_client(part, index, Message::Missing { plan, blocks }, Body::None);
+                self.say_to_client(part, index, Message::Missing { plan, blocks }, Body::None);
             }
             Message::Pull { version, blocks } => {
                 let shard = &self.shards[part];
                 let newest = shard.core.version();
                 let Some((_, contents)) = shard.versions.iter().find(|(known, _)| *known == version) else {
                     let refusal = Refusal::NoVersion { wanted: version, newest };
-                    return self.to_client(part, index, Message::Refused(refusal), Body::None);
+                    return self.say_to_client(part, index, Message::Refused(refusal), Body::None);
                 };
                 let asked = shard.mine.iter().zip(contents).filter(|(block, _)| blocks.contains(&block.0));
                 let asked: Vec<_> = asked.map(|(block, content)| (*block, content.clone())).collect();
                 for (block, content) in asked {
-                    self.to_client(part, index, Message::Block { version, block }, Body::Content(content));
+                    self.say_to_client(
+                        part,
+                        index,
+                        Message::Block { version, block },
+                        Body::Content(content),
+                    );
                 }
             }
             other => panic!("a client sends {} to a shard", other.name()),
         }
     }
 
-    fn to_lead(&mut self, part: usize, request: u64, message: Message) {
+    fn say_to_lead(&mut self, part: usize, request: u64, message: Message) {
         self.send(Node::Part(part), Node::Lead, request, message, Body::None);
     }
 
-    fn to_client(&mut self, part: usize, index: usize, message: Message, body: Body) {
+    fn say_to_client(&mut self, part: usize, index: usize, message: Message, body: Body) {
         self.send(Node::Part(part), Node::Client(index), 0, message, body);
     }
 
