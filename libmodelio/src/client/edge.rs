@@ -575,6 +575,9 @@ impl Shared {
             Action::Release(learner, step) => {
                 inner.sources.remove(&(learner, step));
             }
+            Action::ReleaseWeights(token) => {
+                inner.weights.remove(&token);
+            }
             Action::State => after.events.push(ClientEvent::State),
             Action::Left(learner, reason) => after.events.push(ClientEvent::Left(learner, reason)),
             Action::Pulled(version) => {

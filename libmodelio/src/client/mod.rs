@@ -12,6 +12,8 @@ mod conversation;
 pub mod core;
 mod edge;
 mod sum;
+#[cfg(test)]
+mod tests;
 mod versions;
 
 pub use self::core::LastCommit;

@@ -153,7 +153,7 @@ pub enum Message {
         token: u64,
     },
     /// A contribution that was granted holds NaN or Inf that is to be refused, as the client has found when it
-    /// added it to others. Not answered; repeated with the grant.
+    /// added it to others. Not answered; said again when the shard asks for the block again.
     Unfit {
         /// The plan.
         plan: PlanId,
@@ -161,6 +161,14 @@ pub enum Message {
         learner: LearnerId,
         /// Where.
         block: BlockId,
+    },
+    /// What was granted is no longer here: whoever waited for it has given it up. Not answered; said again with the
+    /// grant.
+    Lacks {
+        /// The plan.
+        plan: PlanId,
+        /// Whose contribution; none for new weights.
+        learner: Option<LearnerId>,
     },
     /// Up to this number the client has had every answer, and will not ask again. Not answered.
     Heard {
@@ -299,6 +307,10 @@ pub struct JobState {
     pub sequence: u64,
     /// The newest version.
     pub version: Version,
+    /// Plans up to this one are over.
+    pub over: PlanId,
+    /// As the client has last said by `Heard`.
+    pub heard: u64,
     /// Every setting's name and text.
     pub controls: Vec<(String, String)>,
     /// `forming`, `running`, `reducing` or `stopped`.
@@ -375,6 +387,9 @@ pub enum Work {
         /// Optimizer state starts from zero.
         fresh_state: bool,
     },
+    /// The next version is this one with these blocks in place of its own. What earlier plans have added up stays for
+    /// the version after it, and so does optimizer state.
+    Assign,
 }
 
 /// One client's part of a plan.

@@ -176,6 +176,7 @@ impl Part {
                 let step: reducer::Step = serde_json::from_str(step).map_err(Refusal::other)?;
                 (Kind::Reduce, PartWork::Reduce { step, fresh_state: *fresh_state })
             }
+            Work::Assign => (Kind::Reduce, PartWork::Assign),
         };
         let mine = self.store.part().blocks();
         let source = |source: &wire::PlanSource| Source {
