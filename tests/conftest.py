@@ -228,6 +228,10 @@ class Mount:
         """The name of the mount's own learner."""
         return "mount"
 
+    def catch_up(self):
+        """Waits until the mount shows the newest version. In one process it always does; over a network it shows what
+        others have published when it has pulled it, and its own learners' when they open `weights`."""
+
     def version(self):
         return int((self.model / "version").read_text())
 

@@ -59,6 +59,7 @@ def test_one_inode_a_version(mounted):
     seen = [{os.stat(path).st_ino} for path in paths]
     for _ in range(4):
         mount.contribute(filled(mount, 1))
+        mount.catch_up()
         for path, inodes in zip(paths, seen):
             inodes.add(os.stat(path).st_ino)
             assert os.stat(path).st_ino in inodes
