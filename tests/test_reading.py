@@ -97,7 +97,8 @@ def test_held_versions_bound_the_memory(mounted):
         for _ in range(8):
             handles.append(os.open(mount.model / "weights", os.O_RDONLY))
             mount.contribute(ones)
-    version = mount.version()
+    # Over a network the shards have what this mount has no room to show.
+    version = mount.status()["contributions"]
     assert mount.status()["version_buffers"]["existing"] <= 4
     for i, fd in enumerate(handles):
         assert only_version(np.frombuffer(os.pread(fd, SIZE, 0), "<f4")) == i

@@ -468,6 +468,13 @@ impl Inner {
         (self.control("retain").unwrap_or(1), self.control("max_versions").unwrap_or(16))
     }
 
+    /// Silence after which the lead gives a client up, if it ever does.
+    fn lease(&self) -> Option<Duration> {
+        let found = self.core.state().controls.iter().find(|(known, _)| known == "lease");
+        let seconds = found.and_then(|(_, value)| value.parse().ok()).filter(|&seconds| seconds > 0.0);
+        seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+    }
+
     fn wake_all(&self) {
         self.parts.iter().flat_map(|peer| &peer.links).for_each(Link::wake);
     }
@@ -836,6 +843,7 @@ impl Drop for Pooled {
 /// Keeps connections up and time passing until the client is gone.
 fn keep(shared: &Weak<Shared>) {
     const IDLE: Duration = Duration::from_millis(200);
+    let mut alive_at = Instant::now();
     loop {
         let Some(shared) = shared.upgrade() else { return };
         if shared.is_stopping() {
@@ -843,13 +851,19 @@ fn keep(shared: &Weak<Shared>) {
         }
         let retry = shared.connect_missing();
         let mut inner = shared.inner.lock();
+        // The connection's own pings know nothing of leases.
+        let alive = inner.lease().map(|lease| alive_at + lease / 4);
+        if alive.is_some_and(|at| at <= Instant::now()) {
+            alive_at = Instant::now();
+            inner.lead.links.iter().for_each(|link| link.say(0, Message::Ping));
+        }
         let now = shared.now();
         let mut actions = Vec::new();
         inner.core.tick(now, &mut actions);
         let due = inner.core.next_deadline().map(|at| at.saturating_sub(now));
         shared.act(inner, actions);
-        let retry = retry.map(|at| at.saturating_duration_since(Instant::now()));
-        let pause = [due, retry].into_iter().flatten().min().unwrap_or(IDLE);
+        let [retry, alive] = [retry, alive].map(|at| Some(at?.saturating_duration_since(Instant::now())));
+        let pause = [due, retry, alive].into_iter().flatten().min().unwrap_or(IDLE);
         let pause = pause.clamp(Duration::from_millis(5), IDLE);
         let mut inner = shared.inner.lock();
         shared.changed.wait_for(&mut inner, pause);
