@@ -27,6 +27,17 @@ use crate::net::{Choice, Close, Handle, Reactor, ReactorOptions, SocketOptions, 
 use crate::transport::{LeaveReason, Region, ShardError};
 use crate::wire::{self, Granted, JobState, Message, ModelRecord, Refusal, ShardRecord};
 
+/// When a client pulls versions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pulls {
+    /// Each, as soon as it is published: whoever opens it finds it here.
+    #[default]
+    Published,
+    /// The first, and then those that somebody waits for ([`Client::await_step`], [`Client::await_newest`]): for who
+    /// contributes more often than it reads.
+    Awaited,
+}
+
 /// What a client may be told to do otherwise.
 #[derive(Clone, Debug)]
 pub struct ClientOptions {
@@ -38,6 +49,8 @@ pub struct ClientOptions {
     pub connections: usize,
     /// Bytes that may be on their way from one shard.
     pub window: usize,
+    /// When versions are pulled.
+    pub pulls: Pulls,
     /// How long to wait for shards, and the first version, when connecting.
     pub patience: Duration,
 }
@@ -49,6 +62,7 @@ impl Default for ClientOptions {
             io: Choice::Auto,
             connections: 2,
             window: 8 << 20,
+            pulls: Pulls::Published,
             patience: Duration::from_secs(10),
         }
     }
@@ -176,7 +190,10 @@ impl Client {
         let bad = |why: String| ClientError::Record { model: model.clone(), why };
         let layout = Arc::new(record.layout().map_err(|error| bad(error.to_string()))?);
         let map = record.block_map().map_err(|error| bad(error.to_string()))?;
-        let core = ClientCore::new(&map);
+        let core = match options.pulls {
+            Pulls::Published => ClientCore::new(&map),
+            Pulls::Awaited => ClientCore::new(&map).on_demand(),
+        };
         let address = |shard| {
             let known = shards.iter().find(|record| record.shard == shard);
             known
@@ -355,6 +372,18 @@ impl Client {
 
     /// `done` is called when a version that holds the last commit of `learner` is here, or `timeout` is over.
     pub fn await_step(&self, learner: LearnerId, timeout: Duration, done: Awaited) {
+        self.wait(done, |core, token, now, actions| {
+            core.await_step(token, learner, now + timeout, now, actions);
+        });
+    }
+
+    /// `done` is called when the newest version that the lead has told of, or a newer one, is here, or `timeout` is
+    /// over.
+    pub fn await_newest(&self, timeout: Duration, done: Awaited) {
+        self.wait(done, |core, token, now, actions| core.await_newest(token, now + timeout, now, actions));
+    }
+
+    fn wait(&self, done: Awaited, begin: impl FnOnce(&mut ClientCore, Token, Now, &mut Vec<Action>)) {
         let shared = &self.shared;
         let mut inner = shared.inner.lock();
         if shared.is_stopping() {
@@ -363,9 +392,8 @@ impl Client {
         }
         let token = inner.next_token();
         inner.waits.insert(token, done);
-        let now = shared.now();
         let mut actions = Vec::new();
-        inner.core.await_step(token, learner, now + timeout, now, &mut actions);
+        begin(&mut inner.core, token, shared.now(), &mut actions);
         shared.act(inner, actions);
         shared.changed.notify_all();
     }

@@ -15,4 +15,4 @@ mod sum;
 mod versions;
 
 pub use self::core::LastCommit;
-pub use edge::{Answered, Awaited, Client, ClientError, ClientEvent, ClientListener, ClientOptions};
+pub use edge::{Answered, Awaited, Client, ClientError, ClientEvent, ClientListener, ClientOptions, Pulls};
