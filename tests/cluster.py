@@ -247,8 +247,10 @@ class Cluster:
 
     def clean_up(self):
         troubles = []
-        ends = [one.clean_up for one in (*reversed(self.mounts), *reversed(self.shards))]
-        for end in [*ends, *self._ends, *(peer.socket.close for peer in self._peers.values() if isinstance(peer, Peer))]:
+        peers = [peer.socket.close for peer in self._peers.values() if isinstance(peer, Peer)]
+        ends = [one.clean_up for one in (*reversed(self.mounts), *reversed(self.shards))] + self._ends + peers
+        self.mounts, self.shards, self._ends, self._peers = [], [], [], {}
+        for end in ends:
             try:
                 end()
             except BaseException as trouble:  # Also pytest.fail; the others must end all the same.

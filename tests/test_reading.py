@@ -302,6 +302,7 @@ def test_nonblocking_open_is_eagain(mounted):
     with takes(0, 2), raises(errno.EAGAIN):
         os.open(a / "weights", os.O_RDONLY | os.O_NONBLOCK)
     mount.contribute(ones, learner="b")
+    mount.catch_up()
     fd = os.open(a / "weights", os.O_RDONLY | os.O_NONBLOCK)
     assert os.pread(fd, 4, 0) == f32(2).tobytes()
     os.close(fd)
