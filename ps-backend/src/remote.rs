@@ -36,6 +36,8 @@ struct Names {
     of: BTreeMap<LearnerId, (String, Incarnation)>,
     /// Those with an open contribution.
     writing: BTreeSet<LearnerId>,
+    /// Those that leave: nobody begins anything with them any more, though the lead may not have heard of it.
+    leaving: BTreeSet<LearnerId>,
 }
 
 /// A model on a network, as this process takes part in it.
@@ -95,6 +97,7 @@ impl RemoteJob {
                 let mut names = self.names.lock();
                 names.of.remove(&learner);
                 names.writing.remove(&learner);
+                names.leaving.remove(&learner);
                 Event::Left(learner, reason)
             }
         };
@@ -158,7 +161,7 @@ impl RemoteJob {
         if let Err(error) = self.refuse_if_stopped() {
             return done(Err(error));
         }
-        if !self.client.has_learner(learner) {
+        if !self.has_learner(learner) {
             return done(Err(ShardError::UnknownLearner(learner)));
         }
         self.names.lock().writing.insert(learner);
@@ -318,7 +321,15 @@ impl Channel for RemoteJob {
         match message {
             Message::Join { name } => self.join(name, timeout, done),
             Message::Leave { learner, reason } => {
-                self.client.request(wire::Message::Leave { learner, reason }, timeout, plain(done));
+                self.names.lock().leaving.insert(learner);
+                let this = self.this.clone();
+                let left: Completion = Box::new(move |result| {
+                    if let Some(job) = this.upgrade() {
+                        job.names.lock().leaving.remove(&learner);
+                    }
+                    done(result);
+                });
+                self.client.request(wire::Message::Leave { learner, reason }, timeout, plain(left));
             }
             Message::Open { learner } => self.open(learner, timeout, done),
             Message::Commit { learner, step, notice } => {
@@ -463,7 +474,7 @@ impl Job for RemoteJob {
     }
 
     fn has_learner(&self, learner: LearnerId) -> bool {
-        self.client.has_learner(learner)
+        self.client.has_learner(learner) && !self.names.lock().leaving.contains(&learner)
     }
 
     fn last_commit(&self, learner: LearnerId) -> LastCommit {
