@@ -50,6 +50,16 @@ def gradfs_binary():
     pytest.fail(f"{candidates[0]} is not there: build it with `cargo build --release`", pytrace=False)
 
 
+def flags(options):
+    """name=["a", "b"] is --name a --name b, allow_other=True is --allow-other."""
+    words = []
+    for option, value in options.items():
+        flag = "--" + option.replace("_", "-")
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            words += [flag] if one is True else [] if one is False or one is None else [flag, str(one)]
+    return words
+
+
 def write_all(path, data, offset=0, flags=os.O_WRONLY):
     """One open, all of `data` written at `offset`, one close; errors of each come as OSError."""
     fd = os.open(path, flags)
@@ -87,16 +97,8 @@ class Mount:
         self.root = Path(root) if root else self._scratch / "mnt"
         if root is None:
             self.root.mkdir()
-        files = [Path(path) for path in (model if isinstance(model, (list, tuple)) else [model] if model else [])]
-        command = [str(gradfs_binary()), "up", *map(str, args)]
-        if size is not None:
-            command += ["--size", str(size)]
-        for option, value in options.items():
-            flag = "--" + option.replace("_", "-")
-            for one in value if isinstance(value, (list, tuple)) else [value]:
-                command += [flag] if one is True else [] if one is False or one is None else [flag, str(one)]
-        self.command = [*command, *map(str, files), str(self.root)]
-        self.models = [self.root / name for name in self._names(files)]
+        self.command, names = self._command(args, size=size, model=model, **options)
+        self.models = [self.root / name for name in names]
         self.model = self.models[0]
 
         def before_exec():
@@ -120,11 +122,17 @@ class Mount:
             shutil.rmtree(self._scratch, ignore_errors=True)
             raise
 
-    def _names(self, files):
-        words = self.command
+    def _command(self, args, size, model, **options):
+        """What to start, and the names of the models that it shows."""
+        files = [Path(path) for path in (model if isinstance(model, (list, tuple)) else [model] if model else [])]
+        words = [str(gradfs_binary()), "up", *map(str, args)]
+        if size is not None:
+            words += ["--size", str(size)]
+        words += flags(options)
         given = [words[i + 1] for i, word in enumerate(words) if word == "--name"]
         given += [word.split("=", 1)[1] for word in words if word.startswith("--name=")]
-        return given or [path.stem for path in files] or ["model"]
+        names = given or [path.stem for path in files] or ["model"]
+        return [*words, *map(str, files), str(self.root)], names
 
     def _wait_until_mounted(self):
         deadline = time.monotonic() + START_DEADLINE
@@ -216,6 +224,14 @@ class Mount:
         """One contribution with `data` at `offset`, ended by close; errors come as OSError."""
         write_all(self.place(learner) / "gradients", data, offset)
 
+    def own(self):
+        """The name of the mount's own learner."""
+        return "mount"
+
+    def catch_up(self):
+        """Waits until the mount shows the newest version. In one process it always does; over a network it shows what
+        others have published when it has pulled it, and its own learners' when they open `weights`."""
+
     def version(self):
         return int((self.model / "version").read_text())
 
@@ -243,14 +259,59 @@ class Mount:
         return json.loads((self.model / "status.json").read_text())
 
 
+# Shards of the mounts in tests that are marked `also_on_network`, where --network does not say.
+SHARDS = 2
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--network", type=int, metavar="N", default=os.environ.get("GRADFS_TESTS_NETWORK"),
+        help="mounts that tests start have their models on N shards on a network (or GRADFS_TESTS_NETWORK)",
+    )
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "also_on_network: runs a second time with its models on shards on a network")
+    config.addinivalue_line("markers", "one_process: of `gradfs up` alone; left out with --network")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--network"):
+        left_out = [item for item in items if item.get_closest_marker("one_process")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_generate_tests(metafunc):
+    if "shards" in metafunc.fixturenames:
+        asked = metafunc.config.getoption("--network")
+        if asked:
+            metafunc.parametrize("shards", [asked], indirect=True, ids=["network"])
+        elif any(True for _ in metafunc.definition.iter_markers("also_on_network")):
+            metafunc.parametrize("shards", [0, SHARDS], indirect=True, ids=["", "network"])
+
+
 @pytest.fixture
-def start_mount():
+def shards(request):
+    """How many shards on a network hold the models of mounts; 0: the mount's own process."""
+    return getattr(request, "param", 0)
+
+
+@pytest.fixture
+def start_mount(shards):
     """Call it as Mount(...); all mounts end with the test."""
     mounts = []
 
     def start(*args, **options):
-        mount = Mount(*args, **options)
-        mounts.append(mount)
+        if shards:
+            from cluster import mounted_over_network
+
+            mount = mounted_over_network(shards, *args, **options)
+            # Ended last of all.
+            mounts.insert(0, mount.cluster)
+        else:
+            mount = Mount(*args, **options)
+            mounts.append(mount)
         return mount
 
     yield start

@@ -33,6 +33,7 @@ def joined(mount, names):
 
 
 def only(mount):
+    mount.catch_up()
     values = array(mount.model / "weights")
     assert (values == values[0]).all()
     return values[0]

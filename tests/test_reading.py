@@ -59,6 +59,7 @@ def test_one_inode_a_version(mounted):
     seen = [{os.stat(path).st_ino} for path in paths]
     for _ in range(4):
         mount.contribute(filled(mount, 1))
+        mount.catch_up()
         for path, inodes in zip(paths, seen):
             inodes.add(os.stat(path).st_ino)
             assert os.stat(path).st_ino in inodes
@@ -96,7 +97,8 @@ def test_held_versions_bound_the_memory(mounted):
         for _ in range(8):
             handles.append(os.open(mount.model / "weights", os.O_RDONLY))
             mount.contribute(ones)
-    version = mount.version()
+    # Over a network the shards have what this mount has no room to show.
+    version = mount.status()["contributions"]
     assert mount.status()["version_buffers"]["existing"] <= 4
     for i, fd in enumerate(handles):
         assert only_version(np.frombuffer(os.pread(fd, SIZE, 0), "<f4")) == i
@@ -300,6 +302,7 @@ def test_nonblocking_open_is_eagain(mounted):
     with takes(0, 2), raises(errno.EAGAIN):
         os.open(a / "weights", os.O_RDONLY | os.O_NONBLOCK)
     mount.contribute(ones, learner="b")
+    mount.catch_up()
     fd = os.open(a / "weights", os.O_RDONLY | os.O_NONBLOCK)
     assert os.pread(fd, 4, 0) == f32(2).tobytes()
     os.close(fd)

@@ -69,6 +69,7 @@ def test_a_model_is_a_directory(start_mount):
     for _ in range(2):
         time.sleep(0.02)
         mount.contribute(filled(mount, 1))
+        mount.catch_up()
         times.append(os.stat(mount.model / "weights").st_mtime)
     assert before - 1 < times[0] < times[1] < times[2] < time.time() + 1
     assert os.stat(mount.model / "versions/1/weights").st_mtime == times[1]
@@ -180,6 +181,7 @@ def test_retained_versions(start_mount):
     held = open(mount.model / "versions" / "0" / "weights", "rb", buffering=0)
     for version in range(1, 6):
         mount.contribute(filled(mount, 1))
+        mount.catch_up()
         kept = [str(v) for v in range(max(0, version - 2), version + 1)]
         shown = os.listdir(mount.model / "versions")
         assert sorted(set(shown) - ({"0"} if version > 2 else set())) == kept
@@ -271,6 +273,7 @@ def test_statfs_counts_version_buffers(start_mount):
     stat = os.statvfs(mount.root)
     assert stat.f_frsize * stat.f_blocks == 8 << 20 and stat.f_frsize * stat.f_bavail == 7 << 20
     mount.contribute(filled(mount, 1))
+    mount.catch_up()
     assert os.statvfs(mount.model).f_bavail * stat.f_frsize == 6 << 20
     df = subprocess.run(["df", mount.root], capture_output=True, text=True, timeout=10, check=True)
     assert str(mount.root) in df.stdout
@@ -282,12 +285,14 @@ def test_status_tells_what_the_job_does(start_mount):
     for name in "ab":
         mount.join(name)
     mount.contribute(filled(mount, 1), learner="a")
-    status = mount.status()
-    assert (status["state"], status["version"], status["committed_for_next_version"]) == ("running", 0, 1)
+    # Over a network the lead tells of it within half a second.
+    status = eventually(lambda: (now := mount.status())["committed_for_next_version"] == 1 and now)
+    assert (status["state"], status["version"]) == ("running", 0)
     learners = [(learner["id"], learner["step"], learner["phase"]) for learner in status["learners"]]
     assert learners == [("a", 1, "committed"), ("b", 0, "idle")]
     assert status["control"]["reducer"] == "sum" and status["size_bytes"] == 1 << 20
     mount.contribute(filled(mount, 1), learner="b")
+    mount.catch_up()
     status = mount.status()
     assert (status["version"], status["contributions"]) == (1, 2)
     assert status["traffic"]["written_bytes"] == 2 << 20

@@ -262,6 +262,7 @@ def test_a_learner_writes_ahead__until_the_timeout(mounted):
     with takes(0.35, 3), raises(errno.ETIMEDOUT):
         mount.contribute(filled(mount, 100), learner="a")
     mount.contribute(filled(mount, 10), learner="b")
+    mount.catch_up()
     assert (array(mount.model / "weights") == 11).all(), "it was dropped"
 
 
@@ -364,4 +365,4 @@ def test_the_mounts_own_learner_joins_at_the_first_open(mounted):
         go(one)
     ends = [(one.communicate(timeout=30)[0].strip(), one.returncode) for one in programs]
     assert ends == [("open", 0)] * 4
-    assert [learner["id"] for learner in mount.status()["learners"]] == ["mount"]
+    assert [learner["id"] for learner in mount.status()["learners"]] == [mount.own()]

@@ -103,7 +103,7 @@ def test_weights_writable_for_assign_or_at_version_0(mounted):
     mount.control("reducer", "sum")
     mount.contribute(filled(mount, 1))
     assert mount.version() == 4 and (array(mount.model / "weights") == 10).all()
-    for name in ("weights.safetensors", "tensors/weights.npy", "versions/4/weights", "learners/mount/weights"):
+    for name in ("weights.safetensors", "tensors/weights.npy", "versions/4/weights", f"learners/{mount.own()}/weights"):
         with raises(errno.EACCES):
             os.open(mount.model / name, os.O_WRONLY)
 

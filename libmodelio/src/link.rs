@@ -196,7 +196,7 @@ pub trait Conversation: Send {
     /// Longest silence before the peer is taken for dead; `None` until the greeting is over.
     fn silence(&self) -> Option<Duration>;
 
-    /// Bytes have come, of whatever.
+    /// Bytes have come, of whatever. Told now and then.
     fn heard(&mut self) {}
 
     /// Time passes; when to call again at the latest.
@@ -249,6 +249,8 @@ pub struct Framed<C> {
     farewell: Option<(Close, Instant)>,
     opened: Instant,
     heard: Instant,
+    /// When the conversation was last told so.
+    reported: Instant,
     spoke: Instant,
 }
 
@@ -278,6 +280,7 @@ impl<C: Conversation> Framed<C> {
             farewell: None,
             opened: now,
             heard: now,
+            reported: now,
             spoke: now,
         }
     }
@@ -477,7 +480,8 @@ impl<C: Conversation> Stream for Framed<C> {
 
     fn received(&mut self, bytes: usize) -> Result<(), Close> {
         let now = Instant::now();
-        if now.duration_since(self.heard) > Duration::from_millis(100) {
+        if now.duration_since(self.reported) > Duration::from_millis(50) {
+            self.reported = now;
             self.conversation.heard();
         }
         self.heard = now;

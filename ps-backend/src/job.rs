@@ -174,6 +174,12 @@ pub trait Job: Send + Sync {
     /// Where the last commit of `learner`, one of this process's, is.
     fn last_commit(&self, learner: LearnerId) -> LastCommit;
 
+    /// Whether a version with the last commit of `learner` is complete elsewhere, and on its way here.
+    fn is_coming(&self, learner: LearnerId) -> bool {
+        let _ = learner;
+        false
+    }
+
     /// Sign of life from `learner`. `attached` says whether some process that is known to live uses it, where that
     /// is known anew.
     fn touch(&self, learner: LearnerId, attached: Option<bool>);

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::client::{self, Client, ClientEvent};
@@ -36,6 +36,8 @@ struct Names {
     of: BTreeMap<LearnerId, (String, Incarnation)>,
     /// Those with an open contribution.
     writing: BTreeSet<LearnerId>,
+    /// Those that leave: nobody begins anything with them any more, though the lead may not have heard of it.
+    leaving: BTreeSet<LearnerId>,
 }
 
 /// A model on a network, as this process takes part in it.
@@ -95,6 +97,7 @@ impl RemoteJob {
                 let mut names = self.names.lock();
                 names.of.remove(&learner);
                 names.writing.remove(&learner);
+                names.leaving.remove(&learner);
                 Event::Left(learner, reason)
             }
         };
@@ -158,7 +161,7 @@ impl RemoteJob {
         if let Err(error) = self.refuse_if_stopped() {
             return done(Err(error));
         }
-        if !self.client.has_learner(learner) {
+        if !self.has_learner(learner) {
             return done(Err(ShardError::UnknownLearner(learner)));
         }
         self.names.lock().writing.insert(learner);
@@ -177,7 +180,8 @@ impl RemoteJob {
         self.client.request(open, timeout, Box::new(opened));
     }
 
-    /// Publishes what was written into `buffer`, whose blocks are completed with what they hold now.
+    /// Publishes what was written into `buffer`, whose blocks are completed with what the newest version holds. Done
+    /// when it is shown here, too: whoever has written it reads it.
     fn assign(&self, buffer: Region, written: &[Range<u64>], timeout: Duration, done: Completion) {
         let size = self.layout.size();
         let mut at = 0;
@@ -192,13 +196,28 @@ impl RemoteJob {
                 blocks.insert_range(self.layout.block_of(range.start).index()..last + 1);
             }
         }
-        if let Err(error) = self.complete(&buffer, written, &blocks) {
-            return done(Err(error));
-        }
-        let answered = move |result: Result<wire::Message, Refusal>| {
-            done(result.map(|_| Reply::Done).map_err(shard_error));
+        let deadline = Instant::now() + timeout;
+        let left = move || deadline.saturating_duration_since(Instant::now());
+        let (this, written) = (self.this.clone(), written.to_vec());
+        let newest_is_here = move |result: Result<Version, ShardError>| {
+            let Some(job) = this.upgrade() else { return done(Err(ShardError::Unreachable)) };
+            let completed = result.and_then(|_| job.complete(&buffer, &written, &blocks));
+            if let Err(error) = completed {
+                return done(Err(error));
+            }
+            let answered = move |result: Result<wire::Message, Refusal>| {
+                match (result, this.upgrade()) {
+                    (Err(refusal), _) => done(Err(shard_error(refusal))),
+                    (Ok(_), None) => done(Ok(Reply::Done)),
+                    // It counts, even if it cannot be shown in time.
+                    (Ok(_), Some(job)) => {
+                        job.client.await_newest(left(), Box::new(move |_| done(Ok(Reply::Done))));
+                    }
+                }
+            };
+            job.client.assign(buffer, &blocks, left(), Box::new(answered));
         };
-        self.client.assign(buffer, &blocks, timeout, Box::new(answered));
+        self.client.await_newest(timeout, Box::new(newest_is_here));
     }
 
     /// Bytes of `blocks` that were not written get their present values.
@@ -302,7 +321,15 @@ impl Channel for RemoteJob {
         match message {
             Message::Join { name } => self.join(name, timeout, done),
             Message::Leave { learner, reason } => {
-                self.client.request(wire::Message::Leave { learner, reason }, timeout, plain(done));
+                self.names.lock().leaving.insert(learner);
+                let this = self.this.clone();
+                let left: Completion = Box::new(move |result| {
+                    if let Some(job) = this.upgrade() {
+                        job.names.lock().leaving.remove(&learner);
+                    }
+                    done(result);
+                });
+                self.client.request(wire::Message::Leave { learner, reason }, timeout, plain(left));
             }
             Message::Open { learner } => self.open(learner, timeout, done),
             Message::Commit { learner, step, notice } => {
@@ -447,7 +474,7 @@ impl Job for RemoteJob {
     }
 
     fn has_learner(&self, learner: LearnerId) -> bool {
-        self.client.has_learner(learner)
+        self.client.has_learner(learner) && !self.names.lock().leaving.contains(&learner)
     }
 
     fn last_commit(&self, learner: LearnerId) -> LastCommit {
@@ -455,6 +482,12 @@ impl Job for RemoteJob {
             client::LastCommit::Waits => LastCommit::Waits,
             client::LastCommit::In(version) => LastCommit::In(version),
         }
+    }
+
+    fn is_coming(&self, learner: LearnerId) -> bool {
+        let (state, shown) = (self.client.state(), self.client.version());
+        let is_coming = |known: &wire::LearnerState| !known.unpublished && known.published_in > shown;
+        state.learners.iter().find(|known| known.learner == learner).is_some_and(is_coming)
     }
 
     fn touch(&self, learner: LearnerId, attached: Option<bool>) {

@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _end_with_parent():
+def end_with_parent():
     """Runs in the child: a run that is killed outright takes its daemons along, and they unmount."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -63,7 +63,7 @@ def _daemon(command, mountpoint, answers):
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
     try:
         give_up = time.monotonic() + MOUNT_DEADLINE
@@ -87,6 +87,14 @@ def gradfs(binary, mountpoint, size, *options):
     # The settings of whoever runs this are not what is measured.
     with _environment_without("GRADFS_"), _daemon(command, mountpoint, "model/weights"):
         yield mountpoint / "model"
+
+
+@contextmanager
+def network_mount(binary, mountpoint, registry, model):
+    """A mount of a model whose shards are on a network; gives its process."""
+    command = [binary, "mount", mountpoint, model, "--registry", registry, "--threads", "2"]
+    with _environment_without("GRADFS_"), _daemon(command, mountpoint, f"{model}/weights") as process:
+        yield process
 
 
 @contextmanager

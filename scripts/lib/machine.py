@@ -21,6 +21,9 @@ PACKAGES = {
     "matplotlib": "python3-matplotlib",
 }
 
+# What fs-daemon has for benchmarks besides its binary.
+EXAMPLES = ("bench_sink", "bench_learner")
+
 
 class Failed(Exception):
     """Something that ends the run, in words for the one who started it."""
@@ -83,9 +86,9 @@ def require_fuse():
 
 
 def build(*targets, only_look=False):
-    """Builds release binaries of fs-daemon, `gradfs` or `bench_sink`, or takes those there are. Gives their paths."""
-    flags = {"gradfs": ["--bin", "gradfs"], "bench_sink": ["--example", "bench_sink"]}
-    where = {"gradfs": "gradfs", "bench_sink": "examples/bench_sink"}
+    """Builds release binaries of fs-daemon, `gradfs` and examples, or takes those there are. Gives their paths."""
+    flags = {"gradfs": ["--bin", "gradfs"], **{name: ["--example", name] for name in EXAMPLES}}
+    where = {"gradfs": "gradfs", **{name: f"examples/{name}" for name in EXAMPLES}}
     release = ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target") / "release"
     paths = [release / where[target] for target in targets]
     if only_look:

@@ -7,12 +7,12 @@ use std::time::Instant;
 use libmodelio::contributor::{ContributeError, Fill};
 use libmodelio::ids::Version;
 use libmodelio::publisher::Publisher;
-use libmodelio::transport::ShardError;
+use libmodelio::transport::{Message, ShardError};
 use ps_backend::reducer::Reducer;
 
 use super::doubts::{Settled, Then};
 use super::errno::{FsError, FsResult};
-use super::handle::{ContributionHandle, Handle, PublishHandle, VersionHandle};
+use super::handle::{Handle, PublishHandle, VersionHandle};
 use super::node::{File, Node};
 use super::waits::Asked;
 use super::{Caller, Chore, DEATH_PATIENCE, Done, Fs, Wake};
@@ -348,7 +348,7 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
         match &result {
             Ok(()) => {
                 contribution.ended();
-                refresh(contribution);
+                return refresh(&of_closure, done);
             }
             // Still open: fsync can be called again.
             Err(
@@ -371,13 +371,25 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
     }
 }
 
-/// After a commit, `device` reads the newest version.
-fn refresh(contribution: &ContributionHandle) {
-    if let (Some(version), Some(newest)) =
-        (&contribution.version, VersionHandle::pin_newest(&contribution.model))
-    {
-        *version.lock() = Arc::new(newest);
+/// After a commit, `device` reads the newest version, the one with the commit included if that is complete.
+fn refresh(handle: &Arc<Handle>, done: Done<()>) {
+    let Handle::Contribution(contribution) = &**handle else { return done(Ok(())) };
+    let (model, learner) = (&contribution.model, contribution.learner.id);
+    let of_closure = Arc::clone(handle);
+    let show = move || {
+        if let Handle::Contribution(contribution) = &*of_closure
+            && let (Some(version), Some(newest)) =
+                (&contribution.version, VersionHandle::pin_newest(&contribution.model))
+        {
+            *version.lock() = Arc::new(newest);
+        }
+        // It counts, whatever can be shown.
+        done(Ok(()));
+    };
+    if contribution.version.is_none() || !model.job.is_coming(learner) {
+        return show();
     }
+    model.channel.send(Message::AwaitStep { learner }, model.timeout(), Box::new(move |_| show()));
 }
 
 /// Publishes what was written to `weights`.

@@ -127,10 +127,19 @@ struct Receiving {
     retry: Option<Now>,
 }
 
+/// What has to be shown for a wait to be over.
+#[derive(Clone, Copy, Debug)]
+enum Awaits {
+    /// The last commit of this learner.
+    Step(LearnerId),
+    /// This version, or a newer one.
+    Version(Version),
+}
+
 #[derive(Debug)]
-struct StepWait {
+struct Wait {
     token: Token,
-    learner: LearnerId,
+    awaits: Awaits,
     deadline: Now,
 }
 
@@ -169,7 +178,9 @@ pub struct ClientCore {
     whole: bool,
     /// Blocks of the pull's version that are landing at this moment.
     landing: u32,
-    waits: Vec<StepWait>,
+    waits: Vec<Wait>,
+    /// Versions are pulled only when somebody waits for them.
+    on_demand: bool,
 }
 
 impl ClientCore {
@@ -207,7 +218,13 @@ impl ClientCore {
             whole: false,
             landing: 0,
             waits: Vec::new(),
+            on_demand: false,
         }
+    }
+
+    /// Pulls no version after the first one unless somebody waits for it.
+    pub fn on_demand(self) -> ClientCore {
+        ClientCore { on_demand: true, ..self }
     }
 
     /// The shards in the order of [`Part`]s.
@@ -310,27 +327,42 @@ impl ClientCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        self.waits.push(StepWait { token, learner, deadline });
+        self.wait(Wait { token, awaits: Awaits::Step(learner), deadline }, now, actions);
+    }
+
+    /// Answered when the client shows the newest version that it has been told of, or a newer one.
+    pub fn await_newest(&mut self, token: Token, deadline: Now, now: Now, actions: &mut Vec<Action>) {
+        self.wait(Wait { token, awaits: Awaits::Version(self.state.version), deadline }, now, actions);
+    }
+
+    fn wait(&mut self, wait: Wait, now: Now, actions: &mut Vec<Action>) {
+        self.waits.push(wait);
         self.answer_waits(now, actions);
+        self.start_pull(now, actions);
     }
 
     fn answer_waits(&mut self, now: Now, actions: &mut Vec<Action>) {
         let stopped = self.stopped();
         let mut waits = std::mem::take(&mut self.waits);
         waits.retain(|wait| {
-            let result = match self.last_commit(wait.learner) {
-                _ if !self.learners.contains_key(&wait.learner) => {
-                    Err(ShardError::UnknownLearner(wait.learner))
-                }
-                LastCommit::In(_) => Ok(self.version()),
-                LastCommit::Waits if wait.deadline <= now => {
-                    Err(ShardError::TimedOut("other learners have not contributed to this step".into()))
-                }
-                LastCommit::Waits => match &stopped {
-                    Some(stopped) => Err(stopped.clone()),
-                    None => return true,
-                },
+            let late = |why: &'static str| {
+                Some(Err(ShardError::TimedOut(why.into()))).filter(|_| wait.deadline <= now)
             };
+            let result = match wait.awaits {
+                Awaits::Step(learner) if !self.learners.contains_key(&learner) => {
+                    Some(Err(ShardError::UnknownLearner(learner)))
+                }
+                Awaits::Step(learner) => match self.last_commit(learner) {
+                    LastCommit::In(_) => Some(Ok(self.version())),
+                    LastCommit::Waits => late("other learners have not contributed to this step")
+                        .or_else(|| stopped.clone().map(Err)),
+                },
+                Awaits::Version(version) if self.shown.is_some_and(|shown| shown >= version) => {
+                    Some(Ok(self.version()))
+                }
+                Awaits::Version(_) => late("the newest version has not come"),
+            };
+            let Some(result) = result else { return true };
             actions.push(Action::Awaited(wait.token, result));
             false
         });
@@ -699,7 +731,13 @@ impl ClientCore {
     /// Begins to pull the newest version if that is not the one that is shown, or being pulled.
     fn start_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
         let is_shown = self.shown.is_some_and(|shown| self.state.version <= shown);
-        if self.pull.is_some() || self.whole || self.landing > 0 || self.state.sequence == 0 || is_shown {
+        if self.pull.is_some()
+            || self.whole
+            || self.landing > 0
+            || self.state.sequence == 0
+            || is_shown
+            || !self.is_wanted()
+        {
             return;
         }
         let receiving = |owned: &FixedBitSet| Receiving {
@@ -712,6 +750,17 @@ impl ClientCore {
         let parts = self.owned.iter().map(receiving).collect();
         self.pull = Some(Pull { version: self.state.version, parts, left: self.blocks });
         actions.extend((0..self.shards.len()).map(Action::Wake));
+    }
+
+    /// Whether somebody needs a newer version than the one that is shown.
+    fn is_wanted(&self) -> bool {
+        let newer = |wait: &Wait| match wait.awaits {
+            Awaits::Version(version) => version > self.version(),
+            Awaits::Step(learner) => {
+                self.learners.get(&learner).is_some_and(|(known, _)| known.published_in > self.version())
+            }
+        };
+        !self.on_demand || self.shown.is_none() || self.waits.iter().any(newer)
     }
 
     /// The version that is being pulled.

@@ -27,6 +27,17 @@ use crate::net::{Choice, Close, Handle, Reactor, ReactorOptions, SocketOptions, 
 use crate::transport::{LeaveReason, Region, ShardError};
 use crate::wire::{self, Granted, JobState, Message, ModelRecord, Refusal, ShardRecord};
 
+/// When a client pulls versions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pulls {
+    /// Each, as soon as it is published: whoever opens it finds it here.
+    #[default]
+    Published,
+    /// The first, and then those that somebody waits for ([`Client::await_step`], [`Client::await_newest`]): for who
+    /// contributes more often than it reads.
+    Awaited,
+}
+
 /// What a client may be told to do otherwise.
 #[derive(Clone, Debug)]
 pub struct ClientOptions {
@@ -38,6 +49,8 @@ pub struct ClientOptions {
     pub connections: usize,
     /// Bytes that may be on their way from one shard.
     pub window: usize,
+    /// When versions are pulled.
+    pub pulls: Pulls,
     /// How long to wait for shards, and the first version, when connecting.
     pub patience: Duration,
 }
@@ -49,6 +62,7 @@ impl Default for ClientOptions {
             io: Choice::Auto,
             connections: 2,
             window: 8 << 20,
+            pulls: Pulls::Published,
             patience: Duration::from_secs(10),
         }
     }
@@ -176,7 +190,10 @@ impl Client {
         let bad = |why: String| ClientError::Record { model: model.clone(), why };
         let layout = Arc::new(record.layout().map_err(|error| bad(error.to_string()))?);
         let map = record.block_map().map_err(|error| bad(error.to_string()))?;
-        let core = ClientCore::new(&map);
+        let core = match options.pulls {
+            Pulls::Published => ClientCore::new(&map),
+            Pulls::Awaited => ClientCore::new(&map).on_demand(),
+        };
         let address = |shard| {
             let known = shards.iter().find(|record| record.shard == shard);
             known
@@ -355,6 +372,18 @@ impl Client {
 
     /// `done` is called when a version that holds the last commit of `learner` is here, or `timeout` is over.
     pub fn await_step(&self, learner: LearnerId, timeout: Duration, done: Awaited) {
+        self.wait(done, |core, token, now, actions| {
+            core.await_step(token, learner, now + timeout, now, actions);
+        });
+    }
+
+    /// `done` is called when the newest version that the lead has told of, or a newer one, is here, or `timeout` is
+    /// over.
+    pub fn await_newest(&self, timeout: Duration, done: Awaited) {
+        self.wait(done, |core, token, now, actions| core.await_newest(token, now + timeout, now, actions));
+    }
+
+    fn wait(&self, done: Awaited, begin: impl FnOnce(&mut ClientCore, Token, Now, &mut Vec<Action>)) {
         let shared = &self.shared;
         let mut inner = shared.inner.lock();
         if shared.is_stopping() {
@@ -363,9 +392,8 @@ impl Client {
         }
         let token = inner.next_token();
         inner.waits.insert(token, done);
-        let now = shared.now();
         let mut actions = Vec::new();
-        inner.core.await_step(token, learner, now + timeout, now, &mut actions);
+        begin(&mut inner.core, token, shared.now(), &mut actions);
         shared.act(inner, actions);
         shared.changed.notify_all();
     }
@@ -466,6 +494,13 @@ impl Inner {
     /// Versions to retain, and buffers that may exist.
     fn bounds(&self) -> (usize, usize) {
         (self.control("retain").unwrap_or(1), self.control("max_versions").unwrap_or(16))
+    }
+
+    /// Silence after which the lead gives a client up, if it ever does.
+    fn lease(&self) -> Option<Duration> {
+        let found = self.core.state().controls.iter().find(|(known, _)| known == "lease");
+        let seconds = found.and_then(|(_, value)| value.parse().ok()).filter(|&seconds| seconds > 0.0);
+        seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
     }
 
     fn wake_all(&self) {
@@ -839,6 +874,7 @@ impl Drop for Pooled {
 /// Keeps connections up and time passing until the client is gone.
 fn keep(shared: &Weak<Shared>) {
     const IDLE: Duration = Duration::from_millis(200);
+    let mut alive_at = Instant::now();
     loop {
         let Some(shared) = shared.upgrade() else { return };
         if shared.is_stopping() {
@@ -846,13 +882,19 @@ fn keep(shared: &Weak<Shared>) {
         }
         let retry = shared.connect_missing();
         let mut inner = shared.inner.lock();
+        // The connection's own pings know nothing of leases.
+        let alive = inner.lease().map(|lease| alive_at + lease / 4);
+        if alive.is_some_and(|at| at <= Instant::now()) {
+            alive_at = Instant::now();
+            inner.lead.links.iter().for_each(|link| link.say(0, Message::Ping));
+        }
         let now = shared.now();
         let mut actions = Vec::new();
         inner.core.tick(now, &mut actions);
         let due = inner.core.next_deadline().map(|at| at.saturating_sub(now));
         shared.act(inner, actions);
-        let retry = retry.map(|at| at.saturating_duration_since(Instant::now()));
-        let pause = [due, retry].into_iter().flatten().min().unwrap_or(IDLE);
+        let [retry, alive] = [retry, alive].map(|at| Some(at?.saturating_duration_since(Instant::now())));
+        let pause = [due, retry, alive].into_iter().flatten().min().unwrap_or(IDLE);
         let pause = pause.clamp(Duration::from_millis(5), IDLE);
         let mut inner = shared.inner.lock();
         shared.changed.wait_for(&mut inner, pause);

@@ -17,4 +17,4 @@ mod tests;
 mod versions;
 
 pub use self::core::LastCommit;
-pub use edge::{Answered, Awaited, Client, ClientError, ClientEvent, ClientListener, ClientOptions};
+pub use edge::{Answered, Awaited, Client, ClientError, ClientEvent, ClientListener, ClientOptions, Pulls};

@@ -23,12 +23,13 @@ pub fn sum(
 ) -> Result<bool, usize> {
     out.clear();
     let Some((last, before)) = parts.split_last() else { return Ok(false) };
-    if check && let Some(bad) = parts.iter().position(|part| !is_finite(layout, block, part)) {
-        return Err(bad);
-    }
     if replaces || before.is_empty() {
+        if check && let Some(bad) = before.iter().position(|part| !is_finite(layout, block, part)) {
+            return Err(bad);
+        }
+        // A program may be storing into what it has mapped: what counts is looked at, and that alone.
         out.extend_from_slice(last);
-        return Ok(false);
+        return if check && !is_finite(layout, block, out) { Err(before.len()) } else { Ok(false) };
     }
     let start = layout.block_bytes(block).start;
     let wide = layout.segments(block).iter().any(|s| matches!(s.dtype, DType::F16 | DType::BF16));
@@ -41,38 +42,48 @@ pub fn sum(
         let begin = out.len();
         for (at, part) in parts.iter().enumerate() {
             let bytes = &part[local.clone()];
-            match segment.dtype {
+            let fine = match segment.dtype {
                 DType::F16 => add(out, begin, at == 0, bytes, |b: [u8; 2]| f16::from_le_bytes(b).to_f32()),
                 DType::BF16 => add(out, begin, at == 0, bytes, |b: [u8; 2]| bf16::from_le_bytes(b).to_f32()),
                 _ => add(out, begin, at == 0, bytes, f32::from_le_bytes),
+            };
+            if check && !fine {
+                return Err(at);
             }
         }
     }
     Ok(wide)
 }
 
-/// Adds elements to the fp32 values from `begin` on, or puts them there if they are the first.
+/// Adds elements to the fp32 values from `begin` on, or puts them there if they are the first. Whether all of them
+/// are finite: the very values that are added.
 fn add<const N: usize>(
     out: &mut Vec<u8>,
     begin: usize,
     first: bool,
     bytes: &[u8],
     widen: impl Fn([u8; N]) -> f32,
-) {
+) -> bool {
     let (elements, _) = bytes.as_chunks::<N>();
     if first {
         out.resize(begin + elements.len() * 4, 0);
     }
     let (sums, _) = out[begin..].as_chunks_mut::<4>();
+    let mut fine = true;
     if first {
         for (sum, element) in sums.iter_mut().zip(elements) {
-            *sum = widen(*element).to_le_bytes();
+            let value = widen(*element);
+            fine &= value.is_finite();
+            *sum = value.to_le_bytes();
         }
     } else {
         for (sum, element) in sums.iter_mut().zip(elements) {
-            *sum = (f32::from_le_bytes(*sum) + widen(*element)).to_le_bytes();
+            let value = widen(*element);
+            fine &= value.is_finite();
+            *sum = (f32::from_le_bytes(*sum) + value).to_le_bytes();
         }
     }
+    fine
 }
 
 /// Whether a whole block holds only finite numbers.

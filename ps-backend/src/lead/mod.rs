@@ -127,6 +127,7 @@ impl LeadCore {
     /// Carries out what the core wants, until nothing is left.
     fn perform(&mut self, wanted: Vec<core::Action<Source>>, now: Now, actions: &mut Vec<Action>) {
         let mut wanted = VecDeque::from(wanted);
+        let mut answers = Vec::new();
         while let Some(action) = wanted.pop_front() {
             match action {
                 core::Action::Reply(ticket, result) => {
@@ -135,7 +136,7 @@ impl LeadCore {
                             Ok(Answer::Committed | Answer::Version(_)) => Message::Done,
                             Err(error) => Message::Refused(error.into()),
                         };
-                        self.answer(client, request, answer, actions);
+                        answers.push((client, request, answer));
                     }
                 }
                 core::Action::Published(version) => {
@@ -162,6 +163,10 @@ impl LeadCore {
         }
         if std::mem::take(&mut self.changed) {
             self.tell_all(now, actions);
+        }
+        // After the state that it is part of: whoever has its answer knows what came of it.
+        for (client, request, answer) in answers {
+            self.answer(client, request, answer, actions);
         }
     }
 

@@ -248,6 +248,20 @@ impl Lead {
         });
     }
 
+    /// This process has been stopped or starved: what clients have said meanwhile is still to be read, so nobody's
+    /// silence counts.
+    fn forgive_silence(&self) {
+        self.with_core(|state, now, actions| {
+            let learners: Vec<_> = state.core.job().members(now).iter().map(|m| m.learner).collect();
+            let clients: Vec<ClientId> = state.clients.keys().copied().collect();
+            for client in clients {
+                // Of these learners its own count.
+                let touch = Message::Touch { learners: learners.clone(), attached: None };
+                state.core.from_client(client, 0, touch, now, actions);
+            }
+        });
+    }
+
     /// Bytes of it came.
     pub(super) fn client_alive(&self, client: ClientId) {
         let mut state = self.state.lock();
@@ -296,11 +310,17 @@ fn patience(bytes: u64) -> Duration {
 
 fn run_timer(lead: &Weak<Lead>) {
     const IDLE: Duration = Duration::from_millis(100);
+    const STALLED: Duration = Duration::from_millis(400);
+    let mut ticked = Instant::now();
     loop {
         let Some(lead) = lead.upgrade() else { return };
         if lead.stopping.load(Ordering::Relaxed) {
             return;
         }
+        if ticked.elapsed() > STALLED {
+            lead.forgive_silence();
+        }
+        ticked = Instant::now();
         lead.connect_missing();
         lead.with_core(|state, now, actions| state.core.tick(now, actions));
         let mut state = lead.state.lock();

@@ -1,0 +1,259 @@
+//! A learner of `scripts/bench-net`: contributes to a model on shards through [`libmodelio::client::Client`], as a
+//! program with the library does, with a staging region to push from and a version's buffer to pull into.
+//!
+//! It obeys lines on standard input, and answers each with a line of JSON:
+//!
+//! - `round WHAT`: `push` commits a contribution of the whole model and waits until it is at the shards for good;
+//!   `pull` has the version with it in memory; `step` is both. Answers with `what`, `bytes` (moved for the learners
+//!   of this process), `start`, `end`, `seconds` (of CLOCK_MONOTONIC) and `cpu_seconds` (of this process, meanwhile).
+//! - `check PUSHES`: the weights must be the sum of so many pushes of all learners; answers with `what`.
+//!
+//! The end of the input is the end of the process. Several learners of one process are added up before they cross
+//! the network. This file holds `unsafe`: staging regions as numbers.
+
+use std::error::Error;
+use std::io::{BufRead, Write};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use fixedbitset::FixedBitSet;
+use libmodelio::client::{Client, ClientOptions, Pulls};
+use libmodelio::ids::{LearnerId, Step};
+use libmodelio::mmap::Mapping;
+use libmodelio::net::Choice;
+use libmodelio::registry::{Registry, RemoteRegistry};
+use libmodelio::transport::{Region, RegionKey};
+use libmodelio::wire::Message;
+use nix::sys::resource::{UsageWho, getrusage};
+use nix::sys::time::TimeValLike;
+use nix::time::{ClockId, clock_gettime};
+use serde_json::json;
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+/// Nothing that is waited for takes longer than this.
+const DEADLINE: Duration = Duration::from_secs(60);
+/// Gradients repeat after so many elements: small whole numbers, whose sums are exact in whatever order.
+const PERIOD: usize = 97;
+
+#[derive(Parser)]
+#[command(about = "A learner of scripts/bench-net")]
+struct Options {
+    /// Where the registry is
+    #[arg(long)]
+    registry: String,
+    /// The model
+    #[arg(long)]
+    model: String,
+    /// Which learner it is, or the first of several
+    #[arg(long, default_value_t = 0)]
+    rank: usize,
+    /// Learners in this process
+    #[arg(long, default_value_t = 1)]
+    here: usize,
+    /// Learners in the job
+    #[arg(long, default_value_t = 1)]
+    learners: usize,
+    /// How bytes go through sockets: auto, uring or poll
+    #[arg(long, default_value = "auto")]
+    io: Choice,
+    /// Threads that move bytes [default: the library's]
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Connections to each shard [default: the library's]
+    #[arg(long)]
+    connections: Option<usize>,
+    /// One block outstanding: the next is pulled when the one before is here
+    #[arg(long)]
+    synchronous: bool,
+}
+
+struct Learner {
+    id: LearnerId,
+    staging: Region,
+}
+
+struct Job {
+    client: Client,
+    learners: Vec<Learner>,
+    all: usize,
+    blocks: FixedBitSet,
+    size: usize,
+}
+
+fn gradient(index: usize, rank: usize) -> f32 {
+    (index % PERIOD + rank + 1) as f32
+}
+
+impl Job {
+    fn join(options: &Options) -> Outcome<Job> {
+        let registry = RemoteRegistry::new(options.registry.clone());
+        let deadline = Instant::now() + DEADLINE;
+        let record = registry.model(&options.model, deadline)?;
+        let shards = registry.shards(deadline)?;
+        let usual = ClientOptions::default();
+        let layout = record.layout()?;
+        let client = ClientOptions {
+            threads: options.threads.unwrap_or(usual.threads),
+            connections: match options.synchronous {
+                true => 1,
+                false => options.connections.unwrap_or(usual.connections),
+            },
+            window: if options.synchronous { layout.block_size() as usize } else { usual.window },
+            io: options.io,
+            pulls: Pulls::Awaited,
+            patience: DEADLINE,
+        };
+        let client = Client::connect(&record, &shards, client)?;
+        let size = layout.size() as usize;
+        let mut blocks = FixedBitSet::with_capacity(layout.blocks() as usize);
+        blocks.insert_range(..);
+        let mut job = Job { client, learners: Vec::new(), all: options.learners, blocks, size };
+        for rank in options.rank..options.rank + options.here {
+            let learner = job.learner(rank)?;
+            job.learners.push(learner);
+        }
+        Ok(job)
+    }
+
+    fn learner(&self, rank: usize) -> Outcome<Learner> {
+        let memory = Mapping::memfd("staging", self.size)?;
+        memory.prefault()?;
+        // SAFETY: nobody else knows the memory yet.
+        let values = unsafe { memory.floats_mut(0..self.size / 4) };
+        values.iter_mut().enumerate().for_each(|(index, value)| *value = gradient(index, rank));
+        let staging = Region::new(Arc::new(memory), RegionKey(rank as u64 + 1));
+        let Message::Joined { learner, .. } = self.ask(Message::Join { name: format!("bench{rank}") })?
+        else {
+            return Err("joining was answered with something else".into());
+        };
+        Ok(Learner { id: learner, staging })
+    }
+
+    fn ask(&self, message: Message) -> Outcome<Message> {
+        let (sender, receiver) = channel();
+        self.client.request(message, DEADLINE, Box::new(move |result| drop(sender.send(result))));
+        Ok(receiver.recv_timeout(2 * DEADLINE)??)
+    }
+
+    /// Every learner contributes its whole staging region.
+    fn push(&self) -> Outcome<()> {
+        let mut answers = Vec::new();
+        for learner in &self.learners {
+            let step = self.open(learner)?;
+            let (sender, receiver) = channel();
+            let done = Box::new(move |result| drop(sender.send(result)));
+            self.client.commit(learner.id, step, &self.blocks, learner.staging.clone(), DEADLINE, done);
+            answers.push(receiver);
+        }
+        for answer in answers {
+            match answer.recv_timeout(2 * DEADLINE)?? {
+                Message::Done => {}
+                other => return Err(format!("a commit was answered with {}", other.name()).into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// The learner's next step, when the payload of its last one is its own again.
+    fn open(&self, learner: &Learner) -> Outcome<Step> {
+        if let Some((step, false)) = self.client.next_step(learner.id) {
+            return Ok(step);
+        }
+        match self.ask(Message::Open { learner: learner.id })? {
+            Message::Opened { step, staging_lent: false } => Ok(step),
+            other => Err(format!("opening was answered with {other:?}").into()),
+        }
+    }
+
+    /// Has the version with every learner's last contribution in memory.
+    fn pull(&self) -> Outcome<()> {
+        let awaited: Vec<Receiver<_>> = self
+            .learners
+            .iter()
+            .map(|learner| {
+                let (sender, receiver) = channel();
+                let done = Box::new(move |result| drop(sender.send(result)));
+                self.client.await_step(learner.id, DEADLINE, done);
+                receiver
+            })
+            .collect();
+        for version in awaited {
+            version.recv_timeout(2 * DEADLINE)??;
+        }
+        Ok(())
+    }
+
+    fn round(&self, what: &str) -> Outcome<usize> {
+        let moved = self.size * self.learners.len();
+        match what {
+            "push" => self.push().map(|()| moved),
+            "pull" => self.pull().map(|()| moved),
+            "step" => self.push().and_then(|()| self.pull()).map(|()| 2 * moved),
+            other => Err(format!("unknown round {other:?}").into()),
+        }
+    }
+
+    fn check(&self, pushes: usize) -> Outcome<()> {
+        let version = self.client.version();
+        if !self.client.pin(version) {
+            return Err("no version is here".into());
+        }
+        let (weights, _) = self.client.get(version).ok_or("the version is gone")?;
+        // SAFETY: it is pinned.
+        let values = unsafe { weights.memory().floats(0..self.size / 4) };
+        let right = |index| (0..self.all).map(|rank| gradient(index, rank)).sum::<f32>() * pushes as f32;
+        let wrong = values.iter().enumerate().find(|&(index, value)| *value != right(index));
+        let outcome = match wrong {
+            None => Ok(()),
+            Some((index, value)) => {
+                Err(format!("element {index} is {value} after {pushes} pushes, not {}", right(index)).into())
+            }
+        };
+        self.client.unpin(version, 1);
+        outcome
+    }
+}
+
+fn now() -> Outcome<f64> {
+    Ok(clock_gettime(ClockId::CLOCK_MONOTONIC)?.num_nanoseconds() as f64 * 1e-9)
+}
+
+fn cpu_seconds() -> Outcome<f64> {
+    let usage = getrusage(UsageWho::RUSAGE_SELF)?;
+    Ok((usage.user_time().num_microseconds() + usage.system_time().num_microseconds()) as f64 * 1e-6)
+}
+
+fn tell(line: &serde_json::Value) -> Outcome<()> {
+    let mut output = std::io::stdout().lock();
+    writeln!(output, "{line}")?;
+    Ok(output.flush()?)
+}
+
+fn main() -> Outcome<()> {
+    let job = Job::join(&Options::parse())?;
+    tell(&json!({"what": "ready", "io": job.client.backend()}))?;
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        match line.split_once(' ').unwrap_or((&line, "")) {
+            ("round", what) => {
+                let (cpu, start) = (cpu_seconds()?, now()?);
+                let bytes = job.round(what)?;
+                let (end, cpu) = (now()?, cpu_seconds()? - cpu);
+                tell(&json!({
+                    "what": what, "bytes": bytes, "start": start, "end": end, "seconds": end - start,
+                    "cpu_seconds": cpu,
+                }))?;
+            }
+            ("check", pushes) => {
+                job.check(pushes.parse()?)?;
+                tell(&json!({"what": "check"}))?;
+            }
+            _ => return Err(format!("unknown request {line:?}").into()),
+        }
+    }
+    job.client.shut_down();
+    Ok(())
+}

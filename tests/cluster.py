@@ -1,0 +1,413 @@
+"""A cluster for tests: shards on free ports of 127.0.0.1, models on them, and mounts of those."""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import LIFETIME, Mount, flags, gradfs_binary
+from wire import HEADER_BYTES, ROLES, Closed, Peer, Reading
+
+START_DEADLINE = 15
+STOP_DEADLINE = 10
+# Options of `gradfs up` that belong to the mount; all others are the model's.
+OF_MOUNTS = {"no_passthrough", "threads", "allow_other", "io"}
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _before_exec():
+    # Both survive exec: an end with ours, and an end at the latest.
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.alarm(LIFETIME)
+
+
+def run(*args, timeout=30):
+    """A command of gradfs to its end."""
+    return subprocess.run(
+        [str(gradfs_binary()), *map(str, args)], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=timeout, check=False,
+    )
+
+
+class Shard:
+    """A running `gradfs shard`; `address` is where it listens, whatever it advertises."""
+
+    def __init__(self, *args, listen="127.0.0.1:0", command="shard"):
+        self._scratch = Path(tempfile.mkdtemp(prefix="gradfs-test-shard-"))
+        self.command = [str(gradfs_binary()), command, "--listen", listen, *map(str, args)]
+        with open(self._scratch / "stdout", "wb") as out, open(self._scratch / "stderr", "wb") as err:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, preexec_fn=_before_exec
+            )
+        end = time.monotonic() + START_DEADLINE
+        while "gradfs: ready" not in self.stdout():
+            if self.process.poll() is not None or time.monotonic() > end:
+                story = f"$ {' '.join(self.command)}\n{self.stdout()}{self.stderr()}"
+                self.kill()
+                raise AssertionError(f"the shard is not ready\n{story}")
+            time.sleep(0.005)
+        self.address = re.search(r"listens on ([^ ,;]+)", self.stdout())[1]
+        number = re.search(r"shard (\d+) listens", self.stdout())
+        self.number = int(number[1]) if number else 0
+
+    @property
+    def pid(self):
+        return self.process.pid
+
+    def stdout(self):
+        return (self._scratch / "stdout").read_text(errors="replace")
+
+    def stderr(self):
+        return (self._scratch / "stderr").read_text(errors="replace")
+
+    def kill(self):
+        """SIGKILL, which ends a stopped process, too."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(STOP_DEADLINE)
+
+    def pause(self, deadline=5):
+        """SIGSTOP, and waits until all threads have stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        end = time.monotonic() + deadline
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            while "\nState:\tT" not in (task / "status").read_text():
+                assert time.monotonic() < end, "the shard did not stop"
+                time.sleep(0.002)
+
+    def resume(self):
+        os.kill(self.pid, signal.SIGCONT)
+
+    def stop(self, with_signal=signal.SIGTERM):
+        """Asks it to end; returns its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(with_signal)
+            try:
+                self.process.wait(STOP_DEADLINE)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                pytest.fail(f"the shard did not end within {STOP_DEADLINE} s\n{self.stderr()}", pytrace=False)
+        return self.process.returncode
+
+    def clean_up(self):
+        try:
+            if self.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self.resume()
+                assert self.stop() == 0, self.stderr()
+            assert "panicked" not in self.stderr(), self.stderr()
+        finally:
+            self.kill()
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+class NetworkMount(Mount):
+    """A running `gradfs mount`. What one process has published another one shows when it has pulled it: `version` and
+    `weights` here first let the mount catch up with the lead, so that tests can say what comes next."""
+
+    def __init__(self, cluster, *args, models=(), root=None, **options):
+        self.cluster = cluster
+        self._shown = list(models) or cluster.models
+        self._named = list(models)
+        super().__init__(*args, root=root, registry=cluster.registry, **options)
+
+    def _command(self, args, size, model, **options):
+        words = [*map(str, args), *flags(options), str(self.root), *self._named]
+        return [str(gradfs_binary()), "mount", *words], self._shown
+
+    def lead_version(self, model=None):
+        """The newest version, as the lead says."""
+        return self.cluster.lead((model or self.model).name)["version"]
+
+    def catch_up(self, deadline=5):
+        """Waits until the mount shows what is the newest version now; not for ever, for all its buffers may be held."""
+        if not self.running():
+            return
+        try:
+            newest = self.lead_version()
+        except (OSError, Closed, KeyError):
+            return
+        end = time.monotonic() + deadline
+        while super().version() < newest and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def version(self):
+        self.catch_up()
+        return super().version()
+
+    def seen(self):
+        """The version that is shown at this moment."""
+        return super().version()
+
+    def weights(self, learner=None):
+        self.catch_up()
+        return super().weights(learner)
+
+    def own(self):
+        """The name of the mount's own learner."""
+        return f"mount-{''.join(c for c in socket.gethostname() if c.isalnum() or c in '-_.')}-{self.pid}"
+
+
+class Cluster:
+    """Shards, the first of which serves the registry; what is created and mounted here ends with the test."""
+
+    def __init__(self, shards=1):
+        self.registry, self.shards, self.mounts, self.models = None, [], [], []
+        self._peers, self._ends = {}, []
+        for _ in range(shards):
+            self.add_shard()
+
+    def add_shard(self, *args, proxy=None, **options):
+        """One more; behind a `proxy` it is that which is announced."""
+        if proxy is not None:
+            args += ("--advertise", proxy.address)
+        if self.registry is not None:
+            args += ("--registry", self.registry)
+        shard = Shard(*args, **options)
+        self.shards.append(shard)
+        self.registry = self.registry or shard.address
+        if proxy is not None:
+            proxy.target = shard.address
+        return shard
+
+    def proxy(self):
+        """A way to a shard that is still to be added."""
+        proxy = Proxy()
+        self._ends.append(proxy.close)
+        return proxy
+
+    def run(self, command, *args, **options):
+        return run(command, *args, "--registry", self.registry, **options)
+
+    def create(self, name="m", *args, **options):
+        """`gradfs create`, which must succeed; options become flags."""
+        done = self.run("create", name, *args, *flags(options))
+        assert done.returncode == 0, done.stderr
+        self.models.append(name)
+        return done.stdout
+
+    def mount(self, *args, **options):
+        mount = NetworkMount(self, *args, **options)
+        self.mounts.append(mount)
+        return mount
+
+    def status(self):
+        done = self.run("status", "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def ask(self, shard):
+        """The status of one shard, over a connection that is kept."""
+        for _ in range(2):
+            peer = self._peers.pop(shard.address, None)
+            try:
+                if peer is None:
+                    peer = Peer(shard.address)
+                    assert peer.greet("admin").name == "Welcome"
+                status = json.loads(peer.request("Status", epoch=0).payload)
+            except (Closed, OSError):
+                if peer is None:
+                    raise
+                peer.socket.close()
+                continue
+            self._peers[shard.address] = peer
+            return status
+        raise Closed
+
+    def part(self, shard, model):
+        """What a shard says of its part of a model."""
+        return next(one for one in self.ask(shard)["models"] if one["name"] == model)
+
+    def leader(self, model):
+        """The shard that leads a model."""
+        for shard in self.shards:
+            if shard.process.poll() is None:
+                with contextlib.suppress(StopIteration):
+                    if self.part(shard, model)["lead"]:
+                        return shard
+        raise KeyError(model)
+
+    def lead(self, model):
+        """What a model's lead says of it."""
+        if model not in self._peers:
+            self._peers[model] = self.leader(model)
+        return self.part(self._peers[model], model)["lead"]
+
+    def clean_up(self):
+        troubles = []
+        peers = [peer.socket.close for peer in self._peers.values() if isinstance(peer, Peer)]
+        ends = [one.clean_up for one in (*reversed(self.mounts), *reversed(self.shards))] + self._ends + peers
+        self.mounts, self.shards, self._ends, self._peers = [], [], [], {}
+        for end in ends:
+            try:
+                end()
+            except BaseException as trouble:  # Also pytest.fail; the others must end all the same.
+                troubles.append(trouble)
+        if troubles:
+            raise troubles[0]
+
+
+def mounted_over_network(shards, *args, size=None, model=None, root=None, env=None, lifetime=LIFETIME, **options):
+    """A mount as `gradfs up` with these options would be, of models on so many shards that end with it."""
+    cluster = Cluster(shards)
+    try:
+        args, words = [], [*map(str, args)]
+        while words:
+            word = words.pop(0)
+            if words and not words[0].startswith("--"):
+                options[word[2:].replace("-", "_")] = words.pop(0)
+            else:
+                options[word[2:].replace("-", "_")] = True
+        mine = {name: options.pop(name) for name in OF_MOUNTS & options.keys()}
+        files = [Path(path) for path in (model if isinstance(model, (list, tuple)) else [model] if model else [])]
+        names = options.pop("name", None)
+        names = [names] if isinstance(names, str) else names or [path.stem for path in files] or ["model"]
+        for name, file in zip(names, files or [None]):
+            cluster.create(name, size=size, model=file, **options)
+        return cluster.mount(models=names, root=root, env=env, lifetime=lifetime, **mine)
+    except BaseException:
+        cluster.clean_up()
+        raise
+
+
+class Connection:
+    """One connection through a proxy: role, model and client are those of its hello."""
+
+    def __init__(self, near, far):
+        self.near, self.far = near, far
+        self.role = self.client = self.model = None
+        self.passed = {"up": 0, "down": 0}
+
+    def learn(self, data):
+        """From its first bytes."""
+        try:
+            reading = Reading(data[HEADER_BYTES : HEADER_BYTES + int.from_bytes(data[4:8], "little")])
+            reading.number(), reading.number()
+            role = reading.number()
+            self.model, _, self.client = reading.fields("suu")
+            self.role = next(name for name, number in ROLES.items() if number == role)
+        except (IndexError, StopIteration):
+            self.role = "strange"
+
+    def reset(self):
+        """Ends both sides as a crash does, with what is under way lost."""
+        for end in (self.near, self.far):
+            with contextlib.suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+class Proxy:
+    """A TCP proxy in front of a shard, that does harm: `rule(connection, direction, data)` returns the bytes to pass on,
+    or None to reset the connection. `direction` is up (to the shard) or down. `hold` stops what matches it."""
+
+    def __init__(self):
+        self.target = None
+        self.rule = None
+        self.connections = []
+        self._held = lambda connection: False
+        self._changed = threading.Condition()
+        self._over = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "127.0.0.1:%d" % self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold(self, which=lambda connection: True):
+        """Nothing passes on these connections, nor on new ones that match, until `release`: a partition."""
+        self._held = which
+
+    def release(self):
+        self._held = lambda connection: False
+        with self._changed:
+            self._changed.notify_all()
+
+    def reset(self, which=lambda connection: True):
+        """Resets these connections; returns how many."""
+        hit = [connection for connection in list(self.connections) if which(connection)]
+        for connection in hit:
+            connection.reset()
+        return len(hit)
+
+    def clients(self):
+        """The clients that have said hello here."""
+        return {connection.client for connection in list(self.connections) if connection.client}
+
+    def close(self):
+        self._over = True
+        self._listener.close()
+        self.release()
+        self.reset()
+
+    def _accept(self):
+        while not self._over:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                host, port = self.target.rsplit(":", 1)
+                far = socket.create_connection((host, int(port)), timeout=5)
+                far.settimeout(None)
+            except OSError:
+                near.close()
+                continue
+            for end in (near, far):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(near, far)
+            self.connections.append(connection)
+            for args in ((connection, "up", near, far), (connection, "down", far, near)):
+                threading.Thread(target=self._pump, args=args, daemon=True).start()
+
+    def _pump(self, connection, direction, source, sink):
+        with contextlib.suppress(OSError, ValueError):
+            while data := source.recv(256 << 10):
+                if direction == "up" and connection.role is None:
+                    connection.learn(data)
+                with self._changed:
+                    while self._held(connection) and not self._over:
+                        self._changed.wait(0.05)
+                if self.rule is not None:
+                    data = self.rule(connection, direction, data)
+                    if data is None:
+                        break
+                connection.passed[direction] += len(data)
+                sink.sendall(data)
+            else:
+                sink.shutdown(socket.SHUT_WR)
+                return
+        connection.reset()
+        with contextlib.suppress(ValueError):
+            self.connections.remove(connection)
+
+
+@pytest.fixture
+def cluster():
+    """Call it as Cluster(...)."""
+    clusters = []
+
+    def start(shards=1):
+        clusters.append(Cluster(shards))
+        return clusters[-1]
+
+    yield start
+    troubles = []
+    for one in clusters:
+        try:
+            one.clean_up()
+        except BaseException as trouble:
+            troubles.append(trouble)
+    if troubles:
+        raise troubles[0]

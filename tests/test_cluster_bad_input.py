@@ -1,0 +1,394 @@
+"""What a shard's port is told by those who do not keep to docs/protocol.md: they are refused with the reason, or cut
+off, and nobody else notices. A training goes on meanwhile."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import wire
+from cluster import Cluster
+from filetools import BLOCK, takes
+from wire import Peer, body, frame
+
+BLOCKS = 4
+HELLO_DEADLINE = 5
+
+
+class World:
+    """A model on two shards that a mount trains all the time."""
+
+    def __init__(self):
+        self.cluster = Cluster(2)
+        self.cluster.create("m", size=BLOCKS * BLOCK, block_size=BLOCK, reducer="sum", timeout=10)
+        self.mount = self.cluster.mount()
+        self.mount.join("t")
+        part = self.cluster.part(self.cluster.shards[0], "m")
+        self.generation, self.epoch = part["generation"], part["epoch"]
+        self.lead = self.cluster.leader("m")
+        self.other = next(shard for shard in self.cluster.shards if shard is not self.lead)
+        self.steps, self._over = 0, threading.Event()
+        self._learner = ThreadPoolExecutor(1).submit(self._learn)
+
+    def _learn(self):
+        ones = np.ones(BLOCKS * BLOCK // 4, "<f4")
+        while not self._over.is_set():
+            self.mount.contribute(ones, learner="t")
+            self.steps += 1
+            values = np.frombuffer((self.mount.place("t") / "weights").read_bytes(), "<f4")
+            assert (values == self.steps).all(), f"step {self.steps}: {sorted(set(values.tolist()))}"
+            time.sleep(0.005)
+
+    def trains(self, deadline=10):
+        """Waits for two more steps."""
+        wanted, end = self.steps + 2, time.monotonic() + deadline
+        while self.steps < wanted:
+            if self._learner.done():
+                self._learner.result()
+            assert time.monotonic() < end, "the training does not go on"
+            time.sleep(0.002)
+
+    def peer(self, role=None, shard=None, client=77):
+        """A connection, greeted in a role."""
+        peer = Peer((shard or self.lead).address)
+        if role is not None:
+            hello = ("", 0) if role == "admin" else ("m", self.generation)
+            welcome = peer.greet(role, *hello, client=client, epoch=self.epoch)
+            assert welcome.name == "Welcome", welcome
+        return peer
+
+    def end(self):
+        self._over.set()
+        try:
+            self._learner.result(20)
+        finally:
+            self.cluster.clean_up()
+
+
+@pytest.fixture(scope="module")
+def of_module():
+    world = World()
+    yield world
+    world.end()
+
+
+@pytest.fixture
+def world(of_module):
+    """Training goes on through the test and after it; nobody is left in the job."""
+    of_module.trains()
+    names = {learner["name"] for learner in of_module.cluster.lead("m")["learners"]}
+    yield of_module
+    of_module.trains()
+    lead = of_module.cluster.lead("m")
+    assert {learner["name"] for learner in lead["learners"]} == names
+    assert lead["contributions"] >= of_module.steps and lead["state"] in ("running", "reducing", "forming")
+
+
+def refusal(peer, *fields):
+    """The next answer is this refusal, and the connection ends."""
+    answer = peer.hear_of("Refused")
+    assert answer.fields[: len(fields)] == fields, answer
+    assert peer.closes()
+
+
+def cut_off(peer):
+    """The connection ends at once, with or without a last word."""
+    with takes(0, 3):
+        assert peer.closes(3)
+
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: shard\r\n\r\n" + b" " * 40,
+    "zeros": bytes(4096),
+    "random": os.urandom(4096),
+    "another magic": frame(body("Ping"), magic=b"gf"),
+    "unknown flags": frame(body("Ping"), flags=1),
+    "body beyond the limit": frame(body("Ping"), lengths=(1 << 31, 0)),
+    "payload before the greeting": frame(body("Ping"), lengths=(1, 1 << 30)),
+    "an empty body": frame(b""),
+    "no message": frame(b"\xff\xff\xff\xff\x7f"),
+    "an unknown message": frame(wire.varint(200)),
+    "more than a message": frame(body("Ping") + b"x"),
+    "damaged header": frame(body("Status"), crcs=(1, 0, 0)),
+    "damaged body": frame(body("Status"), crcs=(0, 1, 0)),
+    "not a greeting": frame(body("Join", "x"), request=1),
+    "a hello cut in its fields": frame(body("Hello", 1, 0)),
+    "a hello with a long name": frame(body("Hello", 1, 0, "x" * 5000, 0, 0)),
+    "a hello with bad text": frame(body("Hello", 1, 0) + b"\x02\xff\xfe\x00\x00"),
+}
+
+
+@pytest.mark.parametrize("what", GARBAGE)
+def test_garbage_ends_its_own_connection_alone(world, what):
+    for shard in world.cluster.shards:
+        with world.peer(shard=shard) as peer:
+            peer.send(GARBAGE[what])
+            cut_off(peer)
+
+
+def test_half_a_hello_and_silence_ends_after_its_deadline(world):
+    hello = frame(body("Hello", 1, wire.ROLES["admin"], "", 0, 0))
+    peers = [world.peer() for _ in range(3)]
+    for peer, part in zip(peers, (hello[:20], hello[:-3], b"")):
+        peer.send(part)
+    world.trains()
+    with takes(HELLO_DEADLINE - 2, HELLO_DEADLINE + 3):
+        for peer in peers:
+            with peer:
+                assert peer.closes(HELLO_DEADLINE + 3)
+
+
+@pytest.mark.parametrize("role", ["control", "data", "lead", "admin"])
+def test_another_protocol_is_refused_by_name(world, role):
+    with world.peer() as peer:
+        answer = peer.greet(role, "m", world.generation, epoch=world.epoch, protocol=7)
+        assert answer.name == "Refused" and answer.fields == ("Protocol", 1, 7)
+        assert peer.closes()
+
+
+@pytest.mark.parametrize("role", ["control", "data", "lead"])
+def test_another_model_generation_or_epoch_is_refused_by_name(world, role):
+    shard = world.lead if role == "control" else world.other
+    for greeting, epoch, *expected in [
+        (("nope", world.generation), world.epoch, "NoModel", "nope"),
+        (("m", world.generation ^ 1), world.epoch, "Generation", "m", world.generation, world.generation ^ 1),
+        (("m", world.generation), world.epoch + 5, "Epoch", world.epoch, world.epoch + 5),
+    ]:
+        with Peer(shard.address) as peer:
+            answer = peer.greet(role, *greeting, epoch=epoch)
+            assert answer.name == "Refused" and answer.fields == tuple(expected)
+            assert peer.closes()
+
+
+def test_control_of_a_model_is_with_its_lead(world):
+    with Peer(world.other.address) as peer:
+        answer = peer.greet("control", "m", world.generation, epoch=world.epoch)
+        assert answer.name == "Refused" and answer.fields[0] == "Other" and "lead" in answer.fields[1]
+        assert peer.closes()
+
+
+@pytest.mark.parametrize("role", ["control", "data", "lead"])
+def test_a_message_of_another_epoch_is_refused(world, role):
+    if role == "lead":
+        pytest.skip("whoever greets as the lead takes the shard's word from the true one")
+    with world.peer(role) as peer:
+        peer.say("Probe" if role == "data" else "Join", *((1,) if role == "data" else ("e",)), request=9, epoch=9)
+        refusal(peer, "Epoch", world.epoch, 9)
+
+
+@pytest.mark.parametrize(
+    "role, name, fields",
+    [
+        ("data", "Join", ("x",)),
+        ("data", "Conclude", (1,)),
+        ("data", "Status", ()),
+        ("data", "Hello", (1, 0, "m", 0, 0)),
+        ("admin", "Join", ("x",)),
+        ("admin", "Pull", (0, 0, 1)),
+        ("admin", "Drop", (1,)),
+    ],
+)
+def test_a_message_of_another_role_is_refused_by_name(world, role, name, fields):
+    with world.peer(role) as peer:
+        peer.say(name, *fields, request=3, epoch=0 if role == "admin" else world.epoch)
+        answer = peer.hear_of("Refused")
+        assert answer.fields == ("Role", name) and answer.request == 3
+
+
+@pytest.mark.parametrize("name, fields", [("Status", ()), ("Probe", (1,)), ("Conclude", (1,)), ("Create", ())])
+def test_a_clients_message_of_another_role_is_refused(world, name, fields):
+    with world.peer("control") as peer:
+        if name == "Create":
+            peer.say(name, payload=b"x", request=3, epoch=world.epoch)
+            cut_off(peer)
+            return
+        answer = peer.request(name, *fields, request=3, epoch=world.epoch)
+        assert answer.name == "Refused" and answer.fields == ("Role", name)
+
+
+BLOCK_BYTES = bytes(BLOCK)
+
+
+@pytest.mark.parametrize(
+    "case, push, payload, expected",
+    [
+        ("a block beyond the model", (1, 4000, False), BLOCK_BYTES, ("NotMine", 4000)),
+        ("half a block", (1, None, False), BLOCK_BYTES[: BLOCK // 2], ("Other",)),
+        ("a wide block of a model that is not", (1, None, True), 2 * BLOCK_BYTES, ("Other",)),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(world, case, push, payload, expected):
+    plan, block, wide = push
+    mine = 0 if block is None else block
+    for shard in world.cluster.shards:
+        with world.peer("data", shard) as peer:
+            for number in [mine] if block is not None else range(BLOCKS):
+                # Of the blocks of the model, only its own get as far as to their lengths.
+                with world.peer("data", shard) as peer:
+                    peer.say("Push", plan, number, wide, payload=payload, epoch=world.epoch)
+                    answer = peer.hear_of("Refused")
+                    assert answer.fields[0] in (expected[0], "NotMine"), answer
+                    assert peer.closes()
+
+
+def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
+    """An old one's are passed over. A coming one's wait, and hold nobody else up."""
+    mine = [b for b in range(BLOCKS)]
+    spoilt = struct.pack("<f", 1e9) * (BLOCK // 4)
+    with world.peer("data") as old, world.peer("data") as coming:
+        for block in mine:
+            with world.peer("data") as peer:
+                peer.say("Push", 1, block, False, payload=spoilt, epoch=world.epoch)
+                peer.say("Probe", 1, epoch=world.epoch)
+                answer = peer.hear_of("Missing", "Refused")
+                assert answer.name == "Missing" or answer.fields == ("NotMine", block)
+        old.say("Probe", 1, epoch=world.epoch)
+        assert old.hear_of("Missing").fields.fields("uu") == (1, 0)
+        coming.say("Push", 1 << 40, mine[0], False, payload=spoilt, epoch=world.epoch)
+        world.trains()
+
+
+def test_a_payload_with_a_wrong_checksum_ends_the_connection(world):
+    for shard in world.cluster.shards:
+        for block in range(BLOCKS):
+            with world.peer("data", shard) as peer:
+                push = body("Push", 1, block, False)
+                peer.send(frame(push, BLOCK_BYTES, epoch=world.epoch, crcs=(0, 0, 1)))
+                cut_off(peer)
+
+
+def test_pulls_of_what_is_not_there_are_refused(world):
+    with world.peer("data") as peer:
+        world.trains()
+        peer.say("Pull", 0, 0, BLOCKS, epoch=world.epoch)
+        answer = peer.hear_of("Refused", "Block")
+        assert answer.name == "Refused" and answer.fields[:2] == ("NoVersion", 0) and answer.fields[2] > 0
+        # Blocks that are none of this shard's are none of the answer.
+        newest = world.cluster.part(world.lead, "m")["version"]
+        peer.say("Pull", newest, 4000, 4001, epoch=world.epoch)
+        peer.say("Probe", 1, epoch=world.epoch)
+        assert peer.hear_of("Missing", "Block").name == "Missing"
+    with world.peer("data") as peer:
+        peer.say("Pull", 1, 3, 3, epoch=world.epoch)
+        cut_off(peer)
+    with world.peer("data") as peer:
+        # A version that never comes is waited for, and holds nobody up; too many such are refused.
+        for _ in range(300):
+            peer.say("Pull", 1 << 40, 0, 1, epoch=world.epoch)
+        assert peer.closes()
+
+
+def test_requests_that_make_no_sense_are_refused(world):
+    """Of the lead: each is answered with what is wrong, and the connection stays."""
+    with world.peer("control") as peer:
+        asked = iter(range(1, 100))
+
+        def ask(name, *fields):
+            answer = peer.request(name, *fields, request=next(asked), epoch=world.epoch)
+            return answer.fields if answer.name == "Refused" else answer.name
+
+        assert ask("Join", "t") == ("name taken", "t")
+        assert ask("Leave", 12345, 0) == ("unknown learner", 12345)
+        assert ask("Open", 12345) == ("unknown learner", 12345)
+        lead = world.cluster.lead("m")
+        (other,) = [learner["id"] for learner in lead["learners"] if learner["name"] == "t"]
+        for name, fields in [
+            ("Leave", (other, 0)), ("Open", (other,)), ("Abort", (other,)), ("Withdraw", (other,)),
+            ("Commit", (other, 1, [(0, BLOCKS)], 100)),
+        ]:
+            assert ask(name, *fields) == ("unknown learner", other), "another client's learner"
+        kind, why = ask("SetControl", "reducer", "median")
+        assert kind == "Control" and "median" in why
+        assert ask("SetControl", "no_such", "1")[0] == "Control"
+        assert ask("WithdrawAssign", 5) == "Done"
+        assert ask("Assign", 1, [(0, BLOCKS)], 100)[0] == "not allowed"
+
+
+def test_a_learner_of_a_stray_client_commits_out_of_order(world):
+    with world.peer("control", client=99) as peer:
+        joined = peer.request("Join", "stray", request=1, epoch=world.epoch)
+        assert joined.name == "Joined"
+        learner = joined.fields.number()
+        commit = peer.request("Commit", learner, 7, [(0, BLOCKS)], 100, request=2, epoch=world.epoch)
+        assert commit.name == "Refused" and commit.fields == ("step out of order", 7, 1)
+        outside = peer.request("Commit", learner, 1, [(0, BLOCKS + 1)], 100, request=3, epoch=world.epoch)
+        assert outside.name == "Refused" and outside.fields == ("out of range",)
+        again = peer.request("Join", "stray", request=1, epoch=world.epoch)
+        assert again.name == "Joined" and again.fields.number() == learner, "a request that is repeated is answered again"
+        assert peer.request("Leave", learner, 0, request=4, epoch=world.epoch).name == "Done"
+
+
+@pytest.mark.parametrize("ranges", [[(2, 2)], [(3, 1)], [(0, 2), (1, 3)], [(0, 1), (1, 2)], [(5, 6), (0, 1)]])
+def test_blocks_that_are_no_set_end_the_connection(world, ranges):
+    with world.peer("control", client=98) as peer:
+        peer.say("Commit", 1, 1, ranges, 100, request=1, epoch=world.epoch)
+        cut_off(peer)
+
+
+def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone(world):
+    """A client that commits and sends nothing is gone when its lease is over; its step counts for nobody."""
+    world.cluster.run  # The lease is the job's.
+    world.mount.control("lease", 1)
+    with world.peer("control", client=97) as peer:
+        joined = peer.request("Join", "liar", request=1, epoch=world.epoch)
+        learner = joined.fields.number()
+        peer.say("Commit", learner, 1, [(0, BLOCKS)], 5000, request=2, epoch=world.epoch)
+        peer.hear_of("Grant")
+        # And says no more: its connection is given up, or it is.
+        world.trains(deadline=12)
+    world.mount.control("lease", 60)
+
+
+@pytest.mark.parametrize(
+    "name, fields, payload, expected",
+    [
+        ("Create", (), b"no record", "Other"),
+        ("Create", (), bytes(100_000), "Other"),
+        ("Loaded", (5,), b"", "NoModel"),
+        ("Load", (5, 0), b"1234", "NoModel"),
+    ],
+)
+def test_records_and_loads_that_are_none_are_refused(world, name, fields, payload, expected):
+    with world.peer("admin") as peer:
+        peer.say(name, *fields, payload=payload, request=2, epoch=0)
+        assert peer.hear_of("Refused").fields[0] == expected
+
+
+def test_another_generation_is_not_deleted(world):
+    with world.peer("admin") as peer:
+        answer = peer.request("Delete", "m", world.generation ^ 1, request=1, epoch=0)
+        assert answer.fields == ("Generation", "m", world.generation, world.generation ^ 1)
+
+
+def test_the_registry_refuses_what_is_none(world):
+    with world.peer("admin", world.cluster.shards[0]) as peer:
+        ask = lambda n, what, *fields, payload=b"": peer.request(  # noqa: E731
+            "Registry", wire.REGISTRY[what], *fields, payload=payload, request=n, epoch=0
+        )
+        assert ask(1, "Announce", 0, "nowhere", "h", False, 1000).fields[0] == "Other"
+        assert ask(2, "Announce", 0, "h:1", "h", False, 0).fields[0] == "Other"
+        assert ask(3, "Drain", 900).fields[0] == "Other"
+        assert ask(4, "Model", "nope").fields == ("NoModel", "nope")
+        assert ask(5, "Put", b"\0", payload=b"no record").fields[0] == "Other"
+        assert ask(6, "Delete", "m", world.generation ^ 1).fields[0] == "Generation"
+    with world.peer("admin", world.cluster.shards[1]) as peer:
+        answer = peer.request("Registry", wire.REGISTRY["Models"], request=1, epoch=0)
+        assert answer.name == "Refused" and world.cluster.registry in answer.fields[1]
+
+
+def test_a_crowd_of_strangers_keeps_nobody_out(world):
+    """Many connections that say nothing, and many that come and go."""
+    host, port = world.lead.address.rsplit(":", 1)
+    crowd = [socket.create_connection((host, int(port)), timeout=5) for _ in range(200)]
+    world.trains()
+    for one in crowd[:100]:
+        one.close()
+    with world.peer("admin") as peer:
+        assert peer.request("Status", epoch=0).name == "Text"
+    for one in crowd[100:]:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        one.close()

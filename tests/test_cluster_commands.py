@@ -1,0 +1,225 @@
+"""The commands of a cluster: what they do, and what they say when they cannot."""
+
+import errno
+import json
+import os
+import socket
+import threading
+
+import numpy as np
+import pytest
+from cluster import cluster, run  # noqa: F401
+from filetools import BLOCK, array, eventually, outcome, takes
+
+SMALL = ("--size", "256KiB", "--block-size", "64KiB", "--reducer", "sum")
+
+
+def refused(done, *words, code=1):
+    """It failed with one clear message that holds all `words`."""
+    shown = f"{' '.join(map(str, done.args))}\n{done.returncode}\n{done.stdout}{done.stderr}"
+    assert done.returncode == code, shown
+    assert done.stderr.startswith("gradfs: error: ") and done.stdout == "", shown
+    assert "panicked" not in done.stderr and len(done.stderr) < 1500, shown
+    for word in words:
+        assert str(word) in done.stderr, f"{word!r} is missing:\n{shown}"
+    return done.stderr
+
+
+@pytest.fixture
+def silent():
+    """The address of somebody who takes connections and says nothing."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    yield "127.0.0.1:%d" % listener.getsockname()[1]
+    listener.close()
+
+
+@pytest.fixture
+def stranger():
+    """The address of something that is not gradfs."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer():
+        while True:
+            try:
+                one, _ = listener.accept()
+            except OSError:
+                return
+            with one:
+                one.recv(1 << 16)
+                one.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+    threading.Thread(target=answer, daemon=True).start()
+    yield "127.0.0.1:%d" % listener.getsockname()[1]
+    listener.close()
+
+
+@pytest.fixture
+def nobody():
+    """An address that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return "127.0.0.1:%d" % listener.getsockname()[1]
+
+
+def commands(registry, tmp_path):
+    (tmp_path / "mnt").mkdir(exist_ok=True)
+    at = ("--registry", registry)
+    return {
+        "status": ("status", *at),
+        "create": ("create", "x", *SMALL, *at),
+        "mount": ("mount", tmp_path / "mnt", *at),
+        "delete": ("delete", "x", *at),
+        "drain": ("drain", "127.0.0.1:1", *at),
+        "shard": ("shard", "--listen", "127.0.0.1:0", *at),
+    }
+
+
+def test_status_tells_of_shards_and_models(cluster):
+    one = cluster(2)
+    assert "no models" in one.run("status").stdout
+    one.create("m", size="1MiB", block_size="64KiB", reducer="sum", shards=2)
+    status = one.status()
+    assert status["models"] == ["m"] and status["registry"] == one.registry
+    assert [shard["address"] for shard in status["shards"]] == [shard.address for shard in one.shards]
+    assert sum(shard["models"][0]["blocks"] for shard in status["shards"]) == 16
+    mount = one.mount()
+    mount.contribute(np.ones(1, "<f4"))
+    (lead,) = [model["lead"] for shard in one.status()["shards"] for model in shard["models"] if model["lead"]]
+    assert (lead["version"], lead["clients"], lead["contributions"]) == (1, 1, 1)
+    assert [learner["name"] for learner in lead["learners"]] == [mount.own()]
+    said = one.run("status").stdout
+    for word in ("m: version 1", "leads: running", "1 learner(s)", "models: m", one.shards[1].address):
+        assert word in said, said
+
+
+def test_delete_cuts_off_whoever_uses_it(cluster):
+    """They get errors, and no hang; weights that are here stay readable; the name is free."""
+    one = cluster(2)
+    one.create("m", size="256KiB", block_size="64KiB", reducer="sum", timeout=1)
+    mount = one.mount()
+    mount.contribute(np.ones(4, "<f4"))
+    held = open(mount.model / "weights", "rb", buffering=0)
+    assert one.run("delete", "m").stdout == "gradfs: deleted m\n"
+    assert one.status()["models"] == []
+    with takes(0, 4):
+        assert outcome(mount.contribute, np.ones(4, "<f4")) in ("EIO", "ETIMEDOUT", "ENOTCONN")
+    with held:
+        assert np.frombuffer(held.read(4), "<f4")[0] == 1
+    refused(one.run("delete", "m"), "m", "no model")
+    one.models.clear()
+    one.create("m", size="256KiB", block_size="64KiB", reducer="sum")
+    again = one.mount()
+    assert again.version() == 0
+    again.contribute(np.full(4, 7, "<f4"))
+    assert array(again.model / "weights")[0] == 7
+    # The old mount is of another life of the name.
+    with takes(0, 4):
+        assert outcome(mount.contribute, np.ones(4, "<f4")) in ("EIO", "ETIMEDOUT", "ENOTCONN")
+    assert array(again.model / "weights")[0] == 7 and one.lead("m")["version"] == 1
+    with takes(0, 8):
+        assert mount.stop() == 0
+
+
+def test_create_refuses_what_cannot_be_and_leaves_nothing(cluster, tmp_path):
+    one = cluster(2)
+    one.create("m", size="256KiB", block_size="64KiB", reducer="sum")
+    before = one.ask(one.shards[0])
+    refused(one.run("create", "m", *SMALL), "m", "already")
+    refused(one.run("create", "n", *SMALL, "--shards", 5), "5 shards are wanted", "only 2")
+    refused(one.run("create", "a/b", *SMALL), "a/b", code=2)
+    refused(one.run("create", "n", *SMALL[:4], "--reducer", "median"), "median", code=2)
+    missing = tmp_path / "none.safetensors"
+    refused(one.run("create", "n", "--model", missing, "--reducer", "sum"), missing)
+    huge = refused(one.run("create", "n", "--size", "64TiB", "--block-size", "4MiB", "--reducer", "sum"), "n")
+    assert "memory" in huge or "blocks" in huge, huge
+    assert one.status()["models"] == ["m"]
+    assert one.ask(one.shards[0])["models"] == before["models"]
+    one.create("n", size="256KiB", block_size="64KiB", reducer="sum")
+
+
+def test_a_shard_that_comes_later_takes_new_models(cluster):
+    one = cluster(1)
+    one.create("m", size="256KiB", block_size="64KiB", reducer="sum")
+    mount = one.mount(models=["m"])
+    added = one.add_shard()
+    one.create("n", size="256KiB", block_size="64KiB", reducer="sum")
+    assert [model["name"] for model in one.ask(added)["models"]] == ["n"]
+    both = one.mount(models=["m", "n"])
+    for model in both.models:
+        (model / "gradients").write_bytes(np.ones(4, "<f4").tobytes())
+        eventually(lambda model=model: array(model / "weights")[0] == 1)
+    mount.contribute(np.ones(4, "<f4"))
+    assert array(mount.model / "weights")[0] >= 1
+
+
+def test_a_drained_shard_takes_no_more_models(cluster):
+    one = cluster(3)
+    one.create("m", size="256KiB", block_size="64KiB", reducer="sum", shards=3)
+    drained = one.shards[1]
+    said = one.run("drain", drained.address).stdout
+    assert drained.address in said and "no more models" in said
+    assert [s["draining"] for s in one.status()["shards"]] == [False, True, False]
+    one.create("n", size="256KiB", block_size="64KiB", reducer="sum")
+    assert [m["name"] for m in one.ask(drained)["models"]] == ["m"]
+    refused(one.run("create", "o", *SMALL, "--shards", 3), "3 shards are wanted", "only 2")
+    mount = one.mount(models=["m"])
+    mount.contribute(np.ones(4, "<f4"))
+    assert array(mount.model / "weights")[0] == 1, "what it has goes on"
+    refused(one.run("drain", "127.0.0.1:1"), "127.0.0.1:1", drained.address)
+
+
+def test_what_is_not_there_is_said(cluster, tmp_path):
+    one = cluster(1)
+    (tmp_path / "mnt").mkdir()
+    refused(one.run("mount", tmp_path / "mnt"), "no models")
+    one.create("m", size="64KiB", block_size="64KiB", reducer="sum")
+    refused(one.run("mount", tmp_path / "mnt", "nope"), "nope")
+    refused(one.run("mount", tmp_path / "none", "m"), "none")
+    refused(one.run("delete", "nope"), "nope")
+    assert os.listdir(tmp_path / "mnt") == []
+
+
+@pytest.mark.parametrize("command", ["status", "create", "mount", "delete", "drain", "shard"])
+def test_an_unreachable_registry_is_said(tmp_path, nobody, stranger, silent, command):
+    """Nobody, something else, or somebody who says nothing: one line each, in time."""
+    with takes(0, 5):
+        refused(run(*commands(nobody, tmp_path)[command]), nobody, "connection refused")
+    with takes(0, 5):
+        refused(run(*commands(stranger, tmp_path)[command]), stranger, "something else listens")
+    if command in ("status", "shard"):
+        with takes(3, 13):
+            refused(run(*commands(silent, tmp_path)[command]), silent, "no answer before the deadline")
+
+
+def test_a_port_in_use_and_a_wrong_address_are_said(cluster):
+    one = cluster(1)
+    taken = one.shards[0].address
+    with takes(0, 5):
+        refused(run("shard", "--listen", taken), "cannot listen", taken, "in use")
+    with takes(0, 5):
+        refused(run("shard", "--listen", "192.0.2.1:7170"), "cannot listen", "192.0.2.1:7170")
+    with takes(0, 8):
+        refused(run("shard", "--listen", "no.such.host.invalid:1"), "no.such.host.invalid")
+    refused(run("shard", "--listen", "0.0.0.0:0"), "--advertise", code=2)
+    refused(run("status", "--registry", "127.0.0.1:99999"), "99999", code=2)
+
+
+def test_a_registry_of_its_own_serves_shards(cluster, tmp_path):
+    from cluster import Shard
+
+    registry = Shard(command="registry")
+    try:
+        shard = Shard("--registry", registry.address)
+        try:
+            done = run("create", "m", *SMALL, "--registry", registry.address)
+            assert done.returncode == 0, done.stderr
+            status = json.loads(run("status", "--registry", registry.address, "--json").stdout)
+            assert [s["address"] for s in status["shards"]] == [shard.address] and status["models"] == ["m"]
+        finally:
+            assert shard.stop() == 0
+        # It has said good-bye.
+        status = json.loads(run("status", "--registry", registry.address, "--json").stdout)
+        assert status["shards"] == [] and status["models"] == ["m"]
+        (tmp_path / "mnt").mkdir()
+        refused(run("mount", tmp_path / "mnt", "--registry", registry.address), "m", "shard 1 is not there")
+    finally:
+        registry.clean_up()

@@ -1,0 +1,354 @@
+"""What the others see when a part of a cluster fails, as docs/semantics.md promises it "On a network"."""
+
+import errno
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from cluster import cluster  # noqa: F401
+from filetools import BLOCK, Threads, array, eventually, finish, hear, outcome, program, raises, takes
+
+SIZE = 8 * BLOCK + 1236
+ELEMENTS = SIZE // 4
+LEASE = 1
+
+
+def model(one, name="m", **settings):
+    options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 15, "lease": LEASE, **settings}
+    one.create(name, **options)
+    return one
+
+
+def proxied(cluster, **settings):
+    """A model on two shards, all of them behind proxies: the cluster, and the proxies."""
+    one = cluster(0)
+    proxies = []
+    for _ in range(2):
+        proxies.append(one.proxy())
+        one.add_shard(proxy=proxies[-1])
+    return model(one, **settings), proxies
+
+
+def give(mount, value, learner=None):
+    mount.contribute(np.full(ELEMENTS, value, "<f4"), learner=learner)
+
+
+def only(mount, learner=None):
+    values = array(mount.place(learner) / "weights")
+    assert (values == values[0]).all(), f"torn: {sorted(set(values.tolist()))}"
+    return values[0]
+
+
+def once(matches, harm):
+    """A rule for a proxy that does harm to one piece of data; `harm(data)` is what goes on. And whether it has."""
+    done = threading.Event()
+
+    def rule(connection, direction, data):
+        if not done.is_set() and matches(connection, direction, data):
+            done.set()
+            return harm(data)
+        return data
+
+    return rule, done
+
+
+def in_a_block(way):
+    """Data that is within the payload of a block on its way up or down."""
+    return lambda connection, direction, data: (
+        connection.role == "data" and direction == way and len(data) > 20_000 and connection.passed[way] > 0
+    )
+
+
+WRITER = """
+fd = os.open(argv[0], os.O_WRONLY)
+os.pwrite(fd, bytes([0, 0, 128, 66]) * 16384, 0)  # A block of 64.0.
+say("written")
+wait()
+"""
+
+
+def test_killed_writer_leaves_no_half_step_on_a_network(cluster):
+    one = model(cluster(2), learners=2)
+    a, b = one.mount(), one.mount()
+    a.join("a"), b.join("b")
+    for step in (1, 2):
+        threads = Threads()
+        threads.run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
+        assert only(a, "a") == only(b, "b") == 2 * step
+    child = program(WRITER, a.place("a") / "gradients")
+    hear(child)
+    child.kill()
+    child.communicate(timeout=10)
+    eventually(lambda: not a.place("a").exists())
+    give(b, 1, "b")
+    assert only(b, "b") == 5, "the other goes on, and nothing of the killed one counts"
+
+
+def test_a_killed_mount_holds_the_others_up_for_the_lease_alone(cluster):
+    """Its learners are gone after it; it can be mounted again, and learn under the same names."""
+    one = model(cluster(2), learners=2)
+    a, b = one.mount(), one.mount()
+    a.join("a"), b.join("b")
+    Threads().run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
+    os.kill(a.pid, signal.SIGKILL)
+    a.process.wait(10)
+    with takes(0, LEASE + 2):
+        give(b, 10, "b")
+        assert only(b, "b") == 12
+    again = one.mount()
+    again.join("a")
+    assert only(again) == 12
+    Threads().run(lambda: give(again, 100, "a"), lambda: give(b, 100, "b"))
+    assert only(again, "a") == only(b, "b") == 212
+
+
+def test_a_mount_that_is_idle_for_longer_than_the_lease_stays(cluster):
+    one = model(cluster(1), lease=0.4)
+    mount = one.mount()
+    place = mount.join("a")
+    fd = os.open(place / "gradients", os.O_WRONLY)
+    time.sleep(1.2)
+    os.write(fd, np.ones(ELEMENTS, "<f4").tobytes())
+    os.close(fd)
+    assert only(mount, "a") == 1
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("harm", ["reset", "spoil", "cut short"])
+def test_damage_on_the_way_is_repaired(cluster, way, harm):
+    """A connection that is reset in mid-block, or brings a wrong byte: noticed, and repaired by a new one."""
+    one, proxies = proxied(cluster)
+    mount = one.mount()
+    give(mount, 1)
+    assert only(mount) == 1
+
+    def spoil(data):
+        return data[:-7] + bytes([data[-7] ^ 0x10]) + data[-6:]
+
+    harms = {"reset": lambda data: None, "spoil": spoil, "cut short": lambda data: data[: len(data) // 2]}
+    rules = [once(in_a_block(way), harms[harm]) for _ in proxies]
+    for proxy, (rule, _) in zip(proxies, rules):
+        proxy.rule = rule
+    with takes(0, 8):
+        give(mount, 10)
+        assert only(mount) == 11
+    assert all(done.is_set() for _, done in rules)
+    if harm == "spoil":
+        log = mount.stderr() + "".join(shard.stderr() for shard in one.shards)
+        assert "checksum" in log or "closed by the peer" in log, log
+    give(mount, 100)
+    assert only(mount) == 111
+
+
+def test_delay_is_no_failure(cluster):
+    one, proxies = proxied(cluster)
+    mount = one.mount()
+
+    def late(connection, direction, data):
+        time.sleep(0.02)
+        return data
+
+    for proxy in proxies:
+        proxy.rule = late
+    for step in range(1, 4):
+        give(mount, 1)
+        assert only(mount) == step
+
+
+@pytest.mark.parametrize("role", ["control", "data", "lead"])
+def test_connections_that_are_lost_again_and_again_lose_nothing(cluster, role):
+    one, proxies = proxied(cluster, lease=5)
+    mount = one.mount()
+    stop = threading.Event()
+
+    def disturb():
+        while not stop.wait(0.15):
+            for proxy in proxies:
+                proxy.reset(lambda connection: connection.role == role)
+
+    threads = Threads()
+    disturber = threads.start(disturb)
+    try:
+        for step in range(1, 11):
+            give(mount, 1)
+            assert only(mount) == step
+            time.sleep(0.03)
+    finally:
+        stop.set()
+        disturber.result(5)
+    assert one.lead("m")["contributions"] == 10
+
+
+def test_a_stopped_shard_holds_requests_up_until_their_deadlines(cluster):
+    """Afterwards the job goes on; what timed out counts once or not at all."""
+    one = model(cluster(2), timeout=0.7, lease=5)
+    mount = one.mount()
+    give(mount, 1)
+    assert only(mount) == 1
+    for shard in one.shards:
+        shard.pause()
+        before = only(mount)
+        with takes(0.5, 4):
+            assert outcome(give, mount, 10) in ("ETIMEDOUT", "EBUSY")
+        assert only(mount) == before, "weights that are here stay readable"
+        shard.resume()
+        # One that timed out may have been taken.
+        eventually(lambda: outcome(give, mount, 100) == "done", deadline=10)
+        give(mount, 100)
+        now = eventually(lambda: (value := only(mount)) > before + 100 and value)
+        assert now - before in {200 + 10 * taken for taken in (0, 1)} | {300 + 10 * taken for taken in (0, 1)}
+
+
+def test_a_shard_that_was_stopped_for_longer_than_the_lease_lets_nobody_go(cluster):
+    one = model(cluster(2), timeout=10)
+    mount = one.mount()
+    place = mount.join("a")
+    give(mount, 1, "a")
+    assert only(mount, "a") == 1
+    fd = os.open(place / "gradients", os.O_WRONLY)
+    for shard in one.shards:
+        shard.pause()
+    time.sleep(1.5 * LEASE)
+    for shard in one.shards:
+        shard.resume()
+    os.write(fd, np.ones(ELEMENTS, "<f4").tobytes())
+    os.close(fd)
+    assert only(mount, "a") == 2
+
+
+def test_a_killed_shard_is_an_error_and_no_hang(cluster):
+    """Models that it has no part of go on."""
+    one = model(cluster(3), shards=3, timeout=1)
+    one.create("n", size=BLOCK, block_size=BLOCK, reducer="sum", shards=1)
+    mount = one.mount(models=["m"])
+    other = one.mount(models=["n"])
+    give(mount, 1)
+    victim = next(s for s in one.shards if not one.ask(s)["models"][0]["lead"] and len(one.ask(s)["models"]) == 1)
+    victim.kill()
+    with takes(0, 4):
+        assert outcome(give, mount, 1) in ("ETIMEDOUT", "EIO")
+    with takes(0, 2):
+        assert only(mount) == 1
+    other.contribute(np.ones(4, "<f4"))
+    assert array(other.model / "weights")[0] == 1
+    status = mount.status()
+    lost = [shard for shard in status["shards"] if not shard["connected"]]
+    assert [shard["address"] for shard in lost] == [victim.address]
+    shown = one.run("status").stdout
+    assert f"shard {victim.number}" in shown and "unreachable" in shown or "cannot be reached" in shown, shown
+    # A new one at the same address has none of its blocks, and says so: the job has failed.
+    one.add_shard(listen=victim.address)
+    eventually(lambda: outcome(give, mount, 1) == "EIO", deadline=10)
+    assert only(mount) == 1
+    assert mount.status()["state"] == "failed"
+
+
+def test_a_killed_lead_is_an_error_and_no_hang(cluster):
+    one = model(cluster(2), timeout=1)
+    mount = one.mount()
+    give(mount, 1)
+    one.leader("m").kill()
+    with takes(0, 4):
+        assert outcome(give, mount, 1) in ("ETIMEDOUT", "EIO")
+    with takes(0, 3):
+        assert outcome(mount.join, "x") in ("ETIMEDOUT", "EIO")
+        assert outcome(mount.control, "learning_rate", 1) in ("ETIMEDOUT", "EIO")
+    assert array(mount.model / "weights")[0] == 1
+    with takes(0, 8):
+        assert mount.stop() == 0
+
+
+def test_a_partition_that_heals_loses_nothing(cluster):
+    """Shorter than the lease: as if it had been slow. The other mount waits for it."""
+    one, proxies = proxied(cluster, learners=2, lease=4)
+    a = one.mount()
+    of_a = proxies[0].clients()
+    b = one.mount()
+    a.join("a"), b.join("b")
+    threads = Threads()
+    threads.run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
+    for proxy in proxies:
+        proxy.hold(lambda connection: connection.client in of_a)
+    waiting = [threads.start(give, a, 10, "a"), threads.start(give, b, 10, "b")]
+    time.sleep(0.6)
+    assert not any(future.done() for future in waiting[:1])
+    for proxy in proxies:
+        proxy.release()
+    for future in waiting:
+        future.result(10)
+    assert only(a, "a") == only(b, "b") == 22
+
+
+def test_a_partition_for_longer_than_the_lease_excludes(cluster):
+    """The others go on; whoever comes back hears that it is out of the job, and joins again."""
+    one, proxies = proxied(cluster, learners=2, timeout=3)
+    a = one.mount()
+    of_a = proxies[0].clients()
+    b = one.mount()
+    a.join("a"), b.join("b")
+    threads = Threads()
+    threads.run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
+    for proxy in proxies:
+        proxy.hold(lambda connection: connection.client in of_a)
+    with takes(0, LEASE + 3):
+        give(b, 10, "b")
+        assert only(b, "b") == 12
+    for proxy in proxies:
+        proxy.release()
+    eventually(lambda: not a.place("a").exists(), deadline=10)
+    assert a.weights() == b.weights()
+    a.join("a")
+    threads.run(lambda: give(a, 100, "a"), lambda: give(b, 100, "b"))
+    assert only(a, "a") == only(b, "b") == 212
+
+
+def test_below_min_learners_the_job_stops_on_all_mounts(cluster):
+    one = model(cluster(2), learners=2, min_learners=2)
+    a, b = one.mount(), one.mount()
+    a.join("a"), b.join("b")
+    threads = Threads()
+    threads.run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
+    a.leave("a")
+    eventually(lambda: b.status()["state"] == "stopped", deadline=3)
+    with takes(0, 2), raises(errno.ECANCELED):
+        give(b, 1, "b")
+    assert only(a) == 2
+    a.join("a")
+    eventually(lambda: b.status()["state"] != "stopped", deadline=3)
+    threads.run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
+    assert only(b, "b") == 4
+
+
+def test_a_reader_that_is_cut_off_keeps_its_version_and_catches_up(cluster):
+    one, proxies = proxied(cluster)
+    a = one.mount()
+    give(a, 1)
+    before = {client for proxy in proxies for client in proxy.clients()}
+    reader = one.mount()
+    held = {client for proxy in proxies for client in proxy.clients()} - before
+    assert only(reader) == 1
+    for proxy in proxies:
+        proxy.hold(lambda connection: connection.client in held)
+    give(a, 1)
+    assert only(a) == 2 and only(reader) == 1
+    for proxy in proxies:
+        proxy.release()
+    eventually(lambda: only(reader) == 2, deadline=6)
+
+
+def test_learners_that_end_while_the_network_is_down_leave(cluster):
+    """The daemon ends in good time, too."""
+    one, proxies = proxied(cluster, timeout=1)
+    mount = one.mount()
+    child = program("fd = os.open(argv[0], os.O_WRONLY)\nsay('open')\nwait()", mount.join("a") / "gradients")
+    hear(child)
+    for proxy in proxies:
+        proxy.hold()
+    with takes(0.5, 4):
+        assert outcome(give, mount, 1, "a") == "ETIMEDOUT"
+    finish(child)
+    with takes(0, 10):
+        assert mount.stop() == 0
