@@ -178,7 +178,12 @@ impl Data {
     /// The next block that was asked for.
     fn next_block(&mut self, link: &Link) -> Option<Outgoing> {
         loop {
-            let (version, blocks) = self.pulls.front_mut()?;
+            let Some((version, blocks)) = self.pulls.front_mut() else {
+                // A connection on which nothing more is asked for would keep the buffer from being used again: some
+                // of them, each with a version of its own, and there is none left for the next version.
+                self.pinned = None;
+                return None;
+            };
             let version = *version;
             if self.pinned.as_ref().is_none_or(|pinned| pinned.version() != version) {
                 self.pinned = None;
