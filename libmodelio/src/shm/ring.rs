@@ -135,10 +135,7 @@ impl End {
     ///
     /// # Safety
     /// The slices are writable, and nobody else touches them meanwhile.
-    pub unsafe fn read(
-        &mut self,
-        slices: impl Iterator<Item = (*mut u8, usize)>,
-    ) -> Result<usize, Broken> {
+    pub unsafe fn read(&mut self, slices: impl Iterator<Item = (*mut u8, usize)>) -> Result<usize, Broken> {
         let mut left = self.readable()?;
         let ring = self.ring(1 - self.side);
         let before = self.read;
@@ -172,10 +169,7 @@ impl End {
     ///
     /// # Safety
     /// The slices are readable, and nobody writes them meanwhile.
-    pub unsafe fn write(
-        &mut self,
-        slices: impl Iterator<Item = (*mut u8, usize)>,
-    ) -> Result<usize, Broken> {
+    pub unsafe fn write(&mut self, slices: impl Iterator<Item = (*mut u8, usize)>) -> Result<usize, Broken> {
         let mut left = self.room()?;
         let ring = self.ring(self.side);
         let before = self.written;
