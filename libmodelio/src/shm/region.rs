@@ -251,3 +251,6 @@ impl Lender {
         numbers
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -229,3 +229,6 @@ impl End {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

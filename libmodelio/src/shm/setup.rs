@@ -196,3 +196,6 @@ fn await_message(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
