@@ -48,6 +48,23 @@ impl Target {
     pub unsafe fn new(start: *mut u8, len: usize, guard: Guard) -> Target {
         Target { start, len, _guard: guard }
     }
+
+    /// Fills it from memory that both ends of a connection see.
+    ///
+    /// # Errors
+    /// If that is not as long.
+    ///
+    /// # Safety
+    /// `from` can be read for `len` bytes and does not overlap the target. It may change meanwhile.
+    pub unsafe fn copy_from(&mut self, from: *const u8, len: usize) -> Result<(), Close> {
+        if len != self.len {
+            let why = format!("{len} bytes of payload for {} bytes of memory", self.len);
+            return Err(Close::Asked(why.into()));
+        }
+        // SAFETY: the target is writable and its holder's alone; the rest is the caller's promise.
+        unsafe { self.start.copy_from_nonoverlapping(from, len) };
+        Ok(())
+    }
 }
 
 /// A payload that is to be sent from where it lies.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::core::Part;
-use super::edge::Shared;
+use super::edge::{Memory, Shared};
 use crate::link::{Conversation, Link, Outgoing, Take};
 use crate::net::Close;
 use crate::wire::{Limits, Message, Protocol, Received, Role};
@@ -77,7 +77,7 @@ impl Conversation for Control {
 
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
         if self.0.welcomed(&received.message)? {
-            self.0.shared.greeted(None, &self.0.link);
+            self.0.shared.greeted(None, &self.0.link, false);
             return Ok(Take::Nothing);
         }
         let (request, message) = (received.header.request(), received.message.clone());
@@ -108,11 +108,13 @@ pub(super) struct Data {
     part: Part,
     /// What is landing just now.
     landing: Option<(crate::ids::Version, crate::ids::BlockId)>,
+    /// What both ends see, if the shard is on this host.
+    memory: Option<Memory>,
 }
 
 impl Data {
-    pub(super) fn new(shared: Arc<Shared>, part: Part) -> Data {
-        Data { greeting: Greeting::new(shared), part, landing: None }
+    pub(super) fn new(shared: Arc<Shared>, part: Part, memory: Option<Memory>) -> Data {
+        Data { greeting: Greeting::new(shared), part, landing: None, memory }
     }
 
     fn landed(&mut self, whole: bool) {
@@ -133,10 +135,16 @@ impl Conversation for Data {
 
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
         if self.greeting.welcomed(&received.message)? {
-            self.greeting.shared.greeted(Some(self.part), &self.greeting.link);
+            let by_memory = self.memory.is_some();
+            self.greeting.shared.greeted(Some(self.part), &self.greeting.link, by_memory);
             return Ok(Take::Nothing);
         }
         let shared = &self.greeting.shared;
+        if let Some(memory) = &mut self.memory
+            && shared.hear_by_memory(received, memory, &self.greeting.link)?
+        {
+            return Ok(Take::Nothing);
+        }
         if let Message::Block { version, block } = received.message {
             if block.0 >= shared.layout.blocks() {
                 return Err(Close::Asked(format!("block {block} is outside of the model").into()));
@@ -164,7 +172,10 @@ impl Conversation for Data {
 
     fn next(&mut self) -> Option<Outgoing> {
         self.greeting.silence?;
-        self.greeting.shared.next_for(self.part)
+        match &mut self.memory {
+            Some(memory) => self.greeting.shared.next_by_memory(self.part, memory, &self.greeting.link),
+            None => self.greeting.shared.next_for(self.part),
+        }
     }
 
     fn limits(&self) -> Limits {

@@ -7,6 +7,8 @@
 //! One of the modules that hold `unsafe`: blocks of the back buffer are handed to connections to be received into,
 //! and blocks of staging regions to be sent from. What makes that sound is told at each place.
 
+mod memory;
+
 use std::collections::HashMap;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,8 +25,12 @@ use super::versions::Versions;
 use crate::ids::{BlockId, ClientId, Epoch, Generation, LearnerId, PlanId, Step, Version};
 use crate::layout::ModelLayout;
 use crate::link::{Framed, Guard, Link, Outgoing, Piece, Target};
-use crate::net::{Choice, Close, Handle, Reactor, ReactorOptions, SocketOptions, Thread};
-use crate::transport::{LeaveReason, Region, ShardError};
+use crate::net::{Choice, Close, Handle, Reactor, ReactorOptions, SocketOptions, Thread, Threads};
+use crate::shm;
+use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
+pub(super) use memory::Memory;
+pub use memory::TransportChoice;
+
 use crate::wire::{self, Granted, JobState, Message, ModelRecord, Refusal, ShardRecord};
 
 /// When a client pulls versions.
@@ -45,6 +51,8 @@ pub struct ClientOptions {
     pub threads: usize,
     /// By which way.
     pub io: Choice,
+    /// Whether they go through sockets at all.
+    pub transport: TransportChoice,
     /// Connections to each shard for blocks.
     pub connections: usize,
     /// Bytes that may be on their way from one shard.
@@ -60,6 +68,7 @@ impl Default for ClientOptions {
         ClientOptions {
             threads: 2,
             io: Choice::Auto,
+            transport: TransportChoice::Auto,
             connections: 2,
             window: 8 << 20,
             pulls: Pulls::Published,
@@ -82,6 +91,14 @@ pub enum ClientError {
     /// No threads or memory.
     #[error("cannot start: {0}")]
     Start(String),
+    /// Bytes cannot go the way that is asked for.
+    #[error("model {model}: {why}")]
+    Transport {
+        /// Which.
+        model: String,
+        /// Why not.
+        why: String,
+    },
     /// A shard does not answer, or not as it should.
     #[error("model {model}: {why}")]
     Unreachable {
@@ -127,6 +144,21 @@ struct Peer {
     trouble: Option<String>,
     /// Which of `links` is next.
     turn: usize,
+    /// Why there is no memory in common with it, though it is on this host.
+    no_memory: Option<String>,
+}
+
+/// A shard as its client sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerView {
+    /// Where it listens.
+    pub address: String,
+    /// Whether it can be reached just now.
+    pub connected: bool,
+    /// Which way blocks go.
+    pub transport: TransportKind,
+    /// Why they do not go through shared memory, where they might.
+    pub no_memory: Option<String>,
 }
 
 struct Inner {
@@ -141,6 +173,16 @@ struct Inner {
     parts: Vec<Peer>,
     /// Sums that are on their way; the memory is used again.
     spare: Vec<Vec<u8>>,
+}
+
+/// What is to be sent of a block.
+struct Payload {
+    plan: PlanId,
+    /// Where it lies, by learner.
+    sources: Vec<Region>,
+    learners: Vec<LearnerId>,
+    /// The last one counts, and not the sum.
+    replaces: bool,
 }
 
 /// What has to happen once the lock is released.
@@ -161,6 +203,10 @@ pub(super) struct Shared {
     options: ClientOptions,
     lead_address: String,
     part_addresses: Vec<String>,
+    /// Whether each part is reached through shared memory, if that comes about.
+    by_memory: Vec<bool>,
+    /// Of connections through shared memory.
+    threads: Arc<Threads>,
     net: Handle,
     started: Instant,
     inner: Mutex<Inner>,
@@ -202,6 +248,17 @@ impl Client {
         };
         let part_addresses =
             core.shards().iter().map(|&shard| address(shard)).collect::<Result<Vec<_>, _>>()?;
+        let here = shm::host();
+        let is_here = |shard| shards.iter().any(|record| record.shard == shard && record.host == here);
+        if options.transport == TransportChoice::SharedMemory
+            && let Some(part) = core.shards().iter().position(|&shard| !is_here(shard))
+        {
+            let (shard, address) = (core.shards()[part], &part_addresses[part]);
+            let why = format!("shard {shard} at {address} is on another host, with no memory in common");
+            return Err(ClientError::Transport { model, why });
+        }
+        let wanted = options.transport != TransportChoice::Tcp;
+        let by_memory: Vec<bool> = core.shards().iter().map(|&shard| wanted && is_here(shard)).collect();
         let start = |error: &dyn std::fmt::Display| ClientError::Start(error.to_string());
         let reactor =
             ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
@@ -229,7 +286,9 @@ impl Client {
             client: ClientId(u64::from_le_bytes(random)),
             epoch: map.epoch(),
             lead_address,
+            threads: Threads::new(2 * by_memory.len() * options.connections),
             part_addresses,
+            by_memory,
             net,
             started: Instant::now(),
             inner: Mutex::new(inner),
@@ -283,11 +342,19 @@ impl Client {
         self.shared.client
     }
 
-    /// The shards' addresses, and whether each can be reached just now.
-    pub fn peers(&self) -> Vec<(String, bool)> {
+    /// The shards, in the order of the block map's owners.
+    pub fn peers(&self) -> Vec<PeerView> {
         let inner = self.shared.inner.lock();
-        let parts = self.shared.part_addresses.iter().zip(&inner.parts);
-        parts.map(|(address, peer)| (address.clone(), !peer.links.is_empty())).collect()
+        let view = |(part, peer): (Part, &Peer)| PeerView {
+            address: self.shared.part_addresses[part].clone(),
+            connected: !peer.links.is_empty(),
+            transport: match self.shared.by_memory[part] && peer.no_memory.is_none() {
+                true => TransportKind::SharedMemory,
+                false => TransportKind::Tcp,
+            },
+            no_memory: peer.no_memory.clone(),
+        };
+        inner.parts.iter().enumerate().map(view).collect()
     }
 
     /// Who is told of events.
@@ -461,6 +528,9 @@ impl Client {
             let _ = receiver.recv_timeout(patience);
         }
         shared.stop();
+        if let Err(error) = shared.threads.shut_down(Duration::from_secs(2)) {
+            tracing::warn!(%error, "connections through shared memory");
+        }
         if let Some(reactor) = self.reactor.lock().take()
             && let Err(error) = reactor.shut_down(Duration::from_secs(2))
         {
@@ -503,6 +573,28 @@ impl Inner {
         seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
     }
 
+    fn rejects_nonfinite(&self) -> bool {
+        self.core.state().controls.iter().any(|(name, value)| name == "nonfinite" && value == "reject")
+    }
+
+    /// What is to be sent of a block for the plan under way. None without a plan, or if its payload is gone.
+    fn granted(&self, block: BlockId) -> Option<Payload> {
+        let (plan, granted) = self.core.outgoing()?;
+        match granted.clone() {
+            Granted::Weights(token) => {
+                let sources = vec![self.weights.get(&token)?.clone()];
+                Some(Payload { plan, sources, learners: Vec::new(), replaces: false })
+            }
+            Granted::Contributions { mut of, replaces } => {
+                of.retain(|&(learner, step)| self.core.holds(learner, step, block));
+                let sources: Option<Vec<Region>> =
+                    of.iter().map(|key| self.sources.get(key).cloned()).collect();
+                let learners = of.iter().map(|(learner, _)| *learner).collect();
+                Some(Payload { plan, sources: sources?, learners, replaces })
+            }
+        }
+    }
+
     fn wake_all(&self) {
         self.parts.iter().flat_map(|peer| &peer.links).for_each(Link::wake);
     }
@@ -528,6 +620,8 @@ impl Shared {
             let links = inner.parts.iter().chain([&inner.lead]).flat_map(|peer| &peer.links);
             links.for_each(|link| link.close(Close::ShutDown));
         }
+        // Their threads end soon.
+        let _ = self.threads.shut_down(Duration::ZERO);
         self.finish(after);
         self.changed.notify_all();
     }
@@ -629,7 +723,7 @@ impl Shared {
     // -- connections
 
     /// The greeting of a connection for control (`None`) or for blocks of a part.
-    pub(super) fn greeted(&self, part: Option<Part>, link: &Link) {
+    pub(super) fn greeted(&self, part: Option<Part>, link: &Link, by_memory: bool) {
         let mut inner = self.inner.lock();
         let mut actions = Vec::new();
         let now = self.now();
@@ -644,6 +738,9 @@ impl Shared {
                 let peer = &mut inner.parts[part];
                 peer.tries = 0;
                 peer.trouble = None;
+                if by_memory {
+                    peer.no_memory = None;
+                }
                 peer.links.push(link.clone());
                 inner.core.shard_up(part, now, &mut actions);
             }
@@ -709,7 +806,10 @@ impl Shared {
             }
         }
         for (index, part) in missing.into_iter().enumerate() {
-            self.connect_one(part, index);
+            match part.filter(|&part| self.by_memory[part]) {
+                Some(part) => self.connect_by_memory(part, index),
+                None => self.connect_one(part, index),
+            }
         }
         next
     }
@@ -732,7 +832,7 @@ impl Shared {
                 self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(0))
             }
             Some(part) => {
-                let stream = Framed::new(Data::new(this, part), link.clone(), 128);
+                let stream = Framed::new(Data::new(this, part, None), link.clone(), 128);
                 self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(index))
             }
         };
@@ -755,6 +855,11 @@ impl Shared {
                 return Some(frame(Message::Push { plan, block, wide }, Some(piece)));
             }
         }
+        self.next_pull_for(inner, part)
+    }
+
+    /// The next request for blocks of a part.
+    fn next_pull_for(&self, mut inner: MutexGuard<'_, Inner>, part: Part) -> Option<Outgoing> {
         inner.core.pulling()?;
         let (retain, max) = inner.bounds();
         match inner.versions.back(retain, max) {
@@ -767,7 +872,8 @@ impl Shared {
             }
         }
         let window = (self.options.window / self.layout.block_size() as usize).max(1);
-        inner.core.next_pull(part, window, now).map(|message| frame(message, None))
+        let message = inner.core.next_pull(part, window, self.now())?;
+        Some(Outgoing { epoch: self.epoch, ..Outgoing::new(0, message) })
     }
 
     /// The payload of a block of the plan under way. Without one the plan has been refused here.
@@ -780,27 +886,14 @@ impl Shared {
     ) -> Option<(MutexGuard<'a, Inner>, Option<(bool, Piece)>)> {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
-        let granted = inner.core.outgoing().map(|(_, granted)| granted.clone())?;
-        let (sources, learners, replaces) = match granted {
-            Granted::Weights(token) => (vec![inner.weights.get(&token)?.clone()], Vec::new(), false),
-            Granted::Contributions { of, replaces } => {
-                let of: Vec<_> = of
-                    .into_iter()
-                    .filter(|&(learner, step)| inner.core.holds(learner, step, block))
-                    .collect();
-                let sources: Option<Vec<Region>> =
-                    of.iter().map(|key| inner.sources.get(key).cloned()).collect();
-                (sources?, of.iter().map(|(learner, _)| *learner).collect(), replaces)
-            }
-        };
+        let Payload { sources, learners, replaces, .. } = inner.granted(block)?;
         if let [source] = &sources[..] {
             let memory = Arc::clone(source.memory());
             // SAFETY: a committed payload stays untouched until the plan that sends it is over.
             let piece = unsafe { Piece::new(memory.bytes(span), None, Arc::clone(&memory) as Guard) };
             return Some((inner, Some((false, piece))));
         }
-        let check =
-            inner.core.state().controls.iter().any(|(name, value)| name == "nonfinite" && value == "reject");
+        let check = inner.rejects_nonfinite();
         let mut out = inner.spare.pop().unwrap_or_default();
         drop(inner);
         // SAFETY: as above.

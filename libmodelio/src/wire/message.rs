@@ -298,6 +298,46 @@ pub enum Message {
     Registry(super::RegistryRequest),
     /// From it; long records are the payload.
     Registered(super::RegistryAnswer),
+
+    // -- a client and a shard that share memory; a region belongs to the end that has said so, and to the connection
+    /// The sender shares memory, whose descriptor it has sent. Not answered.
+    Share {
+        /// Its number.
+        region: u32,
+        /// How long it is.
+        bytes: u64,
+    },
+    /// It does so no longer. Not answered.
+    Unshare {
+        /// Which.
+        region: u32,
+    },
+    /// As `Push`, of bytes that lie in a region of the client's. If it has a request's number it is answered by `Done`
+    /// when they are not needed there any more.
+    PushAt {
+        /// Under which plan.
+        plan: PlanId,
+        /// Which block of the model.
+        block: BlockId,
+        /// As in `Push`.
+        wide: bool,
+        /// Which region.
+        region: u32,
+        /// Where it begins there.
+        offset: u64,
+    },
+    /// As `Block`, of bytes that lie in a region of the shard's. It has a request's number, and is answered by `Done`
+    /// when they are not needed there any more.
+    BlockAt {
+        /// Which version's.
+        version: Version,
+        /// Which.
+        block: BlockId,
+        /// Which region.
+        region: u32,
+        /// Where it begins there.
+        offset: u64,
+    },
 }
 
 /// What a client needs to know of a job.

@@ -286,6 +286,25 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         Just(Message::Text).boxed(),
         registry_request().prop_map(Message::Registry).boxed(),
         registry_answer().prop_map(Message::Registered).boxed(),
+        any::<(u32, u64)>().prop_map(|(region, bytes)| Message::Share { region, bytes }).boxed(),
+        any::<u32>().prop_map(|region| Message::Unshare { region }).boxed(),
+        (id64(PlanId), block(), any::<(bool, u32, u64)>())
+            .prop_map(|(plan, block, (wide, region, offset))| Message::PushAt {
+                plan,
+                block,
+                wide,
+                region,
+                offset,
+            })
+            .boxed(),
+        (id64(Version), block(), any::<(u32, u64)>())
+            .prop_map(|(version, block, (region, offset))| Message::BlockAt {
+                version,
+                block,
+                region,
+                offset,
+            })
+            .boxed(),
     ]
 }
 
