@@ -178,7 +178,11 @@ impl Data {
     /// The next block that was asked for.
     fn next_block(&mut self, link: &Link) -> Option<Outgoing> {
         loop {
-            let (version, blocks) = self.pulls.front_mut()?;
+            let Some((version, blocks)) = self.pulls.front_mut() else {
+                // What is being sent keeps it; others may have its memory.
+                self.pinned = None;
+                return None;
+            };
             let version = *version;
             if self.pinned.as_ref().is_none_or(|pinned| pinned.version() != version) {
                 self.pinned = None;
