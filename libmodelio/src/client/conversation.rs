@@ -1,7 +1,7 @@
 //! What a client says: on its connection to the lead, and on those for blocks.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::core::Part;
 use super::edge::Shared;
@@ -108,11 +108,18 @@ pub(super) struct Data {
     part: Part,
     /// What is landing just now.
     landing: Option<(crate::ids::Version, crate::ids::BlockId)>,
+    /// Blocks that were asked for here and have not come.
+    due: usize,
+    /// When one last came, or was first asked for.
+    came: Instant,
 }
+
+/// Blocks that have not come after such a silence do not come any more: the shard did not have them.
+const LOST: Duration = Duration::from_secs(1);
 
 impl Data {
     pub(super) fn new(shared: Arc<Shared>, part: Part) -> Data {
-        Data { greeting: Greeting::new(shared), part, landing: None }
+        Data { greeting: Greeting::new(shared), part, landing: None, due: 0, came: Instant::now() }
     }
 
     fn landed(&mut self, whole: bool) {
@@ -138,6 +145,8 @@ impl Conversation for Data {
         }
         let shared = &self.greeting.shared;
         if let Message::Block { version, block } = received.message {
+            self.due = self.due.saturating_sub(1);
+            self.came = Instant::now();
             if block.0 >= shared.layout.blocks() {
                 return Err(Close::Asked(format!("block {block} is outside of the model").into()));
             }
@@ -152,6 +161,9 @@ impl Conversation for Data {
                 None => Take::Nothing,
             });
         }
+        if matches!(received.message, Message::Refused(_)) {
+            self.due = 0;
+        }
         let (part, message) = (self.part, received.message.clone());
         shared.with_core(|core, now, actions| core.from_shard(part, message, now, actions));
         Ok(Take::Nothing)
@@ -164,7 +176,15 @@ impl Conversation for Data {
 
     fn next(&mut self) -> Option<Outgoing> {
         self.greeting.silence?;
-        self.greeting.shared.next_for(self.part)
+        if self.due > 0 && self.came.elapsed() > LOST {
+            self.due = 0;
+        }
+        let (outgoing, asked) = self.greeting.shared.next_for(self.part, self.due)?;
+        if self.due == 0 {
+            self.came = Instant::now();
+        }
+        self.due += asked;
+        Some(outgoing)
     }
 
     fn limits(&self) -> Limits {
