@@ -22,8 +22,9 @@ use crate::wire::{self, HELLO_DEADLINE, Limits, Message, Payload, Received, Rece
 /// Whatever keeps memory where it is.
 pub type Guard = Arc<dyn Any + Send + Sync>;
 
-/// Bytes that are handed to the kernel at once.
-const SEND_AT_ONCE: usize = 4 << 20;
+/// Bytes that are handed to the kernel at once. Their checksums are made before: what is sent should still be in the
+/// core's own cache when the kernel copies it, and the peer should not have to wait.
+const SEND_AT_ONCE: usize = 512 << 10;
 /// Room for the headers and bodies that are sent at once; longer ones get memory of their own.
 const HEADS: usize = 32 << 10;
 /// Messages that may wait to be sent, unless the peer is too slow to live.

@@ -31,7 +31,7 @@ const PATIENCE: Duration = Duration::from_millis(1000);
 const RETRY: Duration = Duration::from_millis(10);
 
 /// Blocks that one pull request asks for.
-const PULL_BLOCKS: usize = 4;
+pub const PULL_BLOCKS: usize = 4;
 
 /// What the edge has to do.
 #[derive(Debug, PartialEq)]
@@ -790,6 +790,11 @@ impl ClientCore {
         Some(Message::Pull { version: pull.version, blocks: first as u32..last as u32 + 1 })
     }
 
+    /// How many blocks a request asks a shard for.
+    pub fn asked_in(&self, part: Part, blocks: &Range<u32>) -> usize {
+        self.owned[part].count_ones(blocks.start as usize..blocks.end as usize)
+    }
+
     /// A block of a version comes: true if it is wanted, and then [`Self::landed`] must follow. One that is landing
     /// is not wanted again: if the second one broke off, it would have spoilt the first.
     pub fn lands(&mut self, version: Version, block: BlockId) -> bool {
@@ -831,7 +836,10 @@ impl ClientCore {
                 actions.push(Action::Pulled(version));
                 return;
             }
-            actions.push(Action::Wake(part));
+            // Who brought the block asks for more by itself.
+            if receiving.asked.is_clear() {
+                actions.push(Action::Wake(part));
+            }
         }
         self.start_pull(now, actions);
     }

@@ -19,9 +19,9 @@ use fixedbitset::FixedBitSet;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::conversation::{Control, Data};
-use super::core::{Action, ClientCore, LastCommit, Now, Part, Token};
+use super::core::{Action, ClientCore, LastCommit, Now, PULL_BLOCKS, Part, Token};
 use super::sum;
-use super::versions::Versions;
+use super::versions::{self, Versions};
 use crate::ids::{BlockId, ClientId, Epoch, Generation, LearnerId, PlanId, Step, Version};
 use crate::layout::ModelLayout;
 use crate::link::{Framed, Guard, Link, Outgoing, Piece, Target};
@@ -265,8 +265,11 @@ impl Client {
         let reactor = Reactor::start(&reactor).map_err(|error| start(&error))?;
         let mut random = [0; 8];
         getrandom::fill(&mut random).map_err(|error| start(&error))?;
+        let size = layout.size() as usize;
+        let mut versions = Versions::new(size);
+        versions.add_spare(versions::spare(size).map_err(|error| start(&error))?);
         let inner = Inner {
-            versions: Versions::new(layout.size() as usize),
+            versions,
             answers: HashMap::new(),
             waits: HashMap::new(),
             next_token: 1,
@@ -841,26 +844,61 @@ impl Shared {
         }
     }
 
+    /// Takes the memory of a version that is going to be pulled before it is needed, on a thread of its own: that
+    /// takes a while.
+    fn add_spare(&self) {
+        {
+            let mut inner = self.inner.lock();
+            let (retain, max) = inner.bounds();
+            if inner.versions.newest().is_none() || !inner.versions.wants_spare(retain, max) {
+                return;
+            }
+        }
+        let (this, size) = (self.this.clone(), self.layout.size() as usize);
+        let take = move || match (versions::spare(size), this.upgrade()) {
+            (Ok(memory), Some(shared)) => shared.inner.lock().versions.add_spare(memory),
+            // Pulls make do with what there is, or say so.
+            (Err(error), _) => tracing::warn!(%error, "no memory for a version ahead"),
+            (Ok(_), None) => {}
+        };
+        if let Err(error) = std::thread::Builder::new().name("client-memory".into()).spawn(take) {
+            tracing::warn!(%error, "no thread to take memory for a version ahead");
+        }
+    }
+
     // -- blocks
 
-    /// The next block to push to a part, or the next request for blocks.
-    pub(super) fn next_for(&self, part: Part) -> Option<Outgoing> {
+    /// The next block to push to a part, or the next request for blocks, with how many those are, unless `due` are
+    /// many already.
+    pub(super) fn next_for(&self, part: Part, due: usize) -> Option<(Outgoing, usize)> {
         let mut inner = self.inner.lock();
         let now = self.now();
         let frame = |message, payload| Outgoing { message, request: 0, epoch: self.epoch, payload };
         while let Some((plan, block)) = inner.core.next_push(part, now) {
-            let (inner_again, push) = self.push(inner, plan, block)?;
-            inner = inner_again;
-            if let Some((wide, piece)) = push {
-                return Some(frame(Message::Push { plan, block, wide }, Some(piece)));
+            if let Some((wide, piece)) = self.push(inner, plan, block)? {
+                return Some((frame(Message::Push { plan, block, wide }, Some(piece)), 0));
             }
+            inner = self.inner.lock();
         }
-        self.next_pull_for(inner, part)
+        self.next_pull_for(inner, part, due)
     }
 
-    /// The next request for blocks of a part.
-    fn next_pull_for(&self, mut inner: MutexGuard<'_, Inner>, part: Part) -> Option<Outgoing> {
+    /// The next request for blocks of a part, and how many blocks it asks for; `due` are those that the connection
+    /// waits for already.
+    fn next_pull_for(
+        &self,
+        mut inner: MutexGuard<'_, Inner>,
+        part: Part,
+        due: usize,
+    ) -> Option<(Outgoing, usize)> {
         inner.core.pulling()?;
+        let window = (self.options.window / self.layout.block_size() as usize).max(1);
+        // Each connection has its share of the window, so that none has to wait for another, and asks for several
+        // blocks at once.
+        let share = window.div_ceil(self.options.connections.max(1));
+        if due > 0 && due + PULL_BLOCKS > share {
+            return None;
+        }
         let (retain, max) = inner.bounds();
         match inner.versions.back(retain, max) {
             Ok(Some(_)) => {}
@@ -871,27 +909,31 @@ impl Shared {
                 return None;
             }
         }
-        let window = (self.options.window / self.layout.block_size() as usize).max(1);
         let message = inner.core.next_pull(part, window, self.now())?;
-        Some(Outgoing { epoch: self.epoch, ..Outgoing::new(0, message) })
+        let asked = match &message {
+            Message::Pull { blocks, .. } => inner.core.asked_in(part, blocks),
+            _ => 0,
+        };
+        Some((Outgoing { epoch: self.epoch, ..Outgoing::new(0, message) }, asked))
     }
 
-    /// The payload of a block of the plan under way. Without one the plan has been refused here.
-    #[allow(clippy::type_complexity)] // the guard comes back because summing goes on without it
-    fn push<'a>(
-        &'a self,
-        mut inner: MutexGuard<'a, Inner>,
+    /// The payload of a block of the plan under way, and whether it is wide. Bytes are looked at without the lock.
+    /// `Some(None)` if the plan has been refused here.
+    fn push(
+        &self,
+        mut inner: MutexGuard<'_, Inner>,
         plan: PlanId,
         block: BlockId,
-    ) -> Option<(MutexGuard<'a, Inner>, Option<(bool, Piece)>)> {
+    ) -> Option<Option<(bool, Piece)>> {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
         let Payload { sources, learners, replaces, .. } = inner.granted(block)?;
         if let [source] = &sources[..] {
             let memory = Arc::clone(source.memory());
+            drop(inner);
             // SAFETY: a committed payload stays untouched until the plan that sends it is over.
             let piece = unsafe { Piece::new(memory.bytes(span), None, Arc::clone(&memory) as Guard) };
-            return Some((inner, Some((false, piece))));
+            return Some(Some((false, piece)));
         }
         let check = inner.rejects_nonfinite();
         let mut out = inner.spare.pop().unwrap_or_default();
@@ -899,21 +941,20 @@ impl Shared {
         // SAFETY: as above.
         let parts: Vec<&[u8]> =
             sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
-        let summed = sum::sum(&self.layout, block, &parts, replaces, check, &mut out);
-        let mut inner = self.inner.lock();
-        match summed {
+        match sum::sum(&self.layout, block, &parts, replaces, check, &mut out) {
             Ok(wide) => {
                 let pooled = Arc::new(Pooled { bytes: out, home: self.this.clone() });
                 // SAFETY: nobody writes the vector while the guard lives.
                 let piece = unsafe { Piece::new(&pooled.bytes, None, Arc::clone(&pooled) as Guard) };
-                Some((inner, Some((wide, piece))))
+                Some(Some((wide, piece)))
             }
             Err(bad) => {
+                let mut inner = self.inner.lock();
                 inner.spare.push(out);
                 let mut actions = Vec::new();
                 inner.core.unfit(plan, learners[bad], block, &mut actions);
                 self.act(inner, actions);
-                Some((self.inner.lock(), None))
+                Some(None)
             }
         }
     }
@@ -974,6 +1015,7 @@ fn keep(shared: &Weak<Shared>) {
             return;
         }
         let retry = shared.connect_missing();
+        shared.add_spare();
         let mut inner = shared.inner.lock();
         // The connection's own pings know nothing of leases.
         let alive = inner.lease().map(|lease| alive_at + lease / 4);

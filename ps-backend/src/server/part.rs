@@ -28,6 +28,9 @@ pub(super) type ToLead = Arc<dyn Fn(u64, Message) + Send + Sync>;
 /// When a plan cannot begin yet because old versions are still read, or the plan before is being left.
 const BEGIN_AGAIN: Duration = Duration::from_millis(1);
 
+/// Sums of a block that there can be, whatever the number of learners: of concluded plans, and of the running one.
+const SUMS: usize = 2;
+
 struct State {
     core: PartCore,
     /// The plan that was started last, for its beginning.
@@ -100,6 +103,8 @@ impl Part {
         let part = layout.part(&blocks).map_err(|error| bad(&error))?;
         let controls = controls(record).map_err(|error| bad(&error))?;
         let store = PartStore::new(part, controls.reducer, Limits::default())?;
+        // All that it can ever need, so that a job that begins with one learner has room for the others.
+        store.prefault_sums(SUMS).map_err(PartError::from)?;
         let state = State {
             core: PartCore::new(blocks.len() as u32, Version(0)),
             starting: None,

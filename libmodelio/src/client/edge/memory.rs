@@ -174,7 +174,8 @@ impl Shared {
                 memory.named = 0;
                 drop(inner);
                 memory.tidy(self);
-                return memory.ready.pop_front().or_else(|| self.next_pull_for(self.inner.lock(), part));
+                let pull = || self.next_pull_for(self.inner.lock(), part, 0).map(|(outgoing, _)| outgoing);
+                return memory.ready.pop_front().or_else(pull);
             };
             match self.name(inner, memory, plan, block) {
                 Named::Ready => {
