@@ -56,7 +56,7 @@ impl Bench {
     }
 
     /// What was said to a client, but for the state of the job.
-    fn to_client(&mut self, client: ClientId) -> Vec<(u64, Message)> {
+    fn heard_by(&mut self, client: ClientId) -> Vec<(u64, Message)> {
         let said =
             self.said.extract_if(.., |action| matches!(action, Action::ToClient(id, ..) if *id == client));
         let said = said.filter_map(|action| match action {
@@ -66,7 +66,7 @@ impl Bench {
         said.filter(|(_, message)| !matches!(message, Message::State(_))).collect()
     }
 
-    fn to_part(&mut self) -> Vec<Message> {
+    fn heard_by_part(&mut self) -> Vec<Message> {
         let said = self.said.extract_if(.., |action| matches!(action, Action::ToPart(..)));
         said.filter_map(|action| match action {
             Action::ToPart(_, _, message) => Some(message),
@@ -76,7 +76,7 @@ impl Bench {
     }
 
     fn started(&mut self) -> libmodelio::wire::Plan {
-        match self.to_part().pop() {
+        match self.heard_by_part().pop() {
             Some(Message::Start(plan)) => plan,
             other => panic!("a start is expected, not {other:?}"),
         }
@@ -92,18 +92,18 @@ fn grant(plan: PlanId, of: &[(u32, u64)]) -> (u64, Message) {
 fn a_step_of_two_clients() {
     let mut bench = Bench::new();
     bench.commit(A, 1, 1, 2);
-    assert!(bench.to_part().is_empty(), "the others of the step are waited for");
+    assert!(bench.heard_by_part().is_empty(), "the others of the step are waited for");
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     assert!(matches!(plan.work, Work::Reduce { .. }));
     assert_eq!(plan.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A, B]);
-    assert!(bench.to_client(A).contains(&grant(plan.plan, &[(1, 1)])));
-    assert!(bench.to_client(B).contains(&grant(plan.plan, &[(2, 1)])));
+    assert!(bench.heard_by(A).contains(&grant(plan.plan, &[(1, 1)])));
+    assert!(bench.heard_by(B).contains(&grant(plan.plan, &[(2, 1)])));
 
     bench.part(0, Message::Ready { plan: plan.plan });
-    assert_eq!(bench.to_part(), [Message::Conclude { plan: plan.plan }]);
+    assert_eq!(bench.heard_by_part(), [Message::Conclude { plan: plan.plan }]);
     assert!(bench.said.contains(&Action::Published(Version(1))));
-    assert_eq!(bench.to_client(A), [(0, Message::Over { plan: plan.plan }), (3, Message::Done)]);
+    assert_eq!(bench.heard_by(A), [(0, Message::Over { plan: plan.plan }), (3, Message::Done)]);
     bench.part(plan.plan.0, Message::Done);
     assert_eq!(bench.lead.running(), None);
 }
@@ -117,7 +117,7 @@ fn who_is_alone_for_long_is_added_up_and_answered() {
     assert_eq!(plan.work, Work::Add { replaces: false });
     bench.part(0, Message::Ready { plan: plan.plan });
     bench.part(plan.plan.0, Message::Done);
-    assert!(bench.to_client(A).contains(&(3, Message::Done)), "it is at the shards for good");
+    assert!(bench.heard_by(A).contains(&(3, Message::Done)), "it is at the shards for good");
     // The other one makes the version, from its own and what is kept.
     bench.commit(B, 2, 1, 2);
     let next = bench.started();
@@ -136,9 +136,9 @@ fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
     bench.client(A, 0, Message::Ping);
     bench.said.clear();
     bench.pass(Now::from_secs(31));
-    assert_eq!(bench.to_part().last(), Some(&Message::Drop { plan: plan.plan }));
+    assert_eq!(bench.heard_by_part().last(), Some(&Message::Drop { plan: plan.plan }));
     assert_eq!(bench.lead.client_count(), (1, 1));
-    assert!(bench.to_client(A).contains(&(0, Message::Over { plan: plan.plan })));
+    assert!(bench.heard_by(A).contains(&(0, Message::Over { plan: plan.plan })));
     // The next plan begins when the shard has given up this one.
     bench.part(plan.plan.0, Message::Done);
     let next = bench.started();
@@ -153,12 +153,12 @@ fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
 fn a_request_that_is_repeated_is_carried_out_once() {
     let mut bench = Bench::new();
     bench.commit(A, 1, 1, 2);
-    let opened = bench.to_client(A);
+    let opened = bench.heard_by(A);
     bench.client(A, 2, Message::Open { learner: LearnerId(1) });
-    assert_eq!(bench.to_client(A), opened, "the same answer");
+    assert_eq!(bench.heard_by(A), opened, "the same answer");
     bench.client(A, 0, Message::Heard { request: 2 });
     bench.client(A, 2, Message::Open { learner: LearnerId(1) });
-    assert_eq!(bench.to_client(A), [], "what was heard is not said again");
+    assert_eq!(bench.heard_by(A), [], "what was heard is not said again");
     assert_eq!(bench.lead.kept(), (1, 1), "the commit waits; the join of the other client was not heard");
 }
 
@@ -171,9 +171,9 @@ fn a_contribution_with_nan_is_refused_and_the_others_go_on() {
     bench.said.clear();
     let block = libmodelio::ids::BlockId(3);
     bench.part(0, Message::Spoilt { plan: plan.plan, client: B, block });
-    assert_eq!(bench.to_part(), [Message::Drop { plan: plan.plan }]);
+    assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }]);
     let refused = Message::Refused(ShardError::NonFinite(block).into());
-    assert!(bench.to_client(B).contains(&(3, refused)));
+    assert!(bench.heard_by(B).contains(&(3, refused)));
     bench.part(plan.plan.0, Message::Done);
     // Its learner may commit the step again.
     bench.commit(B, 2, 1, 4);
@@ -188,6 +188,6 @@ fn a_client_that_lacks_what_it_was_granted_does_not_hold_the_job_up() {
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     bench.client(B, 0, Message::Lacks { plan: plan.plan, learner: Some(LearnerId(2)) });
-    assert_eq!(bench.to_part(), [Message::Drop { plan: plan.plan }]);
-    assert!(bench.to_client(B).contains(&(3, Message::Refused(ShardError::Interrupted.into()))));
+    assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }]);
+    assert!(bench.heard_by(B).contains(&(3, Message::Refused(ShardError::Interrupted.into()))));
 }
