@@ -38,6 +38,8 @@ struct State {
     /// Payloads that are landing, by their connections.
     landing: Vec<(PlanId, Link)>,
     lead: Option<ToLead>,
+    /// What the lead is spoken to by, if it is elsewhere.
+    lead_link: Option<Link>,
 }
 
 /// One shard's part of a model.
@@ -106,6 +108,7 @@ impl Part {
             waiting: Vec::new(),
             landing: Vec::new(),
             lead: None,
+            lead_link: None,
         };
         Ok(Arc::new(Part {
             model: record.name.clone(),
@@ -141,9 +144,14 @@ impl Part {
 
     // -- the lead
 
-    /// Says who the lead is from now on.
-    pub(super) fn follow(&self, lead: ToLead) {
-        self.state.lock().lead = Some(lead);
+    /// Says who the lead is from now on, and over which connection. One from before is closed: if it was the true
+    /// lead's after all, that one connects again and has the last word.
+    pub(super) fn follow(&self, lead: ToLead, link: Option<Link>) {
+        let mut state = self.state.lock();
+        state.lead = Some(lead);
+        if let Some(before) = std::mem::replace(&mut state.lead_link, link) {
+            before.close(Close::Asked("the lead has connected anew".into()));
+        }
     }
 
     /// An order of the lead.
