@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use libmodelio::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
-use libmodelio::layout::ModelLayout;
+use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::link::{Guard, Link, Outgoing, Piece, Take, Target};
 use libmodelio::net::Close;
 use libmodelio::transport::ShardError;
@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 use rayon::prelude::*;
 
 use crate::controls::Controls;
+use crate::memory;
 use crate::part::core::{Action, Kind, PartCore, Placement, Plan, Source, local_blocks};
 use crate::part::store::{self, Limits, PartError, PartJob, PartStore, PartWork, Payload, PinnedVersion};
 use crate::reducer::{self, Reducer};
@@ -76,6 +77,17 @@ pub enum MakeError {
     /// This shard owns none of its blocks.
     #[error("shard {0} owns no block of the model")]
     NotMine(ShardId),
+    /// Not enough memory.
+    #[error(
+        "not enough memory: the shard's part takes {:.1} GiB, {:.1} GiB are available: use more shards",
+        gib(*.needed), gib(*.available)
+    )]
+    Room {
+        /// Bytes that the part takes.
+        needed: u64,
+        /// Bytes that there are.
+        available: u64,
+    },
     /// No memory.
     #[error(transparent)]
     Store(#[from] PartError),
@@ -100,6 +112,10 @@ impl Part {
         }
         let part = layout.part(&blocks).map_err(|error| bad(&error))?;
         let controls = controls(record).map_err(|error| bad(&error))?;
+        let (needed, available) = (memory_needed(part.layout(), &controls), memory::available());
+        if let Some(available) = available.filter(|&available| available < needed) {
+            return Err(MakeError::Room { needed, available });
+        }
         let store = PartStore::new(part, controls.reducer, Limits::default())?;
         let state = State {
             core: PartCore::new(blocks.len() as u32, Version(0)),
@@ -493,6 +509,18 @@ impl State {
     fn wake(&mut self) {
         self.waiting.drain(..).for_each(|link| link.wake());
     }
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
+}
+
+/// Bytes that a part takes once it makes versions: the newest, the next, a retained and a spare one; masters and
+/// optimizer state, each twice; two sums.
+fn memory_needed(layout: &ModelLayout, controls: &Controls) -> u64 {
+    let halves = layout.tensors().iter().any(|t| matches!(t.dtype, DType::F16 | DType::BF16));
+    let arrays = 2 * (controls.reducer.state_slots() + usize::from(halves)) as u64 + 2;
+    layout.size().saturating_mul(4).saturating_add(layout.elements().saturating_mul(4 * arrays))
 }
 
 /// The settings that a model was created with.
