@@ -275,9 +275,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "one_process: of `gradfs up` alone; left out with --network")
 
 
+def marked(item, name):
+    return item.get_closest_marker(name) is not None
+
+
 def pytest_collection_modifyitems(config, items):
     if config.getoption("--network"):
-        left_out = [item for item in items if item.get_closest_marker("one_process")]
+        left_out = [item for item in items if marked(item, "one_process")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 
@@ -287,8 +291,8 @@ def pytest_generate_tests(metafunc):
         asked = metafunc.config.getoption("--network")
         if asked:
             metafunc.parametrize("shards", [asked], indirect=True, ids=["network"])
-        elif any(True for _ in metafunc.definition.iter_markers("also_on_network")):
-            metafunc.parametrize("shards", [0, SHARDS], indirect=True, ids=["", "network"])
+        elif marked(metafunc.definition, "also_on_network") and not marked(metafunc.definition, "one_process"):
+            metafunc.parametrize("shards", [0, SHARDS], indirect=True, ids=["here", "network"])
 
 
 @pytest.fixture

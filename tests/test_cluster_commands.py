@@ -129,8 +129,8 @@ def test_create_refuses_what_cannot_be_and_leaves_nothing(cluster, tmp_path):
     refused(one.run("create", "n", *SMALL[:4], "--reducer", "median"), "median", code=2)
     missing = tmp_path / "none.safetensors"
     refused(one.run("create", "n", "--model", missing, "--reducer", "sum"), missing)
-    huge = refused(one.run("create", "n", "--size", "64TiB", "--block-size", "4MiB", "--reducer", "sum"), "n")
-    assert "memory" in huge or "blocks" in huge, huge
+    huge = ("--size", "1TiB", "--block-size", "4MiB", "--reducer", "sum")
+    refused(one.run("create", "n", *huge), "shard 1", "not enough memory", "GiB are available")
     assert one.status()["models"] == ["m"]
     assert one.ask(one.shards[0])["models"] == before["models"]
     one.create("n", size="256KiB", block_size="64KiB", reducer="sum")
@@ -147,8 +147,9 @@ def test_a_shard_that_comes_later_takes_new_models(cluster):
     for model in both.models:
         (model / "gradients").write_bytes(np.ones(4, "<f4").tobytes())
         eventually(lambda model=model: array(model / "weights")[0] == 1)
+    assert both.stop() == 0
     mount.contribute(np.ones(4, "<f4"))
-    assert array(mount.model / "weights")[0] >= 1
+    assert array(mount.model / "weights")[0] == 2
 
 
 def test_a_drained_shard_takes_no_more_models(cluster):
@@ -185,8 +186,8 @@ def test_an_unreachable_registry_is_said(tmp_path, nobody, stranger, silent, com
         refused(run(*commands(nobody, tmp_path)[command]), nobody, "connection refused")
     with takes(0, 5):
         refused(run(*commands(stranger, tmp_path)[command]), stranger, "something else listens")
-    if command in ("status", "shard"):
-        with takes(3, 13):
+    if command == "shard":
+        with takes(3, 8):
             refused(run(*commands(silent, tmp_path)[command]), silent, "no answer before the deadline")
 
 

@@ -74,17 +74,13 @@ def test_killed_writer_leaves_no_half_step_on_a_network(cluster):
     one = model(cluster(2), learners=2)
     a, b = one.mount(), one.mount()
     a.join("a"), b.join("b")
-    for step in (1, 2):
-        threads = Threads()
-        threads.run(lambda: give(a, 1, "a"), lambda: give(b, 1, "b"))
-        assert only(a, "a") == only(b, "b") == 2 * step
     child = program(WRITER, a.place("a") / "gradients")
     hear(child)
     child.kill()
     child.communicate(timeout=10)
     eventually(lambda: not a.place("a").exists())
     give(b, 1, "b")
-    assert only(b, "b") == 5, "the other goes on, and nothing of the killed one counts"
+    assert only(b, "b") == 1, "the other goes on, and nothing of the killed one counts"
 
 
 def test_a_killed_mount_holds_the_others_up_for_the_lease_alone(cluster):
@@ -186,20 +182,28 @@ def test_a_stopped_shard_holds_requests_up_until_their_deadlines(cluster):
     """Afterwards the job goes on; what timed out counts once or not at all."""
     one = model(cluster(2), timeout=0.7, lease=5)
     mount = one.mount()
-    give(mount, 1)
-    assert only(mount) == 1
+    mount.join("a")
+    give(mount, 1, "a")
+    assert only(mount, "a") == 1
     for shard in one.shards:
         shard.pause()
         before = only(mount)
         with takes(0.5, 4):
-            assert outcome(give, mount, 10) in ("ETIMEDOUT", "EBUSY")
+            assert outcome(give, mount, 10, "a") in ("ETIMEDOUT", "EBUSY")
         assert only(mount) == before, "weights that are here stay readable"
         shard.resume()
-        # One that timed out may have been taken.
-        eventually(lambda: outcome(give, mount, 100) == "done", deadline=10)
-        give(mount, 100)
-        now = eventually(lambda: (value := only(mount)) > before + 100 and value)
-        assert now - before in {200 + 10 * taken for taken in (0, 1)} | {300 + 10 * taken for taken in (0, 1)}
+        ends = []
+
+        def taken():
+            ends.append(outcome(give, mount, 100, "a"))
+            return ends[-1] == "done"
+
+        eventually(taken, deadline=10)
+        give(mount, 1000, "a")
+        now = eventually(lambda: (value := only(mount, "a")) > before + 1000 and value)
+        # Of those that timed out, each may have been taken, once.
+        tens, hundreds = divmod(now - before - 1100, 100)[::-1]
+        assert tens in (0, 10) and 0 <= hundreds < len(ends), (before, now, ends)
 
 
 def test_a_shard_that_was_stopped_for_longer_than_the_lease_lets_nobody_go(cluster):
@@ -225,11 +229,12 @@ def test_a_killed_shard_is_an_error_and_no_hang(cluster):
     one.create("n", size=BLOCK, block_size=BLOCK, reducer="sum", shards=1)
     mount = one.mount(models=["m"])
     other = one.mount(models=["n"])
-    give(mount, 1)
+    mount.join("a")
+    give(mount, 1, "a")
     victim = next(s for s in one.shards if not one.ask(s)["models"][0]["lead"] and len(one.ask(s)["models"]) == 1)
     victim.kill()
     with takes(0, 4):
-        assert outcome(give, mount, 1) in ("ETIMEDOUT", "EIO")
+        assert outcome(give, mount, 1, "a") in ("ETIMEDOUT", "EIO")
     with takes(0, 2):
         assert only(mount) == 1
     other.contribute(np.ones(4, "<f4"))
@@ -241,7 +246,7 @@ def test_a_killed_shard_is_an_error_and_no_hang(cluster):
     assert f"shard {victim.number}" in shown and "unreachable" in shown or "cannot be reached" in shown, shown
     # A new one at the same address has none of its blocks, and says so: the job has failed.
     one.add_shard(listen=victim.address)
-    eventually(lambda: outcome(give, mount, 1) == "EIO", deadline=10)
+    eventually(lambda: outcome(give, mount, 1, "a") == "EIO", deadline=10)
     assert only(mount) == 1
     assert mount.status()["state"] == "failed"
 
@@ -253,7 +258,7 @@ def test_a_killed_lead_is_an_error_and_no_hang(cluster):
     one.leader("m").kill()
     with takes(0, 4):
         assert outcome(give, mount, 1) in ("ETIMEDOUT", "EIO")
-    with takes(0, 3):
+    with takes(0, 4):
         assert outcome(mount.join, "x") in ("ETIMEDOUT", "EIO")
         assert outcome(mount.control, "learning_rate", 1) in ("ETIMEDOUT", "EIO")
     assert array(mount.model / "weights")[0] == 1

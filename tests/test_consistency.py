@@ -18,6 +18,9 @@ SIZE = 2 * BLOCK + 1236
 PART = BLOCK // 4  # Elements of a block.
 
 
+pytestmark = pytest.mark.also_on_network
+
+
 @pytest.fixture
 def mounted(start_mount):
     def start(**options):

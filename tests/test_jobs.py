@@ -11,6 +11,8 @@ from filetools import Threads, array, eventually, f32, filled, finish, go, hear,
 BLOCK = 64 << 10
 SIZE = 2 * BLOCK + 1236
 
+pytestmark = pytest.mark.also_on_network
+
 
 @pytest.fixture
 def mounted(start_mount):

@@ -64,11 +64,10 @@ def tried(call, *arguments):
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_leases_expire__of_who_stops_in_a_contribution(start_mount, consistency):
     """Also while those who wait for it time out and come again. All jobs at the same time."""
-    jobs = []
-    for timeout, length in itertools.product([0.7 * LEASE, LEASE, 4 * LEASE], [4, BLOCK, SIZE]):
-        mount = start_mount(
-            size=SIZE, block_size=BLOCK, reducer="sum", consistency=consistency, timeout=timeout, lease=LEASE
-        )
+    jobs, options = [], {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "consistency": consistency}
+    cases = [*itertools.product([0.7 * LEASE, LEASE, 4 * LEASE], [4, BLOCK, SIZE])]
+    mounts = [start_mount(timeout=timeout, lease=LEASE, **options) for timeout, _ in cases]
+    for (timeout, length), mount in zip(cases, mounts):
         holder = stopped(mount.join("a"), length)
         mount.join("b")
         jobs.append((mount, holder, timeout, length))

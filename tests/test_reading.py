@@ -9,11 +9,13 @@ import threading
 import time
 
 import numpy as np
+import pytest
 from filetools import (
     SIZE, Threads, array, eventually, f32, filled, finish, go, hear, mounts, program, raises, shell, takes
 )
 
 # They add contributions up, so that with ones every element is the version's number.
+pytestmark = pytest.mark.also_on_network
 mounted = mounts()
 
 

@@ -255,6 +255,7 @@ def test_xattrs_describe_the_data(start_mount, tmp_path):
         return {key.removeprefix("user.gradfs."): os.getxattr(path, key).decode() for key in os.listxattr(path)}
 
     mount.contribute(f32(1))
+    mount.catch_up()
     assert xattrs("weights") == {"version": "1", "dtype": "mixed"}
     assert xattrs("tensors/scale.npy") == {"version": "1", "dtype": "BF16", "shape": "[2, 3]"}
     assert xattrs("versions/0/weights") == {"version": "0", "dtype": "mixed"}

@@ -15,6 +15,7 @@ from filetools import (
     BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, mounts, program, raises, shell, takes
 )
 
+pytestmark = pytest.mark.also_on_network
 mounted = mounts()
 
 

@@ -51,6 +51,8 @@ def gone_while_it_waits(mount, call, number, act):
     assert rest == "" and publisher.returncode == -(number if act == "default" else signal.SIGKILL)
 
 
+# Over a network nothing of a contribution is on its way before its commit: weights do not wait for it.
+@pytest.mark.one_process
 @pytest.mark.parametrize("call", ["fsync", "close"])
 @pytest.mark.parametrize(
     "number, act", [(signal.SIGKILL, "default"), (signal.SIGINT, "default"), (signal.SIGTERM, "handle")]
@@ -73,6 +75,7 @@ def test_weights_publish_atomically__or_never_once_a_signal_ends_the_wait(start_
     assert mount.version() == 2 and (array(mount.model / "weights") == 9).all()
 
 
+@pytest.mark.one_process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_weights_publish_atomically__or_never_when_the_gradients_are_dropped(start_mount, number):
     """Version 0 is to be initialised, and who was before them gives up."""

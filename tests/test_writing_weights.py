@@ -12,6 +12,7 @@ from filetools import (
     raises, shell, write_safetensors
 )
 
+pytestmark = pytest.mark.also_on_network
 mounted = mounts(reducer="assign")
 
 

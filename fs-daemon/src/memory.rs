@@ -1,11 +1,10 @@
 //! Whether what is asked for fits this machine: better a clear word at the start than the kernel's
 //! out-of-memory killer in the middle of a training run.
 
-use std::fs::read_to_string;
-
 use libmodelio::layout::{DType, ModelLayout};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use ps_backend::controls::Controls;
+use ps_backend::memory::available;
 
 use crate::error::Error;
 
@@ -15,6 +14,15 @@ use crate::error::Error;
 /// With what is needed and what is there.
 pub fn check(name: &str, layout: &ModelLayout, controls: &Controls) -> Result<(), Error> {
     refuse_above_available(name, needed(layout, controls))
+}
+
+/// Refuses to show a model of `size` bytes, held elsewhere, that the machine has no memory for: the version that is
+/// shown, the one that comes, and one that is read.
+///
+/// # Errors
+/// As [`check`].
+pub fn check_shown(name: &str, size: u64) -> Result<(), Error> {
+    refuse_above_available(name, 3 * u128::from(size))
 }
 
 /// The same by size alone, before even the tables of blocks are made.
@@ -48,25 +56,6 @@ fn needed(layout: &ModelLayout, controls: &Controls) -> u128 {
         + u128::from(layout.elements()) * 4 * arrays as u128
 }
 
-/// Bytes this process can still take, as far as the system tells.
-fn available() -> Option<u64> {
-    let meminfo = read_to_string("/proc/meminfo").ok()?;
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    let machine = kib.saturating_mul(1024);
-    Some(group_available().map_or(machine, |group| group.min(machine)))
-}
-
-/// The same within the control group, if it has a limit.
-fn group_available() -> Option<u64> {
-    let groups = read_to_string("/proc/self/cgroup").ok()?;
-    let path = groups.lines().find_map(|line| line.strip_prefix("0::"))?;
-    let number = |file: &str| -> Option<u64> {
-        read_to_string(format!("/sys/fs/cgroup{path}/{file}")).ok()?.trim().parse().ok()
-    };
-    Some(number("memory.max")?.saturating_sub(number("memory.current")?))
-}
-
 /// Allows as many open files as the system lets us: each learner has two regions, each version one.
 pub fn raise_file_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
@@ -88,10 +77,5 @@ mod tests {
         assert_eq!(needed(&layout(DType::F32), &controls), 8 << 20);
         // Half as many bytes an element: masters and moments weigh double.
         assert_eq!(needed(&layout(DType::BF16), &controls), 16 << 20);
-    }
-
-    #[test]
-    fn this_machine_has_some_memory() {
-        assert!(available().is_none_or(|bytes| bytes > 1 << 20));
     }
 }

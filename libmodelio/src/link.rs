@@ -339,7 +339,14 @@ impl<C: Conversation> Framed<C> {
                 return Ok(());
             }
             let bytes = &self.ahead.bytes()[self.start..self.end];
-            let (used, received) = self.receiver.push(bytes).map_err(broken)?;
+            let (used, received) = self.receiver.push(bytes).map_err(|error| {
+                // Of all that can be wrong with a frame, another release's greeting alone is answered.
+                if matches!(error, wire::WireError::Protocol { .. }) {
+                    let refused = Message::Refused(error.to_refusal());
+                    self.link.say_last(Outgoing::new(0, refused));
+                }
+                broken(error)
+            })?;
             self.start += used;
             let Some(received) = received else { return Ok(()) };
             match received.message {

@@ -7,6 +7,7 @@ pub mod embedded;
 pub mod job;
 pub mod kernels;
 pub mod lead;
+pub mod memory;
 pub mod part;
 pub mod reducer;
 pub mod region_store;

@@ -14,6 +14,7 @@ use super::{deadline, registry, registry_error};
 use crate::config::cluster::{MountConfig, Transport};
 use crate::error::Error;
 use crate::fs::model::Model;
+use crate::memory;
 use crate::serve::{self, Mounting};
 
 /// Mounts the models that are asked for and serves them until told to stop.
@@ -59,6 +60,8 @@ fn connect(
     if !record.ready {
         return Err(Error::new(format!("model {name} is still being created")).hint("try again when it is"));
     }
+    let layout = record.layout().map_err(|error| Error::new(format!("model {name}")).caused_by(error))?;
+    memory::check_shown(name, layout.size())?;
     let transport = match config.transport {
         Transport::Auto => TransportChoice::Auto,
         Transport::Tcp => TransportChoice::Tcp,

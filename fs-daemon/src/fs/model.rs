@@ -157,7 +157,7 @@ impl Model {
     /// # Errors
     /// EEXIST for a name in use, EDQUOT when the job is full, ENOMEM.
     pub fn join(&self, name: &str) -> FsResult<Arc<Learner>> {
-        let reply = request(&*self.channel, Message::Join { name: name.to_owned() }, PROMPT)?;
+        let reply = request(&*self.channel, Message::Join { name: name.to_owned() }, self.prompt())?;
         let Reply::Joined { learner: id, incarnation } = reply else {
             return Err(FsError::new(libc::EIO, "the shard did not answer the join"));
         };
@@ -229,12 +229,17 @@ impl Model {
         self.join(&self.own_name)
     }
 
+    /// How long to wait for the answer to what is answered at once, unless the job is out of reach.
+    pub fn prompt(&self) -> Duration {
+        self.timeout().clamp(Duration::from_secs(1), PROMPT)
+    }
+
     /// A learner leaves the job. Waits for the job's answer.
     ///
     /// # Errors
     /// ENOENT when it is not in it.
     pub fn leave(&self, id: LearnerId, reason: LeaveReason) -> FsResult<()> {
-        request(&*self.channel, Message::Leave { learner: id, reason }, PROMPT)?;
+        request(&*self.channel, Message::Leave { learner: id, reason }, self.prompt())?;
         Ok(())
     }
 

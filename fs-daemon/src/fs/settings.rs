@@ -5,7 +5,7 @@ use ps_backend::job::SetError;
 
 use super::errno::{FsError, FsResult};
 use super::handle::TextHandle;
-use super::model::{Model, PROMPT};
+use super::model::Model;
 use super::waits::Asked;
 use super::{Caller, Done, Fs};
 
@@ -29,7 +29,7 @@ impl Fs {
             Err(SetError::Refused(error)) => done(Err(unfit(name, &error.to_string()))),
             Err(SetError::Unanswered(error)) => done(Err(error.into())),
         };
-        model.job.set_control(name, value, PROMPT, Box::new(answer));
+        model.job.set_control(name, value, model.prompt(), Box::new(answer));
     }
 }
 

@@ -121,11 +121,15 @@ impl Peer {
                 }
                 Kind::Data(Data { client: *client, part, landing, pulls, pinned, memory })
             }
+            Role::Lead if found.lead.is_some() => {
+                return Err(Refusal::other("this shard leads the model itself"));
+            }
             Role::Lead => {
-                let link = self.link.clone();
-                part.follow(Arc::new(move |request, message| {
+                let (link, of_part) = (self.link.clone(), self.link.clone());
+                let tell = move |request, message| {
                     link.send(Outgoing { epoch, ..Outgoing::new(request, message) });
-                }));
+                };
+                part.follow(Arc::new(tell), Some(of_part));
                 Kind::Lead(part)
             }
             Role::Admin => Kind::Admin,

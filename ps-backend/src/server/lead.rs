@@ -118,11 +118,12 @@ impl Lead {
         });
         let of_part = Arc::downgrade(&lead);
         let index = lead.ways.iter().position(|way| matches!(way, Way::Here(_))).unwrap_or_default();
-        here.follow(Arc::new(move |request, message| {
+        let hears = move |request, message| {
             if let Some(lead) = of_part.upgrade() {
                 lead.part_says(index, request, message);
             }
-        }));
+        };
+        here.follow(Arc::new(hears), None);
         let timer = Arc::downgrade(&lead);
         let spawned = std::thread::Builder::new().name("lead-timer".into()).spawn(move || run_timer(&timer));
         spawned.map_err(|error| error.to_string())?;

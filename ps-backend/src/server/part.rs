@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use libmodelio::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
-use libmodelio::layout::ModelLayout;
+use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::link::{Guard, Link, Outgoing, Piece, Take, Target};
 use libmodelio::net::Close;
 use libmodelio::transport::ShardError;
@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 use rayon::prelude::*;
 
 use crate::controls::Controls;
+use crate::memory;
 use crate::part::core::{Action, Kind, PartCore, Placement, Plan, Source, local_blocks};
 use crate::part::store::{self, Limits, PartError, PartJob, PartStore, PartWork, Payload, PinnedVersion};
 use crate::reducer::{self, Reducer};
@@ -41,6 +42,8 @@ struct State {
     /// Payloads that are landing, by their connections.
     landing: Vec<(PlanId, Link)>,
     lead: Option<ToLead>,
+    /// What the lead is spoken to by, if it is elsewhere.
+    lead_link: Option<Link>,
 }
 
 /// One shard's part of a model.
@@ -78,6 +81,17 @@ pub enum MakeError {
     /// This shard owns none of its blocks.
     #[error("shard {0} owns no block of the model")]
     NotMine(ShardId),
+    /// Not enough memory.
+    #[error(
+        "not enough memory: the shard's part takes {:.1} GiB, {:.1} GiB are available: use more shards",
+        gib(*.needed), gib(*.available)
+    )]
+    Room {
+        /// Bytes that the part takes.
+        needed: u64,
+        /// Bytes that there are.
+        available: u64,
+    },
     /// No memory.
     #[error(transparent)]
     Store(#[from] PartError),
@@ -102,6 +116,10 @@ impl Part {
         }
         let part = layout.part(&blocks).map_err(|error| bad(&error))?;
         let controls = controls(record).map_err(|error| bad(&error))?;
+        let (needed, available) = (memory_needed(part.layout(), &controls), memory::available());
+        if let Some(available) = available.filter(|&available| available < needed) {
+            return Err(MakeError::Room { needed, available });
+        }
         let store = PartStore::new(part, controls.reducer, Limits::default())?;
         // All that it can ever need, so that a job that begins with one learner has room for the others.
         store.prefault_sums(SUMS).map_err(PartError::from)?;
@@ -112,6 +130,7 @@ impl Part {
             waiting: Vec::new(),
             landing: Vec::new(),
             lead: None,
+            lead_link: None,
         };
         Ok(Arc::new(Part {
             model: record.name.clone(),
@@ -153,9 +172,14 @@ impl Part {
 
     // -- the lead
 
-    /// Says who the lead is from now on.
-    pub(super) fn follow(&self, lead: ToLead) {
-        self.state.lock().lead = Some(lead);
+    /// Says who the lead is from now on, and over which connection. One from before is closed: if it was the true
+    /// lead's after all, that one connects again and has the last word.
+    pub(super) fn follow(&self, lead: ToLead, link: Option<Link>) {
+        let mut state = self.state.lock();
+        state.lead = Some(lead);
+        if let Some(before) = std::mem::replace(&mut state.lead_link, link) {
+            before.close(Close::Asked("the lead has connected anew".into()));
+        }
     }
 
     /// An order of the lead.
@@ -503,6 +527,18 @@ impl State {
     fn wake(&mut self) {
         self.waiting.drain(..).for_each(|link| link.wake());
     }
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
+}
+
+/// Bytes that a part takes once it makes versions: the newest, the next, a retained and a spare one; masters and
+/// optimizer state, each twice; two sums.
+fn memory_needed(layout: &ModelLayout, controls: &Controls) -> u64 {
+    let halves = layout.tensors().iter().any(|t| matches!(t.dtype, DType::F16 | DType::BF16));
+    let arrays = 2 * (controls.reducer.state_slots() + usize::from(halves)) as u64 + 2;
+    layout.size().saturating_mul(4).saturating_add(layout.elements().saturating_mul(4 * arrays))
 }
 
 /// The settings that a model was created with.
