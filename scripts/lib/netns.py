@@ -54,11 +54,12 @@ class NotPermitted(Exception):
 
 @dataclass(frozen=True)
 class Link:
-    """How each host's frames leave it: seconds of delay, the share that is lost, bits a second (0 is any)."""
+    """How each host's frames leave it: seconds of delay, the share that is lost, bits a second (0 is any), MTU."""
 
     delay: float = 0.0
     loss: float = 0.0
     rate: float = 0.0
+    mtu: int = 1500
 
     def __bool__(self):
         return bool(self.delay or self.loss or self.rate)
@@ -255,6 +256,8 @@ class Hosts:
         self.link = link
         self.congestion = congestion
         self.way = ""
+        # What the relay has done, in words, once it has ended.
+        self.counts = []
         self.scratch = None
         self._made = []
         self._keepers = {}
@@ -349,11 +352,11 @@ class Hosts:
         namespace = self.namespace(host)
         run("ip", "-n", namespace, "link", "add", "name", "eth0", "type", "veth", "peer", "name", host, "netns", switch)
         mac = f"02:00:0a:4d:00:{self.names.index(host) + 1:02x}"
-        run("ip", "-n", namespace, "link", "set", "dev", "eth0", "address", mac)
+        run("ip", "-n", namespace, "link", "set", "dev", "eth0", "mtu", self.link.mtu, "address", mac)
         run("ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
         for interface in ("lo", "eth0"):
             run("ip", "-n", namespace, "link", "set", "dev", interface, "up")
-        run("ip", "-n", switch, "link", "set", "dev", host, "master", BRIDGE, "up")
+        run("ip", "-n", switch, "link", "set", "dev", host, "mtu", self.link.mtu, "master", BRIDGE, "up")
         # It need not learn where hosts are, and where it does not see what they send it could not.
         run("nsenter", f"--net={NAMED / switch}", "bridge", "fdb", "add", mac, "dev", host, "master", "static")
         if self.congestion:
@@ -385,7 +388,7 @@ class Hosts:
             drop = ["bpf", "direct-action", "bytecode", f"1,6 0 0 {_TC_ACT_SHOT}"]
             run("tc", "-n", switch, "filter", "add", "dev", host, "ingress", *drop)
         relay = [sys.executable, Path(__file__).with_name("netns_relay.py")]
-        link = ["--delay", self.link.delay, "--loss", self.link.loss, "--rate", self.link.rate]
+        link = ["--delay", self.link.delay, "--loss", self.link.loss, "--rate", self.link.rate, "--mtu", self.link.mtu]
         command = ["nsenter", f"--net={NAMED / switch}", "--", *relay, *link, BRIDGE, *self.names]
         self._relay = Program("the relay", command, self.scratch / "relay.log")
         self._relay.wait_for("ready")
@@ -406,6 +409,8 @@ class Hosts:
             program.stop()
         for program in [*self._keepers.values(), *([self._relay] if self._relay else [])]:
             program.stop()
+        if self._relay:
+            self.counts = self._relay.said().splitlines()[1:]
         for name in self._made:
             run("ip", "netns", "del", self.namespace(name), check=False)
         if self.scratch:
