@@ -73,7 +73,7 @@ def found(said):
 
 
 def outcome(cluster, *taken):
-    """What differs from the sum of so many steps of each learner, and the version, as the first learner's host sees it."""
+    """What differs from the sum of so many steps of each learner, and the version, seen on the first learner's host."""
     model = cluster.mounts["learner0"][0] / "model"
     command = [sys.executable, WORK, model, "total", "--taken", *map(str, taken)]
     return found(cluster.hosts.start("learner0", command).finish(30))
@@ -178,11 +178,15 @@ def test_hosts_are_gone_when_it_is_interrupted(tmp_path):
 def test_a_command_runs_on_a_host_and_its_status_is_kept():
     command = [SCRIPT, "run", "--shards", "1", "--learners", "1", "--size", "64KiB", "--", "sh", "-c"]
     script = "cat $MODEL/version; hostname=$(cat /proc/sys/kernel/hostname); echo $hostname; exit 7"
-    done = subprocess.run([*command, script], env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [*command, script], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout) == (7, "0\nlearner1\n"), done.stderr
 
 
-@pytest.mark.parametrize("option", ["--delay=5parsecs", "--loss=100%", "--rate=fast", "--shards=0", "--epochs=x"])
+@pytest.mark.parametrize(
+    "option", ["--delay=5", "--delay=5parsecs", "--loss=100%", "--rate=fast", "--shards=0", "--mtu=1", "--epochs=x"]
+)
 def test_nonsense_is_refused(option):
     done = subprocess.run([SCRIPT, "demo", option], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2 and option.split("=")[0] in done.stderr, done

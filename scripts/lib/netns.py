@@ -37,6 +37,7 @@ STOP_DEADLINE = 20.0
 COMMAND_DEADLINE = 30.0
 
 NAMED = Path("/run/netns")
+SCRATCH = "gradfs-netns-"
 BRIDGE = "br0"
 NETWORK = "10.77.0"
 PORT = 7070
@@ -87,21 +88,21 @@ class Link:
 
 
 def quantity(text, units, what):
-    """`text`, a number and one of `units` ({name: factor}); a ValueError names `what` and the units."""
+    """`text`, a number and one of `units` ({name: factor}), or 0; a ValueError names `what` and the units."""
     found = re.fullmatch(r"([0-9]*\.?[0-9]+)([a-z%]*)", text.strip().lower())
-    if not found or found[2] not in units:
-        raise ValueError(f"{text!r} is not {what}: a number and one of {', '.join(unit for unit in units if unit)}")
-    return float(found[1]) * units[found[2]]
+    if not found or found[2] not in units and float(found[1]):
+        raise ValueError(f"{text!r} is not {what}: a number and one of {', '.join(units)}")
+    return float(found[1]) * units.get(found[2], 1)
 
 
 def delay_of(text):
     """Seconds, of 1ms or 200us."""
-    return quantity(text, {"us": 1e-6, "ms": 1e-3, "s": 1, "": 1e-3} if text != "0" else {"": 1}, "a delay")
+    return quantity(text, {"us": 1e-6, "ms": 1e-3, "s": 1}, "a delay")
 
 
 def loss_of(text):
     """A share, of 0.1%."""
-    share = quantity(text, {"%": 0.01, "": 0.01}, "a loss")
+    share = quantity(text, {"%": 0.01}, "a loss")
     if share >= 1:
         raise ValueError(f"{text!r} is not a loss: 100% leaves nothing")
     return share
@@ -109,7 +110,7 @@ def loss_of(text):
 
 def rate_of(text):
     """Bits a second, of 1gbit or 100mbit."""
-    return quantity(text, {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "": 1}, "a rate")
+    return quantity(text, {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}, "a rate")
 
 
 def run(*command, check=True):
@@ -153,11 +154,17 @@ def require_permission():
 
 
 def remove_leftovers():
-    """Deletes the namespaces of runs that were killed outright, known by the process that is no more."""
-    for path in NAMED.glob("gradfs-*-*"):
-        pid = path.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            run("ip", "netns", "del", path.name, check=False)
+    """Deletes namespaces and files of runs that were killed outright, known by the process that is no more."""
+
+    def left(found):
+        pid = found.name.removeprefix(SCRATCH).removeprefix("gradfs-").split("-")[0]
+        return pid.isdigit() and not Path(f"/proc/{pid}").exists()
+
+    for path in filter(left, NAMED.glob("gradfs-*-*")):
+        run("ip", "netns", "del", path.name, check=False)
+    # Mounts on hosts have gone with the hosts: these are plain files.
+    for path in filter(left, Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _in_namespace(name, call):
@@ -267,7 +274,7 @@ class Hosts:
     def __enter__(self):
         require_permission()
         remove_leftovers()
-        self.scratch = Path(tempfile.mkdtemp(prefix="gradfs-netns-"))
+        self.scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-"))
         try:
             self._wire()
         except BaseException:
