@@ -37,6 +37,7 @@ STOP_DEADLINE = 20.0
 COMMAND_DEADLINE = 30.0
 
 NAMED = Path("/run/netns")
+SCRATCH = "gradfs-netns-"
 BRIDGE = "br0"
 NETWORK = "10.77.0"
 PORT = 7070
@@ -54,11 +55,12 @@ class NotPermitted(Exception):
 
 @dataclass(frozen=True)
 class Link:
-    """How each host's frames leave it: seconds of delay, the share that is lost, bits a second (0 is any)."""
+    """How each host's frames leave it: seconds of delay, the share that is lost, bits a second (0 is any), MTU."""
 
     delay: float = 0.0
     loss: float = 0.0
     rate: float = 0.0
+    mtu: int = 1500
 
     def __bool__(self):
         return bool(self.delay or self.loss or self.rate)
@@ -86,21 +88,21 @@ class Link:
 
 
 def quantity(text, units, what):
-    """`text`, a number and one of `units` ({name: factor}); a ValueError names `what` and the units."""
+    """`text`, a number and one of `units` ({name: factor}), or 0; a ValueError names `what` and the units."""
     found = re.fullmatch(r"([0-9]*\.?[0-9]+)([a-z%]*)", text.strip().lower())
-    if not found or found[2] not in units:
-        raise ValueError(f"{text!r} is not {what}: a number and one of {', '.join(unit for unit in units if unit)}")
-    return float(found[1]) * units[found[2]]
+    if not found or found[2] not in units and float(found[1]):
+        raise ValueError(f"{text!r} is not {what}: a number and one of {', '.join(units)}")
+    return float(found[1]) * units.get(found[2], 1)
 
 
 def delay_of(text):
     """Seconds, of 1ms or 200us."""
-    return quantity(text, {"us": 1e-6, "ms": 1e-3, "s": 1, "": 1e-3} if text != "0" else {"": 1}, "a delay")
+    return quantity(text, {"us": 1e-6, "ms": 1e-3, "s": 1}, "a delay")
 
 
 def loss_of(text):
     """A share, of 0.1%."""
-    share = quantity(text, {"%": 0.01, "": 0.01}, "a loss")
+    share = quantity(text, {"%": 0.01}, "a loss")
     if share >= 1:
         raise ValueError(f"{text!r} is not a loss: 100% leaves nothing")
     return share
@@ -108,7 +110,7 @@ def loss_of(text):
 
 def rate_of(text):
     """Bits a second, of 1gbit or 100mbit."""
-    return quantity(text, {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "": 1}, "a rate")
+    return quantity(text, {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}, "a rate")
 
 
 def run(*command, check=True):
@@ -152,11 +154,17 @@ def require_permission():
 
 
 def remove_leftovers():
-    """Deletes the namespaces of runs that were killed outright, known by the process that is no more."""
-    for path in NAMED.glob("gradfs-*-*"):
-        pid = path.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            run("ip", "netns", "del", path.name, check=False)
+    """Deletes namespaces and files of runs that were killed outright, known by the process that is no more."""
+
+    def left(found):
+        pid = found.name.removeprefix(SCRATCH).removeprefix("gradfs-").split("-")[0]
+        return pid.isdigit() and not Path(f"/proc/{pid}").exists()
+
+    for path in filter(left, NAMED.glob("gradfs-*-*")):
+        run("ip", "netns", "del", path.name, check=False)
+    # Mounts on hosts have gone with the hosts: these are plain files.
+    for path in filter(left, Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _in_namespace(name, call):
@@ -255,6 +263,8 @@ class Hosts:
         self.link = link
         self.congestion = congestion
         self.way = ""
+        # What the relay has done, in words, once it has ended.
+        self.counts = []
         self.scratch = None
         self._made = []
         self._keepers = {}
@@ -264,7 +274,7 @@ class Hosts:
     def __enter__(self):
         require_permission()
         remove_leftovers()
-        self.scratch = Path(tempfile.mkdtemp(prefix="gradfs-netns-"))
+        self.scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-"))
         try:
             self._wire()
         except BaseException:
@@ -349,11 +359,11 @@ class Hosts:
         namespace = self.namespace(host)
         run("ip", "-n", namespace, "link", "add", "name", "eth0", "type", "veth", "peer", "name", host, "netns", switch)
         mac = f"02:00:0a:4d:00:{self.names.index(host) + 1:02x}"
-        run("ip", "-n", namespace, "link", "set", "dev", "eth0", "address", mac)
+        run("ip", "-n", namespace, "link", "set", "dev", "eth0", "mtu", self.link.mtu, "address", mac)
         run("ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
         for interface in ("lo", "eth0"):
             run("ip", "-n", namespace, "link", "set", "dev", interface, "up")
-        run("ip", "-n", switch, "link", "set", "dev", host, "master", BRIDGE, "up")
+        run("ip", "-n", switch, "link", "set", "dev", host, "mtu", self.link.mtu, "master", BRIDGE, "up")
         # It need not learn where hosts are, and where it does not see what they send it could not.
         run("nsenter", f"--net={NAMED / switch}", "bridge", "fdb", "add", mac, "dev", host, "master", "static")
         if self.congestion:
@@ -385,7 +395,7 @@ class Hosts:
             drop = ["bpf", "direct-action", "bytecode", f"1,6 0 0 {_TC_ACT_SHOT}"]
             run("tc", "-n", switch, "filter", "add", "dev", host, "ingress", *drop)
         relay = [sys.executable, Path(__file__).with_name("netns_relay.py")]
-        link = ["--delay", self.link.delay, "--loss", self.link.loss, "--rate", self.link.rate]
+        link = ["--delay", self.link.delay, "--loss", self.link.loss, "--rate", self.link.rate, "--mtu", self.link.mtu]
         command = ["nsenter", f"--net={NAMED / switch}", "--", *relay, *link, BRIDGE, *self.names]
         self._relay = Program("the relay", command, self.scratch / "relay.log")
         self._relay.wait_for("ready")
@@ -406,6 +416,8 @@ class Hosts:
             program.stop()
         for program in [*self._keepers.values(), *([self._relay] if self._relay else [])]:
             program.stop()
+        if self._relay:
+            self.counts = self._relay.said().splitlines()[1:]
         for name in self._made:
             run("ip", "netns", "del", self.namespace(name), check=False)
         if self.scratch:

@@ -15,14 +15,16 @@ import math
 import os
 import random
 import select
+import signal
 import socket
+import sys
 import time
 from collections import deque
 
 # What one system call moves, and with a rate, what may go out at once.
 MOST_FRAMES, FRAMES_IN_TURN = 64, 16
-# Longer than any frame of an interface whose MTU is 1500 and that does not coalesce packets.
-FRAME = 2048
+# What a frame is longer than the MTU, and the multiple that room for one is.
+HEADER, LINE = 18, 64
 # What waits in sockets until it is looked at, and what waits for its turn at a rate; the rest is lost.
 BUFFER, QUEUE = 16 << 20, 4 << 20
 
@@ -31,7 +33,7 @@ MESSAGE, MESSAGE_IOV, MESSAGE_IOVLEN, MESSAGE_LENGTH = 8, 2, 3, 7
 IOV, IOV_LENGTH = 2, 1
 
 ETH_P_ALL = 0x0003
-SOL_PACKET, PACKET_IGNORE_OUTGOING = 263, 23
+SOL_PACKET, PACKET_STATISTICS, PACKET_IGNORE_OUTGOING = 263, 6, 23
 SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 PR_SET_TIMERSLACK = 29
 
@@ -41,20 +43,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Batch:
     """Frames that came together, in memory that is used again."""
 
-    def __init__(self, room):
+    def __init__(self, room, frame):
+        """Room for `room` frames of up to `frame` bytes."""
         self.room = room
-        self.slab = ctypes.create_string_buffer(room * FRAME)
+        self.slab = ctypes.create_string_buffer(room * frame)
         self.messages = (ctypes.c_uint64 * (room * MESSAGE))()
         iovs = (ctypes.c_uint64 * (room * IOV))()
         for i in range(room):
-            iovs[i * IOV] = ctypes.addressof(self.slab) + i * FRAME
+            iovs[i * IOV] = ctypes.addressof(self.slab) + i * frame
             self.messages[i * MESSAGE + MESSAGE_IOV] = ctypes.addressof(iovs) + i * IOV * 8
             self.messages[i * MESSAGE + MESSAGE_IOVLEN] = 1
         self.iovs = iovs
         # Strided views: lengths are moved without a loop.
         self.space = memoryview(iovs).cast("B").cast("Q")[IOV_LENGTH::IOV]
         self.lengths = memoryview(self.messages).cast("B").cast("Q")[MESSAGE_LENGTH::MESSAGE]
-        self.full = memoryview(bytes((FRAME).to_bytes(8, "little") * room)).cast("Q")
+        self.full = memoryview(frame.to_bytes(8, "little") * room).cast("Q")
         self.frames = 0
         self.due = 0.0
         self.lost = []
@@ -114,19 +117,26 @@ class Losses:
 class Port:
     """What one host sends."""
 
-    def __init__(self, name, room, losses):
+    def __init__(self, name, room, frame, losses):
         self.socket = packet_socket(name, ETH_P_ALL)
-        self.room = room
+        self.room, self.frame = room, frame
         self.losses = losses
         self.waiting = deque()
         self.free = []
         self.free_at = 0.0
         self.queued = 0
+        self.moved = self.lost = self.dropped = 0
+
+    def counts(self):
+        """Frames that were moved, lost as asked for, and dropped because they came faster than they could go."""
+        # struct tpacket_stats: frames, and those that found no room.
+        stats = self.socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8)
+        return self.moved, self.lost, self.dropped + int.from_bytes(stats[4:], "little")
 
     def take(self, delay, seconds_a_byte):
         """Receives what is there and puts it into the queue."""
         while True:
-            batch = self.free.pop() if self.free else Batch(self.room)
+            batch = self.free.pop() if self.free else Batch(self.room, self.frame)
             if not batch.receive(self.socket):
                 self.free.append(batch)
                 return
@@ -134,8 +144,11 @@ class Port:
             batch.lost = self.losses.of(batch.frames)
             size = batch.bytes() if seconds_a_byte else 0
             if self.queued + size > QUEUE:
+                self.dropped += batch.frames
                 self.free.append(batch)
                 continue
+            self.moved += batch.frames - len(batch.lost)
+            self.lost += len(batch.lost)
             self.queued += size
             self.free_at = max(now, self.free_at) + size * seconds_a_byte
             batch.due = self.free_at + delay
@@ -185,6 +198,7 @@ def main():
     parser.add_argument("--delay", type=float, default=0, metavar="SECONDS")
     parser.add_argument("--loss", type=float, default=0, metavar="SHARE")
     parser.add_argument("--rate", type=float, default=0, metavar="BITS", help="a second; 0 is any")
+    parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES")
     parser.add_argument("out", metavar="OUT")
     parser.add_argument("ports", nargs="+", metavar="PORTS")
     options = parser.parse_args()
@@ -193,10 +207,17 @@ def main():
     os.nice(-10)
     room = FRAMES_IN_TURN if options.rate else MOST_FRAMES
     chance = random.Random(0)
-    ports = [Port(name, room, Losses(options.loss, chance)) for name in options.ports]
+    frame = -(-(options.mtu + HEADER) // LINE) * LINE
+    ports = [Port(name, room, frame, Losses(options.loss, chance)) for name in options.ports]
     target = packet_socket(options.out, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     print("ready", flush=True)
-    relay(ports, target, options.delay, options.rate)
+    try:
+        relay(ports, target, options.delay, options.rate)
+    finally:
+        for name, port in zip(options.ports, ports):
+            moved, lost, dropped = port.counts()
+            print(f"from {name}: {moved} frames, {lost} lost, {dropped} dropped", flush=True)
 
 
 if __name__ == "__main__":
