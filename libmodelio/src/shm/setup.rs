@@ -55,6 +55,17 @@ pub enum SetupError {
     Stranger(String),
 }
 
+impl SetupError {
+    /// Whether there is somebody who may answer a little later: one that is stopped, overrun, or just ending.
+    pub fn is_transient(&self) -> bool {
+        match self {
+            SetupError::Late(_) | SetupError::Gone => true,
+            SetupError::System { error, .. } => error.kind() == io::ErrorKind::WouldBlock,
+            SetupError::Refused(_) | SetupError::Stranger(_) => false,
+        }
+    }
+}
+
 fn system(doing: &'static str) -> impl Fn(Errno) -> SetupError {
     move |errno| SetupError::System { doing, error: errno.into() }
 }

@@ -9,6 +9,7 @@
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use libmodelio::ids::{BlockId, ClientId};
@@ -17,7 +18,7 @@ use libmodelio::shm::{self, Descriptors, Lender, Meeting, Regions};
 use libmodelio::wire::{HELLO_DEADLINE, Message, Received, Refusal};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{SockFlag, accept4};
+use nix::sys::socket::{Shutdown, SockFlag, accept4, shutdown};
 
 use super::Shared;
 use super::conversation::Peer;
@@ -163,16 +164,33 @@ fn saying(part: &Part, request: u64, message: Message) -> Outgoing {
     Outgoing { epoch: part.epoch, ..Outgoing::new(request, message) }
 }
 
-/// Meets clients on this host until the shard is gone. If that cannot be, why.
-pub(super) fn listen(shared: &Arc<Shared>) -> Result<(), String> {
-    let listener = shm::listen(&shared.address).map_err(|error| error.to_string())?;
-    let shared = Arc::downgrade(shared);
-    let spawned = std::thread::Builder::new().name("shm-accept".into()).spawn(move || {
-        if let Err(errno) = accept(&listener, &shared) {
-            tracing::error!(%errno, "clients on this host cannot share memory any more");
+/// Meets clients on this host.
+pub(super) struct Listening {
+    listener: Arc<OwnedFd>,
+    thread: JoinHandle<()>,
+}
+
+impl Listening {
+    /// Begins to. If that cannot be, why.
+    pub(super) fn start(shared: &Arc<Shared>) -> Result<Listening, String> {
+        let listener = Arc::new(shm::listen(&shared.address).map_err(|error| error.to_string())?);
+        let (of_thread, shared) = (Arc::clone(&listener), Arc::downgrade(shared));
+        let thread = std::thread::Builder::new().name("shm-accept".into()).spawn(move || {
+            if let Err(errno) = accept(&of_thread, &shared) {
+                tracing::error!(%errno, "clients on this host cannot share memory any more");
+            }
+        });
+        Ok(Listening { listener, thread: thread.map_err(|error| error.to_string())? })
+    }
+
+    /// Ends it, now that the shard stops. Its name is free then.
+    pub(super) fn end(self) {
+        // It only wakes the thread, which looks soon anyway.
+        let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
+        if self.thread.join().is_err() {
+            tracing::error!("the thread that meets clients on this host panicked");
         }
-    });
-    spawned.map(drop).map_err(|error| error.to_string())
+    }
 }
 
 fn accept(listener: &OwnedFd, shared: &Weak<Shared>) -> Result<(), Errno> {

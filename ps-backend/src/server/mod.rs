@@ -107,6 +107,8 @@ pub(super) struct Shared {
     pool: Arc<rayon::ThreadPool>,
     /// Connections through shared memory.
     memory: Arc<net::Threads>,
+    /// Where they come about.
+    listening: Mutex<Option<memory::Listening>>,
     /// Why there are none.
     no_memory: OnceLock<String>,
     models: Mutex<BTreeMap<String, Model>>,
@@ -153,6 +155,7 @@ impl Server {
             net: reactor.handle(),
             pool: Arc::new(pool),
             memory: net::Threads::new(memory::MAX_CONNECTIONS),
+            listening: Mutex::new(None),
             no_memory: OnceLock::new(),
             models: Mutex::default(),
             making: Mutex::default(),
@@ -167,9 +170,12 @@ impl Server {
         });
         if shared.options.holds_blocks {
             // Before anybody can know of it.
-            if let Err(why) = memory::listen(&shared) {
-                tracing::warn!("clients on this host cannot share memory with this shard: {why}");
-                let _ = shared.no_memory.set(why);
+            match memory::Listening::start(&shared) {
+                Ok(listening) => *shared.listening.lock() = Some(listening),
+                Err(why) => {
+                    tracing::warn!("clients on this host cannot share memory with this shard: {why}");
+                    let _ = shared.no_memory.set(why);
+                }
             }
             shared.announce()?;
         }
@@ -226,6 +232,9 @@ impl Server {
             if let Err(error) = shared.registry(|registry, deadline| registry.withdraw(shard, deadline)) {
                 tracing::warn!(%error, "the registry was not told that the shard goes");
             }
+        }
+        if let Some(listening) = shared.listening.lock().take() {
+            listening.end();
         }
         if let Err(error) = shared.memory.shut_down(Duration::from_secs(2)) {
             tracing::warn!(%error, "connections through shared memory");

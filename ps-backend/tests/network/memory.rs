@@ -16,6 +16,7 @@ use libmodelio::shm::{Descriptors, End, Meeting, meet};
 use libmodelio::transport::TransportKind;
 use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, Role, frame};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use ps_backend::server::{Server, ServerOptions};
 
 use crate::world::{LONG, Learner, Way, World, read};
 
@@ -134,6 +135,26 @@ fn who_goes_while_its_memory_is_read_has_contributed_all_or_nothing() {
         next.shut_down();
     }
     watcher.shut_down();
+}
+
+#[test]
+fn a_shard_that_starts_again_is_met_again() {
+    let start = |listen| {
+        let (advertise, registry) = (None, None);
+        let options =
+            ServerOptions { listen, advertise, registry, holds_blocks: true, threads: 2, io: Choice::Auto };
+        Server::start(options).unwrap()
+    };
+    let first = start("127.0.0.1:0".parse().unwrap());
+    let at = first.address();
+    let Meeting { end, socket } = meet(&at.to_string(), LONG).unwrap();
+    first.shut_down();
+    let mut sockets = [PollFd::new(socket.as_fd(), PollFlags::empty())];
+    assert_eq!(poll(&mut sockets, PollTimeout::try_from(LONG).unwrap()), Ok(1), "it hangs up");
+    drop((end, first));
+    let second = start(at);
+    assert!(second.backend().ends_with("; shm on this host"), "{}", second.backend());
+    assert!(meet(&at.to_string(), LONG).is_ok());
 }
 
 /// A process that speaks by itself through shared memory.

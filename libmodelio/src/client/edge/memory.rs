@@ -125,6 +125,10 @@ impl Shared {
         let spawned = self.threads.spawn(move |threads| {
             let meeting = match shm::meet(&this.part_addresses[part], PATIENCE) {
                 Ok(meeting) => meeting,
+                Err(error) if error.is_transient() => {
+                    let why = format!("shared memory: {error}");
+                    return this.ended(Some(part), &Link::default(), &why);
+                }
                 Err(error) => return this.without_memory(part, index, &error.to_string()),
             };
             let memory = Memory::new(&meeting, this.layout.size(), this.layout.block_size());
