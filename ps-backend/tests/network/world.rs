@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
-use libmodelio::client::{Client, ClientOptions};
+use libmodelio::client::{Client, ClientOptions, Pulls};
 use libmodelio::ids::{LearnerId, Step, Version};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
@@ -65,8 +65,12 @@ impl World {
     }
 
     pub fn client(&self) -> Arc<Client> {
+        self.client_that(Pulls::Published)
+    }
+
+    pub fn client_that(&self, pulls: Pulls) -> Arc<Client> {
         let shards = self.registry.shards(Instant::now() + LONG).unwrap();
-        let options = ClientOptions { io: self.io, ..ClientOptions::default() };
+        let options = ClientOptions { io: self.io, pulls, ..ClientOptions::default() };
         Arc::new(Client::connect(&self.record, &shards, options).unwrap())
     }
 }
