@@ -68,9 +68,9 @@ struct Options {
     /// Connections to each shard [default: the library's]
     #[arg(long)]
     connections: Option<usize>,
-    /// One block outstanding: the next is pulled when the one before is here
+    /// Bytes that may be on their way from one shard [default: the library's]
     #[arg(long)]
-    synchronous: bool,
+    window: Option<usize>,
 }
 
 struct Learner {
@@ -100,11 +100,8 @@ impl Job {
         let layout = record.layout()?;
         let client = ClientOptions {
             threads: options.threads.unwrap_or(usual.threads),
-            connections: match options.synchronous {
-                true => 1,
-                false => options.connections.unwrap_or(usual.connections),
-            },
-            window: if options.synchronous { layout.block_size() as usize } else { usual.window },
+            connections: options.connections.unwrap_or(usual.connections),
+            window: options.window.unwrap_or(usual.window),
             io: options.io,
             transport: if options.shm { TransportChoice::SharedMemory } else { TransportChoice::Tcp },
             pulls: Pulls::Awaited,

@@ -55,7 +55,8 @@ pub struct ClientOptions {
     pub transport: TransportChoice,
     /// Connections to each shard for blocks.
     pub connections: usize,
-    /// Bytes that may be on their way from one shard.
+    /// Bytes that may be asked for and on their way from one shard. They are received where they belong, so it costs no
+    /// memory; too few leave a shard without work while this end is not running.
     pub window: usize,
     /// When versions are pulled.
     pub pulls: Pulls,
@@ -70,7 +71,7 @@ impl Default for ClientOptions {
             io: Choice::Auto,
             transport: TransportChoice::Auto,
             connections: 2,
-            window: 8 << 20,
+            window: 64 << 20,
             pulls: Pulls::Published,
             patience: Duration::from_secs(10),
         }
@@ -127,6 +128,9 @@ pub type ClientListener = Box<dyn Fn(ClientEvent) + Send + Sync>;
 pub type Answered = Box<dyn FnOnce(Result<Message, Refusal>) + Send>;
 /// Called once with the outcome of a wait for a version.
 pub type Awaited = Box<dyn FnOnce(Result<Version, ShardError>) + Send>;
+
+/// Blocks that may be asked for on one connection: even if each has a request of its own, a shard takes so many.
+const DUE_MAX: usize = 128;
 
 /// A payload that may have to be sent.
 type Source = Region;
@@ -895,7 +899,7 @@ impl Shared {
         let window = (self.options.window / self.layout.block_size() as usize).max(1);
         // Each connection has its share of the window, so that none has to wait for another, and asks for several
         // blocks at once.
-        let share = window.div_ceil(self.options.connections.max(1));
+        let share = window.div_ceil(self.options.connections.max(1)).min(DUE_MAX);
         if due > 0 && due + PULL_BLOCKS > share {
             return None;
         }

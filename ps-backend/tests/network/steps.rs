@@ -1,5 +1,9 @@
 //! Steps of several learners on several clients.
 
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use libmodelio::client::Pulls;
 use libmodelio::ids::Version;
 use libmodelio::net::Choice;
 use libmodelio::wire::Message;
@@ -64,4 +68,33 @@ fn a_late_one(way: Way) {
 fn who_is_late_does_not_hold_up_the_answer_of_who_is_there() {
     a_late_one(Way::Tcp(Choice::Auto));
     a_late_one(Way::Memory);
+}
+
+#[test]
+fn a_client_may_pull_only_what_it_waits_for() {
+    let world = World::new(2, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Tcp(Choice::Auto));
+    let (lazy, eager) = (world.client_that(Pulls::Awaited), world.client());
+    let learner = Learner::join(&lazy, "a");
+    for step in 1..=2 {
+        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        // The other one has been told of the version, and has pulled it.
+        let end = std::time::Instant::now() + LONG;
+        while eager.version() != Version(step) {
+            assert!(std::time::Instant::now() < end, "version {step} does not come");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(lazy.version(), Version(0), "nobody has waited for version {step}");
+    }
+    let (version, weights) = learner.pull();
+    assert_eq!(version, Version(2));
+    assert!(weights.iter().all(|&w| w == 2.0));
+    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    let end = std::time::Instant::now() + LONG;
+    while lazy.state().version != Version(3) {
+        assert!(std::time::Instant::now() < end, "word of version 3 does not come");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let (sender, receiver) = channel();
+    lazy.await_newest(LONG, Box::new(move |result| sender.send(result).unwrap()));
+    assert_eq!(receiver.recv_timeout(2 * LONG).unwrap(), Ok(Version(3)));
 }

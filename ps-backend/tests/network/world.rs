@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
-use libmodelio::client::{Client, ClientError, ClientOptions, TransportChoice};
+use libmodelio::client::{Client, ClientError, ClientOptions, Pulls, TransportChoice};
 use libmodelio::ids::{LearnerId, Step, Version};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
@@ -93,6 +93,12 @@ impl World {
     pub fn connect(&self, shards: &[ShardRecord], transport: TransportChoice) -> Result<Client, ClientError> {
         let options = ClientOptions { io: self.io, transport, ..ClientOptions::default() };
         Client::connect(&self.record, shards, options)
+    }
+
+    pub fn client_that(&self, pulls: Pulls) -> Arc<Client> {
+        let transport = self.transport;
+        let options = ClientOptions { io: self.io, transport, pulls, ..ClientOptions::default() };
+        Arc::new(Client::connect(&self.record, &self.shards(), options).unwrap())
     }
 }
 
