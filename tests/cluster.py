@@ -271,7 +271,8 @@ def mounted_over_network(shards, *args, size=None, model=None, root=None, env=No
             else:
                 options[word[2:].replace("-", "_")] = True
         mine = {name: options.pop(name) for name in OF_MOUNTS & options.keys()}
-        files = [Path(path) for path in (model if isinstance(model, (list, tuple)) else [model] if model else [])]
+        given = model if isinstance(model, (list, tuple)) else [model] if model else []
+        files = [Path(path) for path in given]
         names = options.pop("name", None)
         names = [names] if isinstance(names, str) else names or [path.stem for path in files] or ["model"]
         for name, file in zip(names, files or [None]):
@@ -391,23 +392,3 @@ class Proxy:
         connection.reset()
         with contextlib.suppress(ValueError):
             self.connections.remove(connection)
-
-
-@pytest.fixture
-def cluster():
-    """Call it as Cluster(...)."""
-    clusters = []
-
-    def start(shards=1):
-        clusters.append(Cluster(shards))
-        return clusters[-1]
-
-    yield start
-    troubles = []
-    for one in clusters:
-        try:
-            one.clean_up()
-        except BaseException as trouble:
-            troubles.append(trouble)
-    if troubles:
-        raise troubles[0]

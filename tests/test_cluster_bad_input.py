@@ -83,9 +83,9 @@ def world(of_module):
     names = {learner["name"] for learner in of_module.cluster.lead("m")["learners"]}
     yield of_module
     of_module.trains()
-    lead = of_module.cluster.lead("m")
+    steps, lead = of_module.steps, of_module.cluster.lead("m")
     assert {learner["name"] for learner in lead["learners"]} == names
-    assert lead["contributions"] >= of_module.steps and lead["state"] in ("running", "reducing", "forming")
+    assert lead["contributions"] >= steps and lead["state"] in ("running", "reducing", "forming")
 
 
 def refusal(peer, *fields):
@@ -231,24 +231,23 @@ BLOCK_BYTES = bytes(BLOCK)
 )
 def test_blocks_that_do_not_fit_are_refused(world, case, push, payload, expected):
     plan, block, wide = push
-    mine = 0 if block is None else block
+    answers = []
     for shard in world.cluster.shards:
-        with world.peer("data", shard) as peer:
-            for number in [mine] if block is not None else range(BLOCKS):
-                # Of the blocks of the model, only its own get as far as to their lengths.
-                with world.peer("data", shard) as peer:
-                    peer.say("Push", plan, number, wide, payload=payload, epoch=world.epoch)
-                    answer = peer.hear_of("Refused")
-                    assert answer.fields[0] in (expected[0], "NotMine"), answer
-                    assert peer.closes()
+        for number in range(BLOCKS) if block is None else [block]:
+            with world.peer("data", shard) as peer:
+                peer.say("Push", plan, number, wide, payload=payload, epoch=world.epoch)
+                answers.append(peer.hear_of("Refused").fields)
+                assert peer.closes()
+    # Of the blocks of the model, each shard looks at the lengths of its own.
+    assert expected in [answer[: len(expected)] for answer in answers]
+    assert {answer[0] for answer in answers} <= {expected[0], "NotMine"}, answers
 
 
 def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
     """An old one's are passed over. A coming one's wait, and hold nobody else up."""
-    mine = [b for b in range(BLOCKS)]
     spoilt = struct.pack("<f", 1e9) * (BLOCK // 4)
     with world.peer("data") as old, world.peer("data") as coming:
-        for block in mine:
+        for block in range(BLOCKS):
             with world.peer("data") as peer:
                 peer.say("Push", 1, block, False, payload=spoilt, epoch=world.epoch)
                 peer.say("Probe", 1, epoch=world.epoch)
@@ -256,7 +255,7 @@ def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
                 assert answer.name == "Missing" or answer.fields == ("NotMine", block)
         old.say("Probe", 1, epoch=world.epoch)
         assert old.hear_of("Missing").fields.fields("uu") == (1, 0)
-        coming.say("Push", 1 << 40, mine[0], False, payload=spoilt, epoch=world.epoch)
+        coming.say("Push", 1 << 40, 0, False, payload=spoilt, epoch=world.epoch)
         world.trains()
 
 
@@ -330,6 +329,23 @@ def test_a_learner_of_a_stray_client_commits_out_of_order(world):
         assert peer.request("Leave", learner, 0, request=4, epoch=world.epoch).name == "Done"
 
 
+OVERSIZED = {
+    "control": [(2 << 20, 0), (1, 1)],
+    "data": [(2 << 20, 0), (4, 2 * BLOCK + 1), (4, 16 << 20), (4, (1 << 32) - 1)],
+    "admin": [(2 << 20, 0), (1, (16 << 20) + 1), ((1 << 32) - 1, (1 << 32) - 1)],
+}
+
+
+@pytest.mark.parametrize("role", OVERSIZED)
+def test_lengths_beyond_their_limits_end_the_connection(world, role):
+    """Before anything of that length comes, or is allocated."""
+    for lengths in OVERSIZED[role]:
+        with world.peer(role, client=96) as peer:
+            name, fields = ("Push", (1, 0, False)) if role == "data" else ("Ping", ())
+            peer.send(frame(body(name, *fields), epoch=world.epoch, lengths=lengths))
+            cut_off(peer)
+
+
 @pytest.mark.parametrize("ranges", [[(2, 2)], [(3, 1)], [(0, 2), (1, 3)], [(0, 1), (1, 2)], [(5, 6), (0, 1)]])
 def test_blocks_that_are_no_set_end_the_connection(world, ranges):
     with world.peer("control", client=98) as peer:
@@ -339,7 +355,6 @@ def test_blocks_that_are_no_set_end_the_connection(world, ranges):
 
 def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone(world):
     """A client that commits and sends nothing is gone when its lease is over; its step counts for nobody."""
-    world.cluster.run  # The lease is the job's.
     world.mount.control("lease", 1)
     with world.peer("control", client=97) as peer:
         joined = peer.request("Join", "liar", request=1, epoch=world.epoch)

@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 import pytest
-from cluster import cluster  # noqa: F401
 from filetools import BLOCK, Threads, array, eventually, filled, raises, takes
 
 # Not a multiple of the block, and blocks on every shard.
