@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use fixedbitset::FixedBitSet;
-use libmodelio::client::{Client, ClientOptions, Pulls};
+use libmodelio::client::{Client, ClientOptions, Pulls, TransportChoice};
 use libmodelio::ids::{LearnerId, Step};
 use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
@@ -59,6 +59,9 @@ struct Options {
     /// How bytes go through sockets: auto, uring or poll
     #[arg(long, default_value = "auto")]
     io: Choice,
+    /// Shared memory instead of TCP
+    #[arg(long)]
+    shm: bool,
     /// Threads that move bytes [default: the library's]
     #[arg(long)]
     threads: Option<usize>,
@@ -103,6 +106,7 @@ impl Job {
             },
             window: if options.synchronous { layout.block_size() as usize } else { usual.window },
             io: options.io,
+            transport: if options.shm { TransportChoice::SharedMemory } else { TransportChoice::Tcp },
             pulls: Pulls::Awaited,
             patience: DEADLINE,
         };

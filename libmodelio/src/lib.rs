@@ -15,6 +15,7 @@ pub mod publisher;
 pub mod ranges;
 pub mod registry;
 pub mod safetensors_file;
+pub mod shm;
 pub mod tracker;
 pub mod transport;
 pub mod wire;

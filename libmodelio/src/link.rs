@@ -22,8 +22,9 @@ use crate::wire::{self, HELLO_DEADLINE, Limits, Message, Payload, Received, Rece
 /// Whatever keeps memory where it is.
 pub type Guard = Arc<dyn Any + Send + Sync>;
 
-/// Bytes that are handed to the kernel at once.
-const SEND_AT_ONCE: usize = 4 << 20;
+/// Bytes that are handed to the kernel at once. Their checksums are made before: what is sent should still be in the
+/// core's own cache when the kernel copies it, and the peer should not have to wait.
+const SEND_AT_ONCE: usize = 512 << 10;
 /// Room for the headers and bodies that are sent at once; longer ones get memory of their own.
 const HEADS: usize = 32 << 10;
 /// Messages that may wait to be sent, unless the peer is too slow to live.
@@ -47,6 +48,23 @@ impl Target {
     /// them, and they are writable.
     pub unsafe fn new(start: *mut u8, len: usize, guard: Guard) -> Target {
         Target { start, len, _guard: guard }
+    }
+
+    /// Fills it from memory that both ends of a connection see.
+    ///
+    /// # Errors
+    /// If that is not as long.
+    ///
+    /// # Safety
+    /// `from` can be read for `len` bytes and does not overlap the target. It may change meanwhile.
+    pub unsafe fn copy_from(&mut self, from: *const u8, len: usize) -> Result<(), Close> {
+        if len != self.len {
+            let why = format!("{len} bytes of payload for {} bytes of memory", self.len);
+            return Err(Close::Asked(why.into()));
+        }
+        // SAFETY: the target is writable and its holder's alone; the rest is the caller's promise.
+        unsafe { self.start.copy_from_nonoverlapping(from, len) };
+        Ok(())
     }
 }
 

@@ -46,8 +46,16 @@ impl Mapping {
     pub fn memfd(name: &str, len: usize) -> io::Result<Mapping> {
         let fd = memfd_create(name, MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING)?;
         nix::unistd::ftruncate(&fd, i64::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?)?;
+        Mapping::of(fd, len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)
+    }
+
+    /// The first `len` bytes (> 0) of what `fd` is of. The caller has seen that there are so many and that nobody can
+    /// make them fewer: touching what is no longer there ends the process.
+    ///
+    /// # Errors
+    /// ENOMEM, EACCES or what else the kernel says.
+    pub(crate) fn of(fd: OwnedFd, len: usize, protection: ProtFlags) -> io::Result<Mapping> {
         let size = len.try_into().map_err(|_| io::ErrorKind::InvalidInput)?;
-        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         let Some(start) = aligned_room(len)? else {
             // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
             let address = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, &fd, 0)? };
@@ -73,6 +81,17 @@ impl Mapping {
         // SAFETY: advice on our own pages. A kernel without huge pages says EINVAL, which is no loss.
         let _ = unsafe { madvise(address, len, MmapAdvise::MADV_HUGEPAGE) };
         Ok(mapping)
+    }
+
+    /// From now on nobody can make the memfd shorter or longer: others can map it without fear of its end.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn fix_size(&self) -> io::Result<()> {
+        if let Some(fd) = &self.fd {
+            fcntl(fd, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW))?;
+        }
+        Ok(())
     }
 
     /// From now on nobody can write the memfd or map it writable through its descriptor; this mapping
@@ -153,6 +172,11 @@ impl Mapping {
     #[allow(clippy::len_without_is_empty)] // never empty
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Where it begins: for accesses that make no reference.
+    pub fn start(&self) -> NonNull<u8> {
+        self.address
     }
 
     /// The descriptor behind it; `None` for anonymous memory.

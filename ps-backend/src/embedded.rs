@@ -253,6 +253,7 @@ impl EmbeddedShard {
             address: None,
             transport: TransportKind::InProcess,
             blocks: self.layout.blocks(),
+            no_memory: None,
             connected: true,
         };
         let inner = self.inner.lock();

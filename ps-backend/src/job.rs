@@ -62,6 +62,8 @@ pub struct ShardView {
     pub transport: TransportKind,
     /// Blocks of the model that it owns.
     pub blocks: u32,
+    /// Why that is not shared memory, though the shard is on this host.
+    pub no_memory: Option<String>,
     /// Whether there is a connection to it now.
     pub connected: bool,
 }

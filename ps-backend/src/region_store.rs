@@ -364,6 +364,15 @@ impl RegionStore {
         self.making(version, back, false, check)
     }
 
+    /// The memory for a version whose blocks are those of the newest, or new values. Optimizer state stays.
+    ///
+    /// # Errors
+    /// When there is no buffer for it.
+    pub(crate) fn assigned_version(&self, version: Version, check: bool) -> io::Result<Making> {
+        let back = self.back.clone().ok_or_else(no_buffer)?;
+        self.making(version, back, false, check)
+    }
+
     fn making(
         &self,
         version: Version,
@@ -427,6 +436,12 @@ impl RegionStore {
     pub(crate) fn publish_next(&mut self, making: &Making, reducer: Reducer) {
         self.back = None;
         self.slots_used |= reducer.state_slots() > 0;
+        self.show(making);
+    }
+
+    /// What [`Self::assigned_version`] gave is complete and becomes the newest.
+    pub(crate) fn publish_assigned(&mut self, making: &Making) {
+        self.back = None;
         self.show(making);
     }
 

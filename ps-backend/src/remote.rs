@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
-use libmodelio::client::{self, Client, ClientEvent};
+use libmodelio::client::{self, Client, ClientEvent, PeerView};
 use libmodelio::ids::{BlockId, Incarnation, LearnerId, ShardId, Version};
 use libmodelio::layout::ModelLayout;
 use libmodelio::mmap::Mapping;
@@ -363,7 +363,11 @@ impl Channel for RemoteJob {
 
 impl Device for RemoteJob {
     fn kind(&self) -> TransportKind {
-        TransportKind::Tcp
+        // What carries all of them; TCP where it is the way to one at least.
+        match self.client.peers().iter().all(|peer| peer.transport == TransportKind::SharedMemory) {
+            true => TransportKind::SharedMemory,
+            false => TransportKind::Tcp,
+        }
     }
 
     fn register(&self, memory: Arc<Mapping>) -> Result<Region, ShardError> {
@@ -516,12 +520,13 @@ impl Job for RemoteJob {
             })
         };
         let peers = self.client.peers();
-        let shard = |(&(shard, blocks), (address, connected)): (&(ShardId, u32), (String, bool))| ShardView {
+        let shard = |(&(shard, blocks), peer): (&(ShardId, u32), PeerView)| ShardView {
             shard,
-            address: Some(address),
-            transport: TransportKind::Tcp,
+            address: Some(peer.address),
+            transport: peer.transport,
+            no_memory: peer.no_memory,
             blocks,
-            connected,
+            connected: peer.connected,
         };
         JobStatus {
             state: match state.state.as_str() {

@@ -1,7 +1,7 @@
 """Memory of a shard process by the number of learners, for scripts/bench-net.
 
-What a connection takes by itself (heads, a buffer for payloads that are added) is fixed and counted out: it is
-measured with learners that have joined and contributed once, less the same with a model of one block.
+Each connection has buffers of fixed size: headers to be sent, and one payload that is added from cache. They are
+counted out, by what they are in libmodelio/src/link.rs.
 """
 
 from contextlib import ExitStack
@@ -10,7 +10,31 @@ import net_gradfs
 from machine import MIB
 from report import Figure
 
-SIZE = 64 * MIB
-BLOCK = 64 << 10
+SIZE = 16 * MIB
+BLOCK = 256 << 10
 MANY = 32
 STEPS = 4
+TARGET = 1.05
+
+# Of a connection for blocks: HEADS, and a payload of a block. Each learner has that many by default.
+BUFFERS = (32 << 10) + BLOCK
+CONNECTIONS = 2
+
+
+def _after_steps(binaries, learners):
+    with ExitStack() as stack:
+        gradfs = net_gradfs.library(stack, binaries, SIZE, learners, block_size=BLOCK)
+        for _ in range(STEPS):
+            gradfs.round("step")
+        gradfs.check()
+        return net_gradfs.resident_bytes(gradfs.cluster.shards[0].pid)
+
+
+def figure(binaries):
+    """The ratio of what a shard takes with many learners to what it takes with one."""
+    found = []
+    for learners in (MANY, 1):
+        fixed = learners * CONNECTIONS * BUFFERS
+        found.append((_after_steps(binaries, learners) - fixed, fixed))
+    words = [f"{taken / MIB:.1f} MiB + {fixed / MIB:.1f}" for taken, fixed in found]
+    return Figure(f"shard_rss_{MANY}_vs_1_learners", found[0][0] / found[1][0], "ratio", TARGET, "<=", *words)

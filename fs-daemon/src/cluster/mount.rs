@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use libmodelio::client::{Client, ClientOptions};
+use libmodelio::client::{Client, ClientOptions, TransportChoice};
 use libmodelio::registry::Registry;
 use libmodelio::transport::Device;
 use libmodelio::wire::{ModelRecord, ShardRecord};
@@ -11,7 +11,7 @@ use ps_backend::remote::RemoteJob;
 
 use super::shard::choice;
 use super::{deadline, registry, registry_error};
-use crate::config::cluster::MountConfig;
+use crate::config::cluster::{MountConfig, Transport};
 use crate::error::Error;
 use crate::fs::model::Model;
 use crate::memory;
@@ -62,13 +62,22 @@ fn connect(
     }
     let layout = record.layout().map_err(|error| Error::new(format!("model {name}")).caused_by(error))?;
     memory::check_shown(name, layout.size())?;
-    let options =
-        ClientOptions { threads: config.threads, io: choice(config.io), ..ClientOptions::default() };
+    let transport = match config.transport {
+        Transport::Auto => TransportChoice::Auto,
+        Transport::Tcp => TransportChoice::Tcp,
+        Transport::SharedMemory => TransportChoice::SharedMemory,
+    };
+    let io = choice(config.io);
+    let options = ClientOptions { threads: config.threads, io, transport, ..ClientOptions::default() };
     let client = Client::connect(record, shards, options)
         .map_err(|error| Error::new(format!("cannot take part in {name}")).caused_by(error))?;
     let map = record.block_map().map_err(|error| Error::new(format!("model {name}")).caused_by(error))?;
     let shares = map.shares().into_iter().collect();
     let job = RemoteJob::new(client, shares);
+    for shard in job.status().shards {
+        let (address, blocks) = (shard.address.unwrap_or_default(), shard.blocks);
+        tracing::info!(model = %name, shard = %shard.shard, %address, transport = %shard.transport, blocks, "connected");
+    }
     tracing::info!(model = %name, io = %job.backend(), "connected");
     let device: Arc<dyn Device> = Arc::clone(&job) as Arc<dyn Device>;
     Model::new(name.clone(), index, job as Arc<dyn Job>, device, record.metadata.clone(), own_learner())

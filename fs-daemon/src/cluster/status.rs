@@ -61,7 +61,12 @@ fn for_people(status: &Value) -> String {
             continue;
         }
         let draining = if shard["draining"] == json!(true) { ", draining" } else { "" };
-        let _ = writeln!(text, ": {}{draining}", shard["io"].as_str().unwrap_or_default());
+        let memory = &shard["shared_memory"];
+        let memory = match (memory["unavailable"].as_str(), &memory["connections"]) {
+            (Some(why), _) => format!("no shm: {why}"),
+            (None, connections) => format!("shm with {} connection(s) of this host", connections),
+        };
+        let _ = writeln!(text, ": {}, {memory}{draining}", shard["io"].as_str().unwrap_or_default());
         for model in list(&shard["models"]) {
             let memory = model["memory_bytes"].as_u64().unwrap_or(0) as f64 / f64::from(1 << 20);
             let name = model["name"].as_str().unwrap_or_default();

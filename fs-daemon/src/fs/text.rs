@@ -78,13 +78,17 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
         .shards
         .iter()
         .map(|shard| {
-            json!({
+            let mut value = json!({
                 "id": shard.shard,
                 "address": shard.address,
                 "transport": shard.transport.to_string(),
                 "blocks": shard.blocks,
                 "connected": shard.connected,
-            })
+            });
+            if let Some(why) = &shard.no_memory {
+                value["not_shm_because"] = json!(why);
+            }
+            value
         })
         .collect();
     let published = model.job.get(status.version).map(|view| view.published);

@@ -1,10 +1,10 @@
 //! What a client says: on its connection to the lead, and on those for blocks.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::core::Part;
-use super::edge::Shared;
+use super::edge::{Memory, Shared};
 use crate::link::{Conversation, Link, Outgoing, Take};
 use crate::net::Close;
 use crate::wire::{Limits, Message, Protocol, Received, Role};
@@ -77,7 +77,7 @@ impl Conversation for Control {
 
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
         if self.0.welcomed(&received.message)? {
-            self.0.shared.greeted(None, &self.0.link);
+            self.0.shared.greeted(None, &self.0.link, false);
             return Ok(Take::Nothing);
         }
         let (request, message) = (received.header.request(), received.message.clone());
@@ -108,11 +108,21 @@ pub(super) struct Data {
     part: Part,
     /// What is landing just now.
     landing: Option<(crate::ids::Version, crate::ids::BlockId)>,
+    /// What both ends see, if the shard is on this host.
+    memory: Option<Memory>,
+    /// Blocks that were asked for here and have not come.
+    due: usize,
+    /// When one last came, or was first asked for.
+    came: Instant,
 }
 
+/// Blocks that have not come after such a silence do not come any more: the shard did not have them.
+const LOST: Duration = Duration::from_secs(1);
+
 impl Data {
-    pub(super) fn new(shared: Arc<Shared>, part: Part) -> Data {
-        Data { greeting: Greeting::new(shared), part, landing: None }
+    pub(super) fn new(shared: Arc<Shared>, part: Part, memory: Option<Memory>) -> Data {
+        let greeting = Greeting::new(shared);
+        Data { greeting, part, landing: None, memory, due: 0, came: Instant::now() }
     }
 
     fn landed(&mut self, whole: bool) {
@@ -133,11 +143,19 @@ impl Conversation for Data {
 
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
         if self.greeting.welcomed(&received.message)? {
-            self.greeting.shared.greeted(Some(self.part), &self.greeting.link);
+            let by_memory = self.memory.is_some();
+            self.greeting.shared.greeted(Some(self.part), &self.greeting.link, by_memory);
             return Ok(Take::Nothing);
         }
         let shared = &self.greeting.shared;
+        if let Some(memory) = &mut self.memory
+            && shared.hear_by_memory(received, memory, &self.greeting.link)?
+        {
+            return Ok(Take::Nothing);
+        }
         if let Message::Block { version, block } = received.message {
+            self.due = self.due.saturating_sub(1);
+            self.came = Instant::now();
             if block.0 >= shared.layout.blocks() {
                 return Err(Close::Asked(format!("block {block} is outside of the model").into()));
             }
@@ -152,6 +170,9 @@ impl Conversation for Data {
                 None => Take::Nothing,
             });
         }
+        if matches!(received.message, Message::Refused(_)) {
+            self.due = 0;
+        }
         let (part, message) = (self.part, received.message.clone());
         shared.with_core(|core, now, actions| core.from_shard(part, message, now, actions));
         Ok(Take::Nothing)
@@ -164,7 +185,18 @@ impl Conversation for Data {
 
     fn next(&mut self) -> Option<Outgoing> {
         self.greeting.silence?;
-        self.greeting.shared.next_for(self.part)
+        if let Some(memory) = &mut self.memory {
+            return self.greeting.shared.next_by_memory(self.part, memory, &self.greeting.link);
+        }
+        if self.due > 0 && self.came.elapsed() > LOST {
+            self.due = 0;
+        }
+        let (outgoing, asked) = self.greeting.shared.next_for(self.part, self.due)?;
+        if self.due == 0 {
+            self.came = Instant::now();
+        }
+        self.due += asked;
+        Some(outgoing)
     }
 
     fn limits(&self) -> Limits {

@@ -4,7 +4,7 @@
 //! Blocks move when the edge asks for work ([`ClientCore::next_push`], [`ClientCore::next_pull`]), as fast as its
 //! connections take it. Nothing relies on a connection: what was lost is found missing, and sent or asked for again.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ use crate::wire::{Granted, JobState, LearnerState, Message, Refusal};
 /// Time since the client started.
 pub type Now = Duration;
 
-/// The edge's name for a request.
+/// The edge's name for a request. [`Token::MAX`] is the core's own for what it asks for by itself.
 pub type Token = u64;
 
 /// Index of a shard in the block map's order.
@@ -27,8 +27,11 @@ pub type Part = usize;
 /// After such a silence a request is sent again, a push looked after, a pull asked for again.
 const PATIENCE: Duration = Duration::from_millis(1000);
 
+/// What a shard does not have yet, though the lead says that it counts, is asked for again after this.
+const RETRY: Duration = Duration::from_millis(10);
+
 /// Blocks that one pull request asks for.
-const PULL_BLOCKS: usize = 4;
+pub const PULL_BLOCKS: usize = 4;
 
 /// What the edge has to do.
 #[derive(Debug, PartialEq)]
@@ -45,6 +48,8 @@ pub enum Action {
     Awaited(Token, Result<Version, ShardError>),
     /// The payload of this contribution is no longer needed.
     Release(LearnerId, Step),
+    /// The new weights of this token are no longer needed.
+    ReleaseWeights(u64),
     /// The state of the job has changed.
     State,
     /// A learner of this client is no longer in the job.
@@ -67,7 +72,20 @@ struct Request {
     token: Token,
     message: Message,
     deadline: Now,
+    made: Now,
     sent: Option<Now>,
+}
+
+impl Request {
+    /// Sends it, perhaps again: then there is less time left for it.
+    fn send(&mut self, id: u64, now: Now) -> Action {
+        let gone = self.sent.map_or(now.saturating_sub(self.made), |sent| now.saturating_sub(sent));
+        if let Message::Commit { timeout_ms, .. } | Message::Assign { timeout_ms, .. } = &mut self.message {
+            *timeout_ms = timeout_ms.saturating_sub(u32::try_from(gone.as_millis()).unwrap_or(u32::MAX));
+        }
+        self.sent = Some(now);
+        Action::ToLead(id, self.message.clone())
+    }
 }
 
 /// What is being sent for a plan.
@@ -102,7 +120,11 @@ struct Receiving {
     missing: FixedBitSet,
     /// Of them, those that were asked for.
     asked: FixedBitSet,
+    /// Those that are landing at this moment.
+    landing: FixedBitSet,
     moved: Now,
+    /// The shard does not have the version yet: not before this.
+    retry: Option<Now>,
 }
 
 /// What has to be shown for a wait to be over.
@@ -139,8 +161,9 @@ pub struct ClientCore {
     learners: BTreeMap<LearnerId, (LearnerState, u64)>,
     /// Last steps whose commit was answered with success, which the state may not show yet.
     committed: BTreeMap<LearnerId, Step>,
-    /// Learners whose last commit got no clear answer: whether it was taken, only the lead knows.
-    unsure: BTreeSet<LearnerId>,
+    /// The next step of each learner, and the request that has told. None where a commit was not answered with
+    /// success: only the lead knows.
+    next_steps: BTreeMap<LearnerId, (u64, Option<Step>)>,
     /// Blocks of the contributions that may have to be sent.
     held: BTreeMap<(LearnerId, Step), FixedBitSet>,
     /// The same for new weights.
@@ -151,6 +174,8 @@ pub struct ClientCore {
     /// None before the first one is here.
     shown: Option<Version>,
     pull: Option<Pull>,
+    /// A version is whole in the buffer, but not shown yet.
+    whole: bool,
     /// Blocks of the pull's version that are landing at this moment.
     landing: u32,
     waits: Vec<Wait>,
@@ -183,13 +208,14 @@ impl ClientCore {
             state: JobState::default(),
             learners: BTreeMap::new(),
             committed: BTreeMap::new(),
-            unsure: BTreeSet::new(),
+            next_steps: BTreeMap::new(),
             held: BTreeMap::new(),
             weights: BTreeMap::new(),
             outgoing: None,
             over: PlanId(0),
             shown: None,
             pull: None,
+            whole: false,
             landing: 0,
             waits: Vec::new(),
             on_demand: false,
@@ -216,6 +242,11 @@ impl ClientCore {
         self.shown.unwrap_or_default()
     }
 
+    /// Requests that are not answered yet, and contributions and new weights whose payload is still needed.
+    pub fn kept(&self) -> (usize, usize) {
+        (self.requests.len(), self.held.len() + self.weights.len())
+    }
+
     /// Whether `learner` is one of this client's and in the job.
     pub fn has_learner(&self, learner: LearnerId) -> bool {
         self.learners.contains_key(&learner)
@@ -224,13 +255,12 @@ impl ClientCore {
     /// The next step of `learner`, and whether the payload of the last one may still be needed. None when it is not
     /// known here: the outcome of its last commit is not, or it is not one of this client's.
     pub fn next_step(&self, learner: LearnerId) -> Option<(Step, bool)> {
-        let (known, _) = self.learners.get(&learner)?;
-        if self.unsure.contains(&learner) {
+        if !self.learners.contains_key(&learner) {
             return None;
         }
-        let last = self.committed.get(&learner).copied().unwrap_or_default().max(known.step);
+        let step = self.next_steps.get(&learner)?.1?;
         let lent = self.held.range((learner, Step(0))..=(learner, Step(u64::MAX))).next().is_some();
-        Some((last.next(), lent))
+        Some((step, lent))
     }
 
     /// Where the last commit of `learner` is.
@@ -246,7 +276,8 @@ impl ClientCore {
 
     // -- requests
 
-    /// Sends a request; it is answered once, before `deadline`.
+    /// Sends a request; it is answered once, before `deadline`. The payload of a commit or of new weights
+    /// stays where it is until [`Action::Release`] or [`Action::ReleaseWeights`], which may be later than the answer.
     pub fn request(
         &mut self,
         token: Token,
@@ -257,8 +288,14 @@ impl ClientCore {
     ) {
         match &message {
             Message::Commit { learner, step, blocks, .. } => {
-                self.release_older(*learner, *step, actions);
-                self.held.insert((*learner, *step), self.bits(blocks));
+                let bits = self.bits(blocks);
+                if self.held.get(&(*learner, *step)).is_some_and(|held| *held != bits) {
+                    let why =
+                        "the commit of this step may have been taken: commit the same blocks, or abort it";
+                    let refused = Refusal::Shard(ShardError::NotAllowed(why.into()));
+                    return actions.push(Action::Answer(token, Err(refused)));
+                }
+                self.held.insert((*learner, *step), bits);
             }
             Message::Assign { token, blocks, .. } => {
                 self.weights.insert(*token, self.bits(blocks));
@@ -267,11 +304,11 @@ impl ClientCore {
         }
         let id = self.next_request;
         self.next_request += 1;
-        let sent = self.lead_up.then_some(now);
+        let mut request = Request { token, message, deadline, made: now, sent: None };
         if self.lead_up {
-            actions.push(Action::ToLead(id, message.clone()));
+            actions.push(request.send(id, now));
         }
-        self.requests.insert(id, Request { token, message, deadline, sent });
+        self.requests.insert(id, request);
     }
 
     /// Sends what is not answered.
@@ -349,7 +386,51 @@ impl ClientCore {
 
     fn release(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
         if self.held.remove(&(learner, step)).is_some() {
+            // A plan that has it is over, though word of that may be late.
+            if self.sends(learner, step) {
+                self.outgoing = None;
+            }
             actions.push(Action::Release(learner, step));
+        }
+    }
+
+    /// Releases what learners have left behind that nobody answers for any more. Should the lead ask for it yet, it
+    /// is told that it is gone.
+    fn release_left(&mut self, actions: &mut Vec<Action>) {
+        let is_left = |&(learner, step): &(LearnerId, Step)| {
+            !self.learners.contains_key(&learner)
+                && !self.is_committing(learner, step)
+                && !self.sends(learner, step)
+        };
+        let left: Vec<_> = self.held.keys().copied().filter(is_left).collect();
+        for (learner, step) in left {
+            self.release(learner, step, actions);
+        }
+    }
+
+    fn is_committing(&self, learner: LearnerId, step: Step) -> bool {
+        let of = |request: &Request| matches!(request.message, Message::Commit { learner: l, step: s, .. } if (l, s) == (learner, step));
+        self.requests.values().any(of)
+    }
+
+    /// Whether the plan under way has this contribution.
+    fn sends(&self, learner: LearnerId, step: Step) -> bool {
+        let of = |outgoing: &Outgoing| matches!(&outgoing.payload, Granted::Contributions { of, .. } if of.contains(&(learner, step)));
+        self.outgoing.as_ref().is_some_and(of)
+    }
+
+    /// Releases new weights that nobody waits for any more, unless they are being sent.
+    fn release_weights(&mut self, actions: &mut Vec<Action>) {
+        let is_needed = |token: u64| {
+            self.requests
+                .values()
+                .any(|r| matches!(r.message, Message::Assign { token: t, .. } if t == token))
+                || self.outgoing.as_ref().is_some_and(|outgoing| outgoing.payload == Granted::Weights(token))
+        };
+        let over: Vec<u64> = self.weights.keys().copied().filter(|&token| !is_needed(token)).collect();
+        for token in over {
+            self.weights.remove(&token);
+            actions.push(Action::ReleaseWeights(token));
         }
     }
 
@@ -367,9 +448,11 @@ impl ClientCore {
     /// The connection to the lead is there: what is not answered is sent (again).
     pub fn lead_up(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.lead_up = true;
+        if self.heard > 0 {
+            actions.push(Action::ToLead(0, Message::Heard { request: self.heard }));
+        }
         for (&id, request) in &mut self.requests {
-            request.sent = Some(now);
-            actions.push(Action::ToLead(id, request.message.clone()));
+            actions.push(request.send(id, now));
         }
     }
 
@@ -384,7 +467,7 @@ impl ClientCore {
             _ if request != 0 => self.answered(request, message, now, actions),
             Message::State(state) => self.take_state(state, now, actions),
             Message::Grant { plan, payload } => self.granted(plan, payload, now, actions),
-            Message::Over { plan } => self.plan_over(plan),
+            Message::Over { plan } => self.plan_over(plan, actions),
             Message::Left { learner, reason } => self.learner_left(learner, reason, now, actions),
             // A lead sends nothing else unasked; what a later one may send means nothing here.
             _ => {}
@@ -408,36 +491,62 @@ impl ClientCore {
                     joined_at: Version(0),
                 };
                 self.learners.entry(*learner).or_insert((new, *since));
+                self.next_is(*learner, id, Some(Step(1)));
             }
             (Message::Open { learner }, Ok(Message::Opened { step, staging_lent })) => {
-                self.unsure.remove(learner);
+                if self.learners.contains_key(learner) && !self.is_committing(*learner, *step) {
+                    // While the step before may still be taken back, so may this number.
+                    self.next_is(*learner, id, (!staging_lent).then_some(*step));
+                }
                 if !staging_lent {
                     self.release_older(*learner, *step, actions);
                 }
+                // If this one was committed before, that was in vain; unless it has been committed meanwhile.
+                if !self.is_committing(*learner, *step) {
+                    self.release(*learner, *step, actions);
+                }
             }
             (Message::Commit { learner, step, .. }, Ok(_)) => {
-                self.unsure.remove(learner);
-                self.committed.insert(*learner, *step);
+                if self.learners.contains_key(learner) {
+                    self.committed.insert(*learner, *step);
+                    self.next_is(*learner, id, Some(step.next()));
+                }
                 self.release(*learner, *step, actions);
             }
             // Taken or not, that is not said: it may yet be asked for.
             (Message::Commit { learner, .. }, Err(Refusal::Shard(ShardError::TimedOut(_)))) => {
-                self.unsure.insert(*learner);
+                self.next_is(*learner, id, None);
             }
-            (Message::Commit { learner, step, .. }, Err(_)) => self.release(*learner, *step, actions),
-            (Message::Assign { token, .. }, _) => {
-                self.weights.remove(token);
+            // The same commit was sent again, and that will be answered.
+            (Message::Commit { learner, step, .. }, Err(_)) if self.is_committing(*learner, *step) => {}
+            (Message::Commit { learner, step, .. }, Err(_)) => {
+                self.next_is(*learner, id, None);
+                self.release(*learner, *step, actions);
             }
             (Message::Leave { learner, reason }, Ok(_)) => self.learner_left(*learner, *reason, now, actions),
             _ => {}
         }
+        self.release_left(actions);
+        self.release_weights(actions);
         actions.push(Action::Answer(request.token, result));
         self.answer_waits(now, actions);
+    }
+
+    /// An answer tells which step of `learner` is next; one that comes late tells nothing.
+    fn next_is(&mut self, learner: LearnerId, request: u64, step: Option<Step>) {
+        let known = self.next_steps.entry(learner).or_insert((0, None));
+        if request > known.0 {
+            *known = (request, step);
+        }
     }
 
     fn take_state(&mut self, state: JobState, now: Now, actions: &mut Vec<Action>) {
         if state.sequence <= self.state.sequence {
             return;
+        }
+        self.plan_over(state.over, actions);
+        if state.heard < self.heard {
+            self.notify(Message::Heard { request: self.heard }, actions);
         }
         let named: BTreeMap<LearnerId, LearnerState> =
             state.learners.iter().map(|learner| (learner.learner, learner.clone())).collect();
@@ -453,6 +562,11 @@ impl ClientCore {
         for learner in gone {
             self.learner_left(learner, LeaveReason::LeaseExpired, now, actions);
         }
+        for state in &state.learners {
+            // All before a step that was taken is in versions.
+            let needed = if state.unpublished { state.step } else { state.step.next() };
+            self.release_older(state.learner, needed, actions);
+        }
         let joining = self.requests.values().any(|request| matches!(request.message, Message::Join { .. }));
         if !joining {
             // One whose join was given up here has joined after all: nobody would ever use it.
@@ -462,14 +576,10 @@ impl ClientCore {
                 let message = Message::Leave { learner, reason: LeaveReason::Asked };
                 let id = self.next_request;
                 self.next_request += 1;
-                let request = Request {
-                    token: Token::MAX,
-                    message: message.clone(),
-                    deadline: now + 10 * PATIENCE,
-                    sent: Some(now),
-                };
+                let deadline = now + 10 * PATIENCE;
+                let mut request = Request { token: Token::MAX, message, deadline, made: now, sent: None };
+                actions.push(request.send(id, now));
                 self.requests.insert(id, request);
-                actions.push(Action::ToLead(id, message));
                 self.learners.insert(learner, (named[&learner].clone(), state.sequence));
             }
         }
@@ -484,20 +594,11 @@ impl ClientCore {
             return;
         }
         self.committed.remove(&learner);
-        self.unsure.remove(&learner);
+        self.next_steps.remove(&learner);
         // What it has committed stays: its payload is needed until the lead has answered for it.
-        let commits =
-            |request: &Request| matches!(request.message, Message::Commit { learner: l, .. } if l == learner);
-        if !self.requests.values().any(commits) && !self.is_sending_for(learner) {
-            self.release_older(learner, Step(u64::MAX), actions);
-        }
+        self.release_left(actions);
         actions.push(Action::Left(learner, reason));
         self.answer_waits(now, actions);
-    }
-
-    fn is_sending_for(&self, learner: LearnerId) -> bool {
-        let of = |outgoing: &Outgoing| matches!(&outgoing.payload, Granted::Contributions { of, .. } if of.iter().any(|(l, _)| *l == learner));
-        self.outgoing.as_ref().is_some_and(of)
     }
 
     // -- pushing
@@ -507,26 +608,20 @@ impl ClientCore {
         if plan <= known {
             return;
         }
+        // The lead has one plan at a time.
+        self.plan_over(PlanId(plan.0 - 1), actions);
         let mut blocks = FixedBitSet::with_capacity(self.blocks);
-        let complete = match &payload {
-            Granted::Contributions { of, .. } => of.iter().all(|key| match self.held.get(key) {
-                Some(held) => {
-                    blocks.union_with(held);
-                    true
-                }
-                None => false,
-            }),
-            Granted::Weights(token) => match self.weights.get(token) {
-                Some(held) => {
-                    blocks.union_with(held);
-                    true
-                }
-                None => false,
-            },
+        let lacks = match &payload {
+            Granted::Contributions { of, .. } => {
+                of.iter().filter_map(|key| self.held.get(key)).for_each(|held| blocks.union_with(held));
+                of.iter().find(|key| !self.held.contains_key(key)).map(|(learner, _)| Some(*learner))
+            }
+            Granted::Weights(token) => {
+                self.weights.get(token).inspect(|held| blocks.union_with(held)).is_none().then_some(None)
+            }
         };
-        if !complete {
-            // It was given up here, and the lead will hear of that.
-            return;
+        if let Some(learner) = lacks {
+            return self.notify(Message::Lacks { plan, learner }, actions);
         }
         let parts = self.owned.iter().map(|owned| {
             let todo = owned & &blocks;
@@ -536,9 +631,12 @@ impl ClientCore {
         actions.extend((0..self.shards.len()).map(Action::Wake));
     }
 
-    fn plan_over(&mut self, plan: PlanId) {
+    fn plan_over(&mut self, plan: PlanId, actions: &mut Vec<Action>) {
         self.over = self.over.max(plan);
-        self.outgoing.take_if(|outgoing| outgoing.plan <= plan);
+        if self.outgoing.take_if(|outgoing| outgoing.plan <= plan).is_some() {
+            self.release_left(actions);
+            self.release_weights(actions);
+        }
     }
 
     /// What the plan under way is made of.
@@ -612,13 +710,17 @@ impl ClientCore {
                 sending.moved = now;
                 actions.push(Action::Wake(part));
             }
-            Message::Refused(Refusal::NoVersion { wanted, newest })
-                if newest > wanted && self.pulling() == Some(wanted) =>
-            {
-                // What one shard shows is decided, though the lead may not have said so here yet.
-                self.state.version = self.state.version.max(newest);
-                self.pull = None;
-                self.start_pull(now, actions);
+            Message::Refused(Refusal::NoVersion { wanted, newest }) => {
+                let Some(pull) = self.pull.as_mut().filter(|pull| pull.version == wanted) else { return };
+                if newest > wanted {
+                    // What one shard shows is decided, though the lead may not have said so here yet.
+                    self.state.version = self.state.version.max(newest);
+                    self.pull = None;
+                    self.start_pull(now, actions);
+                } else {
+                    pull.parts[part].asked.clear();
+                    pull.parts[part].retry = Some(now + RETRY);
+                }
             }
             _ => {}
         }
@@ -630,6 +732,7 @@ impl ClientCore {
     fn start_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
         let is_shown = self.shown.is_some_and(|shown| self.state.version <= shown);
         if self.pull.is_some()
+            || self.whole
             || self.landing > 0
             || self.state.sequence == 0
             || is_shown
@@ -640,7 +743,9 @@ impl ClientCore {
         let receiving = |owned: &FixedBitSet| Receiving {
             missing: owned.clone(),
             asked: FixedBitSet::with_capacity(owned.len()),
+            landing: FixedBitSet::with_capacity(owned.len()),
             moved: now,
+            retry: None,
         };
         let parts = self.owned.iter().map(receiving).collect();
         self.pull = Some(Pull { version: self.state.version, parts, left: self.blocks });
@@ -668,7 +773,7 @@ impl ClientCore {
         let pull = self.pull.as_mut()?;
         let receiving = &mut pull.parts[part];
         let under_way = receiving.asked.count_ones(..);
-        if under_way >= window {
+        if under_way >= window || receiving.retry.is_some() {
             return None;
         }
         let count = PULL_BLOCKS.min(window - under_way);
@@ -685,11 +790,20 @@ impl ClientCore {
         Some(Message::Pull { version: pull.version, blocks: first as u32..last as u32 + 1 })
     }
 
-    /// A block of a version comes: true if it is wanted, and then [`Self::landed`] must follow.
+    /// How many blocks a request asks a shard for.
+    pub fn asked_in(&self, part: Part, blocks: &Range<u32>) -> usize {
+        self.owned[part].count_ones(blocks.start as usize..blocks.end as usize)
+    }
+
+    /// A block of a version comes: true if it is wanted, and then [`Self::landed`] must follow. One that is landing
+    /// is not wanted again: if the second one broke off, it would have spoilt the first.
     pub fn lands(&mut self, version: Version, block: BlockId) -> bool {
         let part = self.owned.iter().position(|owned| owned.contains(block.index()));
-        let (Some(part), Some(pull)) = (part, &self.pull) else { return false };
-        let wanted = pull.version == version && pull.parts[part].missing.contains(block.index());
+        let (Some(part), Some(pull)) = (part, &mut self.pull) else { return false };
+        let receiving = &mut pull.parts[part];
+        let wanted = pull.version == version
+            && receiving.missing.contains(block.index())
+            && !receiving.landing.put(block.index());
         self.landing += u32::from(wanted);
         wanted
     }
@@ -711,16 +825,21 @@ impl ClientCore {
             let receiving = &mut pull.parts[part];
             receiving.moved = now;
             receiving.asked.set(block.index(), false);
+            receiving.landing.set(block.index(), false);
             if whole && receiving.missing.contains(block.index()) {
                 receiving.missing.set(block.index(), false);
                 pull.left -= 1;
             }
             if pull.left == 0 && self.landing == 0 {
                 self.pull = None;
+                self.whole = true;
                 actions.push(Action::Pulled(version));
                 return;
             }
-            actions.push(Action::Wake(part));
+            // Who brought the block asks for more by itself.
+            if receiving.asked.is_clear() {
+                actions.push(Action::Wake(part));
+            }
         }
         self.start_pull(now, actions);
     }
@@ -728,6 +847,7 @@ impl ClientCore {
     /// The version is shown from now on.
     pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
         self.shown = self.shown.max(Some(version));
+        self.whole = false;
         self.start_pull(now, actions);
         self.answer_waits(now, actions);
     }
@@ -737,13 +857,15 @@ impl ClientCore {
     /// When [`Self::tick`] has something to do at the latest.
     pub fn next_deadline(&self) -> Option<Now> {
         let requests = self.requests.values().flat_map(|request| {
-            [Some(request.deadline), request.sent.map(|sent| sent + PATIENCE)].into_iter().flatten()
+            let again = request.sent.filter(|_| self.lead_up).map(|sent| sent + PATIENCE);
+            [Some(request.deadline), again].into_iter().flatten()
         });
         let waits = self.waits.iter().map(|wait| wait.deadline);
         let sending = self.outgoing.iter().flat_map(|outgoing| &outgoing.parts);
         let sending = sending.filter(|part| !part.done).map(|part| part.moved + PATIENCE);
         let pulling = self.pull.iter().flat_map(|pull| &pull.parts);
-        let pulling = pulling.filter(|part| !part.missing.is_clear()).map(|part| part.moved + PATIENCE);
+        let pulling = pulling.filter(|part| !part.missing.is_clear());
+        let pulling = pulling.map(|part| part.retry.unwrap_or(part.moved + PATIENCE));
         requests.chain(waits).chain(sending).chain(pulling).min()
     }
 
@@ -754,19 +876,18 @@ impl ClientCore {
         for id in late {
             if let Some(request) = self.requests.remove(&id) {
                 let late = ShardError::TimedOut("the shard that leads this model does not answer".into());
-                match request.message {
-                    Message::Assign { token, .. } => drop(self.weights.remove(&token)),
-                    Message::Commit { learner, .. } => drop(self.unsure.insert(learner)),
-                    _ => {}
+                if let Message::Commit { learner, .. } = request.message {
+                    self.next_is(learner, id, None);
                 }
+                self.release_left(actions);
+                self.release_weights(actions);
                 actions.push(Action::Answer(request.token, Err(late.into())));
             }
         }
         if self.lead_up {
             for (&id, request) in &mut self.requests {
                 if request.sent.is_none_or(|sent| sent + PATIENCE <= now) {
-                    request.sent = Some(now);
-                    actions.push(Action::ToLead(id, request.message.clone()));
+                    actions.push(request.send(id, now));
                 }
             }
             let heard = self.requests.keys().next().map_or(self.next_request, |&first| first) - 1;
@@ -796,6 +917,9 @@ impl ClientCore {
         }
         if let Some(pull) = &mut self.pull {
             let receiving = &mut pull.parts[part];
+            if receiving.retry.take_if(|at| *at <= now).is_some() {
+                actions.push(Action::Wake(part));
+            }
             if !receiving.missing.is_clear() && receiving.moved + PATIENCE <= now {
                 receiving.moved = now;
                 receiving.asked.clear();

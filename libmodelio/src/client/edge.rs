@@ -7,6 +7,8 @@
 //! One of the modules that hold `unsafe`: blocks of the back buffer are handed to connections to be received into,
 //! and blocks of staging regions to be sent from. What makes that sound is told at each place.
 
+mod memory;
+
 use std::collections::HashMap;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,14 +19,18 @@ use fixedbitset::FixedBitSet;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::conversation::{Control, Data};
-use super::core::{Action, ClientCore, LastCommit, Now, Part, Token};
+use super::core::{Action, ClientCore, LastCommit, Now, PULL_BLOCKS, Part, Token};
 use super::sum;
-use super::versions::Versions;
+use super::versions::{self, Versions};
 use crate::ids::{BlockId, ClientId, Epoch, Generation, LearnerId, PlanId, Step, Version};
 use crate::layout::ModelLayout;
 use crate::link::{Framed, Guard, Link, Outgoing, Piece, Target};
-use crate::net::{Choice, Close, Handle, Reactor, ReactorOptions, SocketOptions, Thread};
-use crate::transport::{LeaveReason, Region, ShardError};
+use crate::net::{Choice, Close, Handle, Reactor, ReactorOptions, SocketOptions, Thread, Threads};
+use crate::shm;
+use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
+pub(super) use memory::Memory;
+pub use memory::TransportChoice;
+
 use crate::wire::{self, Granted, JobState, Message, ModelRecord, Refusal, ShardRecord};
 
 /// When a client pulls versions.
@@ -45,6 +51,8 @@ pub struct ClientOptions {
     pub threads: usize,
     /// By which way.
     pub io: Choice,
+    /// Whether they go through sockets at all.
+    pub transport: TransportChoice,
     /// Connections to each shard for blocks.
     pub connections: usize,
     /// Bytes that may be on their way from one shard.
@@ -60,6 +68,7 @@ impl Default for ClientOptions {
         ClientOptions {
             threads: 2,
             io: Choice::Auto,
+            transport: TransportChoice::Auto,
             connections: 2,
             window: 8 << 20,
             pulls: Pulls::Published,
@@ -82,6 +91,14 @@ pub enum ClientError {
     /// No threads or memory.
     #[error("cannot start: {0}")]
     Start(String),
+    /// Bytes cannot go the way that is asked for.
+    #[error("model {model}: {why}")]
+    Transport {
+        /// Which.
+        model: String,
+        /// Why not.
+        why: String,
+    },
     /// A shard does not answer, or not as it should.
     #[error("model {model}: {why}")]
     Unreachable {
@@ -127,6 +144,21 @@ struct Peer {
     trouble: Option<String>,
     /// Which of `links` is next.
     turn: usize,
+    /// Why there is no memory in common with it, though it is on this host.
+    no_memory: Option<String>,
+}
+
+/// A shard as its client sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerView {
+    /// Where it listens.
+    pub address: String,
+    /// Whether it can be reached just now.
+    pub connected: bool,
+    /// Which way blocks go.
+    pub transport: TransportKind,
+    /// Why they do not go through shared memory, where they might.
+    pub no_memory: Option<String>,
 }
 
 struct Inner {
@@ -141,6 +173,16 @@ struct Inner {
     parts: Vec<Peer>,
     /// Sums that are on their way; the memory is used again.
     spare: Vec<Vec<u8>>,
+}
+
+/// What is to be sent of a block.
+struct Payload {
+    plan: PlanId,
+    /// Where it lies, by learner.
+    sources: Vec<Region>,
+    learners: Vec<LearnerId>,
+    /// The last one counts, and not the sum.
+    replaces: bool,
 }
 
 /// What has to happen once the lock is released.
@@ -161,6 +203,10 @@ pub(super) struct Shared {
     options: ClientOptions,
     lead_address: String,
     part_addresses: Vec<String>,
+    /// Whether each part is reached through shared memory, if that comes about.
+    by_memory: Vec<bool>,
+    /// Of connections through shared memory.
+    threads: Arc<Threads>,
     net: Handle,
     started: Instant,
     inner: Mutex<Inner>,
@@ -202,14 +248,28 @@ impl Client {
         };
         let part_addresses =
             core.shards().iter().map(|&shard| address(shard)).collect::<Result<Vec<_>, _>>()?;
+        let here = shm::host();
+        let is_here = |shard| shards.iter().any(|record| record.shard == shard && record.host == here);
+        if options.transport == TransportChoice::SharedMemory
+            && let Some(part) = core.shards().iter().position(|&shard| !is_here(shard))
+        {
+            let (shard, address) = (core.shards()[part], &part_addresses[part]);
+            let why = format!("shard {shard} at {address} is on another host, with no memory in common");
+            return Err(ClientError::Transport { model, why });
+        }
+        let wanted = options.transport != TransportChoice::Tcp;
+        let by_memory: Vec<bool> = core.shards().iter().map(|&shard| wanted && is_here(shard)).collect();
         let start = |error: &dyn std::fmt::Display| ClientError::Start(error.to_string());
         let reactor =
             ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
         let reactor = Reactor::start(&reactor).map_err(|error| start(&error))?;
         let mut random = [0; 8];
         getrandom::fill(&mut random).map_err(|error| start(&error))?;
+        let size = layout.size() as usize;
+        let mut versions = Versions::new(size);
+        versions.add_spare(versions::spare(size).map_err(|error| start(&error))?);
         let inner = Inner {
-            versions: Versions::new(layout.size() as usize),
+            versions,
             answers: HashMap::new(),
             waits: HashMap::new(),
             next_token: 1,
@@ -229,7 +289,9 @@ impl Client {
             client: ClientId(u64::from_le_bytes(random)),
             epoch: map.epoch(),
             lead_address,
+            threads: Threads::new(2 * by_memory.len() * options.connections),
             part_addresses,
+            by_memory,
             net,
             started: Instant::now(),
             inner: Mutex::new(inner),
@@ -283,11 +345,19 @@ impl Client {
         self.shared.client
     }
 
-    /// The shards' addresses, and whether each can be reached just now.
-    pub fn peers(&self) -> Vec<(String, bool)> {
+    /// The shards, in the order of the block map's owners.
+    pub fn peers(&self) -> Vec<PeerView> {
         let inner = self.shared.inner.lock();
-        let parts = self.shared.part_addresses.iter().zip(&inner.parts);
-        parts.map(|(address, peer)| (address.clone(), !peer.links.is_empty())).collect()
+        let view = |(part, peer): (Part, &Peer)| PeerView {
+            address: self.shared.part_addresses[part].clone(),
+            connected: !peer.links.is_empty(),
+            transport: match self.shared.by_memory[part] && peer.no_memory.is_none() {
+                true => TransportKind::SharedMemory,
+                false => TransportKind::Tcp,
+            },
+            no_memory: peer.no_memory.clone(),
+        };
+        inner.parts.iter().enumerate().map(view).collect()
     }
 
     /// Who is told of events.
@@ -461,6 +531,9 @@ impl Client {
             let _ = receiver.recv_timeout(patience);
         }
         shared.stop();
+        if let Err(error) = shared.threads.shut_down(Duration::from_secs(2)) {
+            tracing::warn!(%error, "connections through shared memory");
+        }
         if let Some(reactor) = self.reactor.lock().take()
             && let Err(error) = reactor.shut_down(Duration::from_secs(2))
         {
@@ -503,6 +576,28 @@ impl Inner {
         seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
     }
 
+    fn rejects_nonfinite(&self) -> bool {
+        self.core.state().controls.iter().any(|(name, value)| name == "nonfinite" && value == "reject")
+    }
+
+    /// What is to be sent of a block for the plan under way. None without a plan, or if its payload is gone.
+    fn granted(&self, block: BlockId) -> Option<Payload> {
+        let (plan, granted) = self.core.outgoing()?;
+        match granted.clone() {
+            Granted::Weights(token) => {
+                let sources = vec![self.weights.get(&token)?.clone()];
+                Some(Payload { plan, sources, learners: Vec::new(), replaces: false })
+            }
+            Granted::Contributions { mut of, replaces } => {
+                of.retain(|&(learner, step)| self.core.holds(learner, step, block));
+                let sources: Option<Vec<Region>> =
+                    of.iter().map(|key| self.sources.get(key).cloned()).collect();
+                let learners = of.iter().map(|(learner, _)| *learner).collect();
+                Some(Payload { plan, sources: sources?, learners, replaces })
+            }
+        }
+    }
+
     fn wake_all(&self) {
         self.parts.iter().flat_map(|peer| &peer.links).for_each(Link::wake);
     }
@@ -528,6 +623,8 @@ impl Shared {
             let links = inner.parts.iter().chain([&inner.lead]).flat_map(|peer| &peer.links);
             links.for_each(|link| link.close(Close::ShutDown));
         }
+        // Their threads end soon.
+        let _ = self.threads.shut_down(Duration::ZERO);
         self.finish(after);
         self.changed.notify_all();
     }
@@ -610,6 +707,9 @@ impl Shared {
             Action::Release(learner, step) => {
                 inner.sources.remove(&(learner, step));
             }
+            Action::ReleaseWeights(token) => {
+                inner.weights.remove(&token);
+            }
             Action::State => after.events.push(ClientEvent::State),
             Action::Left(learner, reason) => after.events.push(ClientEvent::Left(learner, reason)),
             Action::Pulled(version) => {
@@ -626,7 +726,7 @@ impl Shared {
     // -- connections
 
     /// The greeting of a connection for control (`None`) or for blocks of a part.
-    pub(super) fn greeted(&self, part: Option<Part>, link: &Link) {
+    pub(super) fn greeted(&self, part: Option<Part>, link: &Link, by_memory: bool) {
         let mut inner = self.inner.lock();
         let mut actions = Vec::new();
         let now = self.now();
@@ -641,6 +741,9 @@ impl Shared {
                 let peer = &mut inner.parts[part];
                 peer.tries = 0;
                 peer.trouble = None;
+                if by_memory {
+                    peer.no_memory = None;
+                }
                 peer.links.push(link.clone());
                 inner.core.shard_up(part, now, &mut actions);
             }
@@ -706,7 +809,10 @@ impl Shared {
             }
         }
         for (index, part) in missing.into_iter().enumerate() {
-            self.connect_one(part, index);
+            match part.filter(|&part| self.by_memory[part]) {
+                Some(part) => self.connect_by_memory(part, index),
+                None => self.connect_one(part, index),
+            }
         }
         next
     }
@@ -729,7 +835,7 @@ impl Shared {
                 self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(0))
             }
             Some(part) => {
-                let stream = Framed::new(Data::new(this, part), link.clone(), 128);
+                let stream = Framed::new(Data::new(this, part, None), link.clone(), 128);
                 self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(index))
             }
         };
@@ -738,21 +844,61 @@ impl Shared {
         }
     }
 
+    /// Takes the memory of a version that is going to be pulled before it is needed, on a thread of its own: that
+    /// takes a while.
+    fn add_spare(&self) {
+        {
+            let mut inner = self.inner.lock();
+            let (retain, max) = inner.bounds();
+            if inner.versions.newest().is_none() || !inner.versions.wants_spare(retain, max) {
+                return;
+            }
+        }
+        let (this, size) = (self.this.clone(), self.layout.size() as usize);
+        let take = move || match (versions::spare(size), this.upgrade()) {
+            (Ok(memory), Some(shared)) => shared.inner.lock().versions.add_spare(memory),
+            // Pulls make do with what there is, or say so.
+            (Err(error), _) => tracing::warn!(%error, "no memory for a version ahead"),
+            (Ok(_), None) => {}
+        };
+        if let Err(error) = std::thread::Builder::new().name("client-memory".into()).spawn(take) {
+            tracing::warn!(%error, "no thread to take memory for a version ahead");
+        }
+    }
+
     // -- blocks
 
-    /// The next block to push to a part, or the next request for blocks.
-    pub(super) fn next_for(&self, part: Part) -> Option<Outgoing> {
+    /// The next block to push to a part, or the next request for blocks, with how many those are, unless `due` are
+    /// many already.
+    pub(super) fn next_for(&self, part: Part, due: usize) -> Option<(Outgoing, usize)> {
         let mut inner = self.inner.lock();
         let now = self.now();
         let frame = |message, payload| Outgoing { message, request: 0, epoch: self.epoch, payload };
         while let Some((plan, block)) = inner.core.next_push(part, now) {
-            let (inner_again, push) = self.push(inner, plan, block)?;
-            inner = inner_again;
-            if let Some((wide, piece)) = push {
-                return Some(frame(Message::Push { plan, block, wide }, Some(piece)));
+            if let Some((wide, piece)) = self.push(inner, plan, block)? {
+                return Some((frame(Message::Push { plan, block, wide }, Some(piece)), 0));
             }
+            inner = self.inner.lock();
         }
+        self.next_pull_for(inner, part, due)
+    }
+
+    /// The next request for blocks of a part, and how many blocks it asks for; `due` are those that the connection
+    /// waits for already.
+    fn next_pull_for(
+        &self,
+        mut inner: MutexGuard<'_, Inner>,
+        part: Part,
+        due: usize,
+    ) -> Option<(Outgoing, usize)> {
         inner.core.pulling()?;
+        let window = (self.options.window / self.layout.block_size() as usize).max(1);
+        // Each connection has its share of the window, so that none has to wait for another, and asks for several
+        // blocks at once.
+        let share = window.div_ceil(self.options.connections.max(1));
+        if due > 0 && due + PULL_BLOCKS > share {
+            return None;
+        }
         let (retain, max) = inner.bounds();
         match inner.versions.back(retain, max) {
             Ok(Some(_)) => {}
@@ -763,61 +909,52 @@ impl Shared {
                 return None;
             }
         }
-        let window = (self.options.window / self.layout.block_size() as usize).max(1);
-        inner.core.next_pull(part, window, now).map(|message| frame(message, None))
+        let message = inner.core.next_pull(part, window, self.now())?;
+        let asked = match &message {
+            Message::Pull { blocks, .. } => inner.core.asked_in(part, blocks),
+            _ => 0,
+        };
+        Some((Outgoing { epoch: self.epoch, ..Outgoing::new(0, message) }, asked))
     }
 
-    /// The payload of a block of the plan under way. Without one the plan has been refused here.
-    #[allow(clippy::type_complexity)] // the guard comes back because summing goes on without it
-    fn push<'a>(
-        &'a self,
-        mut inner: MutexGuard<'a, Inner>,
+    /// The payload of a block of the plan under way, and whether it is wide. Bytes are looked at without the lock.
+    /// `Some(None)` if the plan has been refused here.
+    fn push(
+        &self,
+        mut inner: MutexGuard<'_, Inner>,
         plan: PlanId,
         block: BlockId,
-    ) -> Option<(MutexGuard<'a, Inner>, Option<(bool, Piece)>)> {
+    ) -> Option<Option<(bool, Piece)>> {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
-        let granted = inner.core.outgoing().map(|(_, granted)| granted.clone())?;
-        let (sources, learners, replaces) = match granted {
-            Granted::Weights(token) => (vec![inner.weights.get(&token)?.clone()], Vec::new(), false),
-            Granted::Contributions { of, replaces } => {
-                let of: Vec<_> = of
-                    .into_iter()
-                    .filter(|&(learner, step)| inner.core.holds(learner, step, block))
-                    .collect();
-                let sources: Option<Vec<Region>> =
-                    of.iter().map(|key| inner.sources.get(key).cloned()).collect();
-                (sources?, of.iter().map(|(learner, _)| *learner).collect(), replaces)
-            }
-        };
+        let Payload { sources, learners, replaces, .. } = inner.granted(block)?;
         if let [source] = &sources[..] {
             let memory = Arc::clone(source.memory());
+            drop(inner);
             // SAFETY: a committed payload stays untouched until the plan that sends it is over.
             let piece = unsafe { Piece::new(memory.bytes(span), None, Arc::clone(&memory) as Guard) };
-            return Some((inner, Some((false, piece))));
+            return Some(Some((false, piece)));
         }
-        let check =
-            inner.core.state().controls.iter().any(|(name, value)| name == "nonfinite" && value == "reject");
+        let check = inner.rejects_nonfinite();
         let mut out = inner.spare.pop().unwrap_or_default();
         drop(inner);
         // SAFETY: as above.
         let parts: Vec<&[u8]> =
             sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
-        let summed = sum::sum(&self.layout, block, &parts, replaces, check, &mut out);
-        let mut inner = self.inner.lock();
-        match summed {
+        match sum::sum(&self.layout, block, &parts, replaces, check, &mut out) {
             Ok(wide) => {
                 let pooled = Arc::new(Pooled { bytes: out, home: self.this.clone() });
                 // SAFETY: nobody writes the vector while the guard lives.
                 let piece = unsafe { Piece::new(&pooled.bytes, None, Arc::clone(&pooled) as Guard) };
-                Some((inner, Some((wide, piece))))
+                Some(Some((wide, piece)))
             }
             Err(bad) => {
+                let mut inner = self.inner.lock();
                 inner.spare.push(out);
                 let mut actions = Vec::new();
                 inner.core.unfit(plan, learners[bad], block, &mut actions);
                 self.act(inner, actions);
-                Some((self.inner.lock(), None))
+                Some(None)
             }
         }
     }
@@ -878,6 +1015,7 @@ fn keep(shared: &Weak<Shared>) {
             return;
         }
         let retry = shared.connect_missing();
+        shared.add_spare();
         let mut inner = shared.inner.lock();
         // The connection's own pings know nothing of leases.
         let alive = inner.lease().map(|lease| alive_at + lease / 4);

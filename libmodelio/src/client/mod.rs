@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `core` | what is decided (pure) |
 //! | `edge` | [`Client`]: lock, clock, connections, memory (`unsafe`) |
+//! | `edge::memory` | connections through shared memory (`unsafe`) |
 //! | `conversation` | what is said on each kind of connection |
 //! | `versions` | the versions that are shown here |
 //! | `sum` | adding up contributions before they cross the network |
@@ -12,7 +13,12 @@ mod conversation;
 pub mod core;
 mod edge;
 mod sum;
+#[cfg(test)]
+mod tests;
 mod versions;
 
 pub use self::core::LastCommit;
-pub use edge::{Answered, Awaited, Client, ClientError, ClientEvent, ClientListener, ClientOptions, Pulls};
+pub use edge::{
+    Answered, Awaited, Client, ClientError, ClientEvent, ClientListener, ClientOptions, PeerView, Pulls,
+    TransportChoice,
+};

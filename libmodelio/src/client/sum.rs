@@ -6,7 +6,21 @@
 use half::{bf16, f16};
 
 use crate::ids::BlockId;
-use crate::layout::{DType, ModelLayout};
+use crate::layout::{DType, ModelLayout, Segment};
+
+/// How a sum of `count` contributions to `block` looks: whether it is wide, with its reducible elements as fp32, and how
+/// many bytes it has.
+pub fn shape(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool) -> (bool, usize) {
+    let bytes = |segment: &Segment| (segment.bytes.end - segment.bytes.start) as usize;
+    let widened = |segment: &Segment| match segment.dtype {
+        DType::F16 | DType::BF16 => 2 * bytes(segment),
+        _ => bytes(segment),
+    };
+    let segments = layout.segments(block);
+    let plain = replaces || count < 2;
+    let wide = !plain && segments.iter().any(|s| matches!(s.dtype, DType::F16 | DType::BF16));
+    (wide, segments.iter().map(|segment| if wide { widened(segment) } else { bytes(segment) }).sum())
+}
 
 /// Puts the sum of `parts` (each the whole block) into `out`. True if it is wide: reducible elements as fp32.
 /// Of elements that cannot be reduced, and of all if it `replaces`, the last part counts.
@@ -21,54 +35,68 @@ pub fn sum(
     check: bool,
     out: &mut Vec<u8>,
 ) -> Result<bool, usize> {
-    out.clear();
-    let Some((last, before)) = parts.split_last() else { return Ok(false) };
+    let (wide, len) = shape(layout, block, parts.len(), replaces);
+    out.resize(len, 0);
+    sum_to(layout, block, parts, replaces, check, out)?;
+    Ok(wide)
+}
+
+/// The same, into memory of the right [`shape`].
+///
+/// # Errors
+/// As of [`sum`].
+///
+/// # Panics
+/// If `out` has another length.
+pub fn sum_to(
+    layout: &ModelLayout,
+    block: BlockId,
+    parts: &[&[u8]],
+    replaces: bool,
+    check: bool,
+    out: &mut [u8],
+) -> Result<(), usize> {
+    let Some((last, before)) = parts.split_last() else { return Ok(()) };
     if replaces || before.is_empty() {
         if check && let Some(bad) = before.iter().position(|part| !is_finite(layout, block, part)) {
             return Err(bad);
         }
         // A program may be storing into what it has mapped: what counts is looked at, and that alone.
-        out.extend_from_slice(last);
-        return if check && !is_finite(layout, block, out) { Err(before.len()) } else { Ok(false) };
+        out.copy_from_slice(last);
+        return if check && !is_finite(layout, block, out) { Err(before.len()) } else { Ok(()) };
     }
     let start = layout.block_bytes(block).start;
-    let wide = layout.segments(block).iter().any(|s| matches!(s.dtype, DType::F16 | DType::BF16));
+    let mut rest = out;
     for segment in layout.segments(block) {
         let local = (segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize;
+        let half = matches!(segment.dtype, DType::F16 | DType::BF16);
+        let (here, behind) = rest.split_at_mut(if half { 2 * local.len() } else { local.len() });
+        rest = behind;
         if !segment.dtype.is_reducible() {
-            out.extend_from_slice(&last[local]);
+            here.copy_from_slice(&last[local]);
             continue;
         }
-        let begin = out.len();
         for (at, part) in parts.iter().enumerate() {
             let bytes = &part[local.clone()];
             let fine = match segment.dtype {
-                DType::F16 => add(out, begin, at == 0, bytes, |b: [u8; 2]| f16::from_le_bytes(b).to_f32()),
-                DType::BF16 => add(out, begin, at == 0, bytes, |b: [u8; 2]| bf16::from_le_bytes(b).to_f32()),
-                _ => add(out, begin, at == 0, bytes, f32::from_le_bytes),
+                DType::F16 => add(here, at == 0, bytes, |b: [u8; 2]| f16::from_le_bytes(b).to_f32()),
+                DType::BF16 => add(here, at == 0, bytes, |b: [u8; 2]| bf16::from_le_bytes(b).to_f32()),
+                _ => add(here, at == 0, bytes, f32::from_le_bytes),
             };
             if check && !fine {
                 return Err(at);
             }
         }
     }
-    Ok(wide)
+    assert!(rest.is_empty(), "{} bytes more than block {block} has", rest.len());
+    Ok(())
 }
 
-/// Adds elements to the fp32 values from `begin` on, or puts them there if they are the first. Whether all of them
-/// are finite: the very values that are added.
-fn add<const N: usize>(
-    out: &mut Vec<u8>,
-    begin: usize,
-    first: bool,
-    bytes: &[u8],
-    widen: impl Fn([u8; N]) -> f32,
-) -> bool {
+/// Adds elements to fp32 values, or puts them there if they are the first. Whether all of them are finite: the very
+/// values that are added.
+fn add<const N: usize>(sums: &mut [u8], first: bool, bytes: &[u8], widen: impl Fn([u8; N]) -> f32) -> bool {
     let (elements, _) = bytes.as_chunks::<N>();
-    if first {
-        out.resize(begin + elements.len() * 4, 0);
-    }
-    let (sums, _) = out[begin..].as_chunks_mut::<4>();
+    let (sums, _) = sums.as_chunks_mut::<4>();
     let mut fine = true;
     if first {
         for (sum, element) in sums.iter_mut().zip(elements) {

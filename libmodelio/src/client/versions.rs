@@ -22,6 +22,23 @@ pub struct Shown {
     pins: u64,
 }
 
+/// Memory for a version of `size` bytes whose pages are taken, which takes time: not under a lock.
+///
+/// # Errors
+/// When there is none.
+pub fn spare(size: usize) -> io::Result<Mapping> {
+    let memory = memory(size)?;
+    memory.prefault()?;
+    Ok(memory)
+}
+
+fn memory(size: usize) -> io::Result<Mapping> {
+    let memory = Mapping::memfd("gradfs-version", size)?;
+    // Programs get this memory through passthrough; none of them may ever change it.
+    memory.seal()?;
+    Ok(memory)
+}
+
 /// All versions in memory, and the buffers that hold none.
 #[derive(Debug)]
 pub struct Versions {
@@ -32,22 +49,49 @@ pub struct Versions {
     lent: Vec<(RegionKey, Weak<Mapping>)>,
     /// Being pulled into.
     back: Option<Region>,
+    /// A spare buffer is on its way.
+    coming: bool,
     next_key: u64,
 }
 
 impl Versions {
     /// None yet, of `size` bytes each.
     pub fn new(size: usize) -> Versions {
-        Versions { size, shown: BTreeMap::new(), free: Vec::new(), lent: Vec::new(), back: None, next_key: 1 }
+        Versions {
+            size,
+            shown: BTreeMap::new(),
+            free: Vec::new(),
+            lent: Vec::new(),
+            back: None,
+            coming: false,
+            next_key: 1,
+        }
     }
 
     fn allocate(&mut self) -> io::Result<Region> {
-        let memory = Mapping::memfd("gradfs-version", self.size)?;
-        // Programs get this memory through passthrough; none of them may ever change it.
-        memory.seal()?;
+        let memory = memory(self.size)?;
+        Ok(self.region(memory))
+    }
+
+    fn region(&mut self, memory: Mapping) -> Region {
         let key = RegionKey(self.next_key);
         self.next_key += 1;
-        Ok(Region::new(Arc::new(memory), key))
+        Region::new(Arc::new(memory), key)
+    }
+
+    /// Whether a spare buffer is worth its while, and then must be added: fewer exist than are going to be used in
+    /// turn (the newest version, the `retain` before it, and the next), none is free, and none on its way.
+    pub fn wants_spare(&mut self, retain: usize, max: usize) -> bool {
+        let wants = !self.coming && self.free.is_empty() && self.total() < max.min(retain + 2);
+        self.coming |= wants;
+        wants
+    }
+
+    /// Takes memory of [`spare`] in.
+    pub fn add_spare(&mut self, memory: Mapping) {
+        self.coming = false;
+        let region = self.region(memory);
+        self.free.push(region);
     }
 
     /// Buffers in existence.

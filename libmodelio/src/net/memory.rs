@@ -87,6 +87,15 @@ impl Slices {
         Some((slice.iov_base.cast(), slice.iov_len))
     }
 
+    /// Those that are left, in order.
+    fn each(&self) -> impl Iterator<Item = (*mut u8, usize)> {
+        (self.first..self.end).map(|at| {
+            // SAFETY: in bounds; no operation is outstanding that would change it.
+            let slice = unsafe { (*self.header.as_ptr()).slices[at] };
+            (slice.iov_base.cast(), slice.iov_len)
+        })
+    }
+
     /// What describes all slices to the kernel; valid, at this address, until the list changes.
     fn message(&mut self) -> *mut libc::msghdr {
         let header = self.header.as_ptr();
@@ -144,6 +153,11 @@ macro_rules! slices {
             /// The only slice, if there is just one.
             pub(super) fn single(&self) -> Option<(*mut u8, usize)> {
                 self.0.single()
+            }
+
+            /// Those that are left, in order.
+            pub(super) fn each(&self) -> impl Iterator<Item = (*mut u8, usize)> {
+                self.0.each()
             }
 
             pub(super) fn message(&mut self) -> *mut libc::msghdr {

@@ -15,6 +15,7 @@
 //! | `reactor`, `handle` | threads, and what others hold of them |
 //! | `engine`, `port` | the loop of a thread, the same for both ways |
 //! | `uring`, `poll` | the two ways (`uring`: `unsafe`) |
+//! | `rings` | a third one, in shared memory, with threads of its own (`unsafe`) |
 //! | `connect`, `listen` | how connections come about |
 
 mod backend;
@@ -26,6 +27,7 @@ mod memory;
 mod poll;
 mod port;
 mod reactor;
+mod rings;
 mod sockets;
 mod stream;
 mod uring;
@@ -35,5 +37,6 @@ pub use handle::{Connection, Handle, Refused, Thread};
 pub use listen::bind;
 pub use memory::{Buffer, ReceiveSlices, SLICES_MAX, SendSlices};
 pub use reactor::{Reactor, ReactorOptions, StartError, StillRunning};
+pub use rings::Threads;
 pub use sockets::{InUse, SocketOptions, connect, in_use};
 pub use stream::{Close, Receive, Stream};

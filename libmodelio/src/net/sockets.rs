@@ -65,7 +65,9 @@ impl fmt::Display for InUse {
 }
 
 impl SocketOptions {
-    /// Sets what can be set before there is a connection: buffers, so that the window is scaled for them.
+    /// Sets what can be set before there is a connection: buffers, so that the window is scaled for them, and the
+    /// congestion control of a peer on the same host. A connection that begins with one that paces (BBR) is paced
+    /// ever after, whatever it is switched to; one that begins without it can be given it later.
     ///
     /// # Errors
     /// The system's.
@@ -75,6 +77,10 @@ impl SocketOptions {
         }
         if let Some(bytes) = self.receive_buffer {
             socket.set_recv_buffer_size(bytes)?;
+        }
+        if let Some(name) = self.same_host_congestion {
+            // A namespace may lack it (ENOENT) or forbid it (EPERM): what is in use is reported.
+            let _ = socket.set_tcp_congestion(name.as_bytes());
         }
         Ok(())
     }
@@ -92,10 +98,9 @@ impl SocketOptions {
                 TcpKeepalive::new().with_time(idle).with_interval(Duration::from_secs(5)).with_retries(3);
             socket.set_tcp_keepalive(&probes)?;
         }
-        let same_host = same_host(socket)?;
-        if let (true, Some(name)) = (same_host, self.same_host_congestion) {
-            // A namespace may lack it (ENOENT) or forbid it (EPERM): what is in use is reported below.
-            let _ = socket.set_tcp_congestion(name.as_bytes());
+        if self.same_host_congestion.is_some() && !same_host(socket)? {
+            let fresh = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;
+            socket.set_tcp_congestion(name(&fresh.tcp_congestion()?))?;
         }
         in_use(socket)
     }
@@ -107,13 +112,17 @@ impl SocketOptions {
 /// The system's.
 pub fn in_use(socket: &SockRef<'_>) -> io::Result<InUse> {
     let congestion = socket.tcp_congestion()?;
-    let name = congestion.split(|&byte| byte == 0).next().unwrap_or_default();
     Ok(InUse {
         same_host: same_host(socket)?,
-        congestion: String::from_utf8_lossy(name).into_owned(),
+        congestion: String::from_utf8_lossy(name(&congestion)).into_owned(),
         send_buffer: socket.send_buffer_size()?,
         receive_buffer: socket.recv_buffer_size()?,
     })
+}
+
+/// What the kernel's text holds before its zeros.
+fn name(text: &[u8]) -> &[u8] {
+    text.split(|&byte| byte == 0).next().unwrap_or_default()
 }
 
 /// Whether both ends have one address, or the peer's is a loopback address.

@@ -153,7 +153,7 @@ pub enum Message {
         token: u64,
     },
     /// A contribution that was granted holds NaN or Inf that is to be refused, as the client has found when it
-    /// added it to others. Not answered; repeated with the grant.
+    /// added it to others. Not answered; said again when the shard asks for the block again.
     Unfit {
         /// The plan.
         plan: PlanId,
@@ -161,6 +161,14 @@ pub enum Message {
         learner: LearnerId,
         /// Where.
         block: BlockId,
+    },
+    /// What was granted is no longer here: whoever waited for it has given it up. Not answered; said again with the
+    /// grant.
+    Lacks {
+        /// The plan.
+        plan: PlanId,
+        /// Whose contribution; none for new weights.
+        learner: Option<LearnerId>,
     },
     /// Up to this number the client has had every answer, and will not ask again. Not answered.
     Heard {
@@ -290,6 +298,46 @@ pub enum Message {
     Registry(super::RegistryRequest),
     /// From it; long records are the payload.
     Registered(super::RegistryAnswer),
+
+    // -- a client and a shard that share memory; a region belongs to the end that has said so, and to the connection
+    /// The sender shares memory, whose descriptor it has sent. Not answered.
+    Share {
+        /// Its number.
+        region: u32,
+        /// How long it is.
+        bytes: u64,
+    },
+    /// It does so no longer. Not answered.
+    Unshare {
+        /// Which.
+        region: u32,
+    },
+    /// As `Push`, of bytes that lie in a region of the client's. If it has a request's number it is answered by `Done`
+    /// when they are not needed there any more.
+    PushAt {
+        /// Under which plan.
+        plan: PlanId,
+        /// Which block of the model.
+        block: BlockId,
+        /// As in `Push`.
+        wide: bool,
+        /// Which region.
+        region: u32,
+        /// Where it begins there.
+        offset: u64,
+    },
+    /// As `Block`, of bytes that lie in a region of the shard's. It has a request's number, and is answered by `Done`
+    /// when they are not needed there any more.
+    BlockAt {
+        /// Which version's.
+        version: Version,
+        /// Which.
+        block: BlockId,
+        /// Which region.
+        region: u32,
+        /// Where it begins there.
+        offset: u64,
+    },
 }
 
 /// What a client needs to know of a job.
@@ -299,6 +347,10 @@ pub struct JobState {
     pub sequence: u64,
     /// The newest version.
     pub version: Version,
+    /// Plans up to this one are over.
+    pub over: PlanId,
+    /// As the client has last said by `Heard`.
+    pub heard: u64,
     /// Every setting's name and text.
     pub controls: Vec<(String, String)>,
     /// `forming`, `running`, `reducing` or `stopped`.
@@ -375,6 +427,9 @@ pub enum Work {
         /// Optimizer state starts from zero.
         fresh_state: bool,
     },
+    /// The next version is this one with these blocks in place of its own. What earlier plans have added up stays for
+    /// the version after it, and so does optimizer state.
+    Assign,
 }
 
 /// One client's part of a plan.

@@ -111,16 +111,24 @@ fn learner_state() -> impl Strategy<Value = LearnerState> {
 
 fn job_state() -> impl Strategy<Value = JobState> {
     (
-        id64(Version),
+        (id64(Version), id64(PlanId), any::<u64>()),
         any::<(u64, u32, u32, u64)>(),
         vec((text(), text()), 0..4),
         text(),
         vec(learner_state(), 0..4),
     )
         .prop_map(
-            |(version, (sequence, members, committed, contributions), controls, state, learners)| JobState {
+            |(
+                (version, over, heard),
+                (sequence, members, committed, contributions),
+                controls,
+                state,
+                learners,
+            )| JobState {
                 sequence,
                 version,
+                over,
+                heard,
                 controls,
                 state,
                 learners,
@@ -134,6 +142,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
 fn plan() -> impl Strategy<Value = Plan> {
     let work = prop_oneof![
         any::<bool>().prop_map(|replaces| Work::Add { replaces }),
+        Just(Work::Assign),
         (text(), any::<bool>()).prop_map(|(step, fresh_state)| Work::Reduce { step, fresh_state })
     ];
     let source = (id64(ClientId), block_ranges(), any::<bool>())
@@ -243,6 +252,9 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(PlanId), learner(), block())
             .prop_map(|(plan, learner, block)| Message::Unfit { plan, learner, block })
             .boxed(),
+        (id64(PlanId), proptest::option::of(learner()))
+            .prop_map(|(plan, learner)| Message::Lacks { plan, learner })
+            .boxed(),
         any::<u64>().prop_map(|request| Message::Heard { request }).boxed(),
         job_state().prop_map(Message::State).boxed(),
         (id64(PlanId), granted()).prop_map(|(plan, payload)| Message::Grant { plan, payload }).boxed(),
@@ -274,6 +286,25 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         Just(Message::Text).boxed(),
         registry_request().prop_map(Message::Registry).boxed(),
         registry_answer().prop_map(Message::Registered).boxed(),
+        any::<(u32, u64)>().prop_map(|(region, bytes)| Message::Share { region, bytes }).boxed(),
+        any::<u32>().prop_map(|region| Message::Unshare { region }).boxed(),
+        (id64(PlanId), block(), any::<(bool, u32, u64)>())
+            .prop_map(|(plan, block, (wide, region, offset))| Message::PushAt {
+                plan,
+                block,
+                wide,
+                region,
+                offset,
+            })
+            .boxed(),
+        (id64(Version), block(), any::<(u32, u64)>())
+            .prop_map(|(version, block, (region, offset))| Message::BlockAt {
+                version,
+                block,
+                region,
+                offset,
+            })
+            .boxed(),
     ]
 }
 

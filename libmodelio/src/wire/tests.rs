@@ -139,7 +139,7 @@ fn the_strategies_know_every_message() {
 fn a_frame_is_what_the_document_says() {
     let push = Message::Push { plan: PlanId(300), block: BlockId(5), wide: true };
     let bytes = frame(&push, 0x0102_0304_0506_0708, Epoch(9), b"payload").unwrap();
-    let body = [24, 0xac, 0x02, 5, 1];
+    let body = [25, 0xac, 0x02, 5, 1];
     let mut expected = Vec::new();
     expected.extend(b"GF");
     expected.extend([0, 0]);
@@ -246,7 +246,7 @@ fn wrong_lists_of_blocks_are_refused() {
     let error = RangesError::Order { expected: 4, got: 3 };
     assert_eq!(frame(&missing, 0, Epoch(0), &[]), Err(WireError::Ranges { message: "Missing", error }));
     // Missing, plan 1, two ranges.
-    let decoded = Message::decode(&[26, 1, 2, 2, 3, 3, 4], 0);
+    let decoded = Message::decode(&[27, 1, 2, 2, 3, 3, 4], 0);
     assert_eq!(decoded, Err(WireError::Ranges { message: "Missing", error }));
     let pull = Message::Pull { version: Version(1), blocks: 4..4 };
     let error = RangesError::Empty { start: 4, end: 4 };

@@ -1,5 +1,6 @@
 //! Reactors on real sockets: each test runs with io_uring and with epoll.
 
+mod rings;
 mod streams;
 
 use std::io::{ErrorKind, Read, Write};

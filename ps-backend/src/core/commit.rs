@@ -22,7 +22,7 @@ impl<S: Clone> ShardCore<S> {
         let stopped = self.refuse_if_stopped();
         let blocks = self.blocks;
         let staging_lent =
-            self.committed.iter().any(|c| c.contribution.learner == learner && c.place == Place::Lent);
+            self.committed.iter().any(|c| c.contribution.learner == learner && c.place != Place::Folded);
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         stopped?;
         member.last_seen = now;
@@ -109,22 +109,29 @@ impl<S: Clone> ShardCore<S> {
         }
     }
 
-    /// Refuses the commit of `learner` that waits to be taken, if there is one.
+    /// Refuses the commit of `learner` that waits to be taken; false if there is none.
     pub(super) fn drop_pending_commit(
         &mut self,
         learner: LearnerId,
         why: ShardError,
         actions: &mut Vec<Action<S>>,
-    ) {
+    ) -> bool {
         let of_learner = |pending: &Pending<S>| matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner);
-        if let Some(at) = self.pending.iter().position(of_learner)
-            && let Some(pending) = self.pending.remove(at)
-        {
+        let pending = self.pending.iter().position(of_learner).and_then(|at| self.pending.remove(at));
+        if let Some(pending) = &pending {
             actions.push(Action::Reply(pending.ticket, Err(why)));
+        }
+        pending.is_some()
+    }
+
+    /// A commit of `learner` that is not taken yet never will be: its payload is about to be written over.
+    pub fn withdraw_untaken(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action<S>>) {
+        if self.drop_pending_commit(learner, ShardError::Interrupted, actions) {
+            self.advance(now, actions);
         }
     }
 
-    /// Nobody waits for the commit of `learner` any more. If it is not taken yet, or nothing of it was read
+    /// Nobody waits for the last commit of `learner` any more. If it is not taken yet, or nothing of it was read
     /// yet, it fails and the contribution is open again.
     ///
     /// # Errors
@@ -137,9 +144,14 @@ impl<S: Clone> ShardCore<S> {
     ) -> Result<(), ShardError> {
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         member.last_seen = now;
-        self.drop_pending_commit(learner, ShardError::Interrupted, actions);
+        // Once the next one is open, the one that was taken is not the last.
+        let is_last = matches!(member.phase, Phase::Idle);
+        let dropped = self.drop_pending_commit(learner, ShardError::Interrupted, actions);
         let waits = |c: &&mut Committed<S>| c.contribution.learner == learner && c.place == Place::ToFold;
-        if let Some(committed) = self.committed.iter_mut().find(waits) {
+        if !dropped
+            && is_last
+            && let Some(committed) = self.committed.iter_mut().find(waits)
+        {
             if let Some((ticket, _)) = committed.ticket.take() {
                 actions.push(Action::Reply(ticket, Err(ShardError::Interrupted)));
             }

@@ -130,10 +130,14 @@ impl<S: Clone> ShardCore<S> {
         }
     }
 
-    /// Undoes a commit of which nothing has been read yet: the contribution is open again.
+    /// Undoes a commit of which nothing has been read yet: the contribution is open again. What came after it is
+    /// dropped.
     pub(super) fn take_back(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
         let Some(at) = self.committed.iter().position(|c| c.contribution.learner == learner) else { return };
         let committed = self.committed.remove(at);
+        let step = self.members.get(&learner).map_or(Step(0), |member| member.step);
+        let early = ShardError::StepOutOfOrder { got: step.next(), expected: step };
+        self.drop_pending_commit(learner, early, actions);
         if let Some(member) = self.members.get_mut(&learner)
             && let Some(phase) = committed.undo
         {

@@ -72,6 +72,12 @@ impl<S: Clone> ShardCore<S> {
         self.committed.len()
     }
 
+    /// Where the contributions lie that are taken and still have to be read, by whose they are.
+    pub fn unread(&self) -> impl Iterator<Item = (LearnerId, &S)> {
+        let unread = self.committed.iter().filter(|c| !c.lendable && c.place != Place::Folded);
+        unread.map(|c| (c.contribution.learner, &c.contribution.source))
+    }
+
     /// Whether something of the coming version has been computed: the memory and the settings behind it
     /// must stay.
     pub fn is_under_way(&self) -> bool {

@@ -13,6 +13,9 @@ use crate::core::{Contribution, Now, Ticket};
 /// Answers that are kept for a client that does not say what it has heard.
 const MAX_ANSWERS: usize = 8192;
 
+/// A client that is not connected and has nothing in the job is forgotten after this where leases never end.
+const FORGET: Now = Now::from_secs(60);
+
 /// One client.
 #[derive(Debug, Default)]
 pub(super) struct Client {
@@ -26,11 +29,22 @@ pub(super) struct Client {
     open: BTreeSet<u64>,
     /// It has all answers up to this number.
     heard: u64,
-    /// New weights that wait there.
-    pub(super) weights: BTreeMap<u64, BlockRanges>,
+    /// Requests up to this one were made in a time after which it was given up.
+    before: u64,
 }
 
 impl Client {
+    /// The highest number of its requests so far.
+    fn newest(&self) -> u64 {
+        let open = self.open.last().copied().unwrap_or_default();
+        let answered = self.answered.keys().next_back().copied().unwrap_or_default();
+        open.max(answered).max(self.heard).max(self.before)
+    }
+
+    pub(super) fn answers(&self) -> usize {
+        self.answered.len()
+    }
+
     pub(super) fn forget(&mut self, learner: LearnerId) {
         self.learners.remove(&learner);
     }
@@ -45,7 +59,11 @@ impl LeadCore {
         if !self.clients.contains_key(&id) && self.clients.len() >= MAX_CLIENTS {
             return Err(Refusal::Other(format!("the model already has {MAX_CLIENTS} clients, its limit")));
         }
-        let client = self.clients.entry(id).or_default();
+        let client = self.clients.entry(id).or_insert_with(|| {
+            let was = self.given_up.iter().rposition(|(known, _)| *known == id);
+            let before = was.and_then(|at| self.given_up.remove(at)).map_or(0, |(_, newest)| newest);
+            Client { before, ..Client::default() }
+        });
         client.connected = true;
         client.last_seen = now;
         self.tell(id, now, actions);
@@ -53,13 +71,20 @@ impl LeadCore {
         Ok(())
     }
 
-    /// Its connection is gone. It may come back within its lease; without learners nobody waits for it.
+    /// Its connection is gone. It may come back within its lease; one that only reads need not be waited for.
     pub fn client_down(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.get_mut(&id) else { return };
         client.connected = false;
-        if client.learners.is_empty() && client.weights.is_empty() {
+        if client.open.is_empty() && client.answered.is_empty() && !self.takes_part(id) {
             self.client_gone(id, now, actions);
         }
+    }
+
+    /// Whether the job has something of this client's.
+    fn takes_part(&self, id: ClientId) -> bool {
+        self.clients.get(&id).is_some_and(|client| !client.learners.is_empty())
+            || self.core.unread().any(|(_, source)| source.client == id)
+            || self.assigns_from(id)
     }
 
     /// Sign of life.
@@ -93,6 +118,11 @@ impl LeadCore {
         if request <= client.heard || client.open.contains(&request) {
             return;
         }
+        if request <= client.before {
+            // It may have been carried out.
+            let late = ShardError::TimedOut("the client was silent past the lease".into());
+            return actions.push(Action::ToClient(id, request, Message::Refused(late.into())));
+        }
         if let Some(answer) = client.answered.get(&request) {
             return actions.push(Action::ToClient(id, request, answer.clone()));
         }
@@ -101,8 +131,17 @@ impl LeadCore {
             return actions.push(Action::Close(id, Refusal::Other(why)));
         }
         client.open.insert(request);
-        // A commit that comes after what ended it must not count: each learner's requests are taken in order.
-        if let Some(newest) = subject(&message).and_then(|learner| client.learners.get_mut(&learner)) {
+        // A commit that comes after what ended it must not count: each learner's requests are taken in order. But one
+        // that repeats what was taken is told so.
+        let repeats = match &message {
+            Message::Commit { learner, step, .. } => {
+                self.core.member(*learner, now).is_some_and(|member| *step == member.step)
+            }
+            _ => false,
+        };
+        if let Some(newest) = subject(&message).and_then(|learner| client.learners.get_mut(&learner))
+            && !repeats
+        {
             if request < *newest {
                 let overtaken = Message::Refused(ShardError::Interrupted.into());
                 return self.answer(id, request, overtaken, actions);
@@ -128,7 +167,12 @@ impl LeadCore {
                     self.core.touch(learner, attached, now);
                 }
             }
-            Message::Unfit { plan, learner, block } => self.unfit(id, plan, learner, block, now, actions),
+            Message::Unfit { plan, learner, block } => {
+                self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
+            }
+            Message::Lacks { plan, learner } => {
+                self.withheld(id, plan, learner, ShardError::Interrupted, now, actions);
+            }
             // Signs of life, and what a later release may say.
             _ => {}
         }
@@ -167,7 +211,9 @@ impl LeadCore {
                 Some(Message::Done)
             }
             Message::Open { learner } => {
-                let opening = core.open(mine(learner)?, now)?;
+                // Its client waits for no earlier commit, and is about to write over its payload.
+                core.withdraw_untaken(mine(learner)?, now, &mut wanted);
+                let opening = core.open(learner, now)?;
                 Some(Message::Opened { step: opening.step, staging_lent: opening.staging_lent })
             }
             Message::Abort { learner } => {
@@ -187,7 +233,7 @@ impl LeadCore {
                 }
                 let sent = self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 let ticket = self.ticket(id, request);
-                let source = Source { client: id, name: step.0 };
+                let source = Source { client: id, name: step.0, weights: BlockRanges::new() };
                 let contribution =
                     Contribution { learner, deferred: sent.clone(), sent, source, unchecked: false };
                 let deadline = deadline(timeout_ms);
@@ -197,11 +243,8 @@ impl LeadCore {
             Message::Assign { token, blocks, timeout_ms } => {
                 self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 self.core.may_assign()?;
-                if let Some(client) = self.clients.get_mut(&id) {
-                    client.weights.insert(token, blocks);
-                }
                 let ticket = self.ticket(id, request);
-                let source = Source { client: id, name: token };
+                let source = Source { client: id, name: token, weights: blocks };
                 self.core.assign(ticket, source, Vec::new(), deadline(timeout_ms), now, &mut wanted);
                 None
             }
@@ -235,7 +278,10 @@ impl LeadCore {
     pub(super) fn answer(&mut self, id: ClientId, request: u64, answer: Message, actions: &mut Vec<Action>) {
         if let Some(client) = self.clients.get_mut(&id) {
             client.open.remove(&request);
-            client.answered.insert(request, answer.clone());
+            // Nobody waits for the answer to a request that was given up.
+            if request > client.heard {
+                client.answered.insert(request, answer.clone());
+            }
             actions.push(Action::ToClient(id, request, answer));
         }
     }
@@ -243,12 +289,15 @@ impl LeadCore {
     /// Ends clients that have been silent for the lease.
     pub(super) fn expire_clients(&mut self, now: Now, actions: &mut Vec<Action>) {
         let lease = self.core.controls().lease;
-        if lease.is_zero() {
-            return;
-        }
-        let silent = |client: &Client| now.saturating_sub(client.last_seen) >= lease;
-        let gone: Vec<ClientId> =
-            self.clients.iter().filter(|(_, client)| silent(client)).map(|(&id, _)| id).collect();
+        let is_gone = |(id, client): &(&ClientId, &Client)| {
+            let silent = now.saturating_sub(client.last_seen);
+            if lease.is_zero() {
+                silent >= FORGET && !client.connected && !self.takes_part(**id)
+            } else {
+                silent >= lease
+            }
+        };
+        let gone: Vec<ClientId> = self.clients.iter().filter(is_gone).map(|(&id, _)| id).collect();
         for id in gone {
             self.client_gone(id, now, actions);
         }
@@ -257,11 +306,19 @@ impl LeadCore {
     /// A client and what waited there are lost.
     fn client_gone(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.remove(&id) else { return };
+        if self.given_up.len() >= MAX_CLIENTS {
+            self.given_up.pop_front();
+        }
+        self.given_up.push_back((id, client.newest()));
         self.tickets.retain(|_, (of, _)| *of != id);
         let mut wanted = Vec::new();
         self.core.withdraw_assign(|source| source.client == id, now, &mut wanted);
-        self.lose(id, &client.learners.into_keys().collect::<Vec<_>>(), now, &mut wanted, actions);
+        // Before anything is lost: it may have begun something that is void then.
         self.perform(wanted, now, actions);
+        // Learners that have left leave contributions behind.
+        let left = self.core.unread().filter(|(_, source)| source.client == id).map(|(learner, _)| learner);
+        let learners: BTreeSet<LearnerId> = client.learners.into_keys().chain(left).collect();
+        self.lose(id, &learners.into_iter().collect::<Vec<_>>(), now, actions);
         actions.push(Action::Close(id, Refusal::Other("silent past the lease".into())));
     }
 
@@ -281,6 +338,8 @@ impl LeadCore {
         Message::State(JobState {
             sequence: self.sequence,
             version: self.core.version(),
+            over: self.over(),
+            heard: self.clients.get(&id).map_or(0, |client| client.heard),
             controls: texts(self.core.controls()),
             state: if self.failed.is_some() { "failed" } else { self.core.state() }.to_owned(),
             learners: learners.into_iter().flatten().filter_map(view).collect(),

@@ -8,6 +8,8 @@
 
 mod clients;
 mod plans;
+#[cfg(test)]
+mod tests;
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -27,6 +29,8 @@ pub struct Source {
     pub client: ClientId,
     /// Its name for it: the learner's step, or the token of new weights.
     pub name: u64,
+    /// Blocks of new weights.
+    pub weights: BlockRanges,
 }
 
 /// Index of a shard among those of the model.
@@ -58,6 +62,8 @@ pub struct LeadCore {
     blocks: u32,
     parts: usize,
     clients: BTreeMap<ClientId, Client>,
+    /// Clients that were given up, with the highest number of a request of each: the newest ones.
+    given_up: VecDeque<(ClientId, u64)>,
     owners: BTreeMap<LearnerId, ClientId>,
     /// Requests that the core answers later.
     tickets: BTreeMap<Ticket, (ClientId, u64)>,
@@ -84,6 +90,7 @@ impl LeadCore {
             blocks,
             parts,
             clients: BTreeMap::new(),
+            given_up: VecDeque::new(),
             owners: BTreeMap::new(),
             tickets: BTreeMap::new(),
             next_ticket: 1,
@@ -105,6 +112,11 @@ impl LeadCore {
     /// The plan under way, and the shards that it waits for.
     pub fn running(&self) -> Option<(PlanId, Vec<Part>)> {
         self.run.as_ref().map(|run| (run.id(), run.waiting().collect()))
+    }
+
+    /// Requests that are not answered yet, and answers that are kept because their clients may not have had them.
+    pub fn kept(&self) -> (usize, usize) {
+        (self.tickets.len(), self.clients.values().map(Client::answers).sum())
     }
 
     /// Why the job has failed, if it has.

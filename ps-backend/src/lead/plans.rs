@@ -4,14 +4,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{BlockId, ClientId, LearnerId, PlanId, Step};
+use libmodelio::ids::{ClientId, LearnerId, PlanId, Step};
 use libmodelio::transport::ShardError;
 use libmodelio::wire::{BlockRanges, Granted, Message, Plan, PlanSource, Refusal, Work};
 
 use super::{Action, LeadCore, Part, REPEAT, Source};
 use crate::controls::NonFinite;
 use crate::core::{self, Contribution, Now};
-use crate::reducer::{self, Hyper, Reducer};
+use crate::reducer::{self, Reducer};
 
 /// One client's part of a plan.
 #[derive(Debug)]
@@ -102,7 +102,7 @@ impl LeadCore {
             Message::Spoilt { plan, client, block } if plan == run.id && run.stage == Stage::Gathering => {
                 let sender = run.senders.iter().find(|sender| sender.client == client);
                 let learner = sender.and_then(|sender| sender.learners.first().copied());
-                self.spoilt(learner, block, now, actions);
+                self.spoilt(learner, ShardError::NonFinite(block), now, actions);
             }
             Message::Done if request == run.id.0 && run.stage != Stage::Gathering => {
                 run.waiting.remove(&part);
@@ -126,27 +126,28 @@ impl LeadCore {
         }
     }
 
-    /// A client says that what it was granted is not to be added.
-    pub(super) fn unfit(
+    /// A client does not send what it was granted: a contribution, or its new weights.
+    pub(super) fn withheld(
         &mut self,
         client: ClientId,
         plan: PlanId,
-        learner: LearnerId,
-        block: BlockId,
+        learner: Option<LearnerId>,
+        why: ShardError,
         now: Now,
         actions: &mut Vec<Action>,
     ) {
         let Some(run) = &self.run else { return };
-        let of = |sender: &Sender| sender.client == client && sender.learners.contains(&learner);
+        let of = |sender: &Sender| {
+            sender.client == client && learner.is_none_or(|learner| sender.learners.contains(&learner))
+        };
         if run.id == plan && run.stage == Stage::Gathering && run.senders.iter().any(of) {
-            self.spoilt(Some(learner), block, now, actions);
+            self.spoilt(learner, why, now, actions);
         }
     }
 
-    /// A contribution of the running plan (or the new weights) is refused for what `block` holds.
-    fn spoilt(&mut self, learner: Option<LearnerId>, block: BlockId, now: Now, actions: &mut Vec<Action>) {
+    /// A contribution of the running plan (or the new weights) is refused.
+    fn spoilt(&mut self, learner: Option<LearnerId>, error: ShardError, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &self.run else { return };
-        let error = ShardError::NonFinite(block);
         let mut wanted = Vec::new();
         match (&run.kind, learner) {
             (Kind::Fold(_), Some(learner)) => self.core.fold_failed(vec![(learner, error)], now, &mut wanted),
@@ -161,6 +162,9 @@ impl LeadCore {
 
     /// Begins what the core wants.
     pub(super) fn begin(&mut self, work: core::Action<Source>, now: Now, actions: &mut Vec<Action>) {
+        if self.failed.is_some() {
+            return;
+        }
         let (kind, senders, work) = match work {
             core::Action::Fold { contributions, reducer, .. } => {
                 let learners = contributions.iter().map(|c| c.learner).collect();
@@ -173,21 +177,14 @@ impl LeadCore {
                     (Kind::Reduce, senders(inputs, replaces), reduce(step, *fresh_state))
                 }
                 core::Work::Assign { buffer, .. } => {
-                    let weights = |client: &super::clients::Client| client.weights.get(&buffer.name).cloned();
-                    let blocks = self.clients.get(&buffer.client).and_then(weights).unwrap_or_default();
                     let sender = Sender {
                         client: buffer.client,
                         learners: Vec::new(),
                         payload: Granted::Weights(buffer.name),
-                        blocks: self.block_set(&blocks).unwrap_or_default(),
+                        // They were a model's when they came.
+                        blocks: self.block_set(&buffer.weights).unwrap_or_default(),
                     };
-                    let step = reducer::Step {
-                        reducer: Reducer::Assign,
-                        hyper: Hyper::default(),
-                        contributions: 1,
-                        t: self.core.optimizer_steps(),
-                    };
-                    (Kind::Assign, vec![sender], reduce(&step, false))
+                    (Kind::Assign, vec![sender], Work::Assign)
                 }
             },
             _ => return,
@@ -247,11 +244,6 @@ impl LeadCore {
         run.waiting = (0..self.parts).collect();
         for sender in &run.senders {
             actions.push(Action::ToClient(sender.client, 0, Message::Over { plan: run.id }));
-            if let (Granted::Weights(token), Some(client)) =
-                (&sender.payload, self.clients.get_mut(&sender.client))
-            {
-                client.weights.remove(token);
-            }
         }
         run.repeat_at = now;
         self.repeat(now, actions);
@@ -282,42 +274,58 @@ impl LeadCore {
         }
     }
 
-    /// A client is lost with all that waits there. What the core wants next is left in `wanted`.
+    /// A client is lost with all that waits there, contributions of these learners among it.
     pub(super) fn lose(
         &mut self,
         client: ClientId,
         learners: &[LearnerId],
         now: Now,
-        wanted: &mut Vec<core::Action<Source>>,
         actions: &mut Vec<Action>,
     ) {
-        let mut void = self.core.lost(learners, now, wanted);
-        if self.assigns_from(client) {
+        let mut wanted = Vec::new();
+        let assigns = self.assigns_from(client);
+        if self.core.lost(learners, now, &mut wanted) {
+            self.drop_work(|work| !is_assign(work), now, actions);
+        }
+        if assigns {
             let gone = ShardError::NotAllowed("the client that held the new weights is gone".into());
-            self.core.assign_failed(gone, now, wanted);
-            void = true;
+            self.core.assign_failed(gone, now, &mut wanted);
+            self.drop_work(is_assign, now, actions);
         }
-        if !void {
-            return;
-        }
-        // The core has one piece of work at a time: it is under way, or waits for the one before.
-        if self.queue.pop_front().is_none() {
-            self.drop_run(now, actions);
+        self.perform(wanted, now, actions);
+    }
+
+    /// What the core works at is void. It has one fold or version at a time, and besides a fold perhaps new weights:
+    /// it is under way, or waits for the plan before.
+    fn drop_work(
+        &mut self,
+        is_it: impl Fn(&core::Action<Source>) -> bool,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        match self.queue.iter().position(is_it) {
+            Some(at) => drop(self.queue.remove(at)),
+            None => self.drop_run(now, actions),
         }
     }
 
+    /// Plans up to this one are over.
+    pub(super) fn over(&self) -> PlanId {
+        let gathers = self.run.as_ref().is_some_and(|run| run.stage == Stage::Gathering);
+        PlanId(self.next_plan.0 - 1 - u64::from(gathers))
+    }
+
     /// Whether new weights of `client` are what the core works at.
-    fn assigns_from(&self, client: ClientId) -> bool {
+    pub(super) fn assigns_from(&self, client: ClientId) -> bool {
         let of_client = |plan: &core::Plan<Source>| matches!(&plan.work, core::Work::Assign { buffer, .. } if buffer.client == client);
-        match self.queue.front() {
-            Some(core::Action::Reduce(plan)) => of_client(plan),
-            Some(_) => false,
-            None => self.run.as_ref().is_some_and(|run| {
+        let waits =
+            |work: &core::Action<Source>| matches!(work, core::Action::Reduce(plan) if of_client(plan));
+        self.queue.iter().any(waits)
+            || self.run.as_ref().is_some_and(|run| {
                 matches!(run.kind, Kind::Assign)
                     && run.stage == Stage::Gathering
                     && run.senders.iter().any(|sender| sender.client == client)
-            }),
-        }
+            })
     }
 
     /// A shard contradicts the lead: it has lost its blocks, or is not of this job.
@@ -333,6 +341,10 @@ impl LeadCore {
     }
 }
 
+fn is_assign(work: &core::Action<Source>) -> bool {
+    matches!(work, core::Action::Reduce(plan) if matches!(plan.work, core::Work::Assign { .. }))
+}
+
 /// Contributions by client; clients in the order of their first learners.
 fn senders(contributions: &[Arc<Contribution<Source>>], replaces: bool) -> Vec<Sender> {
     let mut sorted: Vec<_> = contributions.iter().collect();
@@ -343,6 +355,12 @@ fn senders(contributions: &[Arc<Contribution<Source>>], replaces: bool) -> Vec<S
         of.push((contribution.learner, Step(contribution.source.name)));
         blocks.grow(contribution.sent.len());
         blocks.union_with(&contribution.sent);
+        if replaces {
+            // Of each block, the highest learner's counts, whoever else sends it too.
+            let client = contribution.source.client;
+            let others = by_client.iter_mut().filter(|(other, _)| **other != client);
+            others.for_each(|(_, (_, blocks))| blocks.difference_with(&contribution.sent));
+        }
     }
     let mut senders: Vec<Sender> = by_client
         .into_iter()

@@ -20,6 +20,8 @@ pub enum Kind {
     Add,
     /// It makes the coming version.
     Reduce,
+    /// It makes the coming version from new values; sums that are kept stay for the one after it.
+    Assign,
 }
 
 /// What a source sends, and what it has sent.
@@ -230,7 +232,7 @@ impl PartCore {
         let payloads: u64 = wanted.iter().map(|&count| u64::from(count)).sum();
         let alone = match plan.kind {
             Kind::Add => 0,
-            Kind::Reduce => wanted.iter().filter(|&&count| count == 0).count() as u64,
+            Kind::Reduce | Kind::Assign => wanted.iter().filter(|&&count| count == 0).count() as u64,
         };
         self.newest = plan.id;
         actions.push(Action::Begin(plan.id));
@@ -262,7 +264,7 @@ impl PartCore {
             return self.settle(actions);
         }
         running.stage = Stage::Gathering;
-        if running.plan.kind == Kind::Reduce {
+        if running.plan.kind != Kind::Add {
             let mut alone = FixedBitSet::with_capacity(running.wanted.len());
             alone.extend((0..running.wanted.len()).filter(|&block| running.wanted[block] == 0));
             if !alone.is_clear() {
@@ -317,7 +319,7 @@ impl PartCore {
         running.in_flight += 1;
         let check = running.plan.sources[at].check;
         let first = running.landed[b] == 0;
-        let last = running.plan.kind == Kind::Reduce && running.landed[b] + 1 == running.wanted[b];
+        let last = running.plan.kind != Kind::Add && running.landed[b] + 1 == running.wanted[b];
         match (first, last) {
             (_, true) => Placement::Finish { with_sum: !first, check },
             (true, false) => Placement::Store { check },
@@ -363,7 +365,7 @@ impl PartCore {
         self.settle(actions);
     }
 
-    /// Blocks that are still to come from `client`, but for those that are landing; `None` if that cannot be said
+    /// Blocks that are still to come from `client`, those that are landing included; `None` if that cannot be said
     /// because the plan has not begun here.
     pub fn missing(&self, client: ClientId, plan: PlanId) -> Option<FixedBitSet> {
         let mut missing = FixedBitSet::with_capacity(self.blocks as usize);
@@ -400,7 +402,7 @@ impl PartCore {
                 self.running = Some(running);
                 return Err(PartError::NotReady(plan));
             }
-            if running.plan.kind == Kind::Reduce {
+            if running.plan.kind != Kind::Add {
                 self.version = self.version.next();
             }
             actions.push(Action::Conclude(plan, running.plan.kind));
@@ -455,3 +457,6 @@ pub fn local_blocks(ranges: &[Range<u32>], mine: &[libmodelio::ids::BlockId]) ->
     }
     local
 }
+
+#[cfg(test)]
+mod tests;

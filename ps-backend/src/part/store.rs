@@ -63,6 +63,9 @@ pub enum PartError {
     /// The block is computed, or its plan is concluded.
     #[error("block {0} of the plan is complete")]
     Complete(BlockId),
+    /// The plan takes whole new blocks, and adds nothing up.
+    #[error("the plan takes new values of blocks: nothing can be added up under it")]
+    AssignsOnly,
     /// The plan only adds up.
     #[error("the plan adds up and makes no version")]
     AddsOnly,
@@ -125,14 +128,17 @@ pub enum PartWork {
         /// Optimizer state starts from zero.
         fresh_state: bool,
     },
+    /// The next version is the newest with the blocks that come in place of its own. Sums and optimizer state stay.
+    Assign,
 }
 
 impl PartWork {
-    /// What is done with the sum in the end.
-    pub fn reducer(&self) -> Reducer {
+    /// What is done with the sum in the end; `None` where nothing is added up.
+    pub fn reducer(&self) -> Option<Reducer> {
         match self {
-            PartWork::Add { reducer } => *reducer,
-            PartWork::Reduce { step, .. } => step.reducer,
+            PartWork::Add { reducer } => Some(*reducer),
+            PartWork::Reduce { step, .. } => Some(step.reducer),
+            PartWork::Assign => None,
         }
     }
 }
@@ -291,18 +297,18 @@ impl PartStore {
         if base != newest {
             return Err(PartError::Base { expected: newest, got: base });
         }
+        let (retain, max) = (inner.limits.retain, inner.limits.max());
+        if !matches!(work, PartWork::Add { .. }) && !inner.store.recycle(retain, max) {
+            return Err(PartError::NoBuffer { max });
+        }
         let making = match &work {
             PartWork::Add { .. } => None,
             PartWork::Reduce { step, fresh_state } => {
-                let Limits { retain, .. } = inner.limits;
-                let max = inner.limits.max();
-                if !inner.store.recycle(retain, max) {
-                    return Err(PartError::NoBuffer { max });
-                }
                 Some(inner.store.next_version(newest.next(), step.reducer, *fresh_state, check)?)
             }
+            PartWork::Assign => Some(inner.store.assigned_version(newest.next(), check)?),
         };
-        if work.reducer() == Reducer::Assign {
+        if work.reducer() == Some(Reducer::Assign) {
             self.shared.sums.assign();
         }
         let job = PartJob::new(Arc::clone(self.layout()), Arc::clone(&self.shared.sums), work, making, check);
@@ -321,13 +327,18 @@ impl PartStore {
         if !std::ptr::eq(inner.running.as_ptr(), Arc::as_ptr(job.alive())) || job.is_over() {
             return Err(PartError::Over);
         }
-        let Some((making, step)) = job.version() else {
+        let Some(making) = job.making() else {
             let both = job.seal()?;
             return Ok((!both.is_empty()).then(|| Merge::new(Arc::clone(job), both)));
         };
         job.check_finished()?;
-        inner.store.publish_next(making, step.reducer);
-        self.shared.sums.clear();
+        match job.work().reducer() {
+            Some(reducer) => {
+                inner.store.publish_next(making, reducer);
+                self.shared.sums.clear();
+            }
+            None => inner.store.publish_assigned(making),
+        }
         job.give_up();
         inner.recycle();
         Ok(None)

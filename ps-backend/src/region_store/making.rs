@@ -71,6 +71,28 @@ impl Making {
         }
     }
 
+    /// Gives `block` new `values`, or carries it over without them. Optimizer state stays what it is.
+    ///
+    /// # Safety
+    /// The block is this thread's alone in the next version; `values` are as long as the block.
+    pub(crate) unsafe fn assign(&self, block: BlockId, values: Option<&[u8]>) {
+        let Some(values) = values else {
+            // SAFETY: passed on to the caller.
+            return unsafe { self.carry(block) };
+        };
+        self.mark(block, VOID);
+        let range = span(&self.layout.block_bytes(block));
+        // SAFETY: this thread has the block of the next version to itself.
+        unsafe {
+            kernels::stream_copy(values, self.back.region.memory().bytes_mut(range));
+            self.carry_state(block, |_| false);
+        }
+        for segment in self.layout.segments(block) {
+            widen(segment, &self.back, &self.state[1]);
+        }
+        self.approve(block);
+    }
+
     /// The block belongs to the version as it was put together, finite or not.
     pub(crate) fn approve(&self, block: BlockId) {
         self.mark(block, self.version.0);

@@ -104,6 +104,10 @@ impl Shared {
             "shard": self.shard.lock().0,
             "address": self.address,
             "io": self.net.backend().to_string(),
+            "shared_memory": {
+                "connections": self.memory.connections(),
+                "unavailable": self.no_memory.get(),
+            },
             "threads": self.options.threads,
             "registry": self.options.registry.as_deref().unwrap_or("here"),
             "models": models,

@@ -13,6 +13,7 @@ use libmodelio::net::Close;
 use libmodelio::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role};
 
 use super::lead::Lead;
+use super::memory::Memory;
 use super::part::{Landing, Part};
 use super::{SILENCE, Shared};
 use crate::part::store::PinnedVersion;
@@ -38,20 +39,33 @@ struct Data {
     pulls: VecDeque<(Version, Range<u32>)>,
     /// The version that is being sent.
     pinned: Option<Arc<PinnedVersion>>,
+    /// What both ends see, if the client is on this host.
+    memory: Option<Box<Memory>>,
 }
 
 /// The shard's end of one connection.
 pub(super) struct Peer {
     shared: Arc<Shared>,
-    address: SocketAddr,
+    /// Where it is, for the log.
+    address: String,
     link: Link,
     kind: Kind,
     epoch: Epoch,
+    /// Until the greeting says what the connection is for.
+    memory: Option<Box<Memory>>,
 }
 
 impl Peer {
     pub(super) fn new(shared: Arc<Shared>, address: SocketAddr) -> Peer {
-        Peer { shared, address, link: Link::default(), kind: Kind::Strange, epoch: Epoch(0) }
+        Peer::of(shared, address.to_string(), None)
+    }
+
+    pub(super) fn through_memory(shared: Arc<Shared>, memory: Memory) -> Peer {
+        Peer::of(shared, "this host".into(), Some(Box::new(memory)))
+    }
+
+    fn of(shared: Arc<Shared>, address: String, memory: Option<Box<Memory>>) -> Peer {
+        Peer { shared, address, link: Link::default(), kind: Kind::Strange, epoch: Epoch(0), memory }
     }
 
     fn answer(&self, request: u64, message: Message) {
@@ -73,6 +87,9 @@ impl Peer {
         let expected = Protocol::NEWEST.number();
         if *protocol != expected {
             return Err(Refusal::Protocol { expected, got: *protocol });
+        }
+        if *role != Role::Data && self.memory.is_some() {
+            return Err(Refusal::Role { what: format!("{role:?} by shared memory") });
         }
         if *role == Role::Admin {
             self.kind = Kind::Admin;
@@ -98,7 +115,11 @@ impl Peer {
             }
             Role::Data => {
                 let (landing, pulls, pinned) = (None, VecDeque::new(), None);
-                Kind::Data(Data { client: *client, part, landing, pulls, pinned })
+                let mut memory = self.memory.take();
+                if let Some(memory) = &mut memory {
+                    memory.serve(&part);
+                }
+                Kind::Data(Data { client: *client, part, landing, pulls, pinned, memory })
             }
             Role::Lead if found.lead.is_some() => {
                 return Err(Refusal::other("this shard leads the model itself"));
@@ -181,8 +202,21 @@ fn say(link: &Link, request: u64, answer: super::AdminAnswer) {
 impl Data {
     /// The next block that was asked for.
     fn next_block(&mut self, link: &Link) -> Option<Outgoing> {
+        if let Some(memory) = &mut self.memory {
+            if let Some(ready) = memory.ready() {
+                return Some(ready);
+            }
+            if memory.is_full() {
+                return None;
+            }
+        }
         loop {
-            let (version, blocks) = self.pulls.front_mut()?;
+            let Some((version, blocks)) = self.pulls.front_mut() else {
+                // A connection on which nothing more is asked for would keep the buffer from being used again: some
+                // of them, each with a version of its own, and there is none left for the next version.
+                self.pinned = None;
+                return None;
+            };
             let version = *version;
             if self.pinned.as_ref().is_none_or(|pinned| pinned.version() != version) {
                 self.pinned = None;
@@ -200,15 +234,24 @@ impl Data {
                 self.pulls.pop_front();
                 continue;
             };
-            if let Some(pinned) = &self.pinned
-                && let Some(outgoing) = self.part.block(pinned, BlockId(block))
-            {
-                return Some(outgoing);
+            if let Some(pinned) = &self.pinned {
+                let outgoing = match &mut self.memory {
+                    Some(memory) => memory.block(&self.part, pinned, BlockId(block)),
+                    None => self.part.block(pinned, BlockId(block)),
+                };
+                if outgoing.is_some() {
+                    return outgoing;
+                }
             }
         }
     }
 
     fn message(&mut self, received: &Received, link: &Link) -> Result<Take, Refusal> {
+        if let Some(memory) = &mut self.memory
+            && let Some(take) = memory.message(self.client, &self.part, received, link)?
+        {
+            return Ok(take);
+        }
         match &received.message {
             Message::Push { .. } => {
                 let (take, landing) = self.part.arrive(self.client, received, link)?;

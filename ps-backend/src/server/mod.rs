@@ -6,24 +6,27 @@
 //! | `part` | one part of a model at work (`unsafe`) |
 //! | `lead` | the lead of a model at work |
 //! | `conversation` | the shard's end of every connection |
+//! | `memory` | clients on the same host, through shared memory (`unsafe`) |
 //! | `admin` | creating, loading and deleting models, status |
 
 mod admin;
 mod conversation;
 pub mod lead;
+mod memory;
 pub mod part;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::ids::{Generation, ShardId};
 use libmodelio::link::{Framed, Link};
 use libmodelio::net::{self, Choice, Reactor, ReactorOptions, SocketOptions};
 use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
+use libmodelio::shm;
 use libmodelio::wire::{Message, ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord};
 use parking_lot::{Condvar, Mutex};
 
@@ -102,6 +105,12 @@ pub(super) struct Shared {
     shard: Mutex<ShardId>,
     net: net::Handle,
     pool: Arc<rayon::ThreadPool>,
+    /// Connections through shared memory.
+    memory: Arc<net::Threads>,
+    /// Where they come about.
+    listening: Mutex<Option<memory::Listening>>,
+    /// Why there are none.
+    no_memory: OnceLock<String>,
     models: Mutex<BTreeMap<String, Model>>,
     /// Models that are being made: their memory is being taken.
     making: Mutex<BTreeMap<String, Generation>>,
@@ -145,6 +154,9 @@ impl Server {
             shard: Mutex::new(ShardId(0)),
             net: reactor.handle(),
             pool: Arc::new(pool),
+            memory: net::Threads::new(memory::MAX_CONNECTIONS),
+            listening: Mutex::new(None),
+            no_memory: OnceLock::new(),
             models: Mutex::default(),
             making: Mutex::default(),
             table: table.then(|| Table { core: Mutex::new(RegistryCore::new()), started: Instant::now() }),
@@ -157,6 +169,14 @@ impl Server {
             options,
         });
         if shared.options.holds_blocks {
+            // Before anybody can know of it.
+            match memory::Listening::start(&shared) {
+                Ok(listening) => *shared.listening.lock() = Some(listening),
+                Err(why) => {
+                    tracing::warn!("clients on this host cannot share memory with this shard: {why}");
+                    let _ = shared.no_memory.set(why);
+                }
+            }
             shared.announce()?;
         }
         let of_factory = Arc::clone(&shared);
@@ -186,9 +206,14 @@ impl Server {
         *self.shared.shard.lock()
     }
 
-    /// What moves the bytes, and why not io_uring, to be named loudly.
+    /// What moves the bytes, and why not io_uring or shared memory, to be named loudly.
     pub fn backend(&self) -> String {
-        self.shared.net.backend().to_string()
+        let backend = self.shared.net.backend();
+        match self.shared.no_memory.get() {
+            _ if !self.shared.options.holds_blocks => backend.to_string(),
+            None => format!("{backend}; shm on this host"),
+            Some(why) => format!("{backend}; no shm on this host: {why}"),
+        }
     }
 
     /// Ends everything: clients hear that the shard goes.
@@ -207,6 +232,12 @@ impl Server {
             if let Err(error) = shared.registry(|registry, deadline| registry.withdraw(shard, deadline)) {
                 tracing::warn!(%error, "the registry was not told that the shard goes");
             }
+        }
+        if let Some(listening) = shared.listening.lock().take() {
+            listening.end();
+        }
+        if let Err(error) = shared.memory.shut_down(Duration::from_secs(2)) {
+            tracing::warn!(%error, "connections through shared memory");
         }
         if let Some(reactor) = self.reactor.lock().take()
             && let Err(error) = reactor.shut_down(Duration::from_secs(2))
@@ -245,7 +276,7 @@ impl Shared {
     fn announce(&self) -> Result<(), RegistryError> {
         let shard = *self.shard.lock();
         let address = self.address.clone();
-        let record = ShardRecord { shard, address, host: host(), draining: false };
+        let record = ShardRecord { shard, address, host: shm::host(), draining: false };
         let shard = self.registry(|registry, deadline| registry.announce(&record, LEASE, deadline))?;
         *self.shard.lock() = shard;
         Ok(())
@@ -273,13 +304,6 @@ fn keep_announced(shared: &Weak<Shared>) {
             }
         }
     }
-}
-
-/// Which machine this is: peers on the same one can share memory.
-pub fn host() -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let namespace = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
-    format!("{} {}", boot.trim(), namespace.display())
 }
 
 /// The registry of this process, as everybody else would ask it.

@@ -29,6 +29,9 @@ pub(super) type ToLead = Arc<dyn Fn(u64, Message) + Send + Sync>;
 /// When a plan cannot begin yet because old versions are still read, or the plan before is being left.
 const BEGIN_AGAIN: Duration = Duration::from_millis(1);
 
+/// Sums of a block that there can be, whatever the number of learners: of concluded plans, and of the running one.
+const SUMS: usize = 2;
+
 struct State {
     core: PartCore,
     /// The plan that was started last, for its beginning.
@@ -51,6 +54,7 @@ pub struct Part {
     pub generation: Generation,
     /// Of the block map.
     pub epoch: Epoch,
+    model_bytes: u64,
     store: PartStore,
     state: Mutex<State>,
     pool: Arc<rayon::ThreadPool>,
@@ -117,6 +121,8 @@ impl Part {
             return Err(MakeError::Room { needed, available });
         }
         let store = PartStore::new(part, controls.reducer, Limits::default())?;
+        // All that it can ever need, so that a job that begins with one learner has room for the others.
+        store.prefault_sums(SUMS).map_err(PartError::from)?;
         let state = State {
             core: PartCore::new(blocks.len() as u32, Version(0)),
             starting: None,
@@ -130,6 +136,7 @@ impl Part {
             model: record.name.clone(),
             generation: record.generation,
             epoch: map.epoch(),
+            model_bytes: layout.size(),
             store,
             state: Mutex::new(state),
             pool: Arc::clone(pool),
@@ -139,6 +146,11 @@ impl Part {
     /// The part's own layout.
     pub fn layout(&self) -> &Arc<ModelLayout> {
         self.store.part().layout()
+    }
+
+    /// Bytes of all of the model.
+    pub fn model_bytes(&self) -> u64 {
+        self.model_bytes
     }
 
     /// Its memory.
@@ -200,6 +212,7 @@ impl Part {
                 let step: reducer::Step = serde_json::from_str(step).map_err(Refusal::other)?;
                 (Kind::Reduce, PartWork::Reduce { step, fresh_state: *fresh_state })
             }
+            Work::Assign => (Kind::Reduce, PartWork::Assign),
         };
         let mine = self.store.part().blocks();
         let source = |source: &wire::PlanSource| Source {
@@ -351,20 +364,23 @@ impl Part {
 
     // -- clients
 
-    /// A block is about to come over `link`.
+    /// A block is about to come over `link`. One that lies in memory which both ends see is there already: its bytes
+    /// go to [`Self::landed`] at once.
     pub(super) fn arrive(
         self: &Arc<Part>,
         client: ClientId,
         received: &Received,
         link: &Link,
     ) -> Result<(Take, Option<Landing>), Refusal> {
-        let Message::Push { plan, block: global, wide } = received.message else {
-            return Ok((Take::Nothing, None));
+        let (plan, global, wide, comes) = match received.message {
+            Message::Push { plan, block, wide } => (plan, block, wide, true),
+            Message::PushAt { plan, block, wide, .. } => (plan, block, wide, false),
+            _ => return Ok((Take::Nothing, None)),
         };
         let block = self.store.part().local(global).ok_or(Refusal::NotMine { block: global })?;
         let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
         let wanted = payload.wanted_len(self.layout(), block) as u32;
-        received.expect_payload(wanted).map_err(Refusal::other)?;
+        received.expect_payload(if comes { wanted } else { 0 }).map_err(Refusal::other)?;
         let mut state = self.state.lock();
         let how = state.core.arrive(client, plan, block.0);
         match how {
@@ -382,10 +398,12 @@ impl Part {
             self.act(state, actions);
             return Ok((Take::Nothing, None));
         };
-        state.landing.push((plan, link.clone()));
+        if comes {
+            state.landing.push((plan, link.clone()));
+        }
         drop(state);
         let mut landing = Landing { plan, client, block, wide, how, job, target: None };
-        if matches!(how, Placement::Store { .. }) {
+        if comes && matches!(how, Placement::Store { .. }) {
             match landing.job.destination(block, wide) {
                 Ok(target) => landing.target = target,
                 Err(error) => {

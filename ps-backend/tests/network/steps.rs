@@ -4,13 +4,13 @@ use libmodelio::ids::Version;
 use libmodelio::net::Choice;
 use libmodelio::wire::Message;
 
-use crate::world::{LONG, Learner, World};
+use crate::world::{LONG, Learner, Way, World};
 
 const BYTES: u64 = 1_000_004;
 
-fn sums_of_two_clients(io: Choice, shards: usize) {
+fn sums_of_two_clients(way: Way, shards: usize) {
     let settings = [("reducer", "sum"), ("learners", "3")];
-    let world = World::new(shards, BYTES, &settings, io);
+    let world = World::new(shards, BYTES, &settings, way);
     let (a, b) = (world.client(), world.client());
     let learners = [Learner::join(&a, "a1"), Learner::join(&a, "a2"), Learner::join(&b, "b1")];
     let mut expected = 0.0;
@@ -33,17 +33,21 @@ fn sums_of_two_clients(io: Choice, shards: usize) {
 
 #[test]
 fn learners_on_two_clients_are_summed_over_io_uring() {
-    sums_of_two_clients(Choice::Auto, 2);
+    sums_of_two_clients(Way::Tcp(Choice::Auto), 2);
 }
 
 #[test]
 fn learners_on_two_clients_are_summed_over_plain_sockets() {
-    sums_of_two_clients(Choice::Poll, 3);
+    sums_of_two_clients(Way::Tcp(Choice::Poll), 3);
 }
 
 #[test]
-fn who_is_late_does_not_hold_up_the_answer_of_who_is_there() {
-    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], Choice::Auto);
+fn learners_on_two_clients_are_summed_over_shared_memory() {
+    sums_of_two_clients(Way::Memory, 2);
+}
+
+fn a_late_one(way: Way) {
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], way);
     let (a, b) = (world.client(), world.client());
     let (first, late) = (Learner::join(&a, "first"), Learner::join(&b, "late"));
     assert_eq!(first.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
@@ -54,4 +58,10 @@ fn who_is_late_does_not_hold_up_the_answer_of_who_is_there() {
         assert_eq!(version, Version(1));
         assert!(weights.iter().all(|&w| w == 3.0));
     }
+}
+
+#[test]
+fn who_is_late_does_not_hold_up_the_answer_of_who_is_there() {
+    a_late_one(Way::Tcp(Choice::Auto));
+    a_late_one(Way::Memory);
 }

@@ -6,14 +6,14 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
-use libmodelio::client::{Client, ClientOptions};
+use libmodelio::client::{Client, ClientError, ClientOptions, TransportChoice};
 use libmodelio::ids::{LearnerId, Step, Version};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::{LeaveReason, Region, RegionKey};
-use libmodelio::wire::{Message, ModelRecord, Refusal};
+use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use ps_backend::controls::Controls;
 use ps_backend::create::{NewModel, create};
 use ps_backend::server::{Server, ServerOptions};
@@ -26,6 +26,16 @@ pub struct World {
     pub registry: RemoteRegistry,
     pub record: ModelRecord,
     pub io: Choice,
+    pub transport: TransportChoice,
+}
+
+/// Which way the bytes of a test go.
+#[derive(Clone, Copy, Debug)]
+pub enum Way {
+    /// Through sockets.
+    Tcp(Choice),
+    /// Through shared memory.
+    Memory,
 }
 
 pub fn server(registry: Option<String>, io: Choice) -> Server {
@@ -42,16 +52,23 @@ pub fn server(registry: Option<String>, io: Choice) -> Server {
 
 impl World {
     /// `shards` shards with a blank fp32 model of `bytes` bytes.
-    pub fn new(shards: usize, bytes: u64, settings: &[(&str, &str)], io: Choice) -> World {
+    pub fn new(shards: usize, bytes: u64, settings: &[(&str, &str)], way: Way) -> World {
+        let layout = ModelLayout::blank(bytes, DType::F32, 64 << 10).unwrap();
+        World::of(shards, &layout, settings, way)
+    }
+
+    pub fn of(shards: usize, layout: &ModelLayout, settings: &[(&str, &str)], way: Way) -> World {
+        let (io, transport) = match way {
+            Way::Tcp(io) => (io, TransportChoice::Tcp),
+            Way::Memory => (Choice::Auto, TransportChoice::SharedMemory),
+        };
         let first = server(None, io);
         let at = first.address().to_string();
         let mut servers = vec![first];
         servers.extend((1..shards).map(|_| server(Some(at.clone()), io)));
         let registry = RemoteRegistry::new(at);
-        let layout = ModelLayout::blank(bytes, DType::F32, 64 << 10).unwrap();
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-        let new =
-            NewModel { name: "m", layout: &layout, metadata: BTreeMap::new(), controls: &controls, shards };
+        let new = NewModel { name: "m", layout, metadata: BTreeMap::new(), controls: &controls, shards };
         let record = create(
             &registry,
             &new,
@@ -61,13 +78,21 @@ impl World {
             },
             &mut |_| {},
         );
-        World { _servers: servers, registry, record: record.unwrap(), io }
+        World { _servers: servers, registry, record: record.unwrap(), io, transport }
     }
 
     pub fn client(&self) -> Arc<Client> {
-        let shards = self.registry.shards(Instant::now() + LONG).unwrap();
-        let options = ClientOptions { io: self.io, ..ClientOptions::default() };
-        Arc::new(Client::connect(&self.record, &shards, options).unwrap())
+        let shards = self.shards();
+        Arc::new(self.connect(&shards, self.transport).unwrap())
+    }
+
+    pub fn shards(&self) -> Vec<ShardRecord> {
+        self.registry.shards(Instant::now() + LONG).unwrap()
+    }
+
+    pub fn connect(&self, shards: &[ShardRecord], transport: TransportChoice) -> Result<Client, ClientError> {
+        let options = ClientOptions { io: self.io, transport, ..ClientOptions::default() };
+        Client::connect(&self.record, shards, options)
     }
 }
 

@@ -12,7 +12,7 @@ use smallvec::SmallVec;
 use super::sums::Sums;
 use super::{PartError, PartWork, Payload, check_payload};
 use crate::kernels::{self, Wire};
-use crate::reducer::{Reducer, Step};
+use crate::reducer::Reducer;
 use crate::region_store::accumulator::is_direct;
 use crate::region_store::{Making, Part};
 
@@ -117,6 +117,9 @@ impl PartJob {
     /// # Errors
     /// [`PartError::NoBlock`], [`PartError::Claimed`], [`PartError::Complete`].
     pub fn destination(self: &Arc<Self>, block: BlockId, wide: bool) -> Result<Option<Target>, PartError> {
+        if self.work == PartWork::Assign {
+            return Err(PartError::AssignsOnly);
+        }
         let claim = self.claim(block)?;
         if claim.holds() || !is_direct(&self.layout, block, wide) {
             return Ok(None);
@@ -132,11 +135,12 @@ impl PartJob {
     /// # Errors
     /// [`PartError::NoBlock`], [`PartError::Length`], [`PartError::Claimed`], [`PartError::Complete`].
     pub fn add(&self, block: BlockId, payload: Payload<'_>) -> Result<bool, PartError> {
+        let reducer = self.work.reducer().ok_or(PartError::AssignsOnly)?;
         check_payload(&self.layout, block, payload)?;
         let claim = self.claim(block)?;
         let open = self.sums.open(block);
         // SAFETY: the block is claimed, and the payload is as long as it should be.
-        let finite = unsafe { open.fold(&self.layout, block, payload, !claim.holds(), self.work.reducer()) };
+        let finite = unsafe { open.fold(&self.layout, block, payload, !claim.holds(), reducer) };
         claim.set(HELD);
         Ok(finite || !self.check)
     }
@@ -149,10 +153,11 @@ impl PartJob {
     /// # Errors
     /// [`PartError::AddsOnly`], and those of [`Self::add`].
     pub fn finish(&self, block: BlockId, last: Option<Payload<'_>>) -> Result<bool, PartError> {
-        let (making, step) = self.version().ok_or(PartError::AddsOnly)?;
+        let making = self.making().ok_or(PartError::AddsOnly)?;
         if let Some(payload) = last {
             check_payload(&self.layout, block, payload)?;
         }
+        let PartWork::Reduce { step, .. } = &self.work else { return self.assign(making, block, last) };
         let claim = self.claim(block)?;
         let mut parts = SmallVec::<[Part<'_>; 3]>::new();
         parts.extend(self.sums.sealed(block).map(Part::Sum));
@@ -169,17 +174,34 @@ impl PartJob {
         Ok(true)
     }
 
+    /// Gives `block` its new values, or none.
+    fn assign(
+        &self,
+        making: &Making,
+        block: BlockId,
+        values: Option<Payload<'_>>,
+    ) -> Result<bool, PartError> {
+        if let Some(Payload::Wide(_)) = values {
+            return Err(PartError::AssignsOnly);
+        }
+        let claim = self.claim(block)?;
+        if self.check && values.is_some_and(|values| !values.is_finite(&self.layout, block)) {
+            return Ok(false);
+        }
+        // SAFETY: the block is claimed; a plain payload is as long as the block.
+        unsafe { making.assign(block, values.map(Payload::bytes)) };
+        claim.set(FINISHED);
+        Ok(true)
+    }
+
     /// Whether the open sum of `block` holds something.
     pub fn holds(&self, block: BlockId) -> bool {
         self.blocks.get(block.index()).is_some_and(|mark| mark.load(Ordering::Relaxed) & HELD != 0)
     }
 
-    /// What version it makes, and how.
-    pub(super) fn version(&self) -> Option<(&Making, &Step)> {
-        match &self.work {
-            PartWork::Add { .. } => None,
-            PartWork::Reduce { step, .. } => self.making.as_ref().map(|making| (making, step)),
-        }
+    /// The version that it makes, if it makes one.
+    pub(super) fn making(&self) -> Option<&Making> {
+        self.making.as_ref()
     }
 
     pub(super) fn alive(&self) -> &Arc<Alive> {
@@ -215,7 +237,7 @@ impl PartJob {
                 return Err(PartError::Claimed(BlockId(i as u32)));
             }
         }
-        let replaces = self.work.reducer() == Reducer::Assign;
+        let replaces = self.work.reducer() == Some(Reducer::Assign);
         let mut both = Vec::new();
         for block in (0..self.layout.blocks()).map(BlockId).filter(|&block| self.holds(block)) {
             if !replaces && self.sums.sealed(block).is_some() {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crc_fast::CrcAlgorithm;
 use libmodelio::ids::{BlockId, Version};
+use libmodelio::mmap::Mapping;
 
 use super::Shared;
 use crate::region_store::VersionBuffer;
@@ -40,6 +41,14 @@ impl PinnedVersion {
     /// If the part has no such block.
     pub fn block(&self, block: BlockId) -> &[u8] {
         self.buffer.bytes(self.shared.part.layout().block_bytes(block))
+    }
+
+    /// The memory that the version lies in, and where a block of the part begins there, in bytes.
+    ///
+    /// # Panics
+    /// If the part has no such block.
+    pub fn place(&self, block: BlockId) -> (&Arc<Mapping>, u64) {
+        (self.buffer.region().memory(), self.shared.part.layout().block_bytes(block).start)
     }
 
     /// The CRC32C of [`Self::block`]. It is computed once, when it is first asked for: the pass brings the block into

@@ -1,0 +1,317 @@
+//! Connections to shards on this host, through shared memory: blocks are named, not sent.
+//!
+//! A learner's staging region is shared with the shard once, and blocks of it are reduced where they lie. Sums of
+//! several learners are made in slots of a region that belongs to the connection; the shard says when it is done with
+//! one. If the connection ends before that, the slot is not used again, for the shard may still be reading it. Blocks
+//! of versions are copied from the shard's memory into the back buffer, by this end.
+//!
+//! Holds `unsafe`; what makes it sound is told at each place.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::MutexGuard;
+
+use super::{Inner, Shared};
+use crate::client::conversation::Data;
+use crate::client::core::Part;
+use crate::client::sum;
+use crate::ids::{BlockId, PlanId, Version};
+use crate::link::{Framed, Link, Outgoing};
+use crate::mmap::Mapping;
+use crate::net::Close;
+use crate::shm::{self, Descriptors, Lender, Meeting, RegionError, Regions};
+use crate::wire::{Message, Received};
+
+/// Longest wait for a shard to take this end's rings.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Bytes that are read from a ring at once: some frames, so that what they ask for is answered between.
+const AHEAD: usize = 512;
+/// Blocks that are named before the shard hears of them: it is to begin soon, and on all connections.
+const AT_ONCE: u32 = 4;
+/// Sums that the shard may have before it.
+const SLOTS: u32 = shm::SUMS;
+
+/// Which way bytes are to go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TransportChoice {
+    /// Shared memory to shards on this host, TCP to others, and where shared memory does not come about.
+    #[default]
+    Auto,
+    /// TCP, to all of them.
+    Tcp,
+    /// Shared memory, or not at all.
+    SharedMemory,
+}
+
+/// What one connection has in common with a shard.
+pub(in crate::client) struct Memory {
+    descriptors: Descriptors,
+    lent: Lender,
+    borrowed: Regions,
+    /// What is to be said next.
+    ready: VecDeque<Outgoing>,
+    /// A block whose sum waits for a slot.
+    held: Option<(PlanId, BlockId)>,
+    slots: Option<Slots>,
+    /// Blocks that were named since the shard could last hear of them.
+    named: u32,
+}
+
+/// Memory for sums.
+struct Slots {
+    memory: Arc<Mapping>,
+    bytes: usize,
+    free: Vec<u32>,
+}
+
+impl Slots {
+    fn new(bytes: usize) -> std::io::Result<Slots> {
+        let memory = Arc::new(Mapping::memfd("gradfs-sums", bytes * SLOTS as usize)?);
+        Ok(Slots { memory, bytes, free: (0..SLOTS).rev().collect() })
+    }
+}
+
+impl Memory {
+    /// Of a connection of a model, of `bytes` bytes in blocks of `block` bytes.
+    fn new(meeting: &Meeting, bytes: u64, block: u32) -> Memory {
+        Memory {
+            descriptors: Descriptors::new(Arc::clone(&meeting.socket)),
+            lent: Lender::default(),
+            borrowed: Regions::new(shm::longest_region(bytes, block)),
+            ready: VecDeque::new(),
+            held: None,
+            slots: None,
+            named: 0,
+        }
+    }
+
+    /// Says what the shard must know of `memory`, and the number under which it does.
+    fn lend(&mut self, memory: &Arc<Mapping>, of: &Shared) -> Result<u32, RegionError> {
+        let (region, new) = self.lent.lend(memory, &self.descriptors)?;
+        if let Some(bytes) = new {
+            self.ready.push_back(of.saying(0, Message::Share { region, bytes }));
+        }
+        Ok(region)
+    }
+
+    /// What is said when nothing presses: regions that are no longer there.
+    fn tidy(&mut self, of: &Shared) {
+        for region in self.lent.gone() {
+            self.ready.push_back(of.saying(0, Message::Unshare { region }));
+        }
+    }
+}
+
+/// What came of a block that is to be named.
+enum Named {
+    /// It is in `ready`.
+    Ready,
+    /// It is not wanted any more, or its payload was refused here.
+    Dropped,
+    /// There is no slot just now.
+    Held,
+}
+
+impl Shared {
+    fn saying(&self, request: u64, message: Message) -> Outgoing {
+        Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) }
+    }
+
+    /// Opens a connection to a shard on this host: by shared memory, or if that may be and must be, by TCP.
+    pub(super) fn connect_by_memory(&self, part: Part, index: usize) {
+        let Some(this) = self.this.upgrade() else { return };
+        let spawned = self.threads.spawn(move |threads| {
+            let meeting = match shm::meet(&this.part_addresses[part], PATIENCE) {
+                Ok(meeting) => meeting,
+                Err(error) if error.is_transient() => {
+                    let why = format!("shared memory: {error}");
+                    return this.ended(Some(part), &Link::default(), &why);
+                }
+                Err(error) => return this.without_memory(part, index, &error.to_string()),
+            };
+            let memory = Memory::new(&meeting, this.layout.size(), this.layout.block_size());
+            let conversation = Data::new(this, part, Some(memory));
+            threads.serve(meeting, Box::new(Framed::new(conversation, Link::default(), AHEAD)));
+        });
+        if let Err(error) = spawned {
+            self.without_memory(part, index, &error.to_string());
+        }
+    }
+
+    fn without_memory(&self, part: Part, index: usize, why: &str) {
+        if self.options.transport == TransportChoice::SharedMemory {
+            return self.ended(Some(part), &Link::default(), &format!("shared memory: {why}"));
+        }
+        if self.is_stopping() {
+            return;
+        }
+        let before = self.inner.lock().parts[part].no_memory.replace(why.to_owned());
+        if before.as_deref() != Some(why) {
+            let address = &self.part_addresses[part];
+            tracing::warn!(model = %self.model, %address, "no shared memory with this shard, using TCP: {why}");
+        }
+        self.connect_one(Some(part), index);
+    }
+
+    /// The next to say on a connection through shared memory.
+    pub(in crate::client) fn next_by_memory(
+        &self,
+        part: Part,
+        memory: &mut Memory,
+        link: &Link,
+    ) -> Option<Outgoing> {
+        if let Some(outgoing) = memory.ready.pop_front() {
+            return Some(outgoing);
+        }
+        if memory.named >= AT_ONCE {
+            // What was named goes out; then this is asked again.
+            memory.named = 0;
+            link.wake();
+            return None;
+        }
+        loop {
+            let mut inner = self.inner.lock();
+            let now = self.now();
+            let Some((plan, block)) = memory.held.take().or_else(|| inner.core.next_push(part, now)) else {
+                memory.named = 0;
+                drop(inner);
+                memory.tidy(self);
+                let pull = || self.next_pull_for(self.inner.lock(), part, 0).map(|(outgoing, _)| outgoing);
+                return memory.ready.pop_front().or_else(pull);
+            };
+            match self.name(inner, memory, plan, block) {
+                Named::Ready => {
+                    memory.named += 1;
+                    return memory.ready.pop_front();
+                }
+                Named::Dropped => {}
+                Named::Held => {
+                    memory.held = Some((plan, block));
+                    memory.named = 0;
+                    return None;
+                }
+            }
+        }
+    }
+
+    /// Puts a block of the plan under way where the shard sees it, unless it is there, and names it.
+    fn name(&self, inner: MutexGuard<'_, Inner>, memory: &mut Memory, plan: PlanId, block: BlockId) -> Named {
+        let Some(payload) = inner.granted(block).filter(|payload| payload.plan == plan) else {
+            return Named::Dropped;
+        };
+        let check = inner.rejects_nonfinite();
+        drop(inner);
+        let extent = self.layout.block_bytes(block);
+        if let [source] = &payload.sources[..]
+            && let Ok(region) = memory.lend(source.memory(), self)
+        {
+            let push = Message::PushAt { plan, block, wide: false, region, offset: extent.start };
+            memory.ready.push_back(self.saying(0, push));
+            return Named::Ready;
+        }
+        // A sum, or what cannot be shared: private memory, or one region too many.
+        let count = payload.sources.len();
+        let (wide, len) = sum::shape(&self.layout, block, count, payload.replaces);
+        let made = match memory.slots.take() {
+            Some(slots) => Ok(slots),
+            None => Slots::new(shm::longest_sum(self.layout.block_size())),
+        };
+        let mut slots = match made {
+            Ok(slots) => slots,
+            Err(error) => {
+                tracing::error!(%error, "no memory for sums");
+                return Named::Dropped;
+            }
+        };
+        let region = memory.lend(&slots.memory, self);
+        let slot = slots.free.pop();
+        let (Ok(region), Some(slot)) = (&region, slot) else {
+            if let Err(error) = region {
+                tracing::error!(%error, "the memory of sums cannot be shared");
+                slots.free.extend(slot);
+                memory.slots = Some(slots);
+                return Named::Dropped;
+            }
+            memory.slots = Some(slots);
+            return Named::Held;
+        };
+        let region = *region;
+        let start = slot as usize * slots.bytes;
+        let span = extent.start as usize..extent.end as usize;
+        // SAFETY: a committed payload stays untouched until the plan that sends it is over.
+        let parts: Vec<&[u8]> =
+            payload.sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
+        // SAFETY: the slot is free: nobody here has it, and the shard has said that it does not read it any more (it
+        // cannot write there: its mapping is for reading).
+        let out = unsafe { slots.memory.bytes_mut(start..start + len) };
+        let check = check && count > 1;
+        let summed = sum::sum_to(&self.layout, block, &parts, payload.replaces, check, out);
+        let named = match summed {
+            Ok(()) => {
+                let push = Message::PushAt { plan, block, wide, region, offset: start as u64 };
+                memory.ready.push_back(self.saying(u64::from(slot) + 1, push));
+                Named::Ready
+            }
+            Err(bad) => {
+                slots.free.push(slot);
+                self.with_core(|core, _, actions| core.unfit(plan, payload.learners[bad], block, actions));
+                Named::Dropped
+            }
+        };
+        memory.slots = Some(slots);
+        named
+    }
+
+    /// A message of a shard that has memory in common with this end. False if it is one that has nothing to do with
+    /// that.
+    pub(in crate::client) fn hear_by_memory(
+        &self,
+        received: &Received,
+        memory: &mut Memory,
+        link: &Link,
+    ) -> Result<bool, Close> {
+        let request = received.header.request();
+        match received.message {
+            Message::Share { region, bytes } => {
+                memory.borrowed.share(region, bytes, &memory.descriptors).map_err(asked)?;
+            }
+            Message::Unshare { region } => memory.borrowed.unshare(region).map_err(asked)?,
+            Message::Done => {
+                let slot = u32::try_from(request).ok().and_then(|request| request.checked_sub(1));
+                match (slot.filter(|&slot| slot < SLOTS), &mut memory.slots) {
+                    (Some(slot), Some(slots)) if !slots.free.contains(&slot) => slots.free.push(slot),
+                    _ => return Err(Close::Asked(format!("request {request} was not asked").into())),
+                }
+            }
+            Message::BlockAt { version, block, region, offset } => {
+                if block.0 >= self.layout.blocks() {
+                    return Err(Close::Asked(format!("block {block} is outside of the model").into()));
+                }
+                let extent = self.layout.block_bytes(block);
+                let len = (extent.end - extent.start) as usize;
+                let piece = memory.borrowed.piece(region, offset, len).map_err(asked)?;
+                self.copy(version, block, &piece)?;
+                link.send(self.saying(request, Message::Done));
+            }
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    fn copy(&self, version: Version, block: BlockId, from: &shm::Piece) -> Result<(), Close> {
+        let Some(mut target) = self.lands(version, block) else { return Ok(()) };
+        let (start, len) = from.raw();
+        // SAFETY: the region is mapped as long as the piece lives, and the back buffer is other memory.
+        let copied = unsafe { target.copy_from(start, len) };
+        drop(target);
+        let whole = copied.is_ok();
+        self.with_core(|core, now, actions| core.landed(version, block, whole, now, actions));
+        copied
+    }
+}
+
+fn asked(error: RegionError) -> Close {
+    Close::Asked(error.to_string().into())
+}

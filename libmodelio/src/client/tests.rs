@@ -1,0 +1,205 @@
+//! Conversations of a client with a lead and two shards.
+
+#![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
+
+use std::time::Duration;
+
+use super::core::{Action, ClientCore, LastCommit, Now};
+use crate::block_map::BlockMap;
+use crate::ids::{BlockId, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
+use crate::transport::ShardError;
+use crate::wire::{Granted, JobState, LearnerState, Message, Refusal};
+
+const L: LearnerId = LearnerId(7);
+
+struct Bench {
+    core: ClientCore,
+    now: Now,
+    said: Vec<Action>,
+}
+
+impl Bench {
+    /// A client of four blocks on two shards, with a learner whose step 1 is open.
+    fn new() -> Bench {
+        let map = BlockMap::striped(4, &[ShardId(1), ShardId(2)]).unwrap();
+        let core = ClientCore::new(&map);
+        let mut bench = Bench { core, now: Now::ZERO, said: Vec::new() };
+        bench.core.shown(Version(0), bench.now, &mut bench.said);
+        bench.core.lead_up(bench.now, &mut bench.said);
+        (0..2).for_each(|part| bench.core.shard_up(part, bench.now, &mut bench.said));
+        bench.ask(1, Message::Join { name: "l".into() }, 10);
+        let joined = Message::Joined { learner: L, incarnation: Incarnation(1), since: 1 };
+        bench.lead(1, joined);
+        bench.ask(2, Message::Open { learner: L }, 10);
+        bench.lead(2, Message::Opened { step: Step(1), staging_lent: false });
+        bench.said.clear();
+        bench
+    }
+
+    fn ask(&mut self, token: u64, message: Message, seconds: u64) {
+        let deadline = self.now + Duration::from_secs(seconds);
+        self.core.request(token, message, deadline, self.now, &mut self.said);
+    }
+
+    fn commit(&mut self, token: u64, seconds: u64) {
+        let blocks = vec![0..3];
+        let timeout_ms = seconds as u32 * 1000;
+        self.ask(token, Message::Commit { learner: L, step: Step(1), blocks, timeout_ms }, seconds);
+    }
+
+    fn lead(&mut self, request: u64, message: Message) {
+        self.core.from_lead(request, message, self.now, &mut self.said);
+    }
+
+    fn grant(&mut self, plan: u64) {
+        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false };
+        self.lead(0, Message::Grant { plan: PlanId(plan), payload });
+    }
+
+    fn pass(&mut self, millis: u64) {
+        self.now += Duration::from_millis(millis);
+        self.core.tick(self.now, &mut self.said);
+    }
+
+    fn pushes(&mut self, part: usize) -> Vec<u32> {
+        std::iter::from_fn(|| self.core.next_push(part, self.now)).map(|(_, block)| block.0).collect()
+    }
+
+    fn state(&mut self, sequence: u64, version: u64, step: u64, unpublished: bool) {
+        let learner = LearnerState {
+            learner: L,
+            incarnation: Incarnation(1),
+            step: Step(step),
+            unpublished,
+            published_in: Version(version),
+            joined_at: Version(0),
+        };
+        let version = Version(version);
+        self.lead(
+            0,
+            Message::State(JobState { sequence, version, learners: vec![learner], ..JobState::default() }),
+        );
+    }
+}
+
+#[test]
+fn what_is_granted_is_sent_to_its_shards_and_kept_until_it_is_taken() {
+    let mut bench = Bench::new();
+    bench.commit(3, 10);
+    bench.grant(1);
+    assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]));
+    bench.said.clear();
+    // The shard lacks one: it was lost on the way.
+    bench.pass(1000);
+    assert!(bench.said.contains(&Action::ToShard(0, Message::Probe { plan: PlanId(1) })));
+    let missing = Message::Missing { plan: PlanId(1), blocks: vec![2..3] };
+    bench.core.from_shard(0, missing, bench.now, &mut bench.said);
+    assert_eq!(bench.pushes(0), [2]);
+    assert_eq!(bench.core.kept(), (1, 1));
+    bench.lead(3, Message::Done);
+    assert!(bench.said.contains(&Action::Release(L, Step(1))));
+    assert_eq!((bench.core.kept(), bench.core.outgoing()), ((0, 0), None));
+}
+
+#[test]
+fn a_request_is_sent_again_with_less_time_until_its_deadline() {
+    let mut bench = Bench::new();
+    bench.commit(3, 2);
+    bench.said.clear();
+    bench.pass(1000);
+    let again =
+        |action: &Action| matches!(action, Action::ToLead(3, Message::Commit { timeout_ms: 1000, .. }));
+    assert!(bench.said.iter().any(again), "{:?}", bench.said);
+    bench.pass(1000);
+    let late =
+        |action: &Action| matches!(action, Action::Answer(3, Err(Refusal::Shard(ShardError::TimedOut(_)))));
+    assert!(bench.said.iter().any(late));
+    // It may have been taken: the payload stays, and another commit of the step must be the same.
+    assert_eq!(bench.core.kept(), (0, 1));
+    bench.said.clear();
+    let other = Message::Commit { learner: L, step: Step(1), blocks: vec![0..4], timeout_ms: 1000 };
+    bench.ask(4, other, 1);
+    assert!(matches!(bench.said[..], [Action::Answer(4, Err(Refusal::Shard(ShardError::NotAllowed(_))))]));
+}
+
+#[test]
+fn a_lead_that_is_away_is_not_looked_for_in_a_loop() {
+    let mut bench = Bench::new();
+    bench.commit(3, 10);
+    bench.core.lead_down();
+    bench.pass(2000);
+    assert_eq!(bench.core.next_deadline(), Some(Duration::from_secs(10)));
+}
+
+#[test]
+fn a_grant_of_what_was_given_up_is_declined() {
+    let mut bench = Bench::new();
+    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
+    bench.pass(1000);
+    assert!(bench.said.contains(&Action::ReleaseWeights(5)));
+    bench.lead(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
+    let lacks = Message::Lacks { plan: PlanId(1), learner: None };
+    assert!(bench.said.contains(&Action::ToLead(0, lacks)));
+    assert_eq!(bench.core.outgoing(), None);
+}
+
+#[test]
+fn new_weights_that_are_being_sent_are_kept_until_the_plan_is_over() {
+    let mut bench = Bench::new();
+    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
+    bench.lead(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
+    bench.pass(1000);
+    assert!(!bench.said.contains(&Action::ReleaseWeights(5)), "the shards may be reading them");
+    bench.lead(0, Message::Over { plan: PlanId(1) });
+    assert!(bench.said.contains(&Action::ReleaseWeights(5)));
+}
+
+#[test]
+fn a_version_is_pulled_whole_and_a_learner_sees_its_own_step() {
+    let mut bench = Bench::new();
+    bench.commit(3, 10);
+    bench.lead(3, Message::Done);
+    assert_eq!(bench.core.last_commit(L), LastCommit::Waits);
+    bench.core.await_step(4, L, Duration::from_secs(10), bench.now, &mut bench.said);
+    bench.state(2, 1, 1, false);
+    assert_eq!(bench.core.pulling(), Some(Version(1)));
+    let pull = bench.core.next_pull(0, 8, bench.now);
+    assert_eq!(pull, Some(Message::Pull { version: Version(1), blocks: 0..3 }));
+    // The shard does not have it yet: it is asked again soon.
+    let not_yet = Refusal::NoVersion { wanted: Version(1), newest: Version(0) };
+    bench.core.from_shard(0, Message::Refused(not_yet), bench.now, &mut bench.said);
+    assert_eq!(bench.core.next_pull(0, 8, bench.now), None);
+    bench.pass(10);
+    assert!(bench.core.next_pull(0, 8, bench.now).is_some());
+    for block in (0..4).map(BlockId) {
+        assert!(bench.core.lands(Version(1), block));
+        assert!(!bench.core.lands(Version(1), block), "it is landing");
+        bench.core.landed(Version(1), block, true, bench.now, &mut bench.said);
+    }
+    assert_eq!(bench.said.last(), Some(&Action::Pulled(Version(1))));
+    bench.said.clear();
+    bench.core.shown(Version(1), bench.now, &mut bench.said);
+    assert_eq!(bench.said, [Action::Awaited(4, Ok(Version(1)))]);
+    assert_eq!(bench.core.last_commit(L), LastCommit::In(Version(1)));
+}
+
+#[test]
+fn a_learner_that_joined_after_it_was_given_up_leaves_again() {
+    let mut bench = Bench::new();
+    bench.ask(3, Message::Join { name: "late".into() }, 1);
+    bench.pass(1000);
+    bench.said.clear();
+    let learner = |learner| LearnerState {
+        learner,
+        incarnation: Incarnation(1),
+        step: Step(0),
+        unpublished: false,
+        published_in: Version(0),
+        joined_at: Version(0),
+    };
+    let learners = vec![learner(L), learner(LearnerId(8))];
+    bench.lead(0, Message::State(JobState { sequence: 5, learners, ..JobState::default() }));
+    let leaves =
+        |action: &Action| matches!(action, Action::ToLead(_, Message::Leave { learner: LearnerId(8), .. }));
+    assert!(bench.said.iter().any(leaves), "{:?}", bench.said);
+}

@@ -1,0 +1,112 @@
+//! Descriptors that processes send each other over a Unix socket: a message each, with a few bytes that say what they
+//! are.
+//!
+//! One of the modules that hold `unsafe`: received descriptors are numbers, which become owned here.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::Arc;
+
+use nix::errno::Errno;
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg};
+
+/// As many as the kernel passes on at once (SCM_MAX_FD): room for fewer would lose those that do not fit.
+const AT_ONCE: usize = 253;
+
+/// Why a descriptor does not come or go.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DescriptorError {
+    /// The system says so.
+    #[error("a descriptor cannot be {doing}: {errno}")]
+    System {
+        /// Sent or received.
+        doing: &'static str,
+        /// The reason.
+        errno: Errno,
+    },
+    /// Something else came.
+    #[error("expected a descriptor for region {expected}, got {got}")]
+    Unexpected {
+        /// For which it should be.
+        expected: u32,
+        /// What it was.
+        got: String,
+    },
+}
+
+/// The descriptors of a connection whose messages are in rings.
+#[derive(Clone, Debug)]
+pub struct Descriptors(Arc<OwnedFd>);
+
+impl Descriptors {
+    /// Over this socket, which keeps messages apart (SOCK_SEQPACKET).
+    pub fn new(socket: Arc<OwnedFd>) -> Descriptors {
+        Descriptors(socket)
+    }
+
+    /// Sends the descriptor of region `number`. The message that tells of it is said afterwards, so that whoever has
+    /// that finds this.
+    ///
+    /// # Errors
+    /// [`DescriptorError::System`]; EAGAIN if the peer takes none.
+    pub fn send(&self, number: u32, fd: BorrowedFd<'_>) -> Result<(), DescriptorError> {
+        let sent = send(&self.0, &number.to_le_bytes(), &[fd.as_raw_fd()]);
+        sent.map_err(|errno| DescriptorError::System { doing: "sent", errno })
+    }
+
+    /// The descriptor of region `number`, which the peer has told of.
+    ///
+    /// # Errors
+    /// [`DescriptorError`].
+    pub fn receive(&self, number: u32) -> Result<OwnedFd, DescriptorError> {
+        let mut bytes = [0; 5];
+        let (len, mut fds) = receive(&self.0, &mut bytes)
+            .map_err(|errno| DescriptorError::System { doing: "received", errno })?;
+        match (fds.pop(), fds.is_empty(), &bytes[..len]) {
+            (Some(fd), true, got) if got == number.to_le_bytes() => Ok(fd),
+            (_, _, got) => {
+                let got = format!("{len} bytes {got:02x?}");
+                Err(DescriptorError::Unexpected { expected: number, got })
+            }
+        }
+    }
+}
+
+/// Sends one message, without waiting.
+pub(super) fn send(socket: &impl AsFd, bytes: &[u8], fds: &[RawFd]) -> Result<(), Errno> {
+    let control = [ControlMessage::ScmRights(fds)];
+    let control = if fds.is_empty() { &control[..0] } else { &control[..] };
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+    loop {
+        let socket = socket.as_fd().as_raw_fd();
+        match sendmsg::<UnixAddr>(socket, &[IoSlice::new(bytes)], control, flags, None) {
+            Ok(_) => return Ok(()),
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+}
+
+/// Receives one message, without waiting: how long it was, and the descriptors with it. Zero bytes: the peer is gone.
+pub(super) fn receive(socket: &impl AsFd, bytes: &mut [u8]) -> Result<(usize, Vec<OwnedFd>), Errno> {
+    let mut control = nix::cmsg_space!([RawFd; AT_ONCE]);
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
+    loop {
+        let mut slices = [IoSliceMut::new(bytes)];
+        let socket = socket.as_fd().as_raw_fd();
+        match recvmsg::<UnixAddr>(socket, &mut slices, Some(&mut control), flags) {
+            Ok(message) => {
+                let mut fds = Vec::new();
+                for control in message.cmsgs()? {
+                    if let ControlMessageOwned::ScmRights(raw) = control {
+                        // SAFETY: the kernel has just made them, for this process, and nobody else knows them.
+                        fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+                    }
+                }
+                return Ok((message.bytes, fds));
+            }
+            Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+}

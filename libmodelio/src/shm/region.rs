@@ -1,0 +1,256 @@
+//! Regions: memory that one end of a connection shares with the other, under a number.
+//!
+//! A [`Lender`] knows what this end has shared, [`Regions`] what it has of the peer's. A region is a memfd; it is
+//! mapped to be read only, and only if it is sealed against shrinking, for touching memory that a peer has taken away
+//! would end this process.
+//!
+//! One of the modules that hold `unsafe`: see [`Piece::bytes`].
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::{Arc, Weak};
+
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use nix::sys::mman::ProtFlags;
+use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
+
+use super::descriptors::{DescriptorError, Descriptors};
+use crate::mmap::Mapping;
+
+/// Regions that one end of a connection may have shared at once.
+pub const MAX_REGIONS: usize = 64;
+
+/// Why memory of a peer's is not used.
+#[derive(Debug, thiserror::Error)]
+pub enum RegionError {
+    /// Its descriptor did not come.
+    #[error(transparent)]
+    Descriptor(#[from] DescriptorError),
+    /// It is no memfd: what it is could end or block.
+    #[error("region {0} is no memfd of ordinary pages")]
+    Kind(u32),
+    /// The peer could make it shorter while it is read.
+    #[error("region {0} is not sealed against shrinking")]
+    NotSealed(u32),
+    /// It is not as long as was said.
+    #[error("region {number} has {got} bytes, not {expected}")]
+    Length {
+        /// Which.
+        number: u32,
+        /// As was said.
+        expected: u64,
+        /// As it is.
+        got: u64,
+    },
+    /// It is longer than any that is of use here.
+    #[error("region {number} has {got} bytes, more than {most}")]
+    TooLong {
+        /// Which.
+        number: u32,
+        /// As many as there may be.
+        most: u64,
+        /// As many as there are.
+        got: u64,
+    },
+    /// There are enough.
+    #[error("more than {MAX_REGIONS} regions on one connection")]
+    TooMany,
+    /// The number is taken.
+    #[error("region {0} is there already")]
+    Taken(u32),
+    /// There is no region of that number.
+    #[error("there is no region {0}")]
+    Unknown(u32),
+    /// It is outside.
+    #[error("{len} bytes at {offset} leave region {number}")]
+    OutOfRange {
+        /// Of which region.
+        number: u32,
+        /// Where.
+        offset: u64,
+        /// How many.
+        len: usize,
+    },
+    /// The system says so.
+    #[error("region {number} cannot be mapped: {error}")]
+    System {
+        /// Which.
+        number: u32,
+        /// Why.
+        error: io::Error,
+    },
+}
+
+/// Memory of a peer's, mapped to be read.
+#[derive(Debug)]
+pub struct Borrowed(Mapping);
+
+impl Borrowed {
+    /// Maps all `bytes` of a memfd.
+    ///
+    /// # Errors
+    /// [`RegionError`].
+    pub fn map(number: u32, fd: OwnedFd, bytes: u64) -> Result<Borrowed, RegionError> {
+        check(number, &fd, bytes)?;
+        let len = usize::try_from(bytes).map_err(|_| RegionError::Kind(number))?;
+        let mapped = Mapping::of(fd, len, ProtFlags::PROT_READ);
+        mapped.map(Borrowed).map_err(|error| RegionError::System { number, error })
+    }
+}
+
+/// Refuses what is no memfd of `bytes` bytes that stay.
+pub(super) fn check(number: u32, fd: &OwnedFd, bytes: u64) -> Result<(), RegionError> {
+    let system = |errno: nix::errno::Errno| RegionError::System { number, error: errno.into() };
+    // Files of other kinds have no seals. Huge pages of a memfd of their own may not be there when they are touched.
+    let seals = fcntl(fd, FcntlArg::F_GET_SEALS).map_err(|_| RegionError::Kind(number))?;
+    if fstatfs(fd).map_err(system)?.filesystem_type() != TMPFS_MAGIC {
+        return Err(RegionError::Kind(number));
+    }
+    if !SealFlag::from_bits_retain(seals).contains(SealFlag::F_SEAL_SHRINK) {
+        return Err(RegionError::NotSealed(number));
+    }
+    // Its length is looked at when it can become no shorter.
+    let got = nix::sys::stat::fstat(fd).map_err(system)?.st_size;
+    if got <= 0 || got.unsigned_abs() != bytes {
+        let got = got.max(0).unsigned_abs();
+        return Err(RegionError::Length { number, expected: bytes, got });
+    }
+    Ok(())
+}
+
+/// Some bytes of a region of the peer's.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    region: Arc<Borrowed>,
+    range: Range<usize>,
+}
+
+impl Piece {
+    /// Where they are, and how many.
+    pub fn raw(&self) -> (*const u8, usize) {
+        // SAFETY: `Regions::piece` has checked that it is within the mapping.
+        (unsafe { self.region.0.start().as_ptr().add(self.range.start) }, self.range.len())
+    }
+
+    /// The bytes.
+    ///
+    /// # Safety
+    /// The peer has said that it leaves them alone while they are read, and may lie. So whoever reads them makes of
+    /// them numbers only: no lengths, no positions, no branches that memory depends on. As with memory that a program
+    /// has mapped and goes on writing, all that comes of a lie is other numbers.
+    pub unsafe fn bytes(&self) -> &[u8] {
+        // SAFETY: in bounds; the rest is the caller's promise.
+        unsafe { self.region.0.bytes(self.range.clone()) }
+    }
+}
+
+/// What the peer has shared.
+#[derive(Debug)]
+pub struct Regions {
+    known: HashMap<u32, Arc<Borrowed>>,
+    most_bytes: u64,
+}
+
+impl Regions {
+    /// None yet; one has `most_bytes` at most.
+    pub fn new(most_bytes: u64) -> Regions {
+        Regions { known: HashMap::new(), most_bytes }
+    }
+
+    /// The peer shares a region, whose descriptor has come.
+    ///
+    /// # Errors
+    /// [`RegionError`].
+    pub fn share(&mut self, number: u32, bytes: u64, from: &Descriptors) -> Result<(), RegionError> {
+        if self.known.len() >= MAX_REGIONS {
+            return Err(RegionError::TooMany);
+        }
+        if self.known.contains_key(&number) {
+            return Err(RegionError::Taken(number));
+        }
+        if bytes > self.most_bytes {
+            return Err(RegionError::TooLong { number, most: self.most_bytes, got: bytes });
+        }
+        let region = Borrowed::map(number, from.receive(number)?, bytes)?;
+        self.known.insert(number, Arc::new(region));
+        Ok(())
+    }
+
+    /// It shares it no longer. It is unmapped when nobody reads it.
+    ///
+    /// # Errors
+    /// [`RegionError::Unknown`].
+    pub fn unshare(&mut self, number: u32) -> Result<(), RegionError> {
+        self.known.remove(&number).map(drop).ok_or(RegionError::Unknown(number))
+    }
+
+    /// `len` bytes at `offset` of a region.
+    ///
+    /// # Errors
+    /// [`RegionError::Unknown`], [`RegionError::OutOfRange`].
+    pub fn piece(&self, number: u32, offset: u64, len: usize) -> Result<Piece, RegionError> {
+        let region = self.known.get(&number).ok_or(RegionError::Unknown(number))?;
+        let start = usize::try_from(offset).ok();
+        let range = start.and_then(|start| Some(start..start.checked_add(len)?));
+        match range.filter(|range| range.end <= region.0.len()) {
+            Some(range) => Ok(Piece { region: Arc::clone(region), range }),
+            None => Err(RegionError::OutOfRange { number, offset, len }),
+        }
+    }
+}
+
+/// What this end has shared with the peer, by its memory.
+#[derive(Debug, Default)]
+pub struct Lender {
+    lent: HashMap<usize, (u32, Weak<Mapping>)>,
+    last: u32,
+}
+
+impl Lender {
+    /// The number under which the peer knows `memory`. If it has just been sent to it, its length, too, which the peer
+    /// is to be told now.
+    ///
+    /// # Errors
+    /// When it cannot be shared: it is not in a memfd, there are too many, or the descriptor does not go.
+    pub fn lend(
+        &mut self,
+        memory: &Arc<Mapping>,
+        to: &Descriptors,
+    ) -> Result<(u32, Option<u64>), RegionError> {
+        let key = Arc::as_ptr(memory) as usize;
+        // What is noted keeps its address from being used for another one.
+        if let Some((number, _)) = self.lent.get(&key) {
+            return Ok((*number, None));
+        }
+        if self.lent.len() >= MAX_REGIONS {
+            return Err(RegionError::TooMany);
+        }
+        let number = self.last.wrapping_add(1);
+        let system = |error| RegionError::System { number, error };
+        let fd = memory.fd().ok_or(RegionError::Kind(number))?;
+        memory.fix_size().map_err(system)?;
+        // One that cannot be written through, nor sealed further.
+        let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+        let read_only = File::open(path).map_err(system)?;
+        to.send(number, read_only.as_fd())?;
+        self.last = number;
+        self.lent.insert(key, (number, Arc::downgrade(memory)));
+        Ok((number, Some(memory.len() as u64)))
+    }
+
+    /// Numbers of regions whose memory is gone, which the peer is to be told now.
+    pub fn gone(&mut self) -> Vec<u32> {
+        let gone = |(number, known): &(u32, Weak<Mapping>)| (known.strong_count() == 0).then_some(*number);
+        let numbers: Vec<u32> = self.lent.values().filter_map(gone).collect();
+        if !numbers.is_empty() {
+            self.lent.retain(|_, (_, known)| known.strong_count() > 0);
+        }
+        numbers
+    }
+}
+
+#[cfg(test)]
+mod tests;

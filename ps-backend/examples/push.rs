@@ -1,0 +1,158 @@
+//! How fast one learner pushes to one shard on its host, and pulls: over shared memory and over loopback TCP, against a
+//! memcpy of the same bytes from one memfd to another by one thread.
+//!
+//! `cargo run --release -p ps-backend --example push -- [MiB=64] [rounds=31]`
+//!
+//! A push is timed from the commit to its answer, when its version is complete at the shard; the reducer is `sum`, so
+//! that three bytes move for each one that is pushed (read it, read the old weight, write the new one), and a memcpy
+//! moves two. A pull is timed from then until the version is here. Transports take turns; medians are printed.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use fixedbitset::FixedBitSet;
+use libmodelio::client::{Client, ClientOptions, TransportChoice};
+use libmodelio::ids::LearnerId;
+use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::mmap::Mapping;
+use libmodelio::net::Choice;
+use libmodelio::registry::{Registry, RemoteRegistry};
+use libmodelio::transport::{Region, RegionKey};
+use libmodelio::wire::Message;
+use ps_backend::controls::Controls;
+use ps_backend::create::{NewModel, create};
+use ps_backend::server::{Server, ServerOptions};
+
+const LONG: Duration = Duration::from_secs(60);
+
+struct Bench {
+    client: Client,
+    learner: LearnerId,
+    staging: Region,
+    _server: Server,
+}
+
+impl Bench {
+    fn new(bytes: usize, transport: TransportChoice) -> Bench {
+        let options = ServerOptions {
+            listen: "127.0.0.1:0".parse().expect("an address"),
+            advertise: None,
+            registry: None,
+            holds_blocks: true,
+            threads: 2,
+            io: Choice::Auto,
+        };
+        let server = Server::start(options).expect("a shard");
+        let registry = RemoteRegistry::new(server.address().to_string());
+        let layout = ModelLayout::blank(bytes as u64, DType::F32, 256 << 10).expect("a layout");
+        let settings = [("reducer", "sum"), ("learners", "1")];
+        let controls = Controls::default().with_all(settings).expect("settings");
+        let new = NewModel {
+            name: "m",
+            layout: &layout,
+            metadata: BTreeMap::new(),
+            controls: &controls,
+            shards: 1,
+        };
+        let zeros = &mut |_, bytes: &mut [u8]| {
+            bytes.fill(0);
+            Ok(())
+        };
+        let record = create(&registry, &new, zeros, &mut |_| {}).expect("a model");
+        let shards = registry.shards(Instant::now() + LONG).expect("shards");
+        let options = ClientOptions { transport, ..ClientOptions::default() };
+        let client = Client::connect(&record, &shards, options).expect("a client");
+        let memory = Mapping::memfd("staging", bytes).expect("memory");
+        memory.prefault().expect("pages");
+        let staging = Region::new(Arc::new(memory), RegionKey(1));
+        let learner = match ask(&client, Message::Join { name: "l".into() }) {
+            Message::Joined { learner, .. } => learner,
+            other => panic!("{other:?}"),
+        };
+        Bench { client, learner, staging, _server: server }
+    }
+
+    /// Seconds of a push, and of the pull after it.
+    fn round(&self) -> (f64, f64) {
+        let step = match ask(&self.client, Message::Open { learner: self.learner }) {
+            Message::Opened { step, .. } => step,
+            other => panic!("{other:?}"),
+        };
+        let mut blocks = FixedBitSet::with_capacity(self.client.layout().blocks() as usize);
+        blocks.insert_range(..);
+        let (sender, receiver) = channel();
+        let begin = Instant::now();
+        let done = Box::new(move |result| drop(sender.send(result)));
+        self.client.commit(self.learner, step, &blocks, self.staging.clone(), LONG, done);
+        receiver.recv_timeout(LONG).expect("an answer").expect("a version");
+        let pushed = begin.elapsed().as_secs_f64();
+        let (sender, receiver) = channel();
+        self.client.await_step(self.learner, LONG, Box::new(move |result| drop(sender.send(result))));
+        receiver.recv_timeout(LONG).expect("an answer").expect("a version");
+        (pushed, begin.elapsed().as_secs_f64() - pushed)
+    }
+}
+
+fn ask(client: &Client, message: Message) -> Message {
+    let (sender, receiver) = channel();
+    client.request(message, LONG, Box::new(move |result| drop(sender.send(result))));
+    receiver.recv_timeout(LONG).expect("an answer").expect("no refusal")
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn main() {
+    let mut arguments = std::env::args().skip(1);
+    let mut number =
+        |default: usize| arguments.next().map_or(default, |text| text.parse().expect("a number"));
+    let (mib, rounds) = (number(64), number(31));
+    let bytes = mib << 20;
+    let memfd = || {
+        let memory = Mapping::memfd("copy", bytes).expect("memory");
+        memory.prefault().expect("pages");
+        memory
+    };
+    let (from, to) = (memfd(), memfd());
+    let ways = [("shm", TransportChoice::SharedMemory), ("tcp", TransportChoice::Tcp)];
+    let benches: Vec<_> = ways.map(|(name, way)| (name, Bench::new(bytes, way))).into_iter().collect();
+    let mut copies = Vec::new();
+    let mut taken = vec![(Vec::new(), Vec::new()); benches.len()];
+    for round in 0..rounds + 3 {
+        let begin = Instant::now();
+        // SAFETY: both belong to this thread.
+        unsafe { to.write(0, from.bytes(0..bytes)) };
+        let copy = begin.elapsed().as_secs_f64();
+        for ((_, bench), (pushes, pulls)) in benches.iter().zip(&mut taken) {
+            let (push, pull) = bench.round();
+            if round >= 3 {
+                pushes.push(push);
+                pulls.push(pull);
+            }
+        }
+        if round >= 3 {
+            copies.push(copy);
+        }
+    }
+    let copy = median(copies);
+    let gib = |seconds: f64| bytes as f64 / seconds / f64::from(1 << 30);
+    println!("memcpy through memfds: {:.2} GiB/s", gib(copy));
+    for ((name, bench), (pushes, pulls)) in benches.iter().zip(taken) {
+        let (push, pull) = (median(pushes), median(pulls));
+        println!(
+            "{name}: push {:.2} GiB/s ({:.3} ms, {:.2} of memcpy), pull {:.2} GiB/s ({:.3} ms, {:.2} of memcpy); {}",
+            gib(push),
+            push * 1e3,
+            copy / push,
+            gib(pull),
+            pull * 1e3,
+            copy / pull,
+            bench.client.peers()[0].transport,
+        );
+        bench.client.shut_down();
+    }
+}

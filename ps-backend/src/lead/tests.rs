@@ -1,0 +1,193 @@
+//! Conversations of a lead with two clients and one shard, as they read in `docs/network.md`.
+
+#![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
+
+use libmodelio::ids::Step;
+use libmodelio::transport::ShardError;
+use libmodelio::wire::{Granted, Work};
+
+use super::*;
+
+const A: ClientId = ClientId(10);
+const B: ClientId = ClientId(20);
+const PATIENCE: Now = Now::from_millis(100);
+
+struct Bench {
+    lead: LeadCore,
+    now: Now,
+    /// What the lead has done since it was last asked.
+    said: Vec<Action>,
+}
+
+impl Bench {
+    /// Two clients, with learner 1 on the first and learner 2 on the second.
+    fn new() -> Bench {
+        let controls = Controls::default().with("learners", "2").unwrap();
+        let lead = LeadCore::new(4, 1, controls, PATIENCE);
+        let mut bench = Bench { lead, now: Now::ZERO, said: Vec::new() };
+        for (client, name) in [(A, "a"), (B, "b")] {
+            bench.lead.client_up(client, bench.now, &mut bench.said).unwrap();
+            bench.client(client, 1, Message::Join { name: name.into() });
+        }
+        bench.said.clear();
+        bench
+    }
+
+    fn client(&mut self, client: ClientId, request: u64, message: Message) {
+        self.lead.from_client(client, request, message, self.now, &mut self.said);
+    }
+
+    fn part(&mut self, request: u64, message: Message) {
+        self.lead.from_part(0, request, message, self.now, &mut self.said);
+    }
+
+    fn pass(&mut self, time: Now) {
+        self.now += time;
+        self.lead.tick(self.now, &mut self.said);
+    }
+
+    /// A learner opens its step and commits all of it, under requests `from` and the one after.
+    fn commit(&mut self, client: ClientId, learner: u32, step: u64, from: u64) {
+        let learner = LearnerId(learner);
+        self.client(client, from, Message::Open { learner });
+        let blocks = vec![0..4];
+        let commit = Message::Commit { learner, step: Step(step), blocks, timeout_ms: 10_000 };
+        self.client(client, from + 1, commit);
+    }
+
+    /// What was said to a client, but for the state of the job.
+    fn heard_by(&mut self, client: ClientId) -> Vec<(u64, Message)> {
+        let said =
+            self.said.extract_if(.., |action| matches!(action, Action::ToClient(id, ..) if *id == client));
+        let said = said.filter_map(|action| match action {
+            Action::ToClient(_, request, message) => Some((request, message)),
+            _ => None,
+        });
+        said.filter(|(_, message)| !matches!(message, Message::State(_))).collect()
+    }
+
+    fn heard_by_part(&mut self) -> Vec<Message> {
+        let said = self.said.extract_if(.., |action| matches!(action, Action::ToPart(..)));
+        said.filter_map(|action| match action {
+            Action::ToPart(_, _, message) => Some(message),
+            _ => None,
+        })
+        .collect()
+    }
+
+    fn started(&mut self) -> libmodelio::wire::Plan {
+        match self.heard_by_part().pop() {
+            Some(Message::Start(plan)) => plan,
+            other => panic!("a start is expected, not {other:?}"),
+        }
+    }
+}
+
+fn grant(plan: PlanId, of: &[(u32, u64)]) -> (u64, Message) {
+    let of = of.iter().map(|&(learner, step)| (LearnerId(learner), Step(step))).collect();
+    (0, Message::Grant { plan, payload: Granted::Contributions { of, replaces: false } })
+}
+
+#[test]
+fn a_step_of_two_clients() {
+    let mut bench = Bench::new();
+    bench.commit(A, 1, 1, 2);
+    assert!(bench.heard_by_part().is_empty(), "the others of the step are waited for");
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started();
+    assert!(matches!(plan.work, Work::Reduce { .. }));
+    assert_eq!(plan.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A, B]);
+    assert!(bench.heard_by(A).contains(&grant(plan.plan, &[(1, 1)])));
+    assert!(bench.heard_by(B).contains(&grant(plan.plan, &[(2, 1)])));
+
+    bench.part(0, Message::Ready { plan: plan.plan });
+    assert_eq!(bench.heard_by_part(), [Message::Conclude { plan: plan.plan }]);
+    assert!(bench.said.contains(&Action::Published(Version(1))));
+    assert_eq!(bench.heard_by(A), [(0, Message::Over { plan: plan.plan }), (3, Message::Done)]);
+    bench.part(plan.plan.0, Message::Done);
+    assert_eq!(bench.lead.running(), None);
+}
+
+#[test]
+fn who_is_alone_for_long_is_added_up_and_answered() {
+    let mut bench = Bench::new();
+    bench.commit(A, 1, 1, 2);
+    bench.pass(PATIENCE);
+    let plan = bench.started();
+    assert_eq!(plan.work, Work::Add { replaces: false });
+    bench.part(0, Message::Ready { plan: plan.plan });
+    bench.part(plan.plan.0, Message::Done);
+    assert!(bench.heard_by(A).contains(&(3, Message::Done)), "it is at the shards for good");
+    // The other one makes the version, from its own and what is kept.
+    bench.commit(B, 2, 1, 2);
+    let next = bench.started();
+    let Work::Reduce { step, .. } = &next.work else { panic!("{next:?}") };
+    assert!(step.contains("\"contributions\":2"), "{step}");
+    assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [B]);
+}
+
+#[test]
+fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
+    let mut bench = Bench::new();
+    bench.commit(A, 1, 1, 2);
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started();
+    bench.pass(Now::from_secs(30));
+    bench.client(A, 0, Message::Ping);
+    bench.said.clear();
+    bench.pass(Now::from_secs(31));
+    assert_eq!(bench.heard_by_part().last(), Some(&Message::Drop { plan: plan.plan }));
+    assert_eq!(bench.lead.client_count(), (1, 1));
+    assert!(bench.heard_by(A).contains(&(0, Message::Over { plan: plan.plan })));
+    // The next plan begins when the shard has given up this one.
+    bench.part(plan.plan.0, Message::Done);
+    let next = bench.started();
+    assert!(next.plan > plan.plan);
+    assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A]);
+    // What comes of the old plan is not heard.
+    bench.part(0, Message::Ready { plan: plan.plan });
+    assert_eq!(bench.lead.running(), Some((next.plan, vec![0])));
+}
+
+#[test]
+fn a_request_that_is_repeated_is_carried_out_once() {
+    let mut bench = Bench::new();
+    bench.commit(A, 1, 1, 2);
+    let opened = bench.heard_by(A);
+    bench.client(A, 2, Message::Open { learner: LearnerId(1) });
+    assert_eq!(bench.heard_by(A), opened, "the same answer");
+    bench.client(A, 0, Message::Heard { request: 2 });
+    bench.client(A, 2, Message::Open { learner: LearnerId(1) });
+    assert_eq!(bench.heard_by(A), [], "what was heard is not said again");
+    assert_eq!(bench.lead.kept(), (1, 1), "the commit waits; the join of the other client was not heard");
+}
+
+#[test]
+fn a_contribution_with_nan_is_refused_and_the_others_go_on() {
+    let mut bench = Bench::new();
+    bench.commit(A, 1, 1, 2);
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started();
+    bench.said.clear();
+    let block = libmodelio::ids::BlockId(3);
+    bench.part(0, Message::Spoilt { plan: plan.plan, client: B, block });
+    assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }]);
+    let refused = Message::Refused(ShardError::NonFinite(block).into());
+    assert!(bench.heard_by(B).contains(&(3, refused)));
+    bench.part(plan.plan.0, Message::Done);
+    // Its learner may commit the step again.
+    bench.commit(B, 2, 1, 4);
+    let next = bench.started();
+    assert_eq!(next.sources.len(), 2);
+}
+
+#[test]
+fn a_client_that_lacks_what_it_was_granted_does_not_hold_the_job_up() {
+    let mut bench = Bench::new();
+    bench.commit(A, 1, 1, 2);
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started();
+    bench.client(B, 0, Message::Lacks { plan: plan.plan, learner: Some(LearnerId(2)) });
+    assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }]);
+    assert!(bench.heard_by(B).contains(&(3, Message::Refused(ShardError::Interrupted.into()))));
+}

@@ -1,0 +1,222 @@
+//! Every placement, every order, every contradiction.
+
+use super::*;
+
+const A: ClientId = ClientId(1);
+const B: ClientId = ClientId(2);
+const ONE: PlanId = PlanId(1);
+const TWO: PlanId = PlanId(2);
+
+fn blocks(of: impl IntoIterator<Item = usize>) -> FixedBitSet {
+    let mut set = FixedBitSet::with_capacity(3);
+    set.extend(of);
+    set
+}
+
+fn source(client: ClientId, of: impl IntoIterator<Item = usize>) -> Source {
+    Source { client, blocks: blocks(of), check: true }
+}
+
+/// A part of three blocks at version 4.
+struct Bench {
+    core: PartCore,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        Bench { core: PartCore::new(3, Version(4)) }
+    }
+
+    fn plan(id: PlanId, kind: Kind, sources: Vec<Source>) -> Plan {
+        Plan { id, kind, base: Version(4), sources, ordered: false }
+    }
+
+    /// What `f` makes the core want.
+    fn acts(&mut self, f: impl FnOnce(&mut PartCore, &mut Vec<Action>)) -> Vec<Action> {
+        let mut actions = Vec::new();
+        f(&mut self.core, &mut actions);
+        actions
+    }
+
+    /// A plan is started and has its memory; what follows from that.
+    fn begin(&mut self, plan: Plan) -> Vec<Action> {
+        let id = plan.id;
+        let actions = self.acts(|core, actions| core.start(plan, actions).unwrap());
+        assert_eq!(actions, [Action::Begin(id)]);
+        self.acts(|core, actions| core.begun(id, actions))
+    }
+
+    fn lands(&mut self, client: ClientId, plan: PlanId, block: u32) -> Vec<Action> {
+        self.acts(|core, actions| core.landed(client, plan, block, true, actions))
+    }
+}
+
+#[test]
+fn the_first_is_stored_others_are_added_the_last_finishes() {
+    let mut bench = Bench::new();
+    let alone = bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
+    assert_eq!(alone, [Action::Compute(ONE, blocks([2]))]);
+    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Store { check: true });
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later, "another payload of the block is landing");
+    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Finish { with_sum: false, check: true });
+    assert_eq!(bench.lands(B, ONE, 0), []);
+    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Duplicate);
+    assert_eq!(bench.core.arrive(B, ONE, 1), Placement::Unwanted, "nobody expects it of this client");
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Finish { with_sum: true, check: true });
+    assert_eq!(bench.core.missing(A, ONE), Some(blocks([0, 1])));
+    assert_eq!(bench.lands(A, ONE, 0), []);
+    assert_eq!(bench.lands(A, ONE, 1), []);
+    assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
+    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Duplicate);
+    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Reduce), Action::Done(ONE)]);
+    assert_eq!(bench.core.version(), Version(5));
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Unwanted, "the plan is over");
+}
+
+#[test]
+fn a_sum_that_is_kept_makes_no_version() {
+    let mut bench = Bench::new();
+    let sources = vec![source(A, [0]), source(B, [0])];
+    assert_eq!(bench.begin(Bench::plan(ONE, Kind::Add, sources)), []);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
+    bench.lands(A, ONE, 0);
+    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Add { check: true });
+    assert_eq!(bench.lands(B, ONE, 0), [Action::Ready(ONE)]);
+    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
+    assert_eq!(bench.core.version(), Version(4));
+}
+
+#[test]
+fn new_values_make_a_version_and_leave_the_other_blocks() {
+    let mut bench = Bench::new();
+    let alone = bench.begin(Bench::plan(ONE, Kind::Assign, vec![source(A, [1])]));
+    assert_eq!(alone, [Action::Compute(ONE, blocks([0, 2]))]);
+    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Finish { with_sum: false, check: true });
+    bench.acts(|core, actions| core.computed(ONE, actions));
+    assert_eq!(bench.lands(A, ONE, 1), [Action::Ready(ONE)]);
+    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Assign), Action::Done(ONE)]);
+    assert_eq!(bench.core.version(), Version(5));
+}
+
+#[test]
+fn an_ordered_plan_takes_each_in_its_turn() {
+    let mut bench = Bench::new();
+    let sources = vec![source(B, [0]), source(A, [0, 1])];
+    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Add, sources) });
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later, "B comes first");
+    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Store { check: true }, "it is alone here");
+    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Store { check: true });
+    bench.lands(B, ONE, 0);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Add { check: true });
+}
+
+#[test]
+fn payloads_may_come_before_their_plan() {
+    let mut bench = Bench::new();
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later);
+    assert_eq!(bench.core.missing(A, ONE), None);
+    let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
+    bench.acts(|core, actions| core.start(plan, actions).unwrap());
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later, "the edge takes its memory");
+    assert_eq!(bench.core.missing(A, ONE), None);
+    bench.acts(|core, actions| core.begun(ONE, actions));
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
+}
+
+#[test]
+fn what_did_not_land_can_come_again() {
+    let mut bench = Bench::new();
+    bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0])]));
+    bench.core.arrive(A, ONE, 0);
+    assert_eq!(bench.acts(|core, actions| core.failed(ONE, 0, actions)), []);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
+    assert_eq!(bench.lands(A, ONE, 0), [Action::Ready(ONE)]);
+}
+
+#[test]
+fn nan_spoils_a_plan_until_it_is_dropped() {
+    let mut bench = Bench::new();
+    let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0, 1])]);
+    bench.begin(plan.clone());
+    bench.core.arrive(A, ONE, 0);
+    let spoilt = [Action::Spoilt { plan: ONE, client: A, block: 0 }];
+    assert_eq!(bench.acts(|core, actions| core.landed(A, ONE, 0, false, actions)), spoilt);
+    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Unwanted);
+    assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
+    // The lead asks again: it may not have heard.
+    assert_eq!(bench.acts(|core, actions| core.start(plan, actions).unwrap()), spoilt);
+    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions));
+    assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
+}
+
+#[test]
+fn a_dropped_plan_is_void_when_nothing_of_it_lands_any_more() {
+    let mut bench = Bench::new();
+    bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0, 1])]));
+    bench.core.arrive(A, ONE, 0);
+    bench.core.arrive(A, ONE, 1);
+    assert!(bench.core.wants(ONE));
+    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions)), [Action::Abandon(ONE)]);
+    assert!(!bench.core.wants(ONE));
+    assert_eq!(bench.acts(|core, actions| core.failed(ONE, 0, actions)), []);
+    assert_eq!(bench.lands(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions)), [Action::Done(ONE)], "said again");
+}
+
+#[test]
+fn a_plan_that_is_dropped_before_it_comes_never_begins() {
+    let mut bench = Bench::new();
+    assert_eq!(bench.acts(|core, actions| core.drop_plan(TWO, actions)), [Action::Done(TWO)]);
+    let late = Bench::plan(TWO, Kind::Add, vec![source(A, [0])]);
+    assert_eq!(bench.acts(|core, actions| core.start(late, actions).unwrap()), []);
+    assert_eq!(bench.core.running(), None);
+    assert_eq!(bench.core.arrive(A, TWO, 0), Placement::Unwanted);
+}
+
+#[test]
+fn orders_that_are_repeated_are_answered_again_and_change_nothing() {
+    let mut bench = Bench::new();
+    let plan = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
+    bench.begin(plan.clone());
+    assert_eq!(bench.acts(|core, actions| core.start(plan.clone(), actions).unwrap()), []);
+    for block in 0..3 {
+        bench.core.arrive(A, ONE, block);
+        bench.lands(A, ONE, block);
+    }
+    assert_eq!(bench.acts(|core, actions| core.start(plan.clone(), actions).unwrap()), [Action::Ready(ONE)]);
+    bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(bench.acts(|core, actions| core.conclude(ONE, actions).unwrap()), [Action::Done(ONE)]);
+    assert_eq!(bench.acts(|core, actions| core.start(plan, actions).unwrap()), []);
+    assert_eq!(bench.core.version(), Version(5));
+}
+
+#[test]
+fn contradictions_are_refused_and_change_nothing() {
+    let mut bench = Bench::new();
+    let mut start = |plan: Plan| {
+        let mut actions = Vec::new();
+        let result = bench.core.start(plan, &mut actions);
+        assert_eq!(actions, []);
+        result
+    };
+    let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
+    let other = Plan { base: Version(7), ..plan.clone() };
+    let error = PartError::Base { plan: ONE, base: Version(7), version: Version(4) };
+    assert_eq!(start(other), Err(error));
+    let wide = Source { client: A, blocks: FixedBitSet::with_capacity(9), check: true };
+    assert_eq!(start(Plan { sources: vec![wide], ..plan.clone() }), Err(PartError::Shape(ONE)));
+    assert_eq!(bench.core.running(), None);
+
+    let mut actions = Vec::new();
+    assert_eq!(bench.core.conclude(ONE, &mut actions), Err(PartError::NotReady(ONE)), "it never came");
+    bench.begin(plan);
+    assert_eq!(bench.core.conclude(ONE, &mut actions), Err(PartError::NotReady(ONE)));
+    let next = Bench::plan(TWO, Kind::Add, vec![]);
+    let overlap = PartError::Overlap { new: TWO, running: ONE };
+    assert_eq!(bench.core.start(next, &mut actions), Err(overlap));
+    assert_eq!((actions, bench.core.running()), (vec![], Some((ONE, 1))));
+}

@@ -1,0 +1,229 @@
+//! Clients on this host: they are met on a Unix socket, and blocks are read where they lie.
+//!
+//! A block that a client pushes is named, and reduced straight out of the client's memory. A block of a version that it
+//! pulls is named, too, and the client copies it: the version is pinned until it says that it has. Nothing of a
+//! client's is ever written here.
+//!
+//! One of the modules that hold `unsafe`: a client's memory is read.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use libmodelio::ids::{BlockId, ClientId};
+use libmodelio::link::{Framed, Link, Outgoing, Take};
+use libmodelio::shm::{self, Descriptors, Lender, Meeting, Regions};
+use libmodelio::wire::{HELLO_DEADLINE, Message, Received, Refusal};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{Shutdown, SockFlag, accept4, shutdown};
+
+use super::Shared;
+use super::conversation::Peer;
+use super::part::Part;
+use crate::part::store::{Payload, PinnedVersion};
+
+/// Connections through shared memory, at most: each has a thread.
+pub(super) const MAX_CONNECTIONS: usize = 512;
+/// Blocks of versions that one client may be copying, at most.
+const MAX_LENT: usize = 256;
+/// Bytes that are read from a ring at once: some frames, so that what they ask for is answered between.
+const AHEAD: usize = 512;
+/// Longest time in which it is not seen that the shard shuts down.
+const LOOK: Duration = Duration::from_millis(200);
+/// Without a descriptor to spare, the next client is accepted after this time.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// What one connection has in common with a client.
+pub(super) struct Memory {
+    descriptors: Descriptors,
+    borrowed: Regions,
+    lent: Lender,
+    /// Blocks that the client copies, by request, in order.
+    copied: VecDeque<(u64, Arc<PinnedVersion>)>,
+    last_request: u64,
+    ready: VecDeque<Outgoing>,
+}
+
+impl Memory {
+    /// Of a connection whose model nobody knows yet.
+    pub(super) fn new(meeting: &Meeting) -> Memory {
+        Memory {
+            descriptors: Descriptors::new(Arc::clone(&meeting.socket)),
+            borrowed: Regions::new(0),
+            lent: Lender::default(),
+            copied: VecDeque::new(),
+            last_request: 0,
+            ready: VecDeque::new(),
+        }
+    }
+
+    /// It is of this model.
+    pub(super) fn serve(&mut self, part: &Part) {
+        self.borrowed = Regions::new(shm::longest_region(part.model_bytes(), part.layout().block_size()));
+    }
+
+    /// What is to be said before anything else.
+    pub(super) fn ready(&mut self) -> Option<Outgoing> {
+        self.ready.pop_front()
+    }
+
+    /// Whether the client has enough to copy.
+    pub(super) fn is_full(&self) -> bool {
+        self.copied.len() >= MAX_LENT
+    }
+
+    /// A block of a version, named; or sent through the ring if its memory cannot be shared.
+    pub(super) fn block(
+        &mut self,
+        part: &Part,
+        version: &Arc<PinnedVersion>,
+        block: BlockId,
+    ) -> Option<Outgoing> {
+        let local = part.store().part().local(block)?;
+        for region in self.lent.gone() {
+            self.ready.push_back(saying(part, 0, Message::Unshare { region }));
+        }
+        let (memory, offset) = version.place(local);
+        let (region, new) = match self.lent.lend(memory, &self.descriptors) {
+            Ok(lent) => lent,
+            Err(error) => {
+                tracing::warn!(model = %part.model, %error, "a version is sent, not shared");
+                return part.block(version, block);
+            }
+        };
+        if let Some(bytes) = new {
+            self.ready.push_back(saying(part, 0, Message::Share { region, bytes }));
+        }
+        self.last_request += 1;
+        let named = Message::BlockAt { version: version.version(), block, region, offset };
+        self.copied.push_back((self.last_request, Arc::clone(version)));
+        self.ready.push_back(saying(part, self.last_request, named));
+        self.ready()
+    }
+
+    /// A message that has to do with shared memory. None if it is another one.
+    pub(super) fn message(
+        &mut self,
+        client: ClientId,
+        part: &Arc<Part>,
+        received: &Received,
+        link: &Link,
+    ) -> Result<Option<Take>, Refusal> {
+        let request = received.header.request();
+        match received.message {
+            Message::Share { region, bytes } => {
+                self.borrowed.share(region, bytes, &self.descriptors).map_err(Refusal::other)?;
+            }
+            Message::Unshare { region } => self.borrowed.unshare(region).map_err(Refusal::other)?,
+            Message::Done => match self.copied.front() {
+                Some((first, _)) if *first == request => drop(self.copied.pop_front()),
+                _ => return Err(Refusal::other(format!("request {request} is not the next to be answered"))),
+            },
+            Message::PushAt { .. } => {
+                let take = self.push(client, part, received, link)?;
+                if request != 0 && !matches!(take, Take::Later) {
+                    link.send(saying(part, request, Message::Done));
+                }
+                return Ok(Some(take));
+            }
+            _ => return Ok(None),
+        }
+        Ok(Some(Take::Nothing))
+    }
+
+    fn push(
+        &self,
+        client: ClientId,
+        part: &Arc<Part>,
+        received: &Received,
+        link: &Link,
+    ) -> Result<Take, Refusal> {
+        let Message::PushAt { block, wide, region, offset, .. } = received.message else {
+            return Ok(Take::Nothing);
+        };
+        let local = part.store().part().local(block).ok_or(Refusal::NotMine { block })?;
+        let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
+        let len = payload.wanted_len(part.layout(), local);
+        // Wherever it is said to lie, it lies within a region.
+        let piece = self.borrowed.piece(region, offset, len).map_err(Refusal::other)?;
+        let (take, landing) = part.arrive(client, received, link)?;
+        if let Some(landing) = landing {
+            // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through it are
+            // those of its length.
+            part.landed(landing, unsafe { piece.bytes() }, link)?;
+            return Ok(Take::Nothing);
+        }
+        Ok(take)
+    }
+}
+
+fn saying(part: &Part, request: u64, message: Message) -> Outgoing {
+    Outgoing { epoch: part.epoch, ..Outgoing::new(request, message) }
+}
+
+/// Meets clients on this host.
+pub(super) struct Listening {
+    listener: Arc<OwnedFd>,
+    thread: JoinHandle<()>,
+}
+
+impl Listening {
+    /// Begins to. If that cannot be, why.
+    pub(super) fn start(shared: &Arc<Shared>) -> Result<Listening, String> {
+        let listener = Arc::new(shm::listen(&shared.address).map_err(|error| error.to_string())?);
+        let (of_thread, shared) = (Arc::clone(&listener), Arc::downgrade(shared));
+        let thread = std::thread::Builder::new().name("shm-accept".into()).spawn(move || {
+            if let Err(errno) = accept(&of_thread, &shared) {
+                tracing::error!(%errno, "clients on this host cannot share memory any more");
+            }
+        });
+        Ok(Listening { listener, thread: thread.map_err(|error| error.to_string())? })
+    }
+
+    /// Ends it, now that the shard stops. Its name is free then.
+    pub(super) fn end(self) {
+        // It only wakes the thread, which looks soon anyway.
+        let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
+        if self.thread.join().is_err() {
+            tracing::error!("the thread that meets clients on this host panicked");
+        }
+    }
+}
+
+fn accept(listener: &OwnedFd, shared: &Weak<Shared>) -> Result<(), Errno> {
+    loop {
+        let timeout = PollTimeout::try_from(LOOK).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], timeout) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(errno) => return Err(errno),
+        }
+        let Some(shared) = shared.upgrade().filter(|shared| !shared.is_stopping()) else { return Ok(()) };
+        match accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK) {
+            // SAFETY: the kernel has just made it, for this process, and nobody else knows it.
+            Ok(fd) => meet(&shared, unsafe { OwnedFd::from_raw_fd(fd) }),
+            Err(Errno::EAGAIN | Errno::EINTR | Errno::ECONNABORTED) => {}
+            Err(errno @ (Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)) => {
+                tracing::warn!(%errno, "no client on this host can be accepted for now");
+                std::thread::sleep(PAUSE);
+            }
+            Err(errno) => return Err(errno),
+        }
+    }
+}
+
+fn meet(shared: &Arc<Shared>, socket: OwnedFd) {
+    let of_thread = Arc::clone(shared);
+    let spawned = shared.memory.spawn(move |threads| match shm::receive(socket, HELLO_DEADLINE) {
+        Ok(meeting) => {
+            let peer = Peer::through_memory(of_thread, Memory::new(&meeting));
+            threads.serve(meeting, Box::new(Framed::new(peer, Link::default(), AHEAD)));
+        }
+        Err(error) => tracing::warn!(%error, "somebody on this host is turned away"),
+    });
+    if let Err(error) = spawned {
+        tracing::warn!(%error, "a client on this host is not served");
+    }
+}

@@ -1,0 +1,320 @@
+//! Shared memory: what only it has, and peers that misuse it.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use fixedbitset::FixedBitSet;
+use half::bf16;
+use libmodelio::client::{ClientError, TransportChoice};
+use libmodelio::ids::{BlockId, ClientId, Epoch, PlanId, Version};
+use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::mmap::Mapping;
+use libmodelio::net::Choice;
+use libmodelio::shm::{Descriptors, End, Meeting, meet};
+use libmodelio::transport::TransportKind;
+use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, Role, frame};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use ps_backend::server::{Server, ServerOptions};
+
+use crate::world::{LONG, Learner, Way, World, read};
+
+const BYTES: u64 = 1_000_004;
+
+#[test]
+fn halves_of_one_client_are_added_in_full_precision() {
+    let layout = ModelLayout::blank(4 << 20, DType::BF16, 64 << 10).unwrap();
+    for way in [Way::Memory, Way::Tcp(Choice::Auto)] {
+        let world = World::of(2, &layout, &[("reducer", "sum"), ("learners", "3")], way);
+        let client = world.client();
+        let learners = ["a", "b", "c"].map(|name| Learner::join(&client, name));
+        let two_of = |value: f32| {
+            let bits = u32::from(bf16::from_f32(value).to_bits());
+            f32::from_bits(bits << 16 | bits)
+        };
+        for step in 1..=3 {
+            let pushed: Vec<_> =
+                learners.iter().zip([256.0, 1.0, 1.0]).map(|(l, value)| l.push(two_of(value))).collect();
+            for answer in pushed {
+                assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
+            }
+            // One by one, each 1 would have been lost beside 256.
+            let expected = two_of(258.0 * step as f32).to_bits();
+            let (version, weights) = learners[0].pull();
+            assert_eq!(version, Version(step));
+            assert!(weights.iter().all(|w| w.to_bits() == expected), "{way:?} {step}");
+        }
+        client.shut_down();
+    }
+}
+
+#[test]
+fn new_weights_are_read_where_they_were_written() {
+    let world = World::new(2, BYTES, &[("reducer", "assign")], Way::Memory);
+    let client = world.client();
+    for version in 1..=5 {
+        let buffer = client.take_buffer().unwrap();
+        let elements = client.layout().size() as usize / 4;
+        // SAFETY: the buffer is this test's until it is published.
+        unsafe { buffer.memory().floats_mut(0..elements) }.fill(version as f32);
+        let mut blocks = FixedBitSet::with_capacity(client.layout().blocks() as usize);
+        blocks.insert_range(..);
+        let (sender, receiver) = channel();
+        client.assign(buffer, &blocks, LONG, Box::new(move |result| drop(sender.send(result))));
+        assert_eq!(receiver.recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        let deadline = Instant::now() + LONG;
+        while client.version() < Version(version) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let (_, weights) = read(&client, Version(version));
+        assert!(weights.iter().all(|&w| w == version as f32));
+    }
+    client.shut_down();
+}
+
+#[test]
+fn a_shard_on_another_host_is_reached_over_tcp_or_not_at_all() {
+    let world = World::new(2, BYTES, &[("reducer", "sum")], Way::Memory);
+    let mut shards = world.shards();
+    shards[1].host = "another host".into();
+    let error = world.connect(&shards, TransportChoice::SharedMemory).err().unwrap();
+    let far = (shards[1].shard, shards[1].address.clone());
+    assert!(matches!(&error, ClientError::Transport { .. }), "{error}");
+    assert!(
+        error.to_string().contains(&format!("shard {} at {} is on another host", far.0, far.1)),
+        "{error}"
+    );
+    let client = world.connect(&shards, TransportChoice::Auto).unwrap();
+    let ways: Vec<_> = client.peers().into_iter().map(|peer| (peer.transport, peer.no_memory)).collect();
+    assert_eq!(ways, [(TransportKind::SharedMemory, None), (TransportKind::Tcp, None)]);
+    client.shut_down();
+}
+
+#[test]
+fn a_shard_whose_socket_is_not_there_is_reached_over_tcp_and_that_is_said() {
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let mut shards = world.shards();
+    // The same place, by a name from which no socket's name follows.
+    shards[0].address = shards[0].address.replace("127.0.0.1", "localhost");
+    let client = Arc::new(world.connect(&shards, TransportChoice::Auto).unwrap());
+    let peer = client.peers().remove(0);
+    assert_eq!(peer.transport, TransportKind::Tcp);
+    assert!(peer.no_memory.as_ref().is_some_and(|why| why.contains("Connection refused")), "{peer:?}");
+    let learner = Learner::join(&client, "l");
+    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    assert!(learner.pull().1.iter().all(|&w| w == 1.0));
+    client.shut_down();
+    let error = world.connect(&shards, TransportChoice::SharedMemory).err().unwrap();
+    assert!(error.to_string().contains("shared memory: connecting to its socket"), "{error}");
+}
+
+#[test]
+fn who_goes_while_its_memory_is_read_has_contributed_all_or_nothing() {
+    // Longer than the pause between two signs of life.
+    let settings = [("reducer", "sum"), ("learners", "1"), ("lease", "5")];
+    let world = World::new(1, 8 << 20, &settings, Way::Memory);
+    let watcher = world.client();
+    let mut sum = 0.0;
+    for round in 0..3 {
+        let client = world.client();
+        let learner = Learner::join(&client, &format!("gone-{round}"));
+        let answer = learner.push(1.0);
+        std::thread::sleep(Duration::from_micros(1000 * round));
+        // It says nothing to anybody.
+        drop((learner, client, answer));
+        let next = world.client();
+        let learner = Learner::join(&next, &format!("next-{round}"));
+        assert_eq!(learner.push(100.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        let (_, weights) = learner.pull();
+        assert!(weights.iter().all(|&w| w == weights[0]), "torn");
+        let came = weights[0] - sum;
+        assert!(came == 100.0 || came == 101.0, "round {round}: {came}");
+        sum = weights[0];
+        learner.leave();
+        next.shut_down();
+    }
+    watcher.shut_down();
+}
+
+#[test]
+fn a_shard_that_starts_again_is_met_again() {
+    let start = |listen| {
+        let (advertise, registry) = (None, None);
+        let options =
+            ServerOptions { listen, advertise, registry, holds_blocks: true, threads: 2, io: Choice::Auto };
+        Server::start(options).unwrap()
+    };
+    let first = start("127.0.0.1:0".parse().unwrap());
+    let at = first.address();
+    let Meeting { end, socket } = meet(&at.to_string(), LONG).unwrap();
+    first.shut_down();
+    let mut sockets = [PollFd::new(socket.as_fd(), PollFlags::empty())];
+    assert_eq!(poll(&mut sockets, PollTimeout::try_from(LONG).unwrap()), Ok(1), "it hangs up");
+    drop((end, first));
+    let second = start(at);
+    assert!(second.backend().ends_with("; shm on this host"), "{}", second.backend());
+    assert!(meet(&at.to_string(), LONG).is_ok());
+}
+
+/// A process that speaks by itself through shared memory.
+struct Raw {
+    end: End,
+    socket: Arc<OwnedFd>,
+    descriptors: Descriptors,
+    receiver: Receiver,
+    epoch: Epoch,
+    came: Vec<u8>,
+}
+
+impl Raw {
+    fn meet(world: &World) -> Raw {
+        let Meeting { end, socket } = meet(&world.shards()[0].address, LONG).unwrap();
+        let descriptors = Descriptors::new(Arc::clone(&socket));
+        let epoch = world.record.epoch;
+        Raw { end, socket, descriptors, receiver: Receiver::new(Limits::MAX), epoch, came: Vec::new() }
+    }
+
+    fn greet(world: &World, role: Role) -> Raw {
+        let mut raw = Raw::meet(world);
+        raw.say(Message::Hello {
+            protocol: Protocol::NEWEST.number(),
+            role,
+            model: world.record.name.clone(),
+            generation: world.record.generation,
+            client: ClientId(7),
+        });
+        raw
+    }
+
+    fn welcomed(world: &World) -> Raw {
+        let mut raw = Raw::greet(world, Role::Data);
+        let answer = raw.hear().unwrap().message;
+        assert!(matches!(answer, Message::Welcome { .. }), "{answer:?}");
+        raw
+    }
+
+    fn say(&mut self, message: Message) {
+        self.say_bytes(frame(&message, 0, self.epoch, &[]).unwrap());
+    }
+
+    fn say_bytes(&mut self, mut bytes: Vec<u8>) {
+        // SAFETY: the vector is this call's.
+        let count = unsafe { self.end.write([(bytes.as_mut_ptr(), bytes.len())].into_iter()) };
+        assert_eq!(count, Ok(bytes.len()));
+    }
+
+    /// The next message; none if the shard hangs up.
+    fn hear(&mut self) -> Option<Received> {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let gone = self.is_gone(Duration::ZERO);
+            let mut bytes = [0; 4096];
+            // SAFETY: the array is this call's.
+            let count = unsafe { self.end.read([(bytes.as_mut_ptr(), bytes.len())].into_iter()) }.unwrap();
+            self.came.extend_from_slice(&bytes[..count]);
+            let (used, received) = self.receiver.push(&self.came).unwrap();
+            self.came.drain(..used);
+            match received {
+                Some(received) => return Some(received),
+                None if gone && self.came.is_empty() => return None,
+                None => assert!(Instant::now() < deadline, "no answer"),
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Whether the shard hangs up.
+    fn is_gone(&self, patience: Duration) -> bool {
+        let mut sockets = [PollFd::new(self.socket.as_fd(), PollFlags::empty())];
+        poll(&mut sockets, PollTimeout::try_from(patience).unwrap()).unwrap() == 1
+    }
+
+    /// Why it hangs up.
+    fn refused(&mut self) -> Refusal {
+        let answer = self.hear();
+        let Some(Received { message: Message::Refused(refusal), .. }) = answer else { panic!("{answer:?}") };
+        assert!(self.hear().is_none() && self.is_gone(LONG));
+        refusal
+    }
+}
+
+#[test]
+fn lies_are_refused_by_name_and_hurt_nobody_else() {
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let push =
+        |region, offset| Message::PushAt { plan: PlanId(1), block: BlockId(0), wide: false, region, offset };
+    let share = |bytes| Message::Share { region: 1, bytes };
+    let sealed = |bytes| {
+        let memory = Mapping::memfd("lies", bytes).unwrap();
+        memory.fix_size().unwrap();
+        memory
+    };
+    let lies: [(&str, Option<Mapping>, Vec<Message>); 9] = [
+        ("there is no region 1", None, vec![push(1, 0)]),
+        ("cannot be received", None, vec![share(4096)]),
+        ("not sealed", Some(Mapping::memfd("lies", 4096).unwrap()), vec![share(4096)]),
+        ("has 4096 bytes, not 8192", Some(sealed(4096)), vec![share(8192)]),
+        ("more than", Some(sealed(4096)), vec![share(1 << 40)]),
+        ("leave region 1", Some(sealed(4096)), vec![share(4096), push(1, 0)]),
+        ("leave region 1", Some(sealed(1 << 20)), vec![share(1 << 20), push(1, u64::MAX - 100)]),
+        ("is not the next", None, vec![Message::Done]),
+        (
+            "there is no region 1",
+            Some(sealed(4096)),
+            vec![share(4096), Message::Unshare { region: 1 }, push(1, 0)],
+        ),
+    ];
+    for (why, memory, said) in lies {
+        let mut raw = Raw::welcomed(&world);
+        if let Some(memory) = &memory {
+            raw.descriptors.send(1, memory.fd().unwrap()).unwrap();
+        }
+        said.into_iter().for_each(|message| raw.say(message));
+        let refusal = raw.refused();
+        assert!(refusal.to_string().contains(why), "{refusal} does not say {why}");
+    }
+    let mut raw = Raw::welcomed(&world);
+    raw.say(Message::PushAt { plan: PlanId(1), block: BlockId(1000), wide: false, region: 1, offset: 0 });
+    assert_eq!(raw.refused(), Refusal::NotMine { block: BlockId(1000) });
+    assert!(matches!(Raw::greet(&world, Role::Control).refused(), Refusal::Role { .. }));
+    let mut raw = Raw::welcomed(&world);
+    raw.say_bytes(vec![0x5a; 5000]);
+    assert!(raw.hear().is_none(), "garbage ends it");
+    let mut raw = Raw::meet(&world);
+    raw.say_bytes(vec![0; 50_000]);
+    assert!(raw.hear().is_none(), "no greeting ends it");
+
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    assert!(learner.pull().1.iter().all(|&w| w == 1.0));
+    client.shut_down();
+}
+
+#[test]
+fn who_keeps_a_version_and_says_nothing_is_given_up() {
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let mut raw = Raw::welcomed(&world);
+    let blocks = client_blocks(&world);
+    raw.say(Message::Pull { version: Version(0), blocks: 0..blocks });
+    assert!(matches!(raw.hear().unwrap().message, Message::Share { .. }));
+    for expected in 0..blocks {
+        let named = raw.hear().unwrap().message;
+        assert!(matches!(named, Message::BlockAt { block, .. } if block == BlockId(expected)), "{named:?}");
+    }
+    let begin = Instant::now();
+    // Meanwhile the job goes on beside it.
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    for step in 1..=10 {
+        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        assert!(learner.pull().1.iter().all(|&w| w == step as f32));
+    }
+    assert!(raw.is_gone(LONG), "silent for {:?}", begin.elapsed());
+    client.shut_down();
+}
+
+fn client_blocks(world: &World) -> u32 {
+    world.record.layout().unwrap().blocks()
+}

@@ -1,0 +1,213 @@
+//! What goes wrong, how it is mended, and what must be true then.
+
+use libmodelio::ids::Version;
+use libmodelio::wire::{JobState, Message};
+
+use crate::world::{Event, Node, Now, World};
+
+/// Steps that every learner makes when the network is well again.
+const STEPS: u32 = 3;
+
+/// How long they may take, besides what leases and deadlines take.
+const PROGRESS: Now = Now::from_secs(60);
+
+#[derive(Clone, Debug)]
+pub enum Fault {
+    /// Some connection is lost.
+    Reset,
+    /// Nothing passes between two nodes for so long.
+    Cut(Now),
+    /// Nothing passes between one node and all others for so long.
+    Isolate(Now),
+    /// Messages between two nodes take up to so much longer, for so long.
+    Slow(Now, Now),
+    /// A process stops and goes on after so long.
+    Hang(Now),
+    /// A client is killed; another one may come in its place.
+    Crash { again: Option<Now> },
+    /// A client starts.
+    Starts(usize),
+}
+
+impl World {
+    /// Draws what will go wrong.
+    pub fn draw_faults(&mut self) {
+        let chaos = self.settings.chaos.as_micros() as u64;
+        for _ in 0..self.settings.faults {
+            let at = Now::from_micros(self.rng.u64(0..chaos));
+            let long = self.settings.lease.as_micros() as u64 * 2;
+            let most = if self.rng.bool() { long } else { 500_000 };
+            let time = self.some_time(most);
+            let fault = match self.rng.u32(0..10) {
+                0..3 => Fault::Reset,
+                3 => Fault::Cut(time),
+                4 => Fault::Isolate(time),
+                5 => Fault::Slow(time, self.some_time(2_000_000)),
+                6..8 => Fault::Hang(time),
+                8 => Fault::Crash { again: self.rng.bool().then_some(time) },
+                _ => Fault::Starts(self.rng.usize(0..=2)),
+            };
+            self.at(at, Event::Fault(fault));
+        }
+    }
+
+    fn nodes(&self) -> Vec<Node> {
+        let clients = (0..self.clients.len()).filter(|&index| self.clients[index].alive).map(Node::Client);
+        let parts = (0..self.shards.len()).map(Node::Part);
+        clients.chain([Node::Lead]).chain(parts).collect()
+    }
+
+    pub fn fault(&mut self, fault: Fault) {
+        if self.healed {
+            return;
+        }
+        let (nodes, pairs) = (self.nodes(), self.network.pairs());
+        let node = nodes[self.rng.usize(0..nodes.len())];
+        let (a, b) = pairs[self.rng.usize(0..pairs.len())];
+        self.trace(|| format!("fault: {fault:?} (of {node:?}, or {a:?} and {b:?})"));
+        match fault {
+            Fault::Reset => self.reset(a, b),
+            Fault::Cut(time) => self.cut(a, b, time),
+            Fault::Isolate(time) => {
+                for (a, b) in pairs {
+                    if (a == node) != (b == node) {
+                        self.cut(a, b, time);
+                    }
+                }
+            }
+            Fault::Slow(time, by) => self.network.slow_down(a, b, self.now + time, by),
+            Fault::Hang(time) => {
+                let until = self.hung.entry(self.process(node)).or_default();
+                *until = (*until).max(self.now + time);
+            }
+            Fault::Crash { again } => {
+                let Node::Client(index) = node else { return };
+                self.crash(index);
+                if let Some(time) = again {
+                    self.after(time, Event::Fault(Fault::Starts(1)));
+                }
+            }
+            Fault::Starts(learners) => {
+                if self.nodes().len() < 12 {
+                    self.add_client(learners);
+                }
+            }
+        }
+    }
+
+    fn cut(&mut self, a: Node, b: Node, time: Now) {
+        if self.network.is_local(a, b) {
+            return;
+        }
+        self.network.cut(a, b, self.now + time);
+        // Longer ones are noticed.
+        if self.rng.bool() {
+            self.reset(a, b);
+        }
+    }
+
+    fn crash(&mut self, index: usize) {
+        let node = Node::Client(index);
+        self.clients[index].alive = false;
+        let accepted: Vec<_> =
+            self.network.pairs().into_iter().filter(|(opener, _)| *opener == node).collect();
+        for (opener, acceptor) in accepted {
+            self.reset(opener, acceptor);
+        }
+    }
+
+    /// From here on nothing goes wrong.
+    fn heal(&mut self) {
+        self.trace(|| "the network is well again".into());
+        self.healed = true;
+        self.network.heal();
+        self.wake_hung();
+        if !self.clients.iter().any(|client| client.alive && client.programs.iter().any(|p| !p.is_operator()))
+        {
+            self.add_client(1);
+        }
+        // What operators have asked for before comes to its end; then those who are left are made to be enough.
+        let until = self.now + 2 * self.settings.timeout + self.settings.grace;
+        self.run_until(until, |_| false);
+        let operator = self.clients.len();
+        self.add_client(0);
+        for (name, value) in [("min_learners", "1"), ("learners", "1")] {
+            let message = Message::SetControl { name: name.to_owned(), value: value.to_owned() };
+            let deadline = self.now + PROGRESS;
+            self.on_client(operator, |core, now, actions| {
+                core.request(u64::MAX, message, deadline, now, actions);
+            });
+            // One after the other: they contradict each other the other way round.
+            self.run_until(self.now + Now::from_secs(2), |_| false);
+        }
+    }
+
+    /// Everything that waits, for a check of what is left at the end.
+    fn left_over(&self) -> Option<String> {
+        if let Some((plan, parts)) = self.lead.running() {
+            return Some(format!("plan {plan} waits for parts {parts:?}"));
+        }
+        if self.lead.job().committed() > 0 {
+            return Some("contributions are in no version".into());
+        }
+        let (requests, answers) = self.lead.kept();
+        if requests > 0 || answers > 0 {
+            return Some(format!("the lead keeps {requests} requests and {answers} answers"));
+        }
+        if let Some(part) = self.shards.iter().position(|shard| !shard.is_quiet()) {
+            return Some(format!("part {part} is busy"));
+        }
+        let version = self.lead.job().version();
+        for (index, client) in self.clients.iter().enumerate().filter(|(_, client)| client.alive) {
+            let (requests, held) = client.core.kept();
+            if requests > 0 || held > 0 || client.core.outgoing().is_some() {
+                let outgoing = client.core.outgoing();
+                return Some(format!(
+                    "client {index} has {requests} requests, {held} payloads, {outgoing:?}"
+                ));
+            }
+            if !client.payloads.is_empty() || !client.weights.is_empty() {
+                return Some(format!("client {index} holds {:?}, {:?}", client.payloads, client.weights));
+            }
+            if client.core.version() != version {
+                return Some(format!(
+                    "client {index} shows version {}, not {version}",
+                    client.core.version()
+                ));
+            }
+        }
+        None
+    }
+
+    /// The whole run.
+    pub fn run(&mut self) {
+        self.draw_faults();
+        self.run_until(self.settings.chaos, |_| false);
+        self.heal();
+        let longest = 3 * self.settings.lease + 4 * self.settings.timeout + PROGRESS;
+        let all = |world: &World, f: &dyn Fn(&crate::programs::Program) -> bool| {
+            world.clients.iter().filter(|client| client.alive).all(|client| client.programs.iter().all(f))
+        };
+        let end = self.now + longest;
+        let done = self.run_until(end, |world| all(world, &|program| program.has_done(STEPS)));
+        assert!(done, "no progress when the network is well: {:?}", self.programs());
+        self.trace(|| "programs end".into());
+        self.ending = true;
+        let end = self.now + longest;
+        let done = self.run_until(end, |world| all(world, &|program| program.has_ended()));
+        assert!(done, "programs do not come to an end: {:?}", self.programs());
+        let end = self.now + longest;
+        let done = self.run_until(end, |world| world.left_over().is_none());
+        assert!(done, "what is left at the end: {}", self.left_over().unwrap_or_default());
+        self.history.check_end();
+    }
+
+    fn programs(&self) -> Vec<String> {
+        let clients = self.clients.iter().filter(|client| client.alive);
+        let programs = clients.map(|client| {
+            let JobState { state, version: Version(version), .. } = client.core.state();
+            format!("{:?} ({state}, {version}) {:?}", client.programs, client.tokens)
+        });
+        programs.chain([format!("{:?}", self.lead.running()), self.lead.job().state().to_owned()]).collect()
+    }
+}

@@ -1,0 +1,298 @@
+//! A client's edge without bytes: it keeps payload until the core releases it, sums it up, sends it, and receives
+//! versions into a back buffer.
+
+use std::collections::BTreeMap;
+
+use libmodelio::client::core::{Action, ClientCore, Part, Token};
+use libmodelio::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
+use libmodelio::wire::{Granted, Message};
+
+use crate::history::{Content, GARBAGE, Uid};
+use crate::programs::{Asked, Program};
+use crate::shard::Sum;
+use crate::world::{Body, Event, Node, Now, World};
+
+/// Blocks that are being sent to a shard, or asked of it, at once.
+const WINDOW: usize = 6;
+
+/// Memory that a commit was made from.
+#[derive(Clone, Copy, Debug)]
+pub struct Payload {
+    pub uid: Uid,
+    /// Which of its learner's two staging regions.
+    pub slot: u32,
+    /// It was written over since.
+    pub overwritten: bool,
+}
+
+/// What a pushed block is the sum of.
+#[derive(Clone, Debug)]
+pub enum Keys {
+    Contributions(Vec<(LearnerId, Step)>, bool),
+    Weights(u64),
+}
+
+#[derive(Clone, Debug)]
+pub enum ClientEvent {
+    /// A block has left; this is when its payload is read.
+    Pushed { part: Part, epoch: u64, plan: PlanId, block: BlockId, keys: Keys },
+    /// A block of a version is in the back buffer.
+    Landed { version: Version, block: BlockId, content: Content },
+    /// The buffers are flipped.
+    Flipped(Version),
+    /// Signs of life are due.
+    Touch,
+    /// A program goes on.
+    Program(usize, u64),
+    /// A program's commit is interrupted.
+    Interrupt(usize, Token),
+}
+
+pub struct Client {
+    pub id: ClientId,
+    pub core: ClientCore,
+    pub alive: bool,
+    pub payloads: BTreeMap<(LearnerId, Step), Payload>,
+    pub weights: BTreeMap<u64, Uid>,
+    sending: Vec<usize>,
+    front: Vec<Content>,
+    back: Vec<Content>,
+    pub programs: Vec<Program>,
+    pub tokens: BTreeMap<Token, (usize, Asked, Now)>,
+    pub next_token: Token,
+}
+
+impl Client {
+    pub fn new(id: ClientId, core: ClientCore, first: Vec<Content>) -> Client {
+        let parts = core.shards().len();
+        Client {
+            id,
+            core,
+            alive: true,
+            payloads: BTreeMap::new(),
+            weights: BTreeMap::new(),
+            sending: vec![0; parts],
+            front: first.clone(),
+            back: first,
+            programs: Vec::new(),
+            tokens: BTreeMap::new(),
+            next_token: 1,
+        }
+    }
+}
+
+impl World {
+    /// Something happens at a client's core.
+    pub fn on_client<R>(
+        &mut self,
+        index: usize,
+        f: impl FnOnce(&mut ClientCore, Now, &mut Vec<Action>) -> R,
+    ) -> R {
+        let mut actions = Vec::new();
+        let result = f(&mut self.clients[index].core, self.now, &mut actions);
+        for action in actions {
+            self.client_acts(index, action);
+        }
+        result
+    }
+
+    fn client_acts(&mut self, index: usize, action: Action) {
+        self.trace(|| format!("client {index}: {action:?}"));
+        let id = self.clients[index].id;
+        match action {
+            Action::ToLead(request, message) => {
+                self.send(Node::Client(index), Node::Lead, request, message, Body::None);
+            }
+            Action::ToShard(part, message) => {
+                self.send(Node::Client(index), Node::Part(part), 0, message, Body::None);
+            }
+            // Everything is looked through after each event.
+            Action::Wake(_) | Action::State => {}
+            Action::Answer(token, result) => {
+                // What the core asks for by itself has no program.
+                if let Some((program, asked, _)) = self.clients[index].tokens.remove(&token) {
+                    self.answered(index, program, asked, result);
+                }
+            }
+            Action::Awaited(token, result) => {
+                let known = self.clients[index].tokens.remove(&token);
+                let (program, _, _) = known.expect("a wait is answered once");
+                if let Ok(version) = &result {
+                    assert_eq!(*version, self.clients[index].core.version());
+                }
+                self.awaited(index, program, result.map_err(|error| error.to_string()));
+            }
+            Action::Release(learner, step) => {
+                let known = self.clients[index].payloads.remove(&(learner, step));
+                assert!(known.is_some(), "client {id}: {learner} step {step} is released, but not held");
+            }
+            Action::ReleaseWeights(token) => {
+                let known = self.clients[index].weights.remove(&token);
+                assert!(known.is_some(), "client {id}: weights {token} are released, but not held");
+            }
+            Action::Left(learner, _) => self.program_left(index, learner),
+            Action::Pulled(version) => {
+                self.history.shows(id, version, &self.clients[index].back);
+                let after = self.some_time(200);
+                self.after(after, Event::Client(index, ClientEvent::Flipped(version)));
+            }
+        }
+    }
+
+    pub fn client_event(&mut self, index: usize, event: ClientEvent) {
+        match event {
+            ClientEvent::Pushed { part, epoch, plan, block, keys } => {
+                self.clients[index].sending[part] -= 1;
+                let sum = self.read_payload(index, block, &keys);
+                let way = (Node::Client(index), Node::Part(part));
+                if self.network.connection(way.0, way.1).epoch == epoch {
+                    let message = Message::Push { plan, block, wide: sum.of.len() > 1 };
+                    self.send(way.0, way.1, 0, message, Body::Sum(sum));
+                }
+            }
+            ClientEvent::Landed { version, block, content } => {
+                let whole = !self.chance(self.settings.broken);
+                let client = &mut self.clients[index];
+                client.back[block.index()] =
+                    if whole { content } else { Content::default().with(&[GARBAGE]) };
+                self.on_client(index, |core, now, actions| core.landed(version, block, whole, now, actions));
+            }
+            ClientEvent::Flipped(version) => {
+                let client = &mut self.clients[index];
+                assert!(version > client.core.version(), "client {index} goes back to version {version}");
+                self.history.shows(client.id, version, &client.back);
+                std::mem::swap(&mut client.front, &mut client.back);
+                self.on_client(index, |core, now, actions| core.shown(version, now, actions));
+            }
+            ClientEvent::Touch => {
+                let learners =
+                    self.clients[index].programs.iter().filter_map(|program| program.learner).collect();
+                let attached = Some(self.settings.attached);
+                let message = Message::Touch { learners, attached };
+                self.on_client(index, |core, _, actions| core.notify(message, actions));
+                self.after(self.settings.lease / 4, Event::Client(index, ClientEvent::Touch));
+            }
+            ClientEvent::Program(program, turn) => self.program_goes_on(index, program, turn),
+            ClientEvent::Interrupt(program, token) => self.interrupt(index, program, token),
+        }
+    }
+
+    /// A message of the lead.
+    pub fn client_from_lead(&mut self, index: usize, request: u64, message: Message) {
+        self.on_client(index, |core, now, actions| core.from_lead(request, message, now, actions));
+    }
+
+    /// A message of a shard.
+    pub fn client_from_shard(&mut self, index: usize, part: usize, message: Message, body: Body) {
+        let Message::Block { version, block } = message else {
+            return self.on_client(index, |core, now, actions| core.from_shard(part, message, now, actions));
+        };
+        let Body::Content(content) = body else { panic!("a block without payload") };
+        if self.clients[index].core.lands(version, block) {
+            let after = self.some_time(self.settings.landing);
+            self.after(after, Event::Client(index, ClientEvent::Landed { version, block, content }));
+        }
+    }
+
+    /// Time has passed, or something has happened: says what is due, sends and asks for what there is.
+    pub fn pump(&mut self, index: usize) {
+        if !self.clients[index].alive {
+            return;
+        }
+        self.on_client(index, |core, now, actions| core.tick(now, actions));
+        let now = self.now;
+        for (token, (_, asked, deadline)) in &self.clients[index].tokens {
+            assert!(
+                *deadline > now,
+                "client {index}: {asked:?} ({token}) was due at {deadline:?}, now it is {now:?}"
+            );
+        }
+        for part in 0..self.shards.len() {
+            let connection = self.network.connection(Node::Client(index), Node::Part(part));
+            if !connection.opener_up {
+                continue;
+            }
+            let epoch = connection.epoch;
+            while self.clients[index].sending[part] < WINDOW {
+                let Some((plan, block)) = self.clients[index].core.next_push(part, now) else { break };
+                self.push(index, part, epoch, plan, block);
+            }
+            while let Some(message) = self.clients[index].core.next_pull(part, WINDOW, now) {
+                self.send(Node::Client(index), Node::Part(part), 0, message, Body::None);
+            }
+        }
+    }
+
+    fn push(&mut self, index: usize, part: Part, epoch: u64, plan: PlanId, block: BlockId) {
+        let client = &self.clients[index];
+        let (_, granted) = client.core.outgoing().expect("there is something to push");
+        let keys = match granted {
+            Granted::Contributions { of, replaces } => {
+                let holders = of.iter().filter(|(learner, step)| client.core.holds(*learner, *step, block));
+                Keys::Contributions(holders.copied().collect(), *replaces)
+            }
+            Granted::Weights(token) => Keys::Weights(*token),
+        };
+        self.trace(|| format!("client {index}: pushes block {block} of plan {plan}: {keys:?}"));
+        let client = &self.clients[index];
+        match &keys {
+            Keys::Contributions(holders, _) => {
+                assert!(
+                    !holders.is_empty(),
+                    "client {index}: block {block} is to be sent, but nobody holds it"
+                );
+                for key in holders {
+                    let payload = client.payloads.get(key);
+                    let payload =
+                        payload.unwrap_or_else(|| panic!("client {index}: {key:?} is needed after release"));
+                    assert!(!payload.overwritten, "client {index}: {key:?} is needed, but was written over");
+                }
+            }
+            Keys::Weights(token) => {
+                assert!(
+                    client.weights.contains_key(token),
+                    "client {index}: weights {token} are needed after release"
+                );
+            }
+        }
+        // A sum is looked through by who makes it.
+        if let Keys::Contributions(holders, _) = &keys
+            && let Granted::Contributions { of, .. } =
+                self.clients[index].core.outgoing().expect("as above").1
+            && of.len() > 1
+            && self.history.reject
+        {
+            let is_bad = |key: &&(LearnerId, Step)| {
+                let uid = self.clients[index].payloads[*key].uid;
+                self.history.records[&uid].bad == Some(block.0)
+            };
+            if let Some(&(learner, _)) = holders.iter().find(is_bad) {
+                return self.on_client(index, |core, _, actions| core.unfit(plan, learner, block, actions));
+            }
+        }
+        self.clients[index].sending[part] += 1;
+        let after = self.some_time(self.settings.landing);
+        self.after(after, Event::Client(index, ClientEvent::Pushed { part, epoch, plan, block, keys }));
+    }
+
+    /// Reads the payload of a block that is being sent. If it was given back meanwhile, the plan is over, and
+    /// nobody uses what is read.
+    fn read_payload(&self, index: usize, block: BlockId, keys: &Keys) -> Sum {
+        let client = &self.clients[index];
+        let mut of: Vec<Uid> = match keys {
+            Keys::Contributions(holders, _) => {
+                let read = |key: &(LearnerId, Step)| match client.payloads.get(key) {
+                    Some(payload) if !payload.overwritten => payload.uid,
+                    _ => GARBAGE,
+                };
+                holders.iter().map(read).collect()
+            }
+            Keys::Weights(token) => vec![client.weights.get(token).copied().unwrap_or(GARBAGE)],
+        };
+        let bad = of.iter().any(|uid| self.history.records.get(uid).is_some_and(|r| r.bad == Some(block.0)));
+        if let Keys::Contributions(_, true) = keys {
+            of = of.split_off(of.len() - 1);
+        }
+        Sum { of, bad }
+    }
+}

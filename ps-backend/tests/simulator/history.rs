@@ -1,0 +1,418 @@
+//! What has happened, and whether it was allowed to. A run fails by a panic that says what is wrong.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use libmodelio::ids::{ClientId, LearnerId, PlanId, Step, Version};
+use libmodelio::wire::{Granted, Work};
+
+/// One contribution, or one write of weights.
+pub type Uid = u32;
+
+/// What is read from memory that its owner has taken back.
+pub const GARBAGE: Uid = 0;
+
+/// A block of a version: what this version has added, and a digest of all that was added before.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Content {
+    digest: u64,
+    added: Vec<Uid>,
+}
+
+impl Content {
+    /// The block of the next version, with these contributions, in this order.
+    pub fn with(&self, added: &[Uid]) -> Content {
+        let mix = |digest: u64, uid: &Uid| {
+            (digest ^ u64::from(*uid)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23)
+        };
+        let digest = added.iter().fold(self.digest.wrapping_add(1), mix);
+        Content { digest, added: added.to_vec() }
+    }
+
+    /// The block of the next version, with other values.
+    pub fn replaced(added: &[Uid]) -> Content {
+        Content::default().with(added)
+    }
+
+    /// The block of the next version where nothing happens to it.
+    pub fn same(&self) -> Content {
+        Content { digest: self.digest, added: Vec::new() }
+    }
+}
+
+/// How a commit has ended for its program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It was not heard of, or that cannot be told.
+    Unknown,
+    /// It counts.
+    Acknowledged,
+    /// It does not.
+    Refused,
+}
+
+#[derive(Debug)]
+pub struct Record {
+    /// None for a write of weights.
+    pub of: Option<(LearnerId, Step)>,
+    pub blocks: BTreeSet<u32>,
+    /// Where it holds NaN.
+    pub bad: Option<u32>,
+    /// A commit of it was asked for.
+    pub offered: bool,
+    pub outcome: Outcome,
+    pub version: Option<Version>,
+}
+
+/// A plan as the lead has told the shards and the clients.
+#[derive(Clone, Debug)]
+struct Planned {
+    work: Work,
+    ordered: bool,
+    /// By client, in the order of the plan.
+    sources: Vec<ClientId>,
+    granted: BTreeMap<ClientId, Granted>,
+}
+
+#[derive(Debug)]
+struct Made {
+    plan: PlanId,
+    parts: BTreeSet<usize>,
+    blocks: Vec<Option<Content>>,
+}
+
+/// The record of a run.
+#[derive(Debug)]
+pub struct History {
+    blocks: u32,
+    parts: usize,
+    /// Learners take part in a version once, and NaN is refused, throughout the run.
+    pub sync_throughout: bool,
+    pub reject: bool,
+    pub records: BTreeMap<Uid, Record>,
+    next_uid: Uid,
+    versions: Vec<Made>,
+    /// Versions that all parts have.
+    complete: usize,
+    plans: BTreeMap<PlanId, Planned>,
+    /// Plans whose sums were kept for the coming version, and the parts that have.
+    sealed: BTreeMap<PlanId, BTreeSet<usize>>,
+    /// Of each learner, the last step that is in a version, and which.
+    last: BTreeMap<LearnerId, (Step, Version)>,
+    names: BTreeMap<(LearnerId, Step), Uid>,
+}
+
+impl History {
+    pub fn new(blocks: u32, parts: usize) -> History {
+        let first = Made {
+            plan: PlanId(0),
+            parts: (0..parts).collect(),
+            blocks: vec![Some(Content::default()); blocks as usize],
+        };
+        History {
+            blocks,
+            parts,
+            sync_throughout: false,
+            reject: true,
+            records: BTreeMap::new(),
+            next_uid: 1,
+            versions: vec![first],
+            complete: 1,
+            plans: BTreeMap::new(),
+            sealed: BTreeMap::new(),
+            last: BTreeMap::new(),
+            names: BTreeMap::new(),
+        }
+    }
+
+    pub fn record(&mut self, uid: Uid) -> &mut Record {
+        self.records.get_mut(&uid).expect("a known contribution")
+    }
+
+    /// A program begins a contribution, or a write of weights.
+    pub fn begins(&mut self, of: Option<(LearnerId, Step)>) -> Uid {
+        let uid = self.next_uid;
+        self.next_uid += 1;
+        let record = Record {
+            of,
+            blocks: BTreeSet::new(),
+            bad: None,
+            offered: false,
+            outcome: Outcome::Unknown,
+            version: None,
+        };
+        self.records.insert(uid, record);
+        uid
+    }
+
+    /// Its commit is asked for.
+    pub fn offered(&mut self, uid: Uid) {
+        let record = self.record(uid);
+        record.offered = true;
+        if let Some(key) = record.of {
+            self.names.insert(key, uid);
+        }
+    }
+
+    pub fn acknowledged(&mut self, uid: Uid) {
+        let record = self.record(uid);
+        assert_ne!(record.outcome, Outcome::Refused, "contribution {uid} was refused, then acknowledged");
+        record.outcome = Outcome::Acknowledged;
+    }
+
+    pub fn refused(&mut self, uid: Uid, why: &dyn std::fmt::Display) {
+        let record = self.record(uid);
+        assert_eq!(record.version, None, "contribution {uid} is in a version, but was refused: {why}");
+        assert_ne!(
+            record.outcome,
+            Outcome::Acknowledged,
+            "contribution {uid} was acknowledged, then refused: {why}"
+        );
+        record.outcome = Outcome::Refused;
+    }
+
+    // -- what the lead says
+
+    pub fn started(&mut self, plan: &libmodelio::wire::Plan) {
+        let planned = Planned {
+            work: plan.work.clone(),
+            ordered: plan.ordered,
+            sources: plan.sources.iter().map(|source| source.client).collect(),
+            granted: BTreeMap::new(),
+        };
+        self.plans.entry(plan.plan).or_insert(planned);
+    }
+
+    pub fn granted(&mut self, client: ClientId, plan: PlanId, payload: &Granted) {
+        let plan = self.plans.get_mut(&plan).expect("a grant belongs to a plan that has begun");
+        assert!(plan.sources.contains(&client), "a grant to a client that the shards do not expect");
+        plan.granted.insert(client, payload.clone());
+    }
+
+    fn contributions(&self, plan: PlanId) -> Vec<Vec<(LearnerId, Step)>> {
+        let plan = &self.plans[&plan];
+        let of = |client: &ClientId| match plan.granted.get(client) {
+            Some(Granted::Contributions { of, .. }) => of.clone(),
+            _ => Vec::new(),
+        };
+        plan.sources.iter().map(of).collect()
+    }
+
+    // -- what the shards do
+
+    /// A part keeps the sums of a plan for the coming version.
+    pub fn sealed(&mut self, part: usize, plan: PlanId) {
+        self.sealed.entry(plan).or_default().insert(part);
+    }
+
+    /// A part has published a version.
+    pub fn published(&mut self, part: usize, version: Version, plan: PlanId, blocks: Vec<(u32, Content)>) {
+        let at = version.0 as usize;
+        if at == self.versions.len() {
+            assert_eq!(
+                self.complete, at,
+                "part {part} is at version {version}, others have not all made the one before"
+            );
+            let blank = vec![None; self.blocks as usize];
+            self.versions.push(Made { plan, parts: BTreeSet::new(), blocks: blank });
+        }
+        let made = self.versions.get_mut(at).expect("versions come one after another");
+        assert_eq!(made.plan, plan, "part {part} makes version {version} of another plan");
+        assert!(made.parts.insert(part), "part {part} publishes version {version} twice");
+        for (block, content) in blocks {
+            made.blocks[block as usize] = Some(content);
+        }
+        if made.parts.len() == self.parts {
+            self.complete += 1;
+            self.check_version(version);
+        }
+    }
+
+    fn check_version(&mut self, version: Version) {
+        let plan = self.versions[version.0 as usize].plan;
+        let planned = self.plans.get(&plan).expect("a version is made by a plan").clone();
+        let blocks = |version: Version| -> Vec<Content> {
+            self.versions[version.0 as usize]
+                .blocks
+                .iter()
+                .map(|b| b.clone().expect("all parts are in"))
+                .collect()
+        };
+        let (before, after) = (blocks(Version(version.0 - 1)), blocks(version));
+        match &planned.work {
+            Work::Assign => self.check_assigned(version, &before, &after),
+            Work::Reduce { step, .. } => {
+                let step: ps_backend::reducer::Step = serde_json::from_str(step).expect("a step");
+                self.check_reduced(version, plan, &step, &before, &after);
+            }
+            Work::Add { .. } => panic!("version {version} is made by plan {plan}, which only adds"),
+        }
+    }
+
+    /// New weights: all of one write, everything else as it was.
+    fn check_assigned(&mut self, version: Version, before: &[Content], after: &[Content]) {
+        let uids: BTreeSet<Uid> = after.iter().flat_map(|content| content.added.iter().copied()).collect();
+        assert!(uids.len() <= 1, "version {version} is of several writes: {uids:?}");
+        for (block, (before, after)) in before.iter().zip(after).enumerate() {
+            let holds = uids.iter().find(|uid| self.records[uid].blocks.contains(&(block as u32)));
+            let expected = holds.map_or_else(|| before.same(), |uid| Content::replaced(&[*uid]));
+            assert_eq!(*after, expected, "block {block} of version {version}, which is written by {uids:?}");
+        }
+        for uid in uids {
+            self.goes_in(uid, version);
+        }
+    }
+
+    fn check_reduced(
+        &mut self,
+        version: Version,
+        plan: PlanId,
+        step: &ps_backend::reducer::Step,
+        before: &[Content],
+        after: &[Content],
+    ) {
+        let replaces = step.reducer == ps_backend::reducer::Reducer::Assign;
+        let mut plans: Vec<PlanId> = Vec::new();
+        for (kept, parts) in std::mem::take(&mut self.sealed) {
+            assert_eq!(
+                parts.len(),
+                self.parts,
+                "plan {kept} counts at some parts only, but version {version} is made"
+            );
+            plans.push(kept);
+        }
+        plans.push(plan);
+        let name = |key: &(LearnerId, Step)| *self.names.get(key).expect("what is granted was committed");
+        let of: Vec<Vec<Vec<Uid>>> = plans
+            .iter()
+            .map(|plan| self.contributions(*plan).iter().map(|of| of.iter().map(name).collect()).collect())
+            .collect();
+        let all: Vec<Uid> = of.iter().flatten().flatten().copied().collect();
+        let unique: BTreeSet<Uid> = all.iter().copied().collect();
+        assert_eq!(unique.len(), all.len(), "version {version}: a contribution is planned twice: {of:?}");
+        assert_eq!(
+            all.len() as u32,
+            step.contributions,
+            "version {version} counts {} of {of:?}",
+            step.contributions
+        );
+        for (block, (before, after)) in before.iter().zip(after).enumerate() {
+            let holds = |uid: &Uid| self.records[uid].blocks.contains(&(block as u32));
+            let bad = after.added.iter().find(|&&uid| uid == GARBAGE || !self.records.contains_key(&uid));
+            assert_eq!(bad, None, "block {block} of version {version} holds memory that was given back");
+            // Where blocks replace each other, NaN may be in one that does not count.
+            let is_nan = |uid: &&Uid| self.records[uid].bad == Some(block as u32);
+            let bad = after.added.iter().find(is_nan).filter(|_| self.reject);
+            assert_eq!(bad, None, "block {block} of version {version} holds NaN");
+            if replaces {
+                // The last plan that holds the block counts, and of it the highest learner.
+                let last = of.iter().rev().find_map(|plan| {
+                    plan.iter().flatten().copied().filter(holds).max_by_key(|uid| self.records[uid].of)
+                });
+                let expected = last.map_or_else(|| before.same(), |uid| Content::replaced(&[uid]));
+                assert_eq!(*after, expected, "block {block} of version {version}");
+                continue;
+            }
+            assert_eq!(
+                *after,
+                before.with(&after.added),
+                "block {block} of version {version} is not made from the one before"
+            );
+            self.check_sum(version, block, &plans, &of, &after.added);
+        }
+        for uid in all {
+            self.goes_in(uid, version);
+        }
+    }
+
+    /// The block holds what the plans have of it, once each; in their order where that is kept, and always plan by
+    /// plan and client by client.
+    fn check_sum(
+        &self,
+        version: Version,
+        block: usize,
+        plans: &[PlanId],
+        of: &[Vec<Vec<Uid>>],
+        added: &[Uid],
+    ) {
+        let mut at = 0;
+        for (plan, sources) in plans.iter().zip(of) {
+            let holds = |uid: &Uid| self.records[uid].blocks.contains(&(block as u32));
+            let mut sums: Vec<Vec<Uid>> =
+                sources.iter().map(|sum| sum.iter().copied().filter(holds).collect()).collect();
+            sums.retain(|sum: &Vec<Uid>| !sum.is_empty());
+            while !sums.is_empty() {
+                let next = sums.iter().position(|sum| added[at..].starts_with(sum));
+                let Some(next) = next.filter(|&next| next == 0 || !self.plans[plan].ordered) else {
+                    panic!(
+                        "block {block} of version {version} holds {added:?}, but {of:?} was planned (with {plans:?})"
+                    );
+                };
+                at += sums.remove(next).len();
+            }
+        }
+        assert_eq!(at, added.len(), "block {block} of version {version} holds {added:?}, more than {of:?}");
+    }
+
+    fn goes_in(&mut self, uid: Uid, version: Version) {
+        let sync = self.sync_throughout;
+        let record = self.record(uid);
+        assert!(record.offered, "contribution {uid} is in version {version} and was never committed");
+        assert_eq!(record.version, None, "contribution {uid} is in version {version}, too");
+        assert_ne!(
+            record.outcome,
+            Outcome::Refused,
+            "contribution {uid} is in version {version}, but was refused"
+        );
+        record.version = Some(version);
+        if let Some((learner, step)) = record.of
+            && let Some((before, in_version)) = self.last.insert(learner, (step, version))
+        {
+            assert!(before < step, "step {step} of learner {learner} comes after step {before}");
+            assert!(!sync || in_version < version, "learner {learner} is in version {version} twice");
+        }
+    }
+
+    // -- what clients show
+
+    /// A client shows these blocks as a version.
+    pub fn shows(&self, client: ClientId, version: Version, blocks: &[Content]) {
+        let made = self.versions.get(version.0 as usize);
+        let made =
+            made.unwrap_or_else(|| panic!("client {client} shows version {version}, which nobody has made"));
+        for (block, (shown, made)) in blocks.iter().zip(&made.blocks).enumerate() {
+            assert_eq!(
+                Some(shown),
+                made.as_ref(),
+                "block {block} that client {client} shows as of version {version}"
+            );
+        }
+    }
+
+    /// A client that has committed `uid` is told that this version holds it.
+    pub fn holds(&self, version: Version, uid: Uid) {
+        let within = self.records[&uid].version;
+        assert!(
+            within.is_some_and(|v| v <= version),
+            "{uid} is in {within:?}, but version {version} is said to hold it"
+        );
+    }
+
+    /// Content of version 0.
+    pub fn first(&self) -> Vec<Content> {
+        vec![Content::default(); self.blocks as usize]
+    }
+
+    /// Everything has come to rest.
+    pub fn check_end(&self) {
+        assert_eq!(self.complete, self.versions.len(), "the newest version is not complete");
+        for (uid, record) in &self.records {
+            let lost = record.outcome == Outcome::Acknowledged && record.version.is_none();
+            assert!(!lost, "contribution {uid} was acknowledged and is in no version: {record:?}");
+        }
+    }
+
+    /// Versions made.
+    pub fn made(&self) -> usize {
+        self.versions.len() - 1
+    }
+}

@@ -1,0 +1,83 @@
+//! The cores of a networked job in a world of their own: a seeded network that loses, delays, repeats and reorders
+//! what they say, nodes that hang, are cut off or end, and a record of all that happens, which is checked against what
+//! `docs/semantics.md` and `docs/network.md` promise. A run is a function of its seed.
+//!
+//! `GRADFS_SIM_SEEDS` sets how many runs are made; `GRADFS_SIM_SEED` makes one and prints all that happens in it.
+
+mod chaos;
+mod client;
+mod history;
+mod network;
+mod programs;
+mod settings;
+mod shard;
+mod world;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use world::World;
+
+/// Runs that are made unless the environment says otherwise.
+const SEEDS: u64 = 2000;
+
+fn number(name: &str) -> Option<u64> {
+    let value = std::env::var(name).ok()?;
+    Some(value.parse().unwrap_or_else(|_| panic!("{name}={value:?} is not a number")))
+}
+
+/// Versions that a run has made, and events in it.
+fn run(seed: u64, printing: bool) -> (usize, u64) {
+    let mut world = World::new(seed, printing);
+    world.run();
+    (world.history.made(), world.events)
+}
+
+#[test]
+fn every_history_is_allowed() {
+    if let Some(seed) = number("GRADFS_SIM_SEED") {
+        let (versions, events) = run(seed, true);
+        return println!("seed {seed}: {versions} versions, {events} events");
+    }
+    let seeds = number("GRADFS_SIM_SEEDS").unwrap_or(SEEDS);
+    let from = number("GRADFS_SIM_FROM").unwrap_or(0);
+    let next = AtomicU64::new(from);
+    let (versions, events) = (AtomicU64::new(0), AtomicU64::new(0));
+    let failed: Mutex<Vec<(u64, String)>> = Mutex::new(Vec::new());
+    let work = || {
+        loop {
+            let seed = next.fetch_add(1, Ordering::Relaxed);
+            if seed >= from + seeds || failed.lock().expect("no one panics with it").len() >= 5 {
+                return;
+            }
+            match catch_unwind(AssertUnwindSafe(|| run(seed, false))) {
+                Ok((made, happened)) => {
+                    versions.fetch_add(made as u64, Ordering::Relaxed);
+                    events.fetch_add(happened, Ordering::Relaxed);
+                }
+                Err(panic) => {
+                    let text = panic.downcast_ref::<String>().cloned();
+                    let text = text.or_else(|| panic.downcast_ref::<&str>().map(|&text| text.to_owned()));
+                    let mut failed = failed.lock().expect("no one panics with it");
+                    failed.push((seed, text.unwrap_or_else(|| "a panic without words".into())));
+                }
+            }
+        }
+    };
+    let quiet = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| {}));
+    std::thread::scope(|scope| {
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        (0..threads).for_each(|_| drop(scope.spawn(work)));
+    });
+    std::panic::set_hook(quiet);
+    let mut failed = failed.into_inner().expect("no one panics with it");
+    failed.sort_unstable();
+    for (seed, why) in &failed {
+        println!("seed {seed}: {why}");
+        println!("  GRADFS_SIM_SEED={seed} cargo test -p ps-backend --test simulator -- --nocapture");
+    }
+    assert!(failed.is_empty(), "{} of {seeds} seeds failed", failed.len());
+    println!("{seeds} seeds: {} versions, {} events", versions.into_inner(), events.into_inner());
+}

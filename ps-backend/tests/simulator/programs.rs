@@ -1,0 +1,366 @@
+//! What runs on the clients: learners that train as programs do, with their mishaps, and an operator.
+
+use libmodelio::client::core::Token;
+use libmodelio::ids::{LearnerId, Step};
+use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::wire::{Message, Refusal};
+
+use crate::client::{ClientEvent, Payload};
+use crate::history::Uid;
+use crate::world::{Event, Now, World};
+
+/// What a request was for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asked {
+    Join,
+    Open,
+    /// As mounts do: the step is known here, the lead is told beside.
+    OpenBeside(Step),
+    AbortBeside,
+    Commit(Uid),
+    Await(Uid),
+    Abort,
+    Withdraw,
+    Leave,
+    Control,
+    Assign(Uid),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Doing {
+    /// It joins, or opens its next contribution, when it goes on.
+    Resting,
+    Writing,
+    /// The outcome of its commit is not known.
+    Doubting,
+    Waiting,
+    /// It has left for good.
+    Ended,
+}
+
+/// A program on a client.
+#[derive(Debug)]
+pub struct Program {
+    name: String,
+    /// It changes settings and writes weights; it contributes nothing.
+    operator: bool,
+    pub learner: Option<LearnerId>,
+    doing: Doing,
+    /// Its next turn; another one is void.
+    turn: u64,
+    step: Step,
+    slot: u32,
+    uid: Option<Uid>,
+    /// Steps acknowledged since the network is well.
+    pub since: u32,
+}
+
+impl Program {
+    pub fn learner(name: String) -> Program {
+        Program {
+            name,
+            operator: false,
+            learner: None,
+            doing: Doing::Resting,
+            turn: 0,
+            step: Step(0),
+            slot: 0,
+            uid: None,
+            since: 0,
+        }
+    }
+
+    pub fn operator(name: String) -> Program {
+        Program { operator: true, ..Program::learner(name) }
+    }
+
+    /// Whether it has done `steps` since the network is well, or never does any.
+    pub fn has_done(&self, steps: u32) -> bool {
+        self.operator || self.doing == Doing::Ended || self.since >= steps
+    }
+
+    pub fn is_operator(&self) -> bool {
+        self.operator
+    }
+
+    pub fn has_ended(&self) -> bool {
+        self.doing == Doing::Ended
+    }
+}
+
+impl World {
+    /// The program goes on after about so long.
+    pub fn program_rests(&mut self, index: usize, program: usize, about: Now) {
+        let after = about / 2 + self.some_time(about.as_micros() as u64);
+        let program_of = &mut self.clients[index].programs[program];
+        program_of.turn += 1;
+        let turn = program_of.turn;
+        self.after(after, Event::Client(index, ClientEvent::Program(program, turn)));
+    }
+
+    fn ask(
+        &mut self,
+        index: usize,
+        program: usize,
+        asked: Asked,
+        message: impl FnOnce(u32) -> Message,
+    ) -> Token {
+        let client = &mut self.clients[index];
+        let token = client.next_token;
+        client.next_token += 1;
+        let timeout = self.settings.timeout / 4 + self.some_time(self.settings.timeout.as_micros() as u64);
+        // The lead's answer may take a while: it says more than silence does.
+        let deadline = self.now + timeout + self.settings.grace;
+        self.clients[index].tokens.insert(token, (program, asked, deadline));
+        let message = message(timeout.as_millis() as u32 + 1);
+        self.on_client(index, |core, now, actions| core.request(token, message, deadline, now, actions));
+        token
+    }
+
+    pub fn program_goes_on(&mut self, index: usize, at: usize, turn: u64) {
+        let program = &self.clients[index].programs[at];
+        if program.turn != turn {
+            return;
+        }
+        if program.operator {
+            return self.operate(index, at);
+        }
+        let Some(learner) = program.learner else {
+            if self.ending {
+                self.clients[index].programs[at].doing = Doing::Ended;
+                return;
+            }
+            let name = program.name.clone();
+            self.clients[index].programs[at].doing = Doing::Waiting;
+            self.ask(index, at, Asked::Join, |_| Message::Join { name });
+            return;
+        };
+        let doing = program.doing;
+        match doing {
+            Doing::Resting if self.ending || self.chance(self.settings.leaves) => self.leave(index, at),
+            Doing::Resting => {
+                let known = self.clients[index].core.next_step(learner).filter(|_| self.rng.bool());
+                if let Some((step, lent)) = known {
+                    self.ask(index, at, Asked::OpenBeside(step), |_| Message::Open { learner });
+                    return self.opened(index, at, step, lent);
+                }
+                self.clients[index].programs[at].doing = Doing::Waiting;
+                self.ask(index, at, Asked::Open, |_| Message::Open { learner });
+            }
+            Doing::Writing if self.chance(self.settings.aborts) => self.abort(index, at),
+            Doing::Writing if self.chance(self.settings.leaves) => self.leave(index, at),
+            Doing::Writing => self.commit(index, at),
+            Doing::Doubting => match self.rng.u32(0..10) {
+                0..6 => self.commit(index, at),
+                6..8 => self.abort(index, at),
+                8 => self.leave(index, at),
+                _ => {
+                    let program = &mut self.clients[index].programs[at];
+                    program.doing = Doing::Waiting;
+                    self.ask(index, at, Asked::Open, |_| Message::Open { learner });
+                }
+            },
+            Doing::Waiting | Doing::Ended => {}
+        }
+    }
+
+    fn abort(&mut self, index: usize, at: usize) {
+        let program = &mut self.clients[index].programs[at];
+        program.doing = Doing::Waiting;
+        let Some(learner) = program.learner else {
+            return self.program_rests(index, at, Now::from_millis(10));
+        };
+        if self.rng.bool() {
+            self.ask(index, at, Asked::AbortBeside, |_| Message::Abort { learner });
+            self.clients[index].programs[at].doing = Doing::Resting;
+            return self.program_rests(index, at, Now::from_millis(1));
+        }
+        self.ask(index, at, Asked::Abort, |_| Message::Abort { learner });
+    }
+
+    fn leave(&mut self, index: usize, at: usize) {
+        let program = &mut self.clients[index].programs[at];
+        program.doing = Doing::Waiting;
+        let Some(learner) = program.learner else {
+            return self.program_rests(index, at, Now::from_millis(10));
+        };
+        let reason = LeaveReason::Asked;
+        self.ask(index, at, Asked::Leave, |_| Message::Leave { learner, reason });
+    }
+
+    fn commit(&mut self, index: usize, at: usize) {
+        let program = &mut self.clients[index].programs[at];
+        let (Some(learner), Some(uid)) = (program.learner, program.uid) else {
+            program.doing = Doing::Resting;
+            return self.program_rests(index, at, Now::from_millis(10));
+        };
+        program.doing = Doing::Waiting;
+        let (step, slot) = (program.step, program.slot);
+        self.history.offered(uid);
+        let mut blocks: Vec<std::ops::Range<u32>> = Vec::new();
+        for &block in &self.history.records[&uid].blocks {
+            match blocks.last_mut() {
+                Some(last) if last.end == block => last.end += 1,
+                _ => blocks.push(block..block + 1),
+            }
+        }
+        let payload = Payload { uid, slot, overwritten: false };
+        self.clients[index].payloads.insert((learner, step), payload);
+        let commit = |timeout_ms| Message::Commit { learner, step, blocks, timeout_ms };
+        let token = self.ask(index, at, Asked::Commit(uid), commit);
+        if self.chance(self.settings.interrupts) {
+            let after = self.some_time(500_000);
+            self.after(after, Event::Client(index, ClientEvent::Interrupt(at, token)));
+        }
+    }
+
+    /// A signal ends the wait for a commit.
+    pub fn interrupt(&mut self, index: usize, at: usize, token: Token) {
+        let waits = self.clients[index].tokens.contains_key(&token);
+        if let Some(learner) = self.clients[index].programs[at].learner.filter(|_| waits) {
+            self.ask(index, at, Asked::Withdraw, |_| Message::Withdraw { learner });
+        }
+    }
+
+    /// The lead has said that a learner is gone.
+    pub fn program_left(&mut self, index: usize, learner: LearnerId) {
+        if let Some(program) = self.clients[index].programs.iter_mut().find(|p| p.learner == Some(learner)) {
+            program.learner = None;
+        }
+    }
+
+    pub fn awaited(&mut self, index: usize, at: usize, result: Result<libmodelio::ids::Version, String>) {
+        if let (Ok(version), Some(uid)) = (result, self.clients[index].programs[at].uid) {
+            self.history.holds(version, uid);
+        }
+        self.clients[index].programs[at].doing = Doing::Resting;
+        let about = self.settings.compute;
+        self.program_rests(index, at, about);
+    }
+
+    pub fn answered(&mut self, index: usize, at: usize, asked: Asked, result: Result<Message, Refusal>) {
+        self.trace(|| format!("client {index}, program {at}: {asked:?} is answered with {result:?}"));
+        let compute = self.settings.compute;
+        let timed_out = matches!(&result, Err(Refusal::Shard(ShardError::TimedOut(_))));
+        let unknown = matches!(&result, Err(Refusal::Shard(ShardError::UnknownLearner(_))));
+        match (asked, result) {
+            (Asked::Join, Ok(Message::Joined { learner, .. })) => {
+                let program = &mut self.clients[index].programs[at];
+                program.learner = Some(learner);
+                program.slot = 0;
+                program.uid = None;
+            }
+            (Asked::Open, Ok(Message::Opened { step, staging_lent })) => {
+                return self.opened(index, at, step, staging_lent);
+            }
+            (Asked::Commit(uid), Ok(_)) => {
+                self.history.acknowledged(uid);
+                let healed = self.healed;
+                let program = &mut self.clients[index].programs[at];
+                program.since += u32::from(healed);
+                if let Some(learner) = program.learner.filter(|_| self.rng.bool()) {
+                    return self.await_own_step(index, at, learner, uid);
+                }
+            }
+            (Asked::Commit(_), Err(_)) if timed_out => {
+                self.clients[index].programs[at].doing = Doing::Doubting;
+                return self.program_rests(index, at, Now::from_millis(50));
+            }
+            // Its commit may have been taken before its learner was given up.
+            (Asked::Commit(_), Err(_)) if unknown => self.clients[index].programs[at].learner = None,
+            (Asked::Commit(uid), Err(why)) => {
+                self.history.refused(uid, &why);
+                return self.abort(index, at);
+            }
+            (Asked::Leave, Ok(_)) => self.clients[index].programs[at].learner = None,
+            (Asked::OpenBeside(expected), Ok(Message::Opened { step, .. })) => {
+                assert_eq!(step, expected, "client {index}, program {at}: opened by itself");
+                return;
+            }
+            (Asked::Withdraw | Asked::OpenBeside(_) | Asked::AbortBeside, _) => return,
+            (Asked::Assign(uid), Ok(_)) => self.history.acknowledged(uid),
+            (Asked::Assign(_), Err(_)) if timed_out => {}
+            (Asked::Assign(uid), Err(why)) => self.history.refused(uid, &why),
+            (_, Err(_)) if unknown => self.clients[index].programs[at].learner = None,
+            _ => {}
+        }
+        self.clients[index].programs[at].doing = Doing::Resting;
+        self.program_rests(index, at, compute);
+    }
+
+    fn await_own_step(&mut self, index: usize, at: usize, learner: LearnerId, uid: Uid) {
+        let client = &mut self.clients[index];
+        let token = client.next_token;
+        client.next_token += 1;
+        client.programs[at].doing = Doing::Waiting;
+        let deadline = self.now + self.settings.timeout;
+        client.tokens.insert(token, (at, Asked::Await(uid), deadline));
+        self.on_client(index, |core, now, actions| core.await_step(token, learner, deadline, now, actions));
+    }
+
+    /// The first write of a contribution: from here on its staging region is written over.
+    fn opened(&mut self, index: usize, at: usize, step: Step, lent: bool) {
+        let client = &mut self.clients[index];
+        let program = &mut client.programs[at];
+        let Some(learner) = program.learner else {
+            program.doing = Doing::Resting;
+            return self.program_rests(index, at, Now::from_millis(10));
+        };
+        // The region that is lent is the one of the step before, whatever was staged and dropped since.
+        let before = client.payloads.get(&(learner, Step(step.0 - 1)));
+        if let Some(payload) = before.filter(|_| lent) {
+            program.slot = payload.slot ^ 1;
+        }
+        program.doing = Doing::Writing;
+        program.step = step;
+        let slot = program.slot;
+        let of_learner = client.payloads.iter_mut().filter(|((l, _), _)| *l == learner);
+        of_learner
+            .filter(|(_, payload)| payload.slot == slot)
+            .for_each(|(_, payload)| payload.overwritten = true);
+        let uid = self.history.begins(Some((learner, step)));
+        client.programs[at].uid = Some(uid);
+        let blocks = self.some_blocks();
+        if self.chance(self.settings.bad) {
+            self.history.record(uid).bad = blocks.first().copied();
+        }
+        self.history.record(uid).blocks.extend(blocks);
+        let compute = self.settings.compute;
+        self.program_rests(index, at, compute);
+    }
+
+    fn some_blocks(&mut self) -> Vec<u32> {
+        if self.chance(0.5) {
+            return (0..self.settings.blocks).collect();
+        }
+        let mut blocks: Vec<u32> = (0..self.settings.blocks).filter(|_| self.rng.bool()).collect();
+        if blocks.is_empty() {
+            blocks.push(self.rng.u32(0..self.settings.blocks));
+        }
+        blocks
+    }
+
+    /// The operator does something.
+    fn operate(&mut self, index: usize, at: usize) {
+        if self.healed {
+            self.clients[index].programs[at].doing = Doing::Ended;
+            return;
+        }
+        if self.chance(0.5) {
+            let settings = self.settings.changes.clone();
+            if let Some(&(name, value)) = settings.get(self.rng.usize(0..settings.len().max(1))) {
+                let (name, value) = (name.to_owned(), value.to_owned());
+                self.ask(index, at, Asked::Control, |_| Message::SetControl { name, value });
+                return;
+            }
+        }
+        let blocks = self.some_blocks();
+        let uid = self.history.begins(None);
+        self.history.offered(uid);
+        self.history.record(uid).blocks.extend(&blocks);
+        let token = u64::from(uid);
+        self.clients[index].weights.insert(token, uid);
+        let blocks = blocks.into_iter().map(|block| block..block + 1).collect();
+        self.ask(index, at, Asked::Assign(uid), |timeout_ms| Message::Assign { token, blocks, timeout_ms });
+    }
+}

@@ -1,0 +1,123 @@
+//! What is drawn for a run before it begins.
+
+use fastrand::Rng;
+use ps_backend::controls::Controls;
+
+use crate::network::Weather;
+use crate::world::Now;
+
+/// Consistency modes that runs are made with. Those that the controls do not know are left out.
+const CONSISTENCY: &[&str] = &["sync", "sync", "async", "quorum(2)", "ssp(1)"];
+
+/// The constants of a run.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    pub blocks: u32,
+    pub parts: u16,
+    /// The first part is in the lead's process.
+    pub colocated: bool,
+    /// Learners on each client at the beginning.
+    pub clients: Vec<usize>,
+    pub controls: Controls,
+    pub weather: Weather,
+    /// How long the lead waits for the others of a step.
+    pub patience: Now,
+    /// Versions that a shard keeps.
+    pub keep: usize,
+    pub lease: Now,
+    /// About what a program waits at most.
+    pub timeout: Now,
+    /// What it waits on top of what it tells the lead.
+    pub grace: Now,
+    /// About what a program takes for a step.
+    pub compute: Now,
+    /// Longest time that a block takes to land, in microseconds.
+    pub landing: u64,
+    /// Programs are known to live.
+    pub attached: bool,
+    /// Share of transfers that break in the middle.
+    pub broken: f64,
+    /// Shares of contributions that are dropped, interrupted, or hold NaN; of turns in which a learner leaves.
+    pub aborts: f64,
+    pub interrupts: f64,
+    pub bad: f64,
+    pub leaves: f64,
+    /// There are programs that change settings and write weights.
+    pub operators: bool,
+    /// What they change.
+    pub changes: Vec<(&'static str, &'static str)>,
+    /// How long things go wrong, and how often.
+    pub chaos: Now,
+    pub faults: usize,
+}
+
+fn one_of<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
+    of[rng.usize(0..of.len())]
+}
+
+impl Settings {
+    pub fn draw(rng: &mut Rng) -> Settings {
+        let millis = Now::from_millis;
+        let clients: Vec<usize> = (0..rng.usize(1..=4)).map(|_| rng.usize(0..=3)).collect();
+        let learners = clients.iter().sum::<usize>().max(1) as u32;
+        let mut controls = Controls::default();
+        let expected = rng.u32(1..=learners);
+        let lease = millis(one_of(rng, &[2000, 5000, 12_000]));
+        for (name, value) in [
+            ("consistency", one_of(rng, CONSISTENCY).to_owned()),
+            ("reducer", one_of(rng, &["sgd", "sgd", "sgd", "sum", "adam", "assign"]).to_owned()),
+            ("learners", expected.to_string()),
+            ("min_learners", rng.u32(1..=expected.min(2)).to_string()),
+            ("lease", lease.as_secs_f64().to_string()),
+        ] {
+            if let Ok(new) = controls.with(name, &value) {
+                controls = new;
+            }
+        }
+        let mut changes = vec![("learning_rate", "0.5"), ("learning_rate", "0.25"), ("momentum", "0.5")];
+        if rng.bool() {
+            let more =
+                [("consistency", "sync"), ("consistency", "async"), ("learners", "1"), ("learners", "2")];
+            changes.extend(more);
+            changes.extend([("reducer", "assign"), ("reducer", "sgd"), ("min_learners", "1")]);
+        }
+        let rough = rng.u32(0..4);
+        Settings {
+            blocks: rng.u32(1..=12),
+            parts: rng.u16(1..=3),
+            colocated: rng.bool(),
+            clients,
+            controls,
+            weather: Weather {
+                streams: rng.bool(),
+                delay: Now::from_micros(one_of(rng, &[50, 500, 5000])),
+                jitter: Now::from_micros(one_of(rng, &[100, 2000, 50_000, 700_000])),
+                loss: one_of(rng, &[0.0, 0.01, 0.05, 0.2]),
+                twice: one_of(rng, &[0.0, 0.05, 0.3]),
+            },
+            patience: millis(one_of(rng, &[0, 20, 200])),
+            keep: rng.usize(2..=4),
+            lease,
+            timeout: millis(one_of(rng, &[300, 2000, 10_000])),
+            grace: millis(one_of(rng, &[0, 0, 500])),
+            compute: millis(one_of(rng, &[20, 100, 400])),
+            landing: one_of(rng, &[100, 2000, 30_000]),
+            attached: rng.bool(),
+            broken: one_of(rng, &[0.0, 0.02, 0.2]),
+            aborts: one_of(rng, &[0.0, 0.05]),
+            interrupts: one_of(rng, &[0.0, 0.1]),
+            bad: one_of(rng, &[0.0, 0.0, 0.05]),
+            leaves: one_of(rng, &[0.0, 0.01]),
+            operators: rng.bool(),
+            changes,
+            chaos: millis(rng.u64(3000..15_000)),
+            faults: [0, 3, 8, 20][rough as usize],
+        }
+    }
+
+    /// Every version of the run takes at most one contribution of a learner.
+    pub fn sync_throughout(&self) -> bool {
+        let sync = self.controls.get("consistency").as_deref() == Some("sync");
+        sync && !(self.operators && self.changes.iter().any(|(name, _)| *name == "consistency"))
+    }
+}

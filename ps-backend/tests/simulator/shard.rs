@@ -1,0 +1,395 @@
+//! A shard's edge without bytes: it does to symbolic blocks what the core says, takes its time, and fails now and then.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use fixedbitset::FixedBitSet;
+use libmodelio::ids::{BlockId, ClientId, PlanId, Version};
+use libmodelio::wire::{Message, Plan, Refusal, Work};
+use ps_backend::part::core::{self, Action, Kind, PartCore, Placement};
+use ps_backend::reducer::{self, Reducer};
+
+use crate::history::{Content, Uid};
+use crate::world::{Body, Event, Node, Now, World};
+
+/// Payloads that wait because the core has said later.
+const MAX_PARKED: usize = 16;
+
+/// The sum of some contributions of one client, for one block.
+#[derive(Clone, Debug)]
+pub struct Sum {
+    pub of: Vec<Uid>,
+    /// It holds NaN.
+    pub bad: bool,
+}
+
+/// A payload on its way into the shard's memory.
+#[derive(Clone, Debug)]
+pub struct Landing {
+    client: ClientId,
+    plan: PlanId,
+    block: u32,
+    placement: Placement,
+    sum: Sum,
+}
+
+/// What is done after a while.
+#[derive(Clone, Debug)]
+pub enum ShardEvent {
+    Begun(PlanId),
+    Computed(PlanId, FixedBitSet),
+    Landed(u64),
+}
+
+pub struct Shard {
+    pub core: PartCore,
+    /// Its blocks, in order.
+    mine: Vec<BlockId>,
+    /// The newest one last.
+    versions: VecDeque<(Version, Vec<Content>)>,
+    keep: usize,
+    /// What concluded plans have added up, and what the running one has.
+    sealed: Vec<Option<Vec<Uid>>>,
+    open: Vec<Option<Vec<Uid>>>,
+    /// The next version.
+    back: Vec<Option<Content>>,
+    plan: Option<Plan>,
+    landing: BTreeMap<u64, Landing>,
+    next_landing: u64,
+    parked: VecDeque<(ClientId, PlanId, u32, Sum)>,
+}
+
+impl Shard {
+    pub fn new(mine: Vec<BlockId>, first: &[Content], keep: usize) -> Shard {
+        let front = mine.iter().map(|block| first[block.index()].clone()).collect();
+        Shard {
+            core: PartCore::new(mine.len() as u32, Version(0)),
+            versions: VecDeque::from([(Version(0), front)]),
+            keep,
+            sealed: vec![None; mine.len()],
+            open: vec![None; mine.len()],
+            back: vec![None; mine.len()],
+            mine,
+            plan: None,
+            landing: BTreeMap::new(),
+            next_landing: 0,
+            parked: VecDeque::new(),
+        }
+    }
+
+    /// Whether nothing is going on here.
+    pub fn is_quiet(&self) -> bool {
+        self.core.running().is_none() && self.landing.is_empty()
+    }
+
+    fn replaces(&self) -> bool {
+        match self.plan.as_ref().map(|plan| &plan.work) {
+            Some(Work::Add { replaces }) => *replaces,
+            Some(Work::Reduce { step, .. }) => {
+                let step: reducer::Step = serde_json::from_str(step).expect("a step");
+                step.reducer == Reducer::Assign
+            }
+            Some(Work::Assign) | None => true,
+        }
+    }
+
+    /// The block of the next version, from what is there and `last`.
+    fn compute(&self, block: usize, with_sum: bool, last: Option<&[Uid]>) -> Content {
+        let front = &self.versions.back().expect("a version").1[block];
+        let plan = self.plan.as_ref().expect("a plan is under way");
+        let mut sums: Vec<&[Uid]> = Vec::new();
+        if !matches!(plan.work, Work::Assign) {
+            sums.extend(self.sealed[block].as_deref());
+        }
+        if with_sum {
+            sums.extend(self.open[block].as_deref());
+        }
+        sums.extend(last);
+        if self.replaces() {
+            return sums.last().map_or_else(|| front.same(), |sum| Content::replaced(sum));
+        }
+        front.with(&sums.concat())
+    }
+}
+
+/// The plan as the core wants it.
+fn local(plan: &Plan, mine: &[BlockId]) -> core::Plan {
+    let source = |source: &libmodelio::wire::PlanSource| core::Source {
+        client: source.client,
+        blocks: core::local_blocks(&source.blocks, mine),
+        check: source.check,
+    };
+    core::Plan {
+        id: plan.plan,
+        kind: match plan.work {
+            Work::Add { .. } => Kind::Add,
+            Work::Reduce { .. } => Kind::Reduce,
+            Work::Assign => Kind::Assign,
+        },
+        base: plan.base,
+        sources: plan.sources.iter().map(source).collect(),
+        ordered: plan.ordered,
+    }
+}
+
+impl World {
+    fn shard_acts(&mut self, part: usize, actions: Vec<Action>) {
+        for action in actions {
+            self.trace(|| format!("part {part}: {action:?}"));
+            match action {
+                Action::Begin(plan) => {
+                    let shard = &self.shards[part];
+                    let clean =
+                        shard.open.iter().all(Option::is_none) && shard.back.iter().all(Option::is_none);
+                    assert!(clean, "part {part}: plan {plan} begins with what another one has left");
+                    let after = self.some_time(3000);
+                    self.after(after, Event::Shard(part, ShardEvent::Begun(plan)));
+                }
+                Action::Compute(plan, blocks) => {
+                    let after = self.some_time(3000);
+                    self.after(after, Event::Shard(part, ShardEvent::Computed(plan, blocks)));
+                }
+                Action::Ready(plan) => self.say_to_lead(part, 0, Message::Ready { plan }),
+                Action::Spoilt { plan, client, block } => {
+                    let block = self.shards[part].mine[block as usize];
+                    self.say_to_lead(part, 0, Message::Spoilt { plan, client, block });
+                }
+                Action::Done(plan) => self.say_to_lead(part, plan.0, Message::Done),
+                Action::Conclude(plan, kind) => self.shard_concludes(part, plan, kind),
+                Action::Void(plan) => {
+                    let shard = &mut self.shards[part];
+                    assert!(
+                        shard.landing.values().all(|landing| landing.plan != plan),
+                        "{plan} is void, but lands"
+                    );
+                    shard.open.fill(None);
+                    shard.back.fill(None);
+                    shard.plan = None;
+                }
+                Action::Abandon(plan) => {
+                    let of_plan =
+                        self.shards[part].landing.iter().filter(|(_, landing)| landing.plan == plan);
+                    let of_plan: Vec<u64> = of_plan.map(|(&id, _)| id).collect();
+                    for id in of_plan {
+                        self.shard_lands(part, id, false);
+                    }
+                }
+            }
+        }
+    }
+
+    fn shard_concludes(&mut self, part: usize, plan: PlanId, kind: Kind) {
+        let shard = &mut self.shards[part];
+        if kind == Kind::Add {
+            let replaces = shard.replaces();
+            for (sealed, open) in shard.sealed.iter_mut().zip(&mut shard.open) {
+                let Some(open) = open.take() else { continue };
+                match sealed {
+                    Some(sealed) if !replaces => sealed.extend(open),
+                    sealed => *sealed = Some(open),
+                }
+            }
+            shard.plan = None;
+            return self.history.sealed(part, plan);
+        }
+        let version = shard.versions.back().expect("a version").0.next();
+        assert_eq!(version, shard.core.version());
+        let missing =
+            |block: usize| panic!("part {part}: plan {plan} counts, but block {block} is not computed");
+        let back = shard.back.iter_mut().enumerate();
+        let blocks: Vec<Content> =
+            back.map(|(at, content)| content.take().unwrap_or_else(|| missing(at))).collect();
+        shard.open.fill(None);
+        if kind == Kind::Reduce {
+            shard.sealed.fill(None);
+        }
+        shard.plan = None;
+        shard.versions.push_back((version, blocks.clone()));
+        while shard.versions.len() > shard.keep {
+            shard.versions.pop_front();
+        }
+        let of_model = shard.mine.iter().map(|block| block.0).zip(blocks).collect();
+        self.history.published(part, version, plan, of_model);
+    }
+
+    pub fn shard_event(&mut self, part: usize, event: ShardEvent) {
+        match event {
+            ShardEvent::Begun(plan) => {
+                self.on_shard(part, |core, actions| core.begun(plan, actions));
+                self.ask_again(part);
+            }
+            ShardEvent::Computed(plan, blocks) => {
+                let shard = &mut self.shards[part];
+                if shard.core.wants(plan) {
+                    for block in blocks.ones() {
+                        shard.back[block] = Some(shard.compute(block, false, None));
+                    }
+                }
+                self.on_shard(part, |core, actions| core.computed(plan, actions));
+            }
+            ShardEvent::Landed(id) => {
+                let whole = !self.chance(self.settings.broken);
+                self.shard_lands(part, id, whole);
+            }
+        }
+    }
+
+    fn on_shard(&mut self, part: usize, f: impl FnOnce(&mut PartCore, &mut Vec<Action>)) {
+        let mut actions = Vec::new();
+        f(&mut self.shards[part].core, &mut actions);
+        self.shard_acts(part, actions);
+    }
+
+    /// A payload is there, or is lost in the middle.
+    fn shard_lands(&mut self, part: usize, id: u64, whole: bool) {
+        let shard = &mut self.shards[part];
+        let Some(Landing { client, plan, block, placement, sum }) = shard.landing.remove(&id) else { return };
+        let b = block as usize;
+        let is_sum = |open: &Option<Vec<Uid>>| open.as_ref().is_some_and(|open| !open.is_empty());
+        if !whole {
+            if matches!(placement, Placement::Store { .. }) {
+                // It was being written there.
+                shard.open[b] = Some(Vec::new());
+            }
+            self.on_shard(part, |core, actions| core.failed(plan, block, actions));
+            return self.ask_again(part);
+        }
+        let fit;
+        match placement {
+            Placement::Store { check } => {
+                assert!(!is_sum(&shard.open[b]), "plan {plan} stores block {block} over a sum");
+                fit = !(check && sum.bad);
+                shard.open[b] = Some(sum.of);
+            }
+            Placement::Add { check } => {
+                assert!(is_sum(&shard.open[b]), "plan {plan} adds block {block} to nothing");
+                fit = !(check && sum.bad);
+                let replaces = shard.replaces();
+                let open = shard.open[b].get_or_insert_default();
+                if replaces {
+                    open.clear();
+                }
+                open.extend(sum.of);
+            }
+            Placement::Finish { with_sum, check } => {
+                assert_eq!(with_sum, is_sum(&shard.open[b]), "plan {plan} finishes block {block}");
+                assert_eq!(shard.back[b], None, "plan {plan} finishes block {block} twice");
+                fit = !(check && sum.bad);
+                if fit {
+                    shard.back[b] = Some(shard.compute(b, with_sum, Some(&sum.of)));
+                }
+            }
+            Placement::Duplicate | Placement::Unwanted | Placement::Later => {
+                unreachable!("nothing lands then")
+            }
+        }
+        self.on_shard(part, |core, actions| core.landed(client, plan, block, fit, actions));
+        self.ask_again(part);
+    }
+
+    /// What waits may be wanted now.
+    fn ask_again(&mut self, part: usize) {
+        for (client, plan, block, sum) in std::mem::take(&mut self.shards[part].parked) {
+            self.payload_comes(part, client, plan, block, sum);
+        }
+    }
+
+    fn payload_comes(&mut self, part: usize, client: ClientId, plan: PlanId, block: u32, sum: Sum) {
+        let placement = self.shards[part].core.arrive(client, plan, block);
+        self.trace(|| format!("part {part}: block {block} of {client} for {plan}: {placement:?}"));
+        match placement {
+            Placement::Later => {
+                let drop = self.chance(self.settings.broken);
+                // Real connections wait; here some give up while the network is bad.
+                let room = self.healed || self.shards[part].parked.len() < MAX_PARKED;
+                let parked = &mut self.shards[part].parked;
+                if room && !drop {
+                    parked.push_back((client, plan, block, sum));
+                }
+            }
+            Placement::Duplicate | Placement::Unwanted => {}
+            placement => {
+                let after = self.some_time(self.settings.landing);
+                let shard = &mut self.shards[part];
+                let id = shard.next_landing;
+                shard.next_landing += 1;
+                shard.landing.insert(id, Landing { client, plan, block, placement, sum });
+                self.after(after, Event::Shard(part, ShardEvent::Landed(id)));
+            }
+        }
+    }
+
+    /// A message of the lead.
+    pub fn shard_from_lead(&mut self, part: usize, request: u64, message: Message) {
+        let mut actions = Vec::new();
+        let shard = &mut self.shards[part];
+        let result = match message {
+            Message::Start(plan) => {
+                let result = shard.core.start(local(&plan, &shard.mine), &mut actions);
+                if actions.iter().any(|action| matches!(action, Action::Begin(_))) {
+                    shard.plan = Some(plan);
+                }
+                result
+            }
+            Message::Conclude { plan } => shard.core.conclude(plan, &mut actions),
+            Message::Drop { plan } => {
+                shard.core.drop_plan(plan, &mut actions);
+                Ok(())
+            }
+            other => panic!("the lead sends {} to a shard", other.name()),
+        };
+        if let Err(error) = result {
+            self.say_to_lead(part, request, Message::Refused(Refusal::Other(error.to_string())));
+        }
+        self.shard_acts(part, actions);
+    }
+
+    /// A message of a client.
+    pub fn shard_from_client(&mut self, part: usize, index: usize, message: Message, body: Body) {
+        let client = self.clients[index].id;
+        match message {
+            Message::Push { plan, block, .. } => {
+                let Body::Sum(sum) = body else { panic!("a push without payload") };
+                let mine = &self.shards[part].mine;
+                let block = mine.binary_search(&block).expect("a block of this shard") as u32;
+                self.payload_comes(part, client, plan, block, sum);
+            }
+            Message::Probe { plan } => {
+                let Some(missing) = self.shards[part].core.missing(client, plan) else { return };
+                let blocks =
+                    missing.ones().map(|at| self.shards[part].mine[at].0).map(|b| b..b + 1).collect();
+                self.say_to_client(part, index, Message::Missing { plan, blocks }, Body::None);
+            }
+            Message::Pull { version, blocks } => {
+                let shard = &self.shards[part];
+                let newest = shard.core.version();
+                let Some((_, contents)) = shard.versions.iter().find(|(known, _)| *known == version) else {
+                    let refusal = Refusal::NoVersion { wanted: version, newest };
+                    return self.say_to_client(part, index, Message::Refused(refusal), Body::None);
+                };
+                let asked = shard.mine.iter().zip(contents).filter(|(block, _)| blocks.contains(&block.0));
+                let asked: Vec<_> = asked.map(|(block, content)| (*block, content.clone())).collect();
+                for (block, content) in asked {
+                    self.say_to_client(
+                        part,
+                        index,
+                        Message::Block { version, block },
+                        Body::Content(content),
+                    );
+                }
+            }
+            other => panic!("a client sends {} to a shard", other.name()),
+        }
+    }
+
+    fn say_to_lead(&mut self, part: usize, request: u64, message: Message) {
+        self.send(Node::Part(part), Node::Lead, request, message, Body::None);
+    }
+
+    fn say_to_client(&mut self, part: usize, index: usize, message: Message, body: Body) {
+        self.send(Node::Part(part), Node::Client(index), 0, message, body);
+    }
+
+    pub fn some_time(&mut self, most_micros: u64) -> Now {
+        Now::from_micros(self.rng.u64(0..=most_micros))
+    }
+}

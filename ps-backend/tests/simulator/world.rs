@@ -1,0 +1,508 @@
+//! The world of a run: its nodes, its clock, what is under way. Everything that happens is an event at a time, and
+//! all that is left to chance comes from one generator, so that a run is a function of its seed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use fastrand::Rng;
+use libmodelio::block_map::BlockMap;
+use libmodelio::client::core::ClientCore;
+use libmodelio::ids::{ClientId, ShardId};
+use libmodelio::wire::Message;
+use ps_backend::lead::{self, LeadCore};
+
+use crate::chaos::Fault;
+use crate::client::{Client, ClientEvent};
+use crate::history::{Content, History};
+use crate::network::Network;
+use crate::programs::Program;
+use crate::settings::Settings;
+use crate::shard::{Shard, ShardEvent, Sum};
+
+/// Time since the beginning of the world.
+pub type Now = Duration;
+
+/// A process, or a shard's part in the lead's process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Node {
+    Client(usize),
+    Lead,
+    Part(usize),
+}
+
+/// A message's payload.
+#[derive(Clone, Debug)]
+pub enum Body {
+    None,
+    Sum(Sum),
+    Content(Content),
+}
+
+/// Something that happens at a node.
+#[derive(Clone, Debug)]
+pub enum Event {
+    Client(usize, ClientEvent),
+    Shard(usize, ShardEvent),
+    /// A message comes.
+    Message {
+        from: Node,
+        to: Node,
+        epoch: u64,
+        request: u64,
+        message: Box<Message>,
+        body: Body,
+    },
+    /// Somebody connects; the acceptor hears of it first.
+    Connects {
+        opener: Node,
+        acceptor: Node,
+    },
+    Accepted {
+        opener: Node,
+        acceptor: Node,
+        epoch: u64,
+    },
+    /// One end hears that the connection is gone.
+    Gone {
+        opener: Node,
+        acceptor: Node,
+        epoch: u64,
+        at_opener: bool,
+    },
+    /// A core has asked for its time.
+    Timer(Node, u64),
+    /// Not at a node.
+    Fault(Fault),
+}
+
+pub struct World {
+    pub rng: Rng,
+    pub now: Now,
+    pub settings: Settings,
+    pub network: Network,
+    pub history: History,
+    pub lead: LeadCore,
+    pub shards: Vec<Shard>,
+    pub clients: Vec<Client>,
+    pub map: BlockMap,
+    /// The network is well again, and stays so.
+    pub healed: bool,
+    /// Programs end.
+    pub ending: bool,
+    queue: BTreeMap<(Now, u64), Event>,
+    next_event: u64,
+    /// Nodes that do nothing until then.
+    pub hung: BTreeMap<Node, Now>,
+    /// Events that wait for one of these.
+    put_off: BTreeSet<u64>,
+    /// For each node, the timer that counts and when it rings.
+    timers: BTreeMap<Node, (u64, Now)>,
+    pub printing: bool,
+    pub events: u64,
+}
+
+impl World {
+    pub fn new(seed: u64, printing: bool) -> World {
+        let mut rng = Rng::with_seed(seed);
+        let settings = Settings::draw(&mut rng);
+        let shards: Vec<ShardId> = (0..settings.parts).map(|i| ShardId(i * 2 + 1)).collect();
+        let map = BlockMap::striped(settings.blocks, &shards).expect("a map");
+        let parts = map.shares().len();
+        let mut history = History::new(settings.blocks, parts);
+        history.sync_throughout = settings.sync_throughout();
+        let mut network = Network::new(settings.weather);
+        if settings.colocated {
+            network.local = Some((Node::Lead, Node::Part(0)));
+        }
+        let first = history.first();
+        let shard = |id: ShardId| Shard::new(map.blocks_of(id).collect(), &first, settings.keep);
+        let lead = LeadCore::new(settings.blocks, parts, settings.controls.clone(), settings.patience);
+        let mut world = World {
+            now: Now::ZERO,
+            network,
+            lead,
+            shards: map.shares().into_keys().map(shard).collect(),
+            clients: Vec::new(),
+            history,
+            map,
+            healed: false,
+            ending: false,
+            queue: BTreeMap::new(),
+            next_event: 0,
+            hung: BTreeMap::new(),
+            put_off: BTreeSet::new(),
+            timers: BTreeMap::new(),
+            printing,
+            events: 0,
+            settings,
+            rng,
+        };
+        world.trace(|| format!("{:#?}", world.settings));
+        for part in 0..parts {
+            world.connects(Node::Lead, Node::Part(part), Now::ZERO);
+        }
+        for learners in world.settings.clients.clone() {
+            world.add_client(learners);
+        }
+        world.arm(Node::Lead);
+        world
+    }
+
+    /// A client starts.
+    pub fn add_client(&mut self, learners: usize) {
+        let index = self.clients.len();
+        let id = ClientId(1000 + self.rng.u64(0..1 << 40) * 64 + index as u64);
+        let mut core = ClientCore::new(&self.map);
+        core.shown(libmodelio::ids::Version(0), self.now, &mut Vec::new());
+        let mut client = Client::new(id, core, self.history.first());
+        client.programs.extend((0..learners).map(|at| Program::learner(format!("c{index}-{at}"))));
+        if self.settings.operators {
+            client.programs.push(Program::operator(format!("c{index}-op")));
+        }
+        let programs = client.programs.len();
+        self.clients.push(client);
+        let node = Node::Client(index);
+        self.connects(node, Node::Lead, Now::ZERO);
+        for part in 0..self.shards.len() {
+            self.connects(node, Node::Part(part), Now::ZERO);
+        }
+        self.after(self.settings.lease / 4, Event::Client(index, ClientEvent::Touch));
+        for program in 0..programs {
+            let about = self.settings.compute;
+            self.program_rests(index, program, about);
+        }
+    }
+
+    // -- chance and time
+
+    pub fn chance(&mut self, share: f64) -> bool {
+        !self.healed && self.rng.f64() < share
+    }
+
+    pub fn after(&mut self, after: Now, event: Event) {
+        self.at(self.now + after, event);
+    }
+
+    pub fn at(&mut self, at: Now, event: Event) {
+        self.next_event += 1;
+        self.queue.insert((at, self.next_event), event);
+    }
+
+    pub fn trace(&self, what: impl FnOnce() -> String) {
+        if self.printing {
+            println!("{:12.6} {}", self.now.as_secs_f64(), what());
+        }
+    }
+
+    /// The process that a node runs in.
+    pub fn process(&self, node: Node) -> Node {
+        if node == Node::Part(0) && self.settings.colocated { Node::Lead } else { node }
+    }
+
+    fn node_of(event: &Event) -> Option<Node> {
+        Some(match event {
+            Event::Client(index, _) => Node::Client(*index),
+            Event::Shard(part, _) => Node::Part(*part),
+            Event::Message { to, .. } => *to,
+            Event::Connects { acceptor, .. } => *acceptor,
+            Event::Accepted { opener, .. } => *opener,
+            Event::Gone { opener, acceptor, at_opener, .. } => {
+                if *at_opener {
+                    *opener
+                } else {
+                    *acceptor
+                }
+            }
+            Event::Timer(node, _) => *node,
+            Event::Fault(_) => return None,
+        })
+    }
+
+    /// Runs what happens up to `until`, or until `done`.
+    pub fn run_until(&mut self, until: Now, done: impl Fn(&World) -> bool) -> bool {
+        while let Some(entry) = self.queue.first_entry() {
+            let (at, number) = *entry.key();
+            if at > until {
+                break;
+            }
+            let event = entry.remove();
+            self.now = self.now.max(at);
+            self.events += 1;
+            assert!(self.events < 5_000_000, "the run does not end");
+            let node = World::node_of(&event);
+            if let Some(node) = node {
+                let hung = self.hung.get(&self.process(node)).copied().filter(|&until| until > self.now);
+                if let Some(until) = hung {
+                    // It keeps its place among what waits.
+                    self.queue.insert((until, number), event);
+                    self.put_off.insert(number);
+                    continue;
+                }
+                if matches!(node, Node::Client(index) if !self.clients[index].alive) {
+                    continue;
+                }
+            }
+            self.happens(event);
+            if let Some(node) = node {
+                self.arm(node);
+            }
+            if done(self) {
+                return true;
+            }
+        }
+        self.now = self.now.max(until);
+        done(self)
+    }
+
+    /// What waits for hung nodes is no longer kept from them.
+    pub fn wake_hung(&mut self) {
+        self.hung.clear();
+        let now = self.now;
+        // What was put off lies at the time when its node would have gone on.
+        let late: Vec<(Now, u64)> =
+            self.queue.keys().copied().filter(|(_, number)| self.put_off.contains(number)).collect();
+        for key in late {
+            if let Some(event) = self.queue.remove(&key) {
+                self.queue.insert((now, key.1), event);
+            }
+        }
+        self.put_off.clear();
+    }
+
+    fn happens(&mut self, event: Event) {
+        match event {
+            Event::Client(index, event) => self.client_event(index, event),
+            Event::Shard(part, event) => self.shard_event(part, event),
+            Event::Message { from, to, epoch, request, message, body } => {
+                self.message_comes(from, to, epoch, request, *message, body);
+            }
+            Event::Connects { opener, acceptor } => self.accepts(opener, acceptor),
+            Event::Accepted { opener, acceptor, epoch } => self.accepted(opener, acceptor, epoch),
+            Event::Gone { opener, acceptor, epoch, at_opener } => {
+                self.gone(opener, acceptor, epoch, at_opener)
+            }
+            Event::Timer(node, number) => {
+                if self.timers.get(&node).is_some_and(|(counts, _)| *counts == number) {
+                    self.timers.remove(&node);
+                    if node == Node::Lead {
+                        self.on_lead(|lead, now, actions| lead.tick(now, actions));
+                        let due = self.lead.job().next_deadline();
+                        assert!(due.is_none_or(|due| due > self.now), "the lead leaves a request unanswered");
+                    }
+                }
+            }
+            Event::Fault(fault) => self.fault(fault),
+        }
+    }
+
+    /// After an event: what its node does next by itself.
+    fn arm(&mut self, node: Node) {
+        let due = match node {
+            Node::Client(index) => {
+                self.pump(index);
+                self.clients[index].core.next_deadline()
+            }
+            Node::Lead => Some(self.lead.next_deadline()),
+            Node::Part(_) => None,
+        };
+        let Some(due) = due else { return };
+        if self.timers.get(&node).is_some_and(|(_, at)| *at == due) {
+            return;
+        }
+        let number = self.next_event + 1;
+        self.timers.insert(node, (number, due));
+        self.at(due.max(self.now), Event::Timer(node, number));
+    }
+
+    // -- connections
+
+    /// The one of two nodes that keeps up their connection, and the other one.
+    fn roles(a: Node, b: Node) -> (Node, Node) {
+        match (a, b) {
+            (Node::Client(_), _) | (Node::Lead, Node::Part(_)) => (a, b),
+            _ => (b, a),
+        }
+    }
+
+    pub fn connects(&mut self, opener: Node, acceptor: Node, after: Now) {
+        self.network.connection(opener, acceptor);
+        self.after(after, Event::Connects { opener, acceptor });
+    }
+
+    fn accepts(&mut self, opener: Node, acceptor: Node) {
+        if matches!(opener, Node::Client(index) if !self.clients[index].alive) {
+            return;
+        }
+        let cut = self.network.cut_until(opener, acceptor, self.now);
+        let hung = self.hung.get(&self.process(opener)).copied().filter(|&until| until > self.now);
+        if let Some(until) = cut.max(hung) {
+            let again = until - self.now + self.some_time(200_000);
+            return self.connects(opener, acceptor, again);
+        }
+        self.network.drain(opener, acceptor);
+        let connection = self.network.connection(opener, acceptor);
+        connection.epoch += 1;
+        connection.acceptor_up = true;
+        let epoch = connection.epoch;
+        self.trace(|| format!("{opener:?} connects to {acceptor:?} ({epoch})"));
+        if let (Node::Client(index), Node::Lead) = (opener, acceptor) {
+            let id = self.clients[index].id;
+            self.on_lead(|lead, now, actions| {
+                lead.client_up(id, now, actions).expect("room for a client");
+            });
+        }
+        let after = if self.network.is_local(opener, acceptor) { Now::ZERO } else { self.some_time(2000) };
+        self.after(after, Event::Accepted { opener, acceptor, epoch });
+    }
+
+    fn accepted(&mut self, opener: Node, acceptor: Node, epoch: u64) {
+        let connection = self.network.connection(opener, acceptor);
+        if connection.epoch != epoch {
+            return;
+        }
+        connection.opener_up = true;
+        match (opener, acceptor) {
+            (Node::Client(index), Node::Lead) => {
+                self.on_client(index, |core, now, actions| core.lead_up(now, actions));
+            }
+            (Node::Client(index), Node::Part(part)) => {
+                self.on_client(index, |core, now, actions| core.shard_up(part, now, actions));
+            }
+            (_, Node::Part(part)) => self.on_lead(|lead, _, actions| lead.part_up(part, actions)),
+            _ => unreachable!("nobody else connects"),
+        }
+    }
+
+    /// The connection is lost, with all that is under way on it; both ends hear of it in their time.
+    pub fn reset(&mut self, opener: Node, acceptor: Node) {
+        if self.network.is_local(opener, acceptor) {
+            return;
+        }
+        let connection = self.network.connection(opener, acceptor);
+        connection.epoch += 1;
+        let epoch = connection.epoch;
+        self.trace(|| format!("the connection of {opener:?} to {acceptor:?} is reset"));
+        for at_opener in [true, false] {
+            let after = self.some_time(20_000);
+            self.after(after, Event::Gone { opener, acceptor, epoch, at_opener });
+        }
+    }
+
+    fn gone(&mut self, opener: Node, acceptor: Node, epoch: u64, at_opener: bool) {
+        let connection = self.network.connection(opener, acceptor);
+        if connection.epoch != epoch {
+            return;
+        }
+        if !at_opener {
+            connection.acceptor_up = false;
+            if let (Node::Client(index), Node::Lead) = (opener, acceptor) {
+                let id = self.clients[index].id;
+                self.on_lead(|lead, now, actions| lead.client_down(id, now, actions));
+            }
+            return;
+        }
+        connection.opener_up = false;
+        match (opener, acceptor) {
+            (Node::Client(index), Node::Lead) => self.on_client(index, |core, _, _| core.lead_down()),
+            (Node::Client(index), Node::Part(part)) => {
+                self.on_client(index, |core, _, _| core.shard_down(part))
+            }
+            _ => {}
+        }
+        let again = self.some_time(300_000);
+        self.connects(opener, acceptor, again);
+    }
+
+    // -- messages
+
+    pub fn send(&mut self, from: Node, to: Node, request: u64, message: Message, body: Body) {
+        let (opener, acceptor) = World::roles(from, to);
+        let connection = self.network.connection(opener, acceptor).clone();
+        let is_up = if from == opener { connection.opener_up } else { connection.acceptor_up };
+        if !is_up {
+            return;
+        }
+        let deliveries = self.network.deliveries(from, to, self.now, &mut self.rng);
+        self.trace(|| format!("{from:?} to {to:?}: {request} {message:?} comes {deliveries:?}"));
+        let message = Box::new(message);
+        for at in deliveries {
+            let (message, body) = (message.clone(), body.clone());
+            self.at(at, Event::Message { from, to, epoch: connection.epoch, request, message, body });
+        }
+    }
+
+    fn message_comes(
+        &mut self,
+        from: Node,
+        to: Node,
+        epoch: u64,
+        request: u64,
+        message: Message,
+        body: Body,
+    ) {
+        let (opener, acceptor) = World::roles(from, to);
+        let connection = self.network.connection(opener, acceptor).clone();
+        if self.network.weather.streams && connection.epoch != epoch {
+            return;
+        }
+        match (from, to) {
+            (Node::Client(index), Node::Lead) => {
+                if !connection.acceptor_up {
+                    return;
+                }
+                let id = self.clients[index].id;
+                self.on_lead(|lead, now, actions| lead.from_client(id, request, message, now, actions));
+            }
+            (Node::Part(part), Node::Lead) => {
+                self.on_lead(|lead, now, actions| lead.from_part(part, request, message, now, actions));
+            }
+            (Node::Lead, Node::Part(part)) => self.shard_from_lead(part, request, message),
+            (Node::Client(index), Node::Part(part)) => self.shard_from_client(part, index, message, body),
+            (Node::Lead, Node::Client(index)) => self.client_from_lead(index, request, message),
+            (Node::Part(part), Node::Client(index)) => self.client_from_shard(index, part, message, body),
+            _ => unreachable!("nobody else talks"),
+        }
+    }
+
+    // -- the lead
+
+    pub fn on_lead<R>(&mut self, f: impl FnOnce(&mut LeadCore, Now, &mut Vec<lead::Action>) -> R) -> R {
+        let mut actions = Vec::new();
+        let result = f(&mut self.lead, self.now, &mut actions);
+        assert_eq!(self.lead.failed(), None, "the job has failed");
+        for action in actions {
+            self.lead_acts(action);
+        }
+        result
+    }
+
+    fn client_index(&self, id: ClientId) -> Option<usize> {
+        self.clients.iter().position(|client| client.id == id)
+    }
+
+    fn lead_acts(&mut self, action: lead::Action) {
+        match action {
+            lead::Action::ToClient(id, request, message) => {
+                if let Message::Grant { plan, payload } = &message {
+                    self.history.granted(id, *plan, payload);
+                }
+                let index = self.client_index(id).expect("a client");
+                self.send(Node::Lead, Node::Client(index), request, message, Body::None);
+            }
+            lead::Action::ToPart(part, request, message) => {
+                if let Message::Start(plan) = &message {
+                    self.history.started(plan);
+                }
+                self.send(Node::Lead, Node::Part(part), request, message, Body::None);
+            }
+            lead::Action::Close(id, why) => {
+                self.trace(|| format!("the lead closes the connection of client {id}: {why}"));
+                let index = self.client_index(id).expect("a client");
+                if self.clients[index].alive {
+                    self.reset(Node::Client(index), Node::Lead);
+                }
+            }
+            lead::Action::Published(version) => self.trace(|| format!("version {version} is published")),
+        }
+    }
+}

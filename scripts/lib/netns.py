@@ -1,0 +1,464 @@
+"""Test hosts made of network namespaces, and gradfs clusters on them.
+
+Every host is a network namespace with a name (`ip netns`), joined by a veth pair to a bridge in one more namespace,
+the switch; the network of the machine itself is not touched. A host has mounts and a hostname of its own, too, kept by
+a process that sleeps: programs on the host are started by nsenter(1) with that process for a target, so all of them see
+what is mounted there.
+
+    with Hosts(["shard1", "learner1"], Link(delay=0.001)) as hosts, Cluster(hosts, binary) as cluster:
+        cluster.shard("shard1")
+        cluster.create("model", "--size", "1MiB")
+        path = cluster.mount("learner1") / "model"
+        hosts.start("learner1", ["cat", path / "version"]).finish(10)
+
+What is mounted on a host is seen from outside as well, below `hosts.root(host)`.
+"""
+
+import ctypes
+import fcntl
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from machine import Failed
+
+START_DEADLINE = 30.0
+STOP_DEADLINE = 20.0
+COMMAND_DEADLINE = 30.0
+
+NAMED = Path("/run/netns")
+SCRATCH = "gradfs-netns-"
+BRIDGE = "br0"
+NETWORK = "10.77.0"
+PORT = 7070
+
+_PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
+_SIOCETHTOOL, _ETHTOOL_STXCSUM = 0x8946, 0x17
+_TC_ACT_SHOT = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class NotPermitted(Exception):
+    """Such hosts cannot be had here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How each host's frames leave it: seconds of delay, the share that is lost, bits a second (0 is any), MTU."""
+
+    delay: float = 0.0
+    loss: float = 0.0
+    rate: float = 0.0
+    mtu: int = 1500
+
+    def __bool__(self):
+        return bool(self.delay or self.loss or self.rate)
+
+    def __str__(self):
+        words = []
+        if self.delay:
+            words.append(f"{self.delay * 1e3:g} ms")
+        if self.loss:
+            words.append(f"{self.loss * 100:g}% loss")
+        if self.rate:
+            words.append(f"{self.rate / 1e6:g} Mbit/s")
+        return ", ".join(words) or "no delay, no loss"
+
+    def netem(self):
+        """The arguments of tc(8)."""
+        words = ["netem", "limit", "100000"]
+        if self.delay:
+            words += ["delay", f"{self.delay * 1e6:.0f}us"]
+        if self.loss:
+            words += ["loss", f"{self.loss * 100:g}%"]
+        if self.rate:
+            words += ["rate", f"{self.rate:.0f}bit"]
+        return words
+
+
+def quantity(text, units, what):
+    """`text`, a number and one of `units` ({name: factor}), or 0; a ValueError names `what` and the units."""
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)([a-z%]*)", text.strip().lower())
+    if not found or found[2] not in units and float(found[1]):
+        raise ValueError(f"{text!r} is not {what}: a number and one of {', '.join(units)}")
+    return float(found[1]) * units.get(found[2], 1)
+
+
+def delay_of(text):
+    """Seconds, of 1ms or 200us."""
+    return quantity(text, {"us": 1e-6, "ms": 1e-3, "s": 1}, "a delay")
+
+
+def loss_of(text):
+    """A share, of 0.1%."""
+    share = quantity(text, {"%": 0.01}, "a loss")
+    if share >= 1:
+        raise ValueError(f"{text!r} is not a loss: 100% leaves nothing")
+    return share
+
+
+def rate_of(text):
+    """Bits a second, of 1gbit or 100mbit."""
+    return quantity(text, {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}, "a rate")
+
+
+def run(*command, check=True):
+    """Runs a short command; its output. Failed says what it said."""
+    try:
+        done = subprocess.run(
+            [str(word) for word in command],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_DEADLINE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"{' '.join(map(str, command))}: no end after {COMMAND_DEADLINE:.0f} s") from error
+    if check and done.returncode:
+        raise Failed(f"{' '.join(map(str, command))}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+def require_permission():
+    """Raises NotPermitted where network namespaces and mounts in them cannot be had."""
+    for program, package in {"ip": "iproute2", "tc": "iproute2", "bridge": "iproute2", "nsenter": "util-linux"}.items():
+        if not shutil.which(program):
+            raise NotPermitted(f"{program} is not installed ({package})")
+    if os.geteuid() != 0:
+        raise NotPermitted("making network namespaces takes root")
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        raise NotPermitted("/dev/fuse is missing or not permitted")
+    name = f"gradfs-{os.getpid()}-try"
+    try:
+        run("ip", "netns", "add", name)
+        try:
+            run("ip", "-n", name, "link", "add", "name", BRIDGE, "type", "bridge")
+            run("ip", "-n", name, "link", "add", "name", "left", "type", "veth", "peer", "name", "right")
+            run("nsenter", f"--net={NAMED / name}", "unshare", "--mount", "--uts", "true")
+        finally:
+            run("ip", "netns", "del", name, check=False)
+    except Failed as error:
+        raise NotPermitted(f"network namespaces are not permitted here: {error}") from error
+
+
+def remove_leftovers():
+    """Deletes namespaces and files of runs that were killed outright, known by the process that is no more."""
+
+    def left(found):
+        pid = found.name.removeprefix(SCRATCH).removeprefix("gradfs-").split("-")[0]
+        return pid.isdigit() and not Path(f"/proc/{pid}").exists()
+
+    for path in filter(left, NAMED.glob("gradfs-*-*")):
+        run("ip", "netns", "del", path.name, check=False)
+    # Mounts on hosts have gone with the hosts: these are plain files.
+    for path in filter(left, Path(tempfile.gettempdir()).glob(f"{SCRATCH}*-*")):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _in_namespace(name, call):
+    """The result of `call()` in a thread that is in the network namespace `name`."""
+    outcome = []
+
+    def inside():
+        try:
+            with open(NAMED / name) as file:
+                if _libc.setns(file.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), f"setns {name}")
+            outcome.append((call(), None))
+        except Exception as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    value, error = outcome[0]
+    if error:
+        raise error
+    return value
+
+
+def _setting(name):
+    """The file of a network setting: of the namespace that whoever opens it is in."""
+    return Path("/proc/sys") / name.replace(".", "/")
+
+
+def _send_packets_as_they_are(interface):
+    """Turns checksum offload off, and with it coalescing: what is sent is packets of one MTU, with checksums."""
+    value = ctypes.create_string_buffer(struct.pack("II", _ETHTOOL_STXCSUM, 0))
+    request = struct.pack("16sP", interface.encode(), ctypes.addressof(value))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
+        fcntl.ioctl(handle, _SIOCETHTOOL, request.ljust(40, b"\0"))
+
+
+class Program:
+    """A program that runs, in or out of a host. Its output goes to `output`, a file."""
+
+    def __init__(self, name, command, output, env=None):
+        self.name = name
+        self.output = output
+        with open(output, "wb") as file:
+            self.process = subprocess.Popen(
+                [str(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+                env={**{k: v for k, v in os.environ.items() if not k.startswith("GRADFS_")}, **(env or {})},
+            )
+
+    def said(self):
+        """What it has said until now."""
+        return self.output.read_text(errors="replace")
+
+    def wait_for(self, line, deadline=START_DEADLINE):
+        """Returns when a line that begins with `line` was said."""
+        give_up = time.monotonic() + deadline
+        while not any(said.startswith(line) for said in self.said().splitlines()):
+            if self.process.poll() is not None:
+                raise Failed(f"{self.name} ended with {self.process.returncode}: {self.said().strip()[-2000:]}")
+            if time.monotonic() > give_up:
+                raise Failed(f"{self.name} has not said {line!r} in {deadline:.0f} s: {self.said().strip()[-2000:]}")
+            time.sleep(0.01)
+
+    def finish(self, deadline, check=True):
+        """Its output, once it has ended; Failed if that is not in time, or (with `check`) not with 0."""
+        try:
+            self.process.wait(deadline)
+        except subprocess.TimeoutExpired as error:
+            raise Failed(f"{self.name}: no end after {deadline:.0f} s: {self.said().strip()[-2000:]}") from error
+        if check and self.process.returncode:
+            raise Failed(f"{self.name} ended with {self.process.returncode}: {self.said().strip()[-2000:]}")
+        return self.said()
+
+    def stop(self):
+        """Ends it, kindly first."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_DEADLINE)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(STOP_DEADLINE)
+
+
+class Hosts:
+    """Hosts of the given names, of up to 15 letters each; all that they are ends with the `with` block."""
+
+    def __init__(self, names, link=Link(), congestion=None):
+        """`congestion` is the TCP congestion control of all hosts, or the machine's."""
+        self.names = list(names)
+        self.link = link
+        self.congestion = congestion
+        self.way = ""
+        # What the relay has done, in words, once it has ended.
+        self.counts = []
+        self.scratch = None
+        self._made = []
+        self._keepers = {}
+        self._programs = []
+        self._relay = None
+
+    def __enter__(self):
+        require_permission()
+        remove_leftovers()
+        self.scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}{os.getpid()}-"))
+        try:
+            self._wire()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    # What they are.
+
+    def namespace(self, name):
+        """The name that `ip netns` knows a host by."""
+        return f"gradfs-{os.getpid()}-{name}"
+
+    def address(self, host):
+        """Its IP address."""
+        return f"{NETWORK}.{self.names.index(host) + 1}"
+
+    def root(self, host):
+        """The host's root directory, as seen from outside."""
+        return Path(f"/proc/{self._keepers[host].process.pid}/root")
+
+    def enter(self, host):
+        """The command that, followed by another, runs it on the host."""
+        return ["nsenter", "--target", str(self._keepers[host].process.pid), "--net", "--mount", "--uts"]
+
+    def sysctl(self, host, name):
+        """The host's setting, as net.ipv4.tcp_congestion_control; those of the network alone."""
+        return _in_namespace(self.namespace(host), _setting(name).read_text).strip()
+
+    # What runs on them.
+
+    def start(self, host, command, env=None, name=None):
+        """Starts a program on the host; it ends with the hosts, if not before."""
+        name = name or f"{Path(command[0]).name} on {host}"
+        output = self.scratch / f"{len(self._programs)}.log"
+        program = Program(name, [*self.enter(host), "--", *command], output, env)
+        self._programs.append(program)
+        return program
+
+    # What becomes of their links.
+
+    def cut(self, host):
+        """Nothing comes from the host or gets there any more; the other hosts are not told, and no socket is."""
+        run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, "down")
+
+    def heal(self, host):
+        """The host is back."""
+        run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, "up")
+
+    # How they are made, and end.
+
+    def _wire(self):
+        for name in ["switch", *self.names]:
+            run("ip", "netns", "add", self.namespace(name))
+            self._made.append(name)
+            self._quiet(self.namespace(name))
+        switch = self.namespace("switch")
+        run("ip", "-n", switch, "link", "add", "name", BRIDGE, "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "dev", BRIDGE, "up")
+        for host in self.names:
+            self._connect(switch, host)
+        self._condition(switch)
+        for host in self.names:
+            keeper = ["nsenter", f"--net={NAMED / self.namespace(host)}", "unshare", "--mount", "--uts"]
+            script = f"echo {host} >/proc/sys/kernel/hostname; echo ready; exec sleep infinity"
+            output = self.scratch / f"{host}.keeper"
+            self._keepers[host] = Program(f"host {host}", [*keeper, "sh", "-c", script], output)
+        for keeper in self._keepers.values():
+            keeper.wait_for("ready")
+
+    def _quiet(self, namespace):
+        """No IPv6: its neighbour discovery would be lost and delayed along."""
+        setting = _setting("net.ipv6.conf.all.disable_ipv6")
+        if setting.exists():
+            _in_namespace(namespace, lambda: setting.write_text("1"))
+
+    def _connect(self, switch, host):
+        """The veth pair: `eth0` on the host, and a port of the host's name on the switch."""
+        namespace = self.namespace(host)
+        run("ip", "-n", namespace, "link", "add", "name", "eth0", "type", "veth", "peer", "name", host, "netns", switch)
+        mac = f"02:00:0a:4d:00:{self.names.index(host) + 1:02x}"
+        run("ip", "-n", namespace, "link", "set", "dev", "eth0", "mtu", self.link.mtu, "address", mac)
+        run("ip", "-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+        for interface in ("lo", "eth0"):
+            run("ip", "-n", namespace, "link", "set", "dev", interface, "up")
+        run("ip", "-n", switch, "link", "set", "dev", host, "mtu", self.link.mtu, "master", BRIDGE, "up")
+        # It need not learn where hosts are, and where it does not see what they send it could not.
+        run("nsenter", f"--net={NAMED / switch}", "bridge", "fdb", "add", mac, "dev", host, "master", "static")
+        if self.congestion:
+            setting = _setting("net.ipv4.tcp_congestion_control")
+            try:
+                _in_namespace(namespace, lambda: setting.write_text(self.congestion))
+            except OSError as error:
+                raise Failed(f"congestion control {self.congestion}: {error.strerror}") from error
+
+    def _condition(self, switch):
+        """Has the links be as they are to be: by netem, or by a relay where the kernel has none."""
+        if not self.link:
+            self.way = "no delay, no loss"
+            return
+        for host in self.names:
+            _in_namespace(self.namespace(host), lambda: _send_packets_as_they_are("eth0"))
+        try:
+            for host in self.names:
+                run("tc", "-n", self.namespace(host), "qdisc", "add", "dev", "eth0", "root", *self.link.netem())
+            self.way = f"{self.link} (netem)"
+            return
+        except Failed as error:
+            if "qdisc kind is unknown" not in str(error):
+                raise NotPermitted(f"netem is not permitted here: {error}") from error
+        self.way = f"{self.link} (relay: this kernel has no netem)"
+        for host in self.names:
+            # The bridge gets none of what hosts send; the relay sees it before this filter does.
+            run("tc", "-n", switch, "qdisc", "add", "dev", host, "clsact")
+            drop = ["bpf", "direct-action", "bytecode", f"1,6 0 0 {_TC_ACT_SHOT}"]
+            run("tc", "-n", switch, "filter", "add", "dev", host, "ingress", *drop)
+        relay = [sys.executable, Path(__file__).with_name("netns_relay.py")]
+        link = ["--delay", self.link.delay, "--loss", self.link.loss, "--rate", self.link.rate, "--mtu", self.link.mtu]
+        command = ["nsenter", f"--net={NAMED / switch}", "--", *relay, *link, BRIDGE, *self.names]
+        self._relay = Program("the relay", command, self.scratch / "relay.log")
+        self._relay.wait_for("ready")
+
+    def check(self):
+        """Failed if what makes the link has ended."""
+        if self._relay and self._relay.process.poll() is not None:
+            raise Failed(f"the relay ended: {self._relay.said().strip()[-2000:]}")
+
+    def close(self):
+        """Ends all programs and takes everything away."""
+        for host in self.names:
+            if host in self._keepers:
+                # So that whoever is to end can say so to the others.
+                run("ip", "-n", self.namespace("switch"), "link", "set", "dev", host, "up", check=False)
+        # Mounts are told first, then shards: what was started last ends first.
+        for program in reversed(self._programs):
+            program.stop()
+        for program in [*self._keepers.values(), *([self._relay] if self._relay else [])]:
+            program.stop()
+        if self._relay:
+            self.counts = self._relay.said().splitlines()[1:]
+        for name in self._made:
+            run("ip", "netns", "del", self.namespace(name), check=False)
+        if self.scratch:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        self._programs, self._keepers, self._made, self._relay = [], {}, [], None
+
+
+class Cluster:
+    """Shards, models and mounts on hosts; the first shard is the registry. It ends with the hosts."""
+
+    def __init__(self, hosts, binary):
+        self.hosts = hosts
+        self.binary = Path(binary)
+        self.registry = None
+        self.mounts = {}
+
+    def shard(self, host, *options):
+        """Starts a shard there; returns its program once it is ready."""
+        command = [self.binary, "shard", "--listen", self.hosts.address(host), *options]
+        if self.registry:
+            command += ["--registry", self.registry]
+        program = self.hosts.start(host, command, name=f"the shard on {host}")
+        program.wait_for("gradfs: ready")
+        self.registry = self.registry or self.hosts.address(host)
+        return program
+
+    def command(self, host, *arguments, deadline=COMMAND_DEADLINE):
+        """What `gradfs ARGUMENTS --registry …` says on the host."""
+        command = [self.binary, *arguments, "--registry", self.registry]
+        return self.hosts.start(host, command, name=f"gradfs {arguments[0]}").finish(deadline)
+
+    def create(self, name, *options):
+        """Makes a model of all shards."""
+        return self.command(self.hosts.names[0], "create", name, *options)
+
+    def mount(self, host, *options):
+        """Mounts all models there; returns the mountpoint, as programs on that host know it."""
+        path = self.hosts.scratch / host
+        path.mkdir()
+        command = [self.binary, "mount", path, "--registry", self.registry, *options]
+        program = self.hosts.start(host, command, name=f"the mount on {host}")
+        program.wait_for("gradfs: ready")
+        self.mounts[host] = path, program
+        return path

@@ -1,0 +1,224 @@
+"""The link of hosts in network namespaces where the kernel has no netem: a process that holds frames back.
+
+It runs in the switch's namespace. Frames that come in by `PORTS` go out through the bridge `OUT`, later, and some
+not at all; the bridge itself must not take them. As with netem on a host's interface, that is what a host sends; what
+it receives comes from the bridge directly.
+
+Frames are moved by recvmmsg(2) and sendmmsg(2) through ctypes, many at a time and without a look at each: one by one,
+Python would be the slowest part of the network.
+"""
+
+import argparse
+import ctypes
+import errno
+import math
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+
+# What one system call moves, and with a rate, what may go out at once.
+MOST_FRAMES, FRAMES_IN_TURN = 64, 16
+# What a frame is longer than the MTU, and the multiple that room for one is.
+HEADER, LINE = 18, 64
+# What waits in sockets until it is looked at, and what waits for its turn at a rate; the rest is lost.
+BUFFER, QUEUE = 16 << 20, 4 << 20
+
+# struct mmsghdr and struct iovec of 64-bit Linux, in words.
+MESSAGE, MESSAGE_IOV, MESSAGE_IOVLEN, MESSAGE_LENGTH = 8, 2, 3, 7
+IOV, IOV_LENGTH = 2, 1
+
+ETH_P_ALL = 0x0003
+SOL_PACKET, PACKET_STATISTICS, PACKET_IGNORE_OUTGOING = 263, 6, 23
+SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
+PR_SET_TIMERSLACK = 29
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Batch:
+    """Frames that came together, in memory that is used again."""
+
+    def __init__(self, room, frame):
+        """Room for `room` frames of up to `frame` bytes."""
+        self.room = room
+        self.slab = ctypes.create_string_buffer(room * frame)
+        self.messages = (ctypes.c_uint64 * (room * MESSAGE))()
+        iovs = (ctypes.c_uint64 * (room * IOV))()
+        for i in range(room):
+            iovs[i * IOV] = ctypes.addressof(self.slab) + i * frame
+            self.messages[i * MESSAGE + MESSAGE_IOV] = ctypes.addressof(iovs) + i * IOV * 8
+            self.messages[i * MESSAGE + MESSAGE_IOVLEN] = 1
+        self.iovs = iovs
+        # Strided views: lengths are moved without a loop.
+        self.space = memoryview(iovs).cast("B").cast("Q")[IOV_LENGTH::IOV]
+        self.lengths = memoryview(self.messages).cast("B").cast("Q")[MESSAGE_LENGTH::MESSAGE]
+        self.full = memoryview(frame.to_bytes(8, "little") * room).cast("Q")
+        self.frames = 0
+        self.due = 0.0
+        self.lost = []
+
+    def receive(self, source):
+        """Takes what is there, without waiting; whether that was something."""
+        self.space[:] = self.full
+        got = _libc.recvmmsg(source.fileno(), self.messages, self.room, socket.MSG_DONTWAIT, None)
+        # ENETDOWN is said once for an interface that is taken down.
+        if got < 0 and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ENETDOWN):
+            raise OSError(ctypes.get_errno(), "recvmmsg")
+        self.frames = max(got, 0)
+        self.space[: self.frames] = self.lengths[: self.frames]
+        return self.frames > 0
+
+    def bytes(self):
+        """How many there are."""
+        return sum(self.lengths[: self.frames])
+
+    def send(self, target):
+        """Sends all that is not lost. What does not fit is dropped, as a switch does."""
+        first = 0
+        for end in (*self.lost, self.frames):
+            while first < end:
+                at = ctypes.byref(self.messages, first * MESSAGE * 8)
+                sent = _libc.sendmmsg(target.fileno(), at, end - first, socket.MSG_DONTWAIT)
+                first += max(sent, 1)
+            first = end + 1
+
+
+class Losses:
+    """Which frames are lost: each with the same probability, whatever became of others."""
+
+    def __init__(self, share, chance):
+        self.share = share
+        self.chance = chance
+        self.next = self._gap()
+
+    def _gap(self):
+        """Frames that arrive before the next one that does not."""
+        if self.share <= 0:
+            return math.inf
+        if self.share >= 1:
+            return 0
+        return int(math.log(1 - self.chance.random()) / math.log(1 - self.share))
+
+    def of(self, frames):
+        """The indices among the next `frames`."""
+        lost = []
+        while self.next < frames:
+            lost.append(self.next)
+            self.next += 1 + self._gap()
+        self.next -= frames
+        return lost
+
+
+class Port:
+    """What one host sends."""
+
+    def __init__(self, name, room, frame, losses):
+        self.socket = packet_socket(name, ETH_P_ALL)
+        self.room, self.frame = room, frame
+        self.losses = losses
+        self.waiting = deque()
+        self.free = []
+        self.free_at = 0.0
+        self.queued = 0
+        self.moved = self.lost = self.dropped = 0
+
+    def counts(self):
+        """Frames that were moved, lost as asked for, and dropped because they came faster than they could go."""
+        # struct tpacket_stats: frames, and those that found no room.
+        stats = self.socket.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8)
+        return self.moved, self.lost, self.dropped + int.from_bytes(stats[4:], "little")
+
+    def take(self, delay, seconds_a_byte):
+        """Receives what is there and puts it into the queue."""
+        while True:
+            batch = self.free.pop() if self.free else Batch(self.room, self.frame)
+            if not batch.receive(self.socket):
+                self.free.append(batch)
+                return
+            now = time.monotonic()
+            batch.lost = self.losses.of(batch.frames)
+            size = batch.bytes() if seconds_a_byte else 0
+            if self.queued + size > QUEUE:
+                self.dropped += batch.frames
+                self.free.append(batch)
+                continue
+            self.moved += batch.frames - len(batch.lost)
+            self.lost += len(batch.lost)
+            self.queued += size
+            self.free_at = max(now, self.free_at) + size * seconds_a_byte
+            batch.due = self.free_at + delay
+            self.waiting.append(batch)
+
+    def give(self, target):
+        """Sends what is due; when the next is, or nothing."""
+        while self.waiting:
+            batch = self.waiting[0]
+            if batch.due > time.monotonic():
+                return batch.due
+            batch.send(target)
+            self.queued -= batch.bytes() if self.queued else 0
+            self.free.append(self.waiting.popleft())
+        return None
+
+
+def packet_socket(interface, protocol):
+    """A raw socket on `interface`; with protocol 0 it only sends."""
+    made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    made.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, BUFFER)
+    made.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, BUFFER)
+    made.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
+    made.bind((interface, protocol))
+    return made
+
+
+def relay(ports, target, delay, rate):
+    """Goes on until the process ends."""
+    seconds_a_byte = 8 / rate if rate else 0
+    sockets = {port.socket: port for port in ports}
+    dues = {}
+    while True:
+        wait = max(0, min(dues.values()) - time.monotonic()) if dues else None
+        for readable in select.select(sockets, (), (), wait)[0]:
+            sockets[readable].take(delay, seconds_a_byte)
+        for port in ports:
+            due = port.give(target)
+            if due is None:
+                dues.pop(port, None)
+            else:
+                dues[port] = due
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--delay", type=float, default=0, metavar="SECONDS")
+    parser.add_argument("--loss", type=float, default=0, metavar="SHARE")
+    parser.add_argument("--rate", type=float, default=0, metavar="BITS", help="a second; 0 is any")
+    parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES")
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("ports", nargs="+", metavar="PORTS")
+    options = parser.parse_args()
+    # Waits are to end when they are due, not 50 microseconds later.
+    _libc.prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0)
+    os.nice(-10)
+    room = FRAMES_IN_TURN if options.rate else MOST_FRAMES
+    chance = random.Random(0)
+    frame = -(-(options.mtu + HEADER) // LINE) * LINE
+    ports = [Port(name, room, frame, Losses(options.loss, chance)) for name in options.ports]
+    target = packet_socket(options.out, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    print("ready", flush=True)
+    try:
+        relay(ports, target, options.delay, options.rate)
+    finally:
+        for name, port in zip(options.ports, ports):
+            moved, lost, dropped = port.counts()
+            print(f"from {name}: {moved} frames, {lost} lost, {dropped} dropped", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Training over a network: hosts of network namespaces (scripts/netns-cluster), delay, loss, and partitions.
+
+Skipped with the reason where such hosts are not permitted.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, gradfs_binary
+
+# At the end: what the tests call by the same name is theirs.
+sys.path.append(str(REPOSITORY / "scripts/lib"))
+
+from netns import Cluster, Hosts, Link, NotPermitted, require_permission  # noqa: E402
+
+SCRIPT = REPOSITORY / "scripts/netns-cluster"
+WORK = REPOSITORY / "scripts/lib/netns_work.py"
+NOT_PERMITTED = 77
+SIZE = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def permitted():
+    try:
+        require_permission()
+    except NotPermitted as why:
+        pytest.skip(str(why))
+
+
+@pytest.fixture
+def cluster():
+    """Starts hosts with a shard each and hosts with a mount each, and a model that is the sum of what comes."""
+    made = []
+
+    def start(shards, learners, link=Link(), **options):
+        names = [f"shard{i}" for i in range(shards)], [f"learner{i}" for i in range(learners)]
+        hosts = Hosts([*names[0], *names[1]], link)
+        made.append(hosts)
+        hosts.__enter__()
+        cluster = Cluster(hosts, gradfs_binary())
+        for host in names[0]:
+            cluster.shard(host)
+        settings = {"size": SIZE, "reducer": "sum", "learners": learners, **options}
+        cluster.create("model", *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items()))
+        for host in names[1]:
+            cluster.mount(host)
+        return cluster
+
+    yield start
+    for hosts in made:
+        hosts.close()
+
+
+def start_learner(cluster, rank, steps, *options):
+    """A learner on the host of its number, that takes `steps` steps of known numbers."""
+    host = f"learner{rank}"
+    model = cluster.mounts[host][0] / "model"
+    return cluster.hosts.start(
+        host, [sys.executable, WORK, model, "steps", "--rank", str(rank), "--steps", str(steps), *options]
+    )
+
+
+def found(said):
+    """What such a program says last."""
+    return json.loads(said.splitlines()[-1])
+
+
+def outcome(cluster, *taken):
+    """What differs from the sum of so many steps of each learner, and the version, seen on the first learner's host."""
+    model = cluster.mounts["learner0"][0] / "model"
+    command = [sys.executable, WORK, model, "total", "--taken", *map(str, taken)]
+    return found(cluster.hosts.start("learner0", command).finish(30))
+
+
+def steps_said(learner):
+    return learner.said().count("step ")
+
+
+def wait_until(condition, what, deadline=20):
+    end = time.monotonic() + deadline
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline} s: {what}"
+        time.sleep(0.02)
+
+
+def namespaces(pid):
+    """What is left of hosts that a process has made."""
+    return [path.name for path in Path("/run/netns").glob(f"gradfs-{pid}-*")]
+
+
+def environment():
+    return {**os.environ, "GRADFS_BIN": str(gradfs_binary())}
+
+
+def test_training_over_delay_and_loss_equals_one_process():
+    """The digits: two learners and two shards on hosts of their own, 1 ms and 0.1% loss each way."""
+    command = [SCRIPT, "demo", "--delay", "1ms", "--loss", "0.1%", "--epochs", "5", "--deadline", "60"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, check=False)
+    if done.returncode == NOT_PERMITTED:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "check passed" in done.stdout and "1 ms, 0.1% loss" in done.stderr
+    accuracy = float(re.search(r"test accuracy ([0-9.]+)$", done.stdout, re.MULTILINE)[1])
+    assert accuracy >= 0.96
+
+
+def test_many_learners_take_many_steps(cluster):
+    """More connections than a shard has version buffers, each of which has pulled another version last."""
+    four = cluster(1, 4, size=9 * (256 << 10) + 4)
+    learners = [start_learner(four, rank, 60) for rank in range(4)]
+    assert [found(learner.finish(40))["taken"] for learner in learners] == [60] * 4
+    assert outcome(four, 60, 60, 60, 60) == {"wrong": 0, "version": 60, "largest": 0}
+
+
+def test_a_partition_that_heals_within_the_lease_loses_and_doubles_nothing(cluster):
+    two = cluster(2, 2, lease=8, timeout=30)
+    learners = [start_learner(two, rank, 40, "--pause", "0.02") for rank in range(2)]
+    wait_until(lambda: steps_said(learners[0]) >= 5, "five steps")
+    two.hosts.cut("learner1")
+    time.sleep(0.5)
+    before = steps_said(learners[0])
+    time.sleep(1)
+    assert steps_said(learners[0]) == before < 40, "the other one waits"
+    two.hosts.heal("learner1")
+    said = [found(learner.finish(30)) for learner in learners]
+    assert [one["taken"] for one in said] == [40, 40] and [one["failed"] for one in said] == [None, None]
+    assert outcome(two, 40, 40) == {"wrong": 0, "version": 40, "largest": 0}
+
+
+def test_a_partition_longer_than_the_lease_makes_the_others_go_on(cluster):
+    """What was acknowledged to the one that is cut off counts once; what was not counts once or not at all."""
+    two = cluster(2, 2, lease=5, timeout=15)
+    learners = [start_learner(two, rank, 40, "--pause", "0.02") for rank in range(2)]
+    wait_until(lambda: steps_said(learners[1]) >= 5, "five steps")
+    two.hosts.cut("learner1")
+    begun = time.monotonic()
+    other = found(learners[0].finish(20))
+    assert (other["taken"], other["failed"]) == (40, None)
+    assert time.monotonic() - begun > 3, "it waited for the lease"
+    two.hosts.heal("learner1")
+    cut_off = found(learners[1].finish(30))
+    assert cut_off["failed"] and 5 <= cut_off["taken"] < 40, cut_off
+    ends = [outcome(two, 40, taken) for taken in (cut_off["taken"], cut_off["taken"] + 1)]
+    assert [end["wrong"] for end in ends].count(0) == 1, ends
+
+
+def test_hosts_are_gone_when_it_is_interrupted(tmp_path):
+    """Namespaces, programs on the hosts, and files."""
+    with open(tmp_path / "said", "w+") as said:
+        env = {**environment(), "TMPDIR": str(tmp_path)}
+        process = subprocess.Popen([SCRIPT, "up", "--delay", "1ms"], stdout=said, stderr=subprocess.STDOUT, env=env)
+        try:
+            wait_until(
+                lambda: "Ctrl-C ends it" in (tmp_path / "said").read_text() or process.poll() is not None, "hosts"
+            )
+            assert process.poll() is None, (tmp_path / "said").read_text()
+            assert len(namespaces(process.pid)) == 5
+            inside = re.findall(r"nsenter --target (\d+)", (tmp_path / "said").read_text())
+            assert len(inside) == 4
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 130
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(20)
+    assert namespaces(process.pid) == []
+    assert not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
+    assert [path.name for path in tmp_path.iterdir()] == ["said"]
+
+
+def test_a_command_runs_on_a_host_and_its_status_is_kept():
+    command = [SCRIPT, "run", "--shards", "1", "--learners", "1", "--size", "64KiB", "--", "sh", "-c"]
+    script = "cat $MODEL/version; hostname=$(cat /proc/sys/kernel/hostname); echo $hostname; exit 7"
+    done = subprocess.run(
+        [*command, script], env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (7, "0\nlearner1\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "option", ["--delay=5", "--delay=5parsecs", "--loss=100%", "--rate=fast", "--shards=0", "--mtu=1", "--epochs=x"]
+)
+def test_nonsense_is_refused(option):
+    done = subprocess.run([SCRIPT, "demo", option], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2 and option.split("=")[0] in done.stderr, done
