@@ -21,7 +21,7 @@ from wire import HEADER_BYTES, ROLES, Closed, Peer, Reading
 START_DEADLINE = 15
 STOP_DEADLINE = 10
 # Options of `gradfs up` that belong to the mount; all others are the model's.
-OF_MOUNTS = {"no_passthrough", "threads", "allow_other", "io"}
+OF_MOUNTS = {"no_passthrough", "threads", "allow_other", "io", "transport"}
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -199,7 +199,9 @@ class Cluster:
         return done.stdout
 
     def mount(self, *args, **options):
-        mount = NetworkMount(self, *args, **options)
+        # Shared memory would go past the proxies.
+        transport = "tcp" if self._ends else os.environ.get("GRADFS_TESTS_TRANSPORT")
+        mount = NetworkMount(self, *args, **{"transport": transport, **options})
         self.mounts.append(mount)
         return mount
 

@@ -6,7 +6,8 @@
         assert mount.weights()[:4] == b"\\0\\0\\x80\\x3f"
 
 With --network N, start_mount starts N shards on this host, makes the models there, and mounts those: what mounts
-promise, they promise over a network, too. Tests that are marked `also_on_network` run both ways anyway.
+promise, they promise over a network, too. GRADFS_TESTS_TRANSPORT=tcp keeps them off shared memory. Tests that are
+marked `also_on_network` run both ways anyway.
 
 The binary is $GRADFS_BIN, or target/release/gradfs, or target/debug/gradfs. Only the standard library and
 pytest are used here.
