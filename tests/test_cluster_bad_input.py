@@ -1,6 +1,7 @@
 """What a shard's port is told by those who do not keep to docs/protocol.md: they are refused with the reason, or cut
 off, and nobody else notices. A training goes on meanwhile."""
 
+import itertools
 import os
 import socket
 import struct
@@ -17,6 +18,7 @@ from wire import Peer, body, frame
 
 BLOCKS = 4
 HELLO_DEADLINE = 5
+CLIENTS = itertools.count(1000)
 
 
 class World:
@@ -52,8 +54,9 @@ class World:
             assert time.monotonic() < end, "the training does not go on"
             time.sleep(0.002)
 
-    def peer(self, role=None, shard=None, client=77):
-        """A connection, greeted in a role."""
+    def peer(self, role=None, shard=None):
+        """A connection, greeted in a role as a client of its own: answers to a client's requests are kept."""
+        client = next(CLIENTS)
         peer = Peer((shard or self.lead).address)
         if role is not None:
             hello = ("", 0) if role == "admin" else ("m", self.generation)
@@ -316,7 +319,7 @@ def test_requests_that_make_no_sense_are_refused(world):
 
 
 def test_a_learner_of_a_stray_client_commits_out_of_order(world):
-    with world.peer("control", client=99) as peer:
+    with world.peer("control") as peer:
         joined = peer.request("Join", "stray", request=1, epoch=world.epoch)
         assert joined.name == "Joined"
         learner = joined.fields.number()
@@ -340,7 +343,7 @@ OVERSIZED = {
 def test_lengths_beyond_their_limits_end_the_connection(world, role):
     """Before anything of that length comes, or is allocated."""
     for lengths in OVERSIZED[role]:
-        with world.peer(role, client=96) as peer:
+        with world.peer(role) as peer:
             name, fields = ("Push", (1, 0, False)) if role == "data" else ("Ping", ())
             peer.send(frame(body(name, *fields), epoch=world.epoch, lengths=lengths))
             cut_off(peer)
@@ -348,7 +351,7 @@ def test_lengths_beyond_their_limits_end_the_connection(world, role):
 
 @pytest.mark.parametrize("ranges", [[(2, 2)], [(3, 1)], [(0, 2), (1, 3)], [(0, 1), (1, 2)], [(5, 6), (0, 1)]])
 def test_blocks_that_are_no_set_end_the_connection(world, ranges):
-    with world.peer("control", client=98) as peer:
+    with world.peer("control") as peer:
         peer.say("Commit", 1, 1, ranges, 100, request=1, epoch=world.epoch)
         cut_off(peer)
 
@@ -356,7 +359,7 @@ def test_blocks_that_are_no_set_end_the_connection(world, ranges):
 def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone(world):
     """A client that commits and sends nothing is gone when its lease is over; its step counts for nobody."""
     world.mount.control("lease", 1)
-    with world.peer("control", client=97) as peer:
+    with world.peer("control") as peer:
         joined = peer.request("Join", "liar", request=1, epoch=world.epoch)
         learner = joined.fields.number()
         peer.say("Commit", learner, 1, [(0, BLOCKS)], 5000, request=2, epoch=world.epoch)
