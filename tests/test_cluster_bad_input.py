@@ -211,7 +211,7 @@ def test_a_message_of_another_role_is_refused_by_name(world, role, name, fields)
 
 
 @pytest.mark.parametrize("name, fields", [("Status", ()), ("Probe", (1,)), ("Conclude", (1,)), ("Create", ())])
-def test_a_clients_message_of_another_role_is_refused(world, name, fields):
+def test_a_message_of_another_role_is_refused_by_name__of_a_client(world, name, fields):
     with world.peer("control") as peer:
         if name == "Create":
             peer.say(name, payload=b"x", request=3, epoch=world.epoch)
