@@ -222,6 +222,7 @@ def test_a_learner_is_one_contribution_at_a_time__and_times_out_for_all(ahead, s
         assert mount.wait_for_version(2)
     else:
         others_contribute(mount)
+    mount.catch_up()
     assert array(mount.model / "weights")[0] == counts + 5, "the next one starts clean"
 
 
