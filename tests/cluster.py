@@ -21,7 +21,7 @@ from wire import HEADER_BYTES, ROLES, Closed, Peer, Reading
 START_DEADLINE = 15
 STOP_DEADLINE = 10
 # Options of `gradfs up` that belong to the mount; all others are the model's.
-OF_MOUNTS = {"no_passthrough", "threads", "allow_other", "io"}
+OF_MOUNTS = {"no_passthrough", "threads", "allow_other", "io", "transport"}
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -199,7 +199,9 @@ class Cluster:
         return done.stdout
 
     def mount(self, *args, **options):
-        mount = NetworkMount(self, *args, **options)
+        # Shared memory would go past the proxies.
+        transport = "tcp" if self._ends else os.environ.get("GRADFS_TESTS_TRANSPORT")
+        mount = NetworkMount(self, *args, **{"transport": transport, **options})
         self.mounts.append(mount)
         return mount
 
@@ -271,7 +273,8 @@ def mounted_over_network(shards, *args, size=None, model=None, root=None, env=No
             else:
                 options[word[2:].replace("-", "_")] = True
         mine = {name: options.pop(name) for name in OF_MOUNTS & options.keys()}
-        files = [Path(path) for path in (model if isinstance(model, (list, tuple)) else [model] if model else [])]
+        given = model if isinstance(model, (list, tuple)) else [model] if model else []
+        files = [Path(path) for path in given]
         names = options.pop("name", None)
         names = [names] if isinstance(names, str) else names or [path.stem for path in files] or ["model"]
         for name, file in zip(names, files or [None]):
@@ -391,23 +394,3 @@ class Proxy:
         connection.reset()
         with contextlib.suppress(ValueError):
             self.connections.remove(connection)
-
-
-@pytest.fixture
-def cluster():
-    """Call it as Cluster(...)."""
-    clusters = []
-
-    def start(shards=1):
-        clusters.append(Cluster(shards))
-        return clusters[-1]
-
-    yield start
-    troubles = []
-    for one in clusters:
-        try:
-            one.clean_up()
-        except BaseException as trouble:
-            troubles.append(trouble)
-    if troubles:
-        raise troubles[0]

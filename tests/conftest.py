@@ -5,6 +5,10 @@
         mount.contribute(b"\\0\\0\\x80\\x3f")
         assert mount.weights()[:4] == b"\\0\\0\\x80\\x3f"
 
+With --network N, start_mount starts N shards on this host, makes the models there, and mounts those: what mounts
+promise, they promise over a network, too. GRADFS_TESTS_TRANSPORT=tcp keeps them off shared memory. Tests that are
+marked `also_on_network` run both ways anyway.
+
 The binary is $GRADFS_BIN, or target/release/gradfs, or target/debug/gradfs. Only the standard library and
 pytest are used here.
 """
@@ -324,6 +328,28 @@ def start_mount(shards):
         try:
             mount.clean_up()
         except BaseException as trouble:  # Also pytest.fail; the other mounts must end all the same.
+            troubles.append(trouble)
+    if troubles:
+        raise troubles[0]
+
+
+@pytest.fixture
+def cluster():
+    """Call it as Cluster(...), with a number of shards; all that is started there ends with the test."""
+    from cluster import Cluster
+
+    clusters = []
+
+    def start(shards=1):
+        clusters.append(Cluster(shards))
+        return clusters[-1]
+
+    yield start
+    troubles = []
+    for one in clusters:
+        try:
+            one.clean_up()
+        except BaseException as trouble:  # Also pytest.fail; the others must end all the same.
             troubles.append(trouble)
     if troubles:
         raise troubles[0]

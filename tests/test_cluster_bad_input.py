@@ -1,6 +1,7 @@
 """What a shard's port is told by those who do not keep to docs/protocol.md: they are refused with the reason, or cut
 off, and nobody else notices. A training goes on meanwhile."""
 
+import itertools
 import os
 import socket
 import struct
@@ -17,6 +18,7 @@ from wire import Peer, body, frame
 
 BLOCKS = 4
 HELLO_DEADLINE = 5
+CLIENTS = itertools.count(1000)
 
 
 class World:
@@ -52,8 +54,9 @@ class World:
             assert time.monotonic() < end, "the training does not go on"
             time.sleep(0.002)
 
-    def peer(self, role=None, shard=None, client=77):
-        """A connection, greeted in a role."""
+    def peer(self, role=None, shard=None):
+        """A connection, greeted in a role as a client of its own: answers to a client's requests are kept."""
+        client = next(CLIENTS)
         peer = Peer((shard or self.lead).address)
         if role is not None:
             hello = ("", 0) if role == "admin" else ("m", self.generation)
@@ -83,9 +86,9 @@ def world(of_module):
     names = {learner["name"] for learner in of_module.cluster.lead("m")["learners"]}
     yield of_module
     of_module.trains()
-    lead = of_module.cluster.lead("m")
+    steps, lead = of_module.steps, of_module.cluster.lead("m")
     assert {learner["name"] for learner in lead["learners"]} == names
-    assert lead["contributions"] >= of_module.steps and lead["state"] in ("running", "reducing", "forming")
+    assert lead["contributions"] >= steps and lead["state"] in ("running", "reducing", "forming")
 
 
 def refusal(peer, *fields):
@@ -208,7 +211,7 @@ def test_a_message_of_another_role_is_refused_by_name(world, role, name, fields)
 
 
 @pytest.mark.parametrize("name, fields", [("Status", ()), ("Probe", (1,)), ("Conclude", (1,)), ("Create", ())])
-def test_a_clients_message_of_another_role_is_refused(world, name, fields):
+def test_a_message_of_another_role_is_refused_by_name__of_a_client(world, name, fields):
     with world.peer("control") as peer:
         if name == "Create":
             peer.say(name, payload=b"x", request=3, epoch=world.epoch)
@@ -231,24 +234,23 @@ BLOCK_BYTES = bytes(BLOCK)
 )
 def test_blocks_that_do_not_fit_are_refused(world, case, push, payload, expected):
     plan, block, wide = push
-    mine = 0 if block is None else block
+    answers = []
     for shard in world.cluster.shards:
-        with world.peer("data", shard) as peer:
-            for number in [mine] if block is not None else range(BLOCKS):
-                # Of the blocks of the model, only its own get as far as to their lengths.
-                with world.peer("data", shard) as peer:
-                    peer.say("Push", plan, number, wide, payload=payload, epoch=world.epoch)
-                    answer = peer.hear_of("Refused")
-                    assert answer.fields[0] in (expected[0], "NotMine"), answer
-                    assert peer.closes()
+        for number in range(BLOCKS) if block is None else [block]:
+            with world.peer("data", shard) as peer:
+                peer.say("Push", plan, number, wide, payload=payload, epoch=world.epoch)
+                answers.append(peer.hear_of("Refused").fields)
+                assert peer.closes()
+    # Of the blocks of the model, each shard looks at the lengths of its own.
+    assert expected in [answer[: len(expected)] for answer in answers]
+    assert {answer[0] for answer in answers} <= {expected[0], "NotMine"}, answers
 
 
 def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
     """An old one's are passed over. A coming one's wait, and hold nobody else up."""
-    mine = [b for b in range(BLOCKS)]
     spoilt = struct.pack("<f", 1e9) * (BLOCK // 4)
     with world.peer("data") as old, world.peer("data") as coming:
-        for block in mine:
+        for block in range(BLOCKS):
             with world.peer("data") as peer:
                 peer.say("Push", 1, block, False, payload=spoilt, epoch=world.epoch)
                 peer.say("Probe", 1, epoch=world.epoch)
@@ -256,7 +258,7 @@ def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
                 assert answer.name == "Missing" or answer.fields == ("NotMine", block)
         old.say("Probe", 1, epoch=world.epoch)
         assert old.hear_of("Missing").fields.fields("uu") == (1, 0)
-        coming.say("Push", 1 << 40, mine[0], False, payload=spoilt, epoch=world.epoch)
+        coming.say("Push", 1 << 40, 0, False, payload=spoilt, epoch=world.epoch)
         world.trains()
 
 
@@ -317,7 +319,7 @@ def test_requests_that_make_no_sense_are_refused(world):
 
 
 def test_a_learner_of_a_stray_client_commits_out_of_order(world):
-    with world.peer("control", client=99) as peer:
+    with world.peer("control") as peer:
         joined = peer.request("Join", "stray", request=1, epoch=world.epoch)
         assert joined.name == "Joined"
         learner = joined.fields.number()
@@ -330,18 +332,34 @@ def test_a_learner_of_a_stray_client_commits_out_of_order(world):
         assert peer.request("Leave", learner, 0, request=4, epoch=world.epoch).name == "Done"
 
 
+OVERSIZED = {
+    "control": [(2 << 20, 0), (1, 1)],
+    "data": [(2 << 20, 0), (4, 2 * BLOCK + 1), (4, 16 << 20), (4, (1 << 32) - 1)],
+    "admin": [(2 << 20, 0), (1, (16 << 20) + 1), ((1 << 32) - 1, (1 << 32) - 1)],
+}
+
+
+@pytest.mark.parametrize("role", OVERSIZED)
+def test_lengths_beyond_their_limits_end_the_connection(world, role):
+    """Before anything of that length comes, or is allocated."""
+    for lengths in OVERSIZED[role]:
+        with world.peer(role) as peer:
+            name, fields = ("Push", (1, 0, False)) if role == "data" else ("Ping", ())
+            peer.send(frame(body(name, *fields), epoch=world.epoch, lengths=lengths))
+            cut_off(peer)
+
+
 @pytest.mark.parametrize("ranges", [[(2, 2)], [(3, 1)], [(0, 2), (1, 3)], [(0, 1), (1, 2)], [(5, 6), (0, 1)]])
 def test_blocks_that_are_no_set_end_the_connection(world, ranges):
-    with world.peer("control", client=98) as peer:
+    with world.peer("control") as peer:
         peer.say("Commit", 1, 1, ranges, 100, request=1, epoch=world.epoch)
         cut_off(peer)
 
 
 def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone(world):
     """A client that commits and sends nothing is gone when its lease is over; its step counts for nobody."""
-    world.cluster.run  # The lease is the job's.
     world.mount.control("lease", 1)
-    with world.peer("control", client=97) as peer:
+    with world.peer("control") as peer:
         joined = peer.request("Join", "liar", request=1, epoch=world.epoch)
         learner = joined.fields.number()
         peer.say("Commit", learner, 1, [(0, BLOCKS)], 5000, request=2, epoch=world.epoch)

@@ -1,6 +1,5 @@
 """The commands of a cluster: what they do, and what they say when they cannot."""
 
-import errno
 import json
 import os
 import socket
@@ -8,8 +7,8 @@ import threading
 
 import numpy as np
 import pytest
-from cluster import cluster, run  # noqa: F401
-from filetools import BLOCK, array, eventually, outcome, takes
+from cluster import Shard, run
+from filetools import array, eventually, outcome, takes
 
 SMALL = ("--size", "256KiB", "--block-size", "64KiB", "--reducer", "sum")
 
@@ -205,8 +204,6 @@ def test_a_port_in_use_and_a_wrong_address_are_said(cluster):
 
 
 def test_a_registry_of_its_own_serves_shards(cluster, tmp_path):
-    from cluster import Shard
-
     registry = Shard(command="registry")
     try:
         shard = Shard("--registry", registry.address)

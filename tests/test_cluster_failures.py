@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 import pytest
-from cluster import cluster  # noqa: F401
 from filetools import BLOCK, Threads, array, eventually, finish, hear, outcome, program, raises, takes
 
 SIZE = 8 * BLOCK + 1236

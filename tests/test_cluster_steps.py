@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 import pytest
-from cluster import cluster  # noqa: F401
 from filetools import BLOCK, Threads, array, eventually, filled, raises, takes
 
 # Not a multiple of the block, and blocks on every shard.
@@ -16,15 +15,15 @@ SIZE = 5 * BLOCK + 1236
 ELEMENTS = SIZE // 4
 
 
-@pytest.fixture
-def job(cluster):
+@pytest.fixture(params=["tcp", "shm"])
+def job(cluster, request):
     """A model on shards, and its mounts: `shards`, `mounts`, and the model's settings."""
 
     def start(shards=2, mounts=2, **settings):
         options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, "lease": 10, **settings}
         one = cluster(shards)
         one.create("m", **options)
-        return one, [one.mount() for _ in range(mounts)]
+        return one, [one.mount(transport=request.param) for _ in range(mounts)]
 
     return start
 
@@ -232,10 +231,10 @@ def test_two_models_of_one_registry_are_independent(job):
     assert one.lead("m")["version"] == one.lead("n")["version"] == 1
 
 
-def test_status_names_the_shards_and_the_transport(job):
+def test_status_names_the_shards_and_the_transport(job, request):
     one, (mount,) = job(mounts=1)
     status = mount.status()
     assert {shard["address"] for shard in status["shards"]} == {shard.address for shard in one.shards}
     assert all(shard["connected"] for shard in status["shards"])
     assert sum(shard["blocks"] for shard in status["shards"]) == status["blocks"] == 6
-    assert {shard["transport"] for shard in status["shards"]} <= {"tcp", "shm"}
+    assert {shard["transport"] for shard in status["shards"]} == {request.node.callspec.params["job"]}

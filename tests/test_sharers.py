@@ -214,6 +214,7 @@ def test_a_learner_is_one_contribution_at_a_time__and_times_out_for_all(ahead, s
         assert again == ["done"] * 2
     others_contribute(mount)
     counts = int(again[0] == "done")
+    mount.catch_up()
     weights = array(mount.model / "weights")
     assert (weights[0], weights[BLOCK // 4], mount.version()) == (counts, counts, 1 + counts), again
     mount.contribute(f32(5), learner="a")
@@ -221,6 +222,7 @@ def test_a_learner_is_one_contribution_at_a_time__and_times_out_for_all(ahead, s
         assert mount.wait_for_version(2)
     else:
         others_contribute(mount)
+    mount.catch_up()
     assert array(mount.model / "weights")[0] == counts + 5, "the next one starts clean"
 
 
