@@ -334,8 +334,9 @@ impl Channel for RemoteJob {
             Message::Open { learner } => self.open(learner, timeout, done),
             Message::Commit { learner, step, notice } => {
                 self.names.lock().writing.remove(&learner);
-                let CommitNotice { sent, staging, .. } = notice;
-                self.client.commit(learner, step, &sent, staging, timeout, plain(done));
+                let CommitNotice { sent, staging, lendable, .. } = notice;
+                let staged = client::Staged { region: staging, steady: lendable };
+                self.client.commit(learner, step, &sent, staged, timeout, plain(done));
             }
             // What follows is answered at once; the outcome is that of the request it ends.
             Message::Abort { learner } => {

@@ -132,8 +132,21 @@ pub type Awaited = Box<dyn FnOnce(Result<Version, ShardError>) + Send>;
 /// Blocks that may be asked for on one connection: even if each has a request of its own, a shard takes so many.
 const DUE_MAX: usize = 128;
 
-/// A payload that may have to be sent.
-type Source = Region;
+/// Where a contribution lies.
+#[derive(Clone, Debug)]
+pub struct Staged {
+    /// The memory.
+    pub region: Region,
+    /// Nobody stores into it until the contribution is answered. False where a program has it mapped: it should not,
+    /// but it can.
+    pub steady: bool,
+}
+
+impl From<Region> for Staged {
+    fn from(region: Region) -> Staged {
+        Staged { region, steady: true }
+    }
+}
 
 #[derive(Default)]
 struct Peer {
@@ -171,8 +184,8 @@ struct Inner {
     answers: HashMap<Token, Answered>,
     waits: HashMap<Token, Awaited>,
     next_token: Token,
-    sources: HashMap<(LearnerId, Step), Source>,
-    weights: HashMap<u64, Source>,
+    sources: HashMap<(LearnerId, Step), Staged>,
+    weights: HashMap<u64, Region>,
     lead: Peer,
     parts: Vec<Peer>,
     /// Sums that are on their way; the memory is used again.
@@ -184,6 +197,8 @@ struct Payload {
     plan: PlanId,
     /// Where it lies, by learner.
     sources: Vec<Region>,
+    /// Nobody stores into them meanwhile.
+    steady: bool,
     learners: Vec<LearnerId>,
     /// The last one counts, and not the sum.
     replaces: bool,
@@ -405,17 +420,18 @@ impl Client {
         self.shared.request(message, timeout, done, |_| {});
     }
 
-    /// Commits a contribution that lies in `source`, where it stays untouched until the answer, and if that is a
-    /// timeout until the learner's next opening says that it is not lent.
+    /// Commits a contribution that lies in `source`, where it stays until the answer, and if that is a timeout until
+    /// the learner's next opening says that it is not lent.
     pub fn commit(
         &self,
         learner: LearnerId,
         step: Step,
         blocks: &FixedBitSet,
-        source: Region,
+        source: impl Into<Staged>,
         timeout: Duration,
         done: Answered,
     ) {
+        let source = source.into();
         let Ok(blocks) = wire::ranges::from_bits(blocks) else {
             return done(Err(ShardError::NotAllowed("the contribution is too scattered".into()).into()));
         };
@@ -590,14 +606,16 @@ impl Inner {
         match granted.clone() {
             Granted::Weights(token) => {
                 let sources = vec![self.weights.get(&token)?.clone()];
-                Some(Payload { plan, sources, learners: Vec::new(), replaces: false })
+                Some(Payload { plan, sources, steady: true, learners: Vec::new(), replaces: false })
             }
             Granted::Contributions { mut of, replaces } => {
                 of.retain(|&(learner, step)| self.core.holds(learner, step, block));
-                let sources: Option<Vec<Region>> =
-                    of.iter().map(|key| self.sources.get(key).cloned()).collect();
+                let staged: Option<Vec<&Staged>> = of.iter().map(|key| self.sources.get(key)).collect();
+                let staged = staged?;
+                let steady = staged.iter().all(|staged| staged.steady);
+                let sources = staged.into_iter().map(|staged| staged.region.clone()).collect();
                 let learners = of.iter().map(|(learner, _)| *learner).collect();
-                Some(Payload { plan, sources: sources?, learners, replaces })
+                Some(Payload { plan, sources, steady, learners, replaces })
             }
         }
     }
@@ -931,8 +949,9 @@ impl Shared {
     ) -> Option<Option<(bool, Piece)>> {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
-        let Payload { sources, learners, replaces, .. } = inner.granted(block)?;
-        if let [source] = &sources[..] {
+        let Payload { sources, steady, learners, replaces, .. } = inner.granted(block)?;
+        // What may change between its checksum and the kernel's copy is copied here.
+        if let ([source], true) = (&sources[..], steady) {
             let memory = Arc::clone(source.memory());
             drop(inner);
             // SAFETY: a committed payload stays untouched until the plan that sends it is over.

@@ -20,5 +20,5 @@ mod versions;
 pub use self::core::LastCommit;
 pub use edge::{
     Answered, Awaited, Client, ClientError, ClientEvent, ClientListener, ClientOptions, PeerView, Pulls,
-    TransportChoice,
+    Staged, TransportChoice,
 };

@@ -158,6 +158,7 @@ impl PartJob {
             check_payload(&self.layout, block, payload)?;
         }
         let PartWork::Reduce { step, .. } = &self.work else { return self.assign(making, block, last) };
+        let copy: Vec<u8>;
         let claim = self.claim(block)?;
         let mut parts = SmallVec::<[Part<'_>; 3]>::new();
         parts.extend(self.sums.sealed(block).map(Part::Sum));
@@ -165,8 +166,21 @@ impl PartJob {
         parts.extend(last.map(Part::Sent));
         // SAFETY: the block is claimed, and with it its sums; the payload is as long as it should be.
         if !unsafe { making.block(block, step, &parts) } {
-            if last.is_some_and(|payload| !payload.is_finite(&self.layout, block)) {
-                return Ok(false);
+            if let Some(payload) = last {
+                // Memory that others have, too, may change while it is read: it is judged by a copy, and if that is
+                // good, the copy is what counts.
+                copy = payload.bytes().to_vec();
+                let payload = match payload {
+                    Payload::Plain(_) => Payload::Plain(&copy),
+                    Payload::Wide(_) => Payload::Wide(&copy),
+                };
+                if !payload.is_finite(&self.layout, block) {
+                    return Ok(false);
+                }
+                parts.pop();
+                parts.push(Part::Sent(payload));
+                // SAFETY: as above; the copy is nobody else's.
+                unsafe { making.block(block, step, &parts) };
             }
             making.approve(block);
         }
