@@ -37,6 +37,24 @@ fn wide_sums_lose_nothing() {
 }
 
 #[test]
+fn an_inf_of_a_sum_that_was_looked_at_is_nobodys_fault() {
+    let model = ModelLayout::blank(u64::from(BLOCK), DType::F32, BLOCK).unwrap();
+    let store = PartStore::new(part_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
+    store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
+    store.finish_loading().unwrap();
+    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 3, t: 1 };
+    let job = store.begin(Version(0), PartWork::Reduce { step, fresh_state: true }, true).unwrap();
+    let infinite = encode(&model, 0, |_| f32::INFINITY);
+    // One learner's would be refused; a sum of two counts.
+    assert!(!job.finish(BlockId(0), Some(Payload::Plain(&infinite))).unwrap());
+    assert!(matches!(store.conclude(&job), Err(PartError::Unfinished(_))));
+    job.finish_unjudged(BlockId(0), Payload::Plain(&infinite)).unwrap();
+    store.conclude(&job).unwrap();
+    let newest = store.newest().unwrap();
+    assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|&value| value == f32::INFINITY));
+}
+
+#[test]
 fn whatever_does_not_fit_is_refused_and_changes_nothing() {
     let mut twin = twin(Reducer::Sum);
     let job = twin.begin_reduce(1).unwrap();

@@ -153,6 +153,23 @@ impl PartJob {
     /// # Errors
     /// [`PartError::AddsOnly`], and those of [`Self::add`].
     pub fn finish(&self, block: BlockId, last: Option<Payload<'_>>) -> Result<bool, PartError> {
+        self.finish_judged(block, last, self.check)
+    }
+
+    /// The same with a payload that was looked at before it was sent: a sum of several, whose Inf is nobody's fault.
+    ///
+    /// # Errors
+    /// As of [`Self::finish`].
+    pub fn finish_unjudged(&self, block: BlockId, last: Payload<'_>) -> Result<(), PartError> {
+        self.finish_judged(block, Some(last), false).map(drop)
+    }
+
+    fn finish_judged(
+        &self,
+        block: BlockId,
+        last: Option<Payload<'_>>,
+        judged: bool,
+    ) -> Result<bool, PartError> {
         let making = self.making().ok_or(PartError::AddsOnly)?;
         if let Some(payload) = last {
             check_payload(&self.layout, block, payload)?;
@@ -166,7 +183,7 @@ impl PartJob {
         parts.extend(last.map(Part::Sent));
         // SAFETY: the block is claimed, and with it its sums; the payload is as long as it should be.
         if !unsafe { making.block(block, step, &parts) } {
-            if let Some(payload) = last {
+            if let Some(payload) = last.filter(|_| judged) {
                 // Memory that others have, too, may change while it is read: it is judged by a copy, and if that is
                 // good, the copy is what counts.
                 copy = payload.bytes().to_vec();
