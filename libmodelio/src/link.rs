@@ -217,7 +217,7 @@ pub trait Conversation: Send {
     /// Bytes have come, of whatever. Told now and then.
     fn heard(&mut self) {}
 
-    /// Time passes; when to call again at the latest.
+    /// Time passes, or the connection was woken; when to call again at the latest.
     ///
     /// # Errors
     /// The connection ends.
@@ -544,7 +544,13 @@ impl<C: Conversation> Stream for Framed<C> {
         if let Some((why, deadline)) = &self.farewell {
             return if now >= *deadline { Err(why.clone()) } else { Ok(Some(*deadline)) };
         }
-        let wanted = self.conversation.tick(now)?;
+        let wanted = match self.conversation.tick(now) {
+            Err(why) if self.link.0.ending.load(Ordering::Relaxed) => {
+                self.farewell = Some((why, now + FAREWELL));
+                return Ok(Some(now + FAREWELL));
+            }
+            outcome => outcome?,
+        };
         let Some(silence) = self.conversation.silence() else {
             let deadline = self.opened + HELLO_DEADLINE;
             if now >= deadline {

@@ -45,7 +45,7 @@ impl<S: Clone> ShardCore<S> {
                 self.version = plan.version;
                 actions.push(Action::Published(self.version));
                 self.optimizer_steps = step.t;
-                self.end_step(actions);
+                self.end_step(now, actions);
             }
             Work::Assign { .. } => {
                 // The step goes on: whoever came in the middle of it still waits for the one after.
@@ -63,7 +63,7 @@ impl<S: Clone> ShardCore<S> {
         self.advance(now, actions);
     }
 
-    fn end_step(&mut self, actions: &mut Vec<Action<S>>) {
+    fn end_step(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
         self.contributions_taken += self.committed.len() as u64;
         for committed in std::mem::take(&mut self.committed) {
             if let Some((ticket, _)) = committed.ticket {
@@ -72,6 +72,8 @@ impl<S: Clone> ShardCore<S> {
             if let Some(member) = self.members.get_mut(&committed.contribution.learner) {
                 member.unpublished = false;
                 member.published_in = self.version;
+                // Until now it had nothing to say.
+                member.last_seen = now;
             }
         }
         self.accumulated.clear();

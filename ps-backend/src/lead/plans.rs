@@ -91,6 +91,11 @@ impl LeadCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
+        if let Message::Refused(refusal) = &message
+            && (self.run.is_some() || request == 0)
+        {
+            return self.fail(part, refusal, now, actions);
+        }
         let Some(run) = &mut self.run else { return };
         match message {
             Message::Ready { plan } if plan == run.id && run.stage == Stage::Gathering => {
@@ -111,7 +116,6 @@ impl LeadCore {
                     self.begin_next(now, actions);
                 }
             }
-            Message::Refused(refusal) => self.fail(part, &refusal, now, actions),
             _ => {}
         }
     }

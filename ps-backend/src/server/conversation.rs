@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use libmodelio::ids::{BlockId, ClientId, Epoch, Version};
 use libmodelio::layout::MAX_BLOCK_SIZE;
@@ -347,6 +347,14 @@ impl Conversation for Peer {
 
     fn silence(&self) -> Option<Duration> {
         (!matches!(self.kind, Kind::Strange)).then_some(SILENCE)
+    }
+
+    fn tick(&mut self, _: Instant) -> Result<Option<Instant>, Close> {
+        if let Kind::Data(Data { client, part, memory: Some(memory), .. }) = &mut self.kind {
+            let outcome = memory.again(*client, part, &self.link);
+            outcome.map_err(|refusal| self.refuse(0, refusal))?;
+        }
+        Ok(None)
     }
 
     fn heard(&mut self) {

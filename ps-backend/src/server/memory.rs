@@ -45,6 +45,9 @@ pub(super) struct Memory {
     copied: VecDeque<(u64, Arc<PinnedVersion>)>,
     last_request: u64,
     ready: VecDeque<Outgoing>,
+    /// Pushes that came too early, and where their payload lies. What is behind them is read all the same: it may say
+    /// that the client has copied a version whose memory their plan waits for.
+    early: VecDeque<(Received, shm::Piece)>,
 }
 
 impl Memory {
@@ -57,6 +60,7 @@ impl Memory {
             copied: VecDeque::new(),
             last_request: 0,
             ready: VecDeque::new(),
+            early: VecDeque::new(),
         }
     }
 
@@ -122,42 +126,59 @@ impl Memory {
                 Some((first, _)) if *first == request => drop(self.copied.pop_front()),
                 _ => return Err(Refusal::other(format!("request {request} is not the next to be answered"))),
             },
-            Message::PushAt { .. } => {
-                let take = self.push(client, part, received, link)?;
-                if request != 0 && !matches!(take, Take::Later) {
-                    link.send(saying(part, request, Message::Done));
+            Message::PushAt { block, wide, region, offset, .. } => {
+                let local = part.store().part().local(block).ok_or(Refusal::NotMine { block })?;
+                let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
+                let len = payload.wanted_len(part.layout(), local);
+                // Wherever it is said to lie, it lies within a region.
+                let piece = self.borrowed.piece(region, offset, len).map_err(Refusal::other)?;
+                if !self.early.is_empty() || !reduce(client, part, received, &piece, link)? {
+                    // A client names each block of a plan once, and once more when it has looked after it.
+                    let most = 2 * part.store().part().blocks().len();
+                    if self.early.len() >= most {
+                        return Err(Refusal::other(format!("more than {most} blocks of plans to come")));
+                    }
+                    self.early.push_back((received.clone(), piece));
                 }
-                return Ok(Some(take));
             }
             _ => return Ok(None),
         }
         Ok(Some(Take::Nothing))
     }
 
-    fn push(
-        &self,
-        client: ClientId,
-        part: &Arc<Part>,
-        received: &Received,
-        link: &Link,
-    ) -> Result<Take, Refusal> {
-        let Message::PushAt { block, wide, region, offset, .. } = received.message else {
-            return Ok(Take::Nothing);
-        };
-        let local = part.store().part().local(block).ok_or(Refusal::NotMine { block })?;
-        let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
-        let len = payload.wanted_len(part.layout(), local);
-        // Wherever it is said to lie, it lies within a region.
-        let piece = self.borrowed.piece(region, offset, len).map_err(Refusal::other)?;
-        let (take, landing) = part.arrive(client, received, link)?;
-        if let Some(landing) = landing {
-            // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through it are
-            // those of its length.
-            part.landed(landing, unsafe { piece.bytes() }, link)?;
-            return Ok(Take::Nothing);
+    /// Goes on with what came too early. The first one that has to wait longer holds up the others.
+    pub(super) fn again(&mut self, client: ClientId, part: &Arc<Part>, link: &Link) -> Result<(), Refusal> {
+        while let Some((received, piece)) = self.early.front() {
+            if !reduce(client, part, received, piece, link)? {
+                break;
+            }
+            self.early.pop_front();
         }
-        Ok(take)
+        Ok(())
     }
+}
+
+/// Does with a block what is to be done with it, and says so to the client if that wants to know. False if it cannot
+/// be done yet: the connection is woken when it may be.
+fn reduce(
+    client: ClientId,
+    part: &Arc<Part>,
+    received: &Received,
+    piece: &shm::Piece,
+    link: &Link,
+) -> Result<bool, Refusal> {
+    match part.arrive(client, received, link)? {
+        (Take::Later, _) => return Ok(false),
+        // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through it are those
+        // of its length.
+        (_, Some(landing)) => part.landed(landing, unsafe { piece.bytes() }, link)?,
+        (_, None) => {}
+    }
+    let request = received.header.request();
+    if request != 0 {
+        link.send(saying(part, request, Message::Done));
+    }
+    Ok(true)
 }
 
 fn saying(part: &Part, request: u64, message: Message) -> Outgoing {

@@ -6,7 +6,7 @@
 //! One of the modules that hold `unsafe`: memory of sums and versions is lent to connections.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use libmodelio::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::layout::{DType, ModelLayout};
@@ -28,6 +28,8 @@ pub(super) type ToLead = Arc<dyn Fn(u64, Message) + Send + Sync>;
 
 /// When a plan cannot begin yet because old versions are still read, or the plan before is being left.
 const BEGIN_AGAIN: Duration = Duration::from_millis(1);
+/// When that takes longer, the log says so.
+const BEGIN_QUIETLY: Duration = Duration::from_secs(2);
 
 /// Sums of a block that there can be, whatever the number of learners: of concluded plans, and of the running one.
 const SUMS: usize = 2;
@@ -285,40 +287,70 @@ impl Part {
         }
     }
 
-    /// Takes the memory for a plan, as soon as there is some.
+    /// Takes the memory for a plan, or has somebody wait until there is some. Not here: a thread of the pool that waits
+    /// may have the very work below it on its stack that it waits for.
     fn begin(self: &Arc<Part>, plan: PlanId) {
+        let error = match self.try_begin(plan) {
+            Ok(()) => return,
+            Err(error) => error,
+        };
+        if !error.is_transient() {
+            return self.cannot_begin(plan, &error);
+        }
+        let part = Arc::clone(self);
+        let waits = move || part.begin_later(plan, error);
+        if let Err(error) = std::thread::Builder::new().name("begin".into()).spawn(waits) {
+            self.cannot_begin(plan, &error);
+        }
+    }
+
+    fn begin_later(self: &Arc<Part>, plan: PlanId, mut error: PartError) {
+        let started = Instant::now();
+        let mut said = false;
         loop {
-            let mut state = self.state.lock();
-            let wanted = state.core.wants(plan);
-            let Some((_, base, work, check)) =
-                state.starting.clone().filter(|(of, ..)| wanted && *of == plan)
-            else {
-                let mut actions = Vec::new();
-                state.core.begun(plan, &mut actions);
-                return self.act(state, actions);
-            };
-            drop(state);
-            match self.store.begin(base, work, check) {
-                Ok(job) => {
-                    let mut state = self.state.lock();
-                    if state.core.wants(plan) {
-                        state.job = Some((plan, job));
-                    } else {
-                        job.give_up();
-                    }
-                    state.starting = None;
-                    let mut actions = Vec::new();
-                    state.core.begun(plan, &mut actions);
-                    state.wake();
-                    return self.act(state, actions);
-                }
-                Err(error) if error.is_transient() => std::thread::sleep(BEGIN_AGAIN),
-                Err(error) => {
-                    tracing::error!(model = %self.model, %plan, %error, "cannot begin; trying again");
-                    std::thread::sleep(Duration::from_millis(500));
-                }
+            if !said && started.elapsed() > BEGIN_QUIETLY {
+                tracing::warn!(model = %self.model, %plan, "cannot begin yet: {error}");
+                said = true;
+            }
+            std::thread::sleep(BEGIN_AGAIN);
+            error = match self.try_begin(plan) {
+                Ok(()) => return,
+                Err(error) if error.is_transient() => error,
+                Err(error) => return self.cannot_begin(plan, &error),
             }
         }
+    }
+
+    /// The lead hears that it never will.
+    fn cannot_begin(&self, plan: PlanId, error: &dyn std::fmt::Display) {
+        tracing::error!(model = %self.model, %plan, %error, "cannot begin");
+        let lead = self.state.lock().lead.clone();
+        if let Some(lead) = lead {
+            let lost = ShardError::Lost(format!("plan {plan} cannot begin: {error}"));
+            lead(plan.0, Message::Refused(lost.into()));
+        }
+    }
+
+    fn try_begin(self: &Arc<Part>, plan: PlanId) -> Result<(), PartError> {
+        let mut actions = Vec::new();
+        let mut state = self.state.lock();
+        let wanted = state.core.wants(plan);
+        if let Some((_, base, work, check)) = state.starting.clone().filter(|(of, ..)| wanted && *of == plan)
+        {
+            drop(state);
+            let job = self.store.begin(base, work, check)?;
+            state = self.state.lock();
+            if state.core.wants(plan) {
+                state.job = Some((plan, job));
+            } else {
+                job.give_up();
+            }
+            state.starting = None;
+        }
+        state.core.begun(plan, &mut actions);
+        state.wake();
+        self.act(state, actions);
+        Ok(())
     }
 
     /// Computes blocks that nobody sends.

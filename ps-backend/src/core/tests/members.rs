@@ -181,6 +181,24 @@ fn who_waits_for_an_answer_is_not_silent() {
 }
 
 #[test]
+fn who_has_waited_for_others_has_a_whole_lease_after_it() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    sim.set("lease", "1");
+    let (a, _) = everything(&mut sim, ids[0], true);
+    for _ in 0..10 {
+        sim.tick(500);
+        sim.core.touch(ids[1].0, None, sim.now);
+    }
+    everything(&mut sim, ids[1], true);
+    sim.reduce_done(true);
+    assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
+    sim.tick(999);
+    assert_eq!(sim.left, []);
+    sim.tick(1);
+    assert_eq!(sim.left.len(), 2, "nobody says anything any more");
+}
+
+#[test]
 fn the_table_of_learners_has_a_limit_and_names_are_taken_once() {
     let (mut sim, _) = job("1", &["a"]);
     assert_eq!(sim.join("a").unwrap_err(), ShardError::NameTaken("a".into()));
