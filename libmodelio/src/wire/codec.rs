@@ -30,7 +30,8 @@ impl Message {
             }
             Message::Create
             | Message::Registry(RegistryRequest::Put { .. })
-            | Message::Registered(RegistryAnswer::Model) => 1..=MAX_PAYLOAD,
+            | Message::Registered(RegistryAnswer::Model)
+            | Message::Moved => 1..=MAX_PAYLOAD,
             Message::Text => 0..=MAX_PAYLOAD,
             _ => 0..=0,
         }

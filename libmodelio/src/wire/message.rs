@@ -338,6 +338,10 @@ pub enum Message {
         /// Where it begins there.
         offset: u64,
     },
+
+    // -- a shard to whoever speaks of an older block map
+    /// The model has moved: the payload is a [`super::Moved`]. Takes the place of the answer; the connection ends.
+    Moved,
 }
 
 /// What a client needs to know of a job.

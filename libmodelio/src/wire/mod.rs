@@ -13,6 +13,7 @@ mod crc;
 mod error;
 mod header;
 mod message;
+mod moved;
 pub mod ranges;
 mod receiver;
 mod record;
@@ -27,6 +28,7 @@ pub use header::{HEADER, Header, Payload};
 pub use message::{
     BlockRanges, Granted, JobState, LearnerState, Message, Plan, PlanSource, Refusal, Role, Work,
 };
+pub use moved::Moved;
 pub use ranges::{MAX_RANGES, RangesError};
 pub use receiver::{Received, Receiver};
 pub use record::{

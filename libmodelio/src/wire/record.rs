@@ -87,6 +87,9 @@ pub enum RecordError {
     /// The lead owns no block.
     #[error("the lead, shard {0}, owns no block of the model")]
     Lead(ShardId),
+    /// An owner that is not among the shards.
+    #[error("shard {0} owns blocks, and is not among the shards")]
+    Unknown(ShardId),
     /// More than [`MAX_CONTROLS`] or [`MAX_METADATA`].
     #[error("{got} {what}, the limit is {limit}")]
     TooMany {
@@ -237,7 +240,7 @@ impl ModelRecord {
     }
 
     /// What is cheap to check.
-    fn check_heads(&self) -> Result<(), RecordError> {
+    pub(super) fn check_heads(&self) -> Result<(), RecordError> {
         check_model_name(&self.name)?;
         if self.generation == Generation(0) {
             return Err(RecordError::Generation);

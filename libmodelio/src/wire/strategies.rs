@@ -305,6 +305,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
                 offset,
             })
             .boxed(),
+        Just(Message::Moved).boxed(),
     ]
 }
 
