@@ -159,6 +159,13 @@ impl Link {
         }
     }
 
+    /// Says that the connection is for blocks: others like it are put on other threads.
+    pub fn expect_much(&self) {
+        if let Some(connection) = self.0.connection.get() {
+            connection.expect_much();
+        }
+    }
+
     /// Ends the connection.
     pub fn close(&self, why: Close) {
         if let Some(connection) = self.0.connection.get() {

@@ -286,6 +286,19 @@ impl Mapping {
     }
 }
 
+/// Asks the CPU to bring `bytes` into its caches, and does not wait for it.
+pub fn prefetch(bytes: &[u8]) {
+    const LINE: usize = 64;
+    #[cfg(target_arch = "x86_64")]
+    for at in (0..bytes.len()).step_by(LINE) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: within the slice; and a prefetch neither changes nor faults.
+        unsafe { _mm_prefetch::<{ _MM_HINT_T0 }>(bytes.as_ptr().add(at).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (bytes, LINE);
+}
+
 /// Reserves room for `len` bytes that begins on a huge page; `None` where no huge page fits.
 fn aligned_room(len: usize) -> io::Result<Option<NonZeroUsize>> {
     if len < HUGE {

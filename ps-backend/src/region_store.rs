@@ -300,6 +300,21 @@ impl RegionStore {
         lent.is_some_and(|lent| !std::mem::replace(&mut lent.claimed, true))
     }
 
+    /// Whether there is a buffer for the next version.
+    pub fn has_buffer(&self) -> bool {
+        self.back.is_some() || !self.free.is_empty()
+    }
+
+    /// Whether the next version can be made by `reducer` without taking memory, or clearing any.
+    pub fn is_prepared(&self, reducer: Reducer, fresh: bool) -> bool {
+        let is_there = |state: &Arc<StateBuffer>| {
+            let slots =
+                state.slots.iter().enumerate().all(|(i, slot)| slot.is_some() == (i < reducer.state_slots()));
+            !state.stamps.is_empty() && slots && state.master.is_some() == self.has_halves
+        };
+        self.has_buffer() && !(fresh && self.slots_used) && self.state.iter().all(is_there)
+    }
+
     /// Whether a spare buffer would save the next version from first touches.
     pub fn wants_spare(&mut self, max: usize) -> bool {
         self.free.is_empty() && self.may_add_spare(max)

@@ -144,6 +144,7 @@ impl Conversation for Data {
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
         if self.greeting.welcomed(&received.message)? {
             let by_memory = self.memory.is_some();
+            self.greeting.link.expect_much();
             self.greeting.shared.greeted(Some(self.part), &self.greeting.link, by_memory);
             return Ok(Take::Nothing);
         }

@@ -768,6 +768,8 @@ impl Shared {
                 }
                 peer.links.push(link.clone());
                 inner.core.shard_up(part, now, &mut actions);
+                // For the next connection.
+                self.changed.notify_all();
             }
         }
         self.act(inner, actions);
@@ -827,19 +829,21 @@ impl Shared {
             };
             look(&mut inner.lead, 1, None);
             for (part, peer) in inner.parts.iter_mut().enumerate() {
-                look(peer, connections, Some(part));
+                // One after the other, so that either end knows what the last one is for and puts the next elsewhere.
+                let greeted = peer.links.len();
+                look(peer, connections.min(greeted + 1), Some(part));
             }
         }
-        for (index, part) in missing.into_iter().enumerate() {
+        for part in missing {
             match part.filter(|&part| self.by_memory[part]) {
-                Some(part) => self.connect_by_memory(part, index),
-                None => self.connect_one(part, index),
+                Some(part) => self.connect_by_memory(part),
+                None => self.connect_one(part),
             }
         }
         next
     }
 
-    fn connect_one(&self, part: Option<Part>, index: usize) {
+    fn connect_one(&self, part: Option<Part>) {
         let Some(this) = self.this.upgrade() else { return };
         let link = Link::default();
         let address = part.map_or(&self.lead_address, |part| &self.part_addresses[part]);
@@ -858,7 +862,7 @@ impl Shared {
             }
             Some(part) => {
                 let stream = Framed::new(Data::new(this, part, None), link.clone(), 128);
-                self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(index))
+                self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Any)
             }
         };
         if let Err(error) = connected {

@@ -22,7 +22,7 @@ use super::stream::{Close, Stream};
 /// Which thread of a reactor serves a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Thread {
-    /// The one with the fewest.
+    /// The one with the fewest busy ones, and of those the one with the fewest.
     Any,
     /// This one, modulo their number: connections that belong together can be on one thread, or apart.
     Number(usize),
@@ -51,6 +51,8 @@ pub(super) struct ConnectionState {
     /// Set when its wake-up is queued already.
     woken: AtomicBool,
     over: AtomicBool,
+    /// It is known to be busy.
+    busy: AtomicBool,
     in_use: OnceLock<InUse>,
     /// What other threads ask for, and where the reactor's thread finds it.
     asked: Mutex<Asked>,
@@ -68,6 +70,7 @@ impl Connection {
             thread: Arc::clone(thread),
             woken: AtomicBool::new(false),
             over: AtomicBool::new(false),
+            busy: AtomicBool::new(false),
             in_use: OnceLock::new(),
             asked: Mutex::default(),
         }))
@@ -90,6 +93,13 @@ impl Connection {
     pub fn close(&self, why: Close) {
         self.0.asked.lock().close.get_or_insert(why);
         self.wake();
+    }
+
+    /// Says that much is going to come over it, so that others like it are put on other threads. Before it is over.
+    pub fn expect_much(&self) {
+        if !self.0.busy.swap(true, Ordering::Relaxed) {
+            self.0.thread.busy.fetch_add(1, Ordering::Relaxed);
+        }
     }
 
     /// What its socket uses, from when the stream is opened; `None` before, and for what is not TCP.
@@ -122,6 +132,9 @@ impl ConnectionState {
 
     pub fn ended(&self) {
         self.over.store(true, Ordering::Release);
+        if self.busy.swap(false, Ordering::Relaxed) {
+            self.thread.busy.fetch_sub(1, Ordering::Relaxed);
+        }
         self.thread.load.fetch_sub(1, Ordering::Relaxed);
     }
 }
@@ -137,6 +150,8 @@ pub(super) struct ThreadState {
     pub wakeup: EventFd,
     /// Connections, with those on their way here.
     load: AtomicUsize,
+    /// Of them, those that are known to be busy.
+    busy: AtomicUsize,
     limit: usize,
 }
 
@@ -163,6 +178,7 @@ impl ThreadState {
             sleep: AtomicU8::new(AWAKE),
             wakeup: EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
             load: AtomicUsize::new(0),
+            busy: AtomicUsize::new(0),
             limit,
         })
     }
@@ -216,8 +232,9 @@ impl ThreadState {
         reserved.map(drop).map_err(|_| Refused::TooMany(self.limit))
     }
 
-    pub fn load(&self) -> usize {
-        self.load.load(Ordering::Relaxed)
+    /// Busy connections, and all of them.
+    pub fn load(&self) -> (usize, usize) {
+        (self.busy.load(Ordering::Relaxed), self.load.load(Ordering::Relaxed))
     }
 
     fn place(
@@ -307,8 +324,8 @@ impl Handle {
         pick(&self.threads, at).place(|connection| Command::Connect { connecting, fd, connection })
     }
 
-    /// Accepts connections, with `options`, and serves what `factory` makes of them, each on the thread with the
-    /// fewest. `factory` is called on a thread of the reactor, with the peer's address; `None` hangs up.
+    /// Accepts connections, with `options`, and serves what `factory` makes of them, each on a thread
+    /// as of [`Thread::Any`]. `factory` is called on a thread of the reactor, with the peer's address; `None` hangs up.
     /// Closing the returned handle stops it.
     ///
     /// # Errors

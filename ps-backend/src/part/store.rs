@@ -316,6 +316,16 @@ impl PartStore {
         Ok(Arc::new(job))
     }
 
+    /// Whether [`Self::begin`] would find all memory that it needs, so that it takes no time.
+    pub fn is_prepared(&self, work: &PartWork) -> bool {
+        let inner = self.shared.inner.lock();
+        match work {
+            PartWork::Add { .. } => true,
+            PartWork::Reduce { step, fresh_state } => inner.store.is_prepared(step.reducer, *fresh_state),
+            PartWork::Assign => inner.store.has_buffer(),
+        }
+    }
+
     /// What the job has done counts from now on: it is the newest version, or part of the sum that later plans go on
     /// from. If a [`Merge`] is returned, sums have to be added to each other first, on whatever threads.
     ///
@@ -369,6 +379,13 @@ impl PartStore {
     /// When the memory is not there.
     pub fn prefault_sums(&self, count: usize) -> io::Result<()> {
         self.shared.sums.prefault(count)
+    }
+
+    /// Whether [`Self::add_spare`] has something to do.
+    pub fn wants_spare(&self) -> bool {
+        let mut inner = self.shared.inner.lock();
+        let max = inner.limits.max();
+        inner.store.wants_spare(max)
     }
 
     /// Makes a buffer for the next version but one where there is none, and takes its pages. False if none was wanted.

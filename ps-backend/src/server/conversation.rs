@@ -114,6 +114,7 @@ impl Peer {
                 Kind::Control { client: *client, lead }
             }
             Role::Data => {
+                self.link.expect_much();
                 let (landing, pulls, pinned) = (None, VecDeque::new(), None);
                 let mut memory = self.memory.take();
                 if let Some(memory) = &mut memory {

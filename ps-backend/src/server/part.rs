@@ -241,12 +241,19 @@ impl Part {
         }
         let mut said = Vec::new();
         let mut jobs: Vec<Box<dyn FnOnce() + Send>> = Vec::new();
+        let mut begins = None;
         for action in actions {
             match action {
-                Action::Begin(plan) => {
-                    let part = Arc::clone(self);
-                    jobs.push(Box::new(move || part.begin(plan)));
-                }
+                // Where the memory is there, it is done before anybody is told to send.
+                Action::Begin(plan) => match &state.starting {
+                    Some((of, _, work, _)) if *of == plan && self.store.is_prepared(work) => {
+                        begins = Some(plan)
+                    }
+                    _ => {
+                        let part = Arc::clone(self);
+                        jobs.push(Box::new(move || part.begin(plan)));
+                    }
+                },
                 Action::Compute(plan, blocks) => {
                     let part = Arc::clone(self);
                     jobs.push(Box::new(move || part.compute(plan, &blocks)));
@@ -279,6 +286,9 @@ impl Part {
         state.wake();
         let lead = state.lead.clone();
         drop(state);
+        if let Some(plan) = begins {
+            self.begin(plan);
+        }
         for job in jobs {
             self.pool.spawn(job);
         }
@@ -385,12 +395,14 @@ impl Part {
                 starts.into_par_iter().for_each(|start| merge.run(start..(start + AT_ONCE).min(all)));
             }));
         }
-        let part = Arc::clone(self);
-        jobs.push(Box::new(move || {
-            if let Err(error) = part.store.add_spare() {
-                tracing::warn!(model = %part.model, %error, "no memory for a spare version buffer");
-            }
-        }));
+        if self.store.wants_spare() {
+            let part = Arc::clone(self);
+            jobs.push(Box::new(move || {
+                if let Err(error) = part.store.add_spare() {
+                    tracing::warn!(model = %part.model, %error, "no memory for a spare version buffer");
+                }
+            }));
+        }
         Ok(())
     }
 

@@ -120,7 +120,7 @@ impl Shared {
     }
 
     /// Opens a connection to a shard on this host: by shared memory, or if that may be and must be, by TCP.
-    pub(super) fn connect_by_memory(&self, part: Part, index: usize) {
+    pub(super) fn connect_by_memory(&self, part: Part) {
         let Some(this) = self.this.upgrade() else { return };
         let spawned = self.threads.spawn(move |threads| {
             let meeting = match shm::meet(&this.part_addresses[part], PATIENCE) {
@@ -129,18 +129,18 @@ impl Shared {
                     let why = format!("shared memory: {error}");
                     return this.ended(Some(part), &Link::default(), &why);
                 }
-                Err(error) => return this.without_memory(part, index, &error.to_string()),
+                Err(error) => return this.without_memory(part, &error.to_string()),
             };
             let memory = Memory::new(&meeting, this.layout.size(), this.layout.block_size());
             let conversation = Data::new(this, part, Some(memory));
             threads.serve(meeting, Box::new(Framed::new(conversation, Link::default(), AHEAD)));
         });
         if let Err(error) = spawned {
-            self.without_memory(part, index, &error.to_string());
+            self.without_memory(part, &error.to_string());
         }
     }
 
-    fn without_memory(&self, part: Part, index: usize, why: &str) {
+    fn without_memory(&self, part: Part, why: &str) {
         if self.options.transport == TransportChoice::SharedMemory {
             return self.ended(Some(part), &Link::default(), &format!("shared memory: {why}"));
         }
@@ -152,7 +152,7 @@ impl Shared {
             let address = &self.part_addresses[part];
             tracing::warn!(model = %self.model, %address, "no shared memory with this shard, using TCP: {why}");
         }
-        self.connect_one(Some(part), index);
+        self.connect_one(Some(part));
     }
 
     /// The next to say on a connection through shared memory.

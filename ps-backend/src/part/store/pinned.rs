@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use crc_fast::CrcAlgorithm;
 use libmodelio::ids::{BlockId, Version};
 use libmodelio::mmap::Mapping;
+use libmodelio::wire::crc32c;
 
 use super::Shared;
 use crate::region_store::VersionBuffer;
@@ -58,10 +58,7 @@ impl PinnedVersion {
     /// If the part has no such block.
     pub fn checksum(&self, block: BlockId) -> u32 {
         let range = self.shared.part.layout().block_bytes(block);
-        self.buffer.checksum(block, range, |bytes| {
-            // A 32-bit sum in a 64-bit integer.
-            crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32
-        })
+        self.buffer.checksum(block, range, crc32c)
     }
 }
 
