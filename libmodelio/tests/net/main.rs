@@ -51,6 +51,7 @@ both! {
     a_refused_connection_is_told
     a_connection_is_made
     defects_close_only_their_connection
+    busy_connections_are_on_different_threads
     limits_hold
     nothing_is_taken_after_the_end
 }
@@ -288,6 +289,62 @@ fn a_trickle_is_gathered(choice: Choice) {
         complete(&events);
         assert_eq!(watch.calls.load(Ordering::SeqCst), 1);
     }
+    end(reactor);
+}
+
+/// Says which thread it is on.
+struct Placed(Sender<String>);
+
+impl Stream for Placed {
+    fn opened(&mut self, _: &Connection) {
+        let thread = std::thread::current().name().expect("a name").to_owned();
+        self.0.send(thread).expect("the test listens");
+    }
+
+    fn receive(&mut self, _: &mut libmodelio::net::ReceiveSlices) -> libmodelio::net::Receive {
+        libmodelio::net::Receive::Paused
+    }
+
+    fn received(&mut self, _: usize) -> Result<(), Close> {
+        Ok(())
+    }
+
+    fn transmit(&mut self, _: &mut libmodelio::net::SendSlices) {}
+
+    fn transmitted(&mut self, _: usize) -> Result<(), Close> {
+        Ok(())
+    }
+
+    fn closed(&mut self, _: &Close) {}
+}
+
+fn busy_connections_are_on_different_threads(choice: Choice) {
+    let reactor = reactor(choice, 2);
+    let mut peers = Vec::new();
+    let mut add = || {
+        let (near, far) = pair();
+        peers.push(far);
+        let (sender, thread) = channel();
+        let added = reactor.handle().add(near, Box::new(Placed(sender)), Thread::Any).expect("room");
+        (added, thread.recv_timeout(PATIENCE).expect("opened"))
+    };
+    let (idle, of_idle) = add();
+    let (first, of_first) = add();
+    assert_ne!(of_idle, of_first, "by their number");
+    first.expect_much();
+    // The thread of the busy one has fewer connections, and gets none of these.
+    for _ in 0..4 {
+        assert_eq!(add().1, of_idle);
+    }
+    let (second, of_second) = add();
+    assert_eq!(of_second, of_idle);
+    second.expect_much();
+    second.expect_much();
+    assert_eq!(add().1, of_first, "one busy connection each: by their number again");
+    first.close(Close::Asked("over".into()));
+    wait_until("it is over", || first.is_closed());
+    assert_eq!(add().1, of_first, "its thread has none that is busy");
+    drop(idle);
     end(reactor);
 }
 
