@@ -18,7 +18,7 @@ use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, R
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use ps_backend::server::{Server, ServerOptions};
 
-use crate::world::{LONG, Learner, Way, World, read};
+use crate::world::{LONG, Learner, Way, World, blank, read};
 
 const BYTES: u64 = 1_000_004;
 
@@ -312,6 +312,34 @@ fn who_keeps_a_version_and_says_nothing_is_given_up() {
         assert!(learner.pull().1.iter().all(|&w| w == step as f32));
     }
     assert!(raw.is_gone(LONG), "silent for {:?}", begin.elapsed());
+    client.shut_down();
+}
+
+#[test]
+fn a_plan_that_waits_for_memory_holds_up_no_other_model() {
+    let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
+    let settings = [("reducer", "sum"), ("learners", "1")];
+    let world = World::with_threads(1, 1, &layout, &settings, Way::Memory);
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    let mut readers = Vec::new();
+    let waiting = loop {
+        assert!(readers.len() < 10, "as many versions as there are buffers are read");
+        let mut raw = Raw::welcomed(&world);
+        raw.say(Message::Pull { version: Version(readers.len() as u64), blocks: 0..1 });
+        assert!(matches!(raw.hear().unwrap().message, Message::Share { .. }));
+        readers.push(raw);
+        let answer = learner.push(1.0);
+        match answer.recv_timeout(Duration::from_secs(1)) {
+            Ok(done) => assert_eq!(done, Ok(Message::Done)),
+            Err(_) => break answer,
+        }
+    };
+    // The only thread that computes is free for it.
+    blank(&world.registry, "other", &layout, &settings, 1);
+    assert!(waiting.try_recv().is_err(), "the plan still waits");
+    drop(readers);
+    assert_eq!(waiting.recv_timeout(LONG).unwrap(), Ok(Message::Done));
     client.shut_down();
 }
 

@@ -38,13 +38,13 @@ pub enum Way {
     Memory,
 }
 
-pub fn server(registry: Option<String>, io: Choice) -> Server {
+pub fn server(registry: Option<String>, io: Choice, threads: usize) -> Server {
     let options = ServerOptions {
         listen: "127.0.0.1:0".parse().unwrap(),
         advertise: None,
         registry,
         holds_blocks: true,
-        threads: 2,
+        threads,
         io,
     };
     Server::start(options).unwrap()
@@ -58,27 +58,28 @@ impl World {
     }
 
     pub fn of(shards: usize, layout: &ModelLayout, settings: &[(&str, &str)], way: Way) -> World {
+        World::with_threads(2, shards, layout, settings, way)
+    }
+
+    /// With so many threads of each shard that compute.
+    pub fn with_threads(
+        threads: usize,
+        shards: usize,
+        layout: &ModelLayout,
+        settings: &[(&str, &str)],
+        way: Way,
+    ) -> World {
         let (io, transport) = match way {
             Way::Tcp(io) => (io, TransportChoice::Tcp),
             Way::Memory => (Choice::Auto, TransportChoice::SharedMemory),
         };
-        let first = server(None, io);
+        let first = server(None, io, threads);
         let at = first.address().to_string();
         let mut servers = vec![first];
-        servers.extend((1..shards).map(|_| server(Some(at.clone()), io)));
+        servers.extend((1..shards).map(|_| server(Some(at.clone()), io, threads)));
         let registry = RemoteRegistry::new(at);
-        let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-        let new = NewModel { name: "m", layout, metadata: BTreeMap::new(), controls: &controls, shards };
-        let record = create(
-            &registry,
-            &new,
-            &mut |_, bytes| {
-                bytes.fill(0);
-                Ok(())
-            },
-            &mut |_| {},
-        );
-        World { _servers: servers, registry, record: record.unwrap(), io, transport }
+        let record = blank(&registry, "m", layout, settings, shards);
+        World { _servers: servers, registry, record, io, transport }
     }
 
     pub fn client(&self) -> Arc<Client> {
@@ -100,6 +101,23 @@ impl World {
         let options = ClientOptions { io: self.io, transport, pulls, ..ClientOptions::default() };
         Arc::new(Client::connect(&self.record, &self.shards(), options).unwrap())
     }
+}
+
+/// Makes a model of zeros.
+pub fn blank(
+    registry: &RemoteRegistry,
+    name: &str,
+    layout: &ModelLayout,
+    settings: &[(&str, &str)],
+    shards: usize,
+) -> ModelRecord {
+    let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
+    let new = NewModel { name, layout, metadata: BTreeMap::new(), controls: &controls, shards };
+    let zeros = &mut |_, bytes: &mut [u8]| {
+        bytes.fill(0);
+        Ok(())
+    };
+    create(registry, &new, zeros, &mut |_| {}).unwrap()
 }
 
 /// One learner of a client.
