@@ -12,9 +12,23 @@ UNITS = {"k": 1 << 10, "m": 1 << 20}
 # Colours that stay apart for colour-blind readers and in print; the face of a job has the line, the
 # engine the marker.
 COLOURS = {"weights-read": "#0072b2", "gradients-write": "#d55e00"}
-WHATS = {"push": "#d55e00", "pull": "#0072b2"}
-WAYS = {"pipelined": ("o", "-"), "synchronous": ("s", "--")}
 ENGINES = {"psync": ("o", "-"), "libaio": ("s", "--"), "io_uring": ("^", ":")}
+# Over a network: the transport has the colour, the way the line.
+TRANSPORTS = {"tcp": ("#0072b2", "TCP"), "shm": ("#d55e00", "shm")}
+WAYS = {"aio": ("o", "-", "AIO"), "sync": ("s", "--", "sync")}
+PANELS = {
+    "push": ("Push: gradients to the shard", "block size of the model"),
+    "pull": ("Pull: weights from the shard", "block size of the model"),
+    "write": ("write(2) of gradients to a mount, and fsync", "size of a write"),
+}
+NOTE = (
+    "One learner and one shard on one host; shm: shared memory. Push and pull: with AIO, 64 MiB with as many blocks "
+    "on their way as fit; sync, a model of one block,\nso that each waits for the one before, and which stays in the "
+    "CPU's cache. write(2), on a scale of its own: all 256 MiB until fsync says that they count;\nwith AIO, 16 writes "
+    "in flight (libaio); sync, one (psync); the model's blocks are 256 KiB."
+)
+# The least distance of two labels, as a share of the height.
+LABELS_APART = 0.055
 
 
 def _bytes(text):
@@ -31,25 +45,53 @@ def draw(series, sizes, model, out):
         style = {"color": COLOURS[face], "marker": marker, "linestyle": line, "markersize": 6}
         axes.plot(x, values, label=f"{face}, {engine}", **style)
     _finish(axes, x, "throughput (GiB/s)", f"gradfs: throughput against block size, {model}")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     return _save(figure, out / "fio")
 
 
-def draw_network(series, sizes, path):
-    """Writes `path`.svg and .png for {(what, way): [GB/s at each of `sizes`, in bytes]}; gives the paths."""
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for (what, way), values in series.items():
-        marker, line = WAYS[way]
-        style = {"color": WHATS[what], "marker": marker, "linestyle": line, "markersize": 6}
-        axes.plot(sizes, values, label=f"{what}, {way}", **style)
-    _finish(axes, sizes, "throughput (GB/s)", "gradfs over TCP on loopback, 1 learner, 1 shard")
+def draw_network(series, path):
+    """Writes `path`.svg and .png for {(what, transport, way): {size in bytes: GB/s}}; gives the paths."""
+    figure, panels = pyplot.subplots(1, len(PANELS), figsize=(14, 4.8), layout="constrained")
+    tops = {what: 1.06 * max(max(series[key].values()) for key in series if key[0] == what) for what in PANELS}
+    tops["push"] = tops["pull"] = max(tops["push"], tops["pull"])
+    for axes, (what, (title, of)) in zip(panels, PANELS.items()):
+        lines = {key[1:]: values for key, values in series.items() if key[0] == what}
+        for (transport, way), values in lines.items():
+            marker, line, _ = WAYS[way]
+            style = {"color": TRANSPORTS[transport][0], "marker": marker, "linestyle": line, "markersize": 6}
+            axes.plot(*zip(*sorted(values.items())), **style)
+        sizes = sorted(set().union(*lines.values()))
+        _finish(axes, sizes, "throughput (GB/s)" if what != "pull" else "", title, of)
+        # Without the unit they fit.
+        axes.set_xticks(sizes, [_words(size).replace(" ", "").removesuffix("iB") for size in sizes])
+        axes.set_ylim(0, tops[what])
+        _label(axes, {key: values[max(values)] / tops[what] for key, values in lines.items()})
+    figure.supxlabel(NOTE, x=0.01, ha="left", fontsize=9, color="#444444")
     return _save(figure, path)
 
 
-def _finish(axes, sizes, unit, title):
+def _label(axes, ends):
+    """Writes each line's name beside its end, {(transport, way): share of the height}, but none over another."""
+    ends = sorted(ends.items(), key=lambda end: end[1])
+    places = [max(0.02, ends[0][1])]
+    for _, place in ends[1:]:
+        places.append(max(place, places[-1] + LABELS_APART))
+    highest = 0.98
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], highest)
+        highest = places[index] - LABELS_APART
+    for ((transport, way), _), place in zip(ends, places):
+        colour, name = TRANSPORTS[transport]
+        axes.annotate(
+            f"{name}, {WAYS[way][2]}", (1.02, place), xycoords="axes fraction", va="center", color=colour, fontsize=9.5
+        )
+
+
+def _finish(axes, sizes, unit, title, of="block size"):
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [_words(size) for size in sizes])
     axes.minorticks_off()
-    axes.set_xlabel("block size")
+    axes.set_xlabel(of)
     axes.set_ylim(bottom=0)
     axes.set_ylabel(unit)
     axes.set_title(title, loc="left")
@@ -57,7 +99,6 @@ def _finish(axes, sizes, unit, title):
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _words(size):

@@ -90,9 +90,9 @@ def gradfs(binary, mountpoint, size, *options):
 
 
 @contextmanager
-def network_mount(binary, mountpoint, registry, model):
+def network_mount(binary, mountpoint, registry, model, *options):
     """A mount of a model whose shards are on a network; gives its process."""
-    command = [binary, "mount", mountpoint, model, "--registry", registry, "--threads", "2"]
+    command = [binary, "mount", mountpoint, model, "--registry", registry, "--threads", "2", *options]
     with _environment_without("GRADFS_"), _daemon(command, mountpoint, f"{model}/weights") as process:
         yield process
 

@@ -1,59 +1,83 @@
-"""Throughput against block size over a network, for scripts/bench-net: measured, as a table and drawn.
+"""Push and pull against the size of the model's blocks, over TCP and over shared memory, for scripts/bench-net.
 
-Pipelined: a model of many blocks is pushed and pulled with as many blocks on their way as fit. Synchronous: a model
-of one block is, so that each block waits for the one before, with all that a push has to do besides (grant, plan,
+AIO: a model of many blocks is pushed and pulled with as many blocks on their way as fit. Synchronous: a model of one
+block is, so that each block waits for the one before, with all that a push has to do besides (grant, plan,
 conclusion). Blocks are 64 KiB to 4 MiB: there are no others.
+
+Every size and transport is a cluster that lives through the whole race, so that slow moments of the machine hit all.
 """
 
-import csv
+import random
 import statistics
 from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Optional
 
 import net_gradfs
-from machine import MIB
+from machine import GIB, MIB
 
 SIZES = [64 << shift << 10 for shift in range(7)]
-MODEL = 64 * MIB
-ROUNDS = {"pipelined": 9, "synchronous": 60}
-WARM_UP = 4
 WHATS = ("push", "pull")
+TRANSPORTS = {"tcp": (), "shm": ("--shm",)}
 
 
-def _measure(binaries, quiet):
-    """{(what, way): [GB/s at each of SIZES]}."""
-    found = {(what, way): [] for way in ROUNDS for what in WHATS}
-    for block in SIZES:
-        with ExitStack() as stack:
-            ways = {
-                "pipelined": net_gradfs.library(stack, binaries, MODEL, 1, block_size=block),
-                "synchronous": net_gradfs.library(stack, binaries, block, 1, block_size=block),
-            }
-            for way, gradfs in ways.items():
-                rates = {what: [] for what in WHATS}
-                for turn in range(WARM_UP + ROUNDS[way]):
-                    if turn == WARM_UP:
-                        quiet.wait()
-                    for what in WHATS:
-                        took = gradfs.round(what)
-                        if turn >= WARM_UP:
-                            rates[what].append(took.bytes / took.seconds / 1e9)
-                gradfs.check()
-                for what in WHATS:
-                    found[what, way].append(statistics.median(rates[what]))
+@dataclass(frozen=True)
+class Way:
+    """How a contender's turn goes: pushes and pulls that bring its memory and connections back, then those counted."""
+
+    model: Optional[int]
+    rounds: int
+    before: int
+    counted: int
+
+
+# Without a model's size it is that of a block.
+WAYS = {"aio": Way(64 * MIB, 25, 1, 2), "sync": Way(None, 11, 4, 8)}
+# Rounds before, in which every buffer is used for the first time.
+WARM_UP = 2
+# Of all clusters of the race with the larger models: gradients, versions at either end, a shard's sums; as found.
+MEMORY = len(SIZES) * len(TRANSPORTS) * WAYS["aio"].model * 11 + GIB
+
+
+def _turn(gradfs, way, found):
+    """Adds the rates, GB/s, to found[what]."""
+    for index in range(way.before + way.counted):
+        for what in WHATS:
+            took = gradfs.round(what)
+            if index >= way.before:
+                found[what].append(took.bytes / took.seconds / 1e9)
+
+
+def _race(binaries, way, quiet):
+    """{(size, transport): {what: [GB/s]}}."""
+    found = {(size, name): {what: [] for what in WHATS} for size in SIZES for name in TRANSPORTS}
+    with ExitStack() as stack:
+        contenders = {
+            (size, name): net_gradfs.library(
+                stack, binaries, way.model or size, 1, block_size=size, options=TRANSPORTS[name]
+            )
+            for size, name in found
+        }
+        # The order differs from round to round, and is the same in every run.
+        shuffle = random.Random(0).shuffle
+        order = list(contenders)
+        for turn in range(WARM_UP + way.rounds):
+            quiet.wait()
+            shuffle(order)
+            for contender in order:
+                rates = found[contender] if turn >= WARM_UP else {what: [] for what in WHATS}
+                _turn(contenders[contender], way, rates)
+        for gradfs in contenders.values():
+            gradfs.check()
     return found
 
 
-def chart(binaries, path, quiet):
-    """Writes `path` with .csv, .svg and .png at its end; gives those paths."""
-    import chart as drawing
-
-    found = _measure(binaries, quiet)
-    path = path.with_suffix("") if path.suffix in (".csv", ".svg", ".png") else path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table = path.with_suffix(".csv")
-    with open(table, "w", newline="") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["block_kib", *(f"{what}_{way}_gb_per_s" for what, way in found)])
-        for index, size in enumerate(SIZES):
-            rows.writerow([size >> 10, *(f"{values[index]:.3f}" for values in found.values())])
-    return [table, *drawing.draw_network(found, SIZES, path)]
+def measure(binaries, quiet):
+    """{(what, transport, way): {size: GB/s}}, medians."""
+    found = {name: _race(binaries, way, quiet) for name, way in WAYS.items()}
+    return {
+        (what, transport, name): {size: statistics.median(found[name][size, transport][what]) for size in SIZES}
+        for what in WHATS
+        for transport in TRANSPORTS
+        for name in WAYS
+    }

@@ -50,6 +50,12 @@ def table(header, rows):
     return "\n".join(lines)
 
 
+def markdown(header, rows):
+    """The same for documents."""
+    lines = [f"| {' | '.join(row)} |" for row in [header, *rows]]
+    return "\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]])
+
+
 def print_ratios(figures):
     """The table of `scripts/bench`."""
     rows = []
