@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use crate::ids::Epoch;
 use crate::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
-use crate::wire::{self, HELLO_DEADLINE, Limits, Message, Payload, Received, Receiver, crc32c};
+use crate::wire::{self, Crc32c, HELLO_DEADLINE, Limits, Message, Payload, Received, Receiver, crc32c};
 
 /// Whatever keeps memory where it is.
 pub type Guard = Arc<dyn Any + Send + Sync>;
@@ -25,6 +25,8 @@ pub type Guard = Arc<dyn Any + Send + Sync>;
 /// Bytes that are handed to the kernel at once. Their checksums are made before: what is sent should still be in the
 /// core's own cache when the kernel copies it, and the peer should not have to wait.
 const SEND_AT_ONCE: usize = 512 << 10;
+/// Of a longer payload, bytes that are received before their checksum is made, while they are in the core's own cache.
+const SUM_AT_ONCE: usize = 512 << 10;
 /// Room for the headers and bodies that are sent at once; longer ones get memory of their own.
 const HEADS: usize = 32 << 10;
 /// Messages that may wait to be sent, unless the peer is too slow to live.
@@ -248,6 +250,9 @@ struct Incoming {
     received: Received,
     place: Place,
     got: usize,
+    /// Of the first `summed` bytes.
+    crc: Crc32c,
+    summed: usize,
 }
 
 /// A [`Conversation`] as a [`Stream`].
@@ -390,7 +395,7 @@ impl<C: Conversation> Framed<C> {
         {
             self.scratch = Some(Buffer::zeroed(len));
         }
-        self.incoming = Some(Incoming { received, place, got: 0 });
+        self.incoming = Some(Incoming { received, place, got: 0, crc: Crc32c::new(), summed: 0 });
         Ok(())
     }
 
@@ -423,13 +428,23 @@ impl<C: Conversation> Framed<C> {
         }
     }
 
+    /// Takes what has come into the checksum.
+    fn sum_up(&mut self) {
+        let Some((start, incoming)) = self.place() else { return };
+        let (from, to) = (incoming.summed, incoming.got);
+        // SAFETY: these bytes have been received, and nobody writes them before the conversation has seen them.
+        let bytes = unsafe { std::slice::from_raw_parts(start.add(from), to - from) };
+        if let Some(incoming) = &mut self.incoming {
+            incoming.crc.update(bytes);
+            incoming.summed = to;
+        }
+    }
+
     fn complete(&mut self) -> Result<(), Close> {
-        let Some((start, incoming)) = self.place() else { return Ok(()) };
-        let len = incoming.got;
-        // SAFETY: all `len` bytes have been received, and nobody writes them before the conversation has seen them.
-        let crc = crc32c(unsafe { std::slice::from_raw_parts(start, len) });
-        self.receiver.payload_done(crc).map_err(broken)?;
+        self.sum_up();
         let Some(incoming) = self.incoming.take() else { return Ok(()) };
+        self.receiver.payload_done(incoming.crc.finish()).map_err(broken)?;
+        let len = incoming.got;
         match (&incoming.place, &self.scratch) {
             (Place::Scratch, Some(scratch)) => {
                 self.conversation.payload(&incoming.received, &scratch.bytes()[..len])
@@ -507,7 +522,7 @@ impl<C: Conversation> Stream for Framed<C> {
         }
         // SAFETY: a buffer that is left alone until the bytes are reported.
         unsafe { into.push(self.ahead.start().add(self.end), self.ahead.len() - self.end) };
-        Receive::Into { least: left.max(1) }
+        Receive::Into { least: left.clamp(1, SUM_AT_ONCE) }
     }
 
     fn received(&mut self, bytes: usize) -> Result<(), Close> {
@@ -522,6 +537,9 @@ impl<C: Conversation> Stream for Framed<C> {
             incoming.got += of_payload;
         }
         self.end += bytes - of_payload;
+        if self.left() > 0 {
+            self.sum_up();
+        }
         self.go_on()
     }
 

@@ -16,13 +16,13 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
     if bytes.len() < LONG {
         return crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes) as u32;
     }
-    let mut digest = Digest::new(CrcAlgorithm::Crc32Iscsi);
+    let mut crc = Crc32c::new();
     for (at, piece) in bytes.chunks(AT_ONCE).enumerate() {
         let ahead = at * AT_ONCE + AHEAD;
         prefetch(bytes.get(ahead..(ahead + AT_ONCE).min(bytes.len())).unwrap_or_default());
-        digest.update(piece);
+        crc.update(piece);
     }
-    digest.finalize() as u32
+    crc.finish()
 }
 
 /// The checksum of bytes that come in pieces.
