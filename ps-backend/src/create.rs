@@ -152,8 +152,11 @@ fn failed(shard: &ShardRecord) -> impl Fn(AdminError) -> CreateError {
     |error| CreateError::Shard { shard: shard.shard, address: shard.address.clone(), error }
 }
 
-/// Has all shards forget a model, and those that it has moved to meanwhile; the first error counts, but all are told.
-fn forget(record: &ModelRecord, shards: &[ShardRecord]) -> Result<(), CreateError> {
+/// Has all shards of a record forget the model, and those that it has moved to meanwhile. All are told.
+///
+/// # Errors
+/// The first one.
+pub fn forget(record: &ModelRecord, shards: &[ShardRecord]) -> Result<(), CreateError> {
     let owns = |record: &ModelRecord, shard: &ShardRecord| {
         record.owners.iter().any(|(owner, _)| *owner == shard.shard)
     };

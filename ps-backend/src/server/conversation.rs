@@ -209,7 +209,10 @@ impl Peer {
             Message::Move { model, generation, off, timeout_ms } => {
                 let (link, timeout) = (self.link.clone(), Duration::from_millis(timeout_ms.into()));
                 let answer = move |answer| say(&link, request, answer);
-                return shared.move_model(&model, generation, off, timeout, answer);
+                match shared.move_model(&model, generation, off, timeout, answer) {
+                    Ok(()) => return Ok(()),
+                    Err(refusal) => Err(refusal),
+                }
             }
             message if super::moving::is_between_shards(&message) && shared.options.holds_blocks => {
                 // Some of it takes memory, and all of it comes when nothing else does.
