@@ -1,6 +1,8 @@
 //! Blocks that move to other shards while a job runs. Clients connect anew here, under the new block map; one that
 //! speaks by hand does what a client does that lives through it.
 
+#![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
+
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
