@@ -22,7 +22,7 @@ pub const LONG: Duration = Duration::from_secs(20);
 
 pub struct World {
     /// As long as these live, the shards do.
-    _servers: Vec<Server>,
+    pub servers: Vec<Server>,
     pub registry: RemoteRegistry,
     pub record: ModelRecord,
     pub io: Choice,
@@ -38,7 +38,11 @@ pub enum Way {
     Memory,
 }
 
-pub fn server(registry: Option<String>, io: Choice, threads: usize) -> Server {
+pub fn server(registry: Option<String>, io: Choice) -> Server {
+    server_of(registry, io, 2)
+}
+
+fn server_of(registry: Option<String>, io: Choice, threads: usize) -> Server {
     let options = ServerOptions {
         listen: "127.0.0.1:0".parse().unwrap(),
         advertise: None,
@@ -73,13 +77,13 @@ impl World {
             Way::Tcp(io) => (io, TransportChoice::Tcp),
             Way::Memory => (Choice::Auto, TransportChoice::SharedMemory),
         };
-        let first = server(None, io, threads);
+        let first = server_of(None, io, threads);
         let at = first.address().to_string();
         let mut servers = vec![first];
-        servers.extend((1..shards).map(|_| server(Some(at.clone()), io, threads)));
+        servers.extend((1..shards).map(|_| server_of(Some(at.clone()), io, threads)));
         let registry = RemoteRegistry::new(at);
         let record = blank(&registry, "m", layout, settings, shards);
-        World { _servers: servers, registry, record, io, transport }
+        World { servers, registry, record, io, transport }
     }
 
     pub fn client(&self) -> Arc<Client> {
