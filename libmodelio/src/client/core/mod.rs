@@ -9,10 +9,12 @@
 //! | `requests` | what is asked of the lead, and its answers |
 //! | `state` | the job as the lead tells it |
 //! | `held` | payload that may be asked for yet |
+//! | `moving` | another block map |
 //! | `pushing`, `pulling` | blocks to and from shards |
 //! | `waits` | who waits for a version |
 
 mod held;
+mod moving;
 mod pulling;
 mod pushing;
 mod requests;
@@ -25,7 +27,7 @@ use std::time::Duration;
 use fixedbitset::FixedBitSet;
 
 use crate::block_map::BlockMap;
-use crate::ids::{BlockId, LearnerId, PlanId, ShardId, Step, Version};
+use crate::ids::{Epoch, LearnerId, PlanId, ShardId, Step, Version};
 use crate::transport::{LeaveReason, ShardError};
 use crate::wire::{JobState, LearnerState, Message, Refusal};
 pub use pulling::PULL_BLOCKS;
@@ -86,6 +88,8 @@ pub enum LastCommit {
 /// One client of one model.
 #[derive(Debug)]
 pub struct ClientCore {
+    /// Of the block map in force.
+    epoch: Epoch,
     blocks: usize,
     shards: Vec<ShardId>,
     /// By part: its blocks.
@@ -126,18 +130,10 @@ pub struct ClientCore {
 impl ClientCore {
     /// A client that shows nothing yet, of a model striped by `map`.
     pub fn new(map: &BlockMap) -> ClientCore {
-        let shards: Vec<ShardId> = map.shares().into_keys().collect();
-        let blocks = map.blocks() as usize;
-        let owned: Vec<FixedBitSet> = shards
-            .iter()
-            .map(|&shard| {
-                let mut mine = FixedBitSet::with_capacity(blocks);
-                mine.extend(map.blocks_of(shard).map(BlockId::index));
-                mine
-            })
-            .collect();
+        let (shards, owned) = moving::parts(map);
         ClientCore {
-            blocks,
+            epoch: map.epoch(),
+            blocks: map.blocks() as usize,
             lead_up: false,
             shard_up: vec![false; shards.len()],
             owned,

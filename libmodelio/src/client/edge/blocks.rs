@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::MutexGuard;
 
-use super::{Inner, Shared, Staged};
+use super::{Inner, Shared, Staged, Way};
 use crate::client::core::{PULL_BLOCKS, Part};
 use crate::client::sum;
 use crate::client::versions;
@@ -78,17 +78,20 @@ impl Shared {
 
     /// The next block to push to a part, or the next request for blocks, with how many those are, unless `due` are
     /// many already.
-    pub(in crate::client) fn next_for(&self, part: Part, due: usize) -> Option<(Outgoing, usize)> {
+    pub(in crate::client) fn next_for(&self, way: &Way, part: Part, due: usize) -> Option<(Outgoing, usize)> {
         let mut inner = self.inner.lock();
         let now = self.now();
-        let frame = |message, payload| Outgoing { message, request: 0, epoch: self.epoch, payload };
-        while let Some((plan, block)) = inner.core.next_push(part, now) {
+        let frame = |message, payload| Outgoing { message, request: 0, epoch: way.epoch(), payload };
+        // Parts are numbered by the map in force.
+        while inner.is_in_force(way)
+            && let Some((plan, block)) = inner.core.next_push(part, now)
+        {
             if let Some((wide, piece)) = self.push(inner, plan, block)? {
                 return Some((frame(Message::Push { plan, block, wide }, Some(piece)), 0));
             }
             inner = self.inner.lock();
         }
-        self.next_pull_for(inner, part, due)
+        self.next_pull_for(inner, way, part, due)
     }
 
     /// The next request for blocks of a part, and how many blocks it asks for; `due` are those that the connection
@@ -96,9 +99,13 @@ impl Shared {
     pub(super) fn next_pull_for(
         &self,
         mut inner: MutexGuard<'_, Inner>,
+        way: &Way,
         part: Part,
         due: usize,
     ) -> Option<(Outgoing, usize)> {
+        if !inner.is_in_force(way) {
+            return None;
+        }
         inner.core.pulling()?;
         let window = (self.options.window / self.layout.block_size() as usize).max(1);
         // Each connection has its share of the window, so that none has to wait for another, and asks for several
@@ -122,7 +129,7 @@ impl Shared {
             Message::Pull { blocks, .. } => inner.core.asked_in(part, blocks),
             _ => 0,
         };
-        Some((Outgoing { epoch: self.epoch, ..Outgoing::new(0, message) }, asked))
+        Some((Outgoing { epoch: way.epoch(), ..Outgoing::new(0, message) }, asked))
     }
 
     /// The payload of a block of the plan under way, and whether it is wide. Bytes are looked at without the lock.
@@ -169,10 +176,10 @@ impl Shared {
     }
 
     /// Where a block of a version is to be received; `None` if it is not wanted.
-    pub(in crate::client) fn lands(&self, version: Version, block: BlockId) -> Option<Target> {
+    pub(in crate::client) fn lands(&self, way: &Way, version: Version, block: BlockId) -> Option<Target> {
         let mut inner = self.inner.lock();
         let (retain, max) = inner.bounds();
-        if !inner.core.lands(version, block) {
+        if !inner.is_in_force(way) || !inner.core.lands(version, block) {
             return None;
         }
         let back = inner.versions.back(retain, max).ok().flatten();

@@ -9,17 +9,15 @@ use fixedbitset::FixedBitSet;
 use parking_lot::{Condvar, Mutex};
 
 use super::connections::Peer;
-use super::{
-    Answered, Awaited, ClientError, ClientListener, ClientOptions, PeerView, Pulls, Staged, TransportChoice,
-};
+use super::moving::Inquiry;
+use super::whereabouts::{Place, Whereabouts};
+use super::{Answered, Awaited, ClientError, ClientListener, ClientOptions, PeerView, Pulls, Staged};
 use super::{Inner, Shared, keep};
-use crate::client::core::{Action, ClientCore, LastCommit, Now, Part, Token};
+use crate::client::core::{Action, ClientCore, LastCommit, Now, Token};
 use crate::client::versions::{self, Versions};
 use crate::ids::{ClientId, LearnerId, Step, Version};
 use crate::layout::ModelLayout;
-use crate::net::Threads;
 use crate::net::{Reactor, ReactorOptions};
-use crate::shm;
 use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
 use crate::wire::{self, JobState, Message, ModelRecord, ShardRecord};
 
@@ -47,25 +45,11 @@ impl Client {
             Pulls::Published => ClientCore::new(&map),
             Pulls::Awaited => ClientCore::new(&map).on_demand(),
         };
-        let address = |shard| {
-            let known = shards.iter().find(|record| record.shard == shard);
-            known
-                .map(|record| record.address.clone())
-                .ok_or_else(|| bad(format!("shard {shard} is not there")))
-        };
-        let part_addresses =
-            core.shards().iter().map(|&shard| address(shard)).collect::<Result<Vec<_>, _>>()?;
-        let here = shm::host();
-        let is_here = |shard| shards.iter().any(|record| record.shard == shard && record.host == here);
-        if options.transport == TransportChoice::SharedMemory
-            && let Some(part) = core.shards().iter().position(|&shard| !is_here(shard))
-        {
-            let (shard, address) = (core.shards()[part], &part_addresses[part]);
-            let why = format!("shard {shard} at {address} is on another host, with no memory in common");
+        let (transport, connections) = (options.transport, options.connections);
+        let whereabouts = Whereabouts::new(&map, record.lead, shards, transport, connections).map_err(bad)?;
+        if let Some(why) = whereabouts.parts.iter().find_map(|place| place.barred.clone()) {
             return Err(ClientError::Transport { model, why });
         }
-        let wanted = options.transport != TransportChoice::Tcp;
-        let by_memory: Vec<bool> = core.shards().iter().map(|&shard| wanted && is_here(shard)).collect();
         let start = |error: &dyn std::fmt::Display| ClientError::Start(error.to_string());
         let reactor =
             ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
@@ -82,23 +66,20 @@ impl Client {
             next_token: 1,
             sources: HashMap::new(),
             weights: HashMap::new(),
-            lead: Peer::default(),
-            parts: part_addresses.iter().map(|_| Peer::default()).collect(),
+            lead: Peer::new(false),
+            parts: whereabouts.parts.iter().map(|_| Peer::new(false)).collect(),
+            inquiry: Inquiry::default(),
             spare: Vec::new(),
+            map: Arc::new(whereabouts),
             core,
         };
-        let lead_address = address(record.lead)?;
         let net = reactor.handle();
         let shared = Arc::new_cyclic(|this| Shared {
             layout,
             model: record.name.clone(),
             generation: record.generation,
             client: ClientId(u64::from_le_bytes(random)),
-            epoch: map.epoch(),
-            lead_address,
-            threads: Threads::new(2 * by_memory.len() * options.connections),
-            part_addresses,
-            by_memory,
+            record: record.clone(),
             net,
             started: Instant::now(),
             inner: Mutex::new(inner),
@@ -121,8 +102,10 @@ impl Client {
         let mut inner = self.shared.inner.lock();
         while inner.versions.newest().is_none() {
             if self.shared.changed.wait_until(&mut inner, deadline).timed_out() {
-                let peers = std::iter::once((&self.shared.lead_address, &inner.lead));
-                let peers = peers.chain(self.shared.part_addresses.iter().zip(&inner.parts));
+                let map = &inner.map;
+                let peers = std::iter::once((map.address(map.lead), &inner.lead));
+                let parts = inner.parts.iter().enumerate();
+                let peers = peers.chain(parts.map(|(part, peer)| (map.address(part), peer)));
                 let troubled = peers.filter(|(_, peer)| peer.links.is_empty());
                 let why: Vec<String> = troubled
                     .map(|(address, peer)| {
@@ -155,16 +138,20 @@ impl Client {
     /// The shards, in the order of the block map's owners.
     pub fn peers(&self) -> Vec<PeerView> {
         let inner = self.shared.inner.lock();
-        let view = |(part, peer): (Part, &Peer)| PeerView {
-            address: self.shared.part_addresses[part].clone(),
-            connected: !peer.links.is_empty(),
-            transport: match self.shared.by_memory[part] && peer.no_memory.is_none() {
-                true => TransportKind::SharedMemory,
-                false => TransportKind::Tcp,
-            },
-            no_memory: peer.no_memory.clone(),
+        let view = |(place, peer): (&Place, &Peer)| {
+            let no_memory = place.barred.clone().or_else(|| peer.no_memory.clone());
+            // What must not go another way does not.
+            let by_memory = place.by_memory && no_memory.is_none() || place.barred.is_some();
+            PeerView {
+                shard: place.record.shard,
+                blocks: place.blocks,
+                address: place.record.address.clone(),
+                connected: !peer.links.is_empty(),
+                transport: if by_memory { TransportKind::SharedMemory } else { TransportKind::Tcp },
+                no_memory,
+            }
         };
-        inner.parts.iter().enumerate().map(view).collect()
+        inner.map.parts.iter().zip(&inner.parts).map(view).collect()
     }
 
     /// Who is told of events.
@@ -339,7 +326,8 @@ impl Client {
             let _ = receiver.recv_timeout(patience);
         }
         shared.stop();
-        if let Err(error) = shared.threads.shut_down(Duration::from_secs(2)) {
+        let threads = Arc::clone(&shared.inner.lock().map.threads);
+        if let Err(error) = threads.shut_down(Duration::from_secs(2)) {
             tracing::warn!(%error, "connections through shared memory");
         }
         if let Some(reactor) = self.reactor.lock().take()

@@ -1,15 +1,17 @@
 //! Connections to the lead and to the shards: opened, greeted, ended, opened again.
 
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Shared;
+use super::moving::overtaken;
+use super::whereabouts::Way;
 use crate::client::conversation::{Control, Data};
 use crate::client::core::Part;
 use crate::link::{Framed, Link};
-use crate::net::{SocketOptions, Thread};
+use crate::net::{Close, SocketOptions, Thread};
 
-#[derive(Default)]
 pub(super) struct Peer {
     /// Connections that are greeted.
     pub(super) links: Vec<Link>,
@@ -24,25 +26,56 @@ pub(super) struct Peer {
     pub(super) turn: usize,
     /// Why there is no memory in common with it, though it is on this host.
     pub(super) no_memory: Option<String>,
+    /// Since when it cannot be reached.
+    pub(super) gone_since: Option<Instant>,
+    /// It must not be reached by the only way there is.
+    barred: bool,
+}
+
+impl Peer {
+    /// One that nothing is known of yet.
+    pub(super) fn new(barred: bool) -> Peer {
+        Peer {
+            links: Vec::new(),
+            opened: 0,
+            retry_at: None,
+            tries: 0,
+            trouble: None,
+            turn: 0,
+            no_memory: None,
+            gone_since: (!barred).then(Instant::now),
+            barred,
+        }
+    }
+
+    fn greeted(&mut self) {
+        self.tries = 0;
+        self.trouble = None;
+        self.gone_since = None;
+    }
 }
 
 impl Shared {
-    /// The greeting of a connection for control (`None`) or for blocks of a part.
-    pub(in crate::client) fn greeted(&self, part: Option<Part>, link: &Link, by_memory: bool) {
+    /// The greeting of a connection.
+    ///
+    /// # Errors
+    /// If it was opened under a block map that is no longer in force.
+    pub(in crate::client) fn greeted(&self, way: &Way, link: &Link, by_memory: bool) -> Result<(), Close> {
         let mut inner = self.inner.lock();
+        if !inner.is_in_force(way) {
+            return Err(overtaken());
+        }
         let mut actions = Vec::new();
         let now = self.now();
-        match part {
+        match way.part {
             None => {
-                inner.lead.tries = 0;
-                inner.lead.trouble = None;
+                inner.lead.greeted();
                 inner.lead.links = vec![link.clone()];
                 inner.core.lead_up(now, &mut actions);
             }
             Some(part) => {
                 let peer = &mut inner.parts[part];
-                peer.tries = 0;
-                peer.trouble = None;
+                peer.greeted();
                 if by_memory {
                     peer.no_memory = None;
                 }
@@ -51,14 +84,18 @@ impl Shared {
             }
         }
         self.act(inner, actions);
+        Ok(())
     }
 
     /// A connection is over.
-    pub(in crate::client) fn ended(&self, part: Option<Part>, link: &Link, why: &str) {
+    pub(in crate::client) fn ended(&self, way: &Way, link: &Link, why: &str) {
         let mut inner = self.inner.lock();
+        if !inner.is_in_force(way) {
+            return;
+        }
         let mut actions = Vec::new();
         let now = self.now();
-        let peer = match part {
+        let peer = match way.part {
             None => &mut inner.lead,
             Some(part) => &mut inner.parts[part],
         };
@@ -67,15 +104,17 @@ impl Shared {
         peer.links.retain(|known| !known.is(link));
         let was_up = before > peer.links.len();
         let alone = peer.links.is_empty();
+        if alone {
+            peer.gone_since.get_or_insert_with(Instant::now);
+        }
         if !self.is_stopping() && (was_up || peer.trouble.as_deref() != Some(why)) {
-            let address = part.map_or(&self.lead_address, |part| &self.part_addresses[part]);
-            tracing::warn!(model = %self.model, %address, "connection lost: {why}");
+            tracing::warn!(model = %self.model, address = %way.address(), "connection lost: {why}");
         }
         peer.trouble = Some(why.to_owned());
         let pause = Duration::from_millis(50 << peer.tries.min(5));
         peer.tries += 1;
         peer.retry_at = Some(Instant::now() + pause);
-        match part {
+        match way.part {
             None if was_up => inner.core.lead_down(),
             Some(part) if was_up && alone => inner.core.shard_down(part),
             Some(part) if was_up => inner.core.look_after(part, now, &mut actions),
@@ -89,12 +128,12 @@ impl Shared {
     pub(super) fn connect_missing(&self) -> Option<Instant> {
         let mut missing = Vec::new();
         let mut next = None;
-        {
+        let map = {
             let mut inner = self.inner.lock();
             let connections = self.options.connections;
             let now = Instant::now();
             let mut look = |peer: &mut Peer, wanted: usize, part: Option<Part>| {
-                if peer.opened >= wanted {
+                if peer.opened >= wanted || peer.barred {
                     return;
                 }
                 match peer.retry_at.filter(|&at| at > now) {
@@ -109,40 +148,41 @@ impl Shared {
             for (part, peer) in inner.parts.iter_mut().enumerate() {
                 look(peer, connections, Some(part));
             }
-        }
+            Arc::clone(&inner.map)
+        };
         for (index, part) in missing.into_iter().enumerate() {
-            match part.filter(|&part| self.by_memory[part]) {
-                Some(part) => self.connect_by_memory(part, index),
-                None => self.connect_one(part, index),
+            let way = Way { map: Arc::clone(&map), part };
+            match part.filter(|&part| map.parts[part].by_memory) {
+                Some(part) => self.connect_by_memory(way, part, index),
+                None => self.connect_one(way, index),
             }
         }
         next
     }
 
-    pub(super) fn connect_one(&self, part: Option<Part>, index: usize) {
+    pub(super) fn connect_one(&self, way: Way, index: usize) {
         let Some(this) = self.this.upgrade() else { return };
         let link = Link::default();
-        let address = part.map_or(&self.lead_address, |part| &self.part_addresses[part]);
-        let resolved = address.to_socket_addrs().map(|mut all| all.next());
+        let resolved = way.address().to_socket_addrs().map(|mut all| all.next());
         let resolved: SocketAddr = match resolved {
             Ok(Some(resolved)) => resolved,
-            Ok(None) => return self.ended(part, &link, "the address leads nowhere"),
-            Err(error) => return self.ended(part, &link, &error.to_string()),
+            Ok(None) => return self.ended(&way, &link, "the address leads nowhere"),
+            Err(error) => return self.ended(&way, &link, &error.to_string()),
         };
         let deadline = Instant::now() + self.options.patience;
         let options = SocketOptions::default();
-        let connected = match part {
+        let connected = match way.part {
             None => {
-                let stream = Framed::new(Control::new(this), link.clone(), 16 << 10);
+                let stream = Framed::new(Control::new(this, way.clone()), link.clone(), 16 << 10);
                 self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(0))
             }
             Some(part) => {
-                let stream = Framed::new(Data::new(this, part, None), link.clone(), 128);
+                let stream = Framed::new(Data::new(this, way.clone(), part, None), link.clone(), 128);
                 self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(index))
             }
         };
         if let Err(error) = connected {
-            self.ended(part, &link, &error.to_string());
+            self.ended(&way, &link, &error.to_string());
         }
     }
 }

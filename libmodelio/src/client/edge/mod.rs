@@ -11,12 +11,16 @@
 //! | `connections` | which there are, and which are missing |
 //! | `blocks` | payload on its way (`unsafe`) |
 //! | `memory` | connections through shared memory (`unsafe`) |
+//! | `whereabouts` | the block map in force, and where its shards are |
+//! | `moving` | another one takes its place |
 
 mod blocks;
 mod client;
 mod connections;
 mod memory;
+mod moving;
 mod options;
+mod whereabouts;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,22 +31,27 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::core::{Action, ClientCore, Now, Token};
 use super::versions::Versions;
-use crate::ids::{ClientId, Epoch, Generation, LearnerId, Step, Version};
+use crate::ids::{ClientId, Generation, LearnerId, Step, Version};
 use crate::layout::ModelLayout;
 use crate::link::{Link, Outgoing};
-use crate::net::{Close, Handle, Threads};
+use crate::net::{Close, Handle};
 use crate::transport::{Region, ShardError};
-use crate::wire::{Message, Refusal};
+use crate::wire::{Message, ModelRecord, Refusal};
 pub use client::Client;
 use connections::Peer;
 pub(super) use memory::Memory;
 pub use memory::TransportChoice;
+use moving::Inquiry;
 pub use options::{
     Answered, Awaited, ClientError, ClientEvent, ClientListener, ClientOptions, PeerView, Pulls, Staged,
 };
+pub(super) use whereabouts::Way;
+use whereabouts::Whereabouts;
 
 struct Inner {
     core: ClientCore,
+    /// In force.
+    map: Arc<Whereabouts>,
     versions: Versions,
     answers: HashMap<Token, Answered>,
     waits: HashMap<Token, Awaited>,
@@ -51,6 +60,7 @@ struct Inner {
     weights: HashMap<u64, Region>,
     lead: Peer,
     parts: Vec<Peer>,
+    inquiry: Inquiry,
     /// Sums that are on their way; the memory is used again.
     spare: Vec<Vec<u8>>,
 }
@@ -69,14 +79,9 @@ pub(super) struct Shared {
     pub(super) model: String,
     pub(super) generation: Generation,
     pub(super) client: ClientId,
-    pub(super) epoch: Epoch,
+    /// As it was when the client connected: what a model that has moved is compared with.
+    record: ModelRecord,
     options: ClientOptions,
-    lead_address: String,
-    part_addresses: Vec<String>,
-    /// Whether each part is reached through shared memory, if that comes about.
-    by_memory: Vec<bool>,
-    /// Of connections through shared memory.
-    threads: Arc<Threads>,
     net: Handle,
     started: Instant,
     inner: Mutex<Inner>,
@@ -131,16 +136,17 @@ impl Shared {
     fn stop(&self) {
         self.stopping.store(true, Ordering::Relaxed);
         let mut after = After::default();
-        {
+        let threads = {
             let mut inner = self.inner.lock();
             let gone = || Refusal::Shard(ShardError::Unreachable);
             after.answers = inner.answers.drain().map(|(_, done)| (done, Err(gone()))).collect();
             after.waits = inner.waits.drain().map(|(_, done)| (done, Err(ShardError::Unreachable))).collect();
             let links = inner.parts.iter().chain([&inner.lead]).flat_map(|peer| &peer.links);
             links.for_each(|link| link.close(Close::ShutDown));
-        }
+            Arc::clone(&inner.map.threads)
+        };
         // Their threads end soon.
-        let _ = self.threads.shut_down(Duration::ZERO);
+        let _ = threads.shut_down(Duration::ZERO);
         self.finish(after);
         self.changed.notify_all();
     }
@@ -199,14 +205,14 @@ impl Shared {
         match action {
             Action::ToLead(request, message) => {
                 if let Some(link) = inner.lead.links.first() {
-                    link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
+                    link.send(Outgoing { epoch: inner.map.epoch, ..Outgoing::new(request, message) });
                 }
             }
             Action::ToShard(part, message) => {
                 let peer = &mut inner.parts[part];
                 peer.turn += 1;
                 if let Some(link) = peer.links.get(peer.turn % peer.links.len().max(1)) {
-                    link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(0, message) });
+                    link.send(Outgoing { epoch: inner.map.epoch, ..Outgoing::new(0, message) });
                 }
             }
             Action::Wake(part) => inner.parts[part].links.iter().for_each(Link::wake),
@@ -250,6 +256,7 @@ fn keep(shared: &Weak<Shared>) {
             return;
         }
         let retry = shared.connect_missing();
+        shared.inquire();
         shared.add_spare();
         let mut inner = shared.inner.lock();
         // The connection's own pings know nothing of leases.

@@ -1,10 +1,13 @@
 //! What a client is told, what it tells, and why none comes about.
 
+use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::memory::TransportChoice;
-use crate::ids::{LearnerId, Version};
+use crate::ids::{LearnerId, ShardId, Version};
 use crate::net::Choice;
+use crate::registry::Registry;
 use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
 use crate::wire::{Message, Refusal};
 
@@ -20,7 +23,7 @@ pub enum Pulls {
 }
 
 /// What a client may be told to do otherwise.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct ClientOptions {
     /// Threads that move bytes.
     pub threads: usize,
@@ -37,6 +40,24 @@ pub struct ClientOptions {
     pub pulls: Pulls,
     /// How long to wait for shards, and the first version, when connecting.
     pub patience: Duration,
+    /// Who is asked where the model is now when shards are out of reach. Without one, a client does not find a model
+    /// that has moved while nobody was left where it was.
+    pub registry: Option<Arc<dyn Registry>>,
+}
+
+impl fmt::Debug for ClientOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ClientOptions")
+            .field("threads", &self.threads)
+            .field("io", &self.io)
+            .field("transport", &self.transport)
+            .field("connections", &self.connections)
+            .field("window", &self.window)
+            .field("pulls", &self.pulls)
+            .field("patience", &self.patience)
+            .field("registry", &self.registry.as_ref().map(|_| ".."))
+            .finish()
+    }
 }
 
 impl Default for ClientOptions {
@@ -49,6 +70,7 @@ impl Default for ClientOptions {
             window: 64 << 20,
             pulls: Pulls::Published,
             patience: Duration::from_secs(10),
+            registry: None,
         }
     }
 }
@@ -123,6 +145,10 @@ impl From<Region> for Staged {
 /// A shard as its client sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeerView {
+    /// Its number.
+    pub shard: ShardId,
+    /// How many of the model's blocks it owns.
+    pub blocks: u32,
     /// Where it listens.
     pub address: String,
     /// Whether it can be reached just now.
