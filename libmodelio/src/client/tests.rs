@@ -2,6 +2,9 @@
 
 #![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
 
+mod histories;
+mod moves;
+
 use std::time::Duration;
 
 use super::core::{Action, ClientCore, LastCommit, Now};
