@@ -242,24 +242,40 @@ impl AdminPeer {
         payload: &[u8],
         deadline: Instant,
     ) -> Result<(Message, Vec<u8>), AdminError> {
-        let request = self.next_request;
-        self.next_request += 1;
         // Silence counts from here: between requests nobody listens.
         self.last_heard = Instant::now();
+        let request = self.ask(message, payload, deadline)?;
+        match self.answer(deadline)? {
+            (of, Message::Refused(refusal), _) if of == request => Err(refusal.into()),
+            (of, answer, payload) if of == request => Ok((answer, payload)),
+            (_, other, _) => {
+                Err(AdminError::Unexpected { address: self.address.clone(), what: other.name() })
+            }
+        }
+    }
+
+    /// Sends a message and does not wait; its number, which the answer has, too. Several can be under way.
+    ///
+    /// # Errors
+    /// [`AdminError`].
+    pub fn ask(&mut self, message: &Message, payload: &[u8], deadline: Instant) -> Result<u64, AdminError> {
+        let request = self.next_request;
+        self.next_request += 1;
         self.send(message, request, payload, deadline, "asking")?;
+        Ok(request)
+    }
+
+    /// The next answer, whose it is, and its payload. A refusal is one.
+    ///
+    /// # Errors
+    /// [`AdminError`].
+    pub fn answer(&mut self, deadline: Instant) -> Result<(u64, Message, Vec<u8>), AdminError> {
         loop {
             let (received, payload) = self.receive(deadline, "waiting for")?;
             match received.message {
                 Message::Ping => self.send(&Message::Pong, 0, &[], deadline, "answering")?,
                 Message::Pong => {}
-                Message::Refused(refusal) if received.header.request() == request => {
-                    return Err(refusal.into());
-                }
-                answer if received.header.request() == request => return Ok((answer, payload)),
-                other => {
-                    let address = self.address.clone();
-                    return Err(AdminError::Unexpected { address, what: other.name() });
-                }
+                answer => return Ok((received.header.request(), answer, payload)),
             }
         }
     }

@@ -7,10 +7,12 @@ use std::fmt::{self, Write as _};
 use std::str::FromStr;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::reducer::{Aggregation, Hyper, Reducer};
 
 /// Which contributions a version waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Consistency {
     /// All active learners.
     Sync,
@@ -72,7 +74,7 @@ impl FromStr for Consistency {
 const MOST: u32 = 65_536;
 
 /// What happens to NaN and Inf in a contribution.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NonFinite {
     /// The contribution fails with EINVAL and counts nowhere.
     Reject,
@@ -81,7 +83,7 @@ pub enum NonFinite {
 }
 
 /// All settings of a job.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Controls {
     /// What a shard does with contributions.
     pub reducer: Reducer,

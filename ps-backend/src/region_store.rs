@@ -14,6 +14,7 @@
 pub(crate) mod accumulator;
 mod block;
 mod buffers;
+mod keeping;
 mod making;
 
 use std::collections::BTreeMap;
@@ -37,6 +38,7 @@ pub use block::{Job, fold_block, is_finite, place, region_is_finite, written_is_
 pub(crate) use buffers::Loading;
 pub use buffers::VersionBuffer;
 use buffers::{StateBuffer, VOID, element_span, span, wire};
+pub(crate) use keeping::Keeping;
 use making::widen;
 pub(crate) use making::{Making, Part};
 

@@ -31,7 +31,12 @@ impl Message {
             Message::Create
             | Message::Registry(RegistryRequest::Put { .. })
             | Message::Registered(RegistryAnswer::Model)
-            | Message::Moved => 1..=MAX_PAYLOAD,
+            | Message::Moved
+            | Message::Adopt
+            | Message::HandOver { .. }
+            | Message::Switch => 1..=MAX_PAYLOAD,
+            // Half-precision elements have masters and optimizer state of twice their room.
+            Message::Fetched => 0..=2 * MAX_BLOCK_SIZE,
             Message::Text => 0..=MAX_PAYLOAD,
             _ => 0..=0,
         }

@@ -342,6 +342,84 @@ pub enum Message {
     // -- a shard to whoever speaks of an older block map
     /// The model has moved: the payload is a [`super::Moved`]. Takes the place of the answer; the connection ends.
     Moved,
+
+    // -- moving a model's blocks off a shard: administration, to the lead and between shards
+    /// Move the model's blocks off a shard. To its lead. Answered by `Done` when all shards know of it.
+    Move {
+        /// The model.
+        model: String,
+        /// Which life of it.
+        generation: Generation,
+        /// Off this shard.
+        off: ShardId,
+        /// Until then the new map is in force, or nothing has changed; in milliseconds.
+        timeout_ms: u32,
+    },
+    /// Take the memory of a part under a new block map, beside what there is. The payload is a [`super::Adoption`].
+    /// Answered by `Done`.
+    Adopt,
+    /// Fill it with this version, from the shards that own the blocks. Answered by `Done` at once.
+    Fill {
+        /// Of which life of the model.
+        generation: Generation,
+        /// The new map's.
+        epoch: Epoch,
+        /// Which version; none newer is made meanwhile.
+        version: Version,
+        /// Whose optimizer state there is.
+        reducer: String,
+    },
+    /// How far is it? Answered by `Adopted`, or by the refusal that ended it.
+    Adopting {
+        /// Of which life of the model.
+        generation: Generation,
+        /// The new map's.
+        epoch: Epoch,
+    },
+    /// So far.
+    Adopted {
+        /// Blocks that are there.
+        blocks: u32,
+        /// Blocks of the part.
+        of: u32,
+    },
+    /// Send what is kept of a block. Answered by `Fetched`.
+    Fetch {
+        /// Of which life of the model.
+        generation: Generation,
+        /// Of the block map under which the shard owns it.
+        epoch: Epoch,
+        /// Which version, the newest there.
+        version: Version,
+        /// Which block.
+        block: BlockId,
+        /// What of it.
+        what: super::Kept,
+    },
+    /// It, as the payload; none if nothing of the kind is kept.
+    Fetched,
+    /// The lead's state, for the lead under the new map: a piece of it, as the payload. Answered by `Done`.
+    HandOver {
+        /// Of which life of the model.
+        generation: Generation,
+        /// The new map's.
+        epoch: Epoch,
+        /// Where the piece begins. One at 0 begins anew.
+        at: u64,
+        /// Bytes of all pieces.
+        of: u64,
+        /// The lead's clock, in nanoseconds.
+        now: u64,
+    },
+    /// The new map, a [`super::Moved`] as the payload, is in force. Answered by `Done`.
+    Switch,
+    /// The new map never will be. Answered by `Done`.
+    Abandon {
+        /// Of which life of the model.
+        generation: Generation,
+        /// The new map's.
+        epoch: Epoch,
+    },
 }
 
 /// What a client needs to know of a job.

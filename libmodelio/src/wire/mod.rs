@@ -28,7 +28,7 @@ pub use header::{HEADER, Header, Payload};
 pub use message::{
     BlockRanges, Granted, JobState, LearnerState, Message, Plan, PlanSource, Refusal, Role, Work,
 };
-pub use moved::Moved;
+pub use moved::{Adoption, Kept, Moved};
 pub use ranges::{MAX_RANGES, RangesError};
 pub use receiver::{Received, Receiver};
 pub use record::{

@@ -1,10 +1,103 @@
-//! Where a model is now: what a shard answers to whoever speaks of an older block map.
+//! Where a model is now: what a shard answers to whoever speaks of an older block map. And what a shard is told that is
+//! to own blocks of it.
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::record::list;
 use super::{MAX_PAYLOAD, ModelRecord, RecordError, ShardRecord};
-use crate::block_map::MAX_SHARDS;
+use crate::block_map::{BlockMap, MAX_SHARDS};
+use crate::ids::{Epoch, ShardId};
+
+/// What a shard keeps of a block besides sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Kept {
+    /// Its bytes.
+    Weights,
+    /// fp32 masters, of all reducible elements, if some are of half precision.
+    Masters,
+    /// A slot of the optimizer's state, of all reducible elements: 0 or 1.
+    Slot(u8),
+}
+
+/// The payload of [`super::Message::Adopt`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Adoption {
+    /// The model with the block map that is to be.
+    pub record: ModelRecord,
+    /// The epoch of the one that is in force.
+    pub epoch: Epoch,
+    /// That one's runs of blocks, as in a record.
+    pub owners: Vec<(ShardId, u32)>,
+    /// The shards of both, and where they listen.
+    #[serde(deserialize_with = "list::<MAX_SHARDS, _, _>")]
+    pub shards: Vec<ShardRecord>,
+}
+
+impl Adoption {
+    /// As bytes: postcard's.
+    ///
+    /// # Errors
+    /// As of [`Moved::encode`].
+    pub fn encode(&self) -> Result<Vec<u8>, RecordError> {
+        self.record.check_heads()?;
+        encode(self)
+    }
+
+    /// From bytes, with maps that fit the model, the new one after the old one, and shards that are all known.
+    ///
+    /// # Errors
+    /// [`RecordError`] for anything else.
+    pub fn decode(bytes: &[u8]) -> Result<Adoption, RecordError> {
+        let adoption: Adoption = decode(bytes)?;
+        adoption.record.check()?;
+        let maps = [adoption.record.block_map()?, adoption.map_in_force()?];
+        check_known(&maps, &adoption.shards)?;
+        match adoption.epoch.0.checked_add(1) {
+            Some(next) if next == adoption.record.epoch.0 => Ok(adoption),
+            _ => Err(crate::block_map::MapError::Epoch {
+                expected: Epoch(adoption.epoch.0.saturating_add(1)),
+                got: adoption.record.epoch,
+            }
+            .into()),
+        }
+    }
+
+    /// The block map that is in force.
+    ///
+    /// # Errors
+    /// [`RecordError`] for one that does not fit the model.
+    pub fn map_in_force(&self) -> Result<BlockMap, RecordError> {
+        self.record.map_of(self.epoch, &self.owners)
+    }
+}
+
+fn encode(what: &impl Serialize) -> Result<Vec<u8>, RecordError> {
+    let bytes = postcard::to_stdvec(what)?;
+    if bytes.len() > MAX_PAYLOAD as usize {
+        return Err(RecordError::TooLong { got: bytes.len() });
+    }
+    Ok(bytes)
+}
+
+fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, RecordError> {
+    if bytes.len() > MAX_PAYLOAD as usize {
+        return Err(RecordError::TooLong { got: bytes.len() });
+    }
+    let (decoded, rest) = postcard::take_from_bytes(bytes)?;
+    if !rest.is_empty() {
+        return Err(RecordError::Trailing(rest.len()));
+    }
+    Ok(decoded)
+}
+
+/// # Errors
+/// [`RecordError::Unknown`] names an owner that is not among the shards.
+fn check_known(maps: &[BlockMap], shards: &[ShardRecord]) -> Result<(), RecordError> {
+    let is_known = |owner: &ShardId| shards.iter().any(|shard| shard.shard == *owner);
+    let mut owners = maps.iter().flat_map(|map| map.shares().into_keys());
+    owners.find(|owner| !is_known(owner)).map_or(Ok(()), |owner| Err(RecordError::Unknown(owner)))
+}
 
 /// The payload of [`super::Message::Moved`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,11 +116,7 @@ impl Moved {
     /// [`RecordError::TooLong`], and others for a record that [`ModelRecord::encode`] would not take.
     pub fn encode(&self) -> Result<Vec<u8>, RecordError> {
         self.record.check_heads()?;
-        let bytes = postcard::to_stdvec(self)?;
-        if bytes.len() > MAX_PAYLOAD as usize {
-            return Err(RecordError::TooLong { got: bytes.len() });
-        }
-        Ok(bytes)
+        encode(self)
     }
 
     /// From bytes, with a record whose parts fit each other and whose owners are all among the shards.
@@ -35,19 +124,10 @@ impl Moved {
     /// # Errors
     /// [`RecordError`] for anything else.
     pub fn decode(bytes: &[u8]) -> Result<Moved, RecordError> {
-        if bytes.len() > MAX_PAYLOAD as usize {
-            return Err(RecordError::TooLong { got: bytes.len() });
-        }
-        let (moved, rest) = postcard::take_from_bytes::<Moved>(bytes)?;
-        if !rest.is_empty() {
-            return Err(RecordError::Trailing(rest.len()));
-        }
+        let moved: Moved = decode(bytes)?;
         moved.record.check()?;
-        let is_known = |owner| moved.shards.iter().any(|shard| shard.shard == owner);
-        match moved.record.block_map()?.shares().into_keys().find(|&owner| !is_known(owner)) {
-            Some(owner) => Err(RecordError::Unknown(owner)),
-            None => Ok(moved),
-        }
+        check_known(&[moved.record.block_map()?], &moved.shards)?;
+        Ok(moved)
     }
 }
 

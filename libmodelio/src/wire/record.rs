@@ -9,7 +9,7 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor}
 use super::{MAX_PAYLOAD, ModelRecord};
 use crate::block_map::{BlockMap, MapError};
 use crate::dtype::DType;
-use crate::ids::{Generation, ShardId};
+use crate::ids::{Epoch, Generation, ShardId};
 use crate::layout::{LayoutError, ModelLayout, tensor_bytes};
 
 /// Longest name of a model, in bytes: it is a file name.
@@ -136,13 +136,6 @@ impl ModelRecord {
             let shape = tensor.shape.iter().map(|&dim| dim as u64).collect();
             (tensor.name.clone(), tensor.dtype.name(), shape)
         };
-        let mut owners: Vec<(ShardId, u32)> = Vec::new();
-        for &owner in map.owners() {
-            match owners.last_mut() {
-                Some((last, run)) if *last == owner => *run += 1,
-                _ => owners.push((owner, 1)),
-            }
-        }
         let record = ModelRecord {
             name: name.to_owned(),
             generation,
@@ -150,12 +143,22 @@ impl ModelRecord {
             metadata,
             block_size: layout.block_size(),
             epoch: map.epoch(),
-            owners,
+            owners: runs(map),
             lead,
             controls,
             ready: false,
         };
         record.check_heads()?;
+        record.block_map()?;
+        Ok(record)
+    }
+
+    /// The same model under another block map and lead.
+    ///
+    /// # Errors
+    /// [`RecordError`] where they do not fit.
+    pub fn moved(&self, map: &BlockMap, lead: ShardId) -> Result<ModelRecord, RecordError> {
+        let record = ModelRecord { epoch: map.epoch(), owners: runs(map), lead, ..self.clone() };
         record.block_map()?;
         Ok(record)
     }
@@ -186,17 +189,25 @@ impl ModelRecord {
     /// # Errors
     /// [`RecordError`] for a map that does not fit the tensors, or whose lead owns nothing.
     pub fn block_map(&self) -> Result<BlockMap, RecordError> {
-        let expected = u64::from(self.blocks()?);
-        let got = self.owners.iter().map(|&(_, run)| u64::from(run)).sum();
-        if got != expected || self.owners.iter().any(|&(_, run)| run == 0) {
-            return Err(RecordError::Owners { expected, got });
-        }
+        let map = self.map_of(self.epoch, &self.owners)?;
         if !self.owners.iter().any(|&(owner, _)| owner == self.lead) {
             return Err(RecordError::Lead(self.lead));
         }
-        let runs = self.owners.iter();
-        let owners = runs.flat_map(|&(owner, run)| std::iter::repeat_n(owner, run as usize)).collect();
-        Ok(BlockMap::from_owners(self.epoch, owners)?)
+        Ok(map)
+    }
+
+    /// A block map of the model, from runs of blocks.
+    ///
+    /// # Errors
+    /// [`RecordError::Owners`], [`RecordError::Map`].
+    pub(super) fn map_of(&self, epoch: Epoch, owners: &[(ShardId, u32)]) -> Result<BlockMap, RecordError> {
+        let expected = u64::from(self.blocks()?);
+        let got = owners.iter().map(|&(_, run)| u64::from(run)).sum();
+        if got != expected || owners.iter().any(|&(_, run)| run == 0) {
+            return Err(RecordError::Owners { expected, got });
+        }
+        let owners = owners.iter().flat_map(|&(owner, run)| std::iter::repeat_n(owner, run as usize));
+        Ok(BlockMap::from_owners(epoch, owners.collect())?)
     }
 
     /// Whether all of it is sound: what else asks [`Self::layout`] and [`Self::block_map`] finds no error.
@@ -273,6 +284,18 @@ impl ModelRecord {
             _ => Err(RecordError::TooManyBlocks { got }),
         }
     }
+}
+
+/// Runs of blocks with one owner, in order.
+fn runs(map: &BlockMap) -> Vec<(ShardId, u32)> {
+    let mut owners: Vec<(ShardId, u32)> = Vec::new();
+    for &owner in map.owners() {
+        match owners.last_mut() {
+            Some((last, run)) if *last == owner => *run += 1,
+            _ => owners.push((owner, 1)),
+        }
+    }
+    owners
 }
 
 /// Element type and shape of a record's tensor, as the layout takes them.

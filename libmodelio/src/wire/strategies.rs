@@ -151,6 +151,10 @@ fn plan() -> impl Strategy<Value = Plan> {
         .prop_map(|(plan, base, work, sources, ordered)| Plan { plan, base, work, sources, ordered })
 }
 
+fn kept() -> impl Strategy<Value = Kept> {
+    prop_oneof![Just(Kept::Weights), Just(Kept::Masters), any::<u8>().prop_map(Kept::Slot)]
+}
+
 fn granted() -> impl Strategy<Value = Granted> {
     prop_oneof![
         (vec((learner(), id64(Step)), 0..5), any::<bool>())
@@ -306,6 +310,50 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             })
             .boxed(),
         Just(Message::Moved).boxed(),
+        (text(), id64(Generation), shard(), any::<u32>())
+            .prop_map(|(model, generation, off, timeout_ms)| Message::Move {
+                model,
+                generation,
+                off,
+                timeout_ms,
+            })
+            .boxed(),
+        Just(Message::Adopt).boxed(),
+        (id64(Generation), id64(Epoch), id64(Version), text())
+            .prop_map(|(generation, epoch, version, reducer)| Message::Fill {
+                generation,
+                epoch,
+                version,
+                reducer,
+            })
+            .boxed(),
+        (id64(Generation), id64(Epoch))
+            .prop_map(|(generation, epoch)| Message::Adopting { generation, epoch })
+            .boxed(),
+        any::<(u32, u32)>().prop_map(|(blocks, of)| Message::Adopted { blocks, of }).boxed(),
+        (id64(Generation), id64(Epoch), id64(Version), block(), kept())
+            .prop_map(|(generation, epoch, version, block, what)| Message::Fetch {
+                generation,
+                epoch,
+                version,
+                block,
+                what,
+            })
+            .boxed(),
+        Just(Message::Fetched).boxed(),
+        (id64(Generation), id64(Epoch), any::<(u64, u64, u64)>())
+            .prop_map(|(generation, epoch, (at, of, now))| Message::HandOver {
+                generation,
+                epoch,
+                at,
+                of,
+                now,
+            })
+            .boxed(),
+        Just(Message::Switch).boxed(),
+        (id64(Generation), id64(Epoch))
+            .prop_map(|(generation, epoch)| Message::Abandon { generation, epoch })
+            .boxed(),
     ]
 }
 

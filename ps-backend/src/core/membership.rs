@@ -152,8 +152,11 @@ impl<S: Clone> ShardCore<S> {
     /// Notes that somebody waits for other learners just now, or does not.
     pub(super) fn note_stall(&mut self, now: Now) {
         let step_waits = self.gathers() && !self.committed.is_empty();
-        // Without a buffer they wait for readers.
-        let waits = self.running.is_none() && self.buffer_ready && (step_waits || !self.pending.is_empty());
+        // Without a buffer they wait for readers, and while the job is held for nobody in it.
+        let waits = self.running.is_none()
+            && self.buffer_ready
+            && !self.is_held()
+            && (step_waits || !self.pending.is_empty());
         let slowest = if self.limits_lead() { self.slowest() } else { 0 };
         // If whoever was the slowest has moved, or left, the wait is for others now.
         self.stall.take_if(|stall| stall.slowest != slowest);

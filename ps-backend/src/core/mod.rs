@@ -23,6 +23,7 @@
 mod arrival;
 mod commit;
 mod consistency;
+mod hold;
 mod membership;
 mod setback;
 mod step;
@@ -38,6 +39,7 @@ use std::time::Duration;
 use fixedbitset::FixedBitSet;
 use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
 use libmodelio::transport::{LeaveReason, ShardError};
+use serde::{Deserialize, Serialize};
 
 use crate::controls::{Consistency, Controls};
 use crate::reducer::{self, Hyper, Reducer};
@@ -54,7 +56,7 @@ pub type Ticket = u64;
 pub const MAX_LEARNERS: usize = 4096;
 
 /// One learner's committed contribution. `S` is where its deferred payload lies.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Contribution<S> {
     /// Whose.
     pub learner: LearnerId,
@@ -180,7 +182,7 @@ pub struct Opening {
     pub staging_lent: bool,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 enum Phase {
     Idle,
     Open {
@@ -192,7 +194,7 @@ enum Phase {
     },
 }
 
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Member {
     name: String,
     incarnation: Incarnation,
@@ -212,7 +214,7 @@ struct Member {
     phase: Phase,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Place {
     /// The payload stays in staging until the version is made.
     Lent,
@@ -224,7 +226,7 @@ enum Place {
     Folded,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Committed<S> {
     contribution: Arc<Contribution<S>>,
     place: Place,
@@ -239,14 +241,14 @@ struct Committed<S> {
 }
 
 /// A commit that cannot be taken yet.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Pending<S> {
     ticket: Ticket,
     deadline: Now,
     kind: PendingKind<S>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 enum PendingKind<S> {
     Commit { contribution: Contribution<S>, lendable: bool },
     Assign { buffer: S, written: Vec<Range<u64>> },
@@ -260,7 +262,7 @@ struct Fusing<S> {
 }
 
 /// A learner waits for the version with its step.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct Waiter {
     ticket: Ticket,
     learner: LearnerId,
@@ -269,7 +271,7 @@ struct Waiter {
 
 /// A time in which somebody has been waiting for other learners, without a pause as long as a lease: those whose
 /// requests time out come again.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct Stall {
     since: Now,
     /// When somebody was last seen to wait.
@@ -279,7 +281,8 @@ struct Stall {
 }
 
 /// The shard, without its memory and its sockets.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(bound(serialize = "S: Serialize", deserialize = "S: Deserialize<'de>"))]
 pub struct ShardCore<S> {
     blocks: usize,
     controls: Controls,
@@ -297,11 +300,13 @@ pub struct ShardCore<S> {
     accumulated: FixedBitSet,
     pending: VecDeque<Pending<S>>,
     waiters: Vec<Waiter>,
+    #[serde(skip)]
     fusing: Option<Fusing<S>>,
     /// The learner whose blocks may be reduced on arrival just now.
     fuser: Option<LearnerId>,
     /// Blocks being reduced on arrival at this moment.
     fuses_in_flight: u32,
+    #[serde(skip)]
     running: Option<Arc<Plan<S>>>,
     /// How long a contribution whose memory is needed back waits for the others of its step.
     fold_patience: Now,
@@ -317,6 +322,9 @@ pub struct ShardCore<S> {
     reform: bool,
     /// The next version has a buffer.
     buffer_ready: bool,
+    /// Nothing is begun any more once nothing that was begun is left.
+    #[serde(skip)]
+    holds: bool,
     /// Somebody waits for other learners.
     stall: Option<Stall>,
     /// Optimizer steps since its state was zero.
@@ -354,6 +362,7 @@ impl<S: Clone> ShardCore<S> {
             running_ticket: None,
             reform: false,
             buffer_ready: true,
+            holds: false,
             stall: None,
             optimizer_steps: 0,
             contributions_taken: 0,

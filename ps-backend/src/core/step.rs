@@ -127,7 +127,7 @@ impl<S: Clone> ShardCore<S> {
                 }
                 // What was allowed when it was asked for may have been overtaken by the first version.
                 PendingKind::Assign { buffer, written }
-                    if self.fusing.is_none() && self.fuses_in_flight == 0 =>
+                    if self.fusing.is_none() && self.fuses_in_flight == 0 && !self.is_held() =>
                 {
                     match self.may_assign() {
                         Ok(()) => self.start_assign((ticket, deadline), buffer, written, actions),
@@ -187,7 +187,7 @@ impl<S: Clone> ShardCore<S> {
         if self.committed.is_empty() || self.running.is_some() {
             return;
         }
-        if !self.is_complete() || self.is_busy() || !self.buffer_ready {
+        if !self.is_complete() || self.is_busy() || !self.buffer_ready || self.is_held() {
             for committed in self.committed.iter_mut().filter(|c| c.place == Place::Lent) {
                 if let Some((ticket, _)) = committed.ticket.take() {
                     actions.push(Action::Reply(ticket, Ok(Answer::Committed)));
@@ -245,7 +245,7 @@ impl<S: Clone> ShardCore<S> {
     pub(super) fn next_fold(&self) -> Option<Now> {
         let folding = self.committed.iter().any(|c| c.place == Place::Folding);
         // What is folded is added up in the order in which it came.
-        if self.running.is_some() || folding || self.controls.deterministic {
+        if self.running.is_some() || folding || self.controls.deterministic || self.holds {
             return None;
         }
         self.committed.iter().filter(|c| c.place == Place::ToFold).map(|committed| committed.fold_at).min()

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use libmodelio::ids::{ClientId, LearnerId};
 use libmodelio::transport::ShardError;
 use libmodelio::wire::{BlockRanges, JobState, LearnerState, Message, Refusal};
+use serde::{Deserialize, Serialize};
 
 use super::{Action, LeadCore, MAX_CLIENTS, Source};
 use crate::controls::Controls;
@@ -17,7 +18,7 @@ const MAX_ANSWERS: usize = 8192;
 const FORGET: Now = Now::from_secs(60);
 
 /// One client.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Client {
     connected: bool,
     last_seen: Now,
@@ -43,6 +44,12 @@ impl Client {
 
     pub(super) fn answers(&self) -> usize {
         self.answered.len()
+    }
+
+    /// It has to connect to another shard, and has all of its lease for it.
+    pub(super) fn taken_over(&mut self, now: Now) {
+        self.connected = false;
+        self.last_seen = now;
     }
 
     pub(super) fn forget(&mut self, learner: LearnerId) {

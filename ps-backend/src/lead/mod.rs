@@ -7,6 +7,7 @@
 //! refused. `docs/network.md` tells why.
 
 mod clients;
+mod moving;
 mod plans;
 #[cfg(test)]
 mod tests;
@@ -15,15 +16,17 @@ use std::collections::{BTreeMap, VecDeque};
 
 use libmodelio::ids::{ClientId, LearnerId, PlanId, Version};
 use libmodelio::wire::{BlockRanges, Message, Refusal};
+use serde::{Deserialize, Serialize};
 
 use crate::controls::Controls;
 use crate::core::{self, Answer, Now, ShardCore, Ticket};
 
 use clients::Client;
+pub use moving::TakeOverError;
 use plans::Run;
 
 /// Where a contribution, or new weights, wait to be sent.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Source {
     /// At this client.
     pub client: ClientId,
@@ -56,7 +59,7 @@ const REPEAT: Now = Now::from_millis(500);
 pub const MAX_CLIENTS: usize = 4096;
 
 /// The job of one model.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 pub struct LeadCore {
     core: ShardCore<Source>,
     blocks: u32,
@@ -68,8 +71,10 @@ pub struct LeadCore {
     /// Requests that the core answers later.
     tickets: BTreeMap<Ticket, (ClientId, u64)>,
     next_ticket: Ticket,
+    #[serde(skip)]
     run: Option<Run>,
     /// What the core wants next, while a run is being wound up.
+    #[serde(skip)]
     queue: VecDeque<core::Action<Source>>,
     next_plan: PlanId,
     /// Of the states that clients are told.

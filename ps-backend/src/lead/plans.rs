@@ -58,6 +58,10 @@ impl Run {
         self.id
     }
 
+    pub(super) fn clients(&self) -> impl Iterator<Item = ClientId> {
+        self.senders.iter().map(|sender| sender.client)
+    }
+
     pub(super) fn waiting(&self) -> impl Iterator<Item = Part> {
         self.waiting.iter().copied()
     }

@@ -2,6 +2,8 @@
 
 #![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
 
+mod moving;
+
 use libmodelio::ids::Step;
 use libmodelio::transport::ShardError;
 use libmodelio::wire::{Granted, Work};

@@ -14,6 +14,7 @@
 //! [`PartStore::begin`] waits until all of the last job is gone.
 
 mod job;
+mod moving;
 mod pinned;
 mod sums;
 
@@ -31,6 +32,7 @@ use crate::region_store::{Loading, RegionStore};
 pub use crate::region_store::accumulator::Payload;
 use job::Alive;
 pub use job::{PartJob, Target};
+pub use moving::KeptState;
 pub use pinned::PinnedVersion;
 pub use sums::Merge;
 use sums::Sums;
@@ -55,6 +57,14 @@ pub enum PartError {
         /// As many bytes should come.
         expected: usize,
         /// As many came.
+        got: usize,
+    },
+    /// Masters or optimizer state that the block has no room for, or of another length.
+    #[error("{got} bytes of masters or optimizer state do not fit block {block}")]
+    State {
+        /// Of which block.
+        block: BlockId,
+        /// As many bytes came.
         got: usize,
     },
     /// Another thread is at work on the block.
@@ -86,7 +96,7 @@ pub enum PartError {
         /// The plan's.
         got: Version,
     },
-    /// The plan before is still worked on. It will pass.
+    /// The plan before is still worked on, or the state that it has left is read. It will pass.
     #[error("the plan before this one is still worked on")]
     Busy,
     /// All buffers are versions that are read. It will pass.
@@ -184,8 +194,8 @@ impl MemoryUse {
     }
 }
 
-/// All memory of one shard's part of a model. Block numbers are those of the part.
-#[derive(Debug)]
+/// All memory of one shard's part of a model, as often as it is cloned. Block numbers are those of the part.
+#[derive(Clone, Debug)]
 pub struct PartStore {
     shared: Arc<Shared>,
 }
@@ -208,6 +218,8 @@ struct Inner {
     loading: Option<Arc<Loading>>,
     /// Gone when all of the last job is.
     running: Weak<Alive>,
+    /// Who reads the newest version's state.
+    readers: usize,
 }
 
 const COMING: u8 = 1;
@@ -233,7 +245,7 @@ impl PartStore {
         }
         let loaded = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
         let sums = Arc::new(Sums::new(Arc::clone(layout))?);
-        let inner = Mutex::new(Inner { store, limits, loading, running: Weak::new() });
+        let inner = Mutex::new(Inner { store, limits, loading, running: Weak::new(), readers: 0 });
         Ok(PartStore { shared: Arc::new(Shared { part, inner, sums, loaded }) })
     }
 
@@ -289,7 +301,8 @@ impl PartStore {
     /// Starts a plan that goes on from version `base`. `check` looks for NaN and Inf.
     ///
     /// # Errors
-    /// [`PartError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold it), and
+    /// [`PartError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold it) or somebody
+    /// reads what is kept, and
     /// [`PartError::NoBuffer`], pass. [`PartError::Base`], [`PartError::Loading`], [`PartError::Memory`].
     pub fn begin(&self, base: Version, work: PartWork, check: bool) -> Result<Arc<PartJob>, PartError> {
         let mut inner = self.shared.inner.lock();
@@ -420,7 +433,7 @@ impl Inner {
         if self.loading.is_some() {
             return Err(PartError::Loading);
         }
-        if self.running.strong_count() > 0 {
+        if self.running.strong_count() > 0 || self.readers > 0 {
             return Err(PartError::Busy);
         }
         // Whoever let go of the job last did so with release: what they all have written is seen from here on.

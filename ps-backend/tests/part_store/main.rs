@@ -4,6 +4,7 @@
 #[allow(dead_code)]
 mod common;
 mod driver;
+mod moving;
 mod random;
 mod rules;
 mod threads;

@@ -1,0 +1,65 @@
+//! Holding the job at a moment when all that there is of it are a version and this core: it can be taken elsewhere then.
+//!
+//! Nothing of the coming version may be in the accumulator. So contributions are no longer folded; they stay where they
+//! are, and their commits wait for the version. When it is out, nothing is begun any more. Requests are taken as ever,
+//! and deadlines and leases go on.
+
+use super::{Action, Now, Place, ShardCore};
+use crate::reducer::Reducer;
+
+impl<S: Clone> ShardCore<S> {
+    /// Begins to hold.
+    pub fn hold(&mut self) {
+        self.holds = true;
+    }
+
+    /// Goes on.
+    pub fn release(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        if std::mem::take(&mut self.holds) {
+            self.advance(now, actions);
+        }
+    }
+
+    /// Whether nothing is begun any more, and nothing that was is left.
+    pub fn is_held(&self) -> bool {
+        self.holds
+            && self.running.is_none()
+            && self.fusing.is_none()
+            && self.fuses_in_flight == 0
+            && self.accumulated.is_clear()
+            && !self.is_folding()
+    }
+
+    /// The names of those whose contributions the coming version waits for.
+    pub fn missing_names(&self) -> Vec<&str> {
+        let missing = self.members.values().filter(|member| self.takes_part(member) && !member.unpublished);
+        missing.map(|member| member.name.as_str()).collect()
+    }
+
+    /// Whose optimizer state there is.
+    pub fn state_of(&self) -> Reducer {
+        self.params.as_ref().map_or(self.state_of, |(reducer, _)| *reducer)
+    }
+
+    /// The job was taken elsewhere while it was held: nobody could be heard meanwhile, so all leases begin anew.
+    pub fn taken_over(&mut self, now: Now) {
+        self.stall = None;
+        self.members.values_mut().for_each(|member| member.last_seen = now);
+    }
+
+    /// Whether all of it is of a job of `blocks` blocks that was held. What came from elsewhere may be anything.
+    pub fn is_sound(&self, blocks: u32) -> bool {
+        let of_model = |set: &fixedbitset::FixedBitSet| set.len() == blocks as usize;
+        let held = |committed: &super::Committed<S>| {
+            let contribution = &committed.contribution;
+            !matches!(committed.place, Place::Folding)
+                && of_model(&contribution.sent)
+                && of_model(&contribution.deferred)
+        };
+        self.blocks == blocks as usize
+            && of_model(&self.accumulated)
+            && self.accumulated.is_clear()
+            && self.fuses_in_flight == 0
+            && self.committed.iter().all(held)
+    }
+}

@@ -1,0 +1,83 @@
+//! The lead while its model's blocks move: holding the job between two versions, and being taken to another shard.
+
+use super::{Action, LeadCore, Now};
+
+/// What was handed over is no lead of this model.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the state of the model's lead cannot be used: {0}")]
+pub struct TakeOverError(String);
+
+impl LeadCore {
+    /// Begins to hold the job: see [`crate::core::ShardCore::hold`].
+    pub fn hold(&mut self) {
+        self.core.hold();
+    }
+
+    /// Goes on.
+    pub fn release(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let mut wanted = Vec::new();
+        self.core.release(now, &mut wanted);
+        self.perform(wanted, now, actions);
+    }
+
+    /// Whether nothing is begun any more, and all shards have carried out all that was.
+    pub fn is_held(&self) -> bool {
+        self.core.is_held() && self.run.is_none() && self.queue.is_empty()
+    }
+
+    /// What keeps the job from being held, for people.
+    pub fn held_up_by(&self) -> String {
+        if let Some(failed) = &self.failed {
+            return format!("the job has failed: {failed}");
+        }
+        if let Some(run) = &self.run {
+            let clients: Vec<String> = run.clients().map(|client| format!("{:x}", client.0)).collect();
+            return format!(
+                "plan {} is under way, for which {} shard(s) wait for client(s) {}",
+                run.id(),
+                run.waiting().count(),
+                clients.join(", ")
+            );
+        }
+        let (committed, version) = (self.core.committed(), self.core.version().next());
+        match &self.core.missing_names()[..] {
+            [] => format!("version {version} has {committed} contribution(s) and waits for more learners"),
+            names => format!("version {version} waits for the learner(s) {}", names.join(", ")),
+        }
+    }
+
+    /// All of it, for another shard. Only while [`Self::is_held`].
+    ///
+    /// # Errors
+    /// [`TakeOverError`] if it is not.
+    pub fn hand_over(&self) -> Result<Vec<u8>, TakeOverError> {
+        if !self.is_held() {
+            return Err(TakeOverError(self.held_up_by()));
+        }
+        postcard::to_stdvec(self).map_err(|error| TakeOverError(error.to_string()))
+    }
+
+    /// A lead that was handed over at `now`, for a model of `blocks` blocks on `parts` shards. It goes on at once:
+    /// clients come back to it.
+    ///
+    /// # Errors
+    /// [`TakeOverError`] for what [`Self::hand_over`] does not make.
+    pub fn taken_over(bytes: &[u8], blocks: u32, parts: usize, now: Now) -> Result<LeadCore, TakeOverError> {
+        let mut lead: LeadCore =
+            postcard::from_bytes(bytes).map_err(|error| TakeOverError(error.to_string()))?;
+        if lead.blocks != blocks || !lead.core.is_sound(blocks) {
+            return Err(TakeOverError(format!("it is not of a model of {blocks} blocks")));
+        }
+        lead.parts = parts;
+        lead.told_at = now;
+        lead.clients.values_mut().for_each(|client| client.taken_over(now));
+        lead.core.taken_over(now);
+        Ok(lead)
+    }
+
+    /// After [`Self::taken_over`]: what the job waits for, if there is something, begins.
+    pub fn go_on(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.core.hold();
+        self.release(now, actions);
+    }
+}

@@ -1,0 +1,222 @@
+//! Holding a job between two versions, and taking it elsewhere.
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn release(bench: &mut Bench) {
+    bench.lead.release(bench.now, &mut bench.said);
+}
+
+/// A shard that is ready at once, until it has nothing to do.
+fn shard_works(bench: &mut Bench) {
+    for _ in 0..8 {
+        let Some((plan, _)) = bench.lead.running() else { return };
+        bench.part(0, Message::Ready { plan });
+        bench.part(plan.0, Message::Done);
+    }
+}
+
+#[test]
+fn a_job_is_held_when_its_step_is_out_and_goes_on_when_it_is_released() {
+    let mut bench = Bench::new();
+    // The first one's contribution is in a sum that the shards keep.
+    bench.commit(A, 1, 1, 2);
+    bench.pass(PATIENCE);
+    shard_works(&mut bench);
+    assert!(bench.heard_by(A).contains(&(3, Message::Done)));
+    bench.lead.hold();
+    assert!(!bench.lead.is_held());
+    assert_eq!(bench.lead.held_up_by(), "version 1 waits for the learner(s) b");
+    assert!(bench.lead.hand_over().is_err());
+    bench.heard_by_part();
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started();
+    assert!(bench.lead.held_up_by().starts_with("plan 2 is under way"), "{}", bench.lead.held_up_by());
+    bench.part(0, Message::Ready { plan: plan.plan });
+    assert!(!bench.lead.is_held(), "the shard may not know yet that the plan counts");
+    bench.part(plan.plan.0, Message::Done);
+    assert!(bench.lead.is_held());
+    assert_eq!(bench.lead.job().version(), Version(1));
+    // The next step is whole, and waits.
+    bench.heard_by_part();
+    bench.commit(A, 1, 2, 4);
+    bench.pass(PATIENCE);
+    bench.commit(B, 2, 2, 4);
+    bench.pass(PATIENCE);
+    assert!(bench.heard_by_part().is_empty());
+    assert!(bench.lead.is_held());
+    release(&mut bench);
+    assert!(matches!(bench.started().work, Work::Reduce { .. }));
+}
+
+#[test]
+fn nothing_is_added_up_ahead_while_a_job_is_to_be_held() {
+    let mut bench = Bench::new();
+    bench.commit(A, 1, 1, 2);
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started();
+    bench.lead.hold();
+    bench.part(0, Message::Ready { plan: plan.plan });
+    bench.part(plan.plan.0, Message::Done);
+    bench.heard_by_part();
+    bench.commit(A, 1, 2, 4);
+    for _ in 0..10 {
+        bench.pass(PATIENCE);
+    }
+    assert!(bench.heard_by_part().is_empty());
+    release(&mut bench);
+    assert_eq!(bench.started().work, Work::Add { replaces: false });
+}
+
+#[test]
+fn deadlines_go_on_while_a_job_is_held() {
+    let mut bench = Bench::new();
+    bench.lead.hold();
+    bench.commit(A, 1, 1, 2);
+    bench.pass(Now::from_secs(10));
+    let answers = bench.heard_by(A);
+    let timed_out = |answer: &(u64, Message)| {
+        matches!(answer, (3, Message::Refused(Refusal::Shard(ShardError::TimedOut(_)))))
+    };
+    assert!(answers.iter().any(timed_out), "{answers:?}");
+    // It was not taken, so it may come again.
+    release(&mut bench);
+    bench.commit(A, 1, 1, 4);
+    bench.commit(B, 2, 1, 2);
+    assert_eq!(bench.started().sources.len(), 2);
+}
+
+#[test]
+fn new_weights_wait_while_a_job_is_held() {
+    let mut bench = Bench::new();
+    bench.lead.hold();
+    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 10_000 });
+    assert!(bench.heard_by_part().is_empty());
+    release(&mut bench);
+    assert_eq!(bench.started().work, Work::Assign);
+}
+
+#[test]
+fn nobodys_lease_ends_because_the_job_is_held() {
+    let mut bench = Bench::new();
+    bench.lead.hold();
+    let commit =
+        Message::Commit { learner: LearnerId(1), step: Step(1), blocks: vec![0..4], timeout_ms: 1 << 30 };
+    bench.client(A, 2, commit);
+    // A living program that does nothing, as far as anybody knows.
+    bench.client(B, 0, Message::Touch { learners: vec![LearnerId(2)], attached: Some(true) });
+    for _ in 0..200 {
+        bench.pass(Now::from_secs(1));
+        bench.lead.client_alive(A, bench.now);
+        bench.lead.client_alive(B, bench.now);
+    }
+    assert_eq!(bench.lead.job().members(bench.now).len(), 2);
+}
+
+/// The lead goes on at another shard, where its clients come to it.
+fn taken_over(bench: &Bench, parts: usize) -> Bench {
+    let bytes = bench.lead.hand_over().unwrap();
+    let lead = LeadCore::taken_over(&bytes, 4, parts, bench.now).unwrap();
+    Bench { lead, now: bench.now, said: Vec::new() }
+}
+
+#[test]
+fn a_lead_that_is_taken_over_remembers_all() {
+    let mut bench = Bench::new();
+    bench.commit(A, 1, 1, 2);
+    bench.commit(B, 2, 1, 2);
+    shard_works(&mut bench);
+    bench.lead.hold();
+    bench.pass(Now::from_secs(50));
+    bench.commit(A, 1, 2, 4);
+    let mut there = taken_over(&bench, 3);
+    assert!(LeadCore::taken_over(&bench.lead.hand_over().unwrap(), 5, 1, bench.now).is_err());
+    assert!(LeadCore::taken_over(b"anything", 4, 1, bench.now).is_err());
+    there.lead.go_on(there.now, &mut there.said);
+    there.pass(PATIENCE);
+    // Its lease began anew: nobody could be heard meanwhile.
+    there.pass(Now::from_secs(20));
+    assert_eq!(there.lead.client_count(), (0, 2));
+    for client in [A, B] {
+        there.lead.client_up(client, there.now, &mut there.said).unwrap();
+    }
+    // A request that was carried out is answered, and not carried out again.
+    there.said.clear();
+    let leave = Message::Leave { learner: LearnerId(1), reason: libmodelio::transport::LeaveReason::Asked };
+    there.client(A, 3, leave);
+    assert_eq!(there.heard_by(A), [(3, Message::Done)], "as the commit was answered");
+    assert_eq!(there.lead.job().members(there.now).len(), 2);
+    // The plan of the commit that waited begins when its time has come, and plans' numbers go on.
+    let (plan, parts) = there.lead.running().unwrap();
+    assert_eq!((plan, parts), (PlanId(2), vec![0, 1, 2]));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Whatever has happened, one that was taken over answers as the one that it was taken from.
+    #[test]
+    fn a_lead_goes_on_elsewhere_as_it_would_have_here(
+        consistency in prop_oneof![Just("sync"), Just("quorum(1)"), Just("ssp(1)"), Just("async")],
+        before in proptest::collection::vec((0..8u8, 0..2usize), 0..40),
+        after in proptest::collection::vec((0..8u8, 0..2usize), 1..40),
+    ) {
+        let mut bench = Bench::new();
+        let set = Message::SetControl { name: "consistency".into(), value: consistency.into() };
+        bench.client(A, 2, set);
+        let mut requests = [2, 1];
+        run(&mut bench, &mut requests, &before);
+        bench.lead.hold();
+        // The step under way comes to its end.
+        for _ in 0..4 {
+            run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0)]);
+        }
+        prop_assert!(bench.lead.is_held(), "{}", bench.lead.held_up_by());
+        let mut there = taken_over(&bench, 1);
+        for client in [A, B] {
+            bench.lead.client_down(client, bench.now, &mut bench.said);
+            bench.lead.client_alive(client, bench.now);
+        }
+        bench.lead.core.taken_over(bench.now);
+        bench.lead.told_at = bench.now;
+        for one in [&mut bench, &mut there] {
+            one.lead.go_on(one.now, &mut one.said);
+            for client in [A, B] {
+                one.lead.client_up(client, one.now, &mut one.said).unwrap();
+            }
+            one.said.clear();
+        }
+        let mut again = requests;
+        for step in after {
+            run(&mut bench, &mut requests, &[step]);
+            run(&mut there, &mut again, &[step]);
+            prop_assert_eq!(&bench.said, &there.said);
+            bench.said.clear();
+            there.said.clear();
+        }
+        let bytes = |lead: &LeadCore| postcard::to_stdvec(lead).unwrap();
+        prop_assert_eq!(bytes(&bench.lead), bytes(&there.lead));
+    }
+}
+
+/// Clients that do as they please, and a shard that works now and then.
+fn run(bench: &mut Bench, requests: &mut [u64; 2], steps: &[(u8, usize)]) {
+    for &(what, who) in steps {
+        let (client, learner) = ([A, B][who], LearnerId(who as u32 + 1));
+        let step = bench.lead.job().member(learner, bench.now).map_or(0, |member| member.step.0 + 1);
+        requests[who] += 2;
+        let request = requests[who];
+        match what {
+            0..=2 => bench.commit(client, learner.0, step, request - 1),
+            3 => bench.client(client, request, Message::Withdraw { learner }),
+            4 => bench.client(client, request, Message::Abort { learner }),
+            5 => bench.client(client, 0, Message::Heard { request: request.saturating_sub(4) }),
+            6 => bench.pass(Now::from_millis(40)),
+            _ => {
+                bench.pass(PATIENCE);
+                shard_works(bench);
+            }
+        }
+    }
+}

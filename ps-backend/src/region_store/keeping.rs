@@ -1,0 +1,136 @@
+//! What is kept of the newest version, block by block: read here, and brought into the memory of another part.
+//!
+//! Holds `unsafe`; why it is sound is told in the module above.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use libmodelio::ids::{BlockId, Version};
+use libmodelio::layout::ModelLayout;
+use libmodelio::wire::Kept;
+
+use super::{Loading, RegionStore, StateBuffer, VersionBuffer, element_span, wire};
+use crate::kernels::{self, Wire};
+
+/// The newest version with its masters and optimizer state.
+#[derive(Debug)]
+pub(crate) struct Keeping {
+    layout: Arc<ModelLayout>,
+    front: Arc<VersionBuffer>,
+    state: Arc<StateBuffer>,
+}
+
+impl RegionStore {
+    /// What there is of the newest version. Until it is dropped nothing may be computed but what has begun.
+    pub(crate) fn keeping(&self) -> Option<Keeping> {
+        let front = self.newest()?;
+        Some(Keeping { layout: Arc::clone(&self.layout), front, state: Arc::clone(&self.state[0]) })
+    }
+
+    /// What is to be loaded is not version 0 but this one. Before anything is.
+    pub(crate) fn begin_at(&mut self, version: Version) {
+        let Some((_, first)) = self.versions.pop_first() else { return };
+        for block in (0..self.layout.blocks()).map(BlockId) {
+            first.buffer.stamp(block, version.0);
+            self.changed[block.index()].store(version.0, Ordering::Relaxed);
+        }
+        for stamp in &self.state[0].stamps {
+            stamp.store(version.0, Ordering::Relaxed);
+        }
+        self.versions.insert(version, first);
+    }
+
+    /// Optimizer state was loaded: it is not zero.
+    pub(crate) fn state_loaded(&mut self) {
+        self.slots_used = true;
+    }
+}
+
+impl Keeping {
+    /// What is kept of `block`; nothing if it has nothing of the kind.
+    ///
+    /// # Panics
+    /// If there is no such block.
+    pub(crate) fn bytes(&self, block: BlockId, what: Kept) -> &[u8] {
+        let mapping = match what {
+            Kept::Weights => return self.front.bytes(self.layout.block_bytes(block)),
+            Kept::Masters if has_halves(&self.layout, block) => &self.state.master,
+            Kept::Masters => &None,
+            Kept::Slot(slot) => self.state.slots.get(usize::from(slot)).unwrap_or(&None),
+        };
+        // SAFETY: the newest version's state is immutable, and so it stays while nothing new is computed.
+        mapping.as_ref().map_or(&[], |mapping| unsafe { mapping.bytes(state_bytes(&self.layout, block)) })
+    }
+}
+
+impl Loading {
+    /// Whether `bytes` can be what is kept of `block`: as many as there are here, or none.
+    pub(crate) fn fits(&self, block: BlockId, what: Kept, bytes: &[u8]) -> bool {
+        let of_state = || bytes.is_empty() || bytes.len() == state_bytes(&self.layout, block).len();
+        match what {
+            Kept::Weights => {
+                bytes.len() as u64 == {
+                    let range = self.layout.block_bytes(block);
+                    range.end - range.start
+                }
+            }
+            Kept::Masters => {
+                let wanted = has_halves(&self.layout, block) && self.state.master.is_some();
+                if wanted { !bytes.is_empty() && of_state() } else { bytes.is_empty() }
+            }
+            Kept::Slot(_) => of_state(),
+        }
+    }
+
+    /// What there is room for of `block`, besides its weights.
+    pub(crate) fn wants(&self, block: BlockId) -> Vec<Kept> {
+        let masters = self.state.master.is_some() && has_halves(&self.layout, block);
+        let slots = self.state.slots.iter().zip(0..).filter(|(slot, _)| slot.is_some());
+        let any = !state_bytes(&self.layout, block).is_empty();
+        let masters = masters.then_some(Kept::Masters).into_iter();
+        masters.chain(slots.map(|(_, i)| Kept::Slot(i))).filter(|_| any).collect()
+    }
+
+    /// Takes masters or optimizer state of a block whose weights are there. Without bytes they are zero.
+    ///
+    /// # Panics
+    /// If the bytes do not fit.
+    ///
+    /// # Safety
+    /// As of [`Self::load`].
+    pub(crate) unsafe fn load_state(&self, block: BlockId, what: Kept, bytes: &[u8]) {
+        let mapping = match what {
+            Kept::Weights => return,
+            Kept::Masters => &self.state.master,
+            Kept::Slot(slot) => self.state.slots.get(usize::from(slot)).unwrap_or(&None),
+        };
+        if let Some(mapping) = mapping {
+            // SAFETY: passed on to the caller.
+            let room = unsafe { mapping.bytes_mut(state_bytes(&self.layout, block)) };
+            match what {
+                Kept::Slot(_) if bytes.is_empty() => room.fill(0),
+                _ => kernels::stream_copy(bytes, room),
+            }
+        }
+    }
+}
+
+/// Where masters and optimizer state of a block lie: elements of a block follow each other.
+fn state_bytes(layout: &ModelLayout, block: BlockId) -> Range<usize> {
+    let spans = layout.segments(block).iter().filter_map(|segment| {
+        let wire = wire(segment.dtype)?;
+        Some(element_span(segment, wire))
+    });
+    let spans: Vec<_> = spans.collect();
+    match (spans.first(), spans.last()) {
+        (Some(first), Some(last)) => first.start * 4..last.end * 4,
+        _ => 0..0,
+    }
+}
+
+/// Whether some of the block's elements have masters.
+fn has_halves(layout: &ModelLayout, block: BlockId) -> bool {
+    let mut wires = layout.segments(block).iter().filter_map(|segment| wire(segment.dtype));
+    wires.any(|wire| wire != Wire::F32)
+}
