@@ -171,8 +171,13 @@ impl ClientCore {
         for id in late {
             if let Some(request) = self.requests.remove(&id) {
                 let late = ShardError::TimedOut("the shard that leads this model does not answer".into());
-                if let Message::Commit { learner, .. } = request.message {
-                    self.next_is(learner, id, None);
+                match request.message {
+                    Message::Commit { learner, .. } => self.next_is(learner, id, None),
+                    // The core's own: while the lead names a learner that nobody uses, it is asked again.
+                    Message::Leave { learner, .. } if request.token == Token::MAX => {
+                        self.learners.remove(&learner);
+                    }
+                    _ => {}
                 }
                 self.release_left(actions);
                 self.release_weights(actions);
