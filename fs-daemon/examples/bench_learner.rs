@@ -92,7 +92,7 @@ fn gradient(index: usize, rank: usize) -> f32 {
 
 impl Job {
     fn join(options: &Options) -> Outcome<Job> {
-        let registry = RemoteRegistry::new(options.registry.clone());
+        let registry = std::sync::Arc::new(RemoteRegistry::new(options.registry.clone()));
         let deadline = Instant::now() + DEADLINE;
         let record = registry.model(&options.model, deadline)?;
         let shards = registry.shards(deadline)?;
@@ -106,6 +106,7 @@ impl Job {
             transport: if options.shm { TransportChoice::SharedMemory } else { TransportChoice::Tcp },
             pulls: Pulls::Awaited,
             patience: DEADLINE,
+            registry: Some(registry),
         };
         let client = Client::connect(&record, &shards, client)?;
         let size = layout.size() as usize;

@@ -217,7 +217,7 @@ pub trait Conversation: Send {
         None
     }
 
-    /// How long what the peer sends may be from now on. Asked after each message.
+    /// How long what the peer sends may be from now on. Asked at the beginning and after each message.
     fn limits(&self) -> Limits;
 
     /// Longest silence before the peer is taken for dead; `None` until the greeting is over.
@@ -292,10 +292,11 @@ impl<C: Conversation> Framed<C> {
     /// short messages do.
     pub fn new(conversation: C, link: Link, ahead: usize) -> Framed<C> {
         let now = Instant::now();
+        let receiver = Receiver::new(conversation.limits());
         Framed {
             conversation,
             link,
-            receiver: Receiver::new(Limits::GREETING),
+            receiver,
             ahead: Buffer::zeroed(ahead),
             start: 0,
             end: 0,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::client::{self, Client, ClientEvent, PeerView};
-use libmodelio::ids::{BlockId, Incarnation, LearnerId, ShardId, Version};
+use libmodelio::ids::{BlockId, Incarnation, LearnerId, Version};
 use libmodelio::layout::ModelLayout;
 use libmodelio::mmap::Mapping;
 use libmodelio::transport::{
@@ -44,8 +44,6 @@ struct Names {
 pub struct RemoteJob {
     client: Client,
     layout: Arc<ModelLayout>,
-    /// By shard: how many of the model's blocks it owns.
-    shares: Vec<(ShardId, u32)>,
     controls: Mutex<Controls>,
     /// `nonfinite` is `reject`, for the hot path.
     rejects: AtomicBool,
@@ -58,12 +56,11 @@ pub struct RemoteJob {
 }
 
 impl RemoteJob {
-    /// Over a connected client; `shares` are the blocks of each shard.
-    pub fn new(client: Client, shares: Vec<(ShardId, u32)>) -> Arc<RemoteJob> {
+    /// Over a connected client.
+    pub fn new(client: Client) -> Arc<RemoteJob> {
         let job = Arc::new_cyclic(|this: &Weak<RemoteJob>| RemoteJob {
             layout: Arc::clone(client.layout()),
             client,
-            shares,
             controls: Mutex::new(Controls::default()),
             rejects: AtomicBool::new(true),
             stopped: AtomicBool::new(false),
@@ -520,13 +517,13 @@ impl Job for RemoteJob {
                 joined_at: learner.joined_at,
             })
         };
-        let peers = self.client.peers();
-        let shard = |(&(shard, blocks), peer): (&(ShardId, u32), PeerView)| ShardView {
-            shard,
+        // Those of the block map in force, which may be another one by now.
+        let shard = |peer: PeerView| ShardView {
+            shard: peer.shard,
             address: Some(peer.address),
             transport: peer.transport,
             no_memory: peer.no_memory,
-            blocks,
+            blocks: peer.blocks,
             connected: peer.connected,
         };
         JobStatus {
@@ -544,7 +541,7 @@ impl Job for RemoteJob {
             blocks_on_arrival: 0,
             buffers: self.client.buffers(),
             versions: self.client.versions(),
-            shards: self.shares.iter().zip(peers).map(shard).collect(),
+            shards: self.client.peers().into_iter().map(shard).collect(),
         }
     }
 

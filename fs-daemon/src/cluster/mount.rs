@@ -29,7 +29,7 @@ pub fn run(config: &MountConfig) -> Result<(), Error> {
         passthrough: config.passthrough,
     };
     serve::serve(&mounting, || {
-        let registry = registry(&config.registry);
+        let registry: Arc<dyn Registry> = Arc::new(registry(&config.registry));
         let failed = |error| registry_error(&config.registry, error);
         let names = match &config.models[..] {
             [] => registry.models(deadline()).map_err(failed)?,
@@ -44,7 +44,7 @@ pub fn run(config: &MountConfig) -> Result<(), Error> {
         for (index, name) in names.iter().enumerate() {
             let index = u8::try_from(index).map_err(|_| Error::usage("more than 256 models"))?;
             let record = registry.model(name, deadline()).map_err(failed)?;
-            models.push(Arc::new(connect(&record, &shards, index, config)?));
+            models.push(Arc::new(connect(&record, &shards, &registry, index, config)?));
         }
         Ok(models)
     })
@@ -53,6 +53,7 @@ pub fn run(config: &MountConfig) -> Result<(), Error> {
 fn connect(
     record: &ModelRecord,
     shards: &[ShardRecord],
+    registry: &Arc<dyn Registry>,
     index: u8,
     config: &MountConfig,
 ) -> Result<Model, Error> {
@@ -68,12 +69,12 @@ fn connect(
         Transport::SharedMemory => TransportChoice::SharedMemory,
     };
     let io = choice(config.io);
-    let options = ClientOptions { threads: config.threads, io, transport, ..ClientOptions::default() };
+    let registry = Some(Arc::clone(registry));
+    let options =
+        ClientOptions { threads: config.threads, io, transport, registry, ..ClientOptions::default() };
     let client = Client::connect(record, shards, options)
         .map_err(|error| Error::new(format!("cannot take part in {name}")).caused_by(error))?;
-    let map = record.block_map().map_err(|error| Error::new(format!("model {name}")).caused_by(error))?;
-    let shares = map.shares().into_iter().collect();
-    let job = RemoteJob::new(client, shares);
+    let job = RemoteJob::new(client);
     for shard in job.status().shards {
         let (address, blocks) = (shard.address.unwrap_or_default(), shard.blocks);
         tracing::info!(model = %name, shard = %shard.shard, %address, transport = %shard.transport, blocks, "connected");

@@ -4,26 +4,28 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::core::Part;
-use super::edge::{Memory, Shared};
+use super::edge::{Memory, Shared, Way};
 use crate::link::{Conversation, Link, Outgoing, Take};
 use crate::net::Close;
-use crate::wire::{Limits, Message, Protocol, Received, Role};
+use crate::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Role, WireError};
 
 /// The greeting, the same for all connections of a client.
 struct Greeting {
     shared: Arc<Shared>,
+    way: Way,
     link: Link,
     /// Longest silence, once the peer has welcomed the client.
     silence: Option<Duration>,
 }
 
 impl Greeting {
-    fn new(shared: Arc<Shared>) -> Greeting {
-        Greeting { shared, link: Link::default(), silence: None }
+    fn new(shared: Arc<Shared>, way: Way) -> Greeting {
+        Greeting { shared, way, link: Link::default(), silence: None }
     }
 
-    fn begin(&mut self, link: &Link, role: Role) {
+    fn begin(&mut self, link: &Link, role: Role) -> Result<(), Close> {
         self.link = link.clone();
+        self.shared.check_in_force(&self.way)?;
         let hello = Message::Hello {
             protocol: Protocol::NEWEST.number(),
             role,
@@ -31,7 +33,8 @@ impl Greeting {
             generation: self.shared.generation,
             client: self.shared.client,
         };
-        link.send(Outgoing { epoch: self.shared.epoch, ..Outgoing::new(0, hello) });
+        link.send(Outgoing { epoch: self.way.epoch(), ..Outgoing::new(0, hello) });
+        Ok(())
     }
 
     /// True when the peer has just welcomed the client.
@@ -39,8 +42,8 @@ impl Greeting {
         match message {
             _ if self.silence.is_some() => Ok(false),
             Message::Welcome { silence_ms, epoch, .. } => {
-                if *epoch != self.shared.epoch {
-                    let (got, expected) = (self.shared.epoch, *epoch);
+                if *epoch != self.way.epoch() {
+                    let (got, expected) = (self.way.epoch(), *epoch);
                     let why = format!("the client's block map is {got}, the shard's is {expected}");
                     return Err(Close::Asked(why.into()));
                 }
@@ -52,11 +55,22 @@ impl Greeting {
         }
     }
 
-    fn limits(&self, payload: u32) -> Limits {
+    /// At any time the model may have moved, and where to is a payload. No other is longer than a block, which its
+    /// message says, or `expect_payload`.
+    fn limits(&self) -> Limits {
         match self.silence {
-            None => Limits::GREETING,
-            Some(_) => Limits { payload, ..Limits::MAX },
+            None => Limits { payload: MAX_PAYLOAD, ..Limits::GREETING },
+            Some(_) => Limits::MAX,
         }
+    }
+
+    /// What comes with a message that has come. True if that was it.
+    fn payload(&self, received: &Received, bytes: &[u8]) -> Result<bool, Close> {
+        let moved = matches!(received.message, Message::Moved);
+        if moved {
+            self.shared.hear_moved(&self.way, bytes)?;
+        }
+        Ok(moved)
     }
 }
 
@@ -64,33 +78,37 @@ impl Greeting {
 pub(super) struct Control(Greeting);
 
 impl Control {
-    pub(super) fn new(shared: Arc<Shared>) -> Control {
-        Control(Greeting::new(shared))
+    pub(super) fn new(shared: Arc<Shared>, way: Way) -> Control {
+        Control(Greeting::new(shared, way))
     }
 }
 
 impl Conversation for Control {
     fn opened(&mut self, link: &Link) -> Result<(), Close> {
-        self.0.begin(link, Role::Control);
-        Ok(())
+        self.0.begin(link, Role::Control)
     }
 
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
+        if matches!(received.message, Message::Moved) {
+            return Ok(Take::Buffered);
+        }
+        received.expect_payload(0).map_err(unfit)?;
         if self.0.welcomed(&received.message)? {
-            self.0.shared.greeted(None, &self.0.link, false);
+            self.0.shared.greeted(&self.0.way, &self.0.link, false)?;
             return Ok(Take::Nothing);
         }
         let (request, message) = (received.header.request(), received.message.clone());
-        self.0.shared.with_core(|core, now, actions| core.from_lead(request, message, now, actions));
+        let Greeting { shared, way, .. } = &self.0;
+        shared.with_core_by(way, |core, now, actions| core.from_lead(request, message, now, actions))?;
         Ok(Take::Nothing)
     }
 
-    fn payload(&mut self, _: &Received, _: &[u8]) -> Result<(), Close> {
-        Ok(())
+    fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close> {
+        self.0.payload(received, bytes).map(drop)
     }
 
     fn limits(&self) -> Limits {
-        self.0.limits(0)
+        self.0.limits()
     }
 
     fn silence(&self) -> Option<Duration> {
@@ -98,7 +116,7 @@ impl Conversation for Control {
     }
 
     fn closed(&mut self, why: &Close) {
-        self.0.shared.ended(None, &self.0.link, &why.to_string());
+        self.0.shared.ended(&self.0.way, &self.0.link, &why.to_string());
     }
 }
 
@@ -120,8 +138,8 @@ pub(super) struct Data {
 const LOST: Duration = Duration::from_secs(1);
 
 impl Data {
-    pub(super) fn new(shared: Arc<Shared>, part: Part, memory: Option<Memory>) -> Data {
-        let greeting = Greeting::new(shared);
+    pub(super) fn new(shared: Arc<Shared>, way: Way, part: Part, memory: Option<Memory>) -> Data {
+        let greeting = Greeting::new(shared, way);
         Data { greeting, part, landing: None, memory, due: 0, came: Instant::now() }
     }
 
@@ -137,18 +155,23 @@ impl Data {
 
 impl Conversation for Data {
     fn opened(&mut self, link: &Link) -> Result<(), Close> {
-        self.greeting.begin(link, Role::Data);
-        Ok(())
+        self.greeting.begin(link, Role::Data)
     }
 
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
+        match &received.message {
+            Message::Moved => return Ok(Take::Buffered),
+            // Its length is looked at below.
+            Message::Block { .. } => {}
+            _ => received.expect_payload(0).map_err(unfit)?,
+        }
         if self.greeting.welcomed(&received.message)? {
             let by_memory = self.memory.is_some();
             self.greeting.link.expect_much();
-            self.greeting.shared.greeted(Some(self.part), &self.greeting.link, by_memory);
+            self.greeting.shared.greeted(&self.greeting.way, &self.greeting.link, by_memory)?;
             return Ok(Take::Nothing);
         }
-        let shared = &self.greeting.shared;
+        let Greeting { shared, way, .. } = &self.greeting;
         if let Some(memory) = &mut self.memory
             && shared.hear_by_memory(received, memory, &self.greeting.link)?
         {
@@ -162,8 +185,8 @@ impl Conversation for Data {
             }
             let extent = shared.layout.block_bytes(block);
             let expected = (extent.end - extent.start) as u32;
-            received.expect_payload(expected).map_err(|error| Close::Asked(error.to_string().into()))?;
-            return Ok(match shared.lands(version, block) {
+            received.expect_payload(expected).map_err(unfit)?;
+            return Ok(match shared.lands(way, version, block) {
                 Some(target) => {
                     self.landing = Some((version, block));
                     Take::Into(target)
@@ -175,12 +198,14 @@ impl Conversation for Data {
             self.due = 0;
         }
         let (part, message) = (self.part, received.message.clone());
-        shared.with_core(|core, now, actions| core.from_shard(part, message, now, actions));
+        shared.with_core_by(way, |core, now, actions| core.from_shard(part, message, now, actions))?;
         Ok(Take::Nothing)
     }
 
-    fn payload(&mut self, _: &Received, _: &[u8]) -> Result<(), Close> {
-        self.landed(true);
+    fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close> {
+        if !self.greeting.payload(received, bytes)? {
+            self.landed(true);
+        }
         Ok(())
     }
 
@@ -192,7 +217,7 @@ impl Conversation for Data {
         if self.due > 0 && self.came.elapsed() > LOST {
             self.due = 0;
         }
-        let (outgoing, asked) = self.greeting.shared.next_for(self.part, self.due)?;
+        let (outgoing, asked) = self.greeting.shared.next_for(&self.greeting.way, self.part, self.due)?;
         if self.due == 0 {
             self.came = Instant::now();
         }
@@ -201,7 +226,7 @@ impl Conversation for Data {
     }
 
     fn limits(&self) -> Limits {
-        self.greeting.limits(self.greeting.shared.layout.block_size())
+        self.greeting.limits()
     }
 
     fn silence(&self) -> Option<Duration> {
@@ -210,6 +235,10 @@ impl Conversation for Data {
 
     fn closed(&mut self, why: &Close) {
         self.landed(false);
-        self.greeting.shared.ended(Some(self.part), &self.greeting.link, &why.to_string());
+        self.greeting.shared.ended(&self.greeting.way, &self.greeting.link, &why.to_string());
     }
+}
+
+fn unfit(error: WireError) -> Close {
+    Close::Asked(error.to_string().into())
 }

@@ -3,8 +3,8 @@
 //! | module | holds |
 //! |---|---|
 //! | `core` | what is decided (pure) |
-//! | `edge` | [`Client`]: lock, clock, connections, memory (`unsafe`) |
-//! | `edge::memory` | connections through shared memory (`unsafe`) |
+//! | `edge` | [`Client`]: lock, clock, connections |
+//! | `edge::blocks`, `edge::memory` | payload on its way, over sockets and through shared memory (`unsafe`) |
 //! | `conversation` | what is said on each kind of connection |
 //! | `versions` | the versions that are shown here |
 //! | `sum` | adding up contributions before they cross the network |

@@ -2,6 +2,9 @@
 
 #![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
 
+mod histories;
+mod moves;
+
 use std::time::Duration;
 
 use super::core::{Action, ClientCore, LastCommit, Now};
@@ -197,9 +200,23 @@ fn a_learner_that_joined_after_it_was_given_up_leaves_again() {
         published_in: Version(0),
         joined_at: Version(0),
     };
-    let learners = vec![learner(L), learner(LearnerId(8))];
-    bench.lead(0, Message::State(JobState { sequence: 5, learners, ..JobState::default() }));
-    let leaves =
-        |action: &Action| matches!(action, Action::ToLead(_, Message::Leave { learner: LearnerId(8), .. }));
-    assert!(bench.said.iter().any(leaves), "{:?}", bench.said);
+    let state = |sequence| {
+        let learners = vec![learner(L), learner(LearnerId(8))];
+        Message::State(JobState { sequence, learners, ..JobState::default() })
+    };
+    let leaves = |bench: &mut Bench| {
+        let is_it = |a: &Action| matches!(a, Action::ToLead(_, Message::Leave { learner: LearnerId(8), .. }));
+        std::mem::take(&mut bench.said).iter().filter(|action| is_it(action)).count()
+    };
+    bench.lead(0, state(5));
+    assert_eq!(leaves(&mut bench), 1);
+    bench.lead(0, state(6));
+    assert_eq!(leaves(&mut bench), 0, "it is being asked");
+    // The lead was away for so long that this was given up, too.
+    bench.core.lead_down();
+    bench.pass(20_000);
+    bench.core.lead_up(bench.now, &mut bench.said);
+    assert_eq!(leaves(&mut bench), 0);
+    bench.lead(0, state(7));
+    assert_eq!(leaves(&mut bench), 1);
 }

@@ -27,6 +27,8 @@ pub enum Fault {
     Crash { again: Option<Now> },
     /// A client starts.
     Starts(usize),
+    /// The model's blocks go elsewhere.
+    Move,
 }
 
 impl World {
@@ -49,19 +51,24 @@ impl World {
             };
             self.at(at, Event::Fault(fault));
         }
+        for _ in 0..self.settings.moves {
+            let at = Now::from_micros(self.rng.u64(0..chaos));
+            self.at(at, Event::Fault(Fault::Move));
+        }
     }
 
     fn nodes(&self) -> Vec<Node> {
         let clients = (0..self.clients.len()).filter(|&index| self.clients[index].alive).map(Node::Client);
-        let parts = (0..self.shards.len()).map(Node::Part);
-        clients.chain([Node::Lead]).chain(parts).collect()
+        let parts = self.courses[self.current()].parts.iter().copied().map(Node::Part);
+        clients.chain([self.lead_node()]).chain(parts).collect()
     }
 
     pub fn fault(&mut self, fault: Fault) {
         if self.healed {
             return;
         }
-        let (nodes, pairs) = (self.nodes(), self.network.pairs());
+        let (nodes, mut pairs) = (self.nodes(), self.network.pairs());
+        pairs.retain(|(_, acceptor)| self.is_current(*acceptor));
         let node = nodes[self.rng.usize(0..nodes.len())];
         let (a, b) = pairs[self.rng.usize(0..pairs.len())];
         self.trace(|| format!("fault: {fault:?} (of {node:?}, or {a:?} and {b:?})"));
@@ -87,6 +94,7 @@ impl World {
                     self.after(time, Event::Fault(Fault::Starts(1)));
                 }
             }
+            Fault::Move => self.begin_move(),
             Fault::Starts(learners) => {
                 if self.nodes().len() < 12 {
                     self.add_client(learners);
@@ -144,6 +152,9 @@ impl World {
 
     /// Everything that waits, for a check of what is left at the end.
     fn left_over(&self) -> Option<String> {
+        if self.moving {
+            return Some("the model is being moved".into());
+        }
         if let Some((plan, parts)) = self.lead.running() {
             return Some(format!("plan {plan} waits for parts {parts:?}"));
         }
@@ -154,7 +165,8 @@ impl World {
         if requests > 0 || answers > 0 {
             return Some(format!("the lead keeps {requests} requests and {answers} answers"));
         }
-        if let Some(part) = self.shards.iter().position(|shard| !shard.is_quiet()) {
+        let parts = &self.courses[self.current()].parts;
+        if let Some(part) = parts.iter().find(|&&part| !self.shards[part].is_quiet()) {
             return Some(format!("part {part} is busy"));
         }
         let version = self.lead.job().version();

@@ -8,6 +8,7 @@ use libmodelio::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::wire::{Granted, Message};
 
 use crate::history::{Content, GARBAGE, Uid};
+use crate::moving::Course;
 use crate::programs::{Asked, Program};
 use crate::shard::Sum;
 use crate::world::{Body, Event, Node, Now, World};
@@ -35,7 +36,7 @@ pub enum Keys {
 #[derive(Clone, Debug)]
 pub enum ClientEvent {
     /// A block has left; this is when its payload is read.
-    Pushed { part: Part, epoch: u64, plan: PlanId, block: BlockId, keys: Keys },
+    Pushed { to: Node, epoch: u64, plan: PlanId, block: BlockId, keys: Keys },
     /// A block of a version is in the back buffer.
     Landed { version: Version, block: BlockId, content: Content },
     /// The buffers are flipped.
@@ -51,10 +52,12 @@ pub enum ClientEvent {
 pub struct Client {
     pub id: ClientId,
     pub core: ClientCore,
+    /// Where it takes the model to be.
+    pub course: usize,
     pub alive: bool,
     pub payloads: BTreeMap<(LearnerId, Step), Payload>,
     pub weights: BTreeMap<u64, Uid>,
-    sending: Vec<usize>,
+    pub sending: Vec<usize>,
     front: Vec<Content>,
     back: Vec<Content>,
     pub programs: Vec<Program>,
@@ -63,11 +66,12 @@ pub struct Client {
 }
 
 impl Client {
-    pub fn new(id: ClientId, core: ClientCore, first: Vec<Content>) -> Client {
+    pub fn new(id: ClientId, core: ClientCore, course: usize, first: Vec<Content>) -> Client {
         let parts = core.shards().len();
         Client {
             id,
             core,
+            course,
             alive: true,
             payloads: BTreeMap::new(),
             weights: BTreeMap::new(),
@@ -77,6 +81,16 @@ impl Client {
             programs: Vec::new(),
             tokens: BTreeMap::new(),
             next_token: 1,
+        }
+    }
+
+    /// What `node` is to this client: one of its core's parts, or the lead (`Some(None)`). None for what is of
+    /// another course.
+    pub fn part_of(&self, courses: &[Course], node: Node) -> Option<Option<Part>> {
+        match node {
+            Node::Lead(course) => (course == self.course).then_some(None),
+            Node::Part(part) => courses[self.course].parts.iter().position(|&known| known == part).map(Some),
+            Node::Client(_) => None,
         }
     }
 }
@@ -101,10 +115,12 @@ impl World {
         let id = self.clients[index].id;
         match action {
             Action::ToLead(request, message) => {
-                self.send(Node::Client(index), Node::Lead, request, message, Body::None);
+                let lead = Node::Lead(self.clients[index].course);
+                self.send(Node::Client(index), lead, request, message, Body::None);
             }
             Action::ToShard(part, message) => {
-                self.send(Node::Client(index), Node::Part(part), 0, message, Body::None);
+                let shard = self.shard_of(index, part);
+                self.send(Node::Client(index), shard, 0, message, Body::None);
             }
             // Everything is looked through after each event.
             Action::Wake(_) | Action::State => {}
@@ -141,10 +157,12 @@ impl World {
 
     pub fn client_event(&mut self, index: usize, event: ClientEvent) {
         match event {
-            ClientEvent::Pushed { part, epoch, plan, block, keys } => {
+            ClientEvent::Pushed { to, epoch, plan, block, keys } => {
+                // Nobody listens any more where the model was.
+                let Some(Some(part)) = self.clients[index].part_of(&self.courses, to) else { return };
                 self.clients[index].sending[part] -= 1;
                 let sum = self.read_payload(index, block, &keys);
-                let way = (Node::Client(index), Node::Part(part));
+                let way = (Node::Client(index), to);
                 if self.network.connection(way.0, way.1).epoch == epoch {
                     let message = Message::Push { plan, block, wide: sum.of.len() > 1 };
                     self.send(way.0, way.1, 0, message, Body::Sum(sum));
@@ -207,23 +225,28 @@ impl World {
                 "client {index}: {asked:?} ({token}) was due at {deadline:?}, now it is {now:?}"
             );
         }
-        for part in 0..self.shards.len() {
-            let connection = self.network.connection(Node::Client(index), Node::Part(part));
+        for part in 0..self.clients[index].sending.len() {
+            let to = self.shard_of(index, part);
+            let connection = self.network.connection(Node::Client(index), to);
             if !connection.opener_up {
                 continue;
             }
             let epoch = connection.epoch;
             while self.clients[index].sending[part] < WINDOW {
                 let Some((plan, block)) = self.clients[index].core.next_push(part, now) else { break };
-                self.push(index, part, epoch, plan, block);
+                self.push(index, (part, to), epoch, plan, block);
             }
             while let Some(message) = self.clients[index].core.next_pull(part, WINDOW, now) {
-                self.send(Node::Client(index), Node::Part(part), 0, message, Body::None);
+                self.send(Node::Client(index), to, 0, message, Body::None);
             }
         }
     }
 
-    fn push(&mut self, index: usize, part: Part, epoch: u64, plan: PlanId, block: BlockId) {
+    fn shard_of(&self, index: usize, part: Part) -> Node {
+        Node::Part(self.courses[self.clients[index].course].parts[part])
+    }
+
+    fn push(&mut self, index: usize, (part, to): (Part, Node), epoch: u64, plan: PlanId, block: BlockId) {
         let client = &self.clients[index];
         let (_, granted) = client.core.outgoing().expect("there is something to push");
         let keys = match granted {
@@ -272,7 +295,7 @@ impl World {
         }
         self.clients[index].sending[part] += 1;
         let after = self.some_time(self.settings.landing);
-        self.after(after, Event::Client(index, ClientEvent::Pushed { part, epoch, plan, block, keys }));
+        self.after(after, Event::Client(index, ClientEvent::Pushed { to, epoch, plan, block, keys }));
     }
 
     /// Reads the payload of a block that is being sent. If it was given back meanwhile, the plan is over, and

@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use libmodelio::ids::{ClientId, LearnerId, PlanId, Step, Version};
+use libmodelio::ids::{ClientId, Incarnation, LearnerId, PlanId, Step, Version};
 use libmodelio::wire::{Granted, Work};
+use ps_backend::controls::Consistency;
+use ps_backend::core::MemberView;
 
 /// One contribution, or one write of weights.
 pub type Uid = u32;
@@ -71,6 +73,8 @@ struct Planned {
     /// By client, in the order of the plan.
     sources: Vec<ClientId>,
     granted: BTreeMap<ClientId, Granted>,
+    /// Learners that took part, and had not committed, when it began.
+    missing: usize,
 }
 
 #[derive(Debug)]
@@ -88,6 +92,8 @@ pub struct History {
     /// Learners take part in a version once, and NaN is refused, throughout the run.
     pub sync_throughout: bool,
     pub reject: bool,
+    /// Of the whole run, if it is one throughout.
+    pub consistency: Option<Consistency>,
     pub records: BTreeMap<Uid, Record>,
     next_uid: Uid,
     versions: Vec<Made>,
@@ -99,6 +105,10 @@ pub struct History {
     /// Of each learner, the last step that is in a version, and which.
     last: BTreeMap<LearnerId, (Step, Version)>,
     names: BTreeMap<(LearnerId, Step), Uid>,
+    /// Of each life of a learner, how many steps it has in versions, counted from where the slowest was when it joined.
+    paces: BTreeMap<(LearnerId, Incarnation), u64>,
+    /// Where that is for one who joins now.
+    slowest: u64,
 }
 
 impl History {
@@ -112,6 +122,7 @@ impl History {
             blocks,
             parts,
             sync_throughout: false,
+            consistency: None,
             reject: true,
             records: BTreeMap::new(),
             next_uid: 1,
@@ -121,6 +132,8 @@ impl History {
             sealed: BTreeMap::new(),
             last: BTreeMap::new(),
             names: BTreeMap::new(),
+            paces: BTreeMap::new(),
+            slowest: 0,
         }
     }
 
@@ -170,14 +183,30 @@ impl History {
         record.outcome = Outcome::Refused;
     }
 
+    /// The model is on other shards from now on, so many.
+    pub fn moved(&mut self, parts: usize) {
+        assert!(
+            self.sealed.is_empty(),
+            "sums wait for the coming version, and the model moves: {:?}",
+            self.sealed
+        );
+        assert_eq!(
+            self.complete,
+            self.versions.len(),
+            "the newest version is not complete, and the model moves"
+        );
+        self.parts = parts;
+    }
+
     // -- what the lead says
 
-    pub fn started(&mut self, plan: &libmodelio::wire::Plan) {
+    pub fn started(&mut self, plan: &libmodelio::wire::Plan, missing: usize) {
         let planned = Planned {
             work: plan.work.clone(),
             ordered: plan.ordered,
             sources: plan.sources.iter().map(|source| source.client).collect(),
             granted: BTreeMap::new(),
+            missing,
         };
         self.plans.entry(plan.plan).or_insert(planned);
     }
@@ -186,6 +215,48 @@ impl History {
         let plan = self.plans.get_mut(&plan).expect("a grant belongs to a plan that has begun");
         assert!(plan.sources.contains(&client), "a grant to a client that the shards do not expect");
         plan.granted.insert(client, payload.clone());
+    }
+
+    /// A learner asks to join these.
+    pub fn joins(&mut self, members: &[MemberView]) {
+        // What is taken counts for the pace, though its version may not be out.
+        let pace = |member: &MemberView| {
+            let pace = self.paces.get(&(member.learner, member.incarnation));
+            pace.copied().unwrap_or_default() + u64::from(member.unpublished)
+        };
+        self.slowest = members.iter().map(pace).min().unwrap_or_default();
+    }
+
+    /// It is in.
+    pub fn joined(&mut self, life: (LearnerId, Incarnation)) {
+        self.paces.entry(life).or_insert(self.slowest);
+    }
+
+    /// The lead has a version: nobody in it is further ahead than the consistency allows. Its commit was taken when
+    /// it was at most so many steps ahead of the slowest, and those of the others were all out.
+    pub fn decided(&mut self, version: Version, plan: PlanId, members: &[MemberView]) {
+        let kept = self.sealed.keys().copied();
+        let plans: Vec<PlanId> = kept.chain([plan]).collect();
+        let of: Vec<LearnerId> = plans
+            .iter()
+            .flat_map(|&plan| self.contributions(plan))
+            .flatten()
+            .map(|(learner, _)| learner)
+            .collect();
+        for member in members.iter().filter(|member| of.contains(&member.learner)) {
+            *self.paces.entry((member.learner, member.incarnation)).or_default() += 1;
+        }
+        let Some(Consistency::Ssp(most)) = self.consistency else { return };
+        let pace = |member: &MemberView| self.paces.get(&(member.learner, member.incarnation)).copied();
+        let slowest = members.iter().filter_map(pace).min().unwrap_or_default();
+        for member in members.iter().filter(|member| of.contains(&member.learner)) {
+            let ahead = pace(member).unwrap_or_default() - slowest;
+            assert!(
+                ahead <= u64::from(most) + 1,
+                "version {version}: learner {} gets {ahead} steps ahead of the slowest with ssp({most})",
+                member.learner
+            );
+        }
     }
 
     fn contributions(&self, plan: PlanId) -> Vec<Vec<(LearnerId, Step)>> {
@@ -295,6 +366,13 @@ impl History {
             "version {version} counts {} of {of:?}",
             step.contributions
         );
+        if let Some(Consistency::Quorum(least)) = self.consistency {
+            let missing = self.plans[&plan].missing;
+            assert!(
+                all.len() >= least as usize || missing == 0,
+                "version {version} has {of:?}, with quorum({least}), and {missing} learners had not committed"
+            );
+        }
         for (block, (before, after)) in before.iter().zip(after).enumerate() {
             let holds = |uid: &Uid| self.records[uid].blocks.contains(&(block as u32));
             let bad = after.added.iter().find(|&&uid| uid == GARBAGE || !self.records.contains_key(&uid));

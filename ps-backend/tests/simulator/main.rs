@@ -6,7 +6,9 @@
 
 mod chaos;
 mod client;
+mod connections;
 mod history;
+mod moving;
 mod network;
 mod programs;
 mod settings;
@@ -27,23 +29,23 @@ fn number(name: &str) -> Option<u64> {
     Some(value.parse().unwrap_or_else(|_| panic!("{name}={value:?} is not a number")))
 }
 
-/// Versions that a run has made, and events in it.
-fn run(seed: u64, printing: bool) -> (usize, u64) {
+/// Versions that a run has made, events in it, and moves.
+fn run(seed: u64, printing: bool) -> [u64; 3] {
     let mut world = World::new(seed, printing);
     world.run();
-    (world.history.made(), world.events)
+    [world.history.made() as u64, world.events, world.current() as u64]
 }
 
 #[test]
 fn every_history_is_allowed() {
     if let Some(seed) = number("GRADFS_SIM_SEED") {
-        let (versions, events) = run(seed, true);
-        return println!("seed {seed}: {versions} versions, {events} events");
+        let [versions, events, moves] = run(seed, true);
+        return println!("seed {seed}: {versions} versions, {events} events, {moves} moves");
     }
     let seeds = number("GRADFS_SIM_SEEDS").unwrap_or(SEEDS);
     let from = number("GRADFS_SIM_FROM").unwrap_or(0);
     let next = AtomicU64::new(from);
-    let (versions, events) = (AtomicU64::new(0), AtomicU64::new(0));
+    let totals = [const { AtomicU64::new(0) }; 3];
     let failed: Mutex<Vec<(u64, String)>> = Mutex::new(Vec::new());
     let work = || {
         loop {
@@ -52,9 +54,10 @@ fn every_history_is_allowed() {
                 return;
             }
             match catch_unwind(AssertUnwindSafe(|| run(seed, false))) {
-                Ok((made, happened)) => {
-                    versions.fetch_add(made as u64, Ordering::Relaxed);
-                    events.fetch_add(happened, Ordering::Relaxed);
+                Ok(counted) => {
+                    for (total, count) in totals.iter().zip(counted) {
+                        total.fetch_add(count, Ordering::Relaxed);
+                    }
                 }
                 Err(panic) => {
                     let text = panic.downcast_ref::<String>().cloned();
@@ -79,5 +82,8 @@ fn every_history_is_allowed() {
         println!("  GRADFS_SIM_SEED={seed} cargo test -p ps-backend --test simulator -- --nocapture");
     }
     assert!(failed.is_empty(), "{} of {seeds} seeds failed", failed.len());
-    println!("{seeds} seeds: {} versions, {} events", versions.into_inner(), events.into_inner());
+    let [versions, events, moves] = totals.map(AtomicU64::into_inner);
+    println!("{seeds} seeds: {versions} versions, {events} events, {moves} moves");
+    // What is not drawn is not checked.
+    assert!(seeds < 100 || moves > seeds / 4, "{moves} moves in {seeds} runs");
 }

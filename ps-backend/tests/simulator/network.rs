@@ -50,8 +50,8 @@ pub struct Network {
     slow: BTreeMap<Way, (Now, Now)>,
     /// When the last message of a stream comes.
     last: BTreeMap<Way, Now>,
-    /// These two are one process.
-    pub local: Option<Way>,
+    /// These are pairs of one process.
+    pub local: Vec<Way>,
 }
 
 fn pair(a: Node, b: Node) -> Way {
@@ -66,7 +66,7 @@ impl Network {
             cuts: BTreeMap::new(),
             slow: BTreeMap::new(),
             last: BTreeMap::new(),
-            local: None,
+            local: Vec::new(),
         }
     }
 
@@ -81,7 +81,7 @@ impl Network {
     }
 
     pub fn is_local(&self, a: Node, b: Node) -> bool {
-        self.local == Some(pair(a, b))
+        self.local.contains(&pair(a, b))
     }
 
     pub fn cut(&mut self, a: Node, b: Node, until: Now) {

@@ -1,13 +1,13 @@
 //! What is drawn for a run before it begins.
 
 use fastrand::Rng;
-use ps_backend::controls::Controls;
+use ps_backend::controls::{Consistency, Controls};
 
 use crate::network::Weather;
 use crate::world::Now;
 
 /// Consistency modes that runs are made with. Those that the controls do not know are left out.
-const CONSISTENCY: &[&str] = &["sync", "sync", "async", "quorum(2)", "ssp(1)"];
+const CONSISTENCY: &[&str] = &["sync", "sync", "async", "quorum(2)", "quorum(3)", "ssp(0)", "ssp(1)"];
 
 /// The constants of a run.
 #[derive(Clone, Debug)]
@@ -49,6 +49,8 @@ pub struct Settings {
     /// How long things go wrong, and how often.
     pub chaos: Now,
     pub faults: usize,
+    /// How often the model's blocks go elsewhere.
+    pub moves: usize,
 }
 
 fn one_of<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
@@ -112,7 +114,14 @@ impl Settings {
             changes,
             chaos: millis(rng.u64(3000..15_000)),
             faults: [0, 3, 8, 20][rough as usize],
+            moves: one_of(rng, &[0, 0, 1, 2, 4]),
         }
+    }
+
+    /// The consistency of the whole run, if it is one throughout.
+    pub fn consistency_throughout(&self) -> Option<Consistency> {
+        let changes = self.operators && self.changes.iter().any(|(name, _)| *name == "consistency");
+        (!changes).then_some(self.controls.consistency)
     }
 
     /// Every version of the run takes at most one contribution of a learner.

@@ -42,6 +42,10 @@ pub enum ShardEvent {
 
 pub struct Shard {
     pub core: PartCore,
+    /// Which of the world's.
+    pub course: usize,
+    /// The process of its lead, if it is in that.
+    pub process: Option<Node>,
     /// Its blocks, in order.
     mine: Vec<BlockId>,
     /// The newest one last.
@@ -59,11 +63,14 @@ pub struct Shard {
 }
 
 impl Shard {
-    pub fn new(mine: Vec<BlockId>, first: &[Content], keep: usize) -> Shard {
-        let front = mine.iter().map(|block| first[block.index()].clone()).collect();
+    /// With its blocks of the whole of a version.
+    pub fn new(mine: Vec<BlockId>, version: Version, whole: &[Content], keep: usize) -> Shard {
+        let front = mine.iter().map(|block| whole[block.index()].clone()).collect();
         Shard {
-            core: PartCore::new(mine.len() as u32, Version(0)),
-            versions: VecDeque::from([(Version(0), front)]),
+            core: PartCore::new(mine.len() as u32, version),
+            course: 0,
+            process: None,
+            versions: VecDeque::from([(version, front)]),
             keep,
             sealed: vec![None; mine.len()],
             open: vec![None; mine.len()],
@@ -79,6 +86,13 @@ impl Shard {
     /// Whether nothing is going on here.
     pub fn is_quiet(&self) -> bool {
         self.core.running().is_none() && self.landing.is_empty()
+    }
+
+    /// The newest version, block by block. All that there is: no sum waits for the next one.
+    pub fn front(&self) -> (Version, impl Iterator<Item = (BlockId, Content)>) {
+        assert!(self.core.running().is_none() && self.sealed.iter().all(Option::is_none));
+        let (version, blocks) = self.versions.back().expect("a version");
+        (*version, self.mine.iter().copied().zip(blocks.iter().cloned()))
     }
 
     fn replaces(&self) -> bool {
@@ -382,7 +396,8 @@ impl World {
     }
 
     fn say_to_lead(&mut self, part: usize, request: u64, message: Message) {
-        self.send(Node::Part(part), Node::Lead, request, message, Body::None);
+        let lead = Node::Lead(self.shards[part].course);
+        self.send(Node::Part(part), lead, request, message, Body::None);
     }
 
     fn say_to_client(&mut self, part: usize, index: usize, message: Message, body: Body) {

@@ -7,13 +7,15 @@ use std::time::Duration;
 use fastrand::Rng;
 use libmodelio::block_map::BlockMap;
 use libmodelio::client::core::ClientCore;
-use libmodelio::ids::{ClientId, ShardId};
+use libmodelio::ids::{ClientId, ShardId, Version};
 use libmodelio::wire::Message;
+use ps_backend::core::MemberView;
 use ps_backend::lead::{self, LeadCore};
 
 use crate::chaos::Fault;
 use crate::client::{Client, ClientEvent};
 use crate::history::{Content, History};
+use crate::moving::{Course, Moving};
 use crate::network::Network;
 use crate::programs::Program;
 use crate::settings::Settings;
@@ -26,7 +28,9 @@ pub type Now = Duration;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Node {
     Client(usize),
-    Lead,
+    /// The lead of this course.
+    Lead(usize),
+    /// One of the world's shards.
     Part(usize),
 }
 
@@ -36,6 +40,8 @@ pub enum Body {
     None,
     Sum(Sum),
     Content(Content),
+    /// Where the model is now: on this course.
+    Course(usize),
 }
 
 /// Something that happens at a node.
@@ -71,6 +77,10 @@ pub enum Event {
     },
     /// A core has asked for its time.
     Timer(Node, u64),
+    /// A client has found out that the model is on this course, at the registry.
+    Found(usize, usize),
+    /// The model is being moved.
+    Moves(Moving),
     /// Not at a node.
     Fault(Fault),
 }
@@ -82,9 +92,15 @@ pub struct World {
     pub network: Network,
     pub history: History,
     pub lead: LeadCore,
+    /// Of all courses.
     pub shards: Vec<Shard>,
     pub clients: Vec<Client>,
-    pub map: BlockMap,
+    /// Where the model is, the last one, and where it was.
+    pub courses: Vec<Course>,
+    /// The model is being moved.
+    pub moving: bool,
+    /// The lead has been handed over, and nobody has taken it yet.
+    pub frozen: bool,
     /// The network is well again, and stays so.
     pub healed: bool,
     /// Programs end.
@@ -110,21 +126,20 @@ impl World {
         let parts = map.shares().len();
         let mut history = History::new(settings.blocks, parts);
         history.sync_throughout = settings.sync_throughout();
-        let mut network = Network::new(settings.weather);
-        if settings.colocated {
-            network.local = Some((Node::Lead, Node::Part(0)));
-        }
+        history.consistency = settings.consistency_throughout();
+        let network = Network::new(settings.weather);
         let first = history.first();
-        let shard = |id: ShardId| Shard::new(map.blocks_of(id).collect(), &first, settings.keep);
         let lead = LeadCore::new(settings.blocks, parts, settings.controls.clone(), settings.patience);
         let mut world = World {
             now: Now::ZERO,
             network,
             lead,
-            shards: map.shares().into_keys().map(shard).collect(),
+            shards: Vec::new(),
             clients: Vec::new(),
             history,
-            map,
+            courses: Vec::new(),
+            moving: false,
+            frozen: false,
             healed: false,
             ending: false,
             queue: BTreeMap::new(),
@@ -138,13 +153,12 @@ impl World {
             rng,
         };
         world.trace(|| format!("{:#?}", world.settings));
-        for part in 0..parts {
-            world.connects(Node::Lead, Node::Part(part), Now::ZERO);
-        }
+        let local = world.settings.colocated.then_some(0);
+        world.begin_course(map, local, Version(0), &first);
         for learners in world.settings.clients.clone() {
             world.add_client(learners);
         }
-        world.arm(Node::Lead);
+        world.arm(Node::Lead(0));
         world
     }
 
@@ -152,20 +166,18 @@ impl World {
     pub fn add_client(&mut self, learners: usize) {
         let index = self.clients.len();
         let id = ClientId(1000 + self.rng.u64(0..1 << 40) * 64 + index as u64);
-        let mut core = ClientCore::new(&self.map);
-        core.shown(libmodelio::ids::Version(0), self.now, &mut Vec::new());
-        let mut client = Client::new(id, core, self.history.first());
+        // What it has been told of where the model is may be of the past.
+        let course = if self.chance(0.3) { self.rng.usize(0..self.courses.len()) } else { self.current() };
+        let mut core = ClientCore::new(&self.courses[course].map);
+        core.shown(Version(0), self.now, &mut Vec::new());
+        let mut client = Client::new(id, core, course, self.history.first());
         client.programs.extend((0..learners).map(|at| Program::learner(format!("c{index}-{at}"))));
         if self.settings.operators {
             client.programs.push(Program::operator(format!("c{index}-op")));
         }
         let programs = client.programs.len();
         self.clients.push(client);
-        let node = Node::Client(index);
-        self.connects(node, Node::Lead, Now::ZERO);
-        for part in 0..self.shards.len() {
-            self.connects(node, Node::Part(part), Now::ZERO);
-        }
+        self.client_connects(index);
         self.after(self.settings.lease / 4, Event::Client(index, ClientEvent::Touch));
         for program in 0..programs {
             let about = self.settings.compute;
@@ -196,7 +208,10 @@ impl World {
 
     /// The process that a node runs in.
     pub fn process(&self, node: Node) -> Node {
-        if node == Node::Part(0) && self.settings.colocated { Node::Lead } else { node }
+        match node {
+            Node::Part(part) => self.shards[part].process.unwrap_or(node),
+            _ => node,
+        }
     }
 
     fn node_of(event: &Event) -> Option<Node> {
@@ -214,7 +229,8 @@ impl World {
                 }
             }
             Event::Timer(node, _) => *node,
-            Event::Fault(_) => return None,
+            Event::Found(index, _) => Node::Client(*index),
+            Event::Fault(_) | Event::Moves(_) => return None,
         })
     }
 
@@ -284,26 +300,28 @@ impl World {
             Event::Timer(node, number) => {
                 if self.timers.get(&node).is_some_and(|(counts, _)| *counts == number) {
                     self.timers.remove(&node);
-                    if node == Node::Lead {
+                    if node == self.lead_node() && !self.frozen {
                         self.on_lead(|lead, now, actions| lead.tick(now, actions));
                         let due = self.lead.job().next_deadline();
                         assert!(due.is_none_or(|due| due > self.now), "the lead leaves a request unanswered");
                     }
                 }
             }
+            Event::Found(index, course) => self.client_told(index, course),
+            Event::Moves(moving) => self.moves(moving),
             Event::Fault(fault) => self.fault(fault),
         }
     }
 
     /// After an event: what its node does next by itself.
-    fn arm(&mut self, node: Node) {
+    pub fn arm(&mut self, node: Node) {
         let due = match node {
             Node::Client(index) => {
                 self.pump(index);
                 self.clients[index].core.next_deadline()
             }
-            Node::Lead => Some(self.lead.next_deadline()),
-            Node::Part(_) => None,
+            node if node == self.lead_node() && !self.frozen => Some(self.lead.next_deadline()),
+            Node::Lead(_) | Node::Part(_) => None,
         };
         let Some(due) = due else { return };
         if self.timers.get(&node).is_some_and(|(_, at)| *at == due) {
@@ -312,105 +330,6 @@ impl World {
         let number = self.next_event + 1;
         self.timers.insert(node, (number, due));
         self.at(due.max(self.now), Event::Timer(node, number));
-    }
-
-    // -- connections
-
-    /// The one of two nodes that keeps up their connection, and the other one.
-    fn roles(a: Node, b: Node) -> (Node, Node) {
-        match (a, b) {
-            (Node::Client(_), _) | (Node::Lead, Node::Part(_)) => (a, b),
-            _ => (b, a),
-        }
-    }
-
-    pub fn connects(&mut self, opener: Node, acceptor: Node, after: Now) {
-        self.network.connection(opener, acceptor);
-        self.after(after, Event::Connects { opener, acceptor });
-    }
-
-    fn accepts(&mut self, opener: Node, acceptor: Node) {
-        if matches!(opener, Node::Client(index) if !self.clients[index].alive) {
-            return;
-        }
-        let cut = self.network.cut_until(opener, acceptor, self.now);
-        let hung = self.hung.get(&self.process(opener)).copied().filter(|&until| until > self.now);
-        if let Some(until) = cut.max(hung) {
-            let again = until - self.now + self.some_time(200_000);
-            return self.connects(opener, acceptor, again);
-        }
-        self.network.drain(opener, acceptor);
-        let connection = self.network.connection(opener, acceptor);
-        connection.epoch += 1;
-        connection.acceptor_up = true;
-        let epoch = connection.epoch;
-        self.trace(|| format!("{opener:?} connects to {acceptor:?} ({epoch})"));
-        if let (Node::Client(index), Node::Lead) = (opener, acceptor) {
-            let id = self.clients[index].id;
-            self.on_lead(|lead, now, actions| {
-                lead.client_up(id, now, actions).expect("room for a client");
-            });
-        }
-        let after = if self.network.is_local(opener, acceptor) { Now::ZERO } else { self.some_time(2000) };
-        self.after(after, Event::Accepted { opener, acceptor, epoch });
-    }
-
-    fn accepted(&mut self, opener: Node, acceptor: Node, epoch: u64) {
-        let connection = self.network.connection(opener, acceptor);
-        if connection.epoch != epoch {
-            return;
-        }
-        connection.opener_up = true;
-        match (opener, acceptor) {
-            (Node::Client(index), Node::Lead) => {
-                self.on_client(index, |core, now, actions| core.lead_up(now, actions));
-            }
-            (Node::Client(index), Node::Part(part)) => {
-                self.on_client(index, |core, now, actions| core.shard_up(part, now, actions));
-            }
-            (_, Node::Part(part)) => self.on_lead(|lead, _, actions| lead.part_up(part, actions)),
-            _ => unreachable!("nobody else connects"),
-        }
-    }
-
-    /// The connection is lost, with all that is under way on it; both ends hear of it in their time.
-    pub fn reset(&mut self, opener: Node, acceptor: Node) {
-        if self.network.is_local(opener, acceptor) {
-            return;
-        }
-        let connection = self.network.connection(opener, acceptor);
-        connection.epoch += 1;
-        let epoch = connection.epoch;
-        self.trace(|| format!("the connection of {opener:?} to {acceptor:?} is reset"));
-        for at_opener in [true, false] {
-            let after = self.some_time(20_000);
-            self.after(after, Event::Gone { opener, acceptor, epoch, at_opener });
-        }
-    }
-
-    fn gone(&mut self, opener: Node, acceptor: Node, epoch: u64, at_opener: bool) {
-        let connection = self.network.connection(opener, acceptor);
-        if connection.epoch != epoch {
-            return;
-        }
-        if !at_opener {
-            connection.acceptor_up = false;
-            if let (Node::Client(index), Node::Lead) = (opener, acceptor) {
-                let id = self.clients[index].id;
-                self.on_lead(|lead, now, actions| lead.client_down(id, now, actions));
-            }
-            return;
-        }
-        connection.opener_up = false;
-        match (opener, acceptor) {
-            (Node::Client(index), Node::Lead) => self.on_client(index, |core, _, _| core.lead_down()),
-            (Node::Client(index), Node::Part(part)) => {
-                self.on_client(index, |core, _, _| core.shard_down(part))
-            }
-            _ => {}
-        }
-        let again = self.some_time(300_000);
-        self.connects(opener, acceptor, again);
     }
 
     // -- messages
@@ -446,20 +365,42 @@ impl World {
             return;
         }
         match (from, to) {
-            (Node::Client(index), Node::Lead) => {
-                if !connection.acceptor_up {
+            (Node::Client(index), Node::Lead(_) | Node::Part(_)) if !self.is_current(to) => {
+                self.say_moved(to, index);
+            }
+            (Node::Client(index), Node::Lead(_)) => {
+                if self.frozen || !connection.acceptor_up {
                     return;
                 }
                 let id = self.clients[index].id;
+                if matches!(message, Message::Join { .. }) {
+                    self.history.joins(&self.lead.job().members(self.now));
+                }
                 self.on_lead(|lead, now, actions| lead.from_client(id, request, message, now, actions));
             }
-            (Node::Part(part), Node::Lead) => {
-                self.on_lead(|lead, now, actions| lead.from_part(part, request, message, now, actions));
+            (Node::Part(part), Node::Lead(lead)) => {
+                // What is said to a lead of the past is refused.
+                let known = self.courses[lead].parts.iter().position(|&known| known == part);
+                if let Some(part) = known.filter(|_| lead == self.current() && !self.frozen) {
+                    self.on_lead(|lead, now, actions| lead.from_part(part, request, message, now, actions));
+                }
             }
-            (Node::Lead, Node::Part(part)) => self.shard_from_lead(part, request, message),
+            (Node::Lead(lead), Node::Part(part)) => {
+                assert_eq!(lead, self.shards[part].course);
+                self.shard_from_lead(part, request, message);
+            }
             (Node::Client(index), Node::Part(part)) => self.shard_from_client(part, index, message, body),
-            (Node::Lead, Node::Client(index)) => self.client_from_lead(index, request, message),
-            (Node::Part(part), Node::Client(index)) => self.client_from_shard(index, part, message, body),
+            (_, Node::Client(index)) => {
+                if let Body::Course(course) = body {
+                    return self.client_told(index, course);
+                }
+                // Connections know which map they were opened under.
+                let Some(part) = self.clients[index].part_of(&self.courses, from) else { return };
+                match part {
+                    None => self.client_from_lead(index, request, message),
+                    Some(part) => self.client_from_shard(index, part, message, body),
+                }
+            }
             _ => unreachable!("nobody else talks"),
         }
     }
@@ -468,6 +409,7 @@ impl World {
 
     pub fn on_lead<R>(&mut self, f: impl FnOnce(&mut LeadCore, Now, &mut Vec<lead::Action>) -> R) -> R {
         let mut actions = Vec::new();
+        assert!(!self.frozen, "a lead that was handed over goes on");
         let result = f(&mut self.lead, self.now, &mut actions);
         assert_eq!(self.lead.failed(), None, "the job has failed");
         for action in actions {
@@ -486,23 +428,34 @@ impl World {
                 if let Message::Grant { plan, payload } = &message {
                     self.history.granted(id, *plan, payload);
                 }
+                if let Message::Joined { learner, incarnation, .. } = &message {
+                    self.history.joined((*learner, *incarnation));
+                }
                 let index = self.client_index(id).expect("a client");
-                self.send(Node::Lead, Node::Client(index), request, message, Body::None);
+                self.send(self.lead_node(), Node::Client(index), request, message, Body::None);
             }
             lead::Action::ToPart(part, request, message) => {
                 if let Message::Start(plan) = &message {
-                    self.history.started(plan);
+                    let is_missing =
+                        |member: &&MemberView| member.joined_at <= plan.base && !member.unpublished;
+                    let missing = self.lead.job().members(self.now).iter().filter(is_missing).count();
+                    self.history.started(plan, missing);
                 }
-                self.send(Node::Lead, Node::Part(part), request, message, Body::None);
+                let part = self.courses[self.current()].parts[part];
+                self.send(self.lead_node(), Node::Part(part), request, message, Body::None);
             }
             lead::Action::Close(id, why) => {
                 self.trace(|| format!("the lead closes the connection of client {id}: {why}"));
                 let index = self.client_index(id).expect("a client");
                 if self.clients[index].alive {
-                    self.reset(Node::Client(index), Node::Lead);
+                    self.reset(Node::Client(index), self.lead_node());
                 }
             }
-            lead::Action::Published(version) => self.trace(|| format!("version {version} is published")),
+            lead::Action::Published(version) => {
+                self.trace(|| format!("version {version} is published"));
+                let (plan, _) = self.lead.running().expect("the shards have to hear of it");
+                self.history.decided(version, plan, &self.lead.job().members(self.now));
+            }
         }
     }
 }

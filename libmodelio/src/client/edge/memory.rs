@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use parking_lot::MutexGuard;
 
-use super::{Inner, Shared};
+use super::{Inner, Shared, Way};
 use crate::client::conversation::Data;
 use crate::client::core::Part;
 use crate::client::sum;
@@ -47,6 +47,7 @@ pub enum TransportChoice {
 
 /// What one connection has in common with a shard.
 pub(in crate::client) struct Memory {
+    way: Way,
     descriptors: Descriptors,
     lent: Lender,
     borrowed: Regions,
@@ -75,8 +76,9 @@ impl Slots {
 
 impl Memory {
     /// Of a connection of a model, of `bytes` bytes in blocks of `block` bytes.
-    fn new(meeting: &Meeting, bytes: u64, block: u32) -> Memory {
+    fn new(way: Way, meeting: &Meeting, bytes: u64, block: u32) -> Memory {
         Memory {
+            way,
             descriptors: Descriptors::new(Arc::clone(&meeting.socket)),
             lent: Lender::default(),
             borrowed: Regions::new(shm::longest_region(bytes, block)),
@@ -87,19 +89,23 @@ impl Memory {
         }
     }
 
+    fn saying(&self, request: u64, message: Message) -> Outgoing {
+        Outgoing { epoch: self.way.epoch(), ..Outgoing::new(request, message) }
+    }
+
     /// Says what the shard must know of `memory`, and the number under which it does.
-    fn lend(&mut self, memory: &Arc<Mapping>, of: &Shared) -> Result<u32, RegionError> {
+    fn lend(&mut self, memory: &Arc<Mapping>) -> Result<u32, RegionError> {
         let (region, new) = self.lent.lend(memory, &self.descriptors)?;
         if let Some(bytes) = new {
-            self.ready.push_back(of.saying(0, Message::Share { region, bytes }));
+            self.ready.push_back(self.saying(0, Message::Share { region, bytes }));
         }
         Ok(region)
     }
 
     /// What is said when nothing presses: regions that are no longer there.
-    fn tidy(&mut self, of: &Shared) {
+    fn tidy(&mut self) {
         for region in self.lent.gone() {
-            self.ready.push_back(of.saying(0, Message::Unshare { region }));
+            self.ready.push_back(self.saying(0, Message::Unshare { region }));
         }
     }
 }
@@ -115,44 +121,48 @@ enum Named {
 }
 
 impl Shared {
-    fn saying(&self, request: u64, message: Message) -> Outgoing {
-        Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) }
-    }
-
     /// Opens a connection to a shard on this host: by shared memory, or if that may be and must be, by TCP.
-    pub(super) fn connect_by_memory(&self, part: Part) {
+    pub(super) fn connect_by_memory(&self, way: Way, part: Part) {
         let Some(this) = self.this.upgrade() else { return };
-        let spawned = self.threads.spawn(move |threads| {
-            let meeting = match shm::meet(&this.part_addresses[part], PATIENCE) {
+        let of_thread = way.clone();
+        let spawned = way.map.threads.spawn(move |threads| {
+            let way = of_thread;
+            let meeting = match shm::meet(way.address(), PATIENCE) {
                 Ok(meeting) => meeting,
                 Err(error) if error.is_transient() => {
                     let why = format!("shared memory: {error}");
-                    return this.ended(Some(part), &Link::default(), &why);
+                    return this.ended(&way, &Link::default(), &why);
                 }
-                Err(error) => return this.without_memory(part, &error.to_string()),
+                Err(error) => return this.without_memory(way, part, &error.to_string()),
             };
-            let memory = Memory::new(&meeting, this.layout.size(), this.layout.block_size());
-            let conversation = Data::new(this, part, Some(memory));
+            let memory = Memory::new(way.clone(), &meeting, this.layout.size(), this.layout.block_size());
+            let conversation = Data::new(this, way, part, Some(memory));
             threads.serve(meeting, Box::new(Framed::new(conversation, Link::default(), AHEAD)));
         });
         if let Err(error) = spawned {
-            self.without_memory(part, &error.to_string());
+            self.without_memory(way, part, &error.to_string());
         }
     }
 
-    fn without_memory(&self, part: Part, why: &str) {
+    fn without_memory(&self, way: Way, part: Part, why: &str) {
         if self.options.transport == TransportChoice::SharedMemory {
-            return self.ended(Some(part), &Link::default(), &format!("shared memory: {why}"));
+            return self.ended(&way, &Link::default(), &format!("shared memory: {why}"));
         }
         if self.is_stopping() {
             return;
         }
-        let before = self.inner.lock().parts[part].no_memory.replace(why.to_owned());
+        let before = {
+            let mut inner = self.inner.lock();
+            if !inner.is_in_force(&way) {
+                return;
+            }
+            inner.parts[part].no_memory.replace(why.to_owned())
+        };
         if before.as_deref() != Some(why) {
-            let address = &self.part_addresses[part];
+            let address = way.address();
             tracing::warn!(model = %self.model, %address, "no shared memory with this shard, using TCP: {why}");
         }
-        self.connect_one(Some(part));
+        self.connect_one(way);
     }
 
     /// The next to say on a connection through shared memory.
@@ -173,13 +183,19 @@ impl Shared {
         }
         loop {
             let mut inner = self.inner.lock();
+            // Parts are numbered by the map in force.
+            if !inner.is_in_force(&memory.way) {
+                return None;
+            }
             let now = self.now();
             let Some((plan, block)) = memory.held.take().or_else(|| inner.core.next_push(part, now)) else {
                 memory.named = 0;
                 drop(inner);
-                memory.tidy(self);
-                let pull = || self.next_pull_for(self.inner.lock(), part, 0).map(|(outgoing, _)| outgoing);
-                return memory.ready.pop_front().or_else(pull);
+                memory.tidy();
+                return memory.ready.pop_front().or_else(|| {
+                    let pull = self.next_pull_for(self.inner.lock(), &memory.way, part, 0);
+                    pull.map(|(outgoing, _)| outgoing)
+                });
             };
             match self.name(inner, memory, plan, block) {
                 Named::Ready => {
@@ -205,10 +221,10 @@ impl Shared {
         drop(inner);
         let extent = self.layout.block_bytes(block);
         if let [source] = &payload.sources[..]
-            && let Ok(region) = memory.lend(source.memory(), self)
+            && let Ok(region) = memory.lend(source.memory())
         {
             let push = Message::PushAt { plan, block, wide: false, region, offset: extent.start };
-            memory.ready.push_back(self.saying(0, push));
+            memory.ready.push_back(memory.saying(0, push));
             return Named::Ready;
         }
         // A sum, or what cannot be shared: private memory, or one region too many.
@@ -225,7 +241,7 @@ impl Shared {
                 return Named::Dropped;
             }
         };
-        let region = memory.lend(&slots.memory, self);
+        let region = memory.lend(&slots.memory);
         let slot = slots.free.pop();
         let (Ok(region), Some(slot)) = (&region, slot) else {
             if let Err(error) = region {
@@ -251,7 +267,7 @@ impl Shared {
         let named = match summed {
             Ok(()) => {
                 let push = Message::PushAt { plan, block, wide, region, offset: start as u64 };
-                memory.ready.push_back(self.saying(u64::from(slot) + 1, push));
+                memory.ready.push_back(memory.saying(u64::from(slot) + 1, push));
                 Named::Ready
             }
             Err(bad) => {
@@ -292,16 +308,16 @@ impl Shared {
                 let extent = self.layout.block_bytes(block);
                 let len = (extent.end - extent.start) as usize;
                 let piece = memory.borrowed.piece(region, offset, len).map_err(asked)?;
-                self.copy(version, block, &piece)?;
-                link.send(self.saying(request, Message::Done));
+                self.copy(&memory.way, version, block, &piece)?;
+                link.send(memory.saying(request, Message::Done));
             }
             _ => return Ok(false),
         }
         Ok(true)
     }
 
-    fn copy(&self, version: Version, block: BlockId, from: &shm::Piece) -> Result<(), Close> {
-        let Some(mut target) = self.lands(version, block) else { return Ok(()) };
+    fn copy(&self, way: &Way, version: Version, block: BlockId, from: &shm::Piece) -> Result<(), Close> {
+        let Some(mut target) = self.lands(way, version, block) else { return Ok(()) };
         let (start, len) = from.raw();
         // SAFETY: the region is mapped as long as the piece lives, and the back buffer is other memory.
         let copied = unsafe { target.copy_from(start, len) };

@@ -1,0 +1,80 @@
+//! Payload that may have to be sent yet: who holds it, and when it is released.
+
+use std::ops::Range;
+
+use fixedbitset::FixedBitSet;
+
+use super::pushing::Outgoing;
+use super::requests::Request;
+use super::{Action, ClientCore};
+use crate::ids::{LearnerId, Step};
+use crate::wire::{Granted, Message};
+
+impl ClientCore {
+    pub(super) fn bits(&self, ranges: &[Range<u32>]) -> FixedBitSet {
+        let mut bits = FixedBitSet::with_capacity(self.blocks);
+        for range in ranges {
+            bits.insert_range((range.start as usize).min(self.blocks)..(range.end as usize).min(self.blocks));
+        }
+        bits
+    }
+
+    pub(super) fn release(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
+        if self.held.remove(&(learner, step)).is_some() {
+            // A plan that has it is over, though word of that may be late.
+            if self.sends(learner, step) {
+                self.outgoing = None;
+            }
+            actions.push(Action::Release(learner, step));
+        }
+    }
+
+    /// Releases what learners have left behind that nobody answers for any more. Should the lead ask for it yet, it
+    /// is told that it is gone.
+    pub(super) fn release_left(&mut self, actions: &mut Vec<Action>) {
+        let is_left = |&(learner, step): &(LearnerId, Step)| {
+            !self.learners.contains_key(&learner)
+                && !self.is_committing(learner, step)
+                && !self.sends(learner, step)
+        };
+        let left: Vec<_> = self.held.keys().copied().filter(is_left).collect();
+        for (learner, step) in left {
+            self.release(learner, step, actions);
+        }
+    }
+
+    pub(super) fn is_committing(&self, learner: LearnerId, step: Step) -> bool {
+        let of = |request: &Request| matches!(request.message, Message::Commit { learner: l, step: s, .. } if (l, s) == (learner, step));
+        self.requests.values().any(of)
+    }
+
+    /// Whether the plan under way has this contribution.
+    pub(super) fn sends(&self, learner: LearnerId, step: Step) -> bool {
+        let of = |outgoing: &Outgoing| matches!(&outgoing.payload, Granted::Contributions { of, .. } if of.contains(&(learner, step)));
+        self.outgoing.as_ref().is_some_and(of)
+    }
+
+    /// Releases new weights that nobody waits for any more, unless they are being sent.
+    pub(super) fn release_weights(&mut self, actions: &mut Vec<Action>) {
+        let is_needed = |token: u64| {
+            self.requests
+                .values()
+                .any(|r| matches!(r.message, Message::Assign { token: t, .. } if t == token))
+                || self.outgoing.as_ref().is_some_and(|outgoing| outgoing.payload == Granted::Weights(token))
+        };
+        let over: Vec<u64> = self.weights.keys().copied().filter(|&token| !is_needed(token)).collect();
+        for token in over {
+            self.weights.remove(&token);
+            actions.push(Action::ReleaseWeights(token));
+        }
+    }
+
+    /// Payload of steps before `step` is no longer needed: the lead has moved on.
+    pub(super) fn release_older(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
+        let old: Vec<Step> =
+            self.held.range((learner, Step(0))..(learner, step)).map(|(&(_, step), _)| step).collect();
+        for step in old {
+            self.release(learner, step, actions);
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! The client's side of a job on a network: requests to the lead, what is to be pushed and pulled, what has to be
+//! said again. Pure: events and `now` go in, actions come out; no bytes, no socket, no clock.
+//!
+//! Blocks move when the edge asks for work ([`ClientCore::next_push`], [`ClientCore::next_pull`]), as fast as its
+//! connections take it. Nothing relies on a connection: what was lost is found missing, and sent or asked for again.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `requests` | what is asked of the lead, and its answers |
+//! | `state` | the job as the lead tells it |
+//! | `held` | payload that may be asked for yet |
+//! | `moving` | another block map |
+//! | `pushing`, `pulling` | blocks to and from shards |
+//! | `waits` | who waits for a version |
+
+mod held;
+mod moving;
+mod pulling;
+mod pushing;
+mod requests;
+mod state;
+mod waits;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use fixedbitset::FixedBitSet;
+
+use crate::block_map::BlockMap;
+use crate::ids::{Epoch, LearnerId, PlanId, ShardId, Step, Version};
+use crate::transport::{LeaveReason, ShardError};
+use crate::wire::{JobState, LearnerState, Message, Refusal};
+pub use pulling::PULL_BLOCKS;
+use pulling::Pull;
+use pushing::Outgoing;
+use requests::Request;
+use waits::Wait;
+
+/// Time since the client started.
+pub type Now = Duration;
+
+/// The edge's name for a request. [`Token::MAX`] is the core's own for what it asks for by itself.
+pub type Token = u64;
+
+/// Index of a shard in the block map's order.
+pub type Part = usize;
+
+/// After such a silence a request is sent again, a push looked after, a pull asked for again.
+const PATIENCE: Duration = Duration::from_millis(1000);
+
+/// What a shard does not have yet, though the lead says that it counts, is asked for again after this.
+const RETRY: Duration = Duration::from_millis(10);
+
+/// What the edge has to do.
+#[derive(Debug, PartialEq)]
+pub enum Action {
+    /// Send to the lead, under this number.
+    ToLead(u64, Message),
+    /// Send to a shard.
+    ToShard(Part, Message),
+    /// There may be something to push to this shard, or to pull from it.
+    Wake(Part),
+    /// The outcome of a request: an answer of the kind that it asks for.
+    Answer(Token, Result<Message, Refusal>),
+    /// The outcome of [`ClientCore::await_step`].
+    Awaited(Token, Result<Version, ShardError>),
+    /// The payload of this contribution is no longer needed.
+    Release(LearnerId, Step),
+    /// The new weights of this token are no longer needed.
+    ReleaseWeights(u64),
+    /// The state of the job has changed.
+    State,
+    /// A learner of this client is no longer in the job.
+    Left(LearnerId, LeaveReason),
+    /// All blocks of this version are in the buffer: show it, then call [`ClientCore::shown`].
+    Pulled(Version),
+}
+
+/// Where a learner's last commit is, as far as this client can show it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LastCommit {
+    /// It is not in a version, or that version is not here yet.
+    Waits,
+    /// Part of this version; 0 before the first one.
+    In(Version),
+}
+
+/// One client of one model.
+#[derive(Debug)]
+pub struct ClientCore {
+    /// Of the block map in force.
+    epoch: Epoch,
+    blocks: usize,
+    shards: Vec<ShardId>,
+    /// By part: its blocks.
+    owned: Vec<FixedBitSet>,
+    lead_up: bool,
+    shard_up: Vec<bool>,
+    requests: BTreeMap<u64, Request>,
+    next_request: u64,
+    /// What the lead was last told that the client has heard.
+    heard: u64,
+    state: JobState,
+    /// With the number of the first state that names each.
+    learners: BTreeMap<LearnerId, (LearnerState, u64)>,
+    /// Last steps whose commit was answered with success, which the state may not show yet.
+    committed: BTreeMap<LearnerId, Step>,
+    /// The next step of each learner, and the request that has told. None where a commit was not answered with
+    /// success: only the lead knows.
+    next_steps: BTreeMap<LearnerId, (u64, Option<Step>)>,
+    /// Blocks of the contributions that may have to be sent.
+    held: BTreeMap<(LearnerId, Step), FixedBitSet>,
+    /// The same for new weights.
+    weights: BTreeMap<u64, FixedBitSet>,
+    outgoing: Option<Outgoing>,
+    /// The newest plan that is over.
+    over: PlanId,
+    /// None before the first one is here.
+    shown: Option<Version>,
+    pull: Option<Pull>,
+    /// A version is whole in the buffer, but not shown yet.
+    whole: bool,
+    /// Blocks of the pull's version that are landing at this moment.
+    landing: u32,
+    waits: Vec<Wait>,
+    /// Versions are pulled only when somebody waits for them.
+    on_demand: bool,
+}
+
+impl ClientCore {
+    /// A client that shows nothing yet, of a model striped by `map`.
+    pub fn new(map: &BlockMap) -> ClientCore {
+        let (shards, owned) = moving::parts(map);
+        ClientCore {
+            epoch: map.epoch(),
+            blocks: map.blocks() as usize,
+            lead_up: false,
+            shard_up: vec![false; shards.len()],
+            owned,
+            shards,
+            requests: BTreeMap::new(),
+            next_request: 1,
+            heard: 0,
+            state: JobState::default(),
+            learners: BTreeMap::new(),
+            committed: BTreeMap::new(),
+            next_steps: BTreeMap::new(),
+            held: BTreeMap::new(),
+            weights: BTreeMap::new(),
+            outgoing: None,
+            over: PlanId(0),
+            shown: None,
+            pull: None,
+            whole: false,
+            landing: 0,
+            waits: Vec::new(),
+            on_demand: false,
+        }
+    }
+
+    /// Pulls no version after the first one unless somebody waits for it.
+    pub fn on_demand(self) -> ClientCore {
+        ClientCore { on_demand: true, ..self }
+    }
+
+    /// The shards in the order of [`Part`]s.
+    pub fn shards(&self) -> &[ShardId] {
+        &self.shards
+    }
+
+    /// The job as the lead last told it.
+    pub fn state(&self) -> &JobState {
+        &self.state
+    }
+
+    /// The version that the client shows; 0 also before there is one.
+    pub fn version(&self) -> Version {
+        self.shown.unwrap_or_default()
+    }
+
+    /// Requests that are not answered yet, and contributions and new weights whose payload is still needed.
+    pub fn kept(&self) -> (usize, usize) {
+        (self.requests.len(), self.held.len() + self.weights.len())
+    }
+
+    /// Whether `learner` is one of this client's and in the job.
+    pub fn has_learner(&self, learner: LearnerId) -> bool {
+        self.learners.contains_key(&learner)
+    }
+
+    /// The next step of `learner`, and whether the payload of the last one may still be needed. None when it is not
+    /// known here: the outcome of its last commit is not, or it is not one of this client's.
+    pub fn next_step(&self, learner: LearnerId) -> Option<(Step, bool)> {
+        if !self.learners.contains_key(&learner) {
+            return None;
+        }
+        let step = self.next_steps.get(&learner)?.1?;
+        let lent = self.held.range((learner, Step(0))..=(learner, Step(u64::MAX))).next().is_some();
+        Some((step, lent))
+    }
+
+    /// Where the last commit of `learner` is.
+    pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
+        let committed = self.committed.get(&learner).copied().unwrap_or_default();
+        match self.learners.get(&learner) {
+            None => LastCommit::In(Version(0)),
+            Some((known, _)) if known.step < committed || known.unpublished => LastCommit::Waits,
+            Some((known, _)) if known.published_in > self.version() => LastCommit::Waits,
+            Some((known, _)) => LastCommit::In(known.published_in),
+        }
+    }
+
+    // -- what comes from shards
+
+    /// A connection to a shard is there (again): what was on its way may be lost.
+    pub fn shard_up(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
+        self.shard_up[part] = true;
+        self.look_after(part, now, actions);
+        actions.push(Action::Wake(part));
+    }
+
+    /// None is.
+    pub fn shard_down(&mut self, part: Part) {
+        self.shard_up[part] = false;
+    }
+
+    /// One of several connections to a shard was lost: what was on it is found and sent again.
+    pub fn look_after(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
+        if let Some(outgoing) = &mut self.outgoing
+            && !outgoing.parts[part].done
+        {
+            outgoing.parts[part].moved = now;
+            actions.push(Action::ToShard(part, Message::Probe { plan: outgoing.plan }));
+        }
+        if let Some(pull) = &mut self.pull {
+            pull.parts[part].asked.clear();
+            actions.push(Action::Wake(part));
+        }
+    }
+
+    /// A message without payload from a shard.
+    pub fn from_shard(&mut self, part: Part, message: Message, now: Now, actions: &mut Vec<Action>) {
+        match message {
+            Message::Missing { plan, blocks } => {
+                let bits = self.bits(&blocks);
+                let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else {
+                    return;
+                };
+                let sending = &mut outgoing.parts[part];
+                sending.done = bits.is_clear();
+                sending.todo = &bits & &self.owned[part];
+                sending.at = 0;
+                sending.moved = now;
+                actions.push(Action::Wake(part));
+            }
+            Message::Refused(Refusal::NoVersion { wanted, newest }) => {
+                let Some(pull) = self.pull.as_mut().filter(|pull| pull.version == wanted) else { return };
+                if newest > wanted {
+                    // What one shard shows is decided, though the lead may not have said so here yet.
+                    self.state.version = self.state.version.max(newest);
+                    self.pull = None;
+                    self.start_pull(now, actions);
+                } else {
+                    pull.parts[part].asked.clear();
+                    pull.parts[part].retry = Some(now + RETRY);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    // -- time
+
+    /// When [`Self::tick`] has something to do at the latest.
+    pub fn next_deadline(&self) -> Option<Now> {
+        let requests = self.requests.values().flat_map(|request| {
+            let again = request.sent.filter(|_| self.lead_up).map(|sent| sent + PATIENCE);
+            [Some(request.deadline), again].into_iter().flatten()
+        });
+        let waits = self.waits.iter().map(|wait| wait.deadline);
+        let sending = self.outgoing.iter().flat_map(|outgoing| &outgoing.parts);
+        let sending = sending.filter(|part| !part.done).map(|part| part.moved + PATIENCE);
+        let pulling = self.pull.iter().flat_map(|pull| &pull.parts);
+        let pulling = pulling.filter(|part| !part.missing.is_clear());
+        let pulling = pulling.map(|part| part.retry.unwrap_or(part.moved + PATIENCE));
+        requests.chain(waits).chain(sending).chain(pulling).min()
+    }
+
+    /// Time passes: deadlines, and what has to be said again.
+    pub fn tick(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.tick_requests(now, actions);
+        for part in 0..self.shards.len() {
+            self.tick_part(part, now, actions);
+        }
+        self.answer_waits(now, actions);
+    }
+
+    fn tick_part(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
+        if let Some(outgoing) = &mut self.outgoing {
+            let sending = &mut outgoing.parts[part];
+            if !sending.done && sending.moved + PATIENCE <= now {
+                sending.moved = now;
+                // Only what has all been sent can be missing.
+                if sending.todo.is_clear() {
+                    actions.push(Action::ToShard(part, Message::Probe { plan: outgoing.plan }));
+                } else {
+                    actions.push(Action::Wake(part));
+                }
+            }
+        }
+        if let Some(pull) = &mut self.pull {
+            let receiving = &mut pull.parts[part];
+            if receiving.retry.take_if(|at| *at <= now).is_some() {
+                actions.push(Action::Wake(part));
+            }
+            if !receiving.missing.is_clear() && receiving.moved + PATIENCE <= now {
+                receiving.moved = now;
+                receiving.asked.clear();
+                actions.push(Action::Wake(part));
+            }
+        }
+    }
+}

@@ -1,0 +1,45 @@
+//! Another block map: the model's blocks have new owners, and perhaps a new lead.
+
+use fixedbitset::FixedBitSet;
+
+use super::{Action, ClientCore, Now};
+use crate::block_map::BlockMap;
+use crate::ids::ShardId;
+
+/// The shards of a map in the order of [`super::Part`]s, and which blocks each owns.
+pub(super) fn parts(map: &BlockMap) -> (Vec<ShardId>, Vec<FixedBitSet>) {
+    let shards: Vec<ShardId> = map.shares().into_keys().collect();
+    let mut owned = vec![FixedBitSet::with_capacity(map.blocks() as usize); shards.len()];
+    for (block, owner) in map.owners().iter().enumerate() {
+        // All owners are among the shards.
+        if let Ok(part) = shards.binary_search(owner) {
+            owned[part].insert(block);
+        }
+    }
+    (shards, owned)
+}
+
+impl ClientCore {
+    /// The model has moved: `map` is in force from now on, and parts are numbered by it. What was said under the one
+    /// before is void at the shards, so the plan being sent ends here (what of it does not count yet is granted
+    /// anew, by another plan), and a version that was being pulled is pulled from its beginning, once nothing of it
+    /// is landing any more. What the job knows stays: learners, requests without an answer, payload that may be
+    /// asked for, versions and their numbers. Nobody is connected: [`Self::lead_up`] and [`Self::shard_up`] follow.
+    ///
+    /// False, and nothing has changed, if the map is not newer, or of another model.
+    pub fn moved(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) -> bool {
+        if map.epoch() <= self.epoch || map.blocks() as usize != self.blocks {
+            return false;
+        }
+        self.epoch = map.epoch();
+        (self.shards, self.owned) = parts(map);
+        self.lead_up = false;
+        self.shard_up = vec![false; self.shards.len()];
+        if let Some(plan) = self.outgoing.as_ref().map(|outgoing| outgoing.plan) {
+            self.plan_over(plan, actions);
+        }
+        self.pull = None;
+        self.start_pull(now, actions);
+        true
+    }
+}

@@ -1,0 +1,158 @@
+//! Which blocks of a version are missing, asked for and landing.
+
+use std::ops::Range;
+
+use fixedbitset::FixedBitSet;
+
+use super::waits::{Awaits, Wait};
+use super::{Action, ClientCore, Now, Part};
+use crate::ids::{BlockId, Version};
+use crate::wire::Message;
+
+/// Blocks that one pull request asks for.
+pub const PULL_BLOCKS: usize = 4;
+
+#[derive(Debug)]
+pub(super) struct Pull {
+    pub(super) version: Version,
+    pub(super) parts: Vec<Receiving>,
+    pub(super) left: usize,
+}
+
+#[derive(Debug)]
+pub(super) struct Receiving {
+    pub(super) missing: FixedBitSet,
+    /// Of them, those that were asked for.
+    pub(super) asked: FixedBitSet,
+    /// Those that are landing at this moment.
+    pub(super) landing: FixedBitSet,
+    pub(super) moved: Now,
+    /// The shard does not have the version yet: not before this.
+    pub(super) retry: Option<Now>,
+}
+
+impl ClientCore {
+    /// Begins to pull the newest version if that is not the one that is shown, or being pulled.
+    pub(super) fn start_pull(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let is_shown = self.shown.is_some_and(|shown| self.state.version <= shown);
+        if self.pull.is_some()
+            || self.whole
+            || self.landing > 0
+            || self.state.sequence == 0
+            || is_shown
+            || !self.is_wanted()
+        {
+            return;
+        }
+        let receiving = |owned: &FixedBitSet| Receiving {
+            missing: owned.clone(),
+            asked: FixedBitSet::with_capacity(owned.len()),
+            landing: FixedBitSet::with_capacity(owned.len()),
+            moved: now,
+            retry: None,
+        };
+        let parts = self.owned.iter().map(receiving).collect();
+        self.pull = Some(Pull { version: self.state.version, parts, left: self.blocks });
+        actions.extend((0..self.shards.len()).map(Action::Wake));
+    }
+
+    /// Whether somebody needs a newer version than the one that is shown.
+    pub(super) fn is_wanted(&self) -> bool {
+        let newer = |wait: &Wait| match wait.awaits {
+            Awaits::Version(version) => version > self.version(),
+            Awaits::Step(learner) => {
+                self.learners.get(&learner).is_some_and(|(known, _)| known.published_in > self.version())
+            }
+        };
+        !self.on_demand || self.shown.is_none() || self.waits.iter().any(newer)
+    }
+
+    /// The version that is being pulled.
+    pub fn pulling(&self) -> Option<Version> {
+        self.pull.as_ref().map(|pull| pull.version)
+    }
+
+    /// The next request for blocks of a shard, while fewer than `window` blocks are on their way from it.
+    pub fn next_pull(&mut self, part: Part, window: usize, now: Now) -> Option<Message> {
+        let pull = self.pull.as_mut()?;
+        let receiving = &mut pull.parts[part];
+        let under_way = receiving.asked.count_ones(..);
+        if under_way >= window || receiving.retry.is_some() {
+            return None;
+        }
+        let count = PULL_BLOCKS.min(window - under_way);
+        let asked: Vec<usize> = receiving.missing.difference(&receiving.asked).take(count).collect();
+        let (&first, &last) = (asked.first()?, asked.last()?);
+        // Those of the range that have come already would come again.
+        let gap = |pair: &[usize]| {
+            let between = &self.owned[part];
+            (pair[0] + 1..pair[1]).any(|block| between.contains(block))
+        };
+        let last = asked.windows(2).find(|pair| gap(pair)).map_or(last, |pair| pair[0]);
+        asked.into_iter().take_while(|&block| block <= last).for_each(|block| receiving.asked.insert(block));
+        receiving.moved = now;
+        Some(Message::Pull { version: pull.version, blocks: first as u32..last as u32 + 1 })
+    }
+
+    /// How many blocks a request asks a shard for.
+    pub fn asked_in(&self, part: Part, blocks: &Range<u32>) -> usize {
+        self.owned[part].count_ones(blocks.start as usize..blocks.end as usize)
+    }
+
+    /// A block of a version comes: true if it is wanted, and then [`Self::landed`] must follow. One that is landing
+    /// is not wanted again: if the second one broke off, it would have spoilt the first.
+    pub fn lands(&mut self, version: Version, block: BlockId) -> bool {
+        let part = self.owned.iter().position(|owned| owned.contains(block.index()));
+        let (Some(part), Some(pull)) = (part, &mut self.pull) else { return false };
+        let receiving = &mut pull.parts[part];
+        let wanted = pull.version == version
+            && receiving.missing.contains(block.index())
+            && !receiving.landing.put(block.index());
+        self.landing += u32::from(wanted);
+        wanted
+    }
+
+    /// A block is in the buffer, or (not `whole`) was lost on the way.
+    pub fn landed(
+        &mut self,
+        version: Version,
+        block: BlockId,
+        whole: bool,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        self.landing = self.landing.saturating_sub(1);
+        let part = self.owned.iter().position(|owned| owned.contains(block.index()));
+        if let (Some(part), Some(pull)) = (part, &mut self.pull)
+            && pull.version == version
+        {
+            let receiving = &mut pull.parts[part];
+            receiving.moved = now;
+            receiving.asked.set(block.index(), false);
+            receiving.landing.set(block.index(), false);
+            if whole && receiving.missing.contains(block.index()) {
+                receiving.missing.set(block.index(), false);
+                pull.left -= 1;
+            }
+            if pull.left == 0 && self.landing == 0 {
+                self.pull = None;
+                self.whole = true;
+                actions.push(Action::Pulled(version));
+                return;
+            }
+            // Who brought the block asks for more by itself.
+            if receiving.asked.is_clear() {
+                actions.push(Action::Wake(part));
+            }
+        }
+        self.start_pull(now, actions);
+    }
+
+    /// The version is shown from now on.
+    pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
+        self.shown = self.shown.max(Some(version));
+        self.whole = false;
+        self.start_pull(now, actions);
+        self.answer_waits(now, actions);
+    }
+}

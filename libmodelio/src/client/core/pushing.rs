@@ -1,0 +1,93 @@
+//! What is sent for the plan under way.
+
+use fixedbitset::FixedBitSet;
+
+use super::{Action, ClientCore, Now, Part};
+use crate::ids::{BlockId, LearnerId, PlanId, Step};
+use crate::wire::{Granted, Message};
+
+/// What is being sent for a plan.
+#[derive(Debug)]
+pub(super) struct Outgoing {
+    pub(super) plan: PlanId,
+    pub(super) payload: Granted,
+    pub(super) parts: Vec<Sending>,
+}
+
+#[derive(Debug)]
+pub(super) struct Sending {
+    /// Blocks that are to be sent.
+    pub(super) todo: FixedBitSet,
+    /// From here on.
+    pub(super) at: usize,
+    /// The shard has all of it.
+    pub(super) done: bool,
+    /// When something was last sent or asked.
+    pub(super) moved: Now,
+}
+
+impl ClientCore {
+    pub(super) fn granted(&mut self, plan: PlanId, payload: Granted, now: Now, actions: &mut Vec<Action>) {
+        let known = self.outgoing.as_ref().map_or(self.over, |outgoing| outgoing.plan.max(self.over));
+        if plan <= known {
+            return;
+        }
+        // The lead has one plan at a time.
+        self.plan_over(PlanId(plan.0 - 1), actions);
+        let mut blocks = FixedBitSet::with_capacity(self.blocks);
+        let lacks = match &payload {
+            Granted::Contributions { of, .. } => {
+                of.iter().filter_map(|key| self.held.get(key)).for_each(|held| blocks.union_with(held));
+                of.iter().find(|key| !self.held.contains_key(key)).map(|(learner, _)| Some(*learner))
+            }
+            Granted::Weights(token) => {
+                self.weights.get(token).inspect(|held| blocks.union_with(held)).is_none().then_some(None)
+            }
+        };
+        if let Some(learner) = lacks {
+            return self.notify(Message::Lacks { plan, learner }, actions);
+        }
+        let parts = self.owned.iter().map(|owned| {
+            let todo = owned & &blocks;
+            Sending { done: todo.is_clear(), todo, at: 0, moved: now }
+        });
+        self.outgoing = Some(Outgoing { plan, payload, parts: parts.collect() });
+        actions.extend((0..self.shards.len()).map(Action::Wake));
+    }
+
+    pub(super) fn plan_over(&mut self, plan: PlanId, actions: &mut Vec<Action>) {
+        self.over = self.over.max(plan);
+        if self.outgoing.take_if(|outgoing| outgoing.plan <= plan).is_some() {
+            self.release_left(actions);
+            self.release_weights(actions);
+        }
+    }
+
+    /// What the plan under way is made of.
+    pub fn outgoing(&self) -> Option<(PlanId, &Granted)> {
+        self.outgoing.as_ref().map(|outgoing| (outgoing.plan, &outgoing.payload))
+    }
+
+    /// Which of the plan's contributions hold `block`, in the order in which they are to be added; all of them for
+    /// new weights.
+    pub fn holds(&self, learner: LearnerId, step: Step, block: BlockId) -> bool {
+        self.held.get(&(learner, step)).is_some_and(|held| held.contains(block.index()))
+    }
+
+    /// The next block to send to a shard. It counts as sent: call [`Self::shard_down`] if it may not have been.
+    pub fn next_push(&mut self, part: Part, now: Now) -> Option<(PlanId, BlockId)> {
+        let outgoing = self.outgoing.as_mut()?;
+        let sending = &mut outgoing.parts[part];
+        // The rest of the set begins at `at`: a step costs a step.
+        let block = (sending.at..sending.todo.len()).find(|&block| sending.todo.contains(block))?;
+        sending.todo.set(block, false);
+        sending.at = block + 1;
+        sending.moved = now;
+        Some((outgoing.plan, BlockId(block as u32)))
+    }
+
+    /// The plan's sum holds NaN or Inf of `learner`, which is to be refused: tells the lead.
+    pub fn unfit(&mut self, plan: PlanId, learner: LearnerId, block: BlockId, actions: &mut Vec<Action>) {
+        self.notify(Message::Unfit { plan, learner, block }, actions);
+    }
+}

@@ -1,0 +1,200 @@
+//! What is asked of the lead: sent when it is connected, again when it is silent, answered once.
+
+use super::{Action, ClientCore, Now, PATIENCE, Token};
+use crate::ids::{LearnerId, Step, Version};
+use crate::transport::ShardError;
+use crate::wire::{LearnerState, Message, Refusal};
+
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) token: Token,
+    pub(super) message: Message,
+    pub(super) deadline: Now,
+    pub(super) made: Now,
+    pub(super) sent: Option<Now>,
+}
+
+impl Request {
+    /// Sends it, perhaps again: then there is less time left for it.
+    pub(super) fn send(&mut self, id: u64, now: Now) -> Action {
+        let gone = self.sent.map_or(now.saturating_sub(self.made), |sent| now.saturating_sub(sent));
+        if let Message::Commit { timeout_ms, .. } | Message::Assign { timeout_ms, .. } = &mut self.message {
+            *timeout_ms = timeout_ms.saturating_sub(u32::try_from(gone.as_millis()).unwrap_or(u32::MAX));
+        }
+        self.sent = Some(now);
+        Action::ToLead(id, self.message.clone())
+    }
+}
+
+impl ClientCore {
+    /// Sends a request; it is answered once, before `deadline`. The payload of a commit or of new weights
+    /// stays where it is until [`Action::Release`] or [`Action::ReleaseWeights`], which may be later than the answer.
+    pub fn request(
+        &mut self,
+        token: Token,
+        message: Message,
+        deadline: Now,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        match &message {
+            Message::Commit { learner, step, blocks, .. } => {
+                let bits = self.bits(blocks);
+                if self.held.get(&(*learner, *step)).is_some_and(|held| *held != bits) {
+                    let why =
+                        "the commit of this step may have been taken: commit the same blocks, or abort it";
+                    let refused = Refusal::Shard(ShardError::NotAllowed(why.into()));
+                    return actions.push(Action::Answer(token, Err(refused)));
+                }
+                self.held.insert((*learner, *step), bits);
+            }
+            Message::Assign { token, blocks, .. } => {
+                self.weights.insert(*token, self.bits(blocks));
+            }
+            _ => {}
+        }
+        let id = self.next_request;
+        self.next_request += 1;
+        let mut request = Request { token, message, deadline, made: now, sent: None };
+        if self.lead_up {
+            actions.push(request.send(id, now));
+        }
+        self.requests.insert(id, request);
+    }
+
+    /// Sends what is not answered.
+    pub fn notify(&mut self, message: Message, actions: &mut Vec<Action>) {
+        if self.lead_up {
+            actions.push(Action::ToLead(0, message));
+        }
+    }
+
+    /// The connection to the lead is there: what is not answered is sent (again).
+    pub fn lead_up(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.lead_up = true;
+        if self.heard > 0 {
+            actions.push(Action::ToLead(0, Message::Heard { request: self.heard }));
+        }
+        for (&id, request) in &mut self.requests {
+            actions.push(request.send(id, now));
+        }
+    }
+
+    /// It is gone.
+    pub fn lead_down(&mut self) {
+        self.lead_up = false;
+    }
+
+    /// A message from the lead.
+    pub fn from_lead(&mut self, request: u64, message: Message, now: Now, actions: &mut Vec<Action>) {
+        match message {
+            _ if request != 0 => self.answered(request, message, now, actions),
+            Message::State(state) => self.take_state(state, now, actions),
+            Message::Grant { plan, payload } => self.granted(plan, payload, now, actions),
+            Message::Over { plan } => self.plan_over(plan, actions),
+            Message::Left { learner, reason } => self.learner_left(learner, reason, now, actions),
+            // A lead sends nothing else unasked; what a later one may send means nothing here.
+            _ => {}
+        }
+    }
+
+    pub(super) fn answered(&mut self, id: u64, answer: Message, now: Now, actions: &mut Vec<Action>) {
+        let Some(request) = self.requests.remove(&id) else { return };
+        let result = match answer {
+            Message::Refused(refusal) => Err(refusal),
+            answer => Ok(answer),
+        };
+        match (&request.message, &result) {
+            (Message::Join { .. }, Ok(Message::Joined { learner, incarnation, since })) => {
+                let new = LearnerState {
+                    learner: *learner,
+                    incarnation: *incarnation,
+                    step: Step(0),
+                    unpublished: false,
+                    published_in: Version(0),
+                    joined_at: Version(0),
+                };
+                self.learners.entry(*learner).or_insert((new, *since));
+                self.next_is(*learner, id, Some(Step(1)));
+            }
+            (Message::Open { learner }, Ok(Message::Opened { step, staging_lent })) => {
+                if self.learners.contains_key(learner) && !self.is_committing(*learner, *step) {
+                    // While the step before may still be taken back, so may this number.
+                    self.next_is(*learner, id, (!staging_lent).then_some(*step));
+                }
+                if !staging_lent {
+                    self.release_older(*learner, *step, actions);
+                }
+                // If this one was committed before, that was in vain; unless it has been committed meanwhile.
+                if !self.is_committing(*learner, *step) {
+                    self.release(*learner, *step, actions);
+                }
+            }
+            (Message::Commit { learner, step, .. }, Ok(_)) => {
+                if self.learners.contains_key(learner) {
+                    self.committed.insert(*learner, *step);
+                    self.next_is(*learner, id, Some(step.next()));
+                }
+                self.release(*learner, *step, actions);
+            }
+            // Taken or not, that is not said: it may yet be asked for.
+            (Message::Commit { learner, .. }, Err(Refusal::Shard(ShardError::TimedOut(_)))) => {
+                self.next_is(*learner, id, None);
+            }
+            // The same commit was sent again, and that will be answered.
+            (Message::Commit { learner, step, .. }, Err(_)) if self.is_committing(*learner, *step) => {}
+            (Message::Commit { learner, step, .. }, Err(_)) => {
+                self.next_is(*learner, id, None);
+                self.release(*learner, *step, actions);
+            }
+            (Message::Leave { learner, reason }, Ok(_)) => self.learner_left(*learner, *reason, now, actions),
+            _ => {}
+        }
+        self.release_left(actions);
+        self.release_weights(actions);
+        actions.push(Action::Answer(request.token, result));
+        self.answer_waits(now, actions);
+    }
+
+    /// An answer tells which step of `learner` is next; one that comes late tells nothing.
+    pub(super) fn next_is(&mut self, learner: LearnerId, request: u64, step: Option<Step>) {
+        let known = self.next_steps.entry(learner).or_insert((0, None));
+        if request > known.0 {
+            *known = (request, step);
+        }
+    }
+
+    /// Deadlines, and requests that are sent again.
+    pub(super) fn tick_requests(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let late: Vec<u64> =
+            self.requests.iter().filter(|(_, request)| request.deadline <= now).map(|(&id, _)| id).collect();
+        for id in late {
+            if let Some(request) = self.requests.remove(&id) {
+                let late = ShardError::TimedOut("the shard that leads this model does not answer".into());
+                match request.message {
+                    Message::Commit { learner, .. } => self.next_is(learner, id, None),
+                    // The core's own: while the lead names a learner that nobody uses, it is asked again.
+                    Message::Leave { learner, .. } if request.token == Token::MAX => {
+                        self.learners.remove(&learner);
+                    }
+                    _ => {}
+                }
+                self.release_left(actions);
+                self.release_weights(actions);
+                actions.push(Action::Answer(request.token, Err(late.into())));
+            }
+        }
+        if self.lead_up {
+            for (&id, request) in &mut self.requests {
+                if request.sent.is_none_or(|sent| sent + PATIENCE <= now) {
+                    actions.push(request.send(id, now));
+                }
+            }
+            let heard = self.requests.keys().next().map_or(self.next_request, |&first| first) - 1;
+            if heard > self.heard {
+                self.heard = heard;
+                actions.push(Action::ToLead(0, Message::Heard { request: heard }));
+            }
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! The job as the lead tells it.
+
+use std::collections::BTreeMap;
+
+use super::requests::Request;
+use super::{Action, ClientCore, Now, PATIENCE, Token};
+use crate::ids::LearnerId;
+use crate::transport::LeaveReason;
+use crate::wire::{JobState, LearnerState, Message};
+
+impl ClientCore {
+    pub(super) fn take_state(&mut self, state: JobState, now: Now, actions: &mut Vec<Action>) {
+        if state.sequence <= self.state.sequence {
+            return;
+        }
+        self.plan_over(state.over, actions);
+        if state.heard < self.heard {
+            self.notify(Message::Heard { request: self.heard }, actions);
+        }
+        let named: BTreeMap<LearnerId, LearnerState> =
+            state.learners.iter().map(|learner| (learner.learner, learner.clone())).collect();
+        let mut gone = Vec::new();
+        for (learner, (known, since)) in &mut self.learners {
+            match named.get(learner) {
+                Some(new) => *known = new.clone(),
+                // It has left, and word of that was lost.
+                None if state.sequence >= *since => gone.push(*learner),
+                None => {}
+            }
+        }
+        for learner in gone {
+            self.learner_left(learner, LeaveReason::LeaseExpired, now, actions);
+        }
+        for state in &state.learners {
+            // All before a step that was taken is in versions.
+            let needed = if state.unpublished { state.step } else { state.step.next() };
+            self.release_older(state.learner, needed, actions);
+        }
+        let joining = self.requests.values().any(|request| matches!(request.message, Message::Join { .. }));
+        if !joining {
+            // One whose join was given up here has joined after all: nobody would ever use it.
+            let strays: Vec<LearnerId> =
+                named.keys().copied().filter(|learner| !self.learners.contains_key(learner)).collect();
+            for learner in strays {
+                let message = Message::Leave { learner, reason: LeaveReason::Asked };
+                let id = self.next_request;
+                self.next_request += 1;
+                let deadline = now + 10 * PATIENCE;
+                let mut request = Request { token: Token::MAX, message, deadline, made: now, sent: None };
+                actions.push(request.send(id, now));
+                self.requests.insert(id, request);
+                self.learners.insert(learner, (named[&learner].clone(), state.sequence));
+            }
+        }
+        self.state = state;
+        actions.push(Action::State);
+        self.start_pull(now, actions);
+        self.answer_waits(now, actions);
+    }
+
+    pub(super) fn learner_left(
+        &mut self,
+        learner: LearnerId,
+        reason: LeaveReason,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        if self.learners.remove(&learner).is_none() {
+            return;
+        }
+        self.committed.remove(&learner);
+        self.next_steps.remove(&learner);
+        // What it has committed stays: its payload is needed until the lead has answered for it.
+        self.release_left(actions);
+        actions.push(Action::Left(learner, reason));
+        self.answer_waits(now, actions);
+    }
+}

@@ -1,0 +1,81 @@
+//! Who waits for a version, and until when.
+
+use super::{Action, ClientCore, LastCommit, Now, Token};
+use crate::ids::{LearnerId, Version};
+use crate::transport::ShardError;
+
+/// What has to be shown for a wait to be over.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Awaits {
+    /// The last commit of this learner.
+    Step(LearnerId),
+    /// This version, or a newer one.
+    Version(Version),
+}
+
+#[derive(Debug)]
+pub(super) struct Wait {
+    pub(super) token: Token,
+    pub(super) awaits: Awaits,
+    pub(super) deadline: Now,
+}
+
+impl ClientCore {
+    /// Answered when the client shows a version that holds the last commit of `learner`.
+    pub fn await_step(
+        &mut self,
+        token: Token,
+        learner: LearnerId,
+        deadline: Now,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        self.wait(Wait { token, awaits: Awaits::Step(learner), deadline }, now, actions);
+    }
+
+    /// Answered when the client shows the newest version that it has been told of, or a newer one.
+    pub fn await_newest(&mut self, token: Token, deadline: Now, now: Now, actions: &mut Vec<Action>) {
+        self.wait(Wait { token, awaits: Awaits::Version(self.state.version), deadline }, now, actions);
+    }
+
+    pub(super) fn wait(&mut self, wait: Wait, now: Now, actions: &mut Vec<Action>) {
+        self.waits.push(wait);
+        self.answer_waits(now, actions);
+        self.start_pull(now, actions);
+    }
+
+    pub(super) fn answer_waits(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let stopped = self.stopped();
+        let mut waits = std::mem::take(&mut self.waits);
+        waits.retain(|wait| {
+            let late = |why: &'static str| {
+                Some(Err(ShardError::TimedOut(why.into()))).filter(|_| wait.deadline <= now)
+            };
+            let result = match wait.awaits {
+                Awaits::Step(learner) if !self.learners.contains_key(&learner) => {
+                    Some(Err(ShardError::UnknownLearner(learner)))
+                }
+                Awaits::Step(learner) => match self.last_commit(learner) {
+                    LastCommit::In(_) => Some(Ok(self.version())),
+                    LastCommit::Waits => late("other learners have not contributed to this step")
+                        .or_else(|| stopped.clone().map(Err)),
+                },
+                Awaits::Version(version) if self.shown.is_some_and(|shown| shown >= version) => {
+                    Some(Ok(self.version()))
+                }
+                Awaits::Version(_) => late("the newest version has not come"),
+            };
+            let Some(result) = result else { return true };
+            actions.push(Action::Awaited(wait.token, result));
+            false
+        });
+        self.waits.append(&mut waits);
+    }
+
+    /// Why requests fail just now, if the job is stopped.
+    pub fn stopped(&self) -> Option<ShardError> {
+        let needed = self.state.controls.iter().find(|(name, _)| name == "min_learners");
+        let needed = needed.and_then(|(_, value)| value.parse().ok()).unwrap_or(1);
+        (self.state.state == "stopped").then_some(ShardError::Stopped { active: self.state.members, needed })
+    }
+}

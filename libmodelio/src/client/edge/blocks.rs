@@ -1,0 +1,222 @@
+//! Blocks on their way: from staging regions to shards, from shards into the back buffer.
+//!
+//! One of the modules that hold `unsafe`: blocks of the back buffer are handed to connections to be received into,
+//! and blocks of staging regions to be sent from. What makes that sound is told at each place.
+
+use std::sync::{Arc, Weak};
+
+use parking_lot::MutexGuard;
+
+use super::{Inner, Shared, Staged, Way};
+use crate::client::core::{PULL_BLOCKS, Part};
+use crate::client::sum;
+use crate::client::versions;
+use crate::ids::{BlockId, LearnerId, PlanId, Version};
+use crate::link::{Guard, Outgoing, Piece, Target};
+use crate::transport::Region;
+use crate::wire::{Granted, Message};
+
+/// Blocks that may be asked for on one connection: even if each has a request of its own, a shard takes so many.
+const DUE_MAX: usize = 128;
+
+/// What is to be sent of a block.
+pub(super) struct Payload {
+    pub(super) plan: PlanId,
+    /// Where it lies, by learner.
+    pub(super) sources: Vec<Region>,
+    /// Nobody stores into them meanwhile.
+    pub(super) steady: bool,
+    pub(super) learners: Vec<LearnerId>,
+    /// The last one counts, and not the sum.
+    pub(super) replaces: bool,
+}
+
+impl Inner {
+    /// What is to be sent of a block for the plan under way. None without a plan, or if its payload is gone.
+    pub(super) fn granted(&self, block: BlockId) -> Option<Payload> {
+        let (plan, granted) = self.core.outgoing()?;
+        match granted.clone() {
+            Granted::Weights(token) => {
+                let sources = vec![self.weights.get(&token)?.clone()];
+                Some(Payload { plan, sources, steady: true, learners: Vec::new(), replaces: false })
+            }
+            Granted::Contributions { mut of, replaces } => {
+                of.retain(|&(learner, step)| self.core.holds(learner, step, block));
+                let staged: Option<Vec<&Staged>> = of.iter().map(|key| self.sources.get(key)).collect();
+                let staged = staged?;
+                let steady = staged.iter().all(|staged| staged.steady);
+                let sources = staged.into_iter().map(|staged| staged.region.clone()).collect();
+                let learners = of.iter().map(|(learner, _)| *learner).collect();
+                Some(Payload { plan, sources, steady, learners, replaces })
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// Takes the memory of a version that is going to be pulled before it is needed, on a thread of its own: that
+    /// takes a while.
+    pub(super) fn add_spare(&self) {
+        {
+            let mut inner = self.inner.lock();
+            let (retain, max) = inner.bounds();
+            if inner.versions.newest().is_none() || !inner.versions.wants_spare(retain, max) {
+                return;
+            }
+        }
+        let (this, size) = (self.this.clone(), self.layout.size() as usize);
+        let take = move || match (versions::spare(size), this.upgrade()) {
+            (Ok(memory), Some(shared)) => shared.inner.lock().versions.add_spare(memory),
+            // Pulls make do with what there is, or say so.
+            (Err(error), _) => tracing::warn!(%error, "no memory for a version ahead"),
+            (Ok(_), None) => {}
+        };
+        if let Err(error) = std::thread::Builder::new().name("client-memory".into()).spawn(take) {
+            tracing::warn!(%error, "no thread to take memory for a version ahead");
+        }
+    }
+
+    /// The next block to push to a part, or the next request for blocks, with how many those are, unless `due` are
+    /// many already.
+    pub(in crate::client) fn next_for(&self, way: &Way, part: Part, due: usize) -> Option<(Outgoing, usize)> {
+        let mut inner = self.inner.lock();
+        let now = self.now();
+        let frame = |message, payload| Outgoing { message, request: 0, epoch: way.epoch(), payload };
+        // Parts are numbered by the map in force.
+        while inner.is_in_force(way)
+            && let Some((plan, block)) = inner.core.next_push(part, now)
+        {
+            if let Some((wide, piece)) = self.push(inner, plan, block)? {
+                return Some((frame(Message::Push { plan, block, wide }, Some(piece)), 0));
+            }
+            inner = self.inner.lock();
+        }
+        self.next_pull_for(inner, way, part, due)
+    }
+
+    /// The next request for blocks of a part, and how many blocks it asks for; `due` are those that the connection
+    /// waits for already.
+    pub(super) fn next_pull_for(
+        &self,
+        mut inner: MutexGuard<'_, Inner>,
+        way: &Way,
+        part: Part,
+        due: usize,
+    ) -> Option<(Outgoing, usize)> {
+        if !inner.is_in_force(way) {
+            return None;
+        }
+        inner.core.pulling()?;
+        let window = (self.options.window / self.layout.block_size() as usize).max(1);
+        // Each connection has its share of the window, so that none has to wait for another, and asks for several
+        // blocks at once.
+        let share = window.div_ceil(self.options.connections.max(1)).min(DUE_MAX);
+        if due > 0 && due + PULL_BLOCKS > share {
+            return None;
+        }
+        let (retain, max) = inner.bounds();
+        match inner.versions.back(retain, max) {
+            Ok(Some(_)) => {}
+            // All buffers are held: asked again when one is given back.
+            Ok(None) => return None,
+            Err(error) => {
+                tracing::error!(%error, "no memory for a version");
+                return None;
+            }
+        }
+        let message = inner.core.next_pull(part, window, self.now())?;
+        let asked = match &message {
+            Message::Pull { blocks, .. } => inner.core.asked_in(part, blocks),
+            _ => 0,
+        };
+        Some((Outgoing { epoch: way.epoch(), ..Outgoing::new(0, message) }, asked))
+    }
+
+    /// The payload of a block of the plan under way, and whether it is wide. Bytes are looked at without the lock.
+    /// `Some(None)` if the plan has been refused here.
+    pub(super) fn push(
+        &self,
+        mut inner: MutexGuard<'_, Inner>,
+        plan: PlanId,
+        block: BlockId,
+    ) -> Option<Option<(bool, Piece)>> {
+        let extent = self.layout.block_bytes(block);
+        let span = extent.start as usize..extent.end as usize;
+        let Payload { sources, steady, learners, replaces, .. } = inner.granted(block)?;
+        // What may change between its checksum and the kernel's copy is copied here.
+        if let ([source], true) = (&sources[..], steady) {
+            let memory = Arc::clone(source.memory());
+            drop(inner);
+            // SAFETY: a committed payload stays untouched until the plan that sends it is over.
+            let piece = unsafe { Piece::new(memory.bytes(span), None, Arc::clone(&memory) as Guard) };
+            return Some(Some((false, piece)));
+        }
+        let check = inner.rejects_nonfinite();
+        let mut out = inner.spare.pop().unwrap_or_default();
+        drop(inner);
+        // SAFETY: as above.
+        let parts: Vec<&[u8]> =
+            sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
+        match sum::sum(&self.layout, block, &parts, replaces, check, &mut out) {
+            Ok(wide) => {
+                let pooled = Arc::new(Pooled { bytes: out, home: self.this.clone() });
+                // SAFETY: nobody writes the vector while the guard lives.
+                let piece = unsafe { Piece::new(&pooled.bytes, None, Arc::clone(&pooled) as Guard) };
+                Some(Some((wide, piece)))
+            }
+            Err(bad) => {
+                let mut inner = self.inner.lock();
+                inner.spare.push(out);
+                let mut actions = Vec::new();
+                inner.core.unfit(plan, learners[bad], block, &mut actions);
+                self.act(inner, actions);
+                Some(None)
+            }
+        }
+    }
+
+    /// Where a block of a version is to be received; `None` if it is not wanted.
+    pub(in crate::client) fn lands(&self, way: &Way, version: Version, block: BlockId) -> Option<Target> {
+        let mut inner = self.inner.lock();
+        let (retain, max) = inner.bounds();
+        if !inner.is_in_force(way) || !inner.core.lands(version, block) {
+            return None;
+        }
+        let back = inner.versions.back(retain, max).ok().flatten();
+        let extent = self.layout.block_bytes(block);
+        let Some(back) = back else {
+            let mut actions = Vec::new();
+            inner.core.landed(version, block, false, self.now(), &mut actions);
+            self.act(inner, actions);
+            return None;
+        };
+        let memory = Arc::clone(back.memory());
+        // SAFETY: the back buffer is written by connections only, and the core lets each of its blocks land once;
+        // it is published when nothing is landing any more. The range is within the model.
+        Some(unsafe {
+            let bytes = memory.bytes_mut(extent.start as usize..extent.end as usize);
+            let (start, len) = (bytes.as_mut_ptr(), bytes.len());
+            Target::new(start, len, memory as Guard)
+        })
+    }
+}
+
+/// A sum's memory, which comes home when it is sent.
+struct Pooled {
+    bytes: Vec<u8>,
+    home: Weak<Shared>,
+}
+
+impl Drop for Pooled {
+    fn drop(&mut self) {
+        /// Sums on their way at once, about.
+        const SPARE: usize = 64;
+        if let Some(home) = self.home.upgrade()
+            // Where the lock is held just now, the memory is simply freed.
+            && let Some(mut inner) = home.inner.try_lock()
+            && inner.spare.len() < SPARE
+        {
+            inner.spare.push(std::mem::take(&mut self.bytes));
+        }
+    }
+}

@@ -1,0 +1,349 @@
+//! [`Client`]: what a process does with a model on a network.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant, SystemTime};
+
+use fixedbitset::FixedBitSet;
+use parking_lot::{Condvar, Mutex};
+
+use super::connections::Peer;
+use super::moving::Inquiry;
+use super::whereabouts::{Place, Whereabouts};
+use super::{Answered, Awaited, ClientError, ClientListener, ClientOptions, PeerView, Pulls, Staged};
+use super::{Inner, Shared, keep};
+use crate::client::core::{Action, ClientCore, LastCommit, Now, Token};
+use crate::client::versions::{self, Versions};
+use crate::ids::{ClientId, LearnerId, Step, Version};
+use crate::layout::ModelLayout;
+use crate::net::{Reactor, ReactorOptions};
+use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
+use crate::wire::{self, JobState, Message, ModelRecord, ShardRecord};
+
+/// A process that takes part in a job on a network: it joins learners, contributes for them, and shows versions.
+pub struct Client {
+    shared: Arc<Shared>,
+    reactor: Mutex<Option<Reactor>>,
+}
+
+impl Client {
+    /// Connects to the shards of a model and waits until a first version is here.
+    ///
+    /// # Errors
+    /// [`ClientError`], after `options.patience` at the latest.
+    pub fn connect(
+        record: &ModelRecord,
+        shards: &[ShardRecord],
+        options: ClientOptions,
+    ) -> Result<Client, ClientError> {
+        let model = record.name.clone();
+        let bad = |why: String| ClientError::Record { model: model.clone(), why };
+        let layout = Arc::new(record.layout().map_err(|error| bad(error.to_string()))?);
+        let map = record.block_map().map_err(|error| bad(error.to_string()))?;
+        let core = match options.pulls {
+            Pulls::Published => ClientCore::new(&map),
+            Pulls::Awaited => ClientCore::new(&map).on_demand(),
+        };
+        let (transport, connections) = (options.transport, options.connections);
+        let whereabouts = Whereabouts::new(&map, record.lead, shards, transport, connections).map_err(bad)?;
+        if let Some(why) = whereabouts.parts.iter().find_map(|place| place.barred.clone()) {
+            return Err(ClientError::Transport { model, why });
+        }
+        let start = |error: &dyn std::fmt::Display| ClientError::Start(error.to_string());
+        let reactor =
+            ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
+        let reactor = Reactor::start(&reactor).map_err(|error| start(&error))?;
+        let mut random = [0; 8];
+        getrandom::fill(&mut random).map_err(|error| start(&error))?;
+        let size = layout.size() as usize;
+        let mut versions = Versions::new(size);
+        versions.add_spare(versions::spare(size).map_err(|error| start(&error))?);
+        let inner = Inner {
+            versions,
+            answers: HashMap::new(),
+            waits: HashMap::new(),
+            next_token: 1,
+            sources: HashMap::new(),
+            weights: HashMap::new(),
+            lead: Peer::new(false),
+            parts: whereabouts.parts.iter().map(|_| Peer::new(false)).collect(),
+            inquiry: Inquiry::default(),
+            spare: Vec::new(),
+            map: Arc::new(whereabouts),
+            core,
+        };
+        let net = reactor.handle();
+        let shared = Arc::new_cyclic(|this| Shared {
+            layout,
+            model: record.name.clone(),
+            generation: record.generation,
+            client: ClientId(u64::from_le_bytes(random)),
+            record: record.clone(),
+            net,
+            started: Instant::now(),
+            inner: Mutex::new(inner),
+            changed: Condvar::new(),
+            listener: Mutex::new(None),
+            stopping: AtomicBool::new(false),
+            this: this.clone(),
+            options,
+        });
+        let keeper = Arc::downgrade(&shared);
+        let spawned = std::thread::Builder::new().name("client-keeper".into()).spawn(move || keep(&keeper));
+        spawned.map_err(|error| start(&error))?;
+        let client = Client { shared, reactor: Mutex::new(Some(reactor)) };
+        client.await_first()?;
+        Ok(client)
+    }
+
+    fn await_first(&self) -> Result<(), ClientError> {
+        let deadline = Instant::now() + self.shared.options.patience;
+        let mut inner = self.shared.inner.lock();
+        while inner.versions.newest().is_none() {
+            if self.shared.changed.wait_until(&mut inner, deadline).timed_out() {
+                let map = &inner.map;
+                let peers = std::iter::once((map.address(map.lead), &inner.lead));
+                let parts = inner.parts.iter().enumerate();
+                let peers = peers.chain(parts.map(|(part, peer)| (map.address(part), peer)));
+                let troubled = peers.filter(|(_, peer)| peer.links.is_empty());
+                let why: Vec<String> = troubled
+                    .map(|(address, peer)| {
+                        format!("{address}: {}", peer.trouble.as_deref().unwrap_or("no answer"))
+                    })
+                    .collect();
+                let why = if why.is_empty() { "no version came".to_owned() } else { why.join("; ") };
+                let why = format!("{why} (waited {:?})", self.shared.options.patience);
+                return Err(ClientError::Unreachable { model: self.shared.model.clone(), why });
+            }
+        }
+        Ok(())
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> &Arc<ModelLayout> {
+        &self.shared.layout
+    }
+
+    /// What moves the bytes, for status and log.
+    pub fn backend(&self) -> String {
+        self.shared.net.backend().to_string()
+    }
+
+    /// This life of the process.
+    pub fn id(&self) -> ClientId {
+        self.shared.client
+    }
+
+    /// The shards, in the order of the block map's owners.
+    pub fn peers(&self) -> Vec<PeerView> {
+        let inner = self.shared.inner.lock();
+        let view = |(place, peer): (&Place, &Peer)| {
+            let no_memory = place.barred.clone().or_else(|| peer.no_memory.clone());
+            // What must not go another way does not.
+            let by_memory = place.by_memory && no_memory.is_none() || place.barred.is_some();
+            PeerView {
+                shard: place.record.shard,
+                blocks: place.blocks,
+                address: place.record.address.clone(),
+                connected: !peer.links.is_empty(),
+                transport: if by_memory { TransportKind::SharedMemory } else { TransportKind::Tcp },
+                no_memory,
+            }
+        };
+        inner.map.parts.iter().zip(&inner.parts).map(view).collect()
+    }
+
+    /// Who is told of events.
+    pub fn subscribe(&self, listener: ClientListener) {
+        *self.shared.listener.lock() = Some(Arc::new(listener));
+    }
+
+    /// The job as the lead last told it.
+    pub fn state(&self) -> JobState {
+        self.shared.inner.lock().core.state().clone()
+    }
+
+    /// Why requests fail just now, if the job is stopped.
+    pub fn stopped(&self) -> Option<ShardError> {
+        self.shared.inner.lock().core.stopped()
+    }
+
+    /// The next step of `learner`, and whether the payload of the last one is still needed where it lies. None when
+    /// only the lead knows, or `learner` is not one of this client's.
+    pub fn next_step(&self, learner: LearnerId) -> Option<(Step, bool)> {
+        self.shared.inner.lock().core.next_step(learner)
+    }
+
+    /// The newest version that is here.
+    pub fn version(&self) -> Version {
+        self.shared.inner.lock().core.version()
+    }
+
+    /// Whether `learner` is one of this client's and in the job.
+    pub fn has_learner(&self, learner: LearnerId) -> bool {
+        self.shared.inner.lock().core.has_learner(learner)
+    }
+
+    /// Where the last commit of `learner` is.
+    pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
+        self.shared.inner.lock().core.last_commit(learner)
+    }
+
+    /// Sends a request to the lead; `done` is called once, before `timeout` is over.
+    pub fn request(&self, message: Message, timeout: Duration, done: Answered) {
+        self.shared.request(message, timeout, done, |_| {});
+    }
+
+    /// Commits a contribution that lies in `source`, where it stays until the answer, and if that is a timeout until
+    /// the learner's next opening says that it is not lent.
+    pub fn commit(
+        &self,
+        learner: LearnerId,
+        step: Step,
+        blocks: &FixedBitSet,
+        source: impl Into<Staged>,
+        timeout: Duration,
+        done: Answered,
+    ) {
+        let source = source.into();
+        let Ok(blocks) = wire::ranges::from_bits(blocks) else {
+            return done(Err(ShardError::NotAllowed("the contribution is too scattered".into()).into()));
+        };
+        let message = Message::Commit { learner, step, blocks, timeout_ms: millis(timeout) };
+        self.shared.request(message, timeout, done, |inner| {
+            inner.sources.insert((learner, step), source);
+        });
+    }
+
+    /// Publishes the whole blocks of `buffer` as the next version.
+    pub fn assign(&self, buffer: Region, blocks: &FixedBitSet, timeout: Duration, done: Answered) {
+        let Ok(blocks) = wire::ranges::from_bits(blocks) else {
+            return done(Err(ShardError::NotAllowed("the new weights are too scattered".into()).into()));
+        };
+        let token = buffer.key().0;
+        let message = Message::Assign { token, blocks, timeout_ms: millis(timeout) };
+        let this = Arc::downgrade(&self.shared);
+        let done = Box::new(move |result| {
+            if let Some(shared) = this.upgrade() {
+                shared.inner.lock().weights.remove(&token);
+            }
+            done(result);
+        });
+        self.shared.request(message, timeout, done, |inner| {
+            inner.weights.insert(token, buffer);
+        });
+    }
+
+    /// `done` is called when a version that holds the last commit of `learner` is here, or `timeout` is over.
+    pub fn await_step(&self, learner: LearnerId, timeout: Duration, done: Awaited) {
+        self.wait(done, |core, token, now, actions| {
+            core.await_step(token, learner, now + timeout, now, actions);
+        });
+    }
+
+    /// `done` is called when the newest version that the lead has told of, or a newer one, is here, or `timeout` is
+    /// over.
+    pub fn await_newest(&self, timeout: Duration, done: Awaited) {
+        self.wait(done, |core, token, now, actions| core.await_newest(token, now + timeout, now, actions));
+    }
+
+    fn wait(&self, done: Awaited, begin: impl FnOnce(&mut ClientCore, Token, Now, &mut Vec<Action>)) {
+        let shared = &self.shared;
+        let mut inner = shared.inner.lock();
+        if shared.is_stopping() {
+            drop(inner);
+            return done(Err(ShardError::Unreachable));
+        }
+        let token = inner.next_token();
+        inner.waits.insert(token, done);
+        let mut actions = Vec::new();
+        begin(&mut inner.core, token, shared.now(), &mut actions);
+        shared.act(inner, actions);
+        shared.changed.notify_all();
+    }
+
+    /// Signs of life of learners.
+    pub fn touch(&self, learners: Vec<LearnerId>, attached: Option<bool>) {
+        let mut inner = self.shared.inner.lock();
+        let mut actions = Vec::new();
+        inner.core.notify(Message::Touch { learners, attached }, &mut actions);
+        self.shared.act(inner, actions);
+    }
+
+    /// Pins `version`. False when it is gone.
+    pub fn pin(&self, version: Version) -> bool {
+        self.shared.inner.lock().versions.pin(version)
+    }
+
+    /// Takes pins back; a pull that waits for a buffer may go on then.
+    pub fn unpin(&self, version: Version, count: u64) {
+        let mut inner = self.shared.inner.lock();
+        inner.versions.unpin(version, count);
+        inner.wake_all();
+    }
+
+    /// A version's bytes, and since when it is here.
+    pub fn get(&self, version: Version) -> Option<(Region, SystemTime)> {
+        self.shared.inner.lock().versions.get(version).map(|shown| (shown.buffer.clone(), shown.at))
+    }
+
+    /// Versions in memory, rising.
+    pub fn versions(&self) -> Vec<Version> {
+        self.shared.inner.lock().versions.numbers().collect()
+    }
+
+    /// Version buffers in existence, and free ones.
+    pub fn buffers(&self) -> (usize, usize) {
+        self.shared.inner.lock().versions.buffers()
+    }
+
+    /// A buffer for [`Self::assign`].
+    ///
+    /// # Errors
+    /// When too many are in use.
+    pub fn take_buffer(&self) -> Result<Region, ShardError> {
+        let mut inner = self.shared.inner.lock();
+        let (_, max) = inner.bounds();
+        inner.versions.take_buffer(max).map_err(|error| ShardError::OutOfMemory(error.to_string()))
+    }
+
+    /// Leaves: tells the lead that its learners go, answers what waits, ends all connections.
+    pub fn shut_down(&self) {
+        let shared = &self.shared;
+        let learners: Vec<LearnerId> =
+            shared.inner.lock().core.state().learners.iter().map(|learner| learner.learner).collect();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let patience = Duration::from_secs(1);
+        for &learner in &learners {
+            let sender = sender.clone();
+            let leave = Message::Leave { learner, reason: LeaveReason::Asked };
+            self.request(leave, patience, Box::new(move |_| sender.send(()).unwrap_or_default()));
+        }
+        drop(sender);
+        for _ in &learners {
+            // Whoever does not answer is left with the lease.
+            let _ = receiver.recv_timeout(patience);
+        }
+        shared.stop();
+        let threads = Arc::clone(&shared.inner.lock().map.threads);
+        if let Err(error) = threads.shut_down(Duration::from_secs(2)) {
+            tracing::warn!(%error, "connections through shared memory");
+        }
+        if let Some(reactor) = self.reactor.lock().take()
+            && let Err(error) = reactor.shut_down(Duration::from_secs(2))
+        {
+            tracing::warn!(%error, "connections");
+        }
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.shared.stop();
+    }
+}
+
+fn millis(timeout: Duration) -> u32 {
+    u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX)
+}

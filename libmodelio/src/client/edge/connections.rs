@@ -1,0 +1,192 @@
+//! Connections to the lead and to the shards: opened, greeted, ended, opened again.
+
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Shared;
+use super::moving::overtaken;
+use super::whereabouts::Way;
+use crate::client::conversation::{Control, Data};
+use crate::client::core::Part;
+use crate::link::{Framed, Link};
+use crate::net::{Close, SocketOptions, Thread};
+
+pub(super) struct Peer {
+    /// Connections that are greeted.
+    pub(super) links: Vec<Link>,
+    /// Connections in existence or on their way.
+    pub(super) opened: usize,
+    /// When to try again.
+    pub(super) retry_at: Option<Instant>,
+    pub(super) tries: u32,
+    /// What was seen when the last one ended.
+    pub(super) trouble: Option<String>,
+    /// Which of `links` is next.
+    pub(super) turn: usize,
+    /// Why there is no memory in common with it, though it is on this host.
+    pub(super) no_memory: Option<String>,
+    /// Since when it cannot be reached.
+    pub(super) gone_since: Option<Instant>,
+    /// It must not be reached by the only way there is.
+    barred: bool,
+}
+
+impl Peer {
+    /// One that nothing is known of yet.
+    pub(super) fn new(barred: bool) -> Peer {
+        Peer {
+            links: Vec::new(),
+            opened: 0,
+            retry_at: None,
+            tries: 0,
+            trouble: None,
+            turn: 0,
+            no_memory: None,
+            gone_since: (!barred).then(Instant::now),
+            barred,
+        }
+    }
+
+    fn greeted(&mut self) {
+        self.tries = 0;
+        self.trouble = None;
+        self.gone_since = None;
+    }
+}
+
+impl Shared {
+    /// The greeting of a connection.
+    ///
+    /// # Errors
+    /// If it was opened under a block map that is no longer in force.
+    pub(in crate::client) fn greeted(&self, way: &Way, link: &Link, by_memory: bool) -> Result<(), Close> {
+        let mut inner = self.inner.lock();
+        if !inner.is_in_force(way) {
+            return Err(overtaken());
+        }
+        let mut actions = Vec::new();
+        let now = self.now();
+        match way.part {
+            None => {
+                inner.lead.greeted();
+                inner.lead.links = vec![link.clone()];
+                inner.core.lead_up(now, &mut actions);
+            }
+            Some(part) => {
+                let peer = &mut inner.parts[part];
+                peer.greeted();
+                if by_memory {
+                    peer.no_memory = None;
+                }
+                peer.links.push(link.clone());
+                inner.core.shard_up(part, now, &mut actions);
+                // For the next connection.
+                self.changed.notify_all();
+            }
+        }
+        self.act(inner, actions);
+        Ok(())
+    }
+
+    /// A connection is over.
+    pub(in crate::client) fn ended(&self, way: &Way, link: &Link, why: &str) {
+        let mut inner = self.inner.lock();
+        if !inner.is_in_force(way) {
+            return;
+        }
+        let mut actions = Vec::new();
+        let now = self.now();
+        let peer = match way.part {
+            None => &mut inner.lead,
+            Some(part) => &mut inner.parts[part],
+        };
+        peer.opened = peer.opened.saturating_sub(1);
+        let before = peer.links.len();
+        peer.links.retain(|known| !known.is(link));
+        let was_up = before > peer.links.len();
+        let alone = peer.links.is_empty();
+        if alone {
+            peer.gone_since.get_or_insert_with(Instant::now);
+        }
+        if !self.is_stopping() && (was_up || peer.trouble.as_deref() != Some(why)) {
+            tracing::warn!(model = %self.model, address = %way.address(), "connection lost: {why}");
+        }
+        peer.trouble = Some(why.to_owned());
+        let pause = Duration::from_millis(50 << peer.tries.min(5));
+        peer.tries += 1;
+        peer.retry_at = Some(Instant::now() + pause);
+        match way.part {
+            None if was_up => inner.core.lead_down(),
+            Some(part) if was_up && alone => inner.core.shard_down(part),
+            Some(part) if was_up => inner.core.look_after(part, now, &mut actions),
+            _ => {}
+        }
+        self.act(inner, actions);
+        self.changed.notify_all();
+    }
+
+    /// Opens the connections that are missing, and says when to look again.
+    pub(super) fn connect_missing(&self) -> Option<Instant> {
+        let mut missing = Vec::new();
+        let mut next = None;
+        let map = {
+            let mut inner = self.inner.lock();
+            let connections = self.options.connections;
+            let now = Instant::now();
+            let mut look = |peer: &mut Peer, wanted: usize, part: Option<Part>| {
+                if peer.opened >= wanted || peer.barred {
+                    return;
+                }
+                match peer.retry_at.filter(|&at| at > now) {
+                    Some(at) => next = Some(next.map_or(at, |next: Instant| next.min(at))),
+                    None => {
+                        missing.extend((peer.opened..wanted).map(|_| part));
+                        peer.opened = wanted;
+                    }
+                }
+            };
+            look(&mut inner.lead, 1, None);
+            for (part, peer) in inner.parts.iter_mut().enumerate() {
+                // One after the other, so that either end knows what the last one is for and puts the next elsewhere.
+                let greeted = peer.links.len();
+                look(peer, connections.min(greeted + 1), Some(part));
+            }
+            Arc::clone(&inner.map)
+        };
+        for part in missing {
+            let way = Way { map: Arc::clone(&map), part };
+            match part.filter(|&part| map.parts[part].by_memory) {
+                Some(part) => self.connect_by_memory(way, part),
+                None => self.connect_one(way),
+            }
+        }
+        next
+    }
+
+    pub(super) fn connect_one(&self, way: Way) {
+        let Some(this) = self.this.upgrade() else { return };
+        let link = Link::default();
+        let resolved = way.address().to_socket_addrs().map(|mut all| all.next());
+        let resolved: SocketAddr = match resolved {
+            Ok(Some(resolved)) => resolved,
+            Ok(None) => return self.ended(&way, &link, "the address leads nowhere"),
+            Err(error) => return self.ended(&way, &link, &error.to_string()),
+        };
+        let deadline = Instant::now() + self.options.patience;
+        let options = SocketOptions::default();
+        let connected = match way.part {
+            None => {
+                let stream = Framed::new(Control::new(this, way.clone()), link.clone(), 16 << 10);
+                self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(0))
+            }
+            Some(part) => {
+                let stream = Framed::new(Data::new(this, way.clone(), part, None), link.clone(), 128);
+                self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Any)
+            }
+        };
+        if let Err(error) = connected {
+            self.ended(&way, &link, &error.to_string());
+        }
+    }
+}

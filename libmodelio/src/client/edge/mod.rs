@@ -1,0 +1,279 @@
+//! The client at work: the edge around [`ClientCore`]. It owns the lock, the clock, the connections and the memory;
+//! the core decides.
+//!
+//! One lock, held for decisions and never for a copy. Completions and the listener are called after it is released,
+//! on whatever thread brought the news, a reactor's included, so they must not block.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `client` | [`Client`], what others call |
+//! | `options` | what it is told, and tells |
+//! | `connections` | which there are, and which are missing |
+//! | `blocks` | payload on its way (`unsafe`) |
+//! | `memory` | connections through shared memory (`unsafe`) |
+//! | `whereabouts` | the block map in force, and where its shards are |
+//! | `moving` | another one takes its place |
+
+mod blocks;
+mod client;
+mod connections;
+mod memory;
+mod moving;
+mod options;
+mod whereabouts;
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::core::{Action, ClientCore, Now, Token};
+use super::versions::Versions;
+use crate::ids::{ClientId, Generation, LearnerId, Step, Version};
+use crate::layout::ModelLayout;
+use crate::link::{Link, Outgoing};
+use crate::net::{Close, Handle};
+use crate::transport::{Region, ShardError};
+use crate::wire::{Message, ModelRecord, Refusal};
+pub use client::Client;
+use connections::Peer;
+pub(super) use memory::Memory;
+pub use memory::TransportChoice;
+use moving::Inquiry;
+pub use options::{
+    Answered, Awaited, ClientError, ClientEvent, ClientListener, ClientOptions, PeerView, Pulls, Staged,
+};
+pub(super) use whereabouts::Way;
+use whereabouts::Whereabouts;
+
+struct Inner {
+    core: ClientCore,
+    /// In force.
+    map: Arc<Whereabouts>,
+    versions: Versions,
+    answers: HashMap<Token, Answered>,
+    waits: HashMap<Token, Awaited>,
+    next_token: Token,
+    sources: HashMap<(LearnerId, Step), Staged>,
+    weights: HashMap<u64, Region>,
+    lead: Peer,
+    parts: Vec<Peer>,
+    inquiry: Inquiry,
+    /// Sums that are on their way; the memory is used again.
+    spare: Vec<Vec<u8>>,
+}
+
+/// What has to happen once the lock is released.
+#[derive(Default)]
+pub(super) struct After {
+    answers: Vec<(Answered, Result<Message, Refusal>)>,
+    waits: Vec<(Awaited, Result<Version, ShardError>)>,
+    events: Vec<ClientEvent>,
+}
+
+/// What all connections of a client share.
+pub(super) struct Shared {
+    pub(super) layout: Arc<ModelLayout>,
+    pub(super) model: String,
+    pub(super) generation: Generation,
+    pub(super) client: ClientId,
+    /// As it was when the client connected: what a model that has moved is compared with.
+    record: ModelRecord,
+    options: ClientOptions,
+    net: Handle,
+    started: Instant,
+    inner: Mutex<Inner>,
+    changed: Condvar,
+    listener: Mutex<Option<Arc<ClientListener>>>,
+    stopping: AtomicBool,
+    this: Weak<Shared>,
+}
+
+impl Inner {
+    fn next_token(&mut self) -> Token {
+        let token = self.next_token;
+        self.next_token += 1;
+        token
+    }
+
+    fn control(&self, name: &str) -> Option<usize> {
+        let found = self.core.state().controls.iter().find(|(known, _)| known == name);
+        found.and_then(|(_, value)| value.parse().ok())
+    }
+
+    /// Versions to retain, and buffers that may exist.
+    fn bounds(&self) -> (usize, usize) {
+        (self.control("retain").unwrap_or(1), self.control("max_versions").unwrap_or(16))
+    }
+
+    /// Silence after which the lead gives a client up, if it ever does.
+    fn lease(&self) -> Option<Duration> {
+        let found = self.core.state().controls.iter().find(|(known, _)| known == "lease");
+        let seconds = found.and_then(|(_, value)| value.parse().ok()).filter(|&seconds| seconds > 0.0);
+        seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+    }
+
+    fn rejects_nonfinite(&self) -> bool {
+        self.core.state().controls.iter().any(|(name, value)| name == "nonfinite" && value == "reject")
+    }
+
+    fn wake_all(&self) {
+        self.parts.iter().flat_map(|peer| &peer.links).for_each(Link::wake);
+    }
+}
+
+impl Shared {
+    pub(super) fn now(&self) -> Now {
+        self.started.elapsed()
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+
+    fn stop(&self) {
+        self.stopping.store(true, Ordering::Relaxed);
+        let mut after = After::default();
+        let threads = {
+            let mut inner = self.inner.lock();
+            let gone = || Refusal::Shard(ShardError::Unreachable);
+            after.answers = inner.answers.drain().map(|(_, done)| (done, Err(gone()))).collect();
+            after.waits = inner.waits.drain().map(|(_, done)| (done, Err(ShardError::Unreachable))).collect();
+            let links = inner.parts.iter().chain([&inner.lead]).flat_map(|peer| &peer.links);
+            links.for_each(|link| link.close(Close::ShutDown));
+            Arc::clone(&inner.map.threads)
+        };
+        // Their threads end soon.
+        let _ = threads.shut_down(Duration::ZERO);
+        self.finish(after);
+        self.changed.notify_all();
+    }
+
+    fn request(&self, message: Message, timeout: Duration, done: Answered, with: impl FnOnce(&mut Inner)) {
+        let mut inner = self.inner.lock();
+        if self.is_stopping() {
+            drop(inner);
+            return done(Err(ShardError::Unreachable.into()));
+        }
+        with(&mut inner);
+        let token = inner.next_token();
+        inner.answers.insert(token, done);
+        let now = self.now();
+        let mut actions = Vec::new();
+        // The lead answers in time unless it is out of reach.
+        let deadline = now + timeout + Duration::from_millis(250);
+        inner.core.request(token, message, deadline, now, &mut actions);
+        self.act(inner, actions);
+        self.changed.notify_all();
+    }
+
+    /// Changes the core and carries out what comes of it.
+    pub(super) fn with_core(&self, change: impl FnOnce(&mut ClientCore, Now, &mut Vec<Action>)) {
+        let mut inner = self.inner.lock();
+        let mut actions = Vec::new();
+        change(&mut inner.core, self.now(), &mut actions);
+        self.act(inner, actions);
+    }
+
+    /// Carries out actions, releases the lock, then tells and answers.
+    fn act(&self, mut inner: MutexGuard<'_, Inner>, actions: Vec<Action>) {
+        let mut after = After::default();
+        let mut queue = std::collections::VecDeque::from(actions);
+        let mut more = Vec::new();
+        while let Some(action) = queue.pop_front() {
+            self.perform(&mut inner, action, &mut after, &mut more);
+            queue.extend(more.drain(..));
+        }
+        drop(inner);
+        self.finish(after);
+    }
+
+    fn finish(&self, after: After) {
+        for event in after.events {
+            let listener = self.listener.lock().clone();
+            if let Some(listener) = listener {
+                listener(event);
+            }
+        }
+        after.waits.into_iter().for_each(|(done, result)| done(result));
+        after.answers.into_iter().for_each(|(done, result)| done(result));
+    }
+
+    fn perform(&self, inner: &mut Inner, action: Action, after: &mut After, more: &mut Vec<Action>) {
+        match action {
+            Action::ToLead(request, message) => {
+                if let Some(link) = inner.lead.links.first() {
+                    link.send(Outgoing { epoch: inner.map.epoch, ..Outgoing::new(request, message) });
+                }
+            }
+            Action::ToShard(part, message) => {
+                let peer = &mut inner.parts[part];
+                peer.turn += 1;
+                if let Some(link) = peer.links.get(peer.turn % peer.links.len().max(1)) {
+                    link.send(Outgoing { epoch: inner.map.epoch, ..Outgoing::new(0, message) });
+                }
+            }
+            Action::Wake(part) => inner.parts[part].links.iter().for_each(Link::wake),
+            Action::Answer(token, result) => {
+                if let Some(done) = inner.answers.remove(&token) {
+                    after.answers.push((done, result));
+                }
+            }
+            Action::Awaited(token, result) => {
+                if let Some(done) = inner.waits.remove(&token) {
+                    after.waits.push((done, result));
+                }
+            }
+            Action::Release(learner, step) => {
+                inner.sources.remove(&(learner, step));
+            }
+            Action::ReleaseWeights(token) => {
+                inner.weights.remove(&token);
+            }
+            Action::State => after.events.push(ClientEvent::State),
+            Action::Left(learner, reason) => after.events.push(ClientEvent::Left(learner, reason)),
+            Action::Pulled(version) => {
+                inner.versions.publish(version);
+                let (retain, max) = inner.bounds();
+                inner.versions.recycle(retain, max);
+                inner.core.shown(version, self.now(), more);
+                after.events.push(ClientEvent::Published(version));
+                self.changed.notify_all();
+            }
+        }
+    }
+}
+
+/// Keeps connections up and time passing until the client is gone.
+fn keep(shared: &Weak<Shared>) {
+    const IDLE: Duration = Duration::from_millis(200);
+    let mut alive_at = Instant::now();
+    loop {
+        let Some(shared) = shared.upgrade() else { return };
+        if shared.is_stopping() {
+            return;
+        }
+        let retry = shared.connect_missing();
+        shared.inquire();
+        shared.add_spare();
+        let mut inner = shared.inner.lock();
+        // The connection's own pings know nothing of leases.
+        let alive = inner.lease().map(|lease| alive_at + lease / 4);
+        if alive.is_some_and(|at| at <= Instant::now()) {
+            alive_at = Instant::now();
+            inner.lead.links.iter().for_each(|link| link.say(0, Message::Ping));
+        }
+        let now = shared.now();
+        let mut actions = Vec::new();
+        inner.core.tick(now, &mut actions);
+        let due = inner.core.next_deadline().map(|at| at.saturating_sub(now));
+        shared.act(inner, actions);
+        let [retry, alive] = [retry, alive].map(|at| Some(at?.saturating_duration_since(Instant::now())));
+        let pause = [due, retry, alive].into_iter().flatten().min().unwrap_or(IDLE);
+        let pause = pause.clamp(Duration::from_millis(5), IDLE);
+        let mut inner = shared.inner.lock();
+        shared.changed.wait_for(&mut inner, pause);
+    }
+}

@@ -1,0 +1,160 @@
+//! What a client is told, what it tells, and why none comes about.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::memory::TransportChoice;
+use crate::ids::{LearnerId, ShardId, Version};
+use crate::net::Choice;
+use crate::registry::Registry;
+use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
+use crate::wire::{Message, Refusal};
+
+/// When a client pulls versions.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pulls {
+    /// Each, as soon as it is published: whoever opens it finds it here.
+    #[default]
+    Published,
+    /// The first, and then those that somebody waits for ([`Client::await_step`], [`Client::await_newest`]): for who
+    /// contributes more often than it reads.
+    Awaited,
+}
+
+/// What a client may be told to do otherwise.
+#[derive(Clone)]
+pub struct ClientOptions {
+    /// Threads that move bytes.
+    pub threads: usize,
+    /// By which way.
+    pub io: Choice,
+    /// Whether they go through sockets at all.
+    pub transport: TransportChoice,
+    /// Connections to each shard for blocks.
+    pub connections: usize,
+    /// Bytes that may be asked for and on their way from one shard. They are received where they belong, so it costs no
+    /// memory; too few leave a shard without work while this end is not running.
+    pub window: usize,
+    /// When versions are pulled.
+    pub pulls: Pulls,
+    /// How long to wait for shards, and the first version, when connecting.
+    pub patience: Duration,
+    /// Who is asked where the model is now when shards are out of reach. Without one, a client does not find a model
+    /// that has moved while nobody was left where it was.
+    pub registry: Option<Arc<dyn Registry>>,
+}
+
+impl fmt::Debug for ClientOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ClientOptions")
+            .field("threads", &self.threads)
+            .field("io", &self.io)
+            .field("transport", &self.transport)
+            .field("connections", &self.connections)
+            .field("window", &self.window)
+            .field("pulls", &self.pulls)
+            .field("patience", &self.patience)
+            .field("registry", &self.registry.as_ref().map(|_| ".."))
+            .finish()
+    }
+}
+
+impl Default for ClientOptions {
+    fn default() -> ClientOptions {
+        ClientOptions {
+            threads: 2,
+            io: Choice::Auto,
+            transport: TransportChoice::Auto,
+            connections: 2,
+            window: 64 << 20,
+            pulls: Pulls::Published,
+            patience: Duration::from_secs(10),
+            registry: None,
+        }
+    }
+}
+
+/// Why no client came about.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// The record of the model cannot be used.
+    #[error("model {model}: {why}")]
+    Record {
+        /// Which.
+        model: String,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// No threads or memory.
+    #[error("cannot start: {0}")]
+    Start(String),
+    /// Bytes cannot go the way that is asked for.
+    #[error("model {model}: {why}")]
+    Transport {
+        /// Which.
+        model: String,
+        /// Why not.
+        why: String,
+    },
+    /// A shard does not answer, or not as it should.
+    #[error("model {model}: {why}")]
+    Unreachable {
+        /// Which.
+        model: String,
+        /// What was seen last.
+        why: String,
+    },
+}
+
+/// What happens to a client, for whoever shows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClientEvent {
+    /// A version is shown here.
+    Published(Version),
+    /// A learner of this client is no longer in the job.
+    Left(LearnerId, LeaveReason),
+    /// The lead has told the state of the job.
+    State,
+}
+
+/// Called once for every event, with no lock held and without blocking.
+pub type ClientListener = Box<dyn Fn(ClientEvent) + Send + Sync>;
+
+/// Called once with the outcome of a request.
+pub type Answered = Box<dyn FnOnce(Result<Message, Refusal>) + Send>;
+/// Called once with the outcome of a wait for a version.
+pub type Awaited = Box<dyn FnOnce(Result<Version, ShardError>) + Send>;
+
+/// Where a contribution lies.
+#[derive(Clone, Debug)]
+pub struct Staged {
+    /// The memory.
+    pub region: Region,
+    /// Nobody stores into it until the contribution is answered. False where a program has it mapped: it should not,
+    /// but it can.
+    pub steady: bool,
+}
+
+impl From<Region> for Staged {
+    fn from(region: Region) -> Staged {
+        Staged { region, steady: true }
+    }
+}
+
+/// A shard as its client sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerView {
+    /// Its number.
+    pub shard: ShardId,
+    /// How many of the model's blocks it owns.
+    pub blocks: u32,
+    /// Where it listens.
+    pub address: String,
+    /// Whether it can be reached just now.
+    pub connected: bool,
+    /// Which way blocks go.
+    pub transport: TransportKind,
+    /// Why they do not go through shared memory, where they might.
+    pub no_memory: Option<String>,
+}

@@ -1,0 +1,72 @@
+//! A client whose model moves, step by step.
+
+use super::{Bench, L};
+use crate::block_map::BlockMap;
+use crate::client::core::Action;
+use crate::ids::{BlockId, Epoch, ShardId, Version};
+use crate::wire::Message;
+
+/// Three shards in place of two, another one in front.
+fn new_map() -> BlockMap {
+    BlockMap::from_owners(Epoch(2), [3, 2, 1, 2].map(ShardId).to_vec()).unwrap()
+}
+
+#[test]
+fn what_was_being_sent_is_granted_anew_and_asked_again_of_the_new_lead() {
+    let mut bench = Bench::new();
+    bench.commit(3, 10);
+    bench.grant(1);
+    assert_eq!(bench.pushes(0), [0, 2]);
+    bench.said.clear();
+    assert!(bench.core.moved(&new_map(), bench.now, &mut bench.said));
+    assert_eq!((bench.core.outgoing(), bench.core.kept()), (None, (1, 1)), "what is kept stays");
+    assert_eq!(bench.core.shards(), [1, 2, 3].map(ShardId));
+    assert_eq!(bench.said, []);
+    bench.pass(100);
+    assert_eq!(bench.said, [], "nobody is connected");
+    bench.core.lead_up(bench.now, &mut bench.said);
+    assert!(matches!(bench.said[..], [Action::ToLead(3, Message::Commit { .. })]), "{:?}", bench.said);
+    // The old plan's number is of the past, wherever word of it comes from.
+    bench.grant(1);
+    assert_eq!(bench.core.outgoing(), None);
+    bench.grant(2);
+    assert_eq!([0, 1, 2].map(|part| bench.pushes(part)), [vec![2], vec![1], vec![0]]);
+    bench.lead(3, Message::Done);
+    assert_eq!(bench.core.kept(), (0, 0));
+}
+
+#[test]
+fn a_version_is_pulled_from_its_beginning_once_nothing_of_it_is_landing() {
+    let mut bench = Bench::new();
+    bench.state(2, 1, 1, false);
+    assert!(bench.core.lands(Version(1), BlockId(0)) && bench.core.lands(Version(1), BlockId(1)));
+    bench.core.landed(Version(1), BlockId(1), true, bench.now, &mut bench.said);
+    assert!(bench.core.moved(&new_map(), bench.now, &mut bench.said));
+    assert_eq!(bench.core.pulling(), None, "block 0 is landing");
+    assert!(!bench.core.lands(Version(1), BlockId(2)));
+    bench.core.landed(Version(1), BlockId(0), true, bench.now, &mut bench.said);
+    assert_eq!(bench.core.pulling(), Some(Version(1)));
+    for (part, blocks) in [(0, vec![2]), (1, vec![1, 3]), (2, vec![0])] {
+        let Some(Message::Pull { blocks: asked, .. }) = bench.core.next_pull(part, 8, bench.now) else {
+            panic!("part {part} is not asked")
+        };
+        assert_eq!(bench.core.asked_in(part, &asked), blocks.len());
+        for block in blocks.into_iter().map(BlockId) {
+            assert!(bench.core.lands(Version(1), block), "all are wanted again");
+            bench.core.landed(Version(1), block, true, bench.now, &mut bench.said);
+        }
+    }
+    assert_eq!(bench.said.last(), Some(&Action::Pulled(Version(1))));
+}
+
+#[test]
+fn a_map_that_is_not_newer_or_of_another_model_changes_nothing() {
+    let mut bench = Bench::new();
+    let owners = |epoch, count| BlockMap::from_owners(Epoch(epoch), vec![ShardId(9); count]).unwrap();
+    for map in [owners(1, 4), owners(0, 4), owners(2, 5)] {
+        assert!(!bench.core.moved(&map, bench.now, &mut bench.said));
+    }
+    assert_eq!(bench.core.shards(), [1, 2].map(ShardId));
+    bench.ask(3, Message::Leave { learner: L, reason: crate::transport::LeaveReason::Asked }, 1);
+    assert!(matches!(bench.said[..], [Action::ToLead(..)]), "the lead is connected as before");
+}

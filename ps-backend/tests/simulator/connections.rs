@@ -1,0 +1,130 @@
+//! Connections between nodes: opened, lost, opened again.
+
+use crate::world::{Event, Node, Now, World};
+
+impl World {
+    /// The one of two nodes that keeps up their connection, and the other one.
+    pub fn roles(a: Node, b: Node) -> (Node, Node) {
+        match (a, b) {
+            (Node::Client(_), _) | (Node::Lead(_), Node::Part(_)) => (a, b),
+            _ => (b, a),
+        }
+    }
+
+    pub fn connects(&mut self, opener: Node, acceptor: Node, after: Now) {
+        self.network.connection(opener, acceptor);
+        self.after(after, Event::Connects { opener, acceptor });
+    }
+
+    pub fn accepts(&mut self, opener: Node, acceptor: Node) {
+        if matches!(opener, Node::Client(index) if !self.clients[index].alive) {
+            return;
+        }
+        if !self.is_wanted(opener, acceptor) {
+            return;
+        }
+        let cut = self.network.cut_until(opener, acceptor, self.now);
+        let hung = self.hung.get(&self.process(opener)).copied().filter(|&until| until > self.now);
+        if let Some(until) = cut.max(hung) {
+            let again = until - self.now + self.some_time(200_000);
+            return self.connects(opener, acceptor, again);
+        }
+        if let Node::Client(index) = opener
+            && !self.is_current(acceptor)
+        {
+            return self.greeted_in_vain(index, acceptor);
+        }
+        self.network.drain(opener, acceptor);
+        let connection = self.network.connection(opener, acceptor);
+        connection.epoch += 1;
+        connection.acceptor_up = true;
+        let epoch = connection.epoch;
+        self.trace(|| format!("{opener:?} connects to {acceptor:?} ({epoch})"));
+        // Who comes while nobody leads will come again.
+        if let (Node::Client(index), Node::Lead(_)) = (opener, acceptor)
+            && !self.frozen
+        {
+            let id = self.clients[index].id;
+            self.on_lead(|lead, now, actions| {
+                lead.client_up(id, now, actions).expect("room for a client");
+            });
+        }
+        let after = if self.network.is_local(opener, acceptor) { Now::ZERO } else { self.some_time(2000) };
+        self.after(after, Event::Accepted { opener, acceptor, epoch });
+    }
+
+    pub fn accepted(&mut self, opener: Node, acceptor: Node, epoch: u64) {
+        let connection = self.network.connection(opener, acceptor);
+        if connection.epoch != epoch {
+            return;
+        }
+        if !self.is_wanted(opener, acceptor) {
+            return;
+        }
+        self.network.connection(opener, acceptor).opener_up = true;
+        match (opener, acceptor) {
+            (Node::Client(index), _) => match self.clients[index].part_of(&self.courses, acceptor) {
+                Some(None) => self.on_client(index, |core, now, actions| core.lead_up(now, actions)),
+                Some(Some(part)) => {
+                    self.on_client(index, |core, now, actions| core.shard_up(part, now, actions));
+                }
+                None => unreachable!("it is wanted"),
+            },
+            (Node::Lead(lead), Node::Part(part)) => {
+                let part =
+                    self.courses[lead].parts.iter().position(|&known| known == part).expect("its part");
+                if !self.frozen {
+                    self.on_lead(|lead, _, actions| lead.part_up(part, actions));
+                }
+            }
+            _ => unreachable!("nobody else connects"),
+        }
+    }
+
+    /// The connection is lost, with all that is under way on it; both ends hear of it in their time.
+    pub fn reset(&mut self, opener: Node, acceptor: Node) {
+        if self.network.is_local(opener, acceptor) {
+            return;
+        }
+        let connection = self.network.connection(opener, acceptor);
+        connection.epoch += 1;
+        let epoch = connection.epoch;
+        self.trace(|| format!("the connection of {opener:?} to {acceptor:?} is reset"));
+        for at_opener in [true, false] {
+            let after = self.some_time(20_000);
+            self.after(after, Event::Gone { opener, acceptor, epoch, at_opener });
+        }
+    }
+
+    pub fn gone(&mut self, opener: Node, acceptor: Node, epoch: u64, at_opener: bool) {
+        let connection = self.network.connection(opener, acceptor);
+        if connection.epoch != epoch {
+            return;
+        }
+        if !at_opener {
+            connection.acceptor_up = false;
+            if let (Node::Client(index), Node::Lead(_)) = (opener, acceptor)
+                && self.is_current(acceptor)
+                && !self.frozen
+            {
+                let id = self.clients[index].id;
+                self.on_lead(|lead, now, actions| lead.client_down(id, now, actions));
+            }
+            return;
+        }
+        connection.opener_up = false;
+        // The end of a connection that was opened under an older map means nothing.
+        if !self.is_wanted(opener, acceptor) {
+            return;
+        }
+        if let Node::Client(index) = opener {
+            match self.clients[index].part_of(&self.courses, acceptor) {
+                Some(None) => self.on_client(index, |core, _, _| core.lead_down()),
+                Some(Some(part)) => self.on_client(index, |core, _, _| core.shard_down(part)),
+                None => {}
+            }
+        }
+        let again = self.some_time(300_000);
+        self.connects(opener, acceptor, again);
+    }
+}
