@@ -56,6 +56,6 @@ fn run_cluster(command: ClusterCommand) -> Result<(), Error> {
         ClusterCommand::Mount(args) => cluster::mount::run(&args.config(variables)?),
         ClusterCommand::Status(args) => cluster::status::run(&args.config(variables)?),
         ClusterCommand::Delete(args) => cluster::upload::delete(&args.config(variables)?),
-        ClusterCommand::Drain(args) => cluster::upload::drain(&args.config(variables)?),
+        ClusterCommand::Drain(args) => cluster::drain::run(&args.config(variables)?),
     }
 }

@@ -183,6 +183,26 @@ impl BlockMap {
         Ok(BlockMap { epoch: self.next_epoch(), owners })
     }
 
+    /// Which of `takers`, who all may be given blocks, are to own blocks when `gone` has left: those who do already,
+    /// and one in its place, if there is one who does not. Which one that is, is up to `choice`.
+    ///
+    /// # Errors
+    /// [`MapError::NoShards`].
+    pub fn successors(
+        &self,
+        gone: ShardId,
+        takers: &[ShardId],
+        choice: u64,
+    ) -> Result<Vec<ShardId>, MapError> {
+        let shares = self.shares();
+        let takers = takers.iter().copied().filter(|&taker| taker != gone);
+        let (mut chosen, others): (Vec<_>, Vec<_>) = takers.partition(|taker| shares.contains_key(taker));
+        if let Some(at) = choice.checked_rem(others.len() as u64) {
+            chosen.push(others[at as usize]);
+        }
+        if chosen.is_empty() { Err(MapError::NoShards) } else { Ok(chosen) }
+    }
+
     fn next_epoch(&self) -> Epoch {
         Epoch(self.epoch.0 + 1)
     }
@@ -265,6 +285,19 @@ mod tests {
         assert_eq!(map.owner(Epoch(0), BlockId(4)), Err(stale));
         let outside = MapError::NoBlock { block: BlockId(10), blocks: 10 };
         assert_eq!(map.owner(Epoch(1), BlockId(10)), Err(outside));
+    }
+
+    #[test]
+    fn one_who_has_no_blocks_takes_the_place_of_who_goes() {
+        let map = BlockMap::striped(30, &shards(3)).unwrap();
+        let [gone, second, third] = [ShardId(1), ShardId(4), ShardId(7)];
+        let (new, other) = (ShardId(20), ShardId(21));
+        assert_eq!(map.successors(gone, &[second, third, gone], 5), Ok(vec![second, third]));
+        let chosen = map.successors(gone, &[gone, new, second, other, third], 5).unwrap();
+        assert_eq!(chosen, [second, third, other]);
+        let after = map.without(gone, &chosen).unwrap();
+        assert_eq!(after.blocks_of(other).collect::<Vec<_>>(), map.blocks_of(gone).collect::<Vec<_>>());
+        assert_eq!(map.successors(gone, &[gone], 5), Err(MapError::NoShards));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Making and deleting a model on the shards of a registry: from the side of whoever asks for it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use libmodelio::block_map::{BlockMap, MapError};
 use libmodelio::ids::{BlockId, Generation, ShardId};
 use libmodelio::layout::ModelLayout;
 use libmodelio::registry::{Registry, RegistryError};
-use libmodelio::wire::{Message, ModelRecord, RecordError, ShardRecord};
+use libmodelio::wire::{Message, ModelRecord, Moved, RecordError, ShardRecord};
 
 use crate::controls::{Controls, SETTINGS};
 
@@ -152,16 +152,33 @@ fn failed(shard: &ShardRecord) -> impl Fn(AdminError) -> CreateError {
     |error| CreateError::Shard { shard: shard.shard, address: shard.address.clone(), error }
 }
 
-/// Has all shards forget a model; the first error counts, but all are told.
-fn forget(record: &ModelRecord, shards: &[ShardRecord]) -> Result<(), CreateError> {
+/// Has all shards of a record forget the model, and those that it has moved to meanwhile. All are told.
+///
+/// # Errors
+/// The first one.
+pub fn forget(record: &ModelRecord, shards: &[ShardRecord]) -> Result<(), CreateError> {
+    let owns = |record: &ModelRecord, shard: &ShardRecord| {
+        record.owners.iter().any(|(owner, _)| *owner == shard.shard)
+    };
     let mut outcome = Ok(());
-    for shard in shards.iter().filter(|shard| record.owners.iter().any(|(owner, _)| *owner == shard.shard)) {
+    let mut left: VecDeque<ShardRecord> =
+        shards.iter().filter(|shard| owns(record, shard)).cloned().collect();
+    let mut told_of: BTreeSet<ShardId> = left.iter().map(|shard| shard.shard).collect();
+    while let Some(shard) = left.pop_front() {
         let told = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).and_then(|mut peer| {
             let delete = Message::Delete { model: record.name.clone(), generation: record.generation };
             peer.request(&delete, &[], Instant::now() + PROMPT)
         });
-        if let Err(error) = told.map_err(failed(shard)) {
-            outcome = outcome.and(Err(error));
+        match told.map_err(failed(&shard)) {
+            Ok((Message::Moved, payload)) => match Moved::decode(&payload) {
+                Ok(moved) => {
+                    let owners = moved.shards.iter().filter(|shard| owns(&moved.record, shard));
+                    left.extend(owners.filter(|shard| told_of.insert(shard.shard)).cloned());
+                }
+                Err(error) => outcome = outcome.and(Err(error.into())),
+            },
+            Ok(_) => {}
+            Err(error) => outcome = outcome.and(Err(error)),
         }
     }
     outcome

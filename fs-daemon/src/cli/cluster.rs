@@ -79,8 +79,13 @@ Examples:
 
 const DRAIN_EXAMPLES: &str = "\
 Examples:
-  No more models for a shard that is to go; gradfs status tells what it still has:
-    gradfs drain node2:7070 --registry node1";
+  A shard is to go: its blocks move to other shards, while the jobs run:
+    gradfs drain node2:7070 --registry node1
+
+  The same by its number, for an hour at most; said again, it goes on where it has stopped:
+    gradfs drain 2 --registry node1 --timeout 3600
+
+When it succeeds the shard can be stopped. It takes no more models, in any case.";
 
 /// What to do with a cluster.
 #[derive(Debug, Subcommand)]
@@ -103,7 +108,7 @@ pub enum ClusterCommand {
     /// Delete a model from its shards
     #[command(after_help = DELETE_EXAMPLES)]
     Delete(DeleteArgs),
-    /// Give a shard no more models
+    /// Move all that a shard has to other shards, and give it no more
     #[command(after_help = DRAIN_EXAMPLES)]
     Drain(DrainArgs),
 }
@@ -334,9 +339,12 @@ impl DeleteArgs {
 /// The arguments of `gradfs drain`.
 #[derive(Args, Debug, Default)]
 pub struct DrainArgs {
-    /// The shard, as gradfs status lists it: host:port
+    /// The shard, as gradfs status lists it: its number, or host:port
     #[arg(value_hint = ValueHint::Hostname)]
     shard: String,
+    /// Seconds after which it is given up; a model that has not moved by then stays where it is
+    #[arg(long, value_name = "SECONDS", default_value = "600")]
+    timeout: String,
     #[command(flatten)]
     common: CommonArgs,
 }
@@ -347,7 +355,7 @@ impl DrainArgs {
         self,
         variables: impl IntoIterator<Item = (OsString, OsString)>,
     ) -> Result<DrainConfig, Error> {
-        DrainConfig::merge(&self.shard, &self.common.layers(CLUSTER.flags(), variables)?)
+        DrainConfig::merge(&self.shard, &self.timeout, &self.common.layers(CLUSTER.flags(), variables)?)
     }
 }
 

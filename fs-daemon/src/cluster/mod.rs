@@ -1,5 +1,6 @@
 //! The commands of a cluster: a registry, shards, models on them, and mounts of those.
 
+pub mod drain;
 pub mod mount;
 pub mod shard;
 pub mod status;

@@ -49,6 +49,14 @@ fn ask(shard: &ShardRecord) -> Value {
     }
 }
 
+/// How far a model is that moves, as its lead tells.
+pub(super) fn moving(lead: &Value) -> Option<String> {
+    let (off, stage) = (lead["moving"]["off"].as_u64()?, lead["moving"]["stage"].as_str()?);
+    let (blocks, of) = (&lead["moving"]["blocks"], &lead["moving"]["of"]);
+    let count = if of == &json!(0) { String::new() } else { format!(", {blocks} of {of} blocks") };
+    Some(format!("moves off shard {off}: {stage}{count}"))
+}
+
 fn for_people(status: &Value) -> String {
     let mut text = String::new();
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
@@ -67,6 +75,14 @@ fn for_people(status: &Value) -> String {
             (None, connections) => format!("shm with {} connection(s) of this host", connections),
         };
         let _ = writeln!(text, ": {}, {memory}{draining}", shard["io"].as_str().unwrap_or_default());
+        for model in list(&shard["adopting"]) {
+            let name = model["name"].as_str().unwrap_or_default();
+            let (blocks, of) = (&model["blocks"], &model["of"]);
+            let _ = match model["failed"].as_str() {
+                None => writeln!(text, "  {name}: moves here, {blocks} of {of} blocks"),
+                Some(why) => writeln!(text, "  {name}: cannot move here: {why}"),
+            };
+        }
         for model in list(&shard["models"]) {
             let memory = model["memory_bytes"].as_u64().unwrap_or(0) as f64 / f64::from(1 << 20);
             let name = model["name"].as_str().unwrap_or_default();
@@ -88,6 +104,9 @@ fn for_people(status: &Value) -> String {
                     lead["clients"],
                     lead["contributions"],
                 );
+                if let Some(moving) = moving(lead) {
+                    let _ = writeln!(text, "    {moving}");
+                }
                 for lost in list(&lead["unreachable"]) {
                     let why = lost["why"].as_str().unwrap_or_default();
                     let _ = writeln!(text, "    shard {} cannot be reached: {why}", lost["shard"]);

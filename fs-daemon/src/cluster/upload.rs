@@ -2,7 +2,7 @@
 
 use ps_backend::create::{self, NewModel};
 
-use crate::config::cluster::{CreateConfig, DeleteConfig, DrainConfig};
+use crate::config::cluster::{CreateConfig, DeleteConfig};
 use crate::error::Error;
 use crate::progress::Progress;
 use crate::source::Source;
@@ -64,25 +64,5 @@ pub fn delete(config: &DeleteConfig) -> Result<(), Error> {
     create::delete(&registry(&config.registry), name)
         .map_err(|error| Error::new(format!("cannot delete {name}")).caused_by(error))?;
     println!("gradfs: deleted {name}");
-    Ok(())
-}
-
-/// Has a shard take no more models.
-///
-/// # Errors
-/// When the registry knows no such shard, or does not answer.
-pub fn drain(config: &DrainConfig) -> Result<(), Error> {
-    let at = &config.registry;
-    let registry = registry(at);
-    let failed = |error| registry_error(at, error);
-    let shards = registry.shards(deadline()).map_err(failed)?;
-    let wanted = config.shard.to_string();
-    let Some(shard) = shards.iter().find(|shard| shard.address == wanted) else {
-        let known: Vec<&str> = shards.iter().map(|shard| shard.address.as_str()).collect();
-        return Err(Error::new(format!("no shard has announced itself from {wanted}"))
-            .hint(format!("there are {}", if known.is_empty() { "none".into() } else { known.join(", ") })));
-    };
-    registry.drain(shard.shard, deadline()).map_err(failed)?;
-    println!("gradfs: shard {} at {wanted} takes no more models", shard.shard);
     Ok(())
 }

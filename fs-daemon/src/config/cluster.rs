@@ -3,7 +3,9 @@
 //! They have one vocabulary: one file can hold the keys of all of them, and each takes what it knows. So a host is
 //! added with the file that all the others have, and its own `listen`.
 
+use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use ps_backend::controls::Controls;
 
@@ -149,11 +151,34 @@ pub struct DeleteConfig {
 /// Everything `gradfs drain` needs to know.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DrainConfig {
-    /// The shard, as it advertises itself.
-    pub shard: Endpoint,
+    /// The shard.
+    pub shard: ShardName,
     /// The registry.
     pub registry: Endpoint,
+    /// When to give up.
+    pub timeout: Duration,
 }
+
+/// How a shard is named on the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ShardName {
+    /// By the number that the registry has given it.
+    Number(u16),
+    /// As it advertises itself.
+    At(Endpoint),
+}
+
+impl fmt::Display for ShardName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ShardName::Number(number) => write!(f, "shard {number}"),
+            ShardName::At(endpoint) => endpoint.fmt(f),
+        }
+    }
+}
+
+/// Longest time for which a shard can be drained by one command.
+const MAX_DRAIN: u64 = 7 * 24 * 3600;
 
 impl RegistryConfig {
     /// Merges `layers`, the strongest first.
@@ -273,13 +298,30 @@ impl DeleteConfig {
 
 impl DrainConfig {
     /// Merges `layers`, the strongest first. What is drained is said on the command line alone.
-    pub fn merge(shard: &str, layers: &[Layer]) -> Result<DrainConfig, Error> {
-        let shard = Endpoint::parse("SHARD", shard, DEFAULT_PORT)?;
-        reachable("SHARD", &shard)?;
-        if shard.port == 0 {
-            return Err(Error::usage("SHARD: no shard is on port 0").hint("gradfs status lists the shards"));
-        }
-        Ok(DrainConfig { shard, registry: Merged(layers).registry_needed()? })
+    pub fn merge(shard: &str, timeout: &str, layers: &[Layer]) -> Result<DrainConfig, Error> {
+        let shard = match shard.parse::<u16>() {
+            Ok(0) => {
+                return Err(
+                    Error::usage("SHARD: shards are numbered from 1").hint("gradfs status lists them")
+                );
+            }
+            Ok(number) => ShardName::Number(number),
+            Err(_) => {
+                let shard = Endpoint::parse("SHARD", shard, DEFAULT_PORT)?;
+                reachable("SHARD", &shard)?;
+                if shard.port == 0 {
+                    let error = Error::usage("SHARD: no shard is on port 0");
+                    return Err(error.hint("gradfs status lists the shards"));
+                }
+                ShardName::At(shard)
+            }
+        };
+        let seconds = timeout.parse::<u64>().ok().filter(|seconds| (1..=MAX_DRAIN).contains(seconds));
+        let seconds = seconds.ok_or_else(|| {
+            Error::usage(format!("--timeout: {timeout:?} is not a number of seconds from 1 to {MAX_DRAIN}"))
+        })?;
+        let timeout = Duration::from_secs(seconds);
+        Ok(DrainConfig { shard, registry: Merged(layers).registry_needed()?, timeout })
     }
 }
 

@@ -362,8 +362,8 @@ pub enum Message {
     Fill {
         /// Of which life of the model.
         generation: Generation,
-        /// The new map's.
-        epoch: Epoch,
+        /// Which attempt.
+        attempt: u64,
         /// Which version; none newer is made meanwhile.
         version: Version,
         /// Whose optimizer state there is.
@@ -373,8 +373,8 @@ pub enum Message {
     Adopting {
         /// Of which life of the model.
         generation: Generation,
-        /// The new map's.
-        epoch: Epoch,
+        /// Which attempt.
+        attempt: u64,
     },
     /// So far.
     Adopted {
@@ -402,8 +402,8 @@ pub enum Message {
     HandOver {
         /// Of which life of the model.
         generation: Generation,
-        /// The new map's.
-        epoch: Epoch,
+        /// Which attempt.
+        attempt: u64,
         /// Where the piece begins. One at 0 begins anew.
         at: u64,
         /// Bytes of all pieces.
@@ -417,8 +417,8 @@ pub enum Message {
     Abandon {
         /// Of which life of the model.
         generation: Generation,
-        /// The new map's.
-        epoch: Epoch,
+        /// Which attempt.
+        attempt: u64,
     },
 }
 

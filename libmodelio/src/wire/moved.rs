@@ -23,6 +23,8 @@ pub enum Kept {
 /// The payload of [`super::Message::Adopt`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Adoption {
+    /// Which attempt: the numbers of a model's attempts rise.
+    pub attempt: u64,
     /// The model with the block map that is to be.
     pub record: ModelRecord,
     /// The epoch of the one that is in force.

@@ -319,16 +319,16 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             })
             .boxed(),
         Just(Message::Adopt).boxed(),
-        (id64(Generation), id64(Epoch), id64(Version), text())
-            .prop_map(|(generation, epoch, version, reducer)| Message::Fill {
+        (id64(Generation), any::<u64>(), id64(Version), text())
+            .prop_map(|(generation, attempt, version, reducer)| Message::Fill {
                 generation,
-                epoch,
+                attempt,
                 version,
                 reducer,
             })
             .boxed(),
-        (id64(Generation), id64(Epoch))
-            .prop_map(|(generation, epoch)| Message::Adopting { generation, epoch })
+        (id64(Generation), any::<u64>())
+            .prop_map(|(generation, attempt)| Message::Adopting { generation, attempt })
             .boxed(),
         any::<(u32, u32)>().prop_map(|(blocks, of)| Message::Adopted { blocks, of }).boxed(),
         (id64(Generation), id64(Epoch), id64(Version), block(), kept())
@@ -341,18 +341,18 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             })
             .boxed(),
         Just(Message::Fetched).boxed(),
-        (id64(Generation), id64(Epoch), any::<(u64, u64, u64)>())
-            .prop_map(|(generation, epoch, (at, of, now))| Message::HandOver {
+        (id64(Generation), any::<(u64, u64, u64, u64)>())
+            .prop_map(|(generation, (attempt, at, of, now))| Message::HandOver {
                 generation,
-                epoch,
+                attempt,
                 at,
                 of,
                 now,
             })
             .boxed(),
         Just(Message::Switch).boxed(),
-        (id64(Generation), id64(Epoch))
-            .prop_map(|(generation, epoch)| Message::Abandon { generation, epoch })
+        (id64(Generation), any::<u64>())
+            .prop_map(|(generation, attempt)| Message::Abandon { generation, attempt })
             .boxed(),
     ]
 }

@@ -1,6 +1,7 @@
 //! Creating, loading and deleting models on a shard, and what it tells of itself.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use libmodelio::ids::{BlockId, Generation};
 use libmodelio::wire::{Message, ModelRecord, Refusal};
@@ -32,11 +33,12 @@ impl Shared {
         self.making.lock().remove(&name);
         let part = part.map_err(Refusal::other)?;
         tracing::info!(model = %name, blocks = part.layout().blocks(), bytes = part.layout().size(), "created");
-        models.insert(name, Model { generation, record, part, lead: None });
+        self.gone.lock().retain(|(gone, _)| *gone != name);
+        models.insert(name, Model { generation, record, part, lead: None, whereabouts: None });
         Ok((Message::Done, None))
     }
 
-    fn part_of(&self, generation: Generation) -> Result<(String, Arc<Part>), Refusal> {
+    pub(super) fn part_of(&self, generation: Generation) -> Result<(String, Arc<Part>), Refusal> {
         let models = self.models.lock();
         let found = models.iter().find(|(_, model)| model.generation == generation);
         let (name, model) = found.ok_or_else(|| Refusal::NoModel(format!("generation {generation}")))?;
@@ -58,27 +60,43 @@ impl Shared {
         };
         let shard = *self.shard.lock();
         if model.lead.is_none() && model.record.lead == shard {
-            let shared = self.this.clone();
-            let resolve = Arc::new(move |wanted| {
-                let shared = shared.upgrade().ok_or("the shard shuts down")?;
-                let shards = shared.registry(|registry, deadline| registry.shards(deadline));
-                let shards = shards.map_err(|error| error.to_string())?;
-                let found = shards.into_iter().find(|record| record.shard == wanted);
-                found.map(|record| record.address).ok_or_else(|| format!("shard {wanted} is not announced"))
-            });
-            let lead = Lead::new(&model.record, &model.part, shard, self.net.clone(), resolve);
-            model.lead = Some(lead.map_err(Refusal::other)?);
+            model.lead = Some(self.lead(&model.record, &model.part, None)?);
         }
         Ok((Message::Done, None))
     }
 
-    /// Forgets a model.
+    /// Begins to lead a model, or goes on with what was handed over.
+    pub(super) fn lead(
+        &self,
+        record: &ModelRecord,
+        part: &Arc<Part>,
+        handed_over: Option<(&[u8], Duration)>,
+    ) -> Result<Arc<Lead>, Refusal> {
+        let shared = self.this.clone();
+        let resolve = Arc::new(move |wanted| {
+            let shared = shared.upgrade().ok_or("the shard shuts down")?;
+            let shards = shared.registry(|registry, deadline| registry.shards(deadline));
+            let shards = shards.map_err(|error| error.to_string())?;
+            let found = shards.into_iter().find(|record| record.shard == wanted);
+            found.map(|record| record.address).ok_or_else(|| format!("shard {wanted} is not announced"))
+        });
+        let shard = *self.shard.lock();
+        Lead::new(record, part, shard, self.net.clone(), resolve, handed_over).map_err(Refusal::other)
+    }
+
+    /// Forgets a model. If it has moved away, the answer says where it is to be forgotten, too.
     pub(super) fn delete(&self, name: &str, generation: Generation) -> AdminAnswer {
+        self.stop_adopting(generation);
         let model = {
             let mut models = self.models.lock();
             match models.get(name) {
                 // It is gone already.
-                None => return Ok((Message::Done, None)),
+                None => {
+                    return Ok(match self.whereabouts(name, generation) {
+                        Some(to) => (Message::Moved, Some(to.payload.to_vec())),
+                        None => (Message::Done, None),
+                    });
+                }
                 Some(model) if model.generation != generation => {
                     return Err(Refusal::Generation {
                         model: name.to_owned(),
@@ -111,6 +129,7 @@ impl Shared {
             "threads": self.options.threads,
             "registry": self.options.registry.as_deref().unwrap_or("here"),
             "models": models,
+            "adopting": self.adopting_status(),
         })
     }
 }
@@ -145,6 +164,12 @@ fn status_of(name: &str, model: &Model) -> Value {
             "clients": status.clients.0,
             "contributions": status.contributions,
             "unreachable": unreachable,
+            "moving": status.moving.map(|moving| json!({
+                "off": moving.off.0,
+                "stage": moving.stage,
+                "blocks": moving.blocks,
+                "of": moving.of,
+            })),
         })
     });
     json!({

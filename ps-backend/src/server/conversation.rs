@@ -14,6 +14,7 @@ use libmodelio::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal
 
 use super::lead::Lead;
 use super::memory::Memory;
+use super::moving::Whereabouts;
 use super::part::{Landing, Part};
 use super::{SILENCE, Shared};
 use crate::part::store::PinnedVersion;
@@ -28,6 +29,20 @@ enum Kind {
     Data(Data),
     Lead(Arc<Part>),
     Admin,
+}
+
+/// Why somebody is not welcome.
+pub(super) enum TurnedAway {
+    /// It is refused.
+    Refused(Refusal),
+    /// It speaks of an older block map.
+    Moved(Whereabouts),
+}
+
+impl From<Refusal> for TurnedAway {
+    fn from(refusal: Refusal) -> TurnedAway {
+        TurnedAway::Refused(refusal)
+    }
 }
 
 /// A client's blocks.
@@ -72,6 +87,22 @@ impl Peer {
         self.link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
     }
 
+    /// Says where the model is now, and ends the connection once that is said.
+    fn say_moved(&self, request: u64, to: &Whereabouts) -> Close {
+        let payload = Some(Piece::owned(to.payload.to_vec()));
+        self.link.say_last(Outgoing { message: Message::Moved, request, epoch: to.epoch, payload });
+        Close::Asked("the model has moved".into())
+    }
+
+    /// Where the model of this connection is now, if it has moved since the greeting.
+    fn moved(&self) -> Option<Whereabouts> {
+        match &self.kind {
+            Kind::Control { lead, .. } => lead.moved().cloned(),
+            Kind::Data(data) => data.part.moved().cloned(),
+            Kind::Strange | Kind::Lead(_) | Kind::Admin => None,
+        }
+    }
+
     /// Says why, and ends the connection once that is said.
     fn refuse(&self, request: u64, refusal: Refusal) -> Close {
         let why = refusal.to_string();
@@ -80,30 +111,35 @@ impl Peer {
         Close::Asked(why.into())
     }
 
-    fn greet(&mut self, received: &Received) -> Result<(), Refusal> {
+    fn greet(&mut self, received: &Received) -> Result<(), TurnedAway> {
         let Message::Hello { protocol, role, model, generation, client } = &received.message else {
-            return Err(Refusal::Role { what: received.message.name().to_owned() });
+            return Err(Refusal::Role { what: received.message.name().to_owned() }.into());
         };
         let expected = Protocol::NEWEST.number();
         if *protocol != expected {
-            return Err(Refusal::Protocol { expected, got: *protocol });
+            return Err(Refusal::Protocol { expected, got: *protocol }.into());
         }
         if *role != Role::Data && self.memory.is_some() {
-            return Err(Refusal::Role { what: format!("{role:?} by shared memory") });
+            return Err(Refusal::Role { what: format!("{role:?} by shared memory") }.into());
         }
         if *role == Role::Admin {
             self.kind = Kind::Admin;
             return Ok(());
         }
+        let got = received.header.epoch();
         let models = self.shared.models.lock();
-        let found = models.get(model).ok_or_else(|| Refusal::NoModel(model.clone()))?;
+        let Some(found) = models.get(model) else {
+            return Err(self.shared.not_here(model, *generation, *role, got));
+        };
         if found.generation != *generation {
             let (model, expected, got) = (model.clone(), found.generation, *generation);
-            return Err(Refusal::Generation { model, expected, got });
+            return Err(Refusal::Generation { model, expected, got }.into());
         }
-        let (epoch, got) = (found.part.epoch, received.header.epoch());
-        if epoch != got {
-            return Err(Refusal::Epoch { expected: epoch, got });
+        let epoch = found.part.epoch;
+        match &found.whereabouts {
+            Some(to) if got < epoch && *role != Role::Lead => return Err(TurnedAway::Moved(to.clone())),
+            _ if epoch != got => return Err(Refusal::Epoch { expected: epoch, got }.into()),
+            _ => {}
         }
         self.epoch = epoch;
         let part = Arc::clone(&found.part);
@@ -122,7 +158,7 @@ impl Peer {
                 Kind::Data(Data { client: *client, part, landing, pulls, pinned, memory })
             }
             Role::Lead if found.lead.is_some() => {
-                return Err(Refusal::other("this shard leads the model itself"));
+                return Err(Refusal::other("this shard leads the model itself").into());
             }
             Role::Lead => {
                 let (link, of_part) = (self.link.clone(), self.link.clone());
@@ -141,8 +177,10 @@ impl Peer {
         let silence_ms = SILENCE.as_millis() as u32;
         let (protocol, shard) = (Protocol::NEWEST.number(), *self.shared.shard.lock());
         self.answer(0, Message::Welcome { protocol, shard, epoch: self.epoch, silence_ms });
-        if let Kind::Control { client, lead } = &self.kind {
-            lead.client_up(*client, &self.link)?;
+        match &self.kind {
+            Kind::Control { client, lead } => lead.client_up(*client, &self.link)?,
+            Kind::Data(data) => data.part.client_up(&self.link),
+            _ => {}
         }
         Ok(())
     }
@@ -167,6 +205,22 @@ impl Peer {
             Message::Status => {
                 let text = shared.status().to_string();
                 Ok((Message::Text, Some(text.into_bytes())))
+            }
+            Message::Move { model, generation, off, timeout_ms } => {
+                let (link, timeout) = (self.link.clone(), Duration::from_millis(timeout_ms.into()));
+                let answer = move |answer| say(&link, request, answer);
+                match shared.move_model(&model, generation, off, timeout, answer) {
+                    Ok(()) => return Ok(()),
+                    Err(refusal) => Err(refusal),
+                }
+            }
+            message if super::moving::is_between_shards(&message) && shared.options.holds_blocks => {
+                // Some of it takes memory, and all of it comes when nothing else does.
+                let (link, payload) = (self.link.clone(), payload.to_vec());
+                shared.pool.clone().spawn(move || {
+                    say(&link, request, shared.between_shards(message, &payload));
+                });
+                return Ok(());
             }
             message @ (Message::Create | Message::Loaded { .. } | Message::Delete { .. })
                 if shared.options.holds_blocks =>
@@ -196,6 +250,7 @@ fn say(link: &Link, request: u64, answer: super::AdminAnswer) {
         Ok((message, payload)) => (message, payload),
         Err(refusal) => (Message::Refused(refusal), None),
     };
+    let payload = payload.filter(|bytes| !bytes.is_empty());
     link.send(Outgoing { payload: payload.map(Piece::owned), ..Outgoing::new(request, message) });
 }
 
@@ -284,14 +339,18 @@ impl Conversation for Peer {
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
         let request = received.header.request();
         if matches!(self.kind, Kind::Strange) {
-            let greeted = self.greet(received).and_then(|()| self.welcome());
+            let greeted = self.greet(received).and_then(|()| self.welcome().map_err(TurnedAway::from));
             return match greeted {
                 Ok(()) => Ok(Take::Nothing),
-                Err(refusal) => {
+                Err(TurnedAway::Moved(to)) => Err(self.say_moved(request, &to)),
+                Err(TurnedAway::Refused(refusal)) => {
                     tracing::debug!(peer = %self.address, %refusal, "turned away");
                     Err(self.refuse(request, refusal))
                 }
             };
+        }
+        if let Some(to) = self.moved() {
+            return Err(self.say_moved(request, &to));
         }
         let epoch = received.header.epoch();
         if !matches!(self.kind, Kind::Admin) && epoch != self.epoch && received.message != Message::Pong {
@@ -350,6 +409,9 @@ impl Conversation for Peer {
     }
 
     fn tick(&mut self, _: Instant) -> Result<Option<Instant>, Close> {
+        if let Some(to) = self.moved() {
+            return Err(self.say_moved(0, &to));
+        }
         if let Kind::Data(Data { client, part, memory: Some(memory), .. }) = &mut self.kind {
             let outcome = memory.again(*client, part, &self.link);
             outcome.map_err(|refusal| self.refuse(0, refusal))?;
@@ -368,6 +430,7 @@ impl Conversation for Peer {
         match std::mem::replace(&mut self.kind, Kind::Strange) {
             Kind::Control { client, lead } => lead.client_down(client, &self.link),
             Kind::Data(mut data) => {
+                data.part.client_down(&self.link);
                 if let Some(landing) = data.landing.take() {
                     data.part.lost(landing, &self.link);
                 }

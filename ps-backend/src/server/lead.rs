@@ -1,8 +1,8 @@
 //! The lead of a model at work: the edge around [`LeadCore`]. It owns the lock, the clock and the ways to the shards.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::ids::{ClientId, Epoch, Generation, ShardId, Version};
@@ -11,9 +11,12 @@ use libmodelio::net::{Close, Handle, SocketOptions, Thread};
 use libmodelio::wire::{Limits, Message, ModelRecord, Protocol, Received, Refusal, Role};
 use parking_lot::{Condvar, Mutex};
 
+use super::moving::{Progress, Whereabouts};
 use super::part::{self, Part};
+use crate::controls::Controls;
 use crate::core::MemberView;
-use crate::lead::{Action, LeadCore};
+use crate::lead::{Action, LeadCore, TakeOverError};
+use crate::reducer::Reducer;
 
 /// How a shard's address is found.
 pub(super) type Resolve = Arc<dyn Fn(ShardId) -> Result<String, String> + Send + Sync>;
@@ -21,6 +24,10 @@ pub(super) type Resolve = Arc<dyn Fn(ShardId) -> Result<String, String> + Send +
 struct State {
     core: LeadCore,
     clients: HashMap<ClientId, Link>,
+    /// It was handed over, and perhaps goes on elsewhere: nothing changes it.
+    frozen: bool,
+    /// Clients whose connections have come or gone meanwhile.
+    missed: BTreeSet<ClientId>,
 }
 
 enum Way {
@@ -49,9 +56,17 @@ pub struct Lead {
     state: Mutex<State>,
     net: Handle,
     resolve: Resolve,
+    /// The core's time when this began.
+    began_at: Duration,
     started: Instant,
     wake: Condvar,
     stopping: AtomicBool,
+    /// Where the model is now, once another block map is in force.
+    moved: OnceLock<Whereabouts>,
+    /// Held by whoever moves the model.
+    pub(super) mover: Mutex<()>,
+    /// How far that is.
+    pub(super) moving: Mutex<Option<Progress>>,
     this: Weak<Lead>,
 }
 
@@ -72,10 +87,13 @@ pub struct LeadStatus {
     pub controls: crate::controls::Controls,
     /// Shards that cannot be reached, and why.
     pub unreachable: Vec<(ShardId, String)>,
+    /// The model's blocks are on their way.
+    pub moving: Option<Progress>,
 }
 
 impl Lead {
-    /// The lead of the model of `record`, whose own part is `here`.
+    /// The lead of the model of `record`, whose own part is `here`; a new job's, or what was handed over at the time
+    /// beside it.
     ///
     /// # Errors
     /// A record that cannot be used, or no thread.
@@ -85,9 +103,9 @@ impl Lead {
         shard: ShardId,
         net: Handle,
         resolve: Resolve,
+        handed_over: Option<(&[u8], Duration)>,
     ) -> Result<Arc<Lead>, String> {
         let map = record.block_map().map_err(|error| error.to_string())?;
-        let controls = part::controls(record).map_err(|error| error.to_string())?;
         let ways: Vec<Way> = map
             .shares()
             .into_keys()
@@ -102,18 +120,32 @@ impl Lead {
             })
             .collect();
         let layout = record.layout().map_err(|error| error.to_string())?;
-        let core = LeadCore::new(map.blocks(), ways.len(), controls, patience(layout.size()));
+        let (core, began_at) = match handed_over {
+            None => {
+                let controls = part::controls(record).map_err(|error| error.to_string())?;
+                (LeadCore::new(map.blocks(), ways.len(), controls, patience(layout.size())), Duration::ZERO)
+            }
+            Some((bytes, now)) => {
+                let core = LeadCore::taken_over(bytes, map.blocks(), ways.len(), now);
+                (core.map_err(|error| error.to_string())?, now)
+            }
+        };
+        let state = State { core, clients: HashMap::new(), frozen: false, missed: BTreeSet::new() };
         let lead = Arc::new_cyclic(|this| Lead {
             model: record.name.clone(),
             generation: record.generation,
             epoch: map.epoch(),
             ways,
-            state: Mutex::new(State { core, clients: HashMap::new() }),
+            state: Mutex::new(state),
             net,
             resolve,
+            began_at,
             started: Instant::now(),
             wake: Condvar::new(),
             stopping: AtomicBool::new(false),
+            moved: OnceLock::new(),
+            mover: Mutex::new(()),
+            moving: Mutex::new(None),
             this: this.clone(),
         });
         let of_part = Arc::downgrade(&lead);
@@ -127,6 +159,9 @@ impl Lead {
         let timer = Arc::downgrade(&lead);
         let spawned = std::thread::Builder::new().name("lead-timer".into()).spawn(move || run_timer(&timer));
         spawned.map_err(|error| error.to_string())?;
+        if handed_over.is_some() {
+            lead.with_core(|state, now, actions| state.core.go_on(now, actions));
+        }
         Ok(lead)
     }
 
@@ -137,6 +172,10 @@ impl Lead {
         for link in clients {
             link.close(Close::Asked(why.to_string().into()));
         }
+        self.leave_parts();
+    }
+
+    fn leave_parts(&self) {
         for way in &self.ways {
             if let Way::There(remote) = way
                 && let Some(link) = remote.link.lock().take()
@@ -145,6 +184,87 @@ impl Lead {
             }
         }
         self.wake.notify_all();
+    }
+
+    /// Whether it has been ended.
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+
+    // -- moving
+
+    /// Which life of the model, and under which block map.
+    pub(super) fn life(&self) -> (Generation, Epoch) {
+        (self.generation, self.epoch)
+    }
+
+    /// The job is to be held: see [`LeadCore::hold`].
+    pub(super) fn hold(&self) {
+        self.with_core(|state, _, _| state.core.hold());
+    }
+
+    /// It goes on.
+    pub(super) fn release(&self) {
+        self.with_core(|state, now, actions| state.core.release(now, actions));
+    }
+
+    /// What keeps the job from being held, if something does.
+    pub(super) fn held_up_by(&self) -> Option<String> {
+        let state = self.state.lock();
+        (!state.core.is_held()).then(|| state.core.held_up_by())
+    }
+
+    /// The newest version, whose optimizer state there is, and the settings.
+    pub(super) fn facts(&self) -> (Version, Reducer, Controls) {
+        let state = self.state.lock();
+        let job = state.core.job();
+        (job.version(), job.state_of(), job.controls().clone())
+    }
+
+    /// All that it knows, and what time it is. From now on it does nothing: what clients say is not heard, and they
+    /// say it again.
+    pub(super) fn freeze(&self) -> Result<(Vec<u8>, Duration), TakeOverError> {
+        let mut state = self.state.lock();
+        let bytes = state.core.hand_over()?;
+        state.frozen = true;
+        Ok((bytes, self.now()))
+    }
+
+    /// It goes on as if nothing had been: what it handed over is void.
+    pub(super) fn thaw(&self) {
+        let missed = {
+            let mut state = self.state.lock();
+            state.frozen = false;
+            std::mem::take(&mut state.missed)
+        };
+        self.with_core(|state, now, actions| {
+            for client in missed {
+                match state.clients.contains_key(&client) {
+                    // It cannot be refused: it connects again.
+                    true => drop(state.core.client_up(client, now, actions)),
+                    false => state.core.client_down(client, now, actions),
+                }
+            }
+        });
+        self.forgive_silence();
+    }
+
+    /// Another block map is in force, and another lead: all who are connected are told.
+    pub(super) fn retire(&self, to: &Whereabouts) {
+        if self.moved.set(to.clone()).is_err() {
+            return;
+        }
+        self.stopping.store(true, Ordering::Relaxed);
+        let mut state = self.state.lock();
+        state.frozen = true;
+        state.clients.values().for_each(Link::wake);
+        drop(state);
+        self.leave_parts();
+    }
+
+    /// Where the model is now, if it has moved.
+    pub(super) fn moved(&self) -> Option<&Whereabouts> {
+        self.moved.get()
     }
 
     /// What it is doing.
@@ -166,18 +286,31 @@ impl Lead {
             contributions: job.contributions_taken(),
             controls: job.controls().clone(),
             unreachable: unreachable.collect(),
+            moving: self.moving.lock().clone(),
         }
     }
 
-    fn now(&self) -> Duration {
-        self.started.elapsed()
+    pub(super) fn now(&self) -> Duration {
+        self.began_at + self.started.elapsed()
     }
 
     fn with_core(&self, change: impl FnOnce(&mut State, Duration, &mut Vec<Action>)) {
+        self.with_core_or(change, |_| {});
+    }
+
+    /// As [`Self::with_core`]; `frozen` instead if nothing may change the core now.
+    fn with_core_or(
+        &self,
+        change: impl FnOnce(&mut State, Duration, &mut Vec<Action>),
+        frozen: impl FnOnce(&mut State),
+    ) {
         let mut actions = Vec::new();
         let mut orders = Vec::new();
         {
             let mut state = self.state.lock();
+            if state.frozen {
+                return frozen(&mut state);
+            }
             change(&mut state, self.now(), &mut actions);
             for action in actions {
                 match action {
@@ -220,24 +353,46 @@ impl Lead {
     /// A client's connection for control is there.
     pub(super) fn client_up(&self, client: ClientId, link: &Link) -> Result<(), Refusal> {
         let mut outcome = Ok(());
-        self.with_core(|state, now, actions| {
+        let met = |state: &mut State| {
             if let Some(old) = state.clients.insert(client, link.clone()) {
                 // What it still says has been overtaken.
                 old.close(Close::Asked("the client has connected anew".into()));
             }
-            outcome = state.core.client_up(client, now, actions);
-        });
+        };
+        self.with_core_or(
+            |state, now, actions| {
+                met(state);
+                outcome = state.core.client_up(client, now, actions);
+            },
+            |state| {
+                met(state);
+                state.missed.insert(client);
+            },
+        );
+        if self.moved.get().is_some() {
+            link.wake();
+        }
         outcome
     }
 
     /// It is over.
     pub(super) fn client_down(&self, client: ClientId, link: &Link) {
-        self.with_core(|state, now, actions| {
-            if state.clients.get(&client).is_some_and(|known| known.is(link)) {
-                state.clients.remove(&client);
-                state.core.client_down(client, now, actions);
-            }
-        });
+        let known = |state: &mut State| {
+            let known = state.clients.get(&client).is_some_and(|known| known.is(link));
+            known && state.clients.remove(&client).is_some()
+        };
+        self.with_core_or(
+            |state, now, actions| {
+                if known(state) {
+                    state.core.client_down(client, now, actions);
+                }
+            },
+            |state| {
+                if known(state) {
+                    state.missed.insert(client);
+                }
+            },
+        );
     }
 
     /// A message came over it.

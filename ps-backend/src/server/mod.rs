@@ -7,15 +7,17 @@
 //! | `lead` | the lead of a model at work |
 //! | `conversation` | the shard's end of every connection |
 //! | `memory` | clients on the same host, through shared memory (`unsafe`) |
+//! | `moving` | a model's blocks on their way to other shards |
 //! | `admin` | creating, loading and deleting models, status |
 
 mod admin;
 mod conversation;
 pub mod lead;
 mod memory;
+mod moving;
 pub mod part;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -33,6 +35,8 @@ use parking_lot::{Condvar, Mutex};
 use crate::registry::{Answer, RegistryCore};
 use conversation::Peer;
 use lead::Lead;
+pub use moving::Progress;
+use moving::{Adopting, Whereabouts};
 use part::Part;
 
 /// What a process is to be.
@@ -84,6 +88,8 @@ pub(super) struct Model {
     record: ModelRecord,
     part: Arc<Part>,
     lead: Option<Arc<Lead>>,
+    /// What is told to whoever speaks of an older block map, if there was one.
+    whereabouts: Option<Whereabouts>,
 }
 
 /// The registry in this process.
@@ -114,6 +120,10 @@ pub(super) struct Shared {
     models: Mutex<BTreeMap<String, Model>>,
     /// Models that are being made: their memory is being taken.
     making: Mutex<BTreeMap<String, Generation>>,
+    /// Parts under block maps that are to be.
+    adopting: Mutex<BTreeMap<Generation, Arc<Adopting>>>,
+    /// Models that were here, and where they are: the newest ones.
+    gone: Mutex<VecDeque<(String, Whereabouts)>>,
     table: Option<Table>,
     elsewhere: Option<RemoteRegistry>,
     stopping: AtomicBool,
@@ -159,6 +169,8 @@ impl Server {
             no_memory: OnceLock::new(),
             models: Mutex::default(),
             making: Mutex::default(),
+            adopting: Mutex::default(),
+            gone: Mutex::default(),
             table: table.then(|| Table { core: Mutex::new(RegistryCore::new()), started: Instant::now() }),
             elsewhere: options.registry.clone().map(RemoteRegistry::new),
             stopping: AtomicBool::new(false),

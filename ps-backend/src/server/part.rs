@@ -5,7 +5,7 @@
 //!
 //! One of the modules that hold `unsafe`: memory of sums and versions is lent to connections.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use libmodelio::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
@@ -17,6 +17,7 @@ use libmodelio::wire::{self, Message, ModelRecord, Received, Refusal, Work};
 use parking_lot::Mutex;
 use rayon::prelude::*;
 
+use super::moving::Whereabouts;
 use crate::controls::Controls;
 use crate::memory;
 use crate::part::core::{Action, Kind, PartCore, Placement, Plan, Source, local_blocks};
@@ -60,6 +61,10 @@ pub struct Part {
     store: PartStore,
     state: Mutex<State>,
     pool: Arc<rayon::ThreadPool>,
+    /// Connections of clients.
+    links: Mutex<Vec<Link>>,
+    /// Where the model is now, once another block map is in force.
+    moved: OnceLock<Whereabouts>,
 }
 
 /// A payload on its way into the part.
@@ -125,8 +130,22 @@ impl Part {
         let store = PartStore::new(part, controls.reducer, Limits::default())?;
         // All that it can ever need, so that a job that begins with one learner has room for the others.
         store.prefault_sums(SUMS).map_err(PartError::from)?;
+        Ok(Part::of(record, layout.size(), store, pool))
+    }
+
+    /// The same blocks in the same memory, under another block map.
+    pub(super) fn again(&self, record: &ModelRecord) -> Arc<Part> {
+        Part::of(record, self.model_bytes, self.store.clone(), &self.pool)
+    }
+
+    fn of(
+        record: &ModelRecord,
+        model_bytes: u64,
+        store: PartStore,
+        pool: &Arc<rayon::ThreadPool>,
+    ) -> Arc<Part> {
         let state = State {
-            core: PartCore::new(blocks.len() as u32, Version(0)),
+            core: PartCore::new(store.part().blocks().len() as u32, Version(0)),
             starting: None,
             job: None,
             waiting: Vec::new(),
@@ -134,15 +153,17 @@ impl Part {
             lead: None,
             lead_link: None,
         };
-        Ok(Arc::new(Part {
+        Arc::new(Part {
             model: record.name.clone(),
             generation: record.generation,
-            epoch: map.epoch(),
-            model_bytes: layout.size(),
+            epoch: record.epoch,
+            model_bytes,
             store,
             state: Mutex::new(state),
             pool: Arc::clone(pool),
-        }))
+            links: Mutex::default(),
+            moved: OnceLock::new(),
+        })
     }
 
     /// The part's own layout.
@@ -172,12 +193,56 @@ impl Part {
         self.store.load(local, bytes).map(drop).map_err(Refusal::other)
     }
 
+    // -- moving
+
+    /// Its plans go on from this version.
+    pub(super) fn begin_at(&self, version: Version) {
+        self.state.lock().core = PartCore::new(self.layout().blocks(), version);
+    }
+
+    /// Another block map is in force: all who are connected are told, and nothing is taken any more.
+    pub(super) fn has_moved(&self, to: &Whereabouts) {
+        if self.moved.set(to.clone()).is_err() {
+            return;
+        }
+        let mut state = self.state.lock();
+        state.lead = None;
+        if let Some(lead) = state.lead_link.take() {
+            lead.close(Close::Asked("the model has moved".into()));
+        }
+        state.wake();
+        drop(state);
+        self.links.lock().iter().for_each(Link::wake);
+    }
+
+    /// Where the model is now, if it has moved.
+    pub(super) fn moved(&self) -> Option<&Whereabouts> {
+        self.moved.get()
+    }
+
+    /// A client's connection is there.
+    pub(super) fn client_up(&self, link: &Link) {
+        self.links.lock().push(link.clone());
+        if self.moved.get().is_some() {
+            link.wake();
+        }
+    }
+
+    /// It is over.
+    pub(super) fn client_down(&self, link: &Link) {
+        self.links.lock().retain(|known| !known.is(link));
+    }
+
     // -- the lead
 
     /// Says who the lead is from now on, and over which connection. One from before is closed: if it was the true
     /// lead's after all, that one connects again and has the last word.
     pub(super) fn follow(&self, lead: ToLead, link: Option<Link>) {
         let mut state = self.state.lock();
+        if self.moved.get().is_some() {
+            // It was its lead.
+            return;
+        }
         state.lead = Some(lead);
         if let Some(before) = std::mem::replace(&mut state.lead_link, link) {
             before.close(Close::Asked("the lead has connected anew".into()));
@@ -188,6 +253,9 @@ impl Part {
     pub(super) fn from_lead(self: &Arc<Part>, request: u64, message: Message) {
         let mut actions = Vec::new();
         let mut state = self.state.lock();
+        if self.moved.get().is_some() {
+            return;
+        }
         let outcome = match message {
             Message::Start(plan) => self.start(&mut state, plan, &mut actions),
             Message::Conclude { plan } => state.core.conclude(plan, &mut actions).map_err(Refusal::other),

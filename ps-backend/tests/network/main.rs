@@ -2,5 +2,6 @@
 
 mod memory;
 mod moved;
+mod moving;
 mod steps;
 mod world;

@@ -22,7 +22,7 @@ pub const LONG: Duration = Duration::from_secs(20);
 
 pub struct World {
     /// As long as these live, the shards do.
-    _servers: Vec<Server>,
+    pub servers: Vec<Server>,
     pub registry: RemoteRegistry,
     pub record: ModelRecord,
     pub io: Choice,
@@ -78,7 +78,7 @@ impl World {
             },
             &mut |_| {},
         );
-        World { _servers: servers, registry, record: record.unwrap(), io, transport }
+        World { servers, registry, record: record.unwrap(), io, transport }
     }
 
     pub fn client(&self) -> Arc<Client> {

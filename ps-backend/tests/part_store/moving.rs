@@ -16,7 +16,7 @@ fn source(twin: &Twin, seed: usize) -> Source {
     Source {
         seed,
         way: Way::Wide,
-        blocks: twin.blocks().filter(|block| (block.0 as usize + seed) % 3 > 0).collect(),
+        blocks: twin.blocks().filter(|block| !(block.0 as usize + seed).is_multiple_of(3)).collect(),
     }
 }
 

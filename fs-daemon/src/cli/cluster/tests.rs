@@ -138,7 +138,9 @@ fn flags_reach_the_configuration() {
     let delete = config!(Delete, "delete llama --registry node1").unwrap();
     assert_eq!((delete.name.as_str(), delete.registry.host.as_str()), ("llama", "node1"));
     let drain = config!(Drain, "drain node2:7 --registry node1").unwrap();
-    assert_eq!(drain.shard.to_string(), "node2:7");
+    assert_eq!((drain.shard.to_string().as_str(), drain.timeout.as_secs()), ("node2:7", 600));
+    let drain = config!(Drain, "drain 3 --registry node1 --timeout 20").unwrap();
+    assert_eq!((drain.shard.to_string().as_str(), drain.timeout.as_secs()), ("shard 3", 20));
 }
 
 #[test]
@@ -184,6 +186,9 @@ fn wrong_words_are_refused_with_exit_code_2() {
     ] {
         let error = parsed(words).unwrap_err();
         assert_eq!(error.exit_code(), 2, "{words}: {error}");
+    }
+    for words in ["drain 0 --registry n", "drain n:0 --registry n", "drain 1 --timeout 0 --registry n"] {
+        assert_eq!(config!(Drain, words).unwrap_err().exit_code(), 2, "{words}");
     }
     // What is out of range is found by the same code wherever it comes from.
     assert_eq!(config!(Create, "create m --size 1MiB --shards 0 --registry n").unwrap_err().exit_code(), 2);

@@ -1,0 +1,245 @@
+//! A model's blocks on their way to other shards, under a new block map, while the job runs.
+//!
+//! The model's lead does it (`mover`): it has the shards of the new map take memory, holds the job between two versions,
+//! has them fetch what the others keep, hands its own state over, and replaces the record at the registry. That is the
+//! moment from which the new map is in force, and nothing can fail any more. Then every shard is told to switch, and
+//! clients hear of the new map from whichever shard they speak to. Until then the new parts (`adopting`) are beside the
+//! old ones, and can be dropped. `docs/network.md` has the story.
+
+mod adopting;
+mod mover;
+mod told;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use libmodelio::ids::{BlockId, Epoch, Generation, ShardId, Version};
+use libmodelio::wire::{Kept, Message, Moved, Refusal, Role};
+use serde_json::{Value, json};
+
+pub(super) use adopting::Adopting;
+
+use super::conversation::TurnedAway;
+use super::{AdminAnswer, Model, Shared};
+
+/// Models that were here and are remembered.
+const MAX_GONE: usize = 1024;
+
+/// Where a model is now: what is told to whoever speaks of an older block map.
+#[derive(Clone, Debug)]
+pub(super) struct Whereabouts {
+    pub generation: Generation,
+    pub epoch: Epoch,
+    /// A [`Moved`].
+    pub payload: Arc<[u8]>,
+}
+
+/// How far a move is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Off which shard.
+    pub off: ShardId,
+    /// What is being done.
+    pub stage: &'static str,
+    /// Blocks that are where they are to be.
+    pub blocks: u32,
+    /// Blocks that are brought to shards.
+    pub of: u32,
+}
+
+/// Whether a message is one of those by which shards move blocks.
+pub(super) fn is_between_shards(message: &Message) -> bool {
+    matches!(
+        message,
+        Message::Adopt
+            | Message::Fill { .. }
+            | Message::Adopting { .. }
+            | Message::Fetch { .. }
+            | Message::HandOver { .. }
+            | Message::Switch
+            | Message::Abandon { .. }
+    )
+}
+
+impl Shared {
+    /// Begins to move a model's blocks off a shard; `answer` is called when that is over.
+    pub(super) fn move_model(
+        self: &Arc<Shared>,
+        model: &str,
+        generation: Generation,
+        off: ShardId,
+        timeout: Duration,
+        answer: impl FnOnce(AdminAnswer) + Send + 'static,
+    ) -> Result<(), Refusal> {
+        let lead = {
+            let models = self.models.lock();
+            let found = models.get(model).ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
+            if found.generation != generation {
+                let (model, expected) = (model.to_owned(), found.generation);
+                return Err(Refusal::Generation { model, expected, got: generation });
+            }
+            let lead = found.lead.clone();
+            lead.ok_or_else(|| Refusal::other(format!("this shard does not lead model {model:?}")))?
+        };
+        let shared = Arc::clone(self);
+        let moves = move || answer(mover::run(&shared, &lead, off, timeout));
+        let spawned = std::thread::Builder::new().name("mover".into()).spawn(moves);
+        spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to move it: {error}")))
+    }
+
+    /// What shards ask of each other. May take time.
+    pub(super) fn between_shards(self: &Arc<Shared>, message: Message, payload: &[u8]) -> AdminAnswer {
+        let done = |()| (Message::Done, None);
+        match message {
+            Message::Adopt => self.adopt(payload).map(done),
+            Message::Fill { generation, attempt, version, reducer } => {
+                self.fill(generation, attempt, version, &reducer).map(done)
+            }
+            Message::Adopting { generation, attempt } => {
+                let (blocks, of) = self.adopting(generation, attempt)?.progress()?;
+                Ok((Message::Adopted { blocks, of }, None))
+            }
+            Message::Fetch { generation, epoch, version, block, what } => {
+                let bytes = self.fetch(generation, epoch, version, block, what)?;
+                Ok((Message::Fetched, Some(bytes)))
+            }
+            Message::HandOver { generation, attempt, at, of, now } => {
+                let adopting = self.adopting(generation, attempt)?;
+                adopting.hand_over(at, of, Duration::from_nanos(now), payload).map(done)
+            }
+            Message::Switch => self.switch(payload).map(done),
+            Message::Abandon { generation, attempt } => self.abandon(generation, attempt).map(done),
+            other => Err(Refusal::Role { what: other.name().to_owned() }),
+        }
+    }
+
+    /// What this shard keeps of a block.
+    fn fetch(
+        &self,
+        generation: Generation,
+        epoch: Epoch,
+        wanted: Version,
+        block: BlockId,
+        what: Kept,
+    ) -> Result<Vec<u8>, Refusal> {
+        let part = self.part_of(generation)?.1;
+        if part.epoch != epoch {
+            return Err(Refusal::Epoch { expected: part.epoch, got: epoch });
+        }
+        let local = part.store().part().local(block).ok_or(Refusal::NotMine { block })?;
+        let kept = part.store().keep().map_err(Refusal::other)?;
+        if kept.version() != wanted {
+            return Err(Refusal::NoVersion { wanted, newest: kept.version() });
+        }
+        kept.bytes(local, what).map(<[u8]>::to_vec).map_err(Refusal::other)
+    }
+
+    /// Another block map is in force. Nothing happens the second time.
+    fn switch(&self, payload: &[u8]) -> Result<(), Refusal> {
+        let moved = Moved::decode(payload).map_err(Refusal::other)?;
+        let Moved { record, .. } = moved;
+        let (name, generation, epoch) = (record.name.clone(), record.generation, record.epoch);
+        let to = Whereabouts { generation, epoch, payload: payload.into() };
+        let me = *self.shard.lock();
+        let owns = record.owners.iter().any(|(owner, _)| *owner == me);
+        let before = {
+            let mut models = self.models.lock();
+            let here = models.get(&name).filter(|model| model.generation == generation);
+            if here.is_some_and(|model| model.part.epoch >= epoch) {
+                return Ok(());
+            }
+            if !owns {
+                let before = here.is_some().then(|| models.remove(&name)).flatten();
+                self.is_gone(&name, to.clone());
+                before
+            } else {
+                let adopting = self.adopting.lock().get(&generation).cloned();
+                let adopting = adopting.filter(|adopting| *adopting.record() == record);
+                let adopting = adopting.ok_or_else(|| {
+                    Refusal::other(format!(
+                        "this shard has no blocks of model {name:?} under block map {epoch}"
+                    ))
+                })?;
+                let part = adopting.filled()?;
+                let lead = match adopting.handed_over()? {
+                    Some((bytes, now)) if record.lead == me => {
+                        Some(self.lead(&record, &part, Some((&bytes, now)))?)
+                    }
+                    None if record.lead == me => {
+                        return Err(Refusal::other("the lead's state was not handed over"));
+                    }
+                    _ => None,
+                };
+                let whereabouts = Some(to.clone());
+                let model = Model { generation, record, part, lead, whereabouts };
+                let before = models.insert(name.clone(), model);
+                self.gone.lock().retain(|(gone, _)| *gone != name);
+                self.stop_adopting(generation);
+                before
+            }
+        };
+        if let Some(before) = before {
+            before.part.has_moved(&to);
+            if let Some(lead) = before.lead {
+                lead.retire(&to);
+            }
+        }
+        tracing::info!(model = %name, %epoch, owns, "the model has moved");
+        Ok(())
+    }
+
+    fn is_gone(&self, name: &str, to: Whereabouts) {
+        let mut gone = self.gone.lock();
+        let newer = |(known, at): &(String, Whereabouts)| {
+            known == name && at.generation == to.generation && at.epoch >= to.epoch
+        };
+        if gone.iter().any(newer) {
+            return;
+        }
+        gone.retain(|(known, _)| known != name);
+        if gone.len() >= MAX_GONE {
+            gone.pop_front();
+        }
+        gone.push_back((name.to_owned(), to));
+    }
+
+    /// Where a model is that was here.
+    pub(super) fn whereabouts(&self, name: &str, generation: Generation) -> Option<Whereabouts> {
+        let gone = self.gone.lock();
+        let found = gone.iter().find(|(known, to)| known == name && to.generation == generation);
+        found.map(|(_, to)| to.clone())
+    }
+
+    /// What is said to somebody who greets for a model that is not here.
+    pub(super) fn not_here(&self, name: &str, generation: Generation, role: Role, got: Epoch) -> TurnedAway {
+        if let Some(to) = self.whereabouts(name, generation).filter(|to| got < to.epoch) {
+            return match role {
+                // It was the lead, and is no longer.
+                Role::Lead => Refusal::Epoch { expected: to.epoch, got }.into(),
+                _ => TurnedAway::Moved(to),
+            };
+        }
+        // It comes; whoever knows of it already comes again.
+        let adopting = self.adopting.lock().get(&generation).cloned();
+        match adopting.filter(|adopting| adopting.record().name == name) {
+            Some(adopting) => Refusal::Epoch { expected: adopting.epoch_in_force(), got }.into(),
+            None => Refusal::NoModel(name.to_owned()).into(),
+        }
+    }
+
+    /// Parts that are being filled, for status.
+    pub(super) fn adopting_status(&self) -> Vec<Value> {
+        let adopting = self.adopting.lock();
+        let status = adopting.values().map(|adopting| {
+            let (blocks, of, trouble) = match adopting.progress() {
+                Ok((blocks, of)) => (blocks, of, None),
+                Err(refusal) => (0, 0, Some(refusal.to_string())),
+            };
+            let record = adopting.record();
+            json!({
+                "name": record.name, "epoch": record.epoch.0, "blocks": blocks, "of": of, "failed": trouble,
+            })
+        });
+        status.collect()
+    }
+}

@@ -1,0 +1,436 @@
+//! Blocks that move to other shards while a job runs. Clients connect anew here, under the new block map; one that
+//! speaks by hand does what a client does that lives through it.
+
+#![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use libmodelio::admin::{AdminError, AdminPeer};
+use libmodelio::ids::{ClientId, Epoch, Generation, ShardId, Step, Version};
+use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::net::Choice;
+use libmodelio::registry::Registry;
+use libmodelio::wire::{
+    Limits, Message, ModelRecord, Moved, Protocol, Received, Receiver, Refusal, Role, frame,
+};
+
+use crate::world::{LONG, Learner, Way, World, server};
+
+const TCP: Way = Way::Tcp(Choice::Auto);
+const BYTES: u64 = 1_500_004;
+
+fn layout() -> ModelLayout {
+    let tensors = vec![
+        ("h".to_owned(), DType::F16, vec![200_003]),
+        ("w".to_owned(), DType::F32, vec![150_001]),
+        ("i".to_owned(), DType::parse("I32").unwrap(), vec![30_001]),
+        ("b".to_owned(), DType::BF16, vec![100_001]),
+    ];
+    ModelLayout::new(tensors, 64 << 10).unwrap()
+}
+
+fn status(address: &str) -> serde_json::Value {
+    let mut peer = AdminPeer::connect(address, Instant::now() + LONG).unwrap();
+    let (_, text) = peer.request(&Message::Status, &[], Instant::now() + LONG).unwrap();
+    serde_json::from_slice(&text).unwrap()
+}
+
+impl World {
+    fn address_of(&self, shard: ShardId) -> String {
+        self.shards().into_iter().find(|record| record.shard == shard).unwrap().address
+    }
+
+    fn newest_record(&self) -> ModelRecord {
+        self.registry.model("m", Instant::now() + LONG).unwrap()
+    }
+
+    /// Asks the lead to move the model off a shard.
+    fn move_off(&self, off: ShardId, within: Duration) -> Result<(), Refusal> {
+        self.registry.drain(off, Instant::now() + LONG).unwrap();
+        let record = self.newest_record();
+        let mut lead = AdminPeer::connect(&self.address_of(record.lead), Instant::now() + LONG).unwrap();
+        let (model, generation) = ("m".to_owned(), record.generation);
+        let message = Message::Move { model, generation, off, timeout_ms: within.as_millis() as u32 };
+        match lead.request(&message, &[], Instant::now() + 3 * LONG) {
+            Ok((Message::Done, _)) => Ok(()),
+            Err(AdminError::Refusal(refusal)) => Err(refusal),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Clients that connect from now on find the model where it is.
+    fn look_again(&mut self) {
+        self.record = self.newest_record();
+    }
+
+    fn stop(&mut self, shard: ShardId) {
+        let at = self.servers.iter().position(|server| server.shard() == shard).unwrap();
+        drop(self.servers.remove(at));
+    }
+}
+
+/// Two learners on a client each, for some steps; then they leave. The bits of the weights.
+fn train(world: &World, steps: u32) -> (Version, Vec<u32>) {
+    let (a, b) = (world.client(), world.client());
+    let learners = [Learner::join(&a, "a"), Learner::join(&b, "b")];
+    let mut newest = (Version(0), Vec::new());
+    for step in 1..=steps {
+        let pushed: Vec<_> = learners
+            .iter()
+            .zip([0.125, 0.5])
+            .map(|(learner, share)| learner.push(share / step as f32))
+            .collect();
+        for answer in pushed {
+            assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        }
+        let (version, weights) = learners[0].pull();
+        newest = (version, weights.iter().map(|weight| weight.to_bits()).collect());
+    }
+    learners.iter().for_each(Learner::leave);
+    a.shut_down();
+    b.shut_down();
+    newest
+}
+
+/// Trains, moves the model off one of three shards, stops that, and trains on; the other world is left alone.
+fn drained(way: Way, spare: bool, off: impl Fn(&ModelRecord) -> ShardId) {
+    let settings = [("reducer", "adam"), ("learners", "2"), ("nonfinite", "accept")];
+    let undisturbed = World::of(3, &layout(), &settings, way);
+    let mut world = World::of(3, &layout(), &settings, way);
+    // The registry is here, and stays.
+    let registry = world.servers[0].address().to_string();
+    if spare {
+        world.servers.push(server(Some(registry), world.io));
+    }
+    assert_eq!(train(&world, 3), train(&undisturbed, 3));
+    let off = off(&world.record);
+    world.move_off(off, LONG).unwrap();
+    let before = world.record.clone();
+    world.look_again();
+    assert_eq!(world.record.epoch, Epoch(2));
+    assert_ne!(world.record.lead, off);
+    let (old, new) = (before.block_map().unwrap(), world.record.block_map().unwrap());
+    assert_eq!(new.blocks_of(off).count(), 0);
+    assert_eq!(new.shares().len(), if spare { 3 } else { 2 });
+    let moved = old.owners().iter().zip(new.owners()).filter(|(a, b)| a != b).count();
+    assert_eq!(moved, old.blocks_of(off).count(), "no other block moves");
+    // It holds nothing any more.
+    let gone = status(&world.address_of(off));
+    assert_eq!(gone["models"], serde_json::json!([]));
+    assert_eq!(gone["adopting"], serde_json::json!([]));
+    if off != world.servers[0].shard() {
+        world.stop(off);
+    }
+    assert_eq!(train(&world, 3), train(&undisturbed, 3));
+    // Said again, nothing happens.
+    if off == world.servers[0].shard() {
+        world.move_off(off, LONG).unwrap();
+    }
+    assert_eq!(world.newest_record().epoch, Epoch(2));
+}
+
+fn not_the_lead(record: &ModelRecord) -> ShardId {
+    record.owners.iter().map(|(owner, _)| *owner).find(|owner| *owner != record.lead).unwrap()
+}
+
+#[test]
+fn a_drained_shard_can_be_stopped_and_nothing_is_lost() {
+    drained(TCP, false, not_the_lead);
+    drained(Way::Memory, false, not_the_lead);
+}
+
+#[test]
+fn another_shard_takes_the_place_of_a_drained_one() {
+    drained(TCP, true, not_the_lead);
+}
+
+#[test]
+fn a_lead_that_is_drained_hands_the_job_over() {
+    drained(TCP, false, |record| record.lead);
+    drained(Way::Memory, true, |record| record.lead);
+}
+
+#[test]
+fn whoever_stays_the_same_takes_no_more_memory() {
+    let world = World::new(2, BYTES, &[("reducer", "adam"), ("learners", "2")], TCP);
+    let _spare = server(Some(world.servers[0].address().to_string()), world.io);
+    train(&world, 2);
+    let (off, stays) = (not_the_lead(&world.record), world.record.lead);
+    let memory = || status(&world.address_of(stays))["models"][0]["memory_bytes"].as_u64().unwrap();
+    let before = memory();
+    world.move_off(off, LONG).unwrap();
+    assert_eq!(memory(), before);
+}
+
+/// A connection to a shard that is spoken over by hand.
+struct Raw {
+    stream: TcpStream,
+    receiver: Receiver,
+    unread: Vec<u8>,
+    epoch: Epoch,
+}
+
+impl Raw {
+    fn greet(address: &str, role: Role, record: &ModelRecord, client: ClientId) -> Raw {
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(LONG)).unwrap();
+        let mut receiver = Receiver::new(Limits::GREETING);
+        receiver.set_limits(Limits::MAX);
+        let mut raw = Raw { stream, receiver, unread: Vec::new(), epoch: record.epoch };
+        let hello = Message::Hello {
+            protocol: Protocol::NEWEST.number(),
+            role,
+            model: record.name.clone(),
+            generation: record.generation,
+            client,
+        };
+        raw.say(0, &hello);
+        raw
+    }
+
+    fn say(&mut self, request: u64, message: &Message) {
+        let bytes = frame(message, request, self.epoch, &[]).unwrap();
+        self.stream.write_all(&bytes).unwrap();
+    }
+
+    fn hear(&mut self) -> (Received, Vec<u8>) {
+        loop {
+            let (used, received) = self.receiver.push(&self.unread).unwrap();
+            self.unread.drain(..used);
+            let Some(received) = received else {
+                self.read();
+                continue;
+            };
+            let len = received.header.payload_len() as usize;
+            while self.unread.len() < len {
+                self.read();
+            }
+            let payload: Vec<u8> = self.unread.drain(..len).collect();
+            if len > 0 {
+                self.receiver.payload_done(libmodelio::wire::crc32c(&payload)).unwrap();
+            }
+            return (received, payload);
+        }
+    }
+
+    fn read(&mut self) {
+        let mut bytes = [0; 4096];
+        let count = loop {
+            match self.stream.read(&mut bytes) {
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                outcome => break outcome.unwrap(),
+            }
+        };
+        assert!(count > 0, "the connection ended");
+        self.unread.extend_from_slice(&bytes[..count]);
+    }
+
+    /// The answer to a request, whatever else is said.
+    fn answer(&mut self, request: u64) -> Message {
+        loop {
+            let (received, _) = self.hear();
+            if received.header.request() == request {
+                return received.message;
+            }
+        }
+    }
+
+    /// Says something and waits for the answer.
+    fn ask(&mut self, request: u64, message: &Message) -> Message {
+        self.say(request, message);
+        self.answer(request)
+    }
+
+    /// It is told where the model is now, and the connection ends.
+    fn is_moved(&mut self, after: &ModelRecord) {
+        loop {
+            let (received, payload) = self.hear();
+            if received.message == Message::Moved {
+                let moved = Moved::decode(&payload).unwrap();
+                assert_eq!(moved.record, *after);
+                assert_eq!(received.header.epoch(), after.epoch);
+                assert_eq!(self.stream.read(&mut [0]).unwrap(), 0, "nothing follows");
+                return;
+            }
+        }
+    }
+}
+
+fn lives_through(lead_moves: bool) {
+    let settings = [("reducer", "sum"), ("learners", "2"), ("deterministic", "true")];
+    let mut world = World::new(3, BYTES, &settings, TCP);
+    let before = world.record.clone();
+    let off = if lead_moves { before.lead } else { not_the_lead(&before) };
+    let client = ClientId(77);
+    let mut control = Raw::greet(&world.address_of(before.lead), Role::Control, &before, client);
+    assert!(matches!(control.hear().0.message, Message::Welcome { .. }));
+    let mut data = Raw::greet(&world.address_of(off), Role::Data, &before, client);
+    assert!(matches!(data.hear().0.message, Message::Welcome { .. }));
+    let joined = control.ask(1, &Message::Join { name: "by hand".into() });
+    let Message::Joined { learner, .. } = joined else { panic!("{joined:?}") };
+    // Its commit waits for a learner that is still to come.
+    control.ask(2, &Message::Open { learner });
+    let blocks = vec![0..1];
+    let commit = Message::Commit { learner, step: Step(1), blocks, timeout_ms: 20_000 };
+    control.say(3, &commit);
+    assert_eq!(
+        control.ask(4, &Message::SetControl { name: "carry".into(), value: "1".into() }),
+        Message::Done
+    );
+    let reader = world.client();
+    world.move_off(off, LONG).unwrap();
+    world.look_again();
+    reader.shut_down();
+    // All connections are told, unasked.
+    control.is_moved(&world.record);
+    data.is_moved(&world.record);
+    // So is whoever comes with the old map; who claims to lead by it is refused.
+    for role in [Role::Control, Role::Data] {
+        Raw::greet(&world.address_of(before.lead), role, &before, client).is_moved(&world.record);
+    }
+    Raw::greet(&world.address_of(off), Role::Data, &before, client).is_moved(&world.record);
+    let refused = Raw::greet(&world.address_of(off), Role::Lead, &before, ClientId(0)).hear().0.message;
+    assert_eq!(refused, Message::Refused(Refusal::Epoch { expected: Epoch(2), got: Epoch(1) }));
+    // The client goes on with its learner and its requests.
+    let mut control = Raw::greet(&world.address_of(world.record.lead), Role::Control, &world.record, client);
+    assert!(matches!(control.hear().0.message, Message::Welcome { .. }));
+    assert_eq!(control.ask(1, &Message::Join { name: "by hand".into() }), joined, "it was carried out");
+    control.say(3, &commit);
+    let other = world.client();
+    let late = Learner::join(&other, "late");
+    let late_answer = late.push(1.0);
+    // The plan has both; it is sent what it asks for.
+    let plan = loop {
+        if let Message::Grant { plan, .. } = control.hear().0.message {
+            break plan;
+        }
+    };
+    let owner = world.record.block_map().unwrap().owners()[0];
+    let mut data = Raw::greet(&world.address_of(owner), Role::Data, &world.record, client);
+    assert!(matches!(data.hear().0.message, Message::Welcome { .. }));
+    let block = 2.0f32.to_le_bytes().repeat((64 << 10) / 4);
+    let push = Message::Push { plan, block: libmodelio::ids::BlockId(0), wide: false };
+    data.stream.write_all(&frame(&push, 0, world.record.epoch, &block).unwrap()).unwrap();
+    data.stream.write_all(&block).unwrap();
+    assert_eq!(control.answer(3), Message::Done);
+    assert_eq!(late_answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    let (version, weights) = late.pull();
+    assert_eq!(version, Version(1));
+    assert!(weights[..16 << 10].iter().all(|&weight| weight == 3.0));
+    assert!(weights[16 << 10..].iter().all(|&weight| weight == 1.0));
+    other.shut_down();
+}
+
+#[test]
+fn a_client_goes_on_with_its_learners_and_requests_after_a_move() {
+    lives_through(false);
+}
+
+#[test]
+fn a_client_goes_on_with_its_learners_and_requests_under_another_lead() {
+    lives_through(true);
+}
+
+#[test]
+fn a_move_that_fails_changes_nothing() {
+    let settings = [("reducer", "sum"), ("learners", "2"), ("consistency", "sync")];
+    let mut world = World::new(1, BYTES, &settings, TCP);
+    let only = world.record.lead;
+    let refusal = world.move_off(only, LONG).unwrap_err();
+    assert!(refusal.to_string().contains("start another shard first"), "{refusal}");
+    // A shard that is there and does not answer.
+    let hung = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let record = libmodelio::wire::ShardRecord {
+        shard: ShardId(0),
+        address: hung.local_addr().unwrap().to_string(),
+        host: String::new(),
+        draining: false,
+    };
+    let lease = Duration::from_secs(600);
+    let number = world.registry.announce(&record, lease, Instant::now() + LONG).unwrap();
+    let refusal = world.move_off(only, Duration::from_secs(2)).unwrap_err();
+    assert!(refusal.to_string().contains(&format!("shard {number} at {}", record.address)), "{refusal}");
+    world.registry.withdraw(number, Instant::now() + LONG).unwrap();
+    // A step that does not end.
+    let other = server(Some(world.servers[0].address().to_string()), world.io);
+    let client = world.client();
+    let learners = [Learner::join(&client, "quick"), Learner::join(&client, "slow")];
+    assert_eq!(learners[0].push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    let refusal = world.move_off(only, Duration::from_secs(1)).unwrap_err();
+    assert!(refusal.to_string().contains("waits for the learner(s) slow"), "{refusal}");
+    // The job goes on where it is.
+    assert_eq!(world.newest_record().epoch, Epoch(1));
+    assert_eq!(learners[1].push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    assert!(learners[0].pull().1.iter().all(|&weight| weight == 3.0));
+    let end = Instant::now() + LONG;
+    while status(&other.address().to_string())["adopting"] != serde_json::json!([]) {
+        assert!(Instant::now() < end, "its memory is not given back");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    learners.iter().for_each(Learner::leave);
+    client.shut_down();
+    // And then it moves.
+    world.move_off(only, LONG).unwrap();
+    world.look_again();
+    let (version, _) = train(&world, 1);
+    assert_eq!(version, Version(2));
+}
+
+#[test]
+fn a_model_that_has_moved_is_deleted_wherever_it_is() {
+    let mut world = World::new(2, BYTES, &[("reducer", "sum"), ("learners", "2")], TCP);
+    let first = world.servers[0].address().to_string();
+    world.servers.push(server(Some(first.clone()), world.io));
+    let before = world.record.clone();
+    let off = not_the_lead(&before);
+    world.move_off(off, LONG).unwrap();
+    // As one who has looked before it moved, and deletes now.
+    let registry = &world.registry;
+    registry.delete("m", before.generation, Instant::now() + LONG).unwrap();
+    ps_backend::create::forget(&before, &world.shards()).unwrap();
+    for server in &world.servers {
+        let status = status(&server.address().to_string());
+        assert_eq!(status["models"], serde_json::json!([]), "shard {}", server.shard());
+    }
+}
+
+#[test]
+fn what_makes_no_sense_is_refused() {
+    let world = World::new(2, BYTES, &[("reducer", "sum")], TCP);
+    let record = &world.record;
+    let other = not_the_lead(record);
+    let mut peer = AdminPeer::connect(&world.address_of(other), Instant::now() + LONG).unwrap();
+    let mut refused = |message: Message, payload: &[u8]| match peer
+        .request(&message, payload, Instant::now() + LONG)
+        .unwrap_err()
+    {
+        AdminError::Refusal(refusal) => refusal.to_string(),
+        error => panic!("{error}"),
+    };
+    let generation = record.generation;
+    let moves = |generation| Message::Move { model: "m".into(), generation, off: other, timeout_ms: 1000 };
+    assert!(refused(moves(generation), &[]).contains("does not lead"));
+    assert!(refused(moves(Generation(1)), &[]).contains("generation"));
+    assert!(refused(Message::Adopt, b"nothing").contains("record"));
+    assert!(refused(Message::Switch, b"nothing").contains("record"));
+    let adopting = Message::Adopting { generation, attempt: 1 };
+    assert!(refused(adopting, &[]).contains("does not take part"));
+    // A map that nobody has prepared does not come into force.
+    let map = record.block_map().unwrap().without(record.lead, &[other]).unwrap();
+    let after = record.moved(&map, other).unwrap();
+    let switch = Moved { record: after, shards: world.shards() }.encode().unwrap();
+    assert!(refused(Message::Switch, &switch).contains("has no blocks"));
+    let block = world.record.block_map().unwrap().blocks_of(other).next().unwrap();
+    let fetch = |epoch, version, block| {
+        let what = libmodelio::wire::Kept::Weights;
+        Message::Fetch { generation, epoch: Epoch(epoch), version: Version(version), block, what }
+    };
+    assert!(refused(fetch(2, 0, block), &[]).contains("block map"));
+    assert!(refused(fetch(1, 7, block), &[]).contains("version 7 is not here"));
+    let theirs = world.record.block_map().unwrap().blocks_of(record.lead).next().unwrap();
+    assert!(refused(fetch(1, 0, theirs), &[]).contains("not one of this shard's"));
+    let (answer, bytes) = peer.request(&fetch(1, 0, block), &[], Instant::now() + LONG).unwrap();
+    assert_eq!((answer, bytes.len()), (Message::Fetched, 64 << 10));
+}

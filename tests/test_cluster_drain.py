@@ -1,0 +1,427 @@
+"""A shard is drained: its blocks move to others while the job runs, as docs/semantics.md promises it "On a network"."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from cluster import Shard
+from filetools import BLOCK, array, eventually, takes
+from wire import HEADER_BYTES, MESSAGES, REGISTRY, Peer
+
+SIZE = 9 * BLOCK + 1236
+ELEMENTS = SIZE // 4
+# Mounts that live through a move follow it by themselves.
+LIVES = pytest.mark.skipif(not os.environ.get("GRADFS_TESTS_LIVE_MOVES"), reason="GRADFS_TESTS_LIVE_MOVES is not set")
+
+
+@pytest.fixture
+def apart(cluster):
+    """Clusters of which no shard is the registry: call it with a number of shards, and whether a proxy is in front of
+    the registry, which is `one.way` then."""
+    registries = []
+
+    def start(shards, proxied=False):
+        one = cluster(0)
+        registries.append(Shard(command="registry"))
+        one.registry = registries[-1].address
+        if proxied:
+            one.way = one.proxy()
+            one.way.target, one.registry = one.registry, one.way.address
+        for _ in range(shards):
+            one.add_shard()
+        return one
+
+    yield start
+    for registry in registries:
+        registry.kill()
+
+
+def model(one, name="m", **settings):
+    options = {"size": SIZE, "block_size": BLOCK, "reducer": "adam", "timeout": 20, "lease": 10, **settings}
+    one.create(name, **options)
+    return one
+
+
+def shown(mount, learner=None):
+    """The newest weights."""
+    return np.frombuffer(mount.weights(learner), "<f4")
+
+
+def train(one, steps, at=0):
+    """Contributions of a mount of its own; the weights afterwards."""
+    mount = one.mount()
+    for step in range(at, at + steps):
+        mount.contribute(np.random.default_rng(step).standard_normal(ELEMENTS).astype("<f4"))
+    weights = shown(mount)
+    assert mount.stop() == 0
+    return weights
+
+
+def drain(one, shard, *args, **options):
+    done = one.run("drain", shard.address, *args, **options)
+    assert done.returncode == 0, done.stderr
+    assert "it can be stopped" in done.stdout, done.stdout
+    holds = one.ask(shard)
+    assert holds["models"] == [] and holds["adopting"] == [], holds
+    return done
+
+
+def epochs(one):
+    """Model -> block maps that shards hold a part under."""
+    found = {}
+    for shard in one.shards:
+        for part in one.ask(shard)["models"] if shard.process.poll() is None else []:
+            found.setdefault(part["name"], set()).add(part["epoch"])
+    return found
+
+
+def leader(one, name="m"):
+    return one.leader(name)
+
+
+def other_than(one, *shards):
+    return next(shard for shard in one.shards if shard not in shards)
+
+
+def test_a_drained_shard_can_be_stopped_and_nothing_is_lost(apart):
+    """Weights and optimizer state go on as if nothing had been."""
+    quiet, one = model(apart(3)), model(apart(3))
+    assert (train(one, 3) == train(quiet, 3)).all()
+    gone = other_than(one, leader(one))
+    drain(one, gone)
+    assert gone.stop() == 0
+    assert (train(one, 3, at=3) == train(quiet, 3, at=3)).all()
+    status = one.status()
+    assert [shard["address"] for shard in status["shards"]] == [s.address for s in one.shards if s is not gone]
+    assert sum(shard["models"][0]["blocks"] for shard in status["shards"]) == 10
+    assert epochs(one) == {"m": {2}}
+
+
+def test_a_lead_that_is_drained_hands_the_job_over(apart):
+    quiet, one = model(apart(3)), model(apart(3))
+    assert (train(one, 3) == train(quiet, 3)).all()
+    lead = leader(one)
+    contributions = one.lead("m")["contributions"]
+    drain(one, lead)
+    one._peers.clear()
+    assert lead.stop() == 0
+    assert leader(one) is not lead and one.lead("m")["contributions"] == contributions
+    assert (train(one, 3, at=3) == train(quiet, 3, at=3)).all()
+
+
+def test_another_shard_takes_the_place_of_a_drained_one(apart):
+    """Whoever stays keeps what it has, in the memory that it has."""
+    one = model(apart(2))
+    before = train(one, 2)
+    stays, gone = one.shards
+    if leader(one) is gone:
+        stays, gone = gone, stays
+    memory = one.part(stays, "m")["memory_bytes"]
+    new = one.add_shard()
+    drain(one, gone)
+    assert one.part(stays, "m")["memory_bytes"] == memory and one.part(new, "m")["blocks"] == 5
+    mount = one.mount()
+    assert (shown(mount) == before).all()
+
+
+def test_all_models_of_a_shard_move_and_it_takes_no_more(apart):
+    one = apart(3)
+    for name in ("a", "b", "c"):
+        model(one, name)
+    gone = one.shards[1]
+    assert "3 model(s) moved" in drain(one, gone).stdout
+    assert [shard["draining"] for shard in one.status()["shards"]] == [False, True, False]
+    # Said again, and by its number.
+    done = one.run("drain", gone.number)
+    assert done.returncode == 0 and "0 model(s) moved" in done.stdout, done.stderr
+    model(one, "d", shards=2)
+    assert one.ask(gone)["models"] == []
+    assert epochs(one) == {"a": {2}, "b": {2}, "c": {2}, "d": {1}}
+
+
+def test_a_shard_that_is_the_registry_is_said_to_have_to_stay(cluster):
+    one = model(cluster(2))
+    done = drain(one, one.shards[0])
+    assert "it is the registry" in done.stdout
+    train(one, 1)
+
+
+def test_without_another_shard_nothing_moves(cluster):
+    one = model(cluster(1))
+    done = one.run("drain", one.shards[0].address)
+    assert done.returncode == 1 and "start another shard first" in done.stderr, done.stderr
+    train(one, 1)
+    one.add_shard()
+    # Now it goes on where it stopped.
+    drain(one, one.shards[0])
+
+
+def test_a_step_that_does_not_end_is_said_with_who_holds_it_up(apart):
+    one = model(apart(2), learners=2, reducer="sum", lease=0)
+    mount = one.mount()
+    mount.join("quick"), mount.join("slow")
+    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
+    eventually(lambda: one.lead("m")["contributions"] == 0)
+    with takes(1, 6):
+        done = one.run("drain", one.shards[1].address, "--timeout", 1)
+    assert done.returncode == 1 and "waits for the learner(s) slow" in done.stderr, done.stderr
+    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
+    assert (shown(mount, "slow") == 2).all(), "the job goes on where it is"
+    assert epochs(one) == {"m": {1}}
+    assert mount.stop() == 0
+    drain(one, one.shards[1])
+
+
+def test_draining_two_shards_at_once_leaves_the_model_on_the_third(apart):
+    one = model(apart(3))
+    before = train(one, 2)
+    gone = one.shards[:2]
+    with ThreadPoolExecutor() as pool:
+        ends = list(pool.map(lambda shard: one.run("drain", shard.address), gone))
+    # Before the second was marked the first may have moved blocks there.
+    assert all(end.returncode == 0 for end in ends), [end.stderr for end in ends]
+    one._peers.clear()
+    assert [model["blocks"] for model in one.ask(one.shards[2])["models"]] == [10]
+    for shard in gone:
+        drain(one, shard)
+        assert shard.stop() == 0
+    mount = one.mount()
+    assert (shown(mount) == before).all()
+
+
+def test_a_move_that_fails_changes_nothing(apart):
+    """A shard that was to take blocks stops in the middle, or one that has them does not answer."""
+    one = model(apart(3), reducer="sum")
+    lead = leader(one)
+    gone, other = [shard for shard in one.shards if shard is not lead]
+    for hung in (other, gone):
+        before = train(one, 1)
+        hung.pause()
+        with takes(1, 25):
+            done = one.run("drain", gone.address, "--timeout", 3, timeout=40)
+        assert done.returncode == 1 and hung.address in done.stderr, done.stderr
+        hung.resume()
+        assert epochs(one) == {"m": {1}}
+        assert (train(one, 1, at=1) != before).any()
+        eventually(lambda: all(one.ask(shard)["adopting"] == [] for shard in one.shards), deadline=20)
+    drain(one, gone)
+
+
+@pytest.mark.parametrize("lost", ["request", "answer"])
+def test_a_registry_whose_answer_is_lost_is_asked_until_it_says(apart, lost):
+    """Whether the new map is in force is not known for a while: the job waits, and then goes on under one map."""
+    one = apart(3, proxied=True)
+    model(one, reducer="sum")
+    before = train(one, 2)
+    put = bytes([MESSAGES["Registry"], REGISTRY["Put"]])
+    seen = threading.Event()
+    hit = []
+
+    def rule(connection, direction, data):
+        if direction == "up" and data[HEADER_BYTES : HEADER_BYTES + 2] == put and not seen.is_set():
+            hit.append(connection)
+            seen.set()
+            return None if lost == "request" else data
+        # The answer never comes, nor does anything else for a while.
+        return None if direction == "down" and connection in hit else data
+
+    one.way.rule = rule
+    gone = other_than(one, leader(one))
+    with ThreadPoolExecutor() as pool:
+        drains = pool.submit(one.run, "drain", gone.address, timeout=60)
+        assert seen.wait(10)
+        one.way.hold()
+        time.sleep(1.5)
+        assert not drains.done()
+        one.way.release()
+        done = drains.result(60)
+    assert done.returncode == 0, done.stderr
+    assert epochs(one) == {"m": {2}}
+    mount = one.mount()
+    assert (shown(mount) == before).all()
+
+
+def test_an_unreachable_registry_keeps_a_model_where_it_is(apart):
+    one = apart(3, proxied=True)
+    model(one, reducer="sum")
+    lead = leader(one)
+    gone = other_than(one, lead)
+    mount = one.mount()
+    one.way.hold()
+    peer = one.ask(lead)["models"][0]
+    asking = Peer(lead.address)
+    assert asking.greet("admin").name == "Welcome"
+    answer = asking.request("Move", "m", peer["generation"], gone.number, 20_000, epoch=0)
+    assert answer.name == "Refused" and "registry" in str(answer.fields), answer
+    asking.socket.close()
+    # The job goes on without it.
+    mount.contribute(np.ones(ELEMENTS, "<f4"))
+    assert (shown(mount) == 1).all()
+    one.way.release()
+    drain(one, gone)
+
+
+def test_a_shard_that_stops_answering_after_the_switch_is_told_when_it_does(apart):
+    """From the moment in which the registry has the new map it is in force, whoever hears of it when."""
+    one = apart(3, proxied=True)
+    model(one, reducer="sum")
+    before = train(one, 2)
+    put = bytes([MESSAGES["Registry"], REGISTRY["Put"]])
+    lead = leader(one)
+    gone = other_than(one, lead)
+    new = other_than(one, lead, gone)
+
+    def rule(connection, direction, data):
+        if direction == "up" and data[HEADER_BYTES : HEADER_BYTES + 2] == put:
+            new.pause()
+        return data
+
+    one.way.rule = rule
+    with ThreadPoolExecutor() as pool:
+        drains = pool.submit(one.run, "drain", gone.address, timeout=60)
+        eventually(lambda: one.ask(lead)["models"][0]["epoch"] == 2, deadline=20)
+        time.sleep(1)
+        assert not drains.done()
+        new.resume()
+        done = drains.result(60)
+    assert done.returncode == 0, done.stderr
+    assert epochs(one) == {"m": {2}}
+    mount = one.mount()
+    assert (shown(mount) == before).all()
+
+
+def test_a_new_owner_that_nobody_tells_asks_the_registry(apart):
+    """The lead that is drained ends in the very moment in which the new map comes into force."""
+    one = apart(3, proxied=True)
+    model(one, reducer="sum")
+    before = train(one, 2)
+    put = bytes([MESSAGES["Registry"], REGISTRY["Put"]])
+    lead = leader(one)
+
+    def rule(connection, direction, data):
+        if direction == "up" and data[HEADER_BYTES : HEADER_BYTES + 2] == put:
+            lead.kill()
+        return data
+
+    one.way.rule = rule
+    done = one.run("drain", lead.address, timeout=60)
+    assert done.returncode in (0, 1)
+    one._peers.clear()
+    eventually(lambda: epochs(one) == {"m": {2}}, deadline=20)
+    mount = one.mount()
+    assert (shown(mount) == before).all()
+    mount.contribute(np.ones(ELEMENTS, "<f4"))
+
+
+def test_deleting_a_model_while_it_moves_leaves_nothing_of_it(apart):
+    """Whichever comes first."""
+    one = apart(3)
+    for round in range(6):
+        name = f"m{round}"
+        one.create(name, size="8MiB", block_size=BLOCK, reducer="adam")
+        shard = one.shards[1 + round % 2]
+        if one.status()["shards"][1 + round % 2]["draining"]:
+            continue
+        with ThreadPoolExecutor() as pool:
+            drains = pool.submit(one.run, "drain", shard.address, timeout=60)
+            time.sleep(0.01 * round)
+            deleted = one.run("delete", name, timeout=60)
+            drained = drains.result(60)
+        assert deleted.returncode == 0, deleted.stderr
+        assert drained.returncode in (0, 1), drained.stderr
+        holds = lambda: [(one.ask(shard)["models"], one.ask(shard)["adopting"]) for shard in one.shards]
+        eventually(lambda: holds() == [([], [])] * 3, deadline=15)
+        # It takes models again only under a new number: another one takes its place here.
+        assert shard.stop() == 0
+        one.shards.remove(shard)
+        one.add_shard()
+
+
+def test_a_failed_drain_is_repeated_by_the_same_command(apart):
+    one = model(apart(3))
+    gone = other_than(one, leader(one))
+    for _ in range(3):
+        one.run("drain", gone.address, "--timeout", 1)
+    drain(one, gone)
+    train(one, 1)
+
+
+def test_status_tells_of_a_move(apart):
+    one = model(apart(2), learners=2, reducer="sum", lease=0)
+    mount = one.mount()
+    mount.join("quick"), mount.join("slow")
+    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
+    lead = leader(one)
+    gone = other_than(one, lead)
+    with ThreadPoolExecutor() as pool:
+        drains = pool.submit(one.run, "drain", gone.address, timeout=60)
+        moving = eventually(lambda: one.part(lead, "m")["lead"]["moving"])
+        assert moving["off"] == gone.number
+        eventually(lambda: one.part(lead, "m")["lead"]["moving"]["stage"] == "waiting for the step")
+        said = one.run("status").stdout
+        assert f"moves off shard {gone.number}: waiting for the step" in said and "draining" in said, said
+        mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
+        mount.stop()
+        assert drains.result(60).returncode == 0
+    assert one.part(lead, "m")["lead"]["moving"] is None
+
+
+# -- mounts that live through it
+
+
+@LIVES
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("which", ["lead", "other"])
+def test_learners_go_on_while_a_shard_is_drained(apart, transport, which):
+    """Every contribution counts once; nobody gets an error."""
+    one = model(apart(3), learners=2, reducer="sum")
+    mounts = [one.mount(transport=transport) for _ in range(2)]
+    for i, mount in enumerate(mounts):
+        mount.join(f"l{i}")
+    stop = threading.Event()
+    counts = [0, 0]
+
+    def learn(i):
+        while not stop.is_set():
+            mounts[i].contribute(np.ones(ELEMENTS, "<f4"), learner=f"l{i}")
+            counts[i] += 1
+            weights = array(mounts[i].place(f"l{i}") / "weights")
+            assert (weights == weights[0]).all() and weights[0] >= 2 * counts[i] - 1
+
+    lead = leader(one)
+    gone = lead if which == "lead" else other_than(one, lead)
+    with ThreadPoolExecutor() as pool:
+        learners = [pool.submit(learn, i) for i in range(2)]
+        time.sleep(0.5)
+        drain(one, gone)
+        after = min(counts)
+        eventually(lambda: min(counts) > after + 5, deadline=15)
+        assert gone.stop() == 0
+        one._peers.clear()
+        stop.set()
+        # The one who is ahead waits for the other: its last step need not come out.
+        for learner in learners:
+            learner.result(40)
+    assert abs(counts[0] - counts[1]) <= 1
+    assert one.lead("m")["contributions"] >= 2 * min(counts)
+
+
+@LIVES
+def test_a_reader_that_was_away_while_the_model_moved_finds_it(apart):
+    """The shards that it knows are all gone when it looks."""
+    one = model(apart(1), reducer="sum")
+    mount = one.mount()
+    mount.contribute(np.ones(ELEMENTS, "<f4"))
+    os.kill(mount.pid, 19)
+    one.add_shard()
+    gone = one.shards[0]
+    drain(one, gone)
+    assert gone.stop() == 0
+    one._peers.clear()
+    os.kill(mount.pid, 18)
+    writer = one.mount()
+    writer.contribute(np.ones(ELEMENTS, "<f4"))
+    eventually(lambda: array(mount.model / "weights")[0] == 2, deadline=30)
