@@ -106,6 +106,7 @@ impl Job {
             transport: if options.shm { TransportChoice::SharedMemory } else { TransportChoice::Tcp },
             pulls: Pulls::Awaited,
             patience: DEADLINE,
+            registry: usual.registry,
         };
         let client = Client::connect(&record, &shards, client)?;
         let size = layout.size() as usize;
