@@ -214,6 +214,11 @@ impl Lead {
         (!state.core.is_held()).then(|| state.core.held_up_by())
     }
 
+    /// Why the job has failed, if it has.
+    pub(super) fn failed(&self) -> Option<Refusal> {
+        self.state.lock().core.failed().cloned()
+    }
+
     /// The newest version, whose optimizer state there is, and the settings.
     pub(super) fn facts(&self) -> (Version, Reducer, Controls) {
         let state = self.state.lock();

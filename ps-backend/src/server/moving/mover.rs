@@ -64,8 +64,12 @@ pub(super) fn run(shared: &Arc<Shared>, lead: &Arc<Lead>, off: ShardId, timeout:
             "the model is being moved off shard {other}: when that is over, run the command again"
         )));
     };
-    if lead.moved().is_some() {
-        return Err(Refusal::other("the model has moved meanwhile: ask its lead"));
+    if let Some(to) = lead.moved() {
+        let moved = Moved::decode(&to.payload).map_err(Refusal::other)?;
+        return match moved.record.owners.iter().any(|(owner, _)| *owner == off) {
+            true => Err(Refusal::other("the model has moved meanwhile: ask its lead")),
+            false => Ok((Message::Done, None)),
+        };
     }
     let outcome = match Move::plan(shared, lead, off, deadline) {
         Ok(None) => Ok((Message::Done, None)),
@@ -102,6 +106,9 @@ impl<'a> Move<'a> {
         }
         if before.epoch != epoch {
             return Err(Refusal::Epoch { expected: before.epoch, got: epoch });
+        }
+        if let Some(why) = lead.failed() {
+            return Err(Refusal::other(format!("{why}: nothing of it can be moved, delete it")));
         }
         if !before.ready {
             return Err(Refusal::other("the model is still being loaded: run the command again"));
@@ -172,6 +179,10 @@ impl<'a> Move<'a> {
     fn carry_out(mut self) -> Result<(), Refusal> {
         let prepared = self.prepare();
         if let Err(refusal) = prepared {
+            if self.shared.is_stopping() {
+                // Perhaps the new map is in force. Those who have it find out.
+                return Err(refusal);
+            }
             self.lead.thaw();
             self.lead.release();
             self.abandon();
@@ -267,15 +278,22 @@ impl<'a> Move<'a> {
         Ok(())
     }
 
-    /// Replaces the record. Once the request may have been carried out there is no way back: what is known is that
-    /// nobody else changes the record, so it is said again until it is answered.
+    /// Replaces the record. Once the request may have been carried out there is no way back but by an answer that says
+    /// that it was not and never will be: it is said again until there is one.
     fn put(&self) -> Result<(), Refusal> {
         let mut sent = false;
         let mut said_so = false;
         loop {
             match put_once(self.shared, &self.after, self.before.epoch) {
                 Put::Done => return Ok(()),
-                // That would be the answer to the first one, too: the record is gone, or another one is there.
+                // It was carried out, and whoever leads now has moved the model again. In any case the old map is not
+                // in force any more.
+                Put::Refused(RegistryError::Epoch { expected, .. })
+                    if sent && expected >= self.after.epoch =>
+                {
+                    return Ok(());
+                }
+                // That is the answer to the first one, too: the model is gone, or the record is none.
                 Put::Refused(error) => return Err(said(error)),
                 Put::NotSent(error) if !sent => return Err(said(error)),
                 Put::NotSent(error) => {
