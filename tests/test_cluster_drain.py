@@ -1,5 +1,6 @@
 """A shard is drained: its blocks move to others while the job runs, as docs/semantics.md promises it "On a network"."""
 
+import itertools
 import os
 import threading
 import time
@@ -409,6 +410,51 @@ def test_learners_go_on_while_a_shard_is_drained(apart, transport, which):
     for mount in mounts:
         assert (shown(mount) == 2 * last[0]).all()
         assert gone.address not in [shard["address"] for shard in mount.status()["shards"]]
+
+
+@LIVES
+@pytest.mark.parametrize("reducer", ["adam", "momentum"])
+def test_a_job_outlives_all_its_shards(apart, reducer):
+    """Each is replaced by another one while the learners go on: the bits are those of a job that was left alone."""
+    steps = itertools.count(1)
+
+    def contribution(learner, step):
+        return np.random.default_rng((learner, step)).standard_normal(ELEMENTS).astype("<f4")
+
+    quiet = model(apart(2), learners=2, reducer=reducer)
+    one = model(apart(2), learners=2, reducer=reducer)
+    jobs = [[job.mount(transport=way) for way in ("tcp", "shm")] for job in (quiet, one)]
+    for mounts in jobs:
+        for i, mount in enumerate(mounts):
+            mount.join(f"l{i}")
+
+    def step(mounts, number):
+        def give(i):
+            mounts[i].contribute(contribution(i, number), learner=f"l{i}")
+            return array(mounts[i].place(f"l{i}") / "weights").tobytes()
+
+        with ThreadPoolExecutor() as pool:
+            first, second = pool.map(give, range(2))
+        assert first == second
+        return first
+
+    for _ in range(3):
+        gone = one.shards[0]
+        one.add_shard()
+        with ThreadPoolExecutor() as pool:
+            drains = pool.submit(drain, one, gone)
+            while not drains.done():
+                number = next(steps)
+                assert step(jobs[1], number) == step(jobs[0], number), number
+            drains.result(60)
+        one._peers.clear()
+        one.shards.remove(gone)
+        assert gone.stop() == 0
+        gone.clean_up()
+    for _ in range(2):
+        number = next(steps)
+        assert step(jobs[1], number) == step(jobs[0], number), number
+    assert epochs(one) == {"m": {4}} and epochs(quiet) == {"m": {1}}
 
 
 @LIVES

@@ -1,5 +1,6 @@
 //! Shards and clients over real connections, in one process.
 
+mod living;
 mod memory;
 mod moved;
 mod moving;
