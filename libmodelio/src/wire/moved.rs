@@ -162,5 +162,19 @@ mod tests {
         assert!(Moved::decode(&bytes[..bytes.len() - 1]).is_err());
         moved.shards.pop();
         assert!(matches!(Moved::decode(&moved.encode().unwrap()), Err(RecordError::Unknown(ShardId(3)))));
+
+        let shards = vec![shard(1), shard(2), shard(3)];
+        let owners = vec![(ShardId(1), 8), (ShardId(2), 8)];
+        let adoption = Adoption { attempt: 7, record: moved.record, epoch: Epoch(1), owners, shards };
+        let bytes = adoption.encode().unwrap();
+        assert_eq!(Adoption::decode(&bytes).unwrap(), adoption);
+        assert!(matches!(Adoption::decode(&[&bytes[..], &[0]].concat()), Err(RecordError::Trailing(1))));
+        for (what, wrong) in [
+            ("another epoch", Adoption { epoch: Epoch(2), ..adoption.clone() }),
+            ("too few blocks", Adoption { owners: vec![(ShardId(1), 8)], ..adoption.clone() }),
+            ("a shard too few", Adoption { shards: vec![shard(1), shard(3)], ..adoption.clone() }),
+        ] {
+            assert!(Adoption::decode(&wrong.encode().unwrap()).is_err(), "{what}");
+        }
     }
 }

@@ -216,12 +216,22 @@ impl Peer {
                 }
             }
             message if super::moving::is_between_shards(&message) && shared.options.holds_blocks => {
-                // Some of it takes memory, and all of it comes when nothing else does.
                 let (link, payload) = (self.link.clone(), payload.to_vec());
-                shared.pool.clone().spawn(move || {
-                    say(&link, request, shared.between_shards(message, &payload));
-                });
-                return Ok(());
+                let pool = matches!(message, Message::Fetch { .. }).then(|| shared.pool.clone());
+                let answers = move || say(&link, request, shared.between_shards(message, &payload));
+                // Fetching is short and comes often. The rest may take memory, or give it back, which takes time; and
+                // others' jobs go on, for which the pool is.
+                let spawned = match pool {
+                    Some(pool) => {
+                        pool.spawn(answers);
+                        Ok(())
+                    }
+                    None => std::thread::Builder::new().name("moving".into()).spawn(answers).map(drop),
+                };
+                match spawned {
+                    Ok(()) => return Ok(()),
+                    Err(error) => Err(Refusal::other(format!("no thread for it: {error}"))),
+                }
             }
             message @ (Message::Create | Message::Loaded { .. } | Message::Delete { .. })
                 if shared.options.holds_blocks =>

@@ -70,10 +70,9 @@ impl Adopting {
         self.told.epoch
     }
 
-    /// Blocks that are there, and that are brought here.
+    /// Blocks that are there, and that are to be.
     pub(super) fn progress(&self) -> Result<(u32, u32), Refusal> {
-        // One that stays has nothing to bring, but has to say that it is complete.
-        let of = if self.stays { 1 } else { self.part.layout().blocks() };
+        let of = self.part.layout().blocks();
         match &*self.stage.lock() {
             Stage::Failed(refusal) => Err(refusal.clone()),
             Stage::Filled(_) => Ok((of, of)),
@@ -100,7 +99,7 @@ impl Adopting {
         if at == 0 {
             *handed = Handed { bytes: Vec::new(), of, now };
         }
-        let end = at + piece.len() as u64;
+        let end = at.saturating_add(piece.len() as u64);
         if at != handed.bytes.len() as u64 || of != handed.of || now != handed.now || end > of {
             return Err(Refusal::other("a piece of the lead's state that does not follow on the last one"));
         }

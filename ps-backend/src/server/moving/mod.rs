@@ -43,7 +43,7 @@ pub struct Progress {
     pub stage: &'static str,
     /// Blocks that are where they are to be.
     pub blocks: u32,
-    /// Blocks that are brought to shards.
+    /// Blocks of the model, once they are on their way.
     pub of: u32,
 }
 

@@ -258,7 +258,7 @@ impl<'a> Move<'a> {
                     "{there} of {all} blocks were moved in time: give it longer (--timeout)"
                 )));
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(2 * LOOK);
         }
     }
 
