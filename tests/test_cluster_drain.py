@@ -14,8 +14,6 @@ from wire import HEADER_BYTES, MESSAGES, REGISTRY, Peer
 
 SIZE = 9 * BLOCK + 1236
 ELEMENTS = SIZE // 4
-# Mounts that live through a move follow it by themselves.
-LIVES = pytest.mark.skipif(not os.environ.get("GRADFS_TESTS_LIVE_MOVES"), reason="GRADFS_TESTS_LIVE_MOVES is not set")
 
 
 @pytest.fixture
@@ -373,7 +371,6 @@ def test_status_tells_of_a_move(apart):
 # -- mounts that live through it
 
 
-@LIVES
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("which", ["lead", "other"])
 def test_learners_go_on_while_a_shard_is_drained(apart, transport, which):
@@ -412,7 +409,6 @@ def test_learners_go_on_while_a_shard_is_drained(apart, transport, which):
         assert gone.address not in [shard["address"] for shard in mount.status()["shards"]]
 
 
-@LIVES
 @pytest.mark.parametrize("reducer", ["adam", "momentum"])
 def test_a_job_outlives_all_its_shards(apart, reducer):
     """Each is replaced by another one while the learners go on: the bits are those of a job that was left alone."""
@@ -457,7 +453,6 @@ def test_a_job_outlives_all_its_shards(apart, reducer):
     assert epochs(one) == {"m": {4}} and epochs(quiet) == {"m": {1}}
 
 
-@LIVES
 def test_a_reader_that_was_away_while_the_model_moved_finds_it(apart):
     """The shards that it knows are all gone when it looks."""
     one = model(apart(1), reducer="sum")
