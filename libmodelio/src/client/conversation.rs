@@ -172,14 +172,16 @@ impl Conversation for Data {
             return Ok(Take::Nothing);
         }
         let Greeting { shared, way, .. } = &self.greeting;
+        if matches!(received.message, Message::Block { .. } | Message::BlockAt { .. }) {
+            self.due = self.due.saturating_sub(1);
+            self.came = Instant::now();
+        }
         if let Some(memory) = &mut self.memory
             && shared.hear_by_memory(received, memory, &self.greeting.link)?
         {
             return Ok(Take::Nothing);
         }
         if let Message::Block { version, block } = received.message {
-            self.due = self.due.saturating_sub(1);
-            self.came = Instant::now();
             if block.0 >= shared.layout.blocks() {
                 return Err(Close::Asked(format!("block {block} is outside of the model").into()));
             }
@@ -211,13 +213,14 @@ impl Conversation for Data {
 
     fn next(&mut self) -> Option<Outgoing> {
         self.greeting.silence?;
-        if let Some(memory) = &mut self.memory {
-            return self.greeting.shared.next_by_memory(self.part, memory, &self.greeting.link);
-        }
         if self.due > 0 && self.came.elapsed() > LOST {
             self.due = 0;
         }
-        let (outgoing, asked) = self.greeting.shared.next_for(&self.greeting.way, self.part, self.due)?;
+        let Greeting { shared, way, link, .. } = &self.greeting;
+        let (outgoing, asked) = match &mut self.memory {
+            Some(memory) => shared.next_by_memory(self.part, memory, link, self.due)?,
+            None => shared.next_for(way, self.part, self.due)?,
+        };
         if self.due == 0 {
             self.came = Instant::now();
         }

@@ -91,17 +91,18 @@ impl Shared {
             }
             inner = self.inner.lock();
         }
-        self.next_pull_for(inner, way, part, due)
+        self.next_pull_for(inner, way, part, due, DUE_MAX)
     }
 
     /// The next request for blocks of a part, and how many blocks it asks for; `due` are those that the connection
-    /// waits for already.
+    /// waits for already, which are `most` at most, or those of one request.
     pub(super) fn next_pull_for(
         &self,
         mut inner: MutexGuard<'_, Inner>,
         way: &Way,
         part: Part,
         due: usize,
+        most: usize,
     ) -> Option<(Outgoing, usize)> {
         if !inner.is_in_force(way) {
             return None;
@@ -110,7 +111,7 @@ impl Shared {
         let window = (self.options.window / self.layout.block_size() as usize).max(1);
         // Each connection has its share of the window, so that none has to wait for another, and asks for several
         // blocks at once.
-        let share = window.div_ceil(self.options.connections.max(1)).min(DUE_MAX);
+        let share = window.div_ceil(self.options.connections.max(1)).min(most);
         if due > 0 && due + PULL_BLOCKS > share {
             return None;
         }

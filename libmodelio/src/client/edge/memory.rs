@@ -30,6 +30,12 @@ const PATIENCE: Duration = Duration::from_secs(2);
 const AHEAD: usize = 512;
 /// Blocks that are named before the shard hears of them: it is to begin soon, and on all connections.
 const AT_ONCE: u32 = 4;
+/// After so many bytes that were named the shard is asked to say when it has used them,
+const SAY_AFTER: u32 = 1 << 20;
+/// and so many times it may be asked without having said so: what one connection has not named, another one can.
+const UNSAID: usize = 2;
+/// Bytes of a version that one connection asks for ahead, for the same reason.
+const ASKED: u32 = 2 << 20;
 /// Sums that the shard may have before it.
 const SLOTS: u32 = shm::SUMS;
 
@@ -58,6 +64,12 @@ pub(in crate::client) struct Memory {
     slots: Option<Slots>,
     /// Blocks that were named since the shard could last hear of them.
     named: u32,
+    /// Blocks that were named since the shard was last asked to say when it has used them.
+    since_asked: u32,
+    /// The requests by which it was, and has not said so.
+    unsaid: VecDeque<u64>,
+    /// Of pushes from slots are those up to [`SLOTS`].
+    last_request: u64,
 }
 
 /// Memory for sums.
@@ -86,6 +98,9 @@ impl Memory {
             held: None,
             slots: None,
             named: 0,
+            since_asked: 0,
+            unsaid: VecDeque::new(),
+            last_request: u64::from(SLOTS),
         }
     }
 
@@ -100,6 +115,19 @@ impl Memory {
             self.ready.push_back(self.saying(0, Message::Share { region, bytes }));
         }
         Ok(region)
+    }
+
+    /// The request's number of the next block that is named where it lies: 0 unless the shard is to say when it, and
+    /// what was named before, is used.
+    fn asks(&mut self, block: u32) -> u64 {
+        self.since_asked += 1;
+        if self.since_asked < SAY_AFTER / block {
+            return 0;
+        }
+        self.since_asked = 0;
+        self.last_request += 1;
+        self.unsaid.push_back(self.last_request);
+        self.last_request
     }
 
     /// What is said when nothing presses: regions that are no longer there.
@@ -165,15 +193,17 @@ impl Shared {
         self.connect_one(way);
     }
 
-    /// The next to say on a connection through shared memory.
+    /// The next to say on a connection through shared memory, and how many blocks it asks for; `due` are those that
+    /// the connection waits for already.
     pub(in crate::client) fn next_by_memory(
         &self,
         part: Part,
         memory: &mut Memory,
         link: &Link,
-    ) -> Option<Outgoing> {
+        due: usize,
+    ) -> Option<(Outgoing, usize)> {
         if let Some(outgoing) = memory.ready.pop_front() {
-            return Some(outgoing);
+            return Some((outgoing, 0));
         }
         if memory.named >= AT_ONCE {
             // What was named goes out; then this is asked again.
@@ -188,19 +218,24 @@ impl Shared {
                 return None;
             }
             let now = self.now();
-            let Some((plan, block)) = memory.held.take().or_else(|| inner.core.next_push(part, now)) else {
+            let next = match memory.unsaid.len() < UNSAID {
+                true => memory.held.take().or_else(|| inner.core.next_push(part, now)),
+                false => None,
+            };
+            let Some((plan, block)) = next else {
                 memory.named = 0;
                 drop(inner);
                 memory.tidy();
-                return memory.ready.pop_front().or_else(|| {
-                    let pull = self.next_pull_for(self.inner.lock(), &memory.way, part, 0);
-                    pull.map(|(outgoing, _)| outgoing)
+                let ready = memory.ready.pop_front().map(|ready| (ready, 0));
+                let most = ASKED / self.layout.block_size();
+                return ready.or_else(|| {
+                    self.next_pull_for(self.inner.lock(), &memory.way, part, due, most as usize)
                 });
             };
             match self.name(inner, memory, plan, block) {
                 Named::Ready => {
                     memory.named += 1;
-                    return memory.ready.pop_front();
+                    return memory.ready.pop_front().map(|ready| (ready, 0));
                 }
                 Named::Dropped => {}
                 Named::Held => {
@@ -224,7 +259,8 @@ impl Shared {
             && let Ok(region) = memory.lend(source.memory())
         {
             let push = Message::PushAt { plan, block, wide: false, region, offset: extent.start };
-            memory.ready.push_back(memory.saying(0, push));
+            let request = memory.asks(self.layout.block_size());
+            memory.ready.push_back(memory.saying(request, push));
             return Named::Ready;
         }
         // A sum, or what cannot be shared: private memory, or one region too many.
@@ -295,6 +331,10 @@ impl Shared {
             }
             Message::Unshare { region } => memory.borrowed.unshare(region).map_err(asked)?,
             Message::Done => {
+                if memory.unsaid.front() == Some(&request) {
+                    memory.unsaid.pop_front();
+                    return Ok(true);
+                }
                 let slot = u32::try_from(request).ok().and_then(|request| request.checked_sub(1));
                 match (slot.filter(|&slot| slot < SLOTS), &mut memory.slots) {
                     (Some(slot), Some(slots)) if !slots.free.contains(&slot) => slots.free.push(slot),
