@@ -62,7 +62,7 @@ def train(one, steps, at=0):
 def drain(one, shard, *args, **options):
     done = one.run("drain", shard.address, *args, **options)
     assert done.returncode == 0, done.stderr
-    assert "it can be stopped" in done.stdout, done.stdout
+    assert ("it can be stopped" in done.stdout) == (one.registry != shard.address), done.stdout
     holds = one.ask(shard)
     assert holds["models"] == [] and holds["adopting"] == [], holds
     return done
@@ -263,6 +263,36 @@ def test_an_unreachable_registry_keeps_a_model_where_it_is(apart):
     drain(one, gone)
 
 
+def test_a_registry_that_is_gone_when_all_is_moved_leaves_the_job_where_it_is(apart):
+    """All blocks are there, and the lead's state is handed over: it goes on where it was, with the clients that it has."""
+    one = apart(3, proxied=True)
+    model(one, learners=2, reducer="sum", lease=0)
+    mount = one.mount()
+    mount.join("quick"), mount.join("slow")
+    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
+    lead = leader(one)
+    gone = other_than(one, lead)
+    with ThreadPoolExecutor() as pool:
+        drains = pool.submit(one.run, "drain", gone.address, timeout=60)
+        stage = lambda: (one.part(lead, "m")["lead"]["moving"] or {}).get("stage")
+        eventually(lambda: stage() == "waiting for the step")
+        there, one.way.target = one.way.target, "127.0.0.1:1"
+        one.way.reset()
+        mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
+        done = drains.result(60)
+    assert done.returncode == 1 and "registry" in done.stderr, done.stderr
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda name: mount.contribute(np.ones(ELEMENTS, "<f4"), learner=name), ("quick", "slow")))
+    assert (array(mount.place("quick") / "weights") == 4).all()
+    assert epochs(one) == {"m": {1}}
+    one.way.target = there
+    assert mount.stop() == 0
+    eventually(lambda: one.run("status").returncode == 0)
+    eventually(lambda: all(one.ask(shard)["adopting"] == [] for shard in one.shards))
+    eventually(lambda: len(one.status()["shards"]) == 3, deadline=15)
+    drain(one, gone)
+
+
 def test_a_shard_that_stops_answering_after_the_switch_is_told_when_it_does(apart):
     """From the moment in which the registry has the new map it is in force, whoever hears of it when."""
     one = apart(3, proxied=True)
@@ -300,9 +330,15 @@ def test_a_new_owner_that_nobody_tells_asks_the_registry(apart):
     put = bytes([MESSAGES["Registry"], REGISTRY["Put"]])
     lead = leader(one)
 
+    hit = []
+
     def rule(connection, direction, data):
         if direction == "up" and data[HEADER_BYTES : HEADER_BYTES + 2] == put:
+            hit.append(connection)
+        elif direction == "down" and connection in hit:
+            # The registry has the new map; nobody else knows.
             lead.kill()
+            return None
         return data
 
     one.way.rule = rule

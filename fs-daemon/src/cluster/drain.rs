@@ -58,10 +58,11 @@ pub fn run(config: &DrainConfig) -> Result<(), Error> {
         }
     }
     println!("gradfs: shard {} at {} takes no more models", shard.shard, shard.address);
-    println!("gradfs: {moved} model(s) moved off it, and nothing is left there: it can be stopped");
-    if serves_registry(shard) {
-        println!("gradfs: it is the registry, too, and has to stay for that");
-    }
+    let then = match serves_registry(shard) {
+        true => "but it is the registry, too, and has to stay for that",
+        false => "it can be stopped",
+    };
+    println!("gradfs: {moved} model(s) moved off it, and nothing is left there: {then}");
     Ok(())
 }
 
@@ -113,7 +114,7 @@ fn move_one(
 ) -> Result<(), Error> {
     let name = record.name.clone();
     let failed = |why: String| {
-        Error::new(format!("{name} cannot be moved off shard {} at {}", shard.shard, shard.address)).hint(why)
+        Error::new(format!("{name} cannot be moved off shard {} at {}: {why}", shard.shard, shard.address))
     };
     let registry_failed = |error| registry_error(&config.registry, error);
     loop {

@@ -1,5 +1,7 @@
 //! The lead of a model at work: the edge around [`LeadCore`]. It owns the lock, the clock and the ways to the shards.
 
+mod moving;
+
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -13,10 +15,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::moving::{Progress, Whereabouts};
 use super::part::{self, Part};
-use crate::controls::Controls;
 use crate::core::MemberView;
-use crate::lead::{Action, LeadCore, TakeOverError};
-use crate::reducer::Reducer;
+use crate::lead::{Action, LeadCore};
 
 /// How a shard's address is found.
 pub(super) type Resolve = Arc<dyn Fn(ShardId) -> Result<String, String> + Send + Sync>;
@@ -189,87 +189,6 @@ impl Lead {
     /// Whether it has been ended.
     pub(super) fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Relaxed)
-    }
-
-    // -- moving
-
-    /// Which life of the model, and under which block map.
-    pub(super) fn life(&self) -> (Generation, Epoch) {
-        (self.generation, self.epoch)
-    }
-
-    /// The job is to be held: see [`LeadCore::hold`].
-    pub(super) fn hold(&self) {
-        self.with_core(|state, _, _| state.core.hold());
-    }
-
-    /// It goes on.
-    pub(super) fn release(&self) {
-        self.with_core(|state, now, actions| state.core.release(now, actions));
-    }
-
-    /// What keeps the job from being held, if something does.
-    pub(super) fn held_up_by(&self) -> Option<String> {
-        let state = self.state.lock();
-        (!state.core.is_held()).then(|| state.core.held_up_by())
-    }
-
-    /// Why the job has failed, if it has.
-    pub(super) fn failed(&self) -> Option<Refusal> {
-        self.state.lock().core.failed().cloned()
-    }
-
-    /// The newest version, whose optimizer state there is, and the settings.
-    pub(super) fn facts(&self) -> (Version, Reducer, Controls) {
-        let state = self.state.lock();
-        let job = state.core.job();
-        (job.version(), job.state_of(), job.controls().clone())
-    }
-
-    /// All that it knows, and what time it is. From now on it does nothing: what clients say is not heard, and they
-    /// say it again.
-    pub(super) fn freeze(&self) -> Result<(Vec<u8>, Duration), TakeOverError> {
-        let mut state = self.state.lock();
-        let bytes = state.core.hand_over()?;
-        state.frozen = true;
-        Ok((bytes, self.now()))
-    }
-
-    /// It goes on as if nothing had been: what it handed over is void.
-    pub(super) fn thaw(&self) {
-        let missed = {
-            let mut state = self.state.lock();
-            state.frozen = false;
-            std::mem::take(&mut state.missed)
-        };
-        self.with_core(|state, now, actions| {
-            for client in missed {
-                match state.clients.contains_key(&client) {
-                    // It cannot be refused: it connects again.
-                    true => drop(state.core.client_up(client, now, actions)),
-                    false => state.core.client_down(client, now, actions),
-                }
-            }
-        });
-        self.forgive_silence();
-    }
-
-    /// Another block map is in force, and another lead: all who are connected are told.
-    pub(super) fn retire(&self, to: &Whereabouts) {
-        if self.moved.set(to.clone()).is_err() {
-            return;
-        }
-        self.stopping.store(true, Ordering::Relaxed);
-        let mut state = self.state.lock();
-        state.frozen = true;
-        state.clients.values().for_each(Link::wake);
-        drop(state);
-        self.leave_parts();
-    }
-
-    /// Where the model is now, if it has moved.
-    pub(super) fn moved(&self) -> Option<&Whereabouts> {
-        self.moved.get()
     }
 
     /// What it is doing.

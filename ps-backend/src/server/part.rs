@@ -5,6 +5,8 @@
 //!
 //! One of the modules that hold `unsafe`: memory of sums and versions is lent to connections.
 
+mod moving;
+
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -133,11 +135,6 @@ impl Part {
         Ok(Part::of(record, layout.size(), store, pool))
     }
 
-    /// The same blocks in the same memory, under another block map.
-    pub(super) fn again(&self, record: &ModelRecord) -> Arc<Part> {
-        Part::of(record, self.model_bytes, self.store.clone(), &self.pool)
-    }
-
     fn of(
         record: &ModelRecord,
         model_bytes: u64,
@@ -191,46 +188,6 @@ impl Part {
     pub(super) fn load(&self, block: BlockId, bytes: &[u8]) -> Result<(), Refusal> {
         let local = self.store.part().local(block).ok_or(Refusal::NotMine { block })?;
         self.store.load(local, bytes).map(drop).map_err(Refusal::other)
-    }
-
-    // -- moving
-
-    /// Its plans go on from this version.
-    pub(super) fn begin_at(&self, version: Version) {
-        self.state.lock().core = PartCore::new(self.layout().blocks(), version);
-    }
-
-    /// Another block map is in force: all who are connected are told, and nothing is taken any more.
-    pub(super) fn has_moved(&self, to: &Whereabouts) {
-        if self.moved.set(to.clone()).is_err() {
-            return;
-        }
-        let mut state = self.state.lock();
-        state.lead = None;
-        if let Some(lead) = state.lead_link.take() {
-            lead.close(Close::Asked("the model has moved".into()));
-        }
-        state.wake();
-        drop(state);
-        self.links.lock().iter().for_each(Link::wake);
-    }
-
-    /// Where the model is now, if it has moved.
-    pub(super) fn moved(&self) -> Option<&Whereabouts> {
-        self.moved.get()
-    }
-
-    /// A client's connection is there.
-    pub(super) fn client_up(&self, link: &Link) {
-        self.links.lock().push(link.clone());
-        if self.moved.get().is_some() {
-            link.wake();
-        }
-    }
-
-    /// It is over.
-    pub(super) fn client_down(&self, link: &Link) {
-        self.links.lock().retain(|known| !known.is(link));
     }
 
     // -- the lead

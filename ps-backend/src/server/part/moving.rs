@@ -1,0 +1,57 @@
+//! A part whose model moves: begun at a version, or left for another block map.
+
+use std::sync::Arc;
+
+use libmodelio::ids::Version;
+use libmodelio::link::Link;
+use libmodelio::net::Close;
+use libmodelio::wire::ModelRecord;
+
+use super::Part;
+use crate::part::core::PartCore;
+use crate::server::moving::Whereabouts;
+
+impl Part {
+    /// The same blocks in the same memory, under another block map.
+    pub(in crate::server) fn again(&self, record: &ModelRecord) -> Arc<Part> {
+        Part::of(record, self.model_bytes, self.store.clone(), &self.pool)
+    }
+
+    /// Its plans go on from this version.
+    pub(in crate::server) fn begin_at(&self, version: Version) {
+        self.state.lock().core = PartCore::new(self.layout().blocks(), version);
+    }
+
+    /// Another block map is in force: all who are connected are told, and nothing is taken any more.
+    pub(in crate::server) fn has_moved(&self, to: &Whereabouts) {
+        if self.moved.set(to.clone()).is_err() {
+            return;
+        }
+        let mut state = self.state.lock();
+        state.lead = None;
+        if let Some(lead) = state.lead_link.take() {
+            lead.close(Close::Asked("the model has moved".into()));
+        }
+        state.wake();
+        drop(state);
+        self.links.lock().iter().for_each(Link::wake);
+    }
+
+    /// Where the model is now, if it has moved.
+    pub(in crate::server) fn moved(&self) -> Option<&Whereabouts> {
+        self.moved.get()
+    }
+
+    /// A client's connection is there.
+    pub(in crate::server) fn client_up(&self, link: &Link) {
+        self.links.lock().push(link.clone());
+        if self.moved.get().is_some() {
+            link.wake();
+        }
+    }
+
+    /// It is over.
+    pub(in crate::server) fn client_down(&self, link: &Link) {
+        self.links.lock().retain(|known| !known.is(link));
+    }
+}
