@@ -168,7 +168,7 @@ impl World {
         let id = ClientId(1000 + self.rng.u64(0..1 << 40) * 64 + index as u64);
         // What it has been told of where the model is may be of the past.
         let course = if self.chance(0.3) { self.rng.usize(0..self.courses.len()) } else { self.current() };
-        let mut core = ClientCore::new(&self.courses[course].map);
+        let mut core = ClientCore::new(&self.courses[course].map).apart(id);
         core.shown(Version(0), self.now, &mut Vec::new());
         let mut client = Client::new(id, core, course, self.history.first());
         client.programs.extend((0..learners).map(|at| Program::learner(format!("c{index}-{at}"))));

@@ -27,7 +27,7 @@ use std::time::Duration;
 use fixedbitset::FixedBitSet;
 
 use crate::block_map::BlockMap;
-use crate::ids::{Epoch, LearnerId, PlanId, ShardId, Step, Version};
+use crate::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
 use crate::transport::{LeaveReason, ShardError};
 use crate::wire::{JobState, LearnerState, Message, Refusal};
 pub use pulling::PULL_BLOCKS;
@@ -125,6 +125,8 @@ pub struct ClientCore {
     waits: Vec<Wait>,
     /// Versions are pulled only when somebody waits for them.
     on_demand: bool,
+    /// Blocks are sent from this one on.
+    first: usize,
 }
 
 impl ClientCore {
@@ -155,7 +157,16 @@ impl ClientCore {
             landing: 0,
             waits: Vec::new(),
             on_demand: false,
+            first: 0,
         }
+    }
+
+    /// Begins to send somewhere in the model that is `client`'s own: blocks of several clients are added to each other
+    /// one by one, and whoever comes to a block that another one is sending has to wait.
+    pub fn apart(self, client: ClientId) -> ClientCore {
+        // Numbers that follow on each other are to be far apart.
+        let mixed = client.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        ClientCore { first: ((mixed * self.blocks as u64) >> 32) as usize, ..self }
     }
 
     /// Pulls no version after the first one unless somebody waits for it.
@@ -249,7 +260,7 @@ impl ClientCore {
                 let sending = &mut outgoing.parts[part];
                 sending.done = bits.is_clear();
                 sending.todo = &bits & &self.owned[part];
-                sending.at = 0;
+                (sending.at, sending.round) = (0, true);
                 sending.moved = now;
                 actions.push(Action::Wake(part));
             }

@@ -18,8 +18,9 @@ pub(super) struct Outgoing {
 pub(super) struct Sending {
     /// Blocks that are to be sent.
     pub(super) todo: FixedBitSet,
-    /// From here on.
+    /// From here on, round the end once.
     pub(super) at: usize,
+    pub(super) round: bool,
     /// The shard has all of it.
     pub(super) done: bool,
     /// When something was last sent or asked.
@@ -47,9 +48,13 @@ impl ClientCore {
         if let Some(learner) = lacks {
             return self.notify(Message::Lacks { plan, learner }, actions);
         }
+        // What is added in order is sent in order, by all: who is ahead would only wait.
+        let ordered =
+            self.state.controls.iter().any(|(name, value)| name == "deterministic" && value == "true");
+        let first = if ordered { 0 } else { self.first };
         let parts = self.owned.iter().map(|owned| {
             let todo = owned & &blocks;
-            Sending { done: todo.is_clear(), todo, at: 0, moved: now }
+            Sending { done: todo.is_clear(), todo, at: first, round: false, moved: now }
         });
         self.outgoing = Some(Outgoing { plan, payload, parts: parts.collect() });
         actions.extend((0..self.shards.len()).map(Action::Wake));
@@ -79,7 +84,17 @@ impl ClientCore {
         let outgoing = self.outgoing.as_mut()?;
         let sending = &mut outgoing.parts[part];
         // The rest of the set begins at `at`: a step costs a step.
-        let block = (sending.at..sending.todo.len()).find(|&block| sending.todo.contains(block))?;
+        let block = loop {
+            if let Some(block) = (sending.at..sending.todo.len()).find(|&block| sending.todo.contains(block))
+            {
+                break block;
+            }
+            sending.at = sending.todo.len();
+            if std::mem::replace(&mut sending.round, true) {
+                return None;
+            }
+            sending.at = 0;
+        };
         sending.todo.set(block, false);
         sending.at = block + 1;
         sending.moved = now;

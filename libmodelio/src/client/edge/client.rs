@@ -41,21 +41,23 @@ impl Client {
         let bad = |why: String| ClientError::Record { model: model.clone(), why };
         let layout = Arc::new(record.layout().map_err(|error| bad(error.to_string()))?);
         let map = record.block_map().map_err(|error| bad(error.to_string()))?;
+        let start = |error: &dyn std::fmt::Display| ClientError::Start(error.to_string());
+        let mut random = [0; 8];
+        getrandom::fill(&mut random).map_err(|error| start(&error))?;
+        let id = ClientId(u64::from_le_bytes(random));
+        let core = ClientCore::new(&map).apart(id);
         let core = match options.pulls {
-            Pulls::Published => ClientCore::new(&map),
-            Pulls::Awaited => ClientCore::new(&map).on_demand(),
+            Pulls::Published => core,
+            Pulls::Awaited => core.on_demand(),
         };
         let (transport, connections) = (options.transport, options.connections);
         let whereabouts = Whereabouts::new(&map, record.lead, shards, transport, connections).map_err(bad)?;
         if let Some(why) = whereabouts.parts.iter().find_map(|place| place.barred.clone()) {
             return Err(ClientError::Transport { model, why });
         }
-        let start = |error: &dyn std::fmt::Display| ClientError::Start(error.to_string());
         let reactor =
             ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
         let reactor = Reactor::start(&reactor).map_err(|error| start(&error))?;
-        let mut random = [0; 8];
-        getrandom::fill(&mut random).map_err(|error| start(&error))?;
         let size = layout.size() as usize;
         let mut versions = Versions::new(size);
         versions.add_spare(versions::spare(size).map_err(|error| start(&error))?);
@@ -78,7 +80,7 @@ impl Client {
             layout,
             model: record.name.clone(),
             generation: record.generation,
-            client: ClientId(u64::from_le_bytes(random)),
+            client: id,
             record: record.clone(),
             net,
             started: Instant::now(),

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 
 use crate::block_map::BlockMap;
 use crate::client::core::{Action, ClientCore, Now};
-use crate::ids::{BlockId, Epoch, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
+use crate::ids::{BlockId, ClientId, Epoch, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
 use crate::transport::ShardError;
 use crate::wire::{BlockRanges, Granted, JobState, LearnerState, Message, Refusal};
 
@@ -98,7 +98,7 @@ struct World {
 impl World {
     fn new(draws: Vec<u16>) -> World {
         let map = BlockMap::striped(BLOCKS, &[ShardId(1), ShardId(2)]).unwrap();
-        let mut core = ClientCore::new(&map);
+        let mut core = ClientCore::new(&map).apart(ClientId(7));
         core.shown(Version(0), Now::ZERO, &mut Vec::new());
         let program = |_| Program { doing: Doing::Doubts, step: Step(1), blocks: Vec::new() };
         let mut world = World {
