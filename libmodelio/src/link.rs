@@ -9,7 +9,7 @@
 
 use std::any::Any;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,8 @@ const SUM_AT_ONCE: usize = 512 << 10;
 const HEADS: usize = 32 << 10;
 /// Messages that may wait to be sent, unless the peer is too slow to live.
 const MAX_QUEUED: usize = 1 << 16;
+/// Bytes of payload that may wait to be sent before the peer's next frame is read.
+const MAX_QUEUED_BYTES: usize = 32 << 20;
 
 /// Where a payload is to be received.
 pub struct Target {
@@ -94,9 +96,14 @@ impl Piece {
 
     /// Bytes that belong to the piece alone.
     pub fn owned(bytes: Vec<u8>) -> Piece {
-        let bytes = Arc::new(bytes);
+        Piece::owned_with(bytes, ())
+    }
+
+    /// The same, together with what is to be dropped when they are with the kernel, or never will be.
+    pub fn owned_with(bytes: Vec<u8>, with: impl Send + Sync + 'static) -> Piece {
+        let both = Arc::new((bytes, with));
         // SAFETY: nobody else has the vector, and the guard is what owns it.
-        unsafe { Piece::new(bytes.as_slice(), None, Arc::clone(&bytes) as Guard) }
+        unsafe { Piece::new(both.0.as_slice(), None, Arc::clone(&both) as Guard) }
     }
 
     fn payload(&self) -> Payload {
@@ -130,6 +137,8 @@ pub struct Link(Arc<LinkState>);
 #[derive(Default)]
 struct LinkState {
     queue: Mutex<VecDeque<Outgoing>>,
+    /// Of payload that is queued.
+    queued_bytes: AtomicUsize,
     connection: OnceLock<Connection>,
     /// The connection ends when all is said.
     ending: AtomicBool,
@@ -138,8 +147,23 @@ struct LinkState {
 impl Link {
     /// Says something, soon. On a connection that is over it is lost.
     pub fn send(&self, outgoing: Outgoing) {
-        self.0.queue.lock().push_back(outgoing);
+        self.queue(outgoing);
         self.wake();
+    }
+
+    fn queue(&self, outgoing: Outgoing) {
+        let bytes = outgoing.payload.as_ref().map_or(0, |piece| piece.len);
+        let mut queue = self.0.queue.lock();
+        self.0.queued_bytes.fetch_add(bytes, Ordering::Relaxed);
+        queue.push_back(outgoing);
+    }
+
+    fn pop(&self) -> Option<Outgoing> {
+        let mut queue = self.0.queue.lock();
+        let outgoing = queue.pop_front()?;
+        let bytes = outgoing.payload.as_ref().map_or(0, |piece| piece.len);
+        self.0.queued_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        Some(outgoing)
     }
 
     /// A message without a payload.
@@ -149,7 +173,7 @@ impl Link {
 
     /// Says something; when it is with the kernel, the connection ends. What is said afterwards is lost.
     pub fn say_last(&self, outgoing: Outgoing) {
-        self.0.queue.lock().push_back(outgoing);
+        self.queue(outgoing);
         self.0.ending.store(true, Ordering::Relaxed);
         self.wake();
     }
@@ -507,7 +531,9 @@ impl<C: Conversation> Stream for Framed<C> {
                 return Receive::Paused;
             }
         }
-        if self.waiting.is_some() || self.farewell.is_some() {
+        // Who asks for more than it takes is not heard until it has taken it.
+        let full = self.link.0.queued_bytes.load(Ordering::Relaxed) > MAX_QUEUED_BYTES;
+        if self.waiting.is_some() || self.farewell.is_some() || full {
             return Receive::Paused;
         }
         let left = self.left();
@@ -524,6 +550,10 @@ impl<C: Conversation> Stream for Framed<C> {
         // SAFETY: a buffer that is left alone until the bytes are reported.
         unsafe { into.push(self.ahead.start().add(self.end), self.ahead.len() - self.end) };
         Receive::Into { least: left.clamp(1, SUM_AT_ONCE) }
+    }
+
+    fn arriving(&mut self) {
+        self.heard = Instant::now();
     }
 
     fn received(&mut self, bytes: usize) -> Result<(), Close> {
@@ -550,7 +580,7 @@ impl<C: Conversation> Stream for Framed<C> {
         self.long.clear();
         let mut used = 0;
         while out.room() >= 2 && out.bytes() < SEND_AT_ONCE && HEADS - used >= 256 {
-            let queued = self.link.0.queue.lock().pop_front();
+            let queued = self.link.pop();
             let Some(outgoing) = queued.or_else(|| self.conversation.next()) else { break };
             self.push(outgoing, &mut used, out);
         }

@@ -57,6 +57,7 @@ pub fn run(config: &DrainConfig) -> Result<(), Error> {
             moved += 1;
         }
     }
+    keeps_nothing(shard)?;
     println!("gradfs: shard {} at {} takes no more models", shard.shard, shard.address);
     let then = match serves_registry(shard) {
         true => "but it is the registry, too, and has to stay for that",
@@ -64,6 +65,31 @@ pub fn run(config: &DrainConfig) -> Result<(), Error> {
     };
     println!("gradfs: {moved} model(s) moved off it, and nothing is left there: {then}");
     Ok(())
+}
+
+/// The shard has the last word: a registry that was started anew does not know what there is.
+fn keeps_nothing(shard: &ShardRecord) -> Result<(), Error> {
+    let until = Instant::now() + GRACE;
+    loop {
+        let Some(status) = status_of(&shard.address) else { return Ok(()) };
+        let models = status["models"].as_array().cloned().unwrap_or_default();
+        let names: Vec<&str> = models.iter().filter_map(|model| model["name"].as_str()).collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        if Instant::now() >= until {
+            let what = format!(
+                "shard {} at {} has blocks of models that the registry does not know: {}",
+                shard.shard,
+                shard.address,
+                names.join(", ")
+            );
+            return Err(
+                Error::new(what).hint("do not stop it while they are used: the registry has lost its table")
+            );
+        }
+        std::thread::sleep(AGAIN);
+    }
 }
 
 fn find<'a>(shards: &'a [ShardRecord], wanted: &ShardName) -> Option<&'a ShardRecord> {

@@ -388,6 +388,9 @@ impl<D: Driver> Engine<D> {
         port.receive.advance(bytes);
         port.got += bytes;
         if port.got < port.least && !ended {
+            if let Kind::Stream(stream) = &mut entry.kind {
+                stream.arriving();
+            }
             if let Err(errno) = self.driver.receive(token, port) {
                 self.close(token, socket("receive", errno));
             }

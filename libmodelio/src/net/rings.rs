@@ -190,6 +190,10 @@ impl Stream for Last {
         self.stream.receive(into)
     }
 
+    fn arriving(&mut self) {
+        self.stream.arriving();
+    }
+
     fn received(&mut self, bytes: usize) -> Result<(), Close> {
         self.stream.received(bytes)
     }

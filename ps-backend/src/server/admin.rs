@@ -107,8 +107,11 @@ impl Shared {
                 Some(_) => models.remove(name),
             }
         };
-        if let Some(lead) = model.and_then(|model| model.lead) {
-            lead.stop(&Refusal::NoModel(name.to_owned()));
+        if let Some(model) = model {
+            if let Some(lead) = model.lead {
+                lead.stop(&Refusal::NoModel(name.to_owned()));
+            }
+            model.part.is_deleted();
         }
         tracing::info!(model = %name, "deleted");
         Ok((Message::Done, None))

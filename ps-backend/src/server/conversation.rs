@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use libmodelio::ids::{BlockId, ClientId, Epoch, Version};
@@ -68,6 +69,7 @@ pub(super) struct Peer {
     epoch: Epoch,
     /// Until the greeting says what the connection is for.
     memory: Option<Box<Memory>>,
+    unsent: Arc<AtomicUsize>,
 }
 
 impl Peer {
@@ -80,7 +82,8 @@ impl Peer {
     }
 
     fn of(shared: Arc<Shared>, address: String, memory: Option<Box<Memory>>) -> Peer {
-        Peer { shared, address, link: Link::default(), kind: Kind::Strange, epoch: Epoch(0), memory }
+        let (link, kind, unsent) = (Link::default(), Kind::Strange, Arc::default());
+        Peer { shared, address, link, kind, epoch: Epoch(0), memory, unsent }
     }
 
     fn answer(&self, request: u64, message: Message) {
@@ -217,8 +220,12 @@ impl Peer {
             }
             message if super::moving::is_between_shards(&message) && shared.options.holds_blocks => {
                 let (link, payload) = (self.link.clone(), payload.to_vec());
+                let unsent = Unsent::one_more(&self.unsent)?;
                 let pool = matches!(message, Message::Fetch { .. }).then(|| shared.pool.clone());
-                let answers = move || say(&link, request, shared.between_shards(message, &payload));
+                let answers = move || {
+                    let answer = shared.between_shards(message, &payload);
+                    say_counted(&link, request, answer, Some(unsent));
+                };
                 // Fetching is short and comes often. The rest may take memory, or give it back, which takes time; and
                 // others' jobs go on, for which the pool is.
                 let spawned = match pool {
@@ -256,13 +263,42 @@ impl Peer {
     }
 }
 
+/// Requests between shards on one connection whose answers are not sent yet: each may take a block's memory.
+const MAX_UNSENT: usize = 128;
+
+/// Counts as long as the answer is not with the kernel.
+struct Unsent(Arc<AtomicUsize>);
+
+impl Unsent {
+    fn one_more(of: &Arc<AtomicUsize>) -> Result<Unsent, Refusal> {
+        let unsent = Unsent(Arc::clone(of));
+        if of.fetch_add(1, Ordering::Relaxed) >= MAX_UNSENT {
+            return Err(Refusal::other(format!("more than {MAX_UNSENT} requests at once")));
+        }
+        Ok(unsent)
+    }
+}
+
+impl Drop for Unsent {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 fn say(link: &Link, request: u64, answer: super::AdminAnswer) {
+    say_counted(link, request, answer, None);
+}
+
+fn say_counted(link: &Link, request: u64, answer: super::AdminAnswer, unsent: Option<Unsent>) {
     let (message, payload) = match answer {
         Ok((message, payload)) => (message, payload),
         Err(refusal) => (Message::Refused(refusal), None),
     };
     let payload = payload.filter(|bytes| !bytes.is_empty());
-    link.send(Outgoing { payload: payload.map(Piece::owned), ..Outgoing::new(request, message) });
+    link.send(Outgoing {
+        payload: payload.map(|bytes| Piece::owned_with(bytes, unsent)),
+        ..Outgoing::new(request, message)
+    });
 }
 
 impl Data {

@@ -3,7 +3,7 @@
 mod moving;
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -65,6 +65,8 @@ pub struct Lead {
     moved: OnceLock<Whereabouts>,
     /// Held by whoever moves the model.
     pub(super) mover: Mutex<()>,
+    /// Moves under way, and those that wait for it.
+    pub(super) movers: AtomicUsize,
     /// How far that is.
     pub(super) moving: Mutex<Option<Progress>>,
     this: Weak<Lead>,
@@ -145,6 +147,7 @@ impl Lead {
             stopping: AtomicBool::new(false),
             moved: OnceLock::new(),
             mover: Mutex::new(()),
+            movers: AtomicUsize::new(0),
             moving: Mutex::new(None),
             this: this.clone(),
         });

@@ -11,6 +11,7 @@ mod mover;
 mod told;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use libmodelio::ids::{BlockId, Epoch, Generation, ShardId, Version};
@@ -21,6 +22,17 @@ pub(super) use adopting::Adopting;
 
 use super::conversation::TurnedAway;
 use super::{AdminAnswer, Model, Shared};
+
+/// Moves of one model that may be under way or wait.
+const MAX_MOVES: usize = 4;
+/// A move that counts.
+struct Counted(Arc<super::lead::Lead>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.movers.fetch_sub(1, Ordering::Relaxed);
+    }
+}
 
 /// Models that were here and are remembered.
 const MAX_GONE: usize = 1024;
@@ -81,8 +93,19 @@ impl Shared {
             let lead = found.lead.clone();
             lead.ok_or_else(|| Refusal::other(format!("this shard does not lead model {model:?}")))?
         };
+        if lead.movers.fetch_add(1, Ordering::Relaxed) >= MAX_MOVES {
+            lead.movers.fetch_sub(1, Ordering::Relaxed);
+            let why = format!(
+                "{MAX_MOVES} moves of model {model:?} are under way or wait: run the command again later"
+            );
+            return Err(Refusal::other(why));
+        }
         let shared = Arc::clone(self);
-        let moves = move || answer(mover::run(&shared, &lead, off, timeout));
+        let of_thread = Counted(Arc::clone(&lead));
+        let moves = move || {
+            let counted = of_thread;
+            answer(mover::run(&shared, &counted.0, off, timeout));
+        };
         let spawned = std::thread::Builder::new().name("mover".into()).spawn(moves);
         spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to move it: {error}")))
     }
@@ -142,6 +165,19 @@ impl Shared {
         let to = Whereabouts { generation, epoch, payload: payload.into() };
         let me = *self.shard.lock();
         let owns = record.owners.iter().any(|(owner, _)| *owner == me);
+        let has_it = |model: &Model| model.generation == generation && model.part.epoch < epoch;
+        if !owns && self.models.lock().get(&name).is_some_and(has_it) {
+            // Blocks are given up: whoever says so, the registry has the last word.
+            let there = self.registry(|registry, deadline| registry.model(&name, deadline));
+            let there =
+                there.map_err(|error| Refusal::other(format!("the registry cannot be asked: {error}")))?;
+            if there.generation != generation || there.epoch < epoch {
+                return Err(Refusal::other(format!(
+                    "the registry has block map {} of model {name:?}, not {epoch}",
+                    there.epoch
+                )));
+            }
+        }
         let before = {
             let mut models = self.models.lock();
             let here = models.get(&name).filter(|model| model.generation == generation);

@@ -37,6 +37,18 @@ impl Part {
         self.links.lock().iter().for_each(Link::wake);
     }
 
+    /// The model is no more: nobody keeps its memory by being connected.
+    pub(in crate::server) fn is_deleted(&self) {
+        let why = || Close::Asked("the model was deleted".into());
+        let mut state = self.state.lock();
+        state.lead = None;
+        if let Some(lead) = state.lead_link.take() {
+            lead.close(why());
+        }
+        drop(state);
+        self.links.lock().iter().for_each(|link| link.close(why()));
+    }
+
     /// Where the model is now, if it has moved.
     pub(in crate::server) fn moved(&self) -> Option<&Whereabouts> {
         self.moved.get()
