@@ -23,6 +23,8 @@ const LOOK: Duration = Duration::from_millis(200);
 const AGAIN: Duration = Duration::from_millis(300);
 /// The lead gives up before we do, and says why.
 const GRACE: Duration = Duration::from_secs(30);
+/// A shard that has been left may hear of that a moment later.
+const SETTLES: Duration = Duration::from_secs(5);
 
 /// Moves all models off a shard.
 ///
@@ -69,7 +71,7 @@ pub fn run(config: &DrainConfig) -> Result<(), Error> {
 
 /// The shard has the last word: a registry that was started anew does not know what there is.
 fn keeps_nothing(shard: &ShardRecord) -> Result<(), Error> {
-    let until = Instant::now() + GRACE;
+    let until = Instant::now() + SETTLES;
     loop {
         let Some(status) = status_of(&shard.address) else { return Ok(()) };
         let models = status["models"].as_array().cloned().unwrap_or_default();

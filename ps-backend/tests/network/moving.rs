@@ -434,3 +434,48 @@ fn what_makes_no_sense_is_refused() {
     let (answer, bytes) = peer.request(&fetch(1, 0, block), &[], Instant::now() + LONG).unwrap();
     assert_eq!((answer, bytes.len()), (Message::Fetched, 64 << 10));
 }
+
+#[test]
+fn an_order_to_switch_that_the_registry_does_not_know_of_changes_nothing() {
+    let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
+    let world = World::of(2, &layout, &[("reducer", "sum"), ("learners", "1")], TCP);
+    let (shards, lead) = (world.shards(), world.record.lead);
+    let other = shards.iter().find(|shard| shard.shard != lead).unwrap();
+    let record =
+        ModelRecord { epoch: Epoch(99), owners: vec![(lead, layout.blocks())], ..world.record.clone() };
+    let moved = Moved { record, shards: shards.clone() }.encode().unwrap();
+    let mut peer = AdminPeer::connect(&other.address, Instant::now() + LONG).unwrap();
+    match peer.request(&Message::Switch, &moved, Instant::now() + LONG) {
+        Err(AdminError::Refusal(refusal)) => {
+            let said = refusal.to_string();
+            assert!(said.contains("the registry has block map 1 of model \"m\", not 99"), "{said}");
+        }
+        other => panic!("{other:?}"),
+    }
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    assert!(learner.pull().1.iter().all(|&w| w == 1.0));
+    client.shut_down();
+}
+
+#[test]
+fn a_deleted_model_takes_no_memory_though_clients_are_connected() {
+    let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
+    for way in [TCP, Way::Memory] {
+        let world = World::of(2, &layout, &[("reducer", "sum"), ("learners", "1")], way);
+        let client = world.client();
+        world.registry.delete("m", world.record.generation, Instant::now() + LONG).unwrap();
+        for shard in world.shards() {
+            let mut peer = AdminPeer::connect(&shard.address, Instant::now() + LONG).unwrap();
+            let delete = Message::Delete { model: "m".into(), generation: world.record.generation };
+            assert!(matches!(peer.request(&delete, &[], Instant::now() + LONG), Ok((Message::Done, _))));
+        }
+        let deadline = Instant::now() + LONG;
+        while client.peers().iter().any(|peer| peer.connected) {
+            assert!(Instant::now() < deadline, "{way:?}: connections for blocks hold the model's parts");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        client.shut_down();
+    }
+}
