@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use libmodelio::client::{Client, ClientOptions, TransportChoice};
+use libmodelio::net::{Backend, Choice};
 use libmodelio::registry::Registry;
 use libmodelio::transport::Device;
 use libmodelio::wire::{ModelRecord, ShardRecord};
@@ -79,7 +80,11 @@ fn connect(
         let (address, blocks) = (shard.address.unwrap_or_default(), shard.blocks);
         tracing::info!(model = %name, shard = %shard.shard, %address, transport = %shard.transport, blocks, "connected");
     }
-    tracing::info!(model = %name, io = %job.backend(), "connected");
+    let backend = job.backend();
+    if index == 0 && io == Choice::Auto && backend != Backend::Uring.to_string() {
+        tracing::warn!("bytes do not go through io_uring, which is slower: {backend}");
+    }
+    tracing::info!(model = %name, io = %backend, "connected");
     let device: Arc<dyn Device> = Arc::clone(&job) as Arc<dyn Device>;
     Model::new(name.clone(), index, job as Arc<dyn Job>, device, record.metadata.clone(), own_learner())
         .map_err(|error| Error::new(format!("model {name}: {error}")))
