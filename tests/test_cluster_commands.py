@@ -121,6 +121,8 @@ def test_delete_cuts_off_whoever_uses_it(cluster):
 def test_create_refuses_what_cannot_be_and_leaves_nothing(cluster, tmp_path):
     one = cluster(2)
     one.create("m", size="256KiB", block_size="64KiB", reducer="sum")
+    # The lead takes a moment to reach the other shard.
+    eventually(lambda: not any((m["lead"] or {}).get("unreachable") for m in one.ask(one.shards[0])["models"]))
     before = one.ask(one.shards[0])
     refused(one.run("create", "m", *SMALL), "m", "already")
     refused(one.run("create", "n", *SMALL, "--shards", 5), "5 shards are wanted", "only 2")
