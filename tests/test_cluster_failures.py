@@ -127,8 +127,7 @@ def test_damage_on_the_way_is_repaired(cluster, way, harm):
     rules = [once(in_a_block(way), harms[harm]) for _ in proxies]
     for proxy, (rule, _) in zip(proxies, rules):
         proxy.rule = rule
-    # One on which the rest of a block never comes is replaced when it has been silent for 10 s.
-    with takes(0, 15):
+    with takes(0, 8):
         give(mount, 10)
         assert only(mount) == 11
     assert all(done.is_set() for _, done in rules)

@@ -158,6 +158,10 @@ impl Link {
         queue.push_back(outgoing);
     }
 
+    fn is_full(&self) -> bool {
+        self.0.queued_bytes.load(Ordering::Relaxed) > MAX_QUEUED_BYTES
+    }
+
     fn pop(&self) -> Option<Outgoing> {
         let mut queue = self.0.queue.lock();
         let outgoing = queue.pop_front()?;
@@ -532,8 +536,7 @@ impl<C: Conversation> Stream for Framed<C> {
             }
         }
         // Who asks for more than it takes is not heard until it has taken it.
-        let full = self.link.0.queued_bytes.load(Ordering::Relaxed) > MAX_QUEUED_BYTES;
-        if self.waiting.is_some() || self.farewell.is_some() || full {
+        if self.waiting.is_some() || self.farewell.is_some() || self.link.is_full() {
             return Receive::Paused;
         }
         let left = self.left();
@@ -615,7 +618,7 @@ impl<C: Conversation> Stream for Framed<C> {
             return Ok(Some(wanted.map_or(deadline, |wanted| wanted.min(deadline))));
         };
         // While this end does not read, it cannot tell.
-        if self.waiting.is_none() && now >= self.heard + silence {
+        if self.waiting.is_none() && !self.link.is_full() && now >= self.heard + silence {
             return Err(Close::Asked(format!("silent for {silence:?}").into()));
         }
         if self.link.0.queue.lock().len() > MAX_QUEUED {
