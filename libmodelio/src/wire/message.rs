@@ -420,6 +420,13 @@ pub enum Message {
         /// Which attempt.
         attempt: u64,
     },
+
+    // -- a shard to a client, on a connection for blocks
+    /// Whether other connections of the client's are to be used instead of this one, unless something was lost.
+    Rest {
+        /// They are.
+        rests: bool,
+    },
 }
 
 /// What a client needs to know of a job.

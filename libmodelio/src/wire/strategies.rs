@@ -354,6 +354,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(Generation), any::<u64>())
             .prop_map(|(generation, attempt)| Message::Abandon { generation, attempt })
             .boxed(),
+        any::<bool>().prop_map(|rests| Message::Rest { rests }).boxed(),
     ]
 }
 
