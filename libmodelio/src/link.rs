@@ -7,6 +7,8 @@
 //! One of the modules that hold `unsafe`: payload lies in memory that others see, too. [`Target::new`] and
 //! [`Piece::new`] say what their callers promise.
 
+mod progress;
+
 use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -18,6 +20,7 @@ use parking_lot::Mutex;
 use crate::ids::Epoch;
 use crate::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use crate::wire::{self, Crc32c, HELLO_DEADLINE, Limits, Message, Payload, Received, Receiver, crc32c};
+use progress::Progress;
 
 /// Whatever keeps memory where it is.
 pub type Guard = Arc<dyn Any + Send + Sync>;
@@ -307,6 +310,13 @@ pub struct Framed<C> {
     farewell: Option<(Close, Instant)>,
     opened: Instant,
     heard: Instant,
+    /// Bytes that were received, and those that have come.
+    taken: u64,
+    seen: u64,
+    /// Frames whose message was handed over.
+    frames: u64,
+    /// Of the frame under way.
+    progress: Progress,
     /// When the conversation was last told so.
     reported: Instant,
     spoke: Instant,
@@ -339,6 +349,10 @@ impl<C: Conversation> Framed<C> {
             farewell: None,
             opened: now,
             heard: now,
+            taken: 0,
+            seen: 0,
+            frames: 0,
+            progress: Progress::default(),
             reported: now,
             spoke: now,
         }
@@ -390,6 +404,7 @@ impl<C: Conversation> Framed<C> {
             })?;
             self.start += used;
             let Some(received) = received else { return Ok(()) };
+            self.frames += 1;
             match received.message {
                 Message::Ping => self.link.say(0, Message::Pong),
                 Message::Pong => {}
@@ -426,6 +441,38 @@ impl<C: Conversation> Framed<C> {
         }
         self.incoming = Some(Incoming { received, place, got: 0, crc: Crc32c::new(), summed: 0 });
         Ok(())
+    }
+
+    /// Whether this end takes what comes; while it does not, it cannot tell what the peer does.
+    fn reads(&self) -> bool {
+        self.waiting.is_none() && !self.link.is_full()
+    }
+
+    /// Keeps in mind that a frame is under way, or none is. True if [`Stream::tick`] is to look at it soon.
+    fn mark(&mut self, now: Instant) -> bool {
+        let within = self.incoming.is_some() || self.receiver.is_within_frame();
+        let Some(silence) = self.conversation.silence().filter(|_| within && self.reads()) else {
+            self.progress.rests();
+            return false;
+        };
+        // Its message comes before its payload.
+        let frame = 2 * self.frames + u64::from(self.incoming.is_some());
+        self.progress.under_way(frame, self.seen, now, pause(silence))
+    }
+
+    /// What is under way and does not move on.
+    fn stuck(&self, pause: Duration) -> Close {
+        let what = match &self.incoming {
+            Some(incoming) => {
+                let header = &incoming.received.header;
+                let (name, len) = (incoming.received.message.name(), header.payload_len() as usize);
+                let got = len - self.left() + (self.seen - self.taken) as usize;
+                format!("{got} of {len} bytes of a {name}")
+            }
+            None => "a part of a header or body".to_owned(),
+        };
+        let why = format!("{what} came, and then not {} bytes in {pause:.1?}", progress::CRUMBS);
+        Close::Asked(why.into())
     }
 
     /// Bytes of the payload that are still to come.
@@ -513,6 +560,11 @@ impl<C: Conversation> Framed<C> {
     }
 }
 
+/// The longest one of a peer that lives.
+fn pause(silence: Duration) -> Duration {
+    wire::ping_after(silence.as_millis() as u32)
+}
+
 fn broken(error: wire::WireError) -> Close {
     Close::Asked(error.to_string().into())
 }
@@ -555,12 +607,18 @@ impl<C: Conversation> Stream for Framed<C> {
         Receive::Into { least: left.clamp(1, SUM_AT_ONCE) }
     }
 
-    fn arriving(&mut self) {
-        self.heard = Instant::now();
+    fn arriving(&mut self, bytes: usize) {
+        let seen = self.taken + bytes as u64;
+        if seen > self.seen {
+            self.seen = seen;
+            self.heard = Instant::now();
+        }
     }
 
     fn received(&mut self, bytes: usize) -> Result<(), Close> {
         let now = Instant::now();
+        self.taken += bytes as u64;
+        self.seen = self.seen.max(self.taken);
         if now.duration_since(self.reported) > Duration::from_millis(50) {
             self.reported = now;
             self.conversation.heard();
@@ -574,7 +632,11 @@ impl<C: Conversation> Stream for Framed<C> {
         if self.left() > 0 {
             self.sum_up();
         }
-        self.go_on()
+        let outcome = self.go_on();
+        if self.mark(now) {
+            self.link.wake();
+        }
+        outcome
     }
 
     fn transmit(&mut self, out: &mut SendSlices) {
@@ -617,20 +679,23 @@ impl<C: Conversation> Stream for Framed<C> {
             }
             return Ok(Some(wanted.map_or(deadline, |wanted| wanted.min(deadline))));
         };
-        // While this end does not read, it cannot tell.
-        if self.waiting.is_none() && !self.link.is_full() && now >= self.heard + silence {
+        if self.reads() && now >= self.heard + silence {
             return Err(Close::Asked(format!("silent for {silence:?}").into()));
         }
+        let pause = pause(silence);
+        self.mark(now);
+        let Ok(look) = self.progress.look(self.seen, now, pause) else { return Err(self.stuck(pause)) };
         if self.link.0.queue.lock().len() > MAX_QUEUED {
             return Err(Close::Asked("the peer does not take what it is told".into()));
         }
-        let pause = wire::ping_after(silence.as_millis() as u32);
         if now >= self.spoke + pause {
             self.spoke = now;
             self.link.say(0, Message::Ping);
         }
         let next = (self.spoke + pause).min(self.heard + silence).max(now + Duration::from_millis(10));
-        Ok(Some(wanted.map_or(next, |wanted| wanted.min(next))))
+        let next = [look, wanted].into_iter().flatten().fold(next, Instant::min);
+        self.progress.promised(next);
+        Ok(Some(next))
     }
 
     fn closed(&mut self, why: &Close) {

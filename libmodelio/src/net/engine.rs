@@ -263,7 +263,12 @@ impl<D: Driver> Engine<D> {
         let mut due = None;
         self.ask(token, |entry, now| {
             match &mut entry.kind {
-                Kind::Stream(stream) => due = stream.tick(now)?,
+                Kind::Stream(stream) => {
+                    if let Some(bytes) = entry.port.look(now) {
+                        stream.arriving(bytes);
+                    }
+                    due = stream.tick(now)?;
+                }
                 Kind::Connecting(connecting) if now >= connecting.deadline => {
                     return Err(connecting.failed(Errno::ETIMEDOUT));
                 }
@@ -389,7 +394,7 @@ impl<D: Driver> Engine<D> {
         port.got += bytes;
         if port.got < port.least && !ended {
             if let Kind::Stream(stream) = &mut entry.kind {
-                stream.arriving();
+                stream.arriving(port.got);
             }
             if let Err(errno) = self.driver.receive(token, port) {
                 self.close(token, socket("receive", errno));

@@ -190,8 +190,8 @@ impl Stream for Last {
         self.stream.receive(into)
     }
 
-    fn arriving(&mut self) {
-        self.stream.arriving();
+    fn arriving(&mut self, bytes: usize) {
+        self.stream.arriving(bytes);
     }
 
     fn received(&mut self, bytes: usize) -> Result<(), Close> {

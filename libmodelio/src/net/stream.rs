@@ -36,8 +36,10 @@ pub trait Stream: Send {
     /// Closes the connection: the peer broke the protocol.
     fn received(&mut self, bytes: usize) -> Result<(), Close>;
 
-    /// Some of what `receive` asked for has come, though not enough yet: the peer lives.
-    fn arriving(&mut self) {}
+    /// So many bytes of what `receive` asked for have come, though not enough yet: the peer lives.
+    fn arriving(&mut self, bytes: usize) {
+        let _ = bytes;
+    }
 
     /// What is to be sent now: pushed to `out`, which is empty. Left empty, it is asked again after a wake-up.
     /// The contract for that memory is written at [`SendSlices::push`].
