@@ -412,7 +412,13 @@ impl<D: Driver> Engine<D> {
     fn sent(&mut self, token: Token, bytes: usize) {
         self.ask(token, |entry, _| {
             entry.port.send.advance(bytes);
-            if let Kind::Stream(stream) = &mut entry.kind { stream.transmitted(bytes) } else { Ok(()) }
+            let Kind::Stream(stream) = &mut entry.kind else { return Ok(()) };
+            stream.transmitted(bytes)?;
+            if entry.port.send.bytes() == 0 && stream.is_finished() {
+                // If the peer is gone already, that is noticed when it is heard.
+                let _ = socket2::SockRef::from(&entry.port.fd).shutdown(std::net::Shutdown::Write);
+            }
+            Ok(())
         });
         let Some(entry) = self.table.get(token).filter(|entry| entry.closing.is_none()) else { return };
         if entry.port.send.bytes() == 0 {

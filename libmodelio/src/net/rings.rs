@@ -206,6 +206,10 @@ impl Stream for Last {
         self.stream.transmitted(bytes)
     }
 
+    fn is_finished(&self) -> bool {
+        self.stream.is_finished()
+    }
+
     fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
         self.stream.tick(now)
     }

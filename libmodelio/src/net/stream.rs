@@ -52,6 +52,12 @@ pub trait Stream: Send {
     /// Closes the connection: for instance because the farewell is said.
     fn transmitted(&mut self, bytes: usize) -> Result<(), Close>;
 
+    /// Whether all is said, once what was named is with the kernel: the sending side is closed, and what the peer still
+    /// sends is received until it ends the connection, or the stream does.
+    fn is_finished(&self) -> bool {
+        false
+    }
+
     /// Time passes: called when the connection is open, after each wake-up, and when the returned time has come.
     /// `None` until the next wake-up.
     ///
