@@ -1,7 +1,5 @@
 """Which connections a cluster's blocks go over, as docs/network.md has it."""
 
-import threading
-import time
 
 import numpy as np
 from filetools import BLOCK, Threads, array, eventually, takes
@@ -63,7 +61,7 @@ def test_a_resting_connection_is_used_when_the_busy_one_hangs(cluster):
     assert len(busy) == 2
     proxy.hold(lambda connection: connection in busy)
     try:
-        with takes(0, 8):
+        with takes(0, 9):
             step(mounts, 6)
     finally:
         proxy.release()

@@ -598,4 +598,14 @@ pub enum Refusal {
     /// Anything else.
     #[error("{0}")]
     Other(String),
+    /// Bytes that are no frame, or do not fit: nothing of it was taken.
+    #[error("{what}: expected {expected}, got {got}")]
+    Frame {
+        /// Of the frame.
+        what: String,
+        /// What the protocol allows.
+        expected: String,
+        /// What came.
+        got: String,
+    },
 }

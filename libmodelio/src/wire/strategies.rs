@@ -93,6 +93,7 @@ fn refusal() -> impl Strategy<Value = Refusal> {
         text().prop_map(|what| Refusal::Role { what }),
         text().prop_map(Refusal::Control),
         text().prop_map(Refusal::Other),
+        (text(), text(), text()).prop_map(|(what, expected, got)| Refusal::Frame { what, expected, got }),
     ]
 }
 

@@ -451,7 +451,8 @@ impl Part {
         let block = self.store.part().local(global).ok_or(Refusal::NotMine { block: global })?;
         let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
         let wanted = payload.wanted_len(self.layout(), block) as u32;
-        received.expect_payload(if comes { wanted } else { 0 }).map_err(Refusal::other)?;
+        let fits = received.expect_payload(if comes { wanted } else { 0 });
+        fits.map_err(|error| error.to_refusal())?;
         let mut state = self.state.lock();
         let how = state.core.arrive(client, plan, block.0);
         match how {

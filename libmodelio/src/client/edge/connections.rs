@@ -22,6 +22,8 @@ pub(super) struct Peer {
     pub(super) tries: u32,
     /// What was seen when the last one ended.
     pub(super) trouble: Option<String>,
+    /// The same, and it is kept when there is another one.
+    pub(super) lost: Option<String>,
     /// Of them, those that the shard wants to be used only if need be.
     resting: Vec<Link>,
     /// Which of `links` is next.
@@ -43,6 +45,7 @@ impl Peer {
             retry_at: None,
             tries: 0,
             trouble: None,
+            lost: None,
             turn: 0,
             resting: Vec::new(),
             no_memory: None,
@@ -150,6 +153,7 @@ impl Shared {
             tracing::warn!(model = %self.model, address = %way.address(), "connection lost: {why}");
         }
         peer.trouble = Some(why.to_owned());
+        peer.lost = peer.trouble.clone();
         let pause = Duration::from_millis(50 << peer.tries.min(5));
         peer.tries += 1;
         peer.retry_at = Some(Instant::now() + pause);
