@@ -1,5 +1,4 @@
-"""Which connections a cluster's blocks go over, as docs/network.md has it."""
-
+"""Which connections a cluster's blocks go over, as docs/semantics.md promises it "On a network"."""
 
 import numpy as np
 from filetools import BLOCK, Threads, array, eventually, takes
