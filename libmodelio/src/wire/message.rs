@@ -420,6 +420,13 @@ pub enum Message {
         /// Which attempt.
         attempt: u64,
     },
+
+    // -- a shard to a client, on a connection for blocks
+    /// Whether other connections of the client's are to be used instead of this one, unless something was lost.
+    Rest {
+        /// They are.
+        rests: bool,
+    },
 }
 
 /// What a client needs to know of a job.
@@ -591,6 +598,16 @@ pub enum Refusal {
     /// Anything else.
     #[error("{0}")]
     Other(String),
+    /// Bytes that are no frame, or do not fit: nothing of it was taken.
+    #[error("{what}: expected {expected}, got {got}")]
+    Frame {
+        /// Of the frame.
+        what: String,
+        /// What the protocol allows.
+        expected: String,
+        /// What came.
+        got: String,
+    },
     /// The model is no more, and does not come back in this life.
     #[error("model {0:?} was deleted: create it with another generation")]
     Deleted(String),

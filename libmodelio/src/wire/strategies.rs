@@ -93,6 +93,7 @@ fn refusal() -> impl Strategy<Value = Refusal> {
         text().prop_map(|what| Refusal::Role { what }),
         text().prop_map(Refusal::Control),
         text().prop_map(Refusal::Other),
+        (text(), text(), text()).prop_map(|(what, expected, got)| Refusal::Frame { what, expected, got }),
         text().prop_map(Refusal::Deleted),
         (shard(), text()).prop_map(|(shard, address)| Refusal::NumberTaken { shard, address }),
     ]
@@ -378,6 +379,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(Generation), any::<u64>())
             .prop_map(|(generation, attempt)| Message::Abandon { generation, attempt })
             .boxed(),
+        any::<bool>().prop_map(|rests| Message::Rest { rests }).boxed(),
     ]
 }
 

@@ -6,6 +6,7 @@
 //! | `part` | one part of a model at work (`unsafe`) |
 //! | `lead` | the lead of a model at work |
 //! | `conversation` | the shard's end of every connection |
+//! | `complaints` | how often the log tells of peers that are turned away |
 //! | `memory` | clients on the same host, through shared memory (`unsafe`) |
 //! | `moving` | a model's blocks on their way to other shards |
 //! | `admin` | creating, loading and deleting models, status |
@@ -14,6 +15,7 @@
 
 mod admin;
 mod announcer;
+mod complaints;
 mod conversation;
 pub mod lead;
 mod memory;
@@ -107,6 +109,7 @@ pub(super) struct Shared {
     listening: Mutex<Option<memory::Listening>>,
     /// Why there are none.
     no_memory: OnceLock<String>,
+    complaints: complaints::Log,
     models: Mutex<BTreeMap<String, Model>>,
     /// Models that are being made: their memory is being taken.
     making: Mutex<BTreeMap<String, Generation>>,
@@ -158,6 +161,7 @@ impl Server {
             memory: net::Threads::new(memory::MAX_CONNECTIONS),
             listening: Mutex::new(None),
             no_memory: OnceLock::new(),
+            complaints: complaints::Log::new(),
             models: Mutex::default(),
             making: Mutex::default(),
             adopting: Mutex::default(),
