@@ -19,6 +19,7 @@ use super::moving::Whereabouts;
 use super::part::{Landing, Part};
 use super::{SILENCE, Shared};
 use crate::part::store::PinnedVersion;
+use crate::part::unheard::Unheard;
 
 /// Requests for blocks that may wait on one connection.
 const MAX_PULLS: usize = 256;
@@ -51,6 +52,10 @@ struct Data {
     client: ClientId,
     part: Arc<Part>,
     landing: Option<Landing>,
+    /// Plans that blocks have come for, and nothing else.
+    unheard: Unheard,
+    /// When what waits for such a plan is to be looked at again.
+    rouse_at: Option<Instant>,
     /// Blocks that it has asked for.
     pulls: VecDeque<(Version, Range<u32>)>,
     /// The version that is being sent.
@@ -160,7 +165,8 @@ impl Peer {
                 if let Some(memory) = &mut memory {
                     memory.serve(&part);
                 }
-                Kind::Data(Data { client: *client, part, landing, pulls, pinned, memory })
+                let (unheard, rouse_at) = (Unheard::default(), None);
+                Kind::Data(Data { client: *client, part, landing, unheard, rouse_at, pulls, pinned, memory })
             }
             Role::Lead if found.lead.is_some() => {
                 return Err(Refusal::other("this shard leads the model itself").into());
@@ -349,16 +355,30 @@ impl Data {
         }
     }
 
+    /// Time passes; when to call again.
+    fn tick(&mut self, now: Instant, link: &Link) -> Result<Option<Instant>, Refusal> {
+        if let Some(memory) = &mut self.memory {
+            memory.again(self.client, &self.part, &mut self.unheard, link)?;
+        }
+        if self.rouse_at.take_if(|at| *at <= now).is_some() {
+            // What is received is asked for again after that.
+            link.wake();
+        }
+        Ok(self.rouse_at)
+    }
+
     fn message(&mut self, received: &Received, link: &Link) -> Result<Take, Refusal> {
         if let Some(memory) = &mut self.memory
-            && let Some(take) = memory.message(self.client, &self.part, received, link)?
+            && let Some(take) = memory.message(self.client, &self.part, received, &mut self.unheard, link)?
         {
+            self.rouse_at = self.unheard.until(Instant::now());
             return Ok(take);
         }
         match &received.message {
             Message::Push { .. } => {
-                let (take, landing) = self.part.arrive(self.client, received, link)?;
+                let (take, landing) = self.part.arrive(self.client, received, &mut self.unheard, link)?;
                 self.landing = landing;
+                self.rouse_at = self.unheard.until(Instant::now());
                 return Ok(take);
             }
             Message::Probe { plan } => {
@@ -453,15 +473,14 @@ impl Conversation for Peer {
         (!matches!(self.kind, Kind::Strange)).then_some(SILENCE)
     }
 
-    fn tick(&mut self, _: Instant) -> Result<Option<Instant>, Close> {
+    fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
         if let Some(to) = self.moved() {
             return Err(self.say_moved(0, &to));
         }
-        if let Kind::Data(Data { client, part, memory: Some(memory), .. }) = &mut self.kind {
-            let outcome = memory.again(*client, part, &self.link);
-            outcome.map_err(|refusal| self.refuse(0, refusal))?;
+        match &mut self.kind {
+            Kind::Data(data) => data.tick(now, &self.link).map_err(|refusal| self.refuse(0, refusal)),
+            _ => Ok(None),
         }
-        Ok(None)
     }
 
     fn heard(&mut self) {
