@@ -90,6 +90,11 @@ pub enum RegistryRequest {
         /// Which life of it.
         generation: Generation,
     },
+    /// A shard may take models again. Answered by `Done`.
+    Undrain {
+        /// Which.
+        shard: ShardId,
+    },
 }
 
 /// What the registry answers.

@@ -184,6 +184,7 @@ fn registry_request() -> impl Strategy<Value = RegistryRequest> {
         proptest::option::of(id64(Epoch)).prop_map(|replaces| RegistryRequest::Put { replaces }),
         (text(), id64(Generation))
             .prop_map(|(name, generation)| RegistryRequest::Delete { name, generation }),
+        shard().prop_map(|shard| RegistryRequest::Undrain { shard }),
     ]
 }
 
@@ -310,12 +311,13 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             })
             .boxed(),
         Just(Message::Moved).boxed(),
-        (text(), id64(Generation), shard(), any::<u32>())
-            .prop_map(|(model, generation, off, timeout_ms)| Message::Move {
+        (text(), id64(Generation), shard(), any::<(u32, u32)>())
+            .prop_map(|(model, generation, off, (timeout_ms, hold_ms))| Message::Move {
                 model,
                 generation,
                 off,
                 timeout_ms,
+                hold_ms,
             })
             .boxed(),
         Just(Message::Adopt).boxed(),

@@ -133,6 +133,7 @@ impl Shared {
             "registry": self.options.registry.as_deref().unwrap_or("here"),
             "models": models,
             "adopting": self.adopting_status(),
+            "left": self.left(),
         })
     }
 }

@@ -36,7 +36,7 @@ use crate::registry::{Answer, RegistryCore};
 use conversation::Peer;
 use lead::Lead;
 pub use moving::Progress;
-use moving::{Adopting, Whereabouts};
+use moving::{Adoptions, Whereabouts};
 use part::Part;
 
 /// What a process is to be.
@@ -121,7 +121,7 @@ pub(super) struct Shared {
     /// Models that are being made: their memory is being taken.
     making: Mutex<BTreeMap<String, Generation>>,
     /// Parts under block maps that are to be.
-    adopting: Mutex<BTreeMap<Generation, Arc<Adopting>>>,
+    adopting: Adoptions,
     /// Models that were here, and where they are: the newest ones.
     gone: Mutex<VecDeque<(String, Whereabouts)>>,
     table: Option<Table>,
@@ -169,7 +169,7 @@ impl Server {
             no_memory: OnceLock::new(),
             models: Mutex::default(),
             making: Mutex::default(),
-            adopting: Mutex::default(),
+            adopting: Adoptions::default(),
             gone: Mutex::default(),
             table: table.then(|| Table { core: Mutex::new(RegistryCore::new()), started: Instant::now() }),
             elsewhere: options.registry.clone().map(RemoteRegistry::new),
@@ -346,6 +346,10 @@ impl Registry for Local<'_> {
 
     fn drain(&self, shard: ShardId, _: Instant) -> Result<(), RegistryError> {
         self.ask(&RegistryRequest::Drain { shard }, &[]).map(drop)
+    }
+
+    fn undrain(&self, shard: ShardId, _: Instant) -> Result<(), RegistryError> {
+        self.ask(&RegistryRequest::Undrain { shard }, &[]).map(drop)
     }
 
     fn shards(&self, _: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
