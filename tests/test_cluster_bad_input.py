@@ -98,39 +98,76 @@ def refusal(peer, *fields):
     assert peer.closes()
 
 
-def cut_off(peer):
-    """The connection ends at once, with or without a last word."""
-    with takes(0, 3):
-        assert peer.closes(3)
+def no_frame(peer, what, expected, got):
+    """What is wrong with a frame is said, in these words, then the connection ends."""
+    with takes(0, 1):
+        answer = peer.hear_of("Refused")
+        assert answer.fields[0] == "Frame", answer
+        told = dict(zip(("what", "expected", "got"), answer.fields[1:]))
+        assert what in told["what"] and expected in told["expected"] and got in told["got"], told
+        assert peer.closes(1)
 
 
+# What is sent; what is wrong with it, what was expected, what came.
 GARBAGE = {
-    "http": b"GET / HTTP/1.1\r\nHost: shard\r\n\r\n" + b" " * 40,
-    "zeros": bytes(4096),
-    "random": os.urandom(4096),
-    "another magic": frame(body("Ping"), magic=b"gf"),
-    "unknown flags": frame(body("Ping"), flags=1),
-    "body beyond the limit": frame(body("Ping"), lengths=(1 << 31, 0)),
-    "payload before the greeting": frame(body("Ping"), lengths=(1, 1 << 30)),
-    "an empty body": frame(b""),
-    "no message": frame(b"\xff\xff\xff\xff\x7f"),
-    "an unknown message": frame(wire.varint(200)),
-    "more than a message": frame(body("Ping") + b"x"),
-    "damaged header": frame(body("Status"), crcs=(1, 0, 0)),
-    "damaged body": frame(body("Status"), crcs=(0, 1, 0)),
-    "not a greeting": frame(body("Join", "x"), request=1),
-    "a hello cut in its fields": frame(body("Hello", 1, 0)),
-    "a hello with a long name": frame(body("Hello", 1, 0, "x" * 5000, 0, 0)),
-    "a hello with bad text": frame(body("Hello", 1, 0) + b"\x02\xff\xfe\x00\x00"),
+    "http": (b"GET / HTTP/1.1\r\nHost: shard\r\n\r\n" + b" " * 40, "magic", "0x4647", "0x4547"),
+    "zeros": (bytes(4096), "magic", "0x4647", "0x0000"),
+    "much": (b"much" * 500_000, "magic", "0x4647", "0x756d"),
+    "another magic": (frame(body("Ping"), magic=b"gf"), "magic", "0x4647", "0x6667"),
+    "unknown flags": (frame(body("Ping"), flags=1), "flags", "0x0000", "0x0001"),
+    "body beyond the limit": (frame(body("Ping"), lengths=(1 << 31, 0)), "body", "at most 4096", "2147483648"),
+    "payload before the greeting": (
+        frame(body("Ping"), lengths=(1, 1 << 30)), "payload", "at most 0", "1073741824"
+    ),
+    "an empty body": (frame(b""), "body", "a message", "end of buffer"),
+    "no message": (frame(b"\xff\xff\xff\xff\x7f"), "body", "a message", ""),
+    "an unknown message": (frame(wire.varint(200)), "body", "a message", ""),
+    "more than a message": (frame(body("Ping") + b"x"), "body", "no more", "1 bytes more"),
+    "damaged header": (frame(body("Status"), crcs=(1, 0, 0)), "checksum of the header", "0x", "0x"),
+    "damaged body": (frame(body("Status"), crcs=(0, 1, 0)), "checksum of the body", "0x", "0x"),
+    "a hello cut in its fields": (frame(body("Hello", 1, 0)), "body", "a message", "end of buffer"),
+    "a hello with a long name": (frame(body("Hello", 1, 0, "x" * 5000, 0, 0)), "body", "at most 4096", "5007"),
+    "a hello with bad text": (frame(body("Hello", 1, 0) + b"\x02\xff\xfe\x00\x00"), "body", "a message", ""),
 }
 
 
-@pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_ends_its_own_connection_alone(world, what):
+@pytest.mark.parametrize("case", GARBAGE)
+def test_garbage_ends_its_own_connection_alone(world, case):
+    data, *wrong = GARBAGE[case]
     for shard in world.cluster.shards:
         with world.peer(shard=shard) as peer:
-            peer.send(GARBAGE[what])
-            cut_off(peer)
+            peer.send(data)
+            no_frame(peer, *wrong)
+
+
+def test_garbage_ends_its_own_connection_alone__at_random(world):
+    random = os.urandom(4096)
+    random = b"no" + random if random[:2] == b"GF" else random
+    with world.peer() as peer:
+        peer.send(random)
+        no_frame(peer, "magic", "0x4647", f"{int.from_bytes(random[:2], 'little'):#06x}")
+    with world.peer() as peer:
+        peer.say("Join", "x", request=1)
+        refusal(peer, "Role", "Join")
+    # Somebody who goes on talking hears why, and is not listened to for long.
+    with world.peer() as peer, takes(0, 4):
+        peer.socket.settimeout(4)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            while True:
+                peer.socket.sendall(random * 16)
+
+
+def test_those_who_are_turned_away_are_named_in_the_log(world):
+    """Not all of them: whoever sends rubbish would fill it."""
+    shard = world.other
+    before = shard.stderr().count("turned away")
+    for _ in range(100):
+        with world.peer(shard=shard) as peer:
+            peer.send(b"GET / HTTP/1.0\r\n\r\n" + b" " * 40)
+            no_frame(peer, "magic", "0x4647", "0x4547")
+    log = shard.stderr()
+    assert log.count("turned away") - before <= 20
+    assert "turned away: magic: expected 0x4647, got 0x4547" in log and "127.0.0.1:" in log, log[-1000:]
 
 
 def test_half_a_hello_and_silence_ends_after_its_deadline(world):
@@ -215,21 +252,23 @@ def test_a_message_of_another_role_is_refused_by_name__of_a_client(world, name, 
     with world.peer("control") as peer:
         if name == "Create":
             peer.say(name, payload=b"x", request=3, epoch=world.epoch)
-            cut_off(peer)
+            no_frame(peer, "payload", "at most 0", "1")
             return
         answer = peer.request(name, *fields, request=3, epoch=world.epoch)
         assert answer.name == "Refused" and answer.fields == ("Role", name)
 
 
 BLOCK_BYTES = bytes(BLOCK)
+HALF = ("Frame", "payload of Push", f"{BLOCK} bytes", f"{BLOCK // 2}")
+TWICE = ("Frame", "payload of Push", f"{BLOCK} bytes", f"{2 * BLOCK}")
 
 
 @pytest.mark.parametrize(
     "case, push, payload, expected",
     [
         ("a block beyond the model", (1, 4000, False), BLOCK_BYTES, ("NotMine", 4000)),
-        ("half a block", (1, None, False), BLOCK_BYTES[: BLOCK // 2], ("Other",)),
-        ("a wide block of a model that is not", (1, None, True), 2 * BLOCK_BYTES, ("Other",)),
+        ("half a block", (1, None, False), BLOCK_BYTES[: BLOCK // 2], HALF),
+        ("a wide block of a model that is not", (1, None, True), 2 * BLOCK_BYTES, TWICE),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(world, case, push, payload, expected):
@@ -267,8 +306,14 @@ def test_a_payload_with_a_wrong_checksum_ends_the_connection(world):
         for block in range(BLOCKS):
             with world.peer("data", shard) as peer:
                 push = body("Push", 1, block, False)
-                peer.send(frame(push, BLOCK_BYTES, epoch=world.epoch, crcs=(0, 0, 1)))
-                cut_off(peer)
+                spoilt = frame(push, BLOCK_BYTES, epoch=world.epoch, crcs=(0, 0, 1))
+                peer.send(spoilt)
+                answer = peer.hear_of("Refused")
+                if answer.fields != ("NotMine", block):
+                    right, told = wire.crc32c(BLOCK_BYTES), wire.crc32c(BLOCK_BYTES) ^ 1
+                    wrong = ("checksum of the payload", f"{told:#010x}", f"{right:#010x}")
+                    assert answer.fields == ("Frame", *wrong)
+                assert peer.closes()
 
 
 def test_pulls_of_what_is_not_there_are_refused(world):
@@ -284,7 +329,7 @@ def test_pulls_of_what_is_not_there_are_refused(world):
         assert peer.hear_of("Missing", "Block").name == "Missing"
     with world.peer("data") as peer:
         peer.say("Pull", 1, 3, 3, epoch=world.epoch)
-        cut_off(peer)
+        no_frame(peer, "blocks of Pull", "a set", "3")
     with world.peer("data") as peer:
         # A version that never comes is waited for, and holds nobody up; too many such are refused.
         for _ in range(300):
@@ -338,6 +383,9 @@ OVERSIZED = {
     "admin": [(2 << 20, 0), (1, (16 << 20) + 1), ((1 << 32) - 1, (1 << 32) - 1)],
 }
 
+# Of body and payload.
+LIMITS = {"control": (1 << 20, 0), "data": (1 << 20, 2 * BLOCK), "admin": (1 << 20, 16 << 20)}
+
 
 @pytest.mark.parametrize("role", OVERSIZED)
 def test_lengths_beyond_their_limits_end_the_connection(world, role):
@@ -346,14 +394,15 @@ def test_lengths_beyond_their_limits_end_the_connection(world, role):
         with world.peer(role) as peer:
             name, fields = ("Push", (1, 0, False)) if role == "data" else ("Ping", ())
             peer.send(frame(body(name, *fields), epoch=world.epoch, lengths=lengths))
-            cut_off(peer)
+            too_long = next(str(length) for length, limit in zip(lengths, LIMITS[role]) if length > limit)
+            no_frame(peer, "", "at most", too_long)
 
 
 @pytest.mark.parametrize("ranges", [[(2, 2)], [(3, 1)], [(0, 2), (1, 3)], [(0, 1), (1, 2)], [(5, 6), (0, 1)]])
 def test_blocks_that_are_no_set_end_the_connection(world, ranges):
     with world.peer("control") as peer:
         peer.say("Commit", 1, 1, ranges, 100, request=1, epoch=world.epoch)
-        cut_off(peer)
+        no_frame(peer, "blocks of Commit", "a set", "")
 
 
 def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone(world):

@@ -132,10 +132,94 @@ def test_damage_on_the_way_is_repaired(cluster, way, harm):
         assert only(mount) == 11
     assert all(done.is_set() for _, done in rules)
     if harm == "spoil":
-        log = mount.stderr() + "".join(shard.stderr() for shard in one.shards)
-        assert "checksum" in log or "closed by the peer" in log, log
+        found = "refused by the shard: checksum of the " if way == "up" else "checksum of the "
+        assert found in mount.stderr(), mount.stderr()
+        assert any(found in shard.get("connection_lost_because", "") for shard in mount.status()["shards"])
     give(mount, 100)
     assert only(mount) == 111
+
+
+class BlackHole:
+    """A rule: of the next block, on connections that there are, half of a piece passes, and nothing more ever. With
+    `crumbs`, what is short does: pings, and questions about the blocks. With `one`, that befalls one of the connections
+    that blocks go over; else all over which some go at once."""
+
+    AT_ONCE = 0.7
+
+    def __init__(self, proxy, way, crumbs, one):
+        self.way, self.crumbs, self.one = way, crumbs, one
+        self.there = [connection for connection in list(proxy.connections) if connection.role == "data"]
+        self.stuck, self.swallowed, self.since = [], 0, None
+        self._lock = threading.Lock()
+
+    def __call__(self, connection, direction, data):
+        if direction != self.way or connection not in self.there:
+            return data
+        with self._lock:
+            if connection in self.stuck:
+                if self.crumbs and len(data) < 500:
+                    return data
+                self.swallowed += len(data)
+                return b""
+            over = self.stuck and (self.one or time.monotonic() > self.since + self.AT_ONCE)
+            if in_a_block(self.way)(connection, direction, data) and not over:
+                self.since = self.since or time.monotonic()
+                self.stuck.append(connection)
+                self.swallowed += len(data) - len(data) // 2
+                return data[: len(data) // 2]
+        return data
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("crumbs", [False, True], ids=["silence", "crumbs"])
+@pytest.mark.parametrize("one", [True, False], ids=["one", "all"])
+def test_a_block_of_which_the_rest_never_comes_is_sent_again(cluster, way, crumbs, one):
+    """Bytes are lost in the middle of a stream, by a relay that does not say so. What follows them, pings too, is taken
+    for the rest of the block: such a connection is never silent, and yet is replaced soon."""
+    world, proxies = proxied(cluster)
+    mount = world.mount()
+    give(mount, 1)
+    assert only(mount) == 1
+    holes = [BlackHole(proxy, way, crumbs, one) for proxy in proxies]
+    for proxy, hole in zip(proxies, holes):
+        proxy.rule = hole
+    with takes(2, 5.5):
+        give(mount, 10)
+        assert only(mount) == 11
+    assert all(hole.stuck and hole.swallowed for hole in holes)
+    log = mount.stderr() + "".join(shard.stderr() for shard in world.shards)
+    assert "came, and then not" in log or "closed by the peer" in log, log
+    give(mount, 100)
+    assert only(mount) == 111
+
+
+def test_a_slow_connection_lives(cluster):
+    """A block takes longer than a peer may be silent, both ways: nobody takes it for lost as long as it moves on."""
+    size, rate, piece = 4 * BLOCK, 20_000, 1_000
+    one = cluster(0)
+    proxy = one.proxy()
+    one.add_shard(proxy=proxy)
+    one.create("m", size=size, block_size=size, reducer="sum", timeout=120, lease=60)
+    mount = one.mount()
+    there = [connection for connection in proxy.connections if connection.role == "data"]
+
+    def slow(connection, direction, data):
+        if connection.role != "data":
+            return data
+        sink = connection.far if direction == "up" else connection.near
+        for start in range(0, len(data), piece):
+            sink.sendall(data[start : start + piece])
+            connection.passed[direction] += len(data[start : start + piece])
+            time.sleep(piece / rate)
+        return b""
+
+    proxy.rule = slow
+    with takes(2 * size / rate - 2, 100):
+        mount.contribute(np.ones(size // 4, "<f4"))
+        assert array(mount.model / "weights")[-1] == 1
+    now = [connection for connection in proxy.connections if connection.role == "data"]
+    assert now == there and there, "a connection was given up"
+    assert one.lead("m")["contributions"] == 1
 
 
 def test_delay_is_no_failure(cluster):

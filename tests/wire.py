@@ -31,7 +31,7 @@ REFUSALS = {number: name for name, number in _numbers("refusal").items()}
 # Fields of refusals: u a number, s a text.
 REFUSAL_FIELDS = {
     "Protocol": "uu", "NoModel": "s", "Generation": "suu", "Exists": "s", "Epoch": "uu", "NotMine": "u",
-    "NoVersion": "uu", "Role": "s", "Control": "s", "Other": "s",
+    "NoVersion": "uu", "Role": "s", "Control": "s", "Other": "s", "Frame": "sss",
 }
 SHARD_REFUSALS = [
     ("unknown learner", "u"), ("name taken", "s"), ("too many learners", "u"), ("step out of order", "uu"),

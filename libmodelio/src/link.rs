@@ -7,6 +7,8 @@
 //! One of the modules that hold `unsafe`: payload lies in memory that others see, too. [`Target::new`] and
 //! [`Piece::new`] say what their callers promise.
 
+mod progress;
+
 use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -17,7 +19,10 @@ use parking_lot::Mutex;
 
 use crate::ids::Epoch;
 use crate::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
-use crate::wire::{self, Crc32c, HELLO_DEADLINE, Limits, Message, Payload, Received, Receiver, crc32c};
+use crate::wire::{
+    self, Crc32c, HELLO_DEADLINE, Limits, Message, Payload, Received, Receiver, Refusal, crc32c,
+};
+use progress::Progress;
 
 /// Whatever keeps memory where it is.
 pub type Guard = Arc<dyn Any + Send + Sync>;
@@ -152,6 +157,9 @@ impl Link {
     }
 
     fn queue(&self, outgoing: Outgoing) {
+        if self.0.ending.load(Ordering::Relaxed) {
+            return;
+        }
         let bytes = outgoing.payload.as_ref().map_or(0, |piece| piece.len);
         let mut queue = self.0.queue.lock();
         self.0.queued_bytes.fetch_add(bytes, Ordering::Relaxed);
@@ -194,6 +202,11 @@ impl Link {
         if let Some(connection) = self.0.connection.get() {
             connection.expect_much();
         }
+    }
+
+    /// A number for the thread that serves the connection, other than those of others; 0 before it is opened.
+    pub fn thread(&self) -> usize {
+        self.0.connection.get().map_or(0, Connection::thread)
     }
 
     /// Ends the connection.
@@ -263,8 +276,28 @@ pub trait Conversation: Send {
         Ok(None)
     }
 
+    /// What is said to a peer before the connection is closed, as what it sends is no frame, or does not fit. Nothing by
+    /// default, unless the peer can know better by it: a refusal of its protocol.
+    fn last_words(&mut self, refusal: Refusal) -> Option<Outgoing> {
+        let protocol = matches!(refusal, Refusal::Protocol { .. });
+        protocol.then(|| Outgoing::new(0, Message::Refused(refusal)))
+    }
+
+    /// Nothing is taken any more, and the last words are being said: the payload under way does not come.
+    fn given_up(&mut self) {}
+
     /// It is over.
     fn closed(&mut self, why: &Close);
+}
+
+/// Last words are being said.
+struct Farewell {
+    why: Close,
+    deadline: Instant,
+    /// What the peer still sends is received and passed over. A connection that is closed with bytes unread is reset,
+    /// and that may overtake the last words.
+    drains: bool,
+    said: bool,
 }
 
 /// Where the payload under way goes.
@@ -304,16 +337,25 @@ pub struct Framed<C> {
     /// Bytes that were handed out, and are not with the kernel yet.
     unsent: usize,
     /// The connection ends with this when all is said.
-    farewell: Option<(Close, Instant)>,
+    farewell: Option<Farewell>,
     opened: Instant,
     heard: Instant,
+    /// Bytes that were received, and those that have come.
+    taken: u64,
+    seen: u64,
+    /// Frames whose message was handed over.
+    frames: u64,
+    /// Of the frame under way.
+    progress: Progress,
     /// When the conversation was last told so.
     reported: Instant,
     spoke: Instant,
 }
 
-/// Longest time for the last words.
+/// Longest time for the last words, and for the peer to hear them.
 const FAREWELL: Duration = Duration::from_secs(2);
+/// Bytes that are passed over at once.
+const DRAIN: usize = 16 << 10;
 
 impl<C: Conversation> Framed<C> {
     /// `ahead` is how many bytes are read besides a payload: few where blocks come one after the other, many where
@@ -339,19 +381,43 @@ impl<C: Conversation> Framed<C> {
             farewell: None,
             opened: now,
             heard: now,
+            taken: 0,
+            seen: 0,
+            frames: 0,
+            progress: Progress::default(),
             reported: now,
             spoke: now,
         }
     }
 
-    /// Takes what lies in `ahead`, as far as it goes. If that ends the connection, last words are said first.
+    /// Takes what lies in `ahead`, as far as it goes. If that ends the connection, last words are said first. Nothing is
+    /// being received meanwhile.
     fn go_on(&mut self) -> Result<(), Close> {
         match self.digest() {
             Err(why) if self.link.0.ending.load(Ordering::Relaxed) => {
-                self.farewell = Some((why, Instant::now() + FAREWELL));
+                // Others may have what was to be received, and there is no need for it to be in memory.
+                (self.incoming, self.waiting) = (None, None);
+                self.conversation.given_up();
+                if self.scratch.as_ref().is_none_or(|scratch| scratch.len() < DRAIN) {
+                    self.scratch = Some(Buffer::zeroed(DRAIN));
+                }
+                let deadline = Instant::now() + FAREWELL;
+                self.farewell = Some(Farewell { why, deadline, drains: true, said: false });
                 Ok(())
             }
             outcome => outcome,
+        }
+    }
+
+    /// What is wrong with what came, which the peer hears if that is this end's to say.
+    fn refuse(&mut self, error: &wire::WireError) -> Close {
+        self.last_words(error.to_refusal());
+        Close::Asked(error.to_string().into())
+    }
+
+    fn last_words(&mut self, refusal: Refusal) {
+        if let Some(words) = self.conversation.last_words(refusal) {
+            self.link.say_last(words);
         }
     }
 
@@ -380,16 +446,11 @@ impl<C: Conversation> Framed<C> {
                 return Ok(());
             }
             let bytes = &self.ahead.bytes()[self.start..self.end];
-            let (used, received) = self.receiver.push(bytes).map_err(|error| {
-                // Of all that can be wrong with a frame, another release's greeting alone is answered.
-                if matches!(error, wire::WireError::Protocol { .. }) {
-                    let refused = Message::Refused(error.to_refusal());
-                    self.link.say_last(Outgoing::new(0, refused));
-                }
-                broken(error)
-            })?;
+            let pushed = self.receiver.push(bytes);
+            let (used, received) = pushed.map_err(|error| self.refuse(&error))?;
             self.start += used;
             let Some(received) = received else { return Ok(()) };
+            self.frames += 1;
             match received.message {
                 Message::Ping => self.link.say(0, Message::Pong),
                 Message::Pong => {}
@@ -426,6 +487,37 @@ impl<C: Conversation> Framed<C> {
         }
         self.incoming = Some(Incoming { received, place, got: 0, crc: Crc32c::new(), summed: 0 });
         Ok(())
+    }
+
+    /// Whether this end takes what comes; while it does not, it cannot tell what the peer does.
+    fn reads(&self) -> bool {
+        self.waiting.is_none() && !self.link.is_full()
+    }
+
+    /// Keeps in mind that a frame is under way, or none is. True if [`Stream::tick`] is to look at it soon.
+    fn mark(&mut self, now: Instant) -> bool {
+        let within = self.incoming.is_some() || self.receiver.is_within_frame();
+        let Some(silence) = self.conversation.silence().filter(|_| within && self.reads()) else {
+            self.progress.rests();
+            return false;
+        };
+        // Its message comes before its payload.
+        let frame = 2 * self.frames + u64::from(self.incoming.is_some());
+        self.progress.under_way(frame, self.seen, now, pause(silence))
+    }
+
+    /// What is under way and does not move on.
+    fn stuck(&self, pause: Duration) -> String {
+        let what = match &self.incoming {
+            Some(incoming) => {
+                let header = &incoming.received.header;
+                let (name, len) = (incoming.received.message.name(), header.payload_len() as usize);
+                let got = len - self.left() + (self.seen - self.taken) as usize;
+                format!("{got} of {len} bytes of a {name}")
+            }
+            None => "a part of a header or body".to_owned(),
+        };
+        format!("{what} came, and then not {} bytes in {pause:.1?}", progress::CRUMBS)
     }
 
     /// Bytes of the payload that are still to come.
@@ -472,7 +564,9 @@ impl<C: Conversation> Framed<C> {
     fn complete(&mut self) -> Result<(), Close> {
         self.sum_up();
         let Some(incoming) = self.incoming.take() else { return Ok(()) };
-        self.receiver.payload_done(incoming.crc.finish()).map_err(broken)?;
+        if let Err(error) = self.receiver.payload_done(incoming.crc.finish()) {
+            return Err(self.refuse(&error));
+        }
         let len = incoming.got;
         match (&incoming.place, &self.scratch) {
             (Place::Scratch, Some(scratch)) => {
@@ -513,8 +607,9 @@ impl<C: Conversation> Framed<C> {
     }
 }
 
-fn broken(error: wire::WireError) -> Close {
-    Close::Asked(error.to_string().into())
+/// The longest one of a peer that lives.
+fn pause(silence: Duration) -> Duration {
+    wire::ping_after(silence.as_millis() as u32)
 }
 
 impl<C: Conversation> Stream for Framed<C> {
@@ -535,8 +630,16 @@ impl<C: Conversation> Stream for Framed<C> {
                 return Receive::Paused;
             }
         }
+        if let Some(farewell) = &self.farewell {
+            let Some(scratch) = self.scratch.as_ref().filter(|_| farewell.drains) else {
+                return Receive::Paused;
+            };
+            // SAFETY: a buffer that nobody looks into from here on.
+            unsafe { into.push(scratch.start(), scratch.len()) };
+            return Receive::Into { least: 1 };
+        }
         // Who asks for more than it takes is not heard until it has taken it.
-        if self.waiting.is_some() || self.farewell.is_some() || self.link.is_full() {
+        if !self.reads() {
             return Receive::Paused;
         }
         let left = self.left();
@@ -555,12 +658,21 @@ impl<C: Conversation> Stream for Framed<C> {
         Receive::Into { least: left.clamp(1, SUM_AT_ONCE) }
     }
 
-    fn arriving(&mut self) {
-        self.heard = Instant::now();
+    fn arriving(&mut self, bytes: usize) {
+        let seen = self.taken + bytes as u64;
+        if seen > self.seen {
+            self.seen = seen;
+            self.heard = Instant::now();
+        }
     }
 
     fn received(&mut self, bytes: usize) -> Result<(), Close> {
         let now = Instant::now();
+        self.taken += bytes as u64;
+        self.seen = self.seen.max(self.taken);
+        if self.farewell.is_some() {
+            return Ok(());
+        }
         if now.duration_since(self.reported) > Duration::from_millis(50) {
             self.reported = now;
             self.conversation.heard();
@@ -574,7 +686,11 @@ impl<C: Conversation> Stream for Framed<C> {
         if self.left() > 0 {
             self.sum_up();
         }
-        self.go_on()
+        let outcome = self.go_on();
+        if self.mark(now) {
+            self.link.wake();
+        }
+        outcome
     }
 
     fn transmit(&mut self, out: &mut SendSlices) {
@@ -584,7 +700,8 @@ impl<C: Conversation> Stream for Framed<C> {
         let mut used = 0;
         while out.room() >= 2 && out.bytes() < SEND_AT_ONCE && HEADS - used >= 256 {
             let queued = self.link.pop();
-            let Some(outgoing) = queued.or_else(|| self.conversation.next()) else { break };
+            let next = || if self.farewell.is_none() { self.conversation.next() } else { None };
+            let Some(outgoing) = queued.or_else(next) else { break };
             self.push(outgoing, &mut used, out);
         }
         self.unsent = out.bytes();
@@ -593,50 +710,76 @@ impl<C: Conversation> Stream for Framed<C> {
     fn transmitted(&mut self, bytes: usize) -> Result<(), Close> {
         self.spoke = Instant::now();
         self.unsent = self.unsent.saturating_sub(bytes);
-        match &self.farewell {
-            Some((why, _)) if self.unsent == 0 && self.link.0.queue.lock().is_empty() => Err(why.clone()),
+        match &mut self.farewell {
+            Some(farewell) if self.unsent == 0 && self.link.0.queue.lock().is_empty() => {
+                farewell.said = true;
+                if farewell.drains { Ok(()) } else { Err(farewell.why.clone()) }
+            }
             _ => Ok(()),
         }
     }
 
+    fn is_finished(&self) -> bool {
+        self.farewell.as_ref().is_some_and(|farewell| farewell.said)
+    }
+
     fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
-        if let Some((why, deadline)) = &self.farewell {
+        if let Some(Farewell { why, deadline, .. }) = &self.farewell {
             return if now >= *deadline { Err(why.clone()) } else { Ok(Some(*deadline)) };
         }
-        let wanted = match self.conversation.tick(now) {
+        match self.watch(now) {
+            // Here something may be being received: it is not taken away before the connection is closed.
             Err(why) if self.link.0.ending.load(Ordering::Relaxed) => {
-                self.farewell = Some((why, now + FAREWELL));
-                return Ok(Some(now + FAREWELL));
+                let deadline = now + FAREWELL;
+                self.farewell = Some(Farewell { why, deadline, drains: false, said: false });
+                Ok(Some(deadline))
             }
-            outcome => outcome?,
-        };
-        let Some(silence) = self.conversation.silence() else {
-            let deadline = self.opened + HELLO_DEADLINE;
-            if now >= deadline {
-                return Err(Close::Asked(format!("no greeting within {HELLO_DEADLINE:?}").into()));
-            }
-            return Ok(Some(wanted.map_or(deadline, |wanted| wanted.min(deadline))));
-        };
-        // While this end does not read, it cannot tell.
-        if self.waiting.is_none() && !self.link.is_full() && now >= self.heard + silence {
-            return Err(Close::Asked(format!("silent for {silence:?}").into()));
+            outcome => outcome,
         }
-        if self.link.0.queue.lock().len() > MAX_QUEUED {
-            return Err(Close::Asked("the peer does not take what it is told".into()));
-        }
-        let pause = wire::ping_after(silence.as_millis() as u32);
-        if now >= self.spoke + pause {
-            self.spoke = now;
-            self.link.say(0, Message::Ping);
-        }
-        let next = (self.spoke + pause).min(self.heard + silence).max(now + Duration::from_millis(10));
-        Ok(Some(wanted.map_or(next, |wanted| wanted.min(next))))
     }
 
     fn closed(&mut self, why: &Close) {
         self.sending.clear();
         self.link.0.queue.lock().clear();
         self.incoming = None;
+        let why = self.farewell.as_ref().map_or(why, |farewell| &farewell.why);
         self.conversation.closed(why);
+    }
+}
+
+impl<C: Conversation> Framed<C> {
+    /// What time brings.
+    fn watch(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
+        let wanted = self.conversation.tick(now)?;
+        let Some(silence) = self.conversation.silence() else {
+            let deadline = self.opened + HELLO_DEADLINE;
+            if now >= deadline {
+                let why = format!("no greeting within {HELLO_DEADLINE:?}");
+                self.last_words(Refusal::Other(why.clone()));
+                return Err(Close::Asked(why.into()));
+            }
+            return Ok(Some(wanted.map_or(deadline, |wanted| wanted.min(deadline))));
+        };
+        if self.reads() && now >= self.heard + silence {
+            return Err(Close::Asked(format!("silent for {silence:?}").into()));
+        }
+        let pause = pause(silence);
+        self.mark(now);
+        let Ok(look) = self.progress.look(self.seen, now, pause) else {
+            let why = self.stuck(pause);
+            self.last_words(Refusal::Other(why.clone()));
+            return Err(Close::Asked(why.into()));
+        };
+        if self.link.0.queue.lock().len() > MAX_QUEUED {
+            return Err(Close::Asked("the peer does not take what it is told".into()));
+        }
+        if now >= self.spoke + pause {
+            self.spoke = now;
+            self.link.say(0, Message::Ping);
+        }
+        let next = (self.spoke + pause).min(self.heard + silence).max(now + Duration::from_millis(10));
+        let next = [look, wanted].into_iter().flatten().fold(next, Instant::min);
+        self.progress.promised(next);
+        Ok(Some(next))
     }
 }

@@ -523,6 +523,7 @@ impl Job for RemoteJob {
             address: Some(peer.address),
             transport: peer.transport,
             no_memory: peer.no_memory,
+            lost: peer.lost,
             blocks: peer.blocks,
             connected: peer.connected,
         };

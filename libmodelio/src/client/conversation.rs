@@ -7,7 +7,7 @@ use super::core::Part;
 use super::edge::{Memory, Shared, Way};
 use crate::link::{Conversation, Link, Outgoing, Take};
 use crate::net::Close;
-use crate::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Role, WireError};
+use crate::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role, WireError};
 
 /// The greeting, the same for all connections of a client.
 struct Greeting {
@@ -50,7 +50,7 @@ impl Greeting {
                 self.silence = Some(Duration::from_millis((*silence_ms).into()));
                 Ok(true)
             }
-            Message::Refused(refusal) => Err(Close::Asked(refusal.to_string().into())),
+            Message::Refused(refusal) => Err(turned_away(refusal)),
             other => Err(Close::Asked(format!("expected Welcome, got {}", other.name()).into())),
         }
     }
@@ -98,6 +98,11 @@ impl Conversation for Control {
             return Ok(Take::Nothing);
         }
         let (request, message) = (received.header.request(), received.message.clone());
+        if request == 0
+            && let Message::Refused(refusal) = &message
+        {
+            return Err(turned_away(refusal));
+        }
         let Greeting { shared, way, .. } = &self.0;
         shared.with_core_by(way, |core, now, actions| core.from_lead(request, message, now, actions))?;
         Ok(Take::Nothing)
@@ -196,8 +201,15 @@ impl Conversation for Data {
                 None => Take::Nothing,
             });
         }
-        if matches!(received.message, Message::Refused(_)) {
-            self.due = 0;
+        match &received.message {
+            Message::Refused(Refusal::NoVersion { .. }) => self.due = 0,
+            // All others end the connection.
+            Message::Refused(refusal) => return Err(turned_away(refusal)),
+            _ => {}
+        }
+        if let Message::Rest { rests } = received.message {
+            shared.rest(way, self.part, &self.greeting.link, rests);
+            return Ok(Take::Nothing);
         }
         let (part, message) = (self.part, received.message.clone());
         shared.with_core_by(way, |core, now, actions| core.from_shard(part, message, now, actions))?;
@@ -219,7 +231,7 @@ impl Conversation for Data {
         let Greeting { shared, way, link, .. } = &self.greeting;
         let (outgoing, asked) = match &mut self.memory {
             Some(memory) => shared.next_by_memory(self.part, memory, link, self.due)?,
-            None => shared.next_for(way, self.part, self.due)?,
+            None => shared.next_for(way, self.part, link, self.due)?,
         };
         if self.due == 0 {
             self.came = Instant::now();
@@ -240,6 +252,10 @@ impl Conversation for Data {
         self.landed(false);
         self.greeting.shared.ended(&self.greeting.way, &self.greeting.link, &why.to_string());
     }
+}
+
+fn turned_away(refusal: &Refusal) -> Close {
+    Close::Asked(format!("refused by the shard: {refusal}").into())
 }
 
 fn unfit(error: WireError) -> Close {

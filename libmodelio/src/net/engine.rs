@@ -263,7 +263,12 @@ impl<D: Driver> Engine<D> {
         let mut due = None;
         self.ask(token, |entry, now| {
             match &mut entry.kind {
-                Kind::Stream(stream) => due = stream.tick(now)?,
+                Kind::Stream(stream) => {
+                    if let Some(bytes) = entry.port.look(now) {
+                        stream.arriving(bytes);
+                    }
+                    due = stream.tick(now)?;
+                }
                 Kind::Connecting(connecting) if now >= connecting.deadline => {
                     return Err(connecting.failed(Errno::ETIMEDOUT));
                 }
@@ -389,7 +394,7 @@ impl<D: Driver> Engine<D> {
         port.got += bytes;
         if port.got < port.least && !ended {
             if let Kind::Stream(stream) = &mut entry.kind {
-                stream.arriving();
+                stream.arriving(port.got);
             }
             if let Err(errno) = self.driver.receive(token, port) {
                 self.close(token, socket("receive", errno));
@@ -407,7 +412,13 @@ impl<D: Driver> Engine<D> {
     fn sent(&mut self, token: Token, bytes: usize) {
         self.ask(token, |entry, _| {
             entry.port.send.advance(bytes);
-            if let Kind::Stream(stream) = &mut entry.kind { stream.transmitted(bytes) } else { Ok(()) }
+            let Kind::Stream(stream) = &mut entry.kind else { return Ok(()) };
+            stream.transmitted(bytes)?;
+            if entry.port.send.bytes() == 0 && stream.is_finished() {
+                // If the peer is gone already, that is noticed when it is heard.
+                let _ = socket2::SockRef::from(&entry.port.fd).shutdown(std::net::Shutdown::Write);
+            }
+            Ok(())
         });
         let Some(entry) = self.table.get(token).filter(|entry| entry.closing.is_none()) else { return };
         if entry.port.send.bytes() == 0 {

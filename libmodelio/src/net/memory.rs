@@ -327,6 +327,14 @@ pub(super) fn set_low_water(socket: BorrowedFd<'_>, bytes: u32) -> Result<(), Er
     Errno::result(done).map(drop)
 }
 
+/// Bytes that have come and were not received yet (FIONREAD).
+pub(super) fn waiting(socket: BorrowedFd<'_>) -> Result<usize, Errno> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the request writes an int, which lives until the call is over.
+    let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::FIONREAD, &raw mut bytes) };
+    Errno::result(done).map(|_| usize::try_from(bytes).unwrap_or(0))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

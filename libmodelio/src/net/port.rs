@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 
@@ -17,6 +17,9 @@ const LOW_WATER_MIN: usize = 16 << 10;
 /// More than this is taken in parts, while the rest is on its way: less wakes up more often, more is out of the cache
 /// when it is taken.
 const LOW_WATER_MAX: usize = 128 << 10;
+
+/// What waits below the low-water mark is looked at no more often.
+const LOOK: Duration = Duration::from_millis(200);
 
 /// Names an entry of a [`Table`], at most once in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -77,6 +80,8 @@ pub(super) struct Port {
     pub registered: Option<u32>,
     /// The socket's SO_RCVLOWAT; `None` if it has none.
     low_water: Option<usize>,
+    /// When what waits below it was last looked at.
+    looked: Option<Instant>,
 }
 
 impl Port {
@@ -92,6 +97,7 @@ impl Port {
             readiness: None,
             registered: None,
             low_water: Some(1),
+            looked: None,
         }
     }
 
@@ -111,6 +117,17 @@ impl Port {
             self.low_water = set.ok().map(|()| wanted);
         }
         self.low_water.is_some_and(|bytes| bytes > 1)
+    }
+
+    /// How much of the outstanding receive has come, where the low-water mark keeps that from being reported; `None`
+    /// where it does not, or that was looked at a moment ago.
+    pub fn look(&mut self, now: Instant) -> Option<usize> {
+        let hidden = self.receiving == Phase::Outstanding && self.low_water.is_some_and(|bytes| bytes > 1);
+        if !hidden || self.looked.is_some_and(|looked| now < looked + LOOK) {
+            return None;
+        }
+        self.looked = Some(now);
+        memory::waiting(self.fd.as_fd()).ok().map(|waiting| self.got + waiting)
     }
 }
 

@@ -190,8 +190,8 @@ impl Stream for Last {
         self.stream.receive(into)
     }
 
-    fn arriving(&mut self) {
-        self.stream.arriving();
+    fn arriving(&mut self, bytes: usize) {
+        self.stream.arriving(bytes);
     }
 
     fn received(&mut self, bytes: usize) -> Result<(), Close> {
@@ -204,6 +204,10 @@ impl Stream for Last {
 
     fn transmitted(&mut self, bytes: usize) -> Result<(), Close> {
         self.stream.transmitted(bytes)
+    }
+
+    fn is_finished(&self) -> bool {
+        self.stream.is_finished()
     }
 
     fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {

@@ -36,8 +36,10 @@ pub trait Stream: Send {
     /// Closes the connection: the peer broke the protocol.
     fn received(&mut self, bytes: usize) -> Result<(), Close>;
 
-    /// Some of what `receive` asked for has come, though not enough yet: the peer lives.
-    fn arriving(&mut self) {}
+    /// So many bytes of what `receive` asked for have come, though not enough yet: the peer lives.
+    fn arriving(&mut self, bytes: usize) {
+        let _ = bytes;
+    }
 
     /// What is to be sent now: pushed to `out`, which is empty. Left empty, it is asked again after a wake-up.
     /// The contract for that memory is written at [`SendSlices::push`].
@@ -49,6 +51,12 @@ pub trait Stream: Send {
     /// # Errors
     /// Closes the connection: for instance because the farewell is said.
     fn transmitted(&mut self, bytes: usize) -> Result<(), Close>;
+
+    /// Whether all is said, once what was named is with the kernel: the sending side is closed, and what the peer still
+    /// sends is received until it ends the connection, or the stream does.
+    fn is_finished(&self) -> bool {
+        false
+    }
 
     /// Time passes: called when the connection is open, after each wake-up, and when the returned time has come.
     /// `None` until the next wake-up.

@@ -88,9 +88,34 @@ impl WireError {
     /// What to answer before the connection is closed. The peer can read a refusal of its protocol whatever
     /// version it speaks.
     pub fn to_refusal(&self) -> Refusal {
-        match *self {
-            WireError::Protocol { expected, got } => Refusal::Protocol { expected, got },
-            _ => Refusal::other(self),
+        let frame =
+            |what: &str, expected: String, got: String| Refusal::Frame { what: what.into(), expected, got };
+        match self {
+            &WireError::Protocol { expected, got } => Refusal::Protocol { expected, got },
+            WireError::Magic { expected, got } => {
+                frame("magic", format!("{expected:#06x}"), format!("{got:#06x}"))
+            }
+            WireError::Checksum { what, expected, got } => {
+                frame(&format!("checksum of the {what}"), format!("{expected:#010x}"), format!("{got:#010x}"))
+            }
+            WireError::Flags { expected, got } => {
+                frame("flags", format!("{expected:#06x}"), format!("{got:#06x}"))
+            }
+            WireError::TooLong { what, limit, got } => {
+                frame(what, format!("at most {limit} bytes"), format!("{got}"))
+            }
+            WireError::Payload { message, least, most, got } => {
+                let expected = if least == most { format!("{least}") } else { format!("{least} to {most}") };
+                frame(&format!("payload of {message}"), format!("{expected} bytes"), format!("{got}"))
+            }
+            WireError::Body(error) => frame("body", "a message".into(), error.to_string()),
+            WireError::Trailing(bytes) => {
+                frame("body", "a message and no more".into(), format!("{bytes} bytes more"))
+            }
+            WireError::Ranges { message, error } => {
+                frame(&format!("blocks of {message}"), "a set of blocks".into(), error.to_string())
+            }
+            WireError::Order(_) => Refusal::other(self),
         }
     }
 }

@@ -422,6 +422,15 @@ pub enum Message {
         /// Which attempt.
         attempt: u64,
     },
+
+    // -- a shard to a client, on a connection for blocks
+    /// Whether other connections of the client's are to be used instead of this one, unless something was lost.
+    Rest {
+        /// They are.
+        rests: bool,
+    },
+
+    // -- to the lead again
     /// Stop what moves the model's blocks off a shard, unless the new map may be in force already. To its lead.
     /// Answered by `Done` when nothing does any more, whatever has come of it.
     StopMove {
@@ -603,4 +612,14 @@ pub enum Refusal {
     /// Anything else.
     #[error("{0}")]
     Other(String),
+    /// Bytes that are no frame, or do not fit: nothing of it was taken.
+    #[error("{what}: expected {expected}, got {got}")]
+    Frame {
+        /// Of the frame.
+        what: String,
+        /// What the protocol allows.
+        expected: String,
+        /// What came.
+        got: String,
+    },
 }

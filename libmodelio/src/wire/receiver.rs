@@ -50,6 +50,11 @@ impl Receiver {
         self.limits = limits;
     }
 
+    /// Whether a frame has begun and is not over.
+    pub fn is_within_frame(&self) -> bool {
+        self.header.is_some() || !self.bytes.is_empty()
+    }
+
     /// How many more bytes it wants for header or body. 0 while a payload is due, and after an error. A caller who
     /// reads no more than that has no payload to copy.
     pub fn wanted(&self) -> usize {

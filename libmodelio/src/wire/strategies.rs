@@ -93,6 +93,7 @@ fn refusal() -> impl Strategy<Value = Refusal> {
         text().prop_map(|what| Refusal::Role { what }),
         text().prop_map(Refusal::Control),
         text().prop_map(Refusal::Other),
+        (text(), text(), text()).prop_map(|(what, expected, got)| Refusal::Frame { what, expected, got }),
     ]
 }
 
@@ -355,6 +356,10 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         Just(Message::Switch).boxed(),
         (id64(Generation), any::<u64>())
             .prop_map(|(generation, attempt)| Message::Abandon { generation, attempt })
+            .boxed(),
+        any::<bool>().prop_map(|rests| Message::Rest { rests }).boxed(),
+        (text(), id64(Generation), shard())
+            .prop_map(|(model, generation, off)| Message::StopMove { model, generation, off })
             .boxed(),
     ]
 }

@@ -16,7 +16,7 @@ use libmodelio::net::{
     Thread, bind, connect,
 };
 use nix::errno::Errno;
-use streams::{Chatter, Counter, Echo, Event, FAREWELL, PATIENCE, Watch, Wrong, pattern};
+use streams::{Chatter, Counter, Echo, Event, FAREWELL, PATIENCE, Patient, Watch, Wrong, pattern};
 
 /// A test with both ways of moving bytes.
 macro_rules! both {
@@ -46,6 +46,7 @@ both! {
     closing_in_mid_transfer_frees_the_memory
     a_peer_that_never_reads_holds_up_nobody
     a_trickle_is_gathered
+    what_waits_to_be_gathered_is_told
     no_wake_up_is_lost_and_a_farewell_arrives
     connecting_has_a_deadline
     a_refused_connection_is_told
@@ -288,6 +289,24 @@ fn a_trickle_is_gathered(choice: Choice) {
         }
         complete(&events);
         assert_eq!(watch.calls.load(Ordering::SeqCst), 1);
+    }
+    end(reactor);
+}
+
+fn what_waits_to_be_gathered_is_told(choice: Choice) {
+    let reactor = reactor(choice, 1);
+    let (near, mut far) = pair();
+    let (told, heard) = channel();
+    let stream = Patient::new(100_000, told);
+    reactor.handle().add(near, Box::new(stream), Thread::Any).expect("room");
+    let mut written = 0;
+    for piece in [30_000, 500, 1] {
+        far.write_all(&vec![0; piece]).expect("written");
+        written += piece;
+        let deadline = Instant::now() + PATIENCE;
+        while heard.recv_timeout(PATIENCE).expect("it is told") != written {
+            assert!(Instant::now() < deadline);
+        }
     }
     end(reactor);
 }

@@ -309,3 +309,43 @@ impl Stream for Wrong {
 
 /// The longest a test waits for anything.
 pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Asks for more at once than comes, and says how much it is told of.
+pub struct Patient {
+    buffer: Buffer,
+    told: Sender<usize>,
+}
+
+impl Patient {
+    pub fn new(least: usize, told: Sender<usize>) -> Patient {
+        Patient { buffer: Buffer::zeroed(least), told }
+    }
+}
+
+impl Stream for Patient {
+    fn receive(&mut self, into: &mut ReceiveSlices) -> Receive {
+        // SAFETY: the buffer is left alone until the stream is dropped.
+        unsafe { into.push(self.buffer.start(), self.buffer.len()) };
+        Receive::Into { least: self.buffer.len() }
+    }
+
+    fn received(&mut self, bytes: usize) -> Result<(), Close> {
+        Err(Close::Asked(format!("{bytes} bytes").into()))
+    }
+
+    fn arriving(&mut self, bytes: usize) {
+        self.told.send(bytes).expect("the test listens");
+    }
+
+    fn transmit(&mut self, _: &mut SendSlices) {}
+
+    fn transmitted(&mut self, _: usize) -> Result<(), Close> {
+        Ok(())
+    }
+
+    fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
+        Ok(Some(now + Duration::from_millis(20)))
+    }
+
+    fn closed(&mut self, _: &Close) {}
+}

@@ -109,6 +109,7 @@ impl Peer {
     /// Says why, and ends the connection once that is said.
     fn refuse(&self, request: u64, refusal: Refusal) -> Close {
         let why = refusal.to_string();
+        self.shared.complaints.turned_away(&self.address, &why);
         self.link
             .say_last(Outgoing { epoch: self.epoch, ..Outgoing::new(request, Message::Refused(refusal)) });
         Close::Asked(why.into())
@@ -183,7 +184,7 @@ impl Peer {
         self.answer(0, Message::Welcome { protocol, shard, epoch: self.epoch, silence_ms });
         match &self.kind {
             Kind::Control { client, lead } => lead.client_up(*client, &self.link)?,
-            Kind::Data(data) => data.part.client_up(&self.link),
+            Kind::Data(data) => data.part.client_up(data.client, &self.link),
             _ => {}
         }
         Ok(())
@@ -391,10 +392,7 @@ impl Conversation for Peer {
             return match greeted {
                 Ok(()) => Ok(Take::Nothing),
                 Err(TurnedAway::Moved(to)) => Err(self.say_moved(request, &to)),
-                Err(TurnedAway::Refused(refusal)) => {
-                    tracing::debug!(peer = %self.address, %refusal, "turned away");
-                    Err(self.refuse(request, refusal))
-                }
+                Err(TurnedAway::Refused(refusal)) => Err(self.refuse(request, refusal)),
             };
         }
         if let Some(to) = self.moved() {
@@ -470,6 +468,19 @@ impl Conversation for Peer {
     fn heard(&mut self) {
         if let Kind::Control { client, lead } = &self.kind {
             lead.client_alive(*client);
+        }
+    }
+
+    fn last_words(&mut self, refusal: Refusal) -> Option<Outgoing> {
+        self.shared.complaints.turned_away(&self.address, &refusal);
+        Some(Outgoing { epoch: self.epoch, ..Outgoing::new(0, Message::Refused(refusal)) })
+    }
+
+    fn given_up(&mut self) {
+        if let Kind::Data(data) = &mut self.kind
+            && let Some(landing) = data.landing.take()
+        {
+            data.part.lost(landing, &self.link);
         }
     }
 

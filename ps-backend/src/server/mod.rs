@@ -6,11 +6,13 @@
 //! | `part` | one part of a model at work (`unsafe`) |
 //! | `lead` | the lead of a model at work |
 //! | `conversation` | the shard's end of every connection |
+//! | `complaints` | how often the log tells of peers that are turned away |
 //! | `memory` | clients on the same host, through shared memory (`unsafe`) |
 //! | `moving` | a model's blocks on their way to other shards |
 //! | `admin` | creating, loading and deleting models, status |
 
 mod admin;
+mod complaints;
 mod conversation;
 pub mod lead;
 mod memory;
@@ -117,6 +119,7 @@ pub(super) struct Shared {
     listening: Mutex<Option<memory::Listening>>,
     /// Why there are none.
     no_memory: OnceLock<String>,
+    complaints: complaints::Log,
     models: Mutex<BTreeMap<String, Model>>,
     /// Models that are being made: their memory is being taken.
     making: Mutex<BTreeMap<String, Generation>>,
@@ -167,6 +170,7 @@ impl Server {
             memory: net::Threads::new(memory::MAX_CONNECTIONS),
             listening: Mutex::new(None),
             no_memory: OnceLock::new(),
+            complaints: complaints::Log::new(),
             models: Mutex::default(),
             making: Mutex::default(),
             adopting: Adoptions::default(),

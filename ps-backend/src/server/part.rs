@@ -6,6 +6,7 @@
 //! One of the modules that hold `unsafe`: memory of sums and versions is lent to connections.
 
 mod moving;
+mod resting;
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -25,6 +26,7 @@ use crate::memory;
 use crate::part::core::{Action, Kind, PartCore, Placement, Plan, Source, local_blocks};
 use crate::part::store::{self, Limits, PartError, PartJob, PartStore, PartWork, Payload, PinnedVersion};
 use crate::reducer::{self, Reducer};
+use resting::Connected;
 
 /// Takes what the part says to the lead.
 pub(super) type ToLead = Arc<dyn Fn(u64, Message) + Send + Sync>;
@@ -63,8 +65,8 @@ pub struct Part {
     store: PartStore,
     state: Mutex<State>,
     pool: Arc<rayon::ThreadPool>,
-    /// Connections of clients.
-    links: Mutex<Vec<Link>>,
+    /// Connections of clients, for blocks.
+    links: Mutex<Vec<Connected>>,
     /// Where the model is now, once another block map is in force.
     moved: OnceLock<Whereabouts>,
 }
@@ -449,7 +451,8 @@ impl Part {
         let block = self.store.part().local(global).ok_or(Refusal::NotMine { block: global })?;
         let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
         let wanted = payload.wanted_len(self.layout(), block) as u32;
-        received.expect_payload(if comes { wanted } else { 0 }).map_err(Refusal::other)?;
+        let fits = received.expect_payload(if comes { wanted } else { 0 });
+        fits.map_err(|error| error.to_refusal())?;
         let mut state = self.state.lock();
         let how = state.core.arrive(client, plan, block.0);
         match how {

@@ -224,9 +224,10 @@ impl Raw {
         }
     }
 
-    /// Whether the shard hangs up.
+    /// Whether the shard hangs up, or will say nothing more.
     fn is_gone(&self, patience: Duration) -> bool {
-        let mut sockets = [PollFd::new(self.socket.as_fd(), PollFlags::empty())];
+        let mut sockets =
+            [PollFd::new(self.socket.as_fd(), PollFlags::from_bits_retain(nix::libc::POLLRDHUP))];
         poll(&mut sockets, PollTimeout::try_from(patience).unwrap()).unwrap() == 1
     }
 
@@ -278,12 +279,20 @@ fn lies_are_refused_by_name_and_hurt_nobody_else() {
     raw.say(Message::PushAt { plan: PlanId(1), block: BlockId(1000), wide: false, region: 1, offset: 0 });
     assert_eq!(raw.refused(), Refusal::NotMine { block: BlockId(1000) });
     assert!(matches!(Raw::greet(&world, Role::Control).refused(), Refusal::Role { .. }));
+    let magic =
+        |got: &str| Refusal::Frame { what: "magic".into(), expected: "0x4647".into(), got: got.into() };
     let mut raw = Raw::welcomed(&world);
     raw.say_bytes(vec![0x5a; 5000]);
-    assert!(raw.hear().is_none(), "garbage ends it");
+    assert_eq!(raw.refused(), magic("0x5a5a"));
     let mut raw = Raw::meet(&world);
     raw.say_bytes(vec![0; 50_000]);
-    assert!(raw.hear().is_none(), "no greeting ends it");
+    assert_eq!(raw.refused(), magic("0x0000"));
+    let mut raw = Raw::welcomed(&world);
+    let mut spoilt = frame(&Message::Ping, 0, world.record.epoch, &[]).unwrap();
+    *spoilt.last_mut().unwrap() ^= 1;
+    raw.say_bytes(spoilt);
+    let refusal = raw.refused();
+    assert!(matches!(&refusal, Refusal::Frame { what, .. } if what == "checksum of the body"), "{refusal}");
 
     let client = world.client();
     let learner = Learner::join(&client, "l");

@@ -38,7 +38,7 @@ fn status(address: &str) -> serde_json::Value {
 }
 
 impl World {
-    fn address_of(&self, shard: ShardId) -> String {
+    pub fn address_of(&self, shard: ShardId) -> String {
         self.shards().into_iter().find(|record| record.shard == shard).unwrap().address
     }
 
@@ -166,15 +166,15 @@ fn whoever_stays_the_same_takes_no_more_memory() {
 }
 
 /// A connection to a shard that is spoken over by hand.
-struct Raw {
-    stream: TcpStream,
+pub struct Raw {
+    pub stream: TcpStream,
     receiver: Receiver,
     unread: Vec<u8>,
     epoch: Epoch,
 }
 
 impl Raw {
-    fn greet(address: &str, role: Role, record: &ModelRecord, client: ClientId) -> Raw {
+    pub fn greet(address: &str, role: Role, record: &ModelRecord, client: ClientId) -> Raw {
         let stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(LONG)).unwrap();
         let mut receiver = Receiver::new(Limits::GREETING);
@@ -196,7 +196,7 @@ impl Raw {
         self.stream.write_all(&bytes).unwrap();
     }
 
-    fn hear(&mut self) -> (Received, Vec<u8>) {
+    pub fn hear(&mut self) -> (Received, Vec<u8>) {
         loop {
             let (used, received) = self.receiver.push(&self.unread).unwrap();
             self.unread.drain(..used);

@@ -152,6 +152,7 @@ impl Client {
                 connected: !peer.links.is_empty(),
                 transport: if by_memory { TransportKind::SharedMemory } else { TransportKind::Tcp },
                 no_memory,
+                lost: peer.lost.clone(),
             }
         };
         inner.map.parts.iter().zip(&inner.parts).map(view).collect()

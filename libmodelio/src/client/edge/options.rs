@@ -157,4 +157,6 @@ pub struct PeerView {
     pub transport: TransportKind,
     /// Why they do not go through shared memory, where they might.
     pub no_memory: Option<String>,
+    /// Why a connection to it was last lost, or did not come about.
+    pub lost: Option<String>,
 }
