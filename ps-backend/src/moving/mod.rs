@@ -488,9 +488,11 @@ impl MoveCore {
         let off = self.plan.off;
         let Stage::Switching(switching) = &mut self.stage else { return };
         if looked.forgotten == Some(true) {
-            // It was deleted meanwhile; who was told of that before the switch knows no more of it.
-            let owners: Vec<ShardId> = self.plan.owners.iter().map(|owner| owner.shard).collect();
-            owners.into_iter().for_each(|shard| self.tell(shard, Tell::Delete, PROMPT, now, actions));
+            // It was deleted meanwhile. Whoever was told of that before the switch knows no more of it, and whoever has
+            // not switched may have been told nothing.
+            let all = self.plan.owners.iter().chain([&self.plan.leaving]);
+            let all: Vec<ShardId> = all.map(|record| record.shard).collect();
+            all.into_iter().for_each(|shard| self.tell(shard, Tell::Delete, PROMPT, now, actions));
             self.finish(Err(Refusal::NoModel(self.plan.after.name.clone())), actions);
             self.stage = Stage::Over;
             return;

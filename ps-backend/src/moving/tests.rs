@@ -389,7 +389,7 @@ fn a_model_that_is_deleted_does_not_come_back() {
         moving.answer(numbers, Told::Done);
     }
     moving.looked(true, &[1, 2, 3]);
-    moving.told(&[(1, Tell::Delete), (3, Tell::Delete)]);
+    moving.told(&[(1, Tell::Delete), (3, Tell::Delete), (2, Tell::Delete)]);
     let gone = Action::Finished(Err(Refusal::NoModel("m".into())));
     moving.wants(&[Action::Look, gone]);
     assert!(moving.core.is_over());
