@@ -5,11 +5,13 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from cluster import Shard
 from filetools import BLOCK, eventually
+from wire import HEADER_BYTES, MESSAGES, REGISTRY
 
 SIZE = 8 * BLOCK + 1236
 ELEMENTS = SIZE // 4
@@ -325,6 +327,35 @@ def test_parts_that_nobody_leads_any_more_can_be_deleted(apart):
     deleted = one.run("delete", "m")
     assert deleted.returncode == 0 and "not confirmed" in deleted.stderr, deleted.stderr
     assert one.ask(other)["models"] == []
+
+
+def test_a_shard_that_was_left_and_that_nobody_tells_gives_its_part_up(apart):
+    """It hung when the model moved off it, and the lead that moved the model is gone when it goes on."""
+    one = apart(0)
+    way = one.proxy()
+    way.target, one.registry = one.registry, way.address
+    for _ in range(3):
+        one.add_shard()
+    model(one)
+    lead = one.leader("m")
+    left = next(shard for shard in one.shards if shard is not lead)
+    put = bytes([MESSAGES["Registry"], REGISTRY["Put"]])
+
+    def rule(connection, direction, data):
+        if direction == "up" and data[HEADER_BYTES : HEADER_BYTES + 2] == put:
+            left.pause()
+        return data
+
+    way.rule = rule
+    with ThreadPoolExecutor() as pool:
+        drains = pool.submit(one.run, "drain", left.address, "--timeout", "10", timeout=60)
+        eventually(lambda: one.part(lead, "m")["epoch"] == 2, deadline=30)
+        lead.kill()
+        assert "m has moved" in drains.result(60).stderr
+    left.resume()
+    one._peers.clear()
+    assert one.part(left, "m")["epoch"] == 1
+    eventually(lambda: one.ask(left)["models"] == [], deadline=30)
 
 
 def test_a_port_of_a_shard_that_was_just_killed_can_be_listened_on(cluster):

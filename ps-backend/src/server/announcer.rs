@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{Epoch, Generation, ShardId};
+use libmodelio::ids::{Generation, ShardId};
 use libmodelio::registry::RegistryError;
 use libmodelio::shm;
 use libmodelio::wire::{Fate, Held, MAX_HELD, ModelRecord, Moved, Refusal, ShardRecord};
@@ -45,14 +45,16 @@ struct Unknown {
     why: Option<String>,
 }
 
+/// Of which life and block map of a model a part is.
+pub(super) fn life(record: &ModelRecord) -> Held {
+    Held { model: record.name.clone(), generation: record.generation, epoch: record.epoch }
+}
+
 /// A part that is here, for the registry.
 struct Here {
     held: Held,
-    /// It is in force, as far as is known here, and nobody is about to change that.
+    /// It is in force, as far as is known here.
     is_part: bool,
-    /// What it is to be told, if it does not know the model.
-    record: Option<ModelRecord>,
-    lead: Option<Arc<Lead>>,
 }
 
 impl Shared {
@@ -88,7 +90,7 @@ impl Shared {
     /// What the registry knows of a part that is, or was to be, here.
     pub(super) fn fate(&self, record: &ModelRecord) -> Result<Fate, RegistryError> {
         let shard = *self.shard.lock();
-        let held = [Held { model: record.name.clone(), generation: record.generation, epoch: record.epoch }];
+        let held = [life(record)];
         let (_, fates) = self.registry(|registry, deadline| registry.holding(shard, &held, &[], deadline))?;
         let unexpected = || RegistryError::Refused(Refusal::other("the registry answers something else"));
         fates.first().copied().ok_or_else(unexpected)
@@ -181,36 +183,24 @@ impl Shared {
 
     /// The parts that are here, and those that are to be.
     fn here(&self) -> Vec<Here> {
-        let life = |record: &ModelRecord, epoch: Epoch| Held {
-            model: record.name.clone(),
-            generation: record.generation,
-            epoch,
-        };
-        let models = self.models.lock();
-        let of_model = |model: &Model| {
-            let lead = model.lead.clone();
-            // The blocks are all there once there is a lead.
-            let ready = model.record.ready || lead.is_some();
-            // While it moves, the record is in the hands of whoever moves it.
-            let handed_over = lead.as_ref().is_some_and(|lead| lead.is_frozen());
-            let record = ModelRecord { ready, ..model.record.clone() };
-            Here {
-                held: life(&model.record, model.part.epoch),
-                is_part: !handed_over,
-                record: Some(record).filter(|_| !handed_over),
-                lead,
-            }
-        };
-        let mut here: Vec<Here> = models.values().map(of_model).collect();
-        drop(models);
-        let to_be = self.adopting_records();
-        here.extend(to_be.iter().map(|record| Here {
-            held: life(record, record.epoch),
-            is_part: false,
-            record: None,
-            lead: None,
-        }));
+        let of_model = |model: &Model| Here { held: life(&model.record), is_part: true };
+        let mut here: Vec<Here> = self.models.lock().values().map(of_model).collect();
+        here.extend(self.adopting_lives().into_iter().map(|held| Here { held, is_part: false }));
         here
+    }
+
+    /// The record of a model that is here, as the registry is to have it, and its lead. Nothing while it moves and was
+    /// handed over: then it is in the hands of whoever moves it.
+    fn to_restore(&self, of: &Held) -> Option<(ModelRecord, Option<Arc<Lead>>)> {
+        let models = self.models.lock();
+        let found = models.get(&of.model).filter(|model| life(&model.record) == *of)?;
+        let lead = found.lead.clone();
+        if lead.as_ref().is_some_and(|lead| lead.is_frozen()) {
+            return None;
+        }
+        // The blocks are all there once there is a lead.
+        let ready = found.record.ready || lead.is_some();
+        Some((ModelRecord { ready, ..found.record.clone() }, lead))
     }
 
     fn is_told(&self, here: &Here, fate: Fate) -> Result<(), RegistryError> {
@@ -224,7 +214,8 @@ impl Shared {
             Fate::Known { epoch: known } if known > *epoch && here.is_part => self.left_behind(here),
             Fate::Known { epoch: known } if known >= *epoch => Ok(true),
             Fate::Taken { .. } => Err(RegistryError::Exists(model.clone())),
-            Fate::Known { .. } | Fate::Unknown => self.restore(here),
+            Fate::Known { .. } | Fate::Unknown if here.is_part => self.restore(&here.held),
+            Fate::Known { .. } | Fate::Unknown => Ok(false),
         };
         let mut standing = self.standing.lock();
         match outcome {
@@ -259,21 +250,18 @@ impl Shared {
     }
 
     /// The registry does not know a model, or under an older block map. Whether it does now.
-    fn restore(&self, here: &Here) -> Result<bool, RegistryError> {
-        let Some(record) = &here.record else { return Ok(false) };
-        let generation = record.generation;
-        if here.lead.is_none() {
-            // The lead is to say it.
-            if self.unknown_for(generation) < LEFT_OVER {
-                return Ok(false);
-            }
+    fn restore(&self, held: &Held) -> Result<bool, RegistryError> {
+        let Some((record, lead)) = self.to_restore(held) else { return Ok(false) };
+        // The lead is to say it.
+        if lead.is_none() && self.unknown_for(held.generation) < LEFT_OVER {
+            return Ok(false);
         }
         let shard = *self.shard.lock();
-        let mut shards = here.lead.as_ref().map(|lead| lead.addresses()).unwrap_or_default();
+        let mut shards = lead.as_ref().map(|lead| lead.addresses()).unwrap_or_default();
         shards.push((shard, self.address.clone()));
         let known = |(shard, address)| ShardRecord { shard, address, host: String::new(), draining: false };
         let shards: Vec<ShardRecord> = shards.into_iter().map(known).collect();
-        self.registry(|registry, deadline| registry.restore(record, &shards, deadline))?;
+        self.registry(|registry, deadline| registry.restore(&record, &shards, deadline))?;
         tracing::info!(model = %record.name, "the registry was started anew: it knows the model again");
         Ok(true)
     }
@@ -298,7 +286,11 @@ impl Shared {
         let record = self.registry(|registry, deadline| registry.model(&here.held.model, deadline))?;
         let shards = self.registry(|registry, deadline| registry.shards(deadline))?;
         let me = *self.shard.lock();
-        if record.generation == here.held.generation && record.owners.iter().all(|(owner, _)| *owner != me) {
+        let moves = self.to_restore(&here.held).is_none();
+        if !moves
+            && record.generation == here.held.generation
+            && record.owners.iter().all(|(owner, _)| *owner != me)
+        {
             let owns = |shard: &ShardRecord| record.owners.iter().any(|(owner, _)| *owner == shard.shard);
             let shards = shards.into_iter().filter(owns).collect();
             let payload = Moved { record, shards }.encode()?;

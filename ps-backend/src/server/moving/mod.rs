@@ -16,13 +16,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::ids::{BlockId, Epoch, Generation, ShardId, Version};
-use libmodelio::wire::{Kept, Message, ModelRecord, Moved, Refusal, Role};
+use libmodelio::wire::{Held, Kept, Message, Moved, Refusal, Role};
 use serde_json::{Value, json};
 
 pub(super) use adoptions::Adoptions;
 use moves::MAX_MOVES;
 pub(super) use moves::Moves;
 
+use super::announcer::life;
 use super::conversation::TurnedAway;
 use super::lead::Lead;
 use super::{AdminAnswer, Model, Shared};
@@ -268,9 +269,9 @@ impl Shared {
         }
     }
 
-    /// Records of parts that are to be, under block maps that are not in force as far as is known here.
-    pub(super) fn adopting_records(&self) -> Vec<ModelRecord> {
-        self.adopting.all().iter().map(|adopting| adopting.record().clone()).collect()
+    /// Parts that are to be, under block maps that are not in force as far as is known here.
+    pub(super) fn adopting_lives(&self) -> Vec<Held> {
+        self.adopting.all().iter().map(|adopting| life(adopting.record())).collect()
     }
 
     /// The names of models that were here and have moved away.
