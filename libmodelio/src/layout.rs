@@ -23,6 +23,8 @@ pub const DEFAULT_BLOCK_SIZE: u32 = 256 << 10;
 pub const MAX_BLOCK_SIZE: u32 = 4 << 20;
 /// Most tensors a model may have.
 pub const MAX_TENSORS: usize = 1 << 20;
+/// Most blocks of a model: 16 TiB in blocks of the default size. Its tables take some gigabytes then.
+pub const MAX_BLOCKS: u32 = 1 << 26;
 /// Longest tensor name in bytes: `tensors/<name>.npy` is a file name, and those end at 255.
 pub const MAX_NAME_LEN: usize = 255 - ".npy".len();
 
@@ -85,8 +87,8 @@ pub enum LayoutError {
     /// More than [`MAX_TENSORS`].
     #[error("the model has {0} tensors, more than {MAX_TENSORS}: merge small ones or split the model")]
     TooManyTensors(usize),
-    /// More blocks than a [`BlockId`] can name.
-    #[error("{size} bytes in blocks of {block_size} are too many blocks (at most 2^32-1): use larger blocks")]
+    /// More than [`MAX_BLOCKS`].
+    #[error("{size} bytes in blocks of {block_size} are more than {MAX_BLOCKS} blocks: use larger blocks")]
     TooManyBlocks {
         /// Total bytes of the model.
         size: u64,
@@ -389,7 +391,11 @@ fn typed_runs(tensors: &[Tensor]) -> Vec<Segment> {
 fn cut(runs: &[Segment], size: u64, block_size: u32) -> Result<(Vec<Segment>, Vec<u32>), LayoutError> {
     let too_many = || LayoutError::TooManyBlocks { size, block_size };
     let step = u64::from(block_size);
-    let blocks = u32::try_from(size.div_ceil(step)).map_err(|_| too_many())? as usize;
+    let blocks = size.div_ceil(step);
+    if blocks > u64::from(MAX_BLOCKS) {
+        return Err(too_many());
+    }
+    let blocks = blocks as usize;
     let (mut segments, mut first_segment) = (Vec::new(), Vec::new());
     segments.try_reserve_exact(blocks + runs.len())?;
     first_segment.try_reserve_exact(blocks + 1)?;

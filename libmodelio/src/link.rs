@@ -204,6 +204,11 @@ impl Link {
         }
     }
 
+    /// A number for the thread that serves the connection, other than those of others; 0 before it is opened.
+    pub fn thread(&self) -> usize {
+        self.0.connection.get().map_or(0, Connection::thread)
+    }
+
     /// Ends the connection.
     pub fn close(&self, why: Close) {
         if let Some(connection) = self.0.connection.get() {

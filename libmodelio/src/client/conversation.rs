@@ -207,6 +207,10 @@ impl Conversation for Data {
             Message::Refused(refusal) => return Err(turned_away(refusal)),
             _ => {}
         }
+        if let Message::Rest { rests } = received.message {
+            shared.rest(way, self.part, &self.greeting.link, rests);
+            return Ok(Take::Nothing);
+        }
         let (part, message) = (self.part, received.message.clone());
         shared.with_core_by(way, |core, now, actions| core.from_shard(part, message, now, actions))?;
         Ok(Take::Nothing)
@@ -227,7 +231,7 @@ impl Conversation for Data {
         let Greeting { shared, way, link, .. } = &self.greeting;
         let (outgoing, asked) = match &mut self.memory {
             Some(memory) => shared.next_by_memory(self.part, memory, link, self.due)?,
-            None => shared.next_for(way, self.part, self.due)?,
+            None => shared.next_for(way, self.part, link, self.due)?,
         };
         if self.due == 0 {
             self.came = Instant::now();

@@ -102,6 +102,11 @@ impl Connection {
         }
     }
 
+    /// A number for the thread that serves it, other than those of others.
+    pub fn thread(&self) -> usize {
+        Arc::as_ptr(&self.0.thread).addr()
+    }
+
     /// What its socket uses, from when the stream is opened; `None` before, and for what is not TCP.
     pub fn in_use(&self) -> Option<&InUse> {
         self.0.in_use.get()

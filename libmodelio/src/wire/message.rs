@@ -420,6 +420,13 @@ pub enum Message {
         /// Which attempt.
         attempt: u64,
     },
+
+    // -- a shard to a client, on a connection for blocks
+    /// Whether other connections of the client's are to be used instead of this one, unless something was lost.
+    Rest {
+        /// They are.
+        rests: bool,
+    },
 }
 
 /// What a client needs to know of a job.
@@ -600,5 +607,18 @@ pub enum Refusal {
         expected: String,
         /// What came.
         got: String,
+    },
+    /// The model is no more, and does not come back in this life.
+    #[error("model {0:?} was deleted: create it with another generation")]
+    Deleted(String),
+    /// Another shard has the number, and blocks under it.
+    #[error(
+        "number {shard} is that of the shard at {address}, which has blocks of models: one of the two has to go"
+    )]
+    NumberTaken {
+        /// Which.
+        shard: ShardId,
+        /// Whose.
+        address: String,
     },
 }

@@ -10,12 +10,10 @@ use super::{MAX_PAYLOAD, ModelRecord};
 use crate::block_map::{BlockMap, MapError};
 use crate::dtype::DType;
 use crate::ids::{Epoch, Generation, ShardId};
-use crate::layout::{LayoutError, ModelLayout, tensor_bytes};
+use crate::layout::{LayoutError, MAX_BLOCKS, ModelLayout, tensor_bytes};
 
 /// Longest name of a model, in bytes: it is a file name.
 pub const MAX_MODEL_NAME: usize = 255;
-/// Most blocks of a model that has a record: 16 TiB in blocks of the default size.
-pub const MAX_MODEL_BLOCKS: u32 = 1 << 26;
 /// Most entries of a record's metadata.
 pub const MAX_METADATA: usize = 64 << 10;
 /// Most settings in a record.
@@ -67,8 +65,8 @@ pub enum RecordError {
         /// The record's.
         got: String,
     },
-    /// More than [`MAX_MODEL_BLOCKS`].
-    #[error("a model of {got} blocks, the limit is {MAX_MODEL_BLOCKS}: use larger blocks")]
+    /// More than [`MAX_BLOCKS`].
+    #[error("a model of {got} blocks, the limit is {MAX_BLOCKS}: use larger blocks")]
     TooManyBlocks {
         /// How many.
         got: u64,
@@ -280,7 +278,7 @@ impl ModelRecord {
         }
         let got = size.div_ceil(self.block_size.into());
         match u32::try_from(got) {
-            Ok(blocks) if blocks <= MAX_MODEL_BLOCKS => Ok(blocks),
+            Ok(blocks) if blocks <= MAX_BLOCKS => Ok(blocks),
             _ => Err(RecordError::TooManyBlocks { got }),
         }
     }

@@ -190,7 +190,7 @@ impl Peer {
         self.answer(0, Message::Welcome { protocol, shard, epoch: self.epoch, silence_ms });
         match &self.kind {
             Kind::Control { client, lead } => lead.client_up(*client, &self.link)?,
-            Kind::Data(data) => data.part.client_up(&self.link),
+            Kind::Data(data) => data.part.client_up(data.client, &self.link),
             _ => {}
         }
         Ok(())

@@ -6,6 +6,7 @@
 //! One of the modules that hold `unsafe`: memory of sums and versions is lent to connections.
 
 mod moving;
+mod resting;
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -26,6 +27,7 @@ use crate::part::core::{Action, Kind, PartCore, Placement, Plan, Source, local_b
 use crate::part::store::{self, Limits, PartError, PartJob, PartStore, PartWork, Payload, PinnedVersion};
 use crate::part::unheard::Unheard;
 use crate::reducer::{self, Reducer};
+use resting::Connected;
 
 /// Takes what the part says to the lead.
 pub(super) type ToLead = Arc<dyn Fn(u64, Message) + Send + Sync>;
@@ -64,8 +66,8 @@ pub struct Part {
     store: PartStore,
     state: Mutex<State>,
     pool: Arc<rayon::ThreadPool>,
-    /// Connections of clients.
-    links: Mutex<Vec<Link>>,
+    /// Connections of clients, for blocks.
+    links: Mutex<Vec<Connected>>,
     /// Where the model is now, once another block map is in force.
     moved: OnceLock<Whereabouts>,
 }

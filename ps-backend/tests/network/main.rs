@@ -4,5 +4,6 @@ mod living;
 mod memory;
 mod moved;
 mod moving;
+mod resting;
 mod steps;
 mod world;

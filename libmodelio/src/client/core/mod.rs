@@ -241,10 +241,12 @@ impl ClientCore {
             && !outgoing.parts[part].done
         {
             outgoing.parts[part].moved = now;
+            outgoing.parts[part].struggles = true;
             actions.push(Action::ToShard(part, Message::Probe { plan: outgoing.plan }));
         }
         if let Some(pull) = &mut self.pull {
             pull.parts[part].asked.clear();
+            pull.parts[part].struggles = true;
             actions.push(Action::Wake(part));
         }
     }
@@ -259,6 +261,7 @@ impl ClientCore {
                 };
                 let sending = &mut outgoing.parts[part];
                 sending.done = bits.is_clear();
+                sending.struggles |= !sending.done;
                 sending.todo = &bits & &self.owned[part];
                 (sending.at, sending.round) = (0, true);
                 sending.moved = now;
@@ -311,6 +314,7 @@ impl ClientCore {
             let sending = &mut outgoing.parts[part];
             if !sending.done && sending.moved + PATIENCE <= now {
                 sending.moved = now;
+                sending.struggles = true;
                 // Only what has all been sent can be missing.
                 if sending.todo.is_clear() {
                     actions.push(Action::ToShard(part, Message::Probe { plan: outgoing.plan }));
@@ -326,6 +330,7 @@ impl ClientCore {
             }
             if !receiving.missing.is_clear() && receiving.moved + PATIENCE <= now {
                 receiving.moved = now;
+                receiving.struggles = true;
                 receiving.asked.clear();
                 actions.push(Action::Wake(part));
             }

@@ -29,6 +29,8 @@ pub(super) struct Receiving {
     pub(super) moved: Now,
     /// The shard does not have the version yet: not before this.
     pub(super) retry: Option<Now>,
+    /// Something of it was lost, or did not get on.
+    pub(super) struggles: bool,
 }
 
 impl ClientCore {
@@ -50,6 +52,7 @@ impl ClientCore {
             landing: FixedBitSet::with_capacity(owned.len()),
             moved: now,
             retry: None,
+            struggles: false,
         };
         let parts = self.owned.iter().map(receiving).collect();
         self.pull = Some(Pull { version: self.state.version, parts, left: self.blocks });

@@ -25,6 +25,8 @@ pub(super) struct Sending {
     pub(super) done: bool,
     /// When something was last sent or asked.
     pub(super) moved: Now,
+    /// Something of it was lost, or did not get on.
+    pub(super) struggles: bool,
 }
 
 impl ClientCore {
@@ -54,7 +56,7 @@ impl ClientCore {
         let first = if ordered { 0 } else { self.first };
         let parts = self.owned.iter().map(|owned| {
             let todo = owned & &blocks;
-            Sending { done: todo.is_clear(), todo, at: first, round: false, moved: now }
+            Sending { done: todo.is_clear(), todo, at: first, round: false, moved: now, struggles: false }
         });
         self.outgoing = Some(Outgoing { plan, payload, parts: parts.collect() });
         actions.extend((0..self.shards.len()).map(Action::Wake));
@@ -66,6 +68,13 @@ impl ClientCore {
             self.release_left(actions);
             self.release_weights(actions);
         }
+    }
+
+    /// Whether something on its way to or from a shard was lost, or did not get on: then whatever connection there is
+    /// is used.
+    pub fn struggles(&self, part: Part) -> bool {
+        self.outgoing.as_ref().is_some_and(|outgoing| outgoing.parts[part].struggles)
+            || self.pull.as_ref().is_some_and(|pull| pull.parts[part].struggles)
     }
 
     /// What the plan under way is made of.

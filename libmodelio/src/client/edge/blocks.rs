@@ -12,7 +12,7 @@ use crate::client::core::{PULL_BLOCKS, Part};
 use crate::client::sum;
 use crate::client::versions;
 use crate::ids::{BlockId, LearnerId, PlanId, Version};
-use crate::link::{Guard, Outgoing, Piece, Target};
+use crate::link::{Guard, Link, Outgoing, Piece, Target};
 use crate::transport::Region;
 use crate::wire::{Granted, Message};
 
@@ -78,8 +78,17 @@ impl Shared {
 
     /// The next block to push to a part, or the next request for blocks, with how many those are, unless `due` are
     /// many already.
-    pub(in crate::client) fn next_for(&self, way: &Way, part: Part, due: usize) -> Option<(Outgoing, usize)> {
+    pub(in crate::client) fn next_for(
+        &self,
+        way: &Way,
+        part: Part,
+        link: &Link,
+        due: usize,
+    ) -> Option<(Outgoing, usize)> {
         let mut inner = self.inner.lock();
+        if inner.is_in_force(way) && !inner.uses(part, link, self.options.threads) {
+            return None;
+        }
         let now = self.now();
         let frame = |message, payload| Outgoing { message, request: 0, epoch: way.epoch(), payload };
         // Parts are numbered by the map in force.

@@ -4,9 +4,9 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Shared;
 use super::moving::overtaken;
 use super::whereabouts::Way;
+use super::{Inner, Shared};
 use crate::client::conversation::{Control, Data};
 use crate::client::core::Part;
 use crate::link::{Framed, Link};
@@ -15,8 +15,8 @@ use crate::net::{Close, SocketOptions, Thread};
 pub(super) struct Peer {
     /// Connections that are greeted.
     pub(super) links: Vec<Link>,
-    /// Connections in existence or on their way.
-    pub(super) opened: usize,
+    /// Connections in existence or on their way, by their numbers.
+    opened: Vec<usize>,
     /// When to try again.
     pub(super) retry_at: Option<Instant>,
     pub(super) tries: u32,
@@ -24,6 +24,8 @@ pub(super) struct Peer {
     pub(super) trouble: Option<String>,
     /// The same, and it is kept when there is another one.
     pub(super) lost: Option<String>,
+    /// Of them, those that the shard wants to be used only if need be.
+    resting: Vec<Link>,
     /// Which of `links` is next.
     pub(super) turn: usize,
     /// Why there is no memory in common with it, though it is on this host.
@@ -41,16 +43,27 @@ impl Peer {
     pub(super) fn new(barred: bool) -> Peer {
         Peer {
             links: Vec::new(),
-            opened: 0,
+            opened: Vec::new(),
             retry_at: None,
             tries: 0,
             trouble: None,
             lost: None,
             turn: 0,
+            resting: Vec::new(),
             no_memory: None,
             unmet: 0,
             gone_since: (!barred).then(Instant::now),
             barred,
+        }
+    }
+
+    /// Whether `link` is one of the `most` connections that are used while nothing is lost.
+    fn uses(&self, link: &Link, most: usize) -> bool {
+        let rests = |link: &&Link| self.resting.iter().any(|resting| resting.is(link));
+        let used = self.links.iter().filter(|link| !rests(link)).take(most);
+        match self.links.iter().all(|link| rests(&link)) {
+            true => self.links.first().is_some_and(|first| first.is(link)),
+            false => used.into_iter().any(|used| used.is(link)),
         }
     }
 
@@ -61,7 +74,30 @@ impl Peer {
     }
 }
 
+impl Inner {
+    /// Whether blocks go over this connection now. A client with several shards has connections enough with one or
+    /// two to each, and a shard with several clients says which are to rest.
+    pub(super) fn uses(&self, part: Part, link: &Link, threads: usize) -> bool {
+        let most = threads.div_ceil(self.parts.len()).max(1);
+        self.core.struggles(part) || self.parts[part].uses(link, most)
+    }
+}
+
 impl Shared {
+    /// The shard wants a connection to be used only if need be, or as the others.
+    pub(in crate::client) fn rest(&self, way: &Way, part: Part, link: &Link, rests: bool) {
+        let mut inner = self.inner.lock();
+        if !inner.is_in_force(way) {
+            return;
+        }
+        let peer = &mut inner.parts[part];
+        peer.resting.retain(|resting| !resting.is(link));
+        if rests {
+            peer.resting.push(link.clone());
+        }
+        peer.links.iter().for_each(Link::wake);
+    }
+
     /// The greeting of a connection.
     ///
     /// # Errors
@@ -108,9 +144,10 @@ impl Shared {
             None => &mut inner.lead,
             Some(part) => &mut inner.parts[part],
         };
-        peer.opened = peer.opened.saturating_sub(1);
+        peer.opened.retain(|&number| number != way.number);
         let before = peer.links.len();
         peer.links.retain(|known| !known.is(link));
+        peer.resting.retain(|known| !known.is(link));
         let was_up = before > peer.links.len();
         let alone = peer.links.is_empty();
         if alone {
@@ -143,27 +180,29 @@ impl Shared {
             let connections = self.options.connections;
             let now = Instant::now();
             let mut look = |peer: &mut Peer, wanted: usize, part: Option<Part>| {
-                if peer.opened >= wanted || peer.barred {
+                if peer.opened.len() >= wanted || peer.barred {
                     return;
                 }
                 match peer.retry_at.filter(|&at| at > now) {
                     Some(at) => next = Some(next.map_or(at, |next: Instant| next.min(at))),
                     None => {
-                        missing.extend((peer.opened..wanted).map(|_| part));
-                        peer.opened = wanted;
+                        let free = |number: &usize| !peer.opened.contains(number);
+                        let free: Vec<usize> = (0..).filter(free).take(wanted - peer.opened.len()).collect();
+                        missing.extend(free.iter().map(|&number| (part, number)));
+                        peer.opened.extend(free);
                     }
                 }
             };
             look(&mut inner.lead, 1, None);
             for (part, peer) in inner.parts.iter_mut().enumerate() {
-                // One after the other, so that either end knows what the last one is for and puts the next elsewhere.
+                // One after the other, so that the shard knows what the last one is for and puts the next elsewhere.
                 let greeted = peer.links.len();
                 look(peer, connections.min(greeted + 1), Some(part));
             }
             Arc::clone(&inner.map)
         };
-        for part in missing {
-            let way = Way { map: Arc::clone(&map), part };
+        for (part, number) in missing {
+            let way = Way { map: Arc::clone(&map), part, number };
             match part.filter(|&part| map.parts[part].by_memory) {
                 Some(part) => self.connect_by_memory(way, part),
                 None => self.connect_one(way),
@@ -190,7 +229,9 @@ impl Shared {
             }
             Some(part) => {
                 let stream = Framed::new(Data::new(this, way.clone(), part, None), link.clone(), 128);
-                self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Any)
+                // Those of one shard on different threads, so that all have work until the last shard is done.
+                let thread = Thread::Number(part + way.number);
+                self.net.connect(resolved, options, deadline, Box::new(stream), thread)
             }
         };
         if let Err(error) = connected {

@@ -231,6 +231,13 @@ impl Shared {
             if !inner.is_in_force(&memory.way) {
                 return None;
             }
+            // What it holds is this connection's own; all else is taken by those that are used.
+            if memory.held.is_none() && !inner.uses(part, link, self.options.threads) {
+                memory.named = 0;
+                drop(inner);
+                memory.tidy();
+                return memory.ready.pop_front().map(|ready| (ready, 0));
+            }
             let now = self.now();
             let next = match memory.unsaid.len() < UNSAID {
                 true => memory.held.take().or_else(|| inner.core.next_push(part, now)),

@@ -76,6 +76,8 @@ pub(in crate::client) struct Way {
     pub(super) map: Arc<Whereabouts>,
     /// Blocks of this part; none for control.
     pub(super) part: Option<Part>,
+    /// Which of its kind, while it is there.
+    pub(super) number: usize,
 }
 
 impl Way {

@@ -8,17 +8,17 @@ use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::block_map::MapError;
-use libmodelio::ids::{Epoch, ShardId};
-use libmodelio::registry::{Registry, RegistryError};
+use libmodelio::ids::ShardId;
+use libmodelio::registry::RegistryError;
 use libmodelio::wire::{
-    Adoption, Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest, ShardRecord,
+    Adoption, Fate, Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest, ShardRecord,
 };
 
 use super::told::{Told, Trouble, request_all};
 use super::{Progress, Shared};
 use crate::controls::SETTINGS;
+use crate::server::AdminAnswer;
 use crate::server::lead::Lead;
-use crate::server::{AdminAnswer, Local};
 
 /// For what is answered at once.
 const PROMPT: Duration = Duration::from_secs(10);
@@ -283,14 +283,29 @@ impl<'a> Move<'a> {
     fn put(&self) -> Result<(), Refusal> {
         let mut sent = false;
         let mut said_so = false;
+        let owners = self.owners.iter().map(|told| told.record.clone()).collect();
+        let restore = RegistryRequest::Restore { shards: owners };
+        let mut request = RegistryRequest::Put { replaces: Some(self.before.epoch) };
         loop {
-            match put_once(self.shared, &self.after, self.before.epoch) {
+            match put_once(self.shared, &request, &self.after) {
                 Put::Done => return Ok(()),
                 // It was carried out, and whoever leads now has moved the model again. In any case the old map is not
                 // in force any more.
                 Put::Refused(RegistryError::Epoch { expected, .. })
                     if sent && expected >= self.after.epoch =>
                 {
+                    return Ok(());
+                }
+                // A registry that was started anew since, or a model that was deleted. It may have been carried out, and
+                // new owners may have heard: there is no way but ahead.
+                Put::Refused(RegistryError::NoModel(_)) if sent && request != restore => {
+                    request = restore.clone();
+                    continue;
+                }
+                Put::Refused(error @ (RegistryError::Exists(_) | RegistryError::Generation { .. }))
+                    if sent =>
+                {
+                    tracing::warn!(model = %self.lead.model, %error, "it has moved, and the registry has lost it");
                     return Ok(());
                 }
                 // That is the answer to the first one, too: the model is gone, or the record is none.
@@ -392,12 +407,9 @@ impl<'a> Move<'a> {
     }
 }
 
-/// Whether the registry says that the model is no more.
+/// Whether the registry knows that the model is no more.
 fn forgotten(shared: &Shared, record: &ModelRecord) -> bool {
-    match shared.registry(|registry, deadline| registry.model(&record.name, deadline)) {
-        Ok(there) => there.generation != record.generation,
-        Err(error) => matches!(error, RegistryError::NoModel(_)),
-    }
+    matches!(shared.fate(record), Ok(Fate::Deleted))
 }
 
 /// Whether the registry no longer lists a shard.
@@ -451,26 +463,25 @@ enum Put {
     Unknown(RegistryError),
 }
 
-fn put_once(shared: &Shared, record: &ModelRecord, replaces: Epoch) -> Put {
+fn put_once(shared: &Shared, request: &RegistryRequest, record: &ModelRecord) -> Put {
     let deadline = Instant::now() + PROMPT;
-    if let Some(table) = &shared.table {
-        return match Local(table).put(record, Some(replaces), deadline) {
-            Ok(()) => Put::Done,
-            Err(error) => Put::Refused(error),
-        };
-    }
     let payload = match record.encode() {
         Ok(payload) => payload,
         Err(error) => return Put::Refused(error.into()),
     };
+    if let Some(table) = &shared.table {
+        return match table.handle(request, &payload) {
+            Ok(_) => Put::Done,
+            Err(refusal) => Put::Refused(refusal.into()),
+        };
+    }
     let address = shared.options.registry.clone().unwrap_or_default();
     // Not over a connection that is kept: if that ends, it is not known whether it was before.
     let mut peer = match AdminPeer::connect(&address, deadline) {
         Ok(peer) => peer,
         Err(error) => return Put::NotSent(error.into()),
     };
-    let put = Message::Registry(RegistryRequest::Put { replaces: Some(replaces) });
-    match peer.request(&put, &payload, deadline) {
+    match peer.request(&Message::Registry(request.clone()), &payload, deadline) {
         Ok((Message::Registered(RegistryAnswer::Done), _)) => Put::Done,
         Ok((other, _)) => {
             let unexpected = AdminError::Unexpected { address, what: other.name() };

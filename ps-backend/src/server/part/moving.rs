@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use libmodelio::ids::Version;
-use libmodelio::link::Link;
 use libmodelio::net::Close;
 use libmodelio::wire::ModelRecord;
 
@@ -34,7 +33,7 @@ impl Part {
         }
         state.wake();
         drop(state);
-        self.links.lock().iter().for_each(Link::wake);
+        self.links.lock().iter().for_each(|known| known.link.wake());
     }
 
     /// The model is no more: nobody keeps its memory by being connected.
@@ -46,24 +45,11 @@ impl Part {
             lead.close(why());
         }
         drop(state);
-        self.links.lock().iter().for_each(|link| link.close(why()));
+        self.links.lock().iter().for_each(|known| known.link.close(why()));
     }
 
     /// Where the model is now, if it has moved.
     pub(in crate::server) fn moved(&self) -> Option<&Whereabouts> {
         self.moved.get()
-    }
-
-    /// A client's connection is there.
-    pub(in crate::server) fn client_up(&self, link: &Link) {
-        self.links.lock().push(link.clone());
-        if self.moved.get().is_some() {
-            link.wake();
-        }
-    }
-
-    /// It is over.
-    pub(in crate::server) fn client_down(&self, link: &Link) {
-        self.links.lock().retain(|known| !known.is(link));
     }
 }
