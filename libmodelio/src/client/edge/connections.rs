@@ -31,6 +31,8 @@ pub(super) struct Peer {
     pub(super) turn: usize,
     /// Why there is no memory in common with it, though it is on this host.
     pub(super) no_memory: Option<String>,
+    /// Times in a row that it did not answer on its Unix socket.
+    pub(super) unmet: u32,
     /// Since when it cannot be reached.
     pub(super) gone_since: Option<Instant>,
     /// It must not be reached by the only way there is.
@@ -50,6 +52,7 @@ impl Peer {
             turn: 0,
             usage: Usage::default(),
             no_memory: None,
+            unmet: 0,
             gone_since: (!barred).then(Instant::now),
             barred,
         }
@@ -84,6 +87,7 @@ impl Shared {
                 let peer = &mut inner.parts[part];
                 peer.greeted();
                 if by_memory {
+                    peer.unmet = 0;
                     peer.no_memory = None;
                 }
                 peer.links.push(link.clone());
