@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -461,6 +462,87 @@ def test_the_registry_refuses_what_is_none(world):
     with world.peer("admin", world.cluster.shards[1]) as peer:
         answer = peer.request("Registry", wire.REGISTRY["Models"], request=1, epoch=0)
         assert answer.name == "Refused" and world.cluster.registry in answer.fields[1]
+
+
+class Watched:
+    """The most threads and memory that a process has while this goes on, beyond what it had before."""
+
+    def __init__(self, pid):
+        self._status = Path(f"/proc/{pid}/status")
+        self._before = self._now()
+        self.threads = self.rss = 0
+        self._over = threading.Event()
+
+    def _now(self):
+        fields = dict(line.split(":", 1) for line in self._status.read_text().splitlines())
+        return int(fields["Threads"]), int(fields["VmRSS"].split()[0]) << 10
+
+    def _watch(self):
+        while not self._over.wait(0.005):
+            threads, rss = self._now()
+            self.threads = max(self.threads, threads - self._before[0])
+            self.rss = max(self.rss, rss - self._before[1])
+
+    def __enter__(self):
+        self._watcher = ThreadPoolExecutor(1).submit(self._watch)
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._watcher.result(5)
+
+
+MIB = 1 << 20
+AT_ONCE = 4
+# Who floods by what; threads and bytes that a connection may take by that, as docs/protocol.md states the limits.
+FLOODS = {
+    "status": ("admin", ("Status",), 0, 33 * MIB),
+    "fetch": ("admin", ("Fetch", "generation", "epoch", "version", 0, b"\0"), 0, 33 * MIB),
+    "move": ("admin", ("Move", "m", "generation", 999, 60_000), 4, 16 * MIB),
+    "abandon": ("admin", ("Abandon", "generation", 1), 128, 16 * MIB),
+    "create": ("admin", ("Create",), 0, 65 * MIB),
+    "ping": ("data", ("Ping",), 0, 33 * MIB),
+    "pull of what comes": ("data", ("Pull", 1 << 40, 0, BLOCKS), 0, 16 * MIB),
+    "pull of what is": ("data", ("Pull", "version", 0, BLOCKS), 0, 33 * MIB),
+}
+
+
+@pytest.mark.parametrize("what", FLOODS)
+def test_floods_take_no_more_than_their_limits(world, what):
+    """Of those who ask and ask and take no answer. Others go on meanwhile, and it is all given back."""
+    role, (name, *fields), threads, memory = FLOODS[what]
+    shard = world.lead
+    words = {
+        "generation": world.generation, "epoch": world.epoch, "version": world.cluster.part(shard, "m")["version"],
+    }
+    fields = [words.get(field, field) for field in fields]
+    payload = bytes(MIB) if what == "create" else b""
+    peers = [world.peer(role, shard) for _ in range(AT_ONCE)]
+    epoch = 0 if role == "admin" else world.epoch
+    one = frame(body(name, *fields), payload, 7, epoch)
+    many = one * max((256 << 10) // len(one), 1)
+
+    def flood(peer):
+        """Says it until nobody listens any more, or it has been said often."""
+        peer.socket.settimeout(0.7)
+        sent = 0
+        try:
+            while sent < 64 * MIB:
+                sent += peer.socket.send(many[sent % len(one) :])
+        except (TimeoutError, BrokenPipeError, ConnectionResetError):
+            pass
+        return sent
+
+    with Watched(shard.pid) as watched, ThreadPoolExecutor(AT_ONCE) as floods:
+        sent = list(floods.map(flood, peers))
+        world.trains()
+    assert min(sent) > 0
+    # What connections share: threads of the model that trains, and its versions that are being read.
+    assert watched.threads <= AT_ONCE * threads + 8, watched.threads
+    assert watched.rss <= AT_ONCE * memory + 32 * MIB, watched.rss / MIB
+    for peer in peers:
+        peer.socket.close()
+    world.trains()
 
 
 def test_a_crowd_of_strangers_keeps_nobody_out(world):

@@ -292,7 +292,11 @@ impl Shared {
             && record.owners.iter().all(|(owner, _)| *owner != me)
         {
             let owns = |shard: &ShardRecord| record.owners.iter().any(|(owner, _)| *owner == shard.shard);
-            let shards = shards.into_iter().filter(owns).collect();
+            let shards: Vec<ShardRecord> = shards.into_iter().filter(owns).collect();
+            if record.owners.iter().any(|(owner, _)| !shards.iter().any(|shard| shard.shard == *owner)) {
+                // Where it is cannot be told, and blocks of it may be lost: it is to be deleted then.
+                return Ok(());
+            }
             let payload = Moved { record, shards }.encode()?;
             self.switch(&payload).map_err(RegistryError::from)?;
         }

@@ -74,7 +74,7 @@ pub(super) struct Peer {
     epoch: Epoch,
     /// Until the greeting says what the connection is for.
     memory: Option<Box<Memory>>,
-    unsent: Arc<AtomicUsize>,
+    unsent: Arc<UnsentAll>,
 }
 
 impl Peer {
@@ -214,8 +214,11 @@ impl Peer {
                 }
             },
             Message::Status => {
+                let unsent = Unsent::one_more(&self.unsent, 0)?;
                 let text = shared.status().to_string();
-                Ok((Message::Text, Some(text.into_bytes())))
+                let answer = Ok((Message::Text, Some(text.into_bytes())));
+                say_counted(&self.link, request, answer, Some(unsent));
+                return Ok(());
             }
             Message::Move { model, generation, off, timeout_ms, hold_ms } => {
                 let (link, timeout) = (self.link.clone(), Duration::from_millis(timeout_ms.into()));
@@ -228,7 +231,7 @@ impl Peer {
             }
             message if super::moving::is_between_shards(&message) && shared.options.holds_blocks => {
                 let (link, payload) = (self.link.clone(), payload.to_vec());
-                let unsent = Unsent::one_more(&self.unsent)?;
+                let unsent = Unsent::one_more(&self.unsent, payload.len())?;
                 let pool = matches!(message, Message::Fetch { .. }).then(|| shared.pool.clone());
                 let answers = move || {
                     let answer = shared.between_shards(message, &payload);
@@ -252,6 +255,7 @@ impl Peer {
                 if shared.options.holds_blocks =>
             {
                 // These take memory, or give it back: not on a thread that moves bytes.
+                let unsent = Unsent::one_more(&self.unsent, payload.len())?;
                 let (link, payload) = (self.link.clone(), payload.to_vec());
                 shared.pool.clone().spawn(move || {
                     let answer = match message {
@@ -260,7 +264,7 @@ impl Peer {
                         Message::Delete { model, generation } => shared.delete(&model, generation),
                         other => Err(Refusal::Role { what: other.name().to_owned() }),
                     };
-                    say(&link, request, answer);
+                    say_counted(&link, request, answer, Some(unsent));
                 });
                 return Ok(());
             }
@@ -271,17 +275,33 @@ impl Peer {
     }
 }
 
-/// Requests between shards on one connection whose answers are not sent yet: each may take a block's memory.
+/// Requests of one connection that take time, or memory for their answer, and whose answers are not with the kernel yet.
 const MAX_UNSENT: usize = 128;
+/// Bytes that came with them.
+const MAX_UNSENT_BYTES: usize = 64 << 20;
+
+/// Of one connection.
+#[derive(Default)]
+struct UnsentAll {
+    requests: AtomicUsize,
+    bytes: AtomicUsize,
+}
 
 /// Counts as long as the answer is not with the kernel.
-struct Unsent(Arc<AtomicUsize>);
+struct Unsent {
+    of: Arc<UnsentAll>,
+    bytes: usize,
+}
 
 impl Unsent {
-    fn one_more(of: &Arc<AtomicUsize>) -> Result<Unsent, Refusal> {
-        let unsent = Unsent(Arc::clone(of));
-        if of.fetch_add(1, Ordering::Relaxed) >= MAX_UNSENT {
-            return Err(Refusal::other(format!("more than {MAX_UNSENT} requests at once")));
+    fn one_more(of: &Arc<UnsentAll>, bytes: usize) -> Result<Unsent, Refusal> {
+        let unsent = Unsent { of: Arc::clone(of), bytes };
+        let requests = of.requests.fetch_add(1, Ordering::Relaxed);
+        let before = of.bytes.fetch_add(bytes, Ordering::Relaxed);
+        if requests >= MAX_UNSENT || requests > 0 && before + bytes > MAX_UNSENT_BYTES {
+            let most = MAX_UNSENT_BYTES >> 20;
+            let why = format!("more than {MAX_UNSENT} requests at once, or {most} MiB with them");
+            return Err(Refusal::other(why));
         }
         Ok(unsent)
     }
@@ -289,7 +309,8 @@ impl Unsent {
 
 impl Drop for Unsent {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.of.requests.fetch_sub(1, Ordering::Relaxed);
+        self.of.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
