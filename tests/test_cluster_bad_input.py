@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -286,8 +287,9 @@ def test_blocks_that_do_not_fit_are_refused(world, case, push, payload, expected
 
 
 def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
-    """An old one's are passed over. A coming one's wait, and hold nobody else up."""
+    """An old one's are passed over. A coming one's wait for it, though not for long, and hold nobody else up."""
     spoilt = struct.pack("<f", 1e9) * (BLOCK // 4)
+    owned = []
     with world.peer("data") as old, world.peer("data") as coming:
         for block in range(BLOCKS):
             with world.peer("data") as peer:
@@ -295,10 +297,17 @@ def test_blocks_of_plans_that_do_not_exist_change_nothing(world):
                 peer.say("Probe", 1, epoch=world.epoch)
                 answer = peer.hear_of("Missing", "Refused")
                 assert answer.name == "Missing" or answer.fields == ("NotMine", block)
+                owned += [block] if answer.name == "Missing" else []
         old.say("Probe", 1, epoch=world.epoch)
         assert old.hear_of("Missing").fields.fields("uu") == (1, 0)
-        coming.say("Push", 1 << 40, 0, False, payload=spoilt, epoch=world.epoch)
-        world.trains()
+        with takes(2, 6):
+            for block in range(BLOCKS):
+                # Those of other shards would end the connection.
+                if block in owned:
+                    coming.say("Push", 1 << 40, block, False, payload=spoilt, epoch=world.epoch)
+            coming.say("Probe", 1, epoch=world.epoch)
+            world.trains()
+            assert coming.hear_of("Missing").fields.fields("uu") == (1, 0)
 
 
 def test_a_payload_with_a_wrong_checksum_ends_the_connection(world):
@@ -444,8 +453,8 @@ def test_the_registry_refuses_what_is_none(world):
         ask = lambda n, what, *fields, payload=b"": peer.request(  # noqa: E731
             "Registry", wire.REGISTRY[what], *fields, payload=payload, request=n, epoch=0
         )
-        assert ask(1, "Announce", 0, "nowhere", "h", False, 1000).fields[0] == "Other"
-        assert ask(2, "Announce", 0, "h:1", "h", False, 0).fields[0] == "Other"
+        assert ask(1, "Announce", 0, "nowhere", "h", False, 1000, False).fields[0] == "Other"
+        assert ask(2, "Announce", 0, "h:1", "h", False, 0, False).fields[0] == "Other"
         assert ask(3, "Drain", 900).fields[0] == "Other"
         assert ask(4, "Model", "nope").fields == ("NoModel", "nope")
         assert ask(5, "Put", b"\0", payload=b"no record").fields[0] == "Other"
@@ -453,6 +462,87 @@ def test_the_registry_refuses_what_is_none(world):
     with world.peer("admin", world.cluster.shards[1]) as peer:
         answer = peer.request("Registry", wire.REGISTRY["Models"], request=1, epoch=0)
         assert answer.name == "Refused" and world.cluster.registry in answer.fields[1]
+
+
+class Watched:
+    """The most threads and memory that a process has while this goes on, beyond what it had before."""
+
+    def __init__(self, pid):
+        self._status = Path(f"/proc/{pid}/status")
+        self._before = self._now()
+        self.threads = self.rss = 0
+        self._over = threading.Event()
+
+    def _now(self):
+        fields = dict(line.split(":", 1) for line in self._status.read_text().splitlines())
+        return int(fields["Threads"]), int(fields["VmRSS"].split()[0]) << 10
+
+    def _watch(self):
+        while not self._over.wait(0.005):
+            threads, rss = self._now()
+            self.threads = max(self.threads, threads - self._before[0])
+            self.rss = max(self.rss, rss - self._before[1])
+
+    def __enter__(self):
+        self._watcher = ThreadPoolExecutor(1).submit(self._watch)
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._watcher.result(5)
+
+
+MIB = 1 << 20
+AT_ONCE = 4
+# Who floods by what; threads and bytes that a connection may take by that, as docs/protocol.md states the limits.
+FLOODS = {
+    "status": ("admin", ("Status",), 0, 33 * MIB),
+    "fetch": ("admin", ("Fetch", "generation", "epoch", "version", 0, b"\0"), 0, 33 * MIB),
+    "move": ("admin", ("Move", "m", "generation", 999, 60_000), 4, 16 * MIB),
+    "abandon": ("admin", ("Abandon", "generation", 1), 128, 16 * MIB),
+    "create": ("admin", ("Create",), 0, 65 * MIB),
+    "ping": ("data", ("Ping",), 0, 33 * MIB),
+    "pull of what comes": ("data", ("Pull", 1 << 40, 0, BLOCKS), 0, 16 * MIB),
+    "pull of what is": ("data", ("Pull", "version", 0, BLOCKS), 0, 33 * MIB),
+}
+
+
+@pytest.mark.parametrize("what", FLOODS)
+def test_floods_take_no_more_than_their_limits(world, what):
+    """Of those who ask and ask and take no answer. Others go on meanwhile, and it is all given back."""
+    role, (name, *fields), threads, memory = FLOODS[what]
+    shard = world.lead
+    words = {
+        "generation": world.generation, "epoch": world.epoch, "version": world.cluster.part(shard, "m")["version"],
+    }
+    fields = [words.get(field, field) for field in fields]
+    payload = bytes(MIB) if what == "create" else b""
+    peers = [world.peer(role, shard) for _ in range(AT_ONCE)]
+    epoch = 0 if role == "admin" else world.epoch
+    one = frame(body(name, *fields), payload, 7, epoch)
+    many = one * max((256 << 10) // len(one), 1)
+
+    def flood(peer):
+        """Says it until nobody listens any more, or it has been said often."""
+        peer.socket.settimeout(0.7)
+        sent = 0
+        try:
+            while sent < 64 * MIB:
+                sent += peer.socket.send(many[sent % len(one) :])
+        except (TimeoutError, BrokenPipeError, ConnectionResetError):
+            pass
+        return sent
+
+    with Watched(shard.pid) as watched, ThreadPoolExecutor(AT_ONCE) as floods:
+        sent = list(floods.map(flood, peers))
+        world.trains()
+    assert min(sent) > 0
+    # What connections share: threads of the model that trains, and its versions that are being read.
+    assert watched.threads <= AT_ONCE * threads + 8, watched.threads
+    assert watched.rss <= AT_ONCE * memory + 32 * MIB, watched.rss / MIB
+    for peer in peers:
+        peer.socket.close()
+    world.trains()
 
 
 def test_a_crowd_of_strangers_keeps_nobody_out(world):

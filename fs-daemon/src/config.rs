@@ -14,7 +14,7 @@ use std::ffi::OsString;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use libmodelio::layout::DType;
+use libmodelio::layout::{DType, MAX_BLOCKS};
 use ps_backend::controls::{Consistency, ControlError, Controls};
 
 pub use self::layer::{
@@ -247,8 +247,8 @@ impl<'a> Merged<'a> {
             ))
             .hint(format!("{near} bytes is")));
         }
-        if bytes.div_ceil(u64::from(block_size)) > u64::from(u32::MAX) {
-            let message = format!("{origin}: {text} is more than {} blocks of {block_size} bytes", u32::MAX);
+        if bytes.div_ceil(u64::from(block_size)) > u64::from(MAX_BLOCKS) {
+            let message = format!("{origin}: {text} is more than {MAX_BLOCKS} blocks of {block_size} bytes");
             return Err(Error::usage(message).hint("choose a larger --block-size"));
         }
         Ok(ModelSource::Blank { bytes, dtype })

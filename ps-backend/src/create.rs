@@ -1,6 +1,6 @@
 //! Making and deleting a model on the shards of a registry: from the side of whoever asks for it.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::time::{Duration, Instant};
 
@@ -60,6 +60,12 @@ pub enum CreateError {
         /// What it said, or did not.
         error: AdminError,
     },
+    /// A shard of the model that the registry has not heard of lately.
+    #[error("shard {0} is not announced: it is stopped, or cut off")]
+    NotAnnounced(ShardId),
+    /// No thread to ask a shard.
+    #[error("a shard could not be asked: {0}")]
+    Thread(String),
     /// The bytes of the model cannot be had.
     #[error("cannot read the model: {0}")]
     Source(#[from] io::Error),
@@ -116,13 +122,17 @@ pub fn create(
     registry.put(&record, None, Instant::now() + PROMPT)?;
     let made = make(new.layout, &map, &record, &there, source, progress);
     if let Err(error) = made {
-        // What was made is of no use; what cannot be reached now is cleared away when it is created again.
-        let _ = forget(&record, &there);
+        // What was made is of no use. Whoever cannot be reached now hears of it from the registry.
         let _ = registry.delete(new.name, generation, Instant::now() + PROMPT);
+        forget(&record, &there);
         return Err(error);
     }
     record.ready = true;
-    registry.put(&record, Some(record.epoch), Instant::now() + PROMPT)?;
+    match registry.put(&record, Some(record.epoch), Instant::now() + PROMPT) {
+        // It was started anew meanwhile, and the lead may have told it already.
+        Err(RegistryError::NoModel(_)) => registry.restore(&record, &there, Instant::now() + PROMPT)?,
+        outcome => outcome?,
+    }
     Ok(record)
 }
 
@@ -164,45 +174,75 @@ fn failed(shard: &ShardRecord) -> impl Fn(AdminError) -> CreateError {
     |error| CreateError::Shard { shard: shard.shard, address: shard.address.clone(), error }
 }
 
-/// Has all shards of a record forget the model, and those that it has moved to meanwhile. All are told.
-///
-/// # Errors
-/// The first one.
-pub fn forget(record: &ModelRecord, shards: &[ShardRecord]) -> Result<(), CreateError> {
-    let owns = |record: &ModelRecord, shard: &ShardRecord| {
-        record.owners.iter().any(|(owner, _)| *owner == shard.shard)
-    };
-    let mut outcome = Ok(());
-    let mut left: VecDeque<ShardRecord> =
-        shards.iter().filter(|shard| owns(record, shard)).cloned().collect();
-    let mut told_of: BTreeSet<ShardId> = left.iter().map(|shard| shard.shard).collect();
-    while let Some(shard) = left.pop_front() {
+/// Has all shards of a record forget the model, and those that it has moved to meanwhile. All are told, and those that
+/// have not said that they have are returned: they do once they hear of it, from the registry if it was told.
+pub fn forget(record: &ModelRecord, shards: &[ShardRecord]) -> Vec<CreateError> {
+    let owners: BTreeSet<ShardId> = record.owners.iter().map(|(owner, _)| *owner).collect();
+    let mut told_of = BTreeSet::new();
+    let mut left: Vec<ShardRecord> =
+        shards.iter().filter(|shard| owners.contains(&shard.shard)).cloned().collect();
+    let mut unconfirmed: Vec<CreateError> = owners
+        .iter()
+        .filter(|owner| !left.iter().any(|shard| shard.shard == **owner))
+        .map(|&owner| CreateError::NotAnnounced(owner))
+        .collect();
+    while !left.is_empty() {
+        told_of.extend(left.iter().map(|shard| shard.shard));
+        let answers = forget_at(record, &left);
+        left.clear();
+        for answer in answers {
+            match answer {
+                Ok(None) => {}
+                Ok(Some(moved)) => {
+                    let owns = |shard: &ShardRecord| {
+                        moved.record.owners.iter().any(|(owner, _)| *owner == shard.shard)
+                    };
+                    let more = moved.shards.iter().filter(|shard| owns(shard) && told_of.insert(shard.shard));
+                    left.extend(more.cloned());
+                }
+                Err(error) => unconfirmed.push(error),
+            }
+        }
+    }
+    unconfirmed
+}
+
+/// Tells all of these at once. Where one says that the model has moved, it says where to.
+fn forget_at(record: &ModelRecord, shards: &[ShardRecord]) -> Vec<Result<Option<Moved>, CreateError>> {
+    let tell = |shard: &ShardRecord| {
         let told = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).and_then(|mut peer| {
             let delete = Message::Delete { model: record.name.clone(), generation: record.generation };
             peer.request(&delete, &[], Instant::now() + PROMPT)
         });
-        match told.map_err(failed(&shard)) {
-            Ok((Message::Moved, payload)) => match Moved::decode(&payload) {
-                Ok(moved) => {
-                    let owners = moved.shards.iter().filter(|shard| owns(&moved.record, shard));
-                    left.extend(owners.filter(|shard| told_of.insert(shard.shard)).cloned());
-                }
-                Err(error) => outcome = outcome.and(Err(error.into())),
-            },
-            Ok(_) => {}
-            Err(error) => outcome = outcome.and(Err(error)),
+        match told.map_err(failed(shard))? {
+            (Message::Moved, payload) => Ok(Some(Moved::decode(&payload)?)),
+            _ => Ok(None),
         }
-    }
-    outcome
+    };
+    std::thread::scope(|scope| {
+        let asked: Vec<_> = shards
+            .iter()
+            .map(|shard| std::thread::Builder::new().spawn_scoped(scope, move || tell(shard)))
+            .collect();
+        let answer = |asked: io::Result<std::thread::ScopedJoinHandle<'_, _>>| {
+            let panicked = |_| Err(CreateError::Thread("it panicked".into()));
+            asked.map_or_else(
+                |error| Err(CreateError::Thread(error.to_string())),
+                |asked| asked.join().unwrap_or_else(panicked),
+            )
+        };
+        asked.into_iter().map(answer).collect()
+    })
 }
 
-/// Deletes a model: its learners and readers are cut off.
+/// Deletes a model: its learners and readers are cut off. Shards that have not said that it is gone from them are
+/// returned.
 ///
 /// # Errors
-/// [`CreateError`]; the registry has forgotten the model unless it is the registry that failed.
-pub fn delete(registry: &dyn Registry, name: &str) -> Result<(), CreateError> {
+/// [`CreateError`]; nothing is deleted then, unless it is the registry's answer that was lost.
+pub fn delete(registry: &dyn Registry, name: &str) -> Result<Vec<CreateError>, CreateError> {
     let record = registry.model(name, Instant::now() + PROMPT)?;
     let shards = registry.shards(Instant::now() + PROMPT)?;
     registry.delete(name, record.generation, Instant::now() + PROMPT)?;
-    forget(&record, &shards)
+    Ok(forget(&record, &shards))
 }

@@ -1,16 +1,23 @@
 //! The registry's table: which shards there are, which models, and what may change. Pure: a request and `now` go in,
 //! an answer comes out. Leases need no timer; who asks sees which are over.
+//!
+//! The truth lies with the shards. A table that begins anew is filled by them: those that hold parts keep their
+//! numbers, and put the records of their models back (`restoring`).
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+mod deleted;
+mod restoring;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use libmodelio::block_map::MAX_SHARDS;
 use libmodelio::ids::{Epoch, Generation, ShardId};
 use libmodelio::wire::{
-    ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord, check_model_name,
+    Fate, Held, ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord, check_model_name,
 };
 
+use self::deleted::Deleted;
 pub use crate::core::Now;
 
 /// Most models: their names fit into one answer.
@@ -21,8 +28,6 @@ pub const MAX_RECORD_BYTES: usize = 256 << 20;
 pub const MAX_SHARD_TEXT: usize = 255;
 /// Longest lease.
 pub const MAX_LEASE: Duration = Duration::from_secs(3600);
-/// How many deleted models are remembered, so that a late `Put` does not bring one back.
-const REMEMBERED: usize = 1024;
 
 /// The answer to a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,6 +43,8 @@ pub struct Answer {
 struct Shard {
     record: ShardRecord,
     until: Now,
+    /// It holds parts under its number, as it says.
+    holds: bool,
 }
 
 /// A model, as its last record says.
@@ -55,7 +62,7 @@ struct Model {
 pub struct RegistryCore {
     shards: BTreeMap<ShardId, Shard>,
     models: BTreeMap<String, Model>,
-    deleted: VecDeque<(String, Generation)>,
+    deleted: Deleted,
     record_bytes: usize,
 }
 
@@ -73,8 +80,8 @@ impl RegistryCore {
     pub fn handle(&mut self, request: &RegistryRequest, payload: &[u8], now: Now) -> Result<Answer, Refusal> {
         let done = |()| RegistryAnswer::Done;
         let message = match request {
-            RegistryRequest::Announce { record, lease_ms } => self
-                .announce(record, Duration::from_millis((*lease_ms).into()), now)
+            RegistryRequest::Announce { record, lease_ms, bound } => self
+                .announce(record, *bound, Duration::from_millis((*lease_ms).into()), now)
                 .map(RegistryAnswer::Shard),
             RegistryRequest::Withdraw { shard } => {
                 self.withdraw(*shard, now);
@@ -90,6 +97,13 @@ impl RegistryCore {
             }
             RegistryRequest::Put { replaces } => self.put(*replaces, payload).map(done),
             RegistryRequest::Delete { name, generation } => self.delete(name, *generation).map(done),
+            RegistryRequest::Holding { shard, held, deleted } => {
+                self.are_deleted(deleted)?;
+                let draining = self.shards.get(shard).is_some_and(|shard| shard.record.draining);
+                let fates = held.iter().map(|held| self.fate(held)).collect();
+                Ok(RegistryAnswer::Fates { draining, fates })
+            }
+            RegistryRequest::Restore { shards } => self.restore(shards, payload, now).map(done),
         };
         message.map(|message| Answer { message, payload: None })
     }
@@ -99,7 +113,13 @@ impl RegistryCore {
         self.shards.values().filter(move |shard| shard.until > now).map(|shard| &shard.record)
     }
 
-    fn announce(&mut self, record: &ShardRecord, lease: Duration, now: Now) -> Result<ShardId, Refusal> {
+    fn announce(
+        &mut self,
+        record: &ShardRecord,
+        bound: bool,
+        lease: Duration,
+        now: Now,
+    ) -> Result<ShardId, Refusal> {
         check_shard(record)?;
         if lease.is_zero() || lease > MAX_LEASE {
             return Err(Refusal::other(format_args!(
@@ -108,21 +128,44 @@ impl RegistryCore {
                 MAX_LEASE.as_millis()
             )));
         }
-        let same_address = |shard: &Shard| shard.record.address == record.address;
-        let known = self.shards.iter().find(|(_, shard)| same_address(shard)).map(|(&number, _)| number);
+        let known = self.at(&record.address);
         let number = match known {
+            _ if bound && record.shard.0 != 0 => self.claimed(record, known, now)?,
             Some(number) => number,
             None => self.number_for(record.shard, now)?,
         };
-        let draining = record.draining
-            || known.and_then(|number| self.shards.get(&number)).is_some_and(|shard| shard.record.draining);
+        // What was asked of the registry counts; only one that was started anew is told of it.
+        let before = known.and_then(|known| self.shards.remove(&known));
+        let draining = before.map_or(record.draining, |before| before.record.draining);
         let record = ShardRecord { shard: number, draining, ..record.clone() };
-        self.shards.insert(number, Shard { record, until: now + lease });
+        self.shards.insert(number, Shard { record, until: now + lease, holds: bound });
         Ok(number)
+    }
+
+    /// The number of the shard at an address.
+    fn at(&self, address: &str) -> Option<ShardId> {
+        let same = |shard: &&Shard| shard.record.address == address;
+        self.shards.values().find(same).map(|shard| shard.record.shard)
+    }
+
+    /// Whether a model has blocks on the shard of this number.
+    fn owns(&self, shard: ShardId) -> bool {
+        self.models.values().any(|model| model.owners.contains(&shard))
     }
 
     /// A number for a shard that the table does not know; `told` is what it was told by an earlier registry, or 0.
     fn number_for(&mut self, told: ShardId, now: Now) -> Result<ShardId, Refusal> {
+        self.make_room(now)?;
+        // One that a model names belongs to a shard that has not been heard of yet.
+        let free =
+            |number: &ShardId| number.0 != 0 && !self.shards.contains_key(number) && !self.owns(*number);
+        let told = Some(told).filter(free);
+        let number = told.or_else(|| (1..=MAX_SHARDS as u16).map(ShardId).find(free));
+        number.ok_or_else(|| Refusal::other("no number is free for another shard"))
+    }
+
+    /// Room for one more shard.
+    fn make_room(&mut self, now: Now) -> Result<(), Refusal> {
         if self.shards.len() >= MAX_SHARDS {
             // Numbers of the gone are kept for when they return, unless they are needed.
             let owning: BTreeSet<_> = self.models.values().flat_map(|model| &model.owners).collect();
@@ -135,17 +178,14 @@ impl RegistryCore {
             };
             self.shards.remove(&number);
         }
-        let free = |number: &ShardId| number.0 != 0 && !self.shards.contains_key(number);
-        let told = Some(told).filter(free);
-        // Among so many numbers one is free, for there are fewer shards.
-        let number = told.or_else(|| (1..=MAX_SHARDS as u16).map(ShardId).find(free));
-        number.ok_or_else(|| Refusal::other("no number is free for another shard"))
+        Ok(())
     }
 
     fn withdraw(&mut self, shard: ShardId, now: Now) {
         if let Some(shard) = self.shards.get_mut(&shard) {
             shard.until = shard.until.min(now);
             shard.record.draining = false;
+            shard.holds = false;
         }
     }
 
@@ -170,18 +210,7 @@ impl RegistryCore {
         }
         match (stored, replaces) {
             (None, None) => {
-                let life = (record.name.clone(), record.generation);
-                if self.deleted.contains(&life) {
-                    return Err(Refusal::other(format_args!(
-                        "model {:?} of generation {} was deleted: create it with another generation",
-                        life.0, life.1
-                    )));
-                }
-                if self.models.len() >= MAX_MODELS {
-                    return Err(Refusal::other(format_args!(
-                        "there are {MAX_MODELS} models already, the most that a registry knows: delete one"
-                    )));
-                }
+                self.may_come(&record)?;
             }
             (None, Some(_)) => return Err(Refusal::NoModel(record.name)),
             (Some(_), None) => return Err(Refusal::Exists(record.name)),
@@ -193,6 +222,29 @@ impl RegistryCore {
                 "the block map names shard {unknown}, which never announced itself"
             )));
         }
+        self.store(record, owners, payload)
+    }
+
+    /// Whether a model can be one that is not in the table.
+    fn may_come(&self, record: &ModelRecord) -> Result<(), Refusal> {
+        if self.deleted.contains(&record.name, record.generation) {
+            return Err(Refusal::Deleted(record.name.clone()));
+        }
+        if self.models.len() >= MAX_MODELS {
+            return Err(Refusal::other(format_args!(
+                "there are {MAX_MODELS} models already, the most that a registry knows: delete one"
+            )));
+        }
+        Ok(())
+    }
+
+    fn store(
+        &mut self,
+        record: ModelRecord,
+        owners: BTreeSet<ShardId>,
+        payload: &[u8],
+    ) -> Result<(), Refusal> {
+        let stored = self.models.get(&record.name);
         let before = stored.map_or(0, |stored| stored.bytes.len());
         let record_bytes = self.record_bytes - before + payload.len();
         if record_bytes > MAX_RECORD_BYTES {
@@ -216,11 +268,18 @@ impl RegistryCore {
         check_generation(name, model.generation, generation)?;
         self.record_bytes -= model.bytes.len();
         self.models.remove(name);
-        self.deleted.push_back((name.to_owned(), generation));
-        if self.deleted.len() > REMEMBERED {
-            self.deleted.pop_front();
-        }
+        self.deleted.add(name, generation);
         Ok(())
+    }
+
+    /// What becomes of a part.
+    fn fate(&self, held: &Held) -> Fate {
+        match self.models.get(&held.model) {
+            Some(model) if model.generation == held.generation => Fate::Known { epoch: model.epoch },
+            _ if self.deleted.contains(&held.model, held.generation) => Fate::Deleted,
+            Some(model) => Fate::Taken { generation: model.generation },
+            None => Fate::Unknown,
+        }
     }
 }
 

@@ -65,7 +65,7 @@ fn all_calls_are_answered() {
         draining: false,
     };
     let lease = Duration::from_secs(60);
-    shard.shard = registry.announce(&shard, lease, deadline).expect("a number");
+    shard.shard = registry.announce(&shard, false, lease, deadline).expect("a number");
     assert_eq!(shard.shard, ShardId(1));
     assert_eq!(registry.shards(deadline).expect("an answer"), [shard.clone()]);
     registry.drain(shard.shard, deadline).expect("an answer");

@@ -8,7 +8,10 @@ pub mod upload;
 
 use std::time::{Duration, Instant};
 
+use libmodelio::admin::AdminPeer;
 use libmodelio::registry::{RegistryError, RemoteRegistry};
+use libmodelio::wire::Message;
+use serde_json::Value;
 
 use crate::config::endpoint::Endpoint;
 use crate::error::Error;
@@ -30,5 +33,30 @@ fn registry_error(at: &Endpoint, error: RegistryError) -> Error {
         RegistryError::Peer(_) => format!("the registry at {at} cannot be asked"),
         _ => format!("the registry at {at} refuses"),
     };
-    Error::new(error_text).caused_by(error)
+    let is_unknown = matches!(error, RegistryError::NoModel(_));
+    let error = Error::new(error_text).caused_by(error);
+    if is_unknown { maybe_unheard(at, error) } else { error }
+}
+
+/// Something is not in the registry: says so, if it has not heard of all that there is yet.
+fn maybe_unheard(at: &Endpoint, error: Error) -> Error {
+    const YOUNG: Duration = Duration::from_secs(15);
+    match age(at) {
+        Some(age) if age < YOUNG => error.hint(format!(
+            "the registry was started {} s ago; if that was not the first time, shards tell it of their models within \
+             seconds: try again then",
+            age.as_secs()
+        )),
+        _ => error,
+    }
+}
+
+/// For how long there has been a registry, if it says so.
+fn age(at: &Endpoint) -> Option<Duration> {
+    let at = at.to_string();
+    let answer = AdminPeer::connect(&at, deadline())
+        .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));
+    let Ok((Message::Text, text)) = answer else { return None };
+    let status: Value = serde_json::from_slice(&text).ok()?;
+    Duration::try_from_secs_f64(status["registry_seconds"].as_f64()?).ok()
 }

@@ -11,7 +11,7 @@ use ps_backend::job::Job;
 use ps_backend::remote::RemoteJob;
 
 use super::shard::choice;
-use super::{deadline, registry, registry_error};
+use super::{deadline, maybe_unheard, registry, registry_error};
 use crate::config::cluster::{MountConfig, Transport};
 use crate::error::Error;
 use crate::fs::model::Model;
@@ -37,8 +37,9 @@ pub fn run(config: &MountConfig) -> Result<(), Error> {
             names => names.to_vec(),
         };
         if names.is_empty() {
-            return Err(Error::new(format!("the registry at {} has no models", config.registry))
-                .hint("make one: gradfs create NAME --model FILE.safetensors --registry …"));
+            let error = Error::new(format!("the registry at {} has no models", config.registry))
+                .hint("make one: gradfs create NAME --model FILE.safetensors --registry …");
+            return Err(maybe_unheard(&config.registry, error));
         }
         let shards = registry.shards(deadline()).map_err(failed)?;
         let mut models = Vec::new();

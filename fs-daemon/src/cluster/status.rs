@@ -91,6 +91,9 @@ fn for_people(status: &Value) -> String {
                 "  {name}: version {}, {} blocks, {memory:.0} MiB of memory",
                 model["version"], model["blocks"],
             );
+            if let Some(why) = model["not_in_registry"].as_str() {
+                let _ = writeln!(text, "    the registry does not have it: {why}");
+            }
             let lead = &model["lead"];
             if lead.is_object() {
                 let of = |key: &str| lead[key].as_str().unwrap_or_default().to_owned();

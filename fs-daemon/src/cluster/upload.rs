@@ -1,14 +1,14 @@
 //! `gradfs create` and `gradfs delete`.
 
-use ps_backend::create::{self, NewModel};
+use libmodelio::registry::{Registry as _, RegistryError};
+use ps_backend::create::{self, CreateError, NewModel};
 
 use crate::config::cluster::{CreateConfig, DeleteConfig};
 use crate::error::Error;
 use crate::progress::Progress;
 use crate::source::Source;
 
-use super::{deadline, registry, registry_error};
-use libmodelio::registry::Registry as _;
+use super::{deadline, maybe_unheard, registry, registry_error};
 
 /// Makes a model on the shards of a registry.
 ///
@@ -58,11 +58,17 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
 /// Deletes a model.
 ///
 /// # Errors
-/// When there is none, or somebody does not answer.
+/// When there is none, or the registry does not answer. Shards that do not are named, and hear of it later.
 pub fn delete(config: &DeleteConfig) -> Result<(), Error> {
     let name = &config.name;
-    create::delete(&registry(&config.registry), name)
-        .map_err(|error| Error::new(format!("cannot delete {name}")).caused_by(error))?;
+    let unconfirmed = create::delete(&registry(&config.registry), name).map_err(|error| {
+        let is_unknown = matches!(error, CreateError::Registry(RegistryError::NoModel(_)));
+        let error = Error::new(format!("cannot delete {name}")).caused_by(error);
+        if is_unknown { maybe_unheard(&config.registry, error) } else { error }
+    })?;
     println!("gradfs: deleted {name}");
+    for why in unconfirmed {
+        eprintln!("gradfs: not confirmed: {why}: its part goes when it hears of it from the registry");
+    }
     Ok(())
 }

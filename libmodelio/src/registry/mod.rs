@@ -8,7 +8,7 @@ pub use remote::RemoteRegistry;
 
 use crate::admin::AdminError;
 use crate::ids::{Epoch, Generation, ShardId};
-use crate::wire::{ModelRecord, RecordError, Refusal, ShardRecord};
+use crate::wire::{Fate, Held, ModelRecord, RecordError, Refusal, ShardRecord};
 
 /// Where shards announce themselves and models are found.
 ///
@@ -17,13 +17,17 @@ use crate::wire::{ModelRecord, RecordError, Refusal, ShardRecord};
 pub trait Registry: Send + Sync {
     /// A shard is there for the length of `lease`, and says so again before that is over. Returns its number,
     /// which is the same as long as it announces itself from the same address. `record.shard` is what it was told
-    /// before, or 0.
+    /// before, or 0. A registry that was started anew gives the number to whoever says so first; a shard that is
+    /// `bound` to it, by parts of models that it holds, has it in any case. `record.draining` counts only where the
+    /// registry does not know the shard.
     ///
     /// # Errors
-    /// [`RegistryError::Refused`] for a record that is none, or one shard too many.
+    /// [`RegistryError::Refused`] for a record that is none, one shard too many, or a number that another shard is
+    /// bound to.
     fn announce(
         &self,
         record: &ShardRecord,
+        bound: bool,
         lease: Duration,
         deadline: Instant,
     ) -> Result<ShardId, RegistryError>;
@@ -83,6 +87,34 @@ pub trait Registry: Send + Sync {
     /// # Errors
     /// [`RegistryError::Generation`] if the name has another life.
     fn delete(&self, name: &str, generation: Generation, deadline: Instant) -> Result<(), RegistryError>;
+
+    /// What becomes of the parts that a shard holds: whether it is to take no new models, and one [`Fate`] a part.
+    /// `deleted` are models that it was told to forget, for a registry that was started anew. At most
+    /// [`MAX_HELD`](crate::wire::MAX_HELD)
+    /// of each.
+    ///
+    /// # Errors
+    /// Only if the registry does not answer.
+    fn holding(
+        &self,
+        shard: ShardId,
+        held: &[Held],
+        deleted: &[(String, Generation)],
+        deadline: Instant,
+    ) -> Result<(bool, Vec<Fate>), RegistryError>;
+
+    /// A model that is there, told by a shard that holds a part of it, and its shards as far as they are known. What
+    /// a registry knows of a newer epoch stays, and so does that it is ready.
+    ///
+    /// # Errors
+    /// [`RegistryError::Exists`] if the name has another life, [`RegistryError::Deleted`],
+    /// [`RegistryError::Epoch`] if there is a newer one, and [`RegistryError::Refused`].
+    fn restore(
+        &self,
+        record: &ModelRecord,
+        shards: &[ShardRecord],
+        deadline: Instant,
+    ) -> Result<(), RegistryError>;
 }
 
 /// Why the registry did not do it.
@@ -98,6 +130,9 @@ pub enum RegistryError {
     /// There is one.
     #[error("there is already a model {0:?}: delete it first")]
     Exists(String),
+    /// It was, and does not come back in this life.
+    #[error("model {0:?} was deleted")]
+    Deleted(String),
     /// Somebody else has changed the record.
     #[error("the model's record is of epoch {expected}, not {got}: somebody else has changed it; look again")]
     Epoch {
@@ -129,6 +164,7 @@ impl From<Refusal> for RegistryError {
         match refusal {
             Refusal::NoModel(name) => RegistryError::NoModel(name),
             Refusal::Exists(name) => RegistryError::Exists(name),
+            Refusal::Deleted(name) => RegistryError::Deleted(name),
             Refusal::Epoch { expected, got } => RegistryError::Epoch { expected, got },
             Refusal::Generation { model, expected, got } => {
                 RegistryError::Generation { model, expected, got }

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use super::{Registry, RegistryError};
 use crate::admin::{AdminError, AdminPeer};
 use crate::ids::{Epoch, Generation, ShardId};
-use crate::wire::{Message, ModelRecord, RegistryAnswer, RegistryRequest, ShardRecord};
+use crate::wire::{Fate, Held, Message, ModelRecord, RegistryAnswer, RegistryRequest, ShardRecord};
 
 /// The registry at an address. One call at a time; a call that fails ends the connection, and the next one makes
 /// another.
@@ -87,11 +87,12 @@ impl Registry for RemoteRegistry {
     fn announce(
         &self,
         record: &ShardRecord,
+        bound: bool,
         lease: Duration,
         deadline: Instant,
     ) -> Result<ShardId, RegistryError> {
         let lease_ms = u32::try_from(lease.as_millis()).unwrap_or(u32::MAX);
-        let request = RegistryRequest::Announce { record: record.clone(), lease_ms };
+        let request = RegistryRequest::Announce { record: record.clone(), lease_ms, bound };
         match self.ask(request, &[], deadline)?.0 {
             RegistryAnswer::Shard(shard) => Ok(shard),
             _ => Err(self.unexpected("an answer to another question")),
@@ -146,5 +147,29 @@ impl Registry for RemoteRegistry {
 
     fn delete(&self, name: &str, generation: Generation, deadline: Instant) -> Result<(), RegistryError> {
         self.done(RegistryRequest::Delete { name: name.to_owned(), generation }, &[], deadline)
+    }
+
+    fn holding(
+        &self,
+        shard: ShardId,
+        held: &[Held],
+        deleted: &[(String, Generation)],
+        deadline: Instant,
+    ) -> Result<(bool, Vec<Fate>), RegistryError> {
+        let request = RegistryRequest::Holding { shard, held: held.to_vec(), deleted: deleted.to_vec() };
+        match self.ask(request, &[], deadline)?.0 {
+            RegistryAnswer::Fates { draining, fates } if fates.len() == held.len() => Ok((draining, fates)),
+            _ => Err(self.unexpected("an answer to another question")),
+        }
+    }
+
+    fn restore(
+        &self,
+        record: &ModelRecord,
+        shards: &[ShardRecord],
+        deadline: Instant,
+    ) -> Result<(), RegistryError> {
+        let request = RegistryRequest::Restore { shards: shards.to_vec() };
+        self.done(request, &record.encode()?, deadline)
     }
 }

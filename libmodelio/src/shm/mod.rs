@@ -12,10 +12,12 @@
 //! |---|---|
 //! | `ring` | the two rings and their bells (`unsafe`) |
 //! | `setup` | how two processes come to share them |
+//! | `owner` | whose a socket is |
 //! | `descriptors` | descriptors that are sent over a Unix socket (`unsafe`) |
 //! | `region` | regions: those that are lent, those that are borrowed (`unsafe`) |
 
 mod descriptors;
+mod owner;
 mod region;
 mod ring;
 mod setup;

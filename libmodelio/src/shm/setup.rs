@@ -18,6 +18,7 @@ use nix::sys::mman::ProtFlags;
 use nix::sys::socket::{self, AddressFamily, Backlog, SockFlag, SockType, UnixAddr};
 
 use super::descriptors;
+use super::owner;
 use super::region;
 use super::ring::{End, MEMORY, Side};
 use crate::mmap::Mapping;
@@ -42,8 +43,14 @@ pub enum SetupError {
         error: io::Error,
     },
     /// Nothing came in time.
-    #[error("no answer within {0:?}")]
+    #[error("no answer within {0:?} from whoever has bound the socket's name")]
     Late(Duration),
+    /// Another user's process listens there.
+    #[error("user {owner} has bound the socket's name, who is not the shard's")]
+    Foreign {
+        /// Who.
+        owner: u32,
+    },
     /// The peer closed its end.
     #[error("the peer hangs up")]
     Gone,
@@ -61,13 +68,21 @@ impl SetupError {
         match self {
             SetupError::Late(_) | SetupError::Gone => true,
             SetupError::System { error, .. } => error.kind() == io::ErrorKind::WouldBlock,
-            SetupError::Refused(_) | SetupError::Stranger(_) => false,
+            SetupError::Refused(_) | SetupError::Stranger(_) | SetupError::Foreign { .. } => false,
         }
     }
 }
 
 fn system(doing: &'static str) -> impl Fn(Errno) -> SetupError {
     move |errno| SetupError::System { doing, error: errno.into() }
+}
+
+/// The same for what is said to a peer, or heard from it: it may be gone.
+fn talking(doing: &'static str) -> impl Fn(Errno) -> SetupError {
+    move |errno| match errno {
+        Errno::EPIPE | Errno::ECONNRESET => SetupError::Gone,
+        errno => system(doing)(errno),
+    }
 }
 
 /// What two ends have when they have met.
@@ -115,6 +130,10 @@ pub fn listen(address: &str) -> Result<OwnedFd, SetupError> {
 pub fn meet(address: &str, patience: Duration) -> Result<Meeting, SetupError> {
     let socket = unix_socket()?;
     socket::connect(socket.as_raw_fd(), &name(address)?).map_err(system("connecting to its socket"))?;
+    // Before it gets a descriptor of this process.
+    if let Some(owner) = owner::stranger(&socket, address).map_err(system("asking who is there"))? {
+        return Err(SetupError::Foreign { owner });
+    }
     let making = |error| SetupError::System { doing: "making the rings", error };
     let memory = Mapping::memfd("gradfs-rings", MEMORY).map_err(making)?;
     memory.fix_size().map_err(making)?;
@@ -124,7 +143,7 @@ pub fn meet(address: &str, patience: Duration) -> Result<Meeting, SetupError> {
     greeting.extend_from_slice(&(MEMORY as u32).to_le_bytes());
     let rings = memory.fd().ok_or(io::ErrorKind::Unsupported.into()).map_err(making)?;
     let sent = [rings.as_raw_fd(), own.as_fd().as_raw_fd(), peers.as_fd().as_raw_fd()];
-    descriptors::send(&socket, &greeting, &sent).map_err(system("greeting"))?;
+    descriptors::send(&socket, &greeting, &sent).map_err(talking("greeting"))?;
     let mut answer = [0; REASON];
     let (len, _) = await_message(&socket, &mut answer, patience)?;
     match answer[..len] {
@@ -148,7 +167,7 @@ pub fn receive(socket: OwnedFd, patience: Duration) -> Result<Meeting, SetupErro
     };
     let answered = descriptors::send(&socket, &answer[..answer.len().min(REASON)], &[]);
     let end = outcome?;
-    answered.map_err(system("answering"))?;
+    answered.map_err(talking("answering"))?;
     Ok(Meeting { end, socket: Arc::new(socket) })
 }
 
@@ -194,7 +213,7 @@ fn await_message(
     loop {
         match descriptors::receive(socket, bytes) {
             Err(Errno::EAGAIN) => {}
-            other => return other.map_err(system("receiving")),
+            other => return other.map_err(talking("receiving")),
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {

@@ -29,7 +29,7 @@ impl Message {
                 1..=MAX_BLOCK_SIZE
             }
             Message::Create
-            | Message::Registry(RegistryRequest::Put { .. })
+            | Message::Registry(RegistryRequest::Put { .. } | RegistryRequest::Restore { .. })
             | Message::Registered(RegistryAnswer::Model)
             | Message::Moved
             | Message::Adopt

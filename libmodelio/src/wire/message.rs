@@ -622,4 +622,17 @@ pub enum Refusal {
         /// What came.
         got: String,
     },
+    /// The model is no more, and does not come back in this life.
+    #[error("model {0:?} was deleted: create it with another generation")]
+    Deleted(String),
+    /// Another shard has the number, and blocks under it.
+    #[error(
+        "number {shard} is that of the shard at {address}, which has blocks of models: one of the two has to go"
+    )]
+    NumberTaken {
+        /// Which.
+        shard: ShardId,
+        /// Whose.
+        address: String,
+    },
 }

@@ -8,6 +8,9 @@ use super::record::{MAX_CONTROLS, MAX_METADATA, list, map};
 use crate::ids::{Epoch, Generation, ShardId};
 use crate::layout::MAX_TENSORS;
 
+/// Most parts, and most deleted models, that a shard tells of at once.
+pub const MAX_HELD: usize = 1024;
+
 /// A shard that has announced itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardRecord {
@@ -49,6 +52,36 @@ pub struct ModelRecord {
     pub ready: bool,
 }
 
+/// A part of a model that a shard holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Held {
+    /// The model.
+    pub model: String,
+    /// Which life of it.
+    pub generation: Generation,
+    /// Of the block map that the part is of.
+    pub epoch: Epoch,
+}
+
+/// What the registry knows of a part.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Fate {
+    /// The model is there, under this block map.
+    Known {
+        /// Its epoch.
+        epoch: Epoch,
+    },
+    /// The registry has not heard of it. That says nothing: it may have been started anew.
+    Unknown,
+    /// It was deleted.
+    Deleted,
+    /// The name has another life.
+    Taken {
+        /// Which.
+        generation: Generation,
+    },
+}
+
 /// A question to the registry, or an order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RegistryRequest {
@@ -58,6 +91,8 @@ pub enum RegistryRequest {
         record: ShardRecord,
         /// Silence after which it is gone, in milliseconds.
         lease_ms: u32,
+        /// It holds parts of models under its number, and so keeps it.
+        bound: bool,
     },
     /// It goes. Answered by `Done`.
     Withdraw {
@@ -95,6 +130,23 @@ pub enum RegistryRequest {
         /// Which.
         shard: ShardId,
     },
+    /// What a shard holds: what becomes of it? Answered by `Fates`.
+    Holding {
+        /// Who asks.
+        shard: ShardId,
+        /// Its parts.
+        #[serde(deserialize_with = "list::<MAX_HELD, _, _>")]
+        held: Vec<Held>,
+        /// Models that it was told to forget: the newest ones.
+        #[serde(deserialize_with = "list::<MAX_HELD, _, _>")]
+        deleted: Vec<(String, Generation)>,
+    },
+    /// A model that is there, as the payload, by a shard that holds a part of it: for a registry that was started
+    /// anew. Answered by `Done`.
+    Restore {
+        /// Its shards, as far as they are known; `draining` means nothing here.
+        shards: Vec<ShardRecord>,
+    },
 }
 
 /// What the registry answers.
@@ -110,4 +162,11 @@ pub enum RegistryAnswer {
     Model,
     /// It is done.
     Done,
+    /// To `Holding`.
+    Fates {
+        /// The shard is to take no new models.
+        draining: bool,
+        /// Of each part, in order.
+        fates: Vec<Fate>,
+    },
 }

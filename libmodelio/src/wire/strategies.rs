@@ -94,6 +94,8 @@ fn refusal() -> impl Strategy<Value = Refusal> {
         text().prop_map(Refusal::Control),
         text().prop_map(Refusal::Other),
         (text(), text(), text()).prop_map(|(what, expected, got)| Refusal::Frame { what, expected, got }),
+        text().prop_map(Refusal::Deleted),
+        (shard(), text()).prop_map(|(shard, address)| Refusal::NumberTaken { shard, address }),
     ]
 }
 
@@ -175,8 +177,8 @@ pub fn shard_record() -> impl Strategy<Value = ShardRecord> {
 
 fn registry_request() -> impl Strategy<Value = RegistryRequest> {
     prop_oneof![
-        (shard_record(), any::<u32>())
-            .prop_map(|(record, lease_ms)| RegistryRequest::Announce { record, lease_ms }),
+        (shard_record(), any::<u32>(), any::<bool>())
+            .prop_map(|(record, lease_ms, bound)| { RegistryRequest::Announce { record, lease_ms, bound } }),
         shard().prop_map(|shard| RegistryRequest::Withdraw { shard }),
         shard().prop_map(|shard| RegistryRequest::Drain { shard }),
         Just(RegistryRequest::Shards),
@@ -186,6 +188,26 @@ fn registry_request() -> impl Strategy<Value = RegistryRequest> {
         (text(), id64(Generation))
             .prop_map(|(name, generation)| RegistryRequest::Delete { name, generation }),
         shard().prop_map(|shard| RegistryRequest::Undrain { shard }),
+        (shard(), vec(held(), 0..4), vec((text(), id64(Generation)), 0..4))
+            .prop_map(|(shard, held, deleted)| RegistryRequest::Holding { shard, held, deleted }),
+        vec(shard_record(), 0..4).prop_map(|shards| RegistryRequest::Restore { shards }),
+    ]
+}
+
+fn held() -> impl Strategy<Value = Held> {
+    (text(), id64(Generation), id64(Epoch)).prop_map(|(model, generation, epoch)| Held {
+        model,
+        generation,
+        epoch,
+    })
+}
+
+fn fate() -> impl Strategy<Value = Fate> {
+    prop_oneof![
+        id64(Epoch).prop_map(|epoch| Fate::Known { epoch }),
+        Just(Fate::Unknown),
+        Just(Fate::Deleted),
+        id64(Generation).prop_map(|generation| Fate::Taken { generation }),
     ]
 }
 
@@ -196,6 +218,8 @@ fn registry_answer() -> impl Strategy<Value = RegistryAnswer> {
         vec(text(), 0..4).prop_map(RegistryAnswer::Models),
         Just(RegistryAnswer::Model),
         Just(RegistryAnswer::Done),
+        (any::<bool>(), vec(fate(), 0..4))
+            .prop_map(|(draining, fates)| RegistryAnswer::Fates { draining, fates }),
     ]
 }
 

@@ -127,7 +127,7 @@ impl Moving {
         self.answer(numbers, Told::Done);
         let numbers = self.told(&both(Tell::Adopting));
         self.answer(numbers, Told::Adopted { blocks: 8, of: 8 });
-        self.wants(&[Action::Put]);
+        self.wants(&[Action::Put { restores: false }]);
         assert!(!self.core.can_stop());
     }
 
@@ -273,13 +273,13 @@ fn a_registry_that_may_have_done_it_is_asked_until_it_says() {
     moving.put(unknown());
     moving.wants(&[warning()]);
     moving.tick(AGAIN);
-    moving.wants(&[Action::Put]);
+    moving.wants(&[Action::Put { restores: false }]);
     // It has not heard of this one, but perhaps of the one before; neither time nor a wish changes that.
     moving.put(Put::NotSent("nobody listens".into()));
     moving.now += DEADLINE;
     moving.act(MoveCore::stop);
     moving.tick(AGAIN);
-    moving.wants(&[Action::Put]);
+    moving.wants(&[Action::Put { restores: false }]);
     moving.put(Put::Other(Epoch(2)));
     moving.told(&[(3, Tell::Switch)]);
     // Not if the first question never came: then it is somebody else's.
@@ -287,11 +287,25 @@ fn a_registry_that_may_have_done_it_is_asked_until_it_says() {
         (Put::Other(Epoch(2)), "block map 2, not 1"),
         (Put::Refused("no such model".into()), "no such model"),
         (Put::NotSent("nobody listens".into()), "nobody listens"),
+        (Put::Gone, "no such model"),
+        (Put::Taken("of generation 9".into()), "of generation 9"),
     ] {
         let mut moving = Moving::new(2);
         moving.prepare([1, 3], 1);
         moving.put(answer);
         moving.has_failed(true, word, [1, 3]);
+    }
+    // One that was started anew may have lost it: it is put there. One that has another model by then says so.
+    for (answer, warns) in [(Put::Done, 0), (Put::Taken("of generation 9".into()), 1)] {
+        let mut moving = Moving::new(2);
+        moving.prepare([1, 3], 1);
+        moving.put(unknown());
+        moving.tick(AGAIN);
+        moving.put(Put::Gone);
+        moving.wants(&[warning(), Action::Put { restores: false }, Action::Put { restores: true }]);
+        moving.put(answer);
+        assert_eq!(moving.other.len(), warns);
+        moving.told(&[(3, Tell::Switch)]);
     }
     // An answer that says no says so of all of them.
     let mut moving = Moving::new(2);
@@ -299,7 +313,7 @@ fn a_registry_that_may_have_done_it_is_asked_until_it_says() {
     moving.put(unknown());
     moving.wants(&[warning()]);
     moving.tick(AGAIN);
-    moving.wants(&[Action::Put]);
+    moving.wants(&[Action::Put { restores: false }]);
     moving.put(Put::Refused("no such model".into()));
     moving.has_failed(true, "no such model", [1, 3]);
 }

@@ -195,6 +195,11 @@ impl PartCore {
         self.running.as_ref().map(|running| (running.plan.id, running.left))
     }
 
+    /// Whether the part has heard of this plan, or of one after it.
+    pub fn has_heard_of(&self, plan: PlanId) -> bool {
+        plan <= self.newest
+    }
+
     /// A plan begins. Repeated, it is answered again.
     ///
     /// # Errors

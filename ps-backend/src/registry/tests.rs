@@ -1,4 +1,7 @@
-//! Leases, numbers, compare-and-swap, limits; and any sequence of requests against a plain model of the table.
+//! Leases, numbers, compare-and-swap, limits; and any sequence of requests against a plain model of the table. What a
+//! table that begins anew is told is in `anew`.
+
+mod anew;
 
 use libmodelio::block_map::BlockMap;
 use libmodelio::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
@@ -14,7 +17,17 @@ fn shard(address: &str, told: u16) -> ShardRecord {
 }
 
 fn announce(core: &mut RegistryCore, address: &str, told: u16, now: Now) -> Result<ShardId, Refusal> {
-    let request = RegistryRequest::Announce { record: shard(address, told), lease_ms: 1000 };
+    announce_as(core, address, told, false, now)
+}
+
+fn announce_as(
+    core: &mut RegistryCore,
+    address: &str,
+    told: u16,
+    bound: bool,
+    now: Now,
+) -> Result<ShardId, Refusal> {
+    let request = RegistryRequest::Announce { record: shard(address, told), lease_ms: 1000, bound };
     match core.handle(&request, &[], now)?.message {
         RegistryAnswer::Shard(number) => Ok(number),
         other => panic!("{other:?}"),
@@ -124,7 +137,7 @@ fn shards_that_are_none_are_refused() {
     }
     assert!(announce(&mut core, &format!("{}:1", "x".repeat(300)), 0, Now::ZERO).is_err());
     for lease_ms in [0, 3_600_001] {
-        let request = RegistryRequest::Announce { record: shard("a:1", 0), lease_ms };
+        let request = RegistryRequest::Announce { record: shard("a:1", 0), lease_ms, bound: false };
         let refused = core.handle(&request, &[], Now::ZERO).unwrap_err();
         assert_eq!(refused, Refusal::Other(format!("a lease of {lease_ms} ms, expected 1 to 3600000")));
     }
@@ -187,7 +200,7 @@ fn a_delete_names_the_life() {
     assert_eq!(delete(&mut core, "m", 1), Ok(()));
     assert_eq!(delete(&mut core, "m", 1), Ok(()), "repeated");
     assert_eq!(core.record_bytes, 0);
-    assert!(matches!(put(&mut core, &record("m", 1, 1), None), Err(Refusal::Other(_))), "a late repetition");
+    assert_eq!(put(&mut core, &record("m", 1, 1), None), Err(Refusal::Deleted("m".to_owned())), "late");
     assert_eq!(put(&mut core, &record("m", 2, 1), None), Ok(()));
 }
 

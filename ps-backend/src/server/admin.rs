@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::ids::{BlockId, Generation};
-use libmodelio::wire::{Message, ModelRecord, Refusal};
+use libmodelio::ids::{BlockId, Generation, ShardId};
+use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use serde_json::{Value, json};
 
 use super::lead::Lead;
-use super::part::Part;
+use super::part::{MakeError, Part};
 use super::{AdminAnswer, Model, Shared};
+use crate::memory;
 
 impl Shared {
     /// Makes room for this shard's part of a model. Takes time.
@@ -28,7 +29,8 @@ impl Shared {
                 return Err(Refusal::other(format!("model {name:?} is being created")));
             }
         }
-        let part = Part::new(&record, *self.shard.lock(), &self.pool);
+        let shard = *self.shard.lock();
+        let part = has_room(&record, shard).and_then(|()| Part::new(&record, shard, &self.pool));
         let mut models = self.models.lock();
         self.making.lock().remove(&name);
         let part = part.map_err(Refusal::other)?;
@@ -60,17 +62,19 @@ impl Shared {
         };
         let shard = *self.shard.lock();
         if model.lead.is_none() && model.record.lead == shard {
-            model.lead = Some(self.lead(&model.record, &model.part, None)?);
+            model.lead = Some(self.lead(&model.record, &model.part, None, &[])?);
         }
         Ok((Message::Done, None))
     }
 
-    /// Begins to lead a model, or goes on with what was handed over.
+    /// Begins to lead a model, or goes on with what was handed over. Of `known` shards it is certain where their
+    /// blocks are.
     pub(super) fn lead(
         &self,
         record: &ModelRecord,
         part: &Arc<Part>,
         handed_over: Option<(&[u8], Duration)>,
+        known: &[ShardRecord],
     ) -> Result<Arc<Lead>, Refusal> {
         let shared = self.this.clone();
         let resolve = Arc::new(move |wanted| {
@@ -81,7 +85,8 @@ impl Shared {
             found.map(|record| record.address).ok_or_else(|| format!("shard {wanted} is not announced"))
         });
         let shard = *self.shard.lock();
-        Lead::new(record, part, shard, self.net.clone(), resolve, handed_over).map_err(Refusal::other)
+        let net = self.net.clone();
+        Lead::new(record, part, shard, net, resolve, handed_over, known).map_err(Refusal::other)
     }
 
     /// Forgets a model. If it has moved away, the answer says where it is to be forgotten, too.
@@ -112,6 +117,7 @@ impl Shared {
                 lead.stop(&Refusal::NoModel(name.to_owned()));
             }
             model.part.is_deleted();
+            self.was_deleted(name, generation);
         }
         tracing::info!(model = %name, "deleted");
         Ok((Message::Done, None))
@@ -120,10 +126,18 @@ impl Shared {
     /// What this shard holds and does.
     pub(super) fn status(&self) -> Value {
         let models = self.models.lock();
-        let models: Vec<Value> = models.iter().map(|(name, model)| status_of(name, model)).collect();
+        let models: Vec<Value> = models
+            .iter()
+            .map(|(name, model)| {
+                let mut status = status_of(name, model);
+                status["not_in_registry"] = json!(self.why_unknown(model.generation));
+                status
+            })
+            .collect();
         json!({
             "shard": self.shard.lock().0,
             "address": self.address,
+            "not_listed": self.why_not_listed(),
             "io": self.net.backend().to_string(),
             "shared_memory": {
                 "connections": self.memory.connections(),
@@ -131,10 +145,23 @@ impl Shared {
             },
             "threads": self.options.threads,
             "registry": self.options.registry.as_deref().unwrap_or("here"),
+            "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),
             "models": models,
             "adopting": self.adopting_status(),
             "left": self.left(),
         })
+    }
+}
+
+/// Refuses what can never be here before tables of its blocks are made.
+fn has_room(record: &ModelRecord, shard: ShardId) -> Result<(), MakeError> {
+    let mine = record.owners.iter().filter(|(owner, _)| *owner == shard);
+    let blocks: u64 = mine.map(|&(_, run)| u64::from(run)).sum();
+    // All but the last block are of this size, and there are two versions at least.
+    let needed = blocks.saturating_sub(1).saturating_mul(record.block_size.into()).saturating_mul(2);
+    match memory::available() {
+        Some(available) if available < needed => Err(MakeError::Room { needed, available }),
+        _ => Ok(()),
     }
 }
 

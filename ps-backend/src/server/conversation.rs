@@ -19,6 +19,7 @@ use super::moving::Whereabouts;
 use super::part::{Landing, Part};
 use super::{SILENCE, Shared};
 use crate::part::store::PinnedVersion;
+use crate::part::unheard::Unheard;
 
 /// Requests for blocks that may wait on one connection.
 const MAX_PULLS: usize = 256;
@@ -51,6 +52,10 @@ struct Data {
     client: ClientId,
     part: Arc<Part>,
     landing: Option<Landing>,
+    /// Plans that blocks have come for, and nothing else.
+    unheard: Unheard,
+    /// When what waits for such a plan is to be looked at again.
+    rouse_at: Option<Instant>,
     /// Blocks that it has asked for.
     pulls: VecDeque<(Version, Range<u32>)>,
     /// The version that is being sent.
@@ -69,7 +74,7 @@ pub(super) struct Peer {
     epoch: Epoch,
     /// Until the greeting says what the connection is for.
     memory: Option<Box<Memory>>,
-    unsent: Arc<AtomicUsize>,
+    unsent: Arc<UnsentAll>,
 }
 
 impl Peer {
@@ -160,7 +165,8 @@ impl Peer {
                 if let Some(memory) = &mut memory {
                     memory.serve(&part);
                 }
-                Kind::Data(Data { client: *client, part, landing, pulls, pinned, memory })
+                let (unheard, rouse_at) = (Unheard::default(), None);
+                Kind::Data(Data { client: *client, part, landing, unheard, rouse_at, pulls, pinned, memory })
             }
             Role::Lead if found.lead.is_some() => {
                 return Err(Refusal::other("this shard leads the model itself").into());
@@ -208,8 +214,11 @@ impl Peer {
                 }
             },
             Message::Status => {
+                let unsent = Unsent::one_more(&self.unsent, 0)?;
                 let text = shared.status().to_string();
-                Ok((Message::Text, Some(text.into_bytes())))
+                let answer = Ok((Message::Text, Some(text.into_bytes())));
+                say_counted(&self.link, request, answer, Some(unsent));
+                return Ok(());
             }
             Message::Move { model, generation, off, timeout_ms, hold_ms } => {
                 let (link, timeout) = (self.link.clone(), Duration::from_millis(timeout_ms.into()));
@@ -222,7 +231,7 @@ impl Peer {
             }
             message if super::moving::is_between_shards(&message) && shared.options.holds_blocks => {
                 let (link, payload) = (self.link.clone(), payload.to_vec());
-                let unsent = Unsent::one_more(&self.unsent)?;
+                let unsent = Unsent::one_more(&self.unsent, payload.len())?;
                 let pool = matches!(message, Message::Fetch { .. }).then(|| shared.pool.clone());
                 let answers = move || {
                     let answer = shared.between_shards(message, &payload);
@@ -246,6 +255,7 @@ impl Peer {
                 if shared.options.holds_blocks =>
             {
                 // These take memory, or give it back: not on a thread that moves bytes.
+                let unsent = Unsent::one_more(&self.unsent, payload.len())?;
                 let (link, payload) = (self.link.clone(), payload.to_vec());
                 shared.pool.clone().spawn(move || {
                     let answer = match message {
@@ -254,7 +264,7 @@ impl Peer {
                         Message::Delete { model, generation } => shared.delete(&model, generation),
                         other => Err(Refusal::Role { what: other.name().to_owned() }),
                     };
-                    say(&link, request, answer);
+                    say_counted(&link, request, answer, Some(unsent));
                 });
                 return Ok(());
             }
@@ -265,17 +275,33 @@ impl Peer {
     }
 }
 
-/// Requests between shards on one connection whose answers are not sent yet: each may take a block's memory.
+/// Requests of one connection that take time, or memory for their answer, and whose answers are not with the kernel yet.
 const MAX_UNSENT: usize = 128;
+/// Bytes that came with them.
+const MAX_UNSENT_BYTES: usize = 64 << 20;
+
+/// Of one connection.
+#[derive(Default)]
+struct UnsentAll {
+    requests: AtomicUsize,
+    bytes: AtomicUsize,
+}
 
 /// Counts as long as the answer is not with the kernel.
-struct Unsent(Arc<AtomicUsize>);
+struct Unsent {
+    of: Arc<UnsentAll>,
+    bytes: usize,
+}
 
 impl Unsent {
-    fn one_more(of: &Arc<AtomicUsize>) -> Result<Unsent, Refusal> {
-        let unsent = Unsent(Arc::clone(of));
-        if of.fetch_add(1, Ordering::Relaxed) >= MAX_UNSENT {
-            return Err(Refusal::other(format!("more than {MAX_UNSENT} requests at once")));
+    fn one_more(of: &Arc<UnsentAll>, bytes: usize) -> Result<Unsent, Refusal> {
+        let unsent = Unsent { of: Arc::clone(of), bytes };
+        let requests = of.requests.fetch_add(1, Ordering::Relaxed);
+        let before = of.bytes.fetch_add(bytes, Ordering::Relaxed);
+        if requests >= MAX_UNSENT || requests > 0 && before + bytes > MAX_UNSENT_BYTES {
+            let most = MAX_UNSENT_BYTES >> 20;
+            let why = format!("more than {MAX_UNSENT} requests at once, or {most} MiB with them");
+            return Err(Refusal::other(why));
         }
         Ok(unsent)
     }
@@ -283,7 +309,8 @@ impl Unsent {
 
 impl Drop for Unsent {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.of.requests.fetch_sub(1, Ordering::Relaxed);
+        self.of.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 
@@ -350,16 +377,30 @@ impl Data {
         }
     }
 
+    /// Time passes; when to call again.
+    fn tick(&mut self, now: Instant, link: &Link) -> Result<Option<Instant>, Refusal> {
+        if let Some(memory) = &mut self.memory {
+            memory.again(self.client, &self.part, &mut self.unheard, link)?;
+        }
+        if self.rouse_at.take_if(|at| *at <= now).is_some() {
+            // What is received is asked for again after that.
+            link.wake();
+        }
+        Ok(self.rouse_at)
+    }
+
     fn message(&mut self, received: &Received, link: &Link) -> Result<Take, Refusal> {
         if let Some(memory) = &mut self.memory
-            && let Some(take) = memory.message(self.client, &self.part, received, link)?
+            && let Some(take) = memory.message(self.client, &self.part, received, &mut self.unheard, link)?
         {
+            self.rouse_at = self.unheard.until(Instant::now());
             return Ok(take);
         }
         match &received.message {
             Message::Push { .. } => {
-                let (take, landing) = self.part.arrive(self.client, received, link)?;
+                let (take, landing) = self.part.arrive(self.client, received, &mut self.unheard, link)?;
                 self.landing = landing;
+                self.rouse_at = self.unheard.until(Instant::now());
                 return Ok(take);
             }
             Message::Probe { plan } => {
@@ -454,15 +495,14 @@ impl Conversation for Peer {
         (!matches!(self.kind, Kind::Strange)).then_some(SILENCE)
     }
 
-    fn tick(&mut self, _: Instant) -> Result<Option<Instant>, Close> {
+    fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
         if let Some(to) = self.moved() {
             return Err(self.say_moved(0, &to));
         }
-        if let Kind::Data(Data { client, part, memory: Some(memory), .. }) = &mut self.kind {
-            let outcome = memory.again(*client, part, &self.link);
-            outcome.map_err(|refusal| self.refuse(0, refusal))?;
+        match &mut self.kind {
+            Kind::Data(data) => data.tick(now, &self.link).map_err(|refusal| self.refuse(0, refusal)),
+            _ => Ok(None),
         }
-        Ok(None)
     }
 
     fn heard(&mut self) {

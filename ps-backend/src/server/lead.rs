@@ -1,6 +1,7 @@
 //! The lead of a model at work: the edge around [`LeadCore`]. It owns the lock, the clock and the ways to the shards.
 
 mod moving;
+mod remote;
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,15 +9,16 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::ids::{ClientId, Epoch, Generation, ShardId, Version};
-use libmodelio::link::{Conversation, Framed, Link, Outgoing, Take};
-use libmodelio::net::{Close, Handle, SocketOptions, Thread};
-use libmodelio::wire::{Limits, Message, ModelRecord, Protocol, Received, Refusal, Role};
+use libmodelio::link::{Link, Outgoing};
+use libmodelio::net::{Close, Handle};
+use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::{Condvar, Mutex};
 
 use super::moving::{Moves, Progress, Whereabouts};
 use super::part::{self, Part};
 use crate::core::MemberView;
 use crate::lead::{Action, LeadCore};
+use remote::Remote;
 
 /// How a shard's address is found.
 pub(super) type Resolve = Arc<dyn Fn(ShardId) -> Result<String, String> + Send + Sync>;
@@ -35,15 +37,6 @@ enum Way {
     Here(Arc<Part>),
     /// Over the network.
     There(Arc<Remote>),
-}
-
-/// A shard of the model on the network.
-struct Remote {
-    shard: ShardId,
-    link: Mutex<Option<Link>>,
-    /// A connection exists or is on its way.
-    busy: AtomicBool,
-    trouble: Mutex<Option<String>>,
 }
 
 /// The lead of a model.
@@ -91,7 +84,7 @@ pub struct LeadStatus {
 
 impl Lead {
     /// The lead of the model of `record`, whose own part is `here`; a new job's, or what was handed over at the time
-    /// beside it.
+    /// beside it. Of `known` shards it is certain where their blocks are.
     ///
     /// # Errors
     /// A record that cannot be used, or no thread.
@@ -102,6 +95,7 @@ impl Lead {
         net: Handle,
         resolve: Resolve,
         handed_over: Option<(&[u8], Duration)>,
+        known: &[ShardRecord],
     ) -> Result<Arc<Lead>, String> {
         let map = record.block_map().map_err(|error| error.to_string())?;
         let ways: Vec<Way> = map
@@ -109,12 +103,7 @@ impl Lead {
             .into_keys()
             .map(|other| match other {
                 _ if other == shard => Way::Here(Arc::clone(here)),
-                other => Way::There(Arc::new(Remote {
-                    shard: other,
-                    link: Mutex::new(None),
-                    busy: AtomicBool::new(false),
-                    trouble: Mutex::new(None),
-                })),
+                other => Way::There(Arc::new(Remote::new(other, known))),
             })
             .collect();
         let layout = record.layout().map_err(|error| error.to_string())?;
@@ -181,6 +170,20 @@ impl Lead {
             }
         }
         self.wake.notify_all();
+    }
+
+    /// Where the other shards of the model are, as far as is known.
+    pub(super) fn addresses(&self) -> Vec<(ShardId, String)> {
+        let address = |way: &Way| match way {
+            Way::There(remote) => remote.address().map(|address| (remote.shard, address)),
+            Way::Here(_) => None,
+        };
+        self.ways.iter().filter_map(address).collect()
+    }
+
+    /// Whether it was handed over: what becomes of the model is not in its hands.
+    pub(super) fn is_frozen(&self) -> bool {
+        self.state.lock().frozen
     }
 
     /// Whether it has been ended.
@@ -360,22 +363,6 @@ impl Lead {
             }
         }
     }
-
-    fn connect(&self, index: usize, remote: &Arc<Remote>) -> Result<(), String> {
-        use std::net::ToSocketAddrs;
-        const PATIENCE: Duration = Duration::from_secs(5);
-        let address = (self.resolve)(remote.shard)?;
-        let mut found = address.to_socket_addrs().map_err(|error| format!("{address}: {error}"))?;
-        let found = found.next().ok_or_else(|| format!("{address} leads nowhere"))?;
-        let lead = self.this.upgrade().ok_or("the model is gone")?;
-        let link = Link::default();
-        let conversation =
-            ToPart { lead, index, remote: Arc::clone(remote), link: link.clone(), silence: None };
-        let stream = Box::new(Framed::new(conversation, link, 4 << 10));
-        let deadline = Instant::now() + PATIENCE;
-        let connected = self.net.connect(found, SocketOptions::default(), deadline, stream, Thread::Any);
-        connected.map(drop).map_err(|error| error.to_string())
-    }
 }
 
 /// As long as moving a contribution takes, about.
@@ -404,76 +391,5 @@ fn run_timer(lead: &Weak<Lead>) {
         let due = state.core.next_deadline().saturating_sub(lead.now());
         let pause = due.clamp(Duration::from_millis(1), IDLE);
         lead.wake.wait_for(&mut state, pause);
-    }
-}
-
-/// The lead's end of its connection to a shard.
-struct ToPart {
-    lead: Arc<Lead>,
-    index: usize,
-    remote: Arc<Remote>,
-    link: Link,
-    silence: Option<Duration>,
-}
-
-impl Conversation for ToPart {
-    fn opened(&mut self, link: &Link) -> Result<(), Close> {
-        let hello = Message::Hello {
-            protocol: Protocol::NEWEST.number(),
-            role: Role::Lead,
-            model: self.lead.model.clone(),
-            generation: self.lead.generation,
-            client: ClientId(0),
-        };
-        link.send(Outgoing { epoch: self.lead.epoch, ..Outgoing::new(0, hello) });
-        Ok(())
-    }
-
-    fn message(&mut self, received: &Received) -> Result<Take, Close> {
-        match (&received.message, self.silence) {
-            (Message::Welcome { silence_ms, .. }, None) => {
-                self.silence = Some(Duration::from_millis((*silence_ms).into()));
-                *self.remote.link.lock() = Some(self.link.clone());
-                *self.remote.trouble.lock() = None;
-                let index = self.index;
-                self.lead.with_core(|state, _, actions| state.core.part_up(index, actions));
-            }
-            (Message::Refused(refusal), None) => {
-                // The shard is there, but not the blocks: it has been started anew.
-                if matches!(refusal, Refusal::NoModel(_) | Refusal::Generation { .. }) {
-                    self.lead.part_says(self.index, 0, received.message.clone());
-                }
-                return Err(Close::Asked(refusal.to_string().into()));
-            }
-            (other, None) => {
-                return Err(Close::Asked(format!("expected Welcome, got {}", other.name()).into()));
-            }
-            (message, Some(_)) => {
-                self.lead.part_says(self.index, received.header.request(), message.clone());
-            }
-        }
-        Ok(Take::Nothing)
-    }
-
-    fn payload(&mut self, _: &Received, _: &[u8]) -> Result<(), Close> {
-        Ok(())
-    }
-
-    fn limits(&self) -> Limits {
-        if self.silence.is_some() { Limits { payload: 0, ..Limits::MAX } } else { Limits::GREETING }
-    }
-
-    fn silence(&self) -> Option<Duration> {
-        self.silence
-    }
-
-    fn closed(&mut self, why: &Close) {
-        let mut link = self.remote.link.lock();
-        link.take_if(|known| known.is(&self.link));
-        *self.remote.trouble.lock() = Some(why.to_string());
-        self.remote.busy.store(false, Ordering::Relaxed);
-        if self.silence.is_some() && !self.lead.stopping.load(Ordering::Relaxed) {
-            tracing::warn!(model = %self.lead.model, shard = %self.remote.shard, "connection lost: {why}");
-        }
     }
 }

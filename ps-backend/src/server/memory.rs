@@ -24,6 +24,7 @@ use super::Shared;
 use super::conversation::Peer;
 use super::part::Part;
 use crate::part::store::{Payload, PinnedVersion};
+use crate::part::unheard::Unheard;
 
 /// Connections through shared memory, at most: each has a thread.
 pub(super) const MAX_CONNECTIONS: usize = 512;
@@ -114,6 +115,7 @@ impl Memory {
         client: ClientId,
         part: &Arc<Part>,
         received: &Received,
+        unheard: &mut Unheard,
         link: &Link,
     ) -> Result<Option<Take>, Refusal> {
         let request = received.header.request();
@@ -132,7 +134,7 @@ impl Memory {
                 let len = payload.wanted_len(part.layout(), local);
                 // Wherever it is said to lie, it lies within a region.
                 let piece = self.borrowed.piece(region, offset, len).map_err(Refusal::other)?;
-                if !self.early.is_empty() || !reduce(client, part, received, &piece, link)? {
+                if !self.early.is_empty() || !reduce(client, part, received, &piece, unheard, link)? {
                     // A client names each block of a plan once, and once more when it has looked after it.
                     let most = 2 * part.store().part().blocks().len();
                     if self.early.len() >= most {
@@ -147,9 +149,15 @@ impl Memory {
     }
 
     /// Goes on with what came too early. The first one that has to wait longer holds up the others.
-    pub(super) fn again(&mut self, client: ClientId, part: &Arc<Part>, link: &Link) -> Result<(), Refusal> {
+    pub(super) fn again(
+        &mut self,
+        client: ClientId,
+        part: &Arc<Part>,
+        unheard: &mut Unheard,
+        link: &Link,
+    ) -> Result<(), Refusal> {
         while let Some((received, piece)) = self.early.front() {
-            if !reduce(client, part, received, piece, link)? {
+            if !reduce(client, part, received, piece, unheard, link)? {
                 break;
             }
             self.early.pop_front();
@@ -165,9 +173,10 @@ fn reduce(
     part: &Arc<Part>,
     received: &Received,
     piece: &shm::Piece,
+    unheard: &mut Unheard,
     link: &Link,
 ) -> Result<bool, Refusal> {
-    match part.arrive(client, received, link)? {
+    match part.arrive(client, received, unheard, link)? {
         (Take::Later, _) => return Ok(false),
         // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through it are those
         // of its length.

@@ -10,18 +10,22 @@
 //! | `memory` | clients on the same host, through shared memory (`unsafe`) |
 //! | `moving` | a model's blocks on their way to other shards |
 //! | `admin` | creating, loading and deleting models, status |
+//! | `announcer` | what the registry is told again and again, and what it says to that |
+//! | `table` | the registry in this process |
 
 mod admin;
+mod announcer;
 mod complaints;
 mod conversation;
 pub mod lead;
 mod memory;
 mod moving;
 pub mod part;
+mod table;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -30,16 +34,16 @@ use libmodelio::ids::{Generation, ShardId};
 use libmodelio::link::{Framed, Link};
 use libmodelio::net::{self, Choice, Reactor, ReactorOptions, SocketOptions};
 use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
-use libmodelio::shm;
-use libmodelio::wire::{Message, ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord};
+use libmodelio::wire::{Message, ModelRecord, Refusal};
 use parking_lot::{Condvar, Mutex};
 
-use crate::registry::{Answer, RegistryCore};
+use announcer::Standing;
 use conversation::Peer;
 use lead::Lead;
 pub use moving::Progress;
 use moving::{Adoptions, Whereabouts};
 use part::Part;
+use table::{Local, Table};
 
 /// What a process is to be.
 #[derive(Clone, Debug)]
@@ -79,8 +83,6 @@ pub enum ServerError {
 
 /// Longest silence on a connection.
 const SILENCE: Duration = Duration::from_secs(10);
-/// Silence after which the registry forgets a shard.
-const LEASE: Duration = Duration::from_secs(10);
 /// Longest wait for the registry.
 const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -92,18 +94,6 @@ pub(super) struct Model {
     lead: Option<Arc<Lead>>,
     /// What is told to whoever speaks of an older block map, if there was one.
     whereabouts: Option<Whereabouts>,
-}
-
-/// The registry in this process.
-struct Table {
-    core: Mutex<RegistryCore>,
-    started: Instant,
-}
-
-impl Table {
-    fn handle(&self, request: &RegistryRequest, payload: &[u8]) -> Result<Answer, Refusal> {
-        self.core.lock().handle(request, payload, self.started.elapsed())
-    }
 }
 
 /// What all connections of a process share.
@@ -127,6 +117,8 @@ pub(super) struct Shared {
     adopting: Adoptions,
     /// Models that were here, and where they are: the newest ones.
     gone: Mutex<VecDeque<(String, Whereabouts)>>,
+    /// What is between this shard and the registry.
+    standing: Mutex<Standing>,
     table: Option<Table>,
     elsewhere: Option<RemoteRegistry>,
     stopping: AtomicBool,
@@ -158,8 +150,7 @@ impl Server {
             .build()
             .map_err(|error| threads(&error))?;
         let listen = options.listen;
-        let listener = net::bind(listen, &SocketOptions::default())
-            .map_err(|error| ServerError::Listen { address: listen, error })?;
+        let listener = bind(listen).map_err(|error| ServerError::Listen { address: listen, error })?;
         let address =
             listener.local_addr().map_err(|error| ServerError::Listen { address: listen, error })?;
         let table = options.registry.is_none();
@@ -175,7 +166,8 @@ impl Server {
             making: Mutex::default(),
             adopting: Adoptions::default(),
             gone: Mutex::default(),
-            table: table.then(|| Table { core: Mutex::new(RegistryCore::new()), started: Instant::now() }),
+            standing: Mutex::default(),
+            table: table.then(Table::new),
             elsewhere: options.registry.clone().map(RemoteRegistry::new),
             stopping: AtomicBool::new(false),
             wake: Condvar::new(),
@@ -206,7 +198,7 @@ impl Server {
             let keeper = Arc::downgrade(&shared);
             std::thread::Builder::new()
                 .name("announcer".into())
-                .spawn(move || keep_announced(&keeper))
+                .spawn(move || announcer::run(&keeper))
                 .map_err(|error| threads(&error))?;
         }
         Ok(Server { shared, address, reactor: Mutex::new(Some(reactor)) })
@@ -243,7 +235,8 @@ impl Server {
                 lead.stop(&Refusal::other("the shard shuts down"));
             }
         }
-        if shared.options.holds_blocks {
+        // What was refused a number has no place there to be given up.
+        if shared.options.holds_blocks && shared.why_not_listed().is_none() {
             let shard = *shared.shard.lock();
             if let Err(error) = shared.registry(|registry, deadline| registry.withdraw(shard, deadline)) {
                 tracing::warn!(%error, "the registry was not told that the shard goes");
@@ -288,106 +281,20 @@ impl Shared {
             (None, None) => Err(RegistryError::Refused(Refusal::other("there is no registry"))),
         }
     }
-
-    fn announce(&self) -> Result<(), RegistryError> {
-        let shard = *self.shard.lock();
-        let address = self.address.clone();
-        let record = ShardRecord { shard, address, host: shm::host(), draining: false };
-        let shard = self.registry(|registry, deadline| registry.announce(&record, LEASE, deadline))?;
-        *self.shard.lock() = shard;
-        Ok(())
-    }
 }
 
-/// Announces the shard before its lease is over, again and again.
-fn keep_announced(shared: &Weak<Shared>) {
-    let mut trouble = false;
+/// Listens. The port of a process that was just killed may be taken for some moments more.
+fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+    const PATIENCE: Duration = Duration::from_secs(1);
+    const PAUSE: Duration = Duration::from_millis(10);
+    let until = Instant::now() + PATIENCE;
     loop {
-        let Some(shared) = shared.upgrade() else { return };
-        let mut asleep = shared.asleep.lock();
-        shared.wake.wait_for(&mut asleep, LEASE / 4);
-        drop(asleep);
-        if shared.is_stopping() {
-            return;
-        }
-        match shared.announce() {
-            Ok(()) if std::mem::take(&mut trouble) => tracing::info!("announced to the registry again"),
-            Ok(()) => {}
-            Err(error) => {
-                if !std::mem::replace(&mut trouble, true) {
-                    tracing::warn!(%error, "not announced to the registry; trying again");
-                }
+        match net::bind(address, &SocketOptions::default()) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < until => {
+                std::thread::sleep(PAUSE);
             }
+            outcome => return outcome,
         }
-    }
-}
-
-/// The registry of this process, as everybody else would ask it.
-struct Local<'a>(&'a Table);
-
-impl Local<'_> {
-    fn ask(&self, request: &RegistryRequest, payload: &[u8]) -> Result<Answer, RegistryError> {
-        self.0.handle(request, payload).map_err(RegistryError::from)
-    }
-}
-
-fn unexpected() -> RegistryError {
-    RegistryError::Refused(Refusal::other("the registry answers something else"))
-}
-
-impl Registry for Local<'_> {
-    fn announce(&self, record: &ShardRecord, lease: Duration, _: Instant) -> Result<ShardId, RegistryError> {
-        let lease_ms = u32::try_from(lease.as_millis()).unwrap_or(u32::MAX);
-        match self.ask(&RegistryRequest::Announce { record: record.clone(), lease_ms }, &[])?.message {
-            RegistryAnswer::Shard(shard) => Ok(shard),
-            _ => Err(unexpected()),
-        }
-    }
-
-    fn withdraw(&self, shard: ShardId, _: Instant) -> Result<(), RegistryError> {
-        self.ask(&RegistryRequest::Withdraw { shard }, &[]).map(drop)
-    }
-
-    fn drain(&self, shard: ShardId, _: Instant) -> Result<(), RegistryError> {
-        self.ask(&RegistryRequest::Drain { shard }, &[]).map(drop)
-    }
-
-    fn undrain(&self, shard: ShardId, _: Instant) -> Result<(), RegistryError> {
-        self.ask(&RegistryRequest::Undrain { shard }, &[]).map(drop)
-    }
-
-    fn shards(&self, _: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
-        match self.ask(&RegistryRequest::Shards, &[])?.message {
-            RegistryAnswer::Shards(shards) => Ok(shards),
-            _ => Err(unexpected()),
-        }
-    }
-
-    fn models(&self, _: Instant) -> Result<Vec<String>, RegistryError> {
-        match self.ask(&RegistryRequest::Models, &[])?.message {
-            RegistryAnswer::Models(names) => Ok(names),
-            _ => Err(unexpected()),
-        }
-    }
-
-    fn model(&self, name: &str, _: Instant) -> Result<ModelRecord, RegistryError> {
-        let answer = self.ask(&RegistryRequest::Model { name: name.to_owned() }, &[])?;
-        let bytes = answer.payload.ok_or_else(unexpected)?;
-        ModelRecord::decode(&bytes).map_err(|error| RegistryError::Refused(Refusal::other(error)))
-    }
-
-    fn put(
-        &self,
-        record: &ModelRecord,
-        replaces: Option<libmodelio::ids::Epoch>,
-        _: Instant,
-    ) -> Result<(), RegistryError> {
-        let bytes = record.encode().map_err(|error| RegistryError::Refused(Refusal::other(error)))?;
-        self.ask(&RegistryRequest::Put { replaces }, &bytes).map(drop)
-    }
-
-    fn delete(&self, name: &str, generation: Generation, _: Instant) -> Result<(), RegistryError> {
-        self.ask(&RegistryRequest::Delete { name: name.to_owned(), generation }, &[]).map(drop)
     }
 }
 

@@ -25,6 +25,7 @@ use crate::controls::Controls;
 use crate::memory;
 use crate::part::core::{Action, Kind, PartCore, Placement, Plan, Source, local_blocks};
 use crate::part::store::{self, Limits, PartError, PartJob, PartStore, PartWork, Payload, PinnedVersion};
+use crate::part::unheard::Unheard;
 use crate::reducer::{self, Reducer};
 use resting::Connected;
 
@@ -435,12 +436,13 @@ impl Part {
 
     // -- clients
 
-    /// A block is about to come over `link`. One that lies in memory which both ends see is there already: its bytes
+    /// A block is about to come over `link`, which has waited for `unheard`. One that lies in memory which both ends see is there already: its bytes
     /// go to [`Self::landed`] at once.
     pub(super) fn arrive(
         self: &Arc<Part>,
         client: ClientId,
         received: &Received,
+        unheard: &mut Unheard,
         link: &Link,
     ) -> Result<(Take, Option<Landing>), Refusal> {
         let (plan, global, wide, comes) = match received.message {
@@ -457,6 +459,10 @@ impl Part {
         let how = state.core.arrive(client, plan, block.0);
         match how {
             Placement::Duplicate | Placement::Unwanted => return Ok((Take::Nothing, None)),
+            Placement::Later if !state.core.has_heard_of(plan) && !unheard.waits(plan, Instant::now()) => {
+                tracing::debug!(model = %self.model, %plan, block = global.0, "passed over: no word of its plan");
+                return Ok((Take::Nothing, None));
+            }
             Placement::Later => {
                 state.wait(link);
                 return Ok((Take::Later, None));

@@ -195,7 +195,11 @@ impl Raw {
     }
 
     fn say(&mut self, message: Message) {
-        self.say_bytes(frame(&message, 0, self.epoch, &[]).unwrap());
+        self.ask(0, message);
+    }
+
+    fn ask(&mut self, request: u64, message: Message) {
+        self.say_bytes(frame(&message, request, self.epoch, &[]).unwrap());
     }
 
     fn say_bytes(&mut self, mut bytes: Vec<u8>) {
@@ -221,6 +225,15 @@ impl Raw {
                 None => assert!(Instant::now() < deadline, "no answer"),
             }
             std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn hear_of_all_but_pings(&mut self) -> Received {
+        loop {
+            let received = self.hear().expect("it does not hang up");
+            if received.message != Message::Ping {
+                return received;
+            }
         }
     }
 
@@ -298,6 +311,38 @@ fn lies_are_refused_by_name_and_hurt_nobody_else() {
     let learner = Learner::join(&client, "l");
     assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
     assert!(learner.pull().1.iter().all(|&w| w == 1.0));
+    client.shut_down();
+}
+
+#[test]
+fn blocks_of_plans_that_never_come_do_not_wait_for_ever() {
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let memory = Mapping::memfd("early", 64 << 10).unwrap();
+    memory.fix_size().unwrap();
+    let mut raw = Raw::welcomed(&world);
+    raw.descriptors.send(1, memory.fd().unwrap()).unwrap();
+    raw.say(Message::Share { region: 1, bytes: 64 << 10 });
+    let blocks = world.record.layout().unwrap().blocks();
+    let whole = blocks - 1;
+    let begin = Instant::now();
+    for block in (0..whole).map(BlockId) {
+        let push = Message::PushAt { plan: PlanId(1 << 40), block, wide: false, region: 1, offset: 0 };
+        raw.ask(u64::from(block.0) + 1, push);
+    }
+    // All at once, when the first one has waited long enough: it is free to use its memory again.
+    for block in 0..whole {
+        let answer = raw.hear_of_all_but_pings();
+        assert_eq!((answer.header.request(), answer.message), (u64::from(block) + 1, Message::Done));
+    }
+    let waited = begin.elapsed();
+    assert!(waited > Duration::from_secs(2) && waited < Duration::from_secs(6), "{waited:?}");
+    raw.say(Message::Probe { plan: PlanId(0) });
+    assert!(matches!(raw.hear_of_all_but_pings().message, Message::Missing { .. }));
+
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    assert!(learner.pull().1.iter().all(|&w| w == 1.0), "none of them counts");
     client.shut_down();
 }
 

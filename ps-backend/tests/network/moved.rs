@@ -18,7 +18,8 @@ use libmodelio::mmap::Mapping;
 use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::transport::{Region, RegionKey, ShardError, TransportKind};
 use libmodelio::wire::{
-    JobState, Limits, Message, ModelRecord, Moved, Protocol, Receiver, Refusal, Role, ShardRecord, frame,
+    Fate, Held, JobState, Limits, Message, ModelRecord, Moved, Protocol, Receiver, Refusal, Role,
+    ShardRecord, frame,
 };
 
 use crate::world::{LONG, Way, World, ask};
@@ -381,7 +382,7 @@ impl Table {
 }
 
 impl Registry for Table {
-    fn announce(&self, _: &ShardRecord, _: Duration, _: Instant) -> Result<ShardId, RegistryError> {
+    fn announce(&self, _: &ShardRecord, _: bool, _: Duration, _: Instant) -> Result<ShardId, RegistryError> {
         Err(RegistryError::Refused(Refusal::other("nobody announces itself here")))
     }
 
@@ -421,6 +422,20 @@ impl Registry for Table {
 
     fn delete(&self, _: &str, _: Generation, _: Instant) -> Result<(), RegistryError> {
         Ok(())
+    }
+
+    fn holding(
+        &self,
+        _: ShardId,
+        held: &[Held],
+        _: &[(String, Generation)],
+        _: Instant,
+    ) -> Result<(bool, Vec<Fate>), RegistryError> {
+        Ok((false, vec![Fate::Unknown; held.len()]))
+    }
+
+    fn restore(&self, _: &ModelRecord, _: &[ShardRecord], _: Instant) -> Result<(), RegistryError> {
+        Err(RegistryError::Refused(Refusal::other("nothing is put here")))
     }
 }
 

@@ -26,6 +26,8 @@ use crate::wire::{Message, Received};
 
 /// Longest wait for a shard to take this end's rings.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// Times that this is waited for before bytes go another way, if they may.
+const TRIES: u32 = 2;
 /// Bytes that are read from a ring at once: some frames, so that what they ask for is answered between.
 const AHEAD: usize = 512;
 /// Blocks that are named before the shard hears of them: it is to begin soon, and on all connections.
@@ -157,7 +159,7 @@ impl Shared {
             let way = of_thread;
             let meeting = match shm::meet(way.address(), PATIENCE) {
                 Ok(meeting) => meeting,
-                Err(error) if error.is_transient() => {
+                Err(error) if error.is_transient() && this.meets_again(&way, part) => {
                     let why = format!("shared memory: {error}");
                     return this.ended(&way, &Link::default(), &why);
                 }
@@ -170,6 +172,18 @@ impl Shared {
         if let Err(error) = spawned {
             self.without_memory(way, part, &error.to_string());
         }
+    }
+
+    /// Whether somebody who does not answer is to be tried again. A shard that is stopped or overrun for a moment may
+    /// answer then; another process that has taken its name never does.
+    fn meets_again(&self, way: &Way, part: Part) -> bool {
+        let mut inner = self.inner.lock();
+        if !inner.is_in_force(way) {
+            return true;
+        }
+        let peer = &mut inner.parts[part];
+        peer.unmet += 1;
+        peer.unmet < TRIES
     }
 
     fn without_memory(&self, way: Way, part: Part, why: &str) {

@@ -9,6 +9,7 @@
 //! | `client` | [`Client`], what others call |
 //! | `options` | what it is told, and tells |
 //! | `connections` | which there are, and which are missing |
+//! | `usage` | which of them blocks go over |
 //! | `blocks` | payload on its way (`unsafe`) |
 //! | `memory` | connections through shared memory (`unsafe`) |
 //! | `whereabouts` | the block map in force, and where its shards are |
@@ -20,6 +21,7 @@ mod connections;
 mod memory;
 mod moving;
 mod options;
+mod usage;
 mod whereabouts;
 
 use std::collections::HashMap;

@@ -1,7 +1,8 @@
 //! The end of a move at which blocks arrive: a part under a block map that is not in force yet.
 //!
 //! It is dropped when it is told so, or when the registry says that its map never will be in force; not because
-//! nobody has spoken of it for a while, for the record may just have been replaced.
+//! nobody has spoken of it for a while, for the record may just have been replaced, nor because the registry does not
+//! know the model, for it may have been started anew.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -292,7 +293,10 @@ impl Adopting {
                     }
                 }
                 Ok(there) if there.generation == generation && there.epoch < record.epoch => {}
-                Ok(_) | Err(RegistryError::NoModel(_)) => {
+                // What it knows to be deleted the announcer drops.
+                Err(RegistryError::NoModel(_)) => {}
+                Ok(there) if there.generation != generation => {}
+                Ok(_) => {
                     tracing::info!(model = %record.name, "another block map is in force: blocks are dropped");
                     shared.adopting.forget(self);
                 }
@@ -335,10 +339,11 @@ impl Shared {
     pub(super) fn adopt(self: &Arc<Shared>, payload: &[u8]) -> Result<(), Refusal> {
         let told = Adoption::decode(payload).map_err(Refusal::other)?;
         let (name, generation) = (told.record.name.clone(), told.record.generation);
-        let me = *self.shard.lock();
         let new = told.record.block_map().map_err(Refusal::other)?;
         let before = told.map_in_force().map_err(Refusal::other)?;
         let Some(mut taking) = self.adopting.begin(generation, told.attempt)? else { return Ok(()) };
+        // From here on the number stays.
+        let me = *self.shard.lock();
         let in_force = self.part_in_force(&name, &told, before.shares().contains_key(&me))?;
         let (part, stays) = match in_force {
             Some(part) if new.blocks_of(me).eq(before.blocks_of(me)) => (part.again(&told.record), true),

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::ids::Generation;
 use libmodelio::wire::Refusal;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::adopting::Adopting;
 
@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 const MAX_VOID: usize = 256;
 
 #[derive(Default)]
-struct Known {
+pub(in crate::server) struct Known {
     parts: BTreeMap<Generation, Arc<Adopting>>,
     /// Whose memory is being taken, and the newest attempt that wants it.
     taking: BTreeMap<Generation, u64>,
@@ -28,6 +28,11 @@ struct Known {
 }
 
 impl Known {
+    /// Whether nothing is to be.
+    pub(in crate::server) fn is_empty(&self) -> bool {
+        self.parts.is_empty() && self.taking.is_empty()
+    }
+
     fn is_void(&self, generation: Generation, attempt: u64) -> bool {
         self.void.iter().any(|(known, up_to)| *known == generation && attempt <= *up_to)
     }
@@ -58,6 +63,11 @@ impl Adoptions {
     /// The part of this life of a model.
     pub(super) fn of(&self, generation: Generation) -> Option<Arc<Adopting>> {
         self.known.lock().parts.get(&generation).cloned()
+    }
+
+    /// As long as this is held, nobody begins.
+    pub(in crate::server) fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock()
     }
 
     pub(super) fn all(&self) -> Vec<Arc<Adopting>> {

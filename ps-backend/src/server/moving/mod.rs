@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::ids::{BlockId, Epoch, Generation, ShardId, Version};
-use libmodelio::wire::{Kept, Message, Moved, Refusal, Role};
+use libmodelio::wire::{Kept, Message, ModelRecord, Moved, Refusal, Role};
 use serde_json::{Value, json};
 
 pub(super) use adoptions::Adoptions;
@@ -156,13 +156,16 @@ impl Shared {
     }
 
     /// Another block map is in force. Nothing happens the second time.
-    fn switch(&self, payload: &[u8]) -> Result<(), Refusal> {
+    pub(super) fn switch(&self, payload: &[u8]) -> Result<(), Refusal> {
         let moved = Moved::decode(payload).map_err(Refusal::other)?;
-        let Moved { record, .. } = moved;
+        let Moved { record, shards } = moved;
         let (name, generation, epoch) = (record.name.clone(), record.generation, record.epoch);
         let to = Whereabouts { generation, epoch, payload: payload.into() };
         let me = *self.shard.lock();
         let owns = record.owners.iter().any(|(owner, _)| *owner == me);
+        if shards.iter().any(|shard| shard.shard == me && shard.draining) {
+            self.is_drained();
+        }
         let has_it = |model: &Model| model.generation == generation && model.part.epoch < epoch;
         if !owns && self.models.lock().get(&name).is_some_and(has_it) {
             // Blocks are given up: whoever says so, the registry has the last word.
@@ -201,7 +204,7 @@ impl Shared {
                 let part = adopting.filled()?;
                 let lead = match adopting.handed_over()? {
                     Some((bytes, now)) if record.lead == me => {
-                        Some(self.lead(&record, &part, Some((&bytes, now)))?)
+                        Some(self.lead(&record, &part, Some((&bytes, now)), &shards)?)
                     }
                     None if record.lead == me => {
                         return Err(Refusal::other("the lead's state was not handed over"));
@@ -268,6 +271,11 @@ impl Shared {
     /// The names of models that were here and have moved away.
     pub(super) fn left(&self) -> Vec<String> {
         self.gone.lock().iter().map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Records of parts that are to be, under block maps that are not in force as far as is known here.
+    pub(super) fn adopting_records(&self) -> Vec<ModelRecord> {
+        self.adopting.all().iter().map(|adopting| adopting.record().clone()).collect()
     }
 
     /// Parts that are being filled, for status.

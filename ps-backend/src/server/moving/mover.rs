@@ -8,17 +8,17 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
-use libmodelio::ids::{Epoch, ShardId};
-use libmodelio::registry::{Registry, RegistryError};
-use libmodelio::wire::{Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest};
+use libmodelio::ids::ShardId;
+use libmodelio::registry::RegistryError;
+use libmodelio::wire::{Fate, Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest};
 use parking_lot::MutexGuard;
 
 use super::Shared;
 use super::moves::Moving;
 use super::told::Line;
 use crate::moving::{Action, Job, Looked, MoveCore, PIECE, PROMPT, Plan, Put, Sight, Tell, Told};
+use crate::server::AdminAnswer;
 use crate::server::lead::Lead;
-use crate::server::{AdminAnswer, Local};
 
 /// How often it is looked whether the process, or the model, ends.
 const LOOK: Duration = Duration::from_millis(100);
@@ -192,9 +192,13 @@ impl Mover<'_> {
                 self.lead.thaw();
                 self.lead.release();
             }
-            Action::Put => {
+            Action::Put { restores } => {
                 self.lead.moves.tell(Some(core.progress()));
-                let answer = put(self.shared, &self.plan.after, self.plan.before.epoch);
+                let request = match restores {
+                    false => RegistryRequest::Put { replaces: Some(self.plan.before.epoch) },
+                    true => RegistryRequest::Restore { shards: self.plan.owners.clone() },
+                };
+                let answer = put(self.shared, request, &self.plan.after);
                 core.put(answer, self.lead.now(), actions);
             }
             Action::Look => core.looked(&look(self.shared, &self.plan.after), self.lead.now(), actions),
@@ -282,39 +286,36 @@ impl Payload {
 }
 
 fn look(shared: &Shared, record: &ModelRecord) -> Looked {
-    let forgotten = match shared.registry(|registry, deadline| registry.model(&record.name, deadline)) {
-        Ok(there) => Some(there.generation != record.generation),
-        Err(RegistryError::NoModel(_)) => Some(true),
-        Err(_) => None,
-    };
+    let forgotten = shared.fate(record).ok().map(|fate| fate == Fate::Deleted);
     let shards = shared.registry(|registry, deadline| registry.shards(deadline));
     Looked { forgotten, listed: shards.ok().map(|all| all.iter().map(|shard| shard.shard).collect()) }
 }
 
-fn put(shared: &Shared, record: &ModelRecord, replaces: Epoch) -> Put {
+fn put(shared: &Shared, request: RegistryRequest, record: &ModelRecord) -> Put {
     let deadline = Instant::now() + PROMPT;
-    let refused = |error: RegistryError| match error {
-        RegistryError::Epoch { expected, .. } => Put::Other(expected),
-        error => Put::Refused(error.to_string()),
+    let refused = |refusal: Refusal| match refusal {
+        Refusal::Epoch { expected, .. } => Put::Other(expected),
+        Refusal::NoModel(_) => Put::Gone,
+        Refusal::Exists(_) | Refusal::Generation { .. } => Put::Taken(refusal.to_string()),
+        other => Put::Refused(other.to_string()),
     };
-    if let Some(table) = &shared.table {
-        return Local(table).put(record, Some(replaces), deadline).map_or_else(refused, |()| Put::Done);
-    }
     let payload = match record.encode() {
         Ok(payload) => payload,
         Err(error) => return Put::Refused(error.to_string()),
     };
+    if let Some(table) = &shared.table {
+        return table.handle(&request, &payload).map_or_else(refused, |_| Put::Done);
+    }
     let address = shared.options.registry.clone().unwrap_or_default();
     // Not over a connection that is kept: if that ends, it is not known whether it was before.
     let mut peer = match AdminPeer::connect(&address, deadline) {
         Ok(peer) => peer,
         Err(error) => return Put::NotSent(error.to_string()),
     };
-    let put = Message::Registry(RegistryRequest::Put { replaces: Some(replaces) });
-    match peer.request(&put, &payload, deadline) {
+    match peer.request(&Message::Registry(request), &payload, deadline) {
         Ok((Message::Registered(RegistryAnswer::Done), _)) => Put::Done,
         Ok((other, _)) => Put::Unknown(AdminError::Unexpected { address, what: other.name() }.to_string()),
-        Err(AdminError::Refusal(refusal)) => refused(refusal.into()),
+        Err(AdminError::Refusal(refusal)) => refused(refusal),
         Err(error) => Put::Unknown(error.to_string()),
     }
 }

@@ -1,0 +1,37 @@
+//! Models that are no more: what keeps a late message from bringing one back, and lets shards drop what is left of
+//! one. The newest are remembered.
+
+use std::collections::{BTreeSet, VecDeque};
+
+use libmodelio::ids::Generation;
+
+/// So many are remembered.
+const REMEMBERED: usize = 4096;
+
+/// Deleted models, each in one life of its name.
+#[derive(Debug, Default)]
+pub struct Deleted {
+    order: VecDeque<(String, Generation)>,
+    known: BTreeSet<(String, Generation)>,
+}
+
+impl Deleted {
+    /// One more. Nothing happens the second time.
+    pub fn add(&mut self, name: &str, generation: Generation) {
+        let life = (name.to_owned(), generation);
+        if !self.known.insert(life.clone()) {
+            return;
+        }
+        self.order.push_back(life);
+        if self.order.len() > REMEMBERED
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.known.remove(&oldest);
+        }
+    }
+
+    /// Whether it is one of them.
+    pub fn contains(&self, name: &str, generation: Generation) -> bool {
+        self.known.contains(&(name.to_owned(), generation))
+    }
+}

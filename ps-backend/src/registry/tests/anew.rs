@@ -1,0 +1,237 @@
+//! A table that begins anew: numbers stay with those who hold blocks, records only go forward, and what was deleted
+//! does not come back.
+
+use super::*;
+
+fn bound(core: &mut RegistryCore, address: &str, told: u16) -> Result<ShardId, Refusal> {
+    announce_as(core, address, told, true, Now::ZERO)
+}
+
+fn unbound(core: &mut RegistryCore, address: &str, told: u16) -> Result<ShardId, Refusal> {
+    announce_as(core, address, told, false, Now::ZERO)
+}
+
+/// A record whose blocks are all at the shard of this number.
+fn record_at(name: &str, generation: u64, epoch: u64, owner: u16) -> ModelRecord {
+    let record = record(name, generation, epoch);
+    let owners = record.owners.iter().map(|&(_, run)| (ShardId(owner), run)).collect();
+    ModelRecord { owners, lead: ShardId(owner), ready: true, ..record }
+}
+
+fn restore(core: &mut RegistryCore, record: &ModelRecord, shards: &[(u16, &str)]) -> Result<(), Refusal> {
+    let shards = shards.iter().map(|&(number, address)| shard(address, number)).collect();
+    core.handle(&RegistryRequest::Restore { shards }, &record.encode().unwrap(), Now::ZERO).map(|_| ())
+}
+
+fn holding(core: &mut RegistryCore, lives: &[(&str, u64)], deleted: &[(&str, u64)]) -> Vec<Fate> {
+    let held = lives.iter().map(|&(name, generation)| Held {
+        model: name.to_owned(),
+        generation: Generation(generation),
+        epoch: Epoch(1),
+    });
+    let deleted = deleted.iter().map(|&(name, generation)| (name.to_owned(), Generation(generation)));
+    let (held, deleted) = (held.collect(), deleted.collect());
+    let request = RegistryRequest::Holding { shard: ShardId(1), held, deleted };
+    match core.handle(&request, &[], Now::ZERO).unwrap().message {
+        RegistryAnswer::Fates { fates, .. } => fates,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn taken(number: u16, address: &str) -> Refusal {
+    Refusal::NumberTaken { shard: ShardId(number), address: address.to_owned() }
+}
+
+#[test]
+fn a_number_is_that_of_the_shard_with_blocks() {
+    let mut core = RegistryCore::new();
+    assert_eq!(unbound(&mut core, "new:1", 0), Ok(ShardId(1)));
+    assert_eq!(bound(&mut core, "old:1", 1), Ok(ShardId(1)));
+    assert_eq!(living(&mut core, Now::ZERO), [1], "the newcomer has none until it asks again");
+    assert_eq!(unbound(&mut core, "new:1", 1), Ok(ShardId(2)));
+    // The next one comes later still, and the newcomer gives way once more.
+    assert_eq!(bound(&mut core, "old:2", 2), Ok(ShardId(2)));
+    assert_eq!(unbound(&mut core, "new:1", 2), Ok(ShardId(3)));
+    // Two with blocks cannot both have it.
+    assert_eq!(bound(&mut core, "new:1", 3), Ok(ShardId(3)));
+    assert_eq!(bound(&mut core, "old:3", 3), Err(taken(3, "new:1")));
+    assert_eq!(living(&mut core, Now::ZERO), [1, 2, 3]);
+    // One without any takes whatever it is given.
+    assert_eq!(unbound(&mut core, "old:3", 3), Ok(ShardId(4)));
+}
+
+#[test]
+fn a_number_that_a_model_names_is_kept_for_its_shard() {
+    let mut core = RegistryCore::new();
+    assert_eq!(unbound(&mut core, "new:1", 0), Ok(ShardId(1)));
+    restore(&mut core, &record_at("m", 7, 1, 1), &[(1, "old:1")]).unwrap();
+    assert_eq!(living(&mut core, Now::ZERO), [0; 0], "it has not said itself that it is there");
+    assert_eq!(bound(&mut core, "new:1", 1), Err(taken(1, "old:1")));
+    assert_eq!(unbound(&mut core, "new:1", 1), Ok(ShardId(2)));
+    // Whatever it says it has been told, and though it has lost its blocks.
+    assert_eq!(unbound(&mut core, "old:1", 0), Ok(ShardId(1)));
+    // Without an address the number is nobody's, and given to nobody.
+    restore(&mut core, &record_at("other", 8, 1, 3), &[]).unwrap();
+    assert_eq!(unbound(&mut core, "new:2", 3), Ok(ShardId(4)));
+    assert_eq!(bound(&mut core, "old:3", 3), Ok(ShardId(3)));
+}
+
+#[test]
+fn a_shard_that_was_given_another_number_has_its_own_again() {
+    let mut core = RegistryCore::new();
+    assert_eq!(unbound(&mut core, "other:1", 0), Ok(ShardId(1)));
+    assert_eq!(unbound(&mut core, "old:2", 0), Ok(ShardId(2)));
+    core.handle(&RegistryRequest::Drain { shard: ShardId(2) }, &[], Now::ZERO).unwrap();
+    // It had number 9 before it was started anew, and lost its blocks.
+    restore(&mut core, &record_at("m", 7, 1, 9), &[(9, "old:2")]).unwrap();
+    let listed: Vec<_> = core.living(Now::ZERO).map(|shard| (shard.shard.0, shard.draining)).collect();
+    assert_eq!(listed, [(1, false), (9, true)]);
+    // One that has blocks under its new number keeps that, and the model does without.
+    restore(&mut core, &record_at("n", 8, 1, 1), &[(1, "other:1")]).unwrap();
+    restore(&mut core, &record_at("o", 9, 1, 5), &[(5, "other:1")]).unwrap();
+    assert_eq!(living(&mut core, Now::ZERO), [1, 9]);
+    assert_eq!(get(&mut core, "o").unwrap().lead, ShardId(5));
+}
+
+#[test]
+fn what_a_shard_says_of_draining_counts_for_a_table_that_does_not_know_it() {
+    let mut core = RegistryCore::new();
+    let say = |core: &mut RegistryCore, draining| {
+        let record = ShardRecord { draining, ..shard("a:1", 1) };
+        let request = RegistryRequest::Announce { record, lease_ms: 1000, bound: false };
+        core.handle(&request, &[], Now::ZERO).unwrap();
+        core.living(Now::ZERO).all(|shard| shard.draining)
+    };
+    assert!(say(&mut core, true) && say(&mut core, false));
+    let mut core = RegistryCore::new();
+    assert!(!say(&mut core, false) && !say(&mut core, true));
+}
+
+#[test]
+fn records_only_go_forward() {
+    let mut core = RegistryCore::new();
+    let (first, second) = (record_at("m", 7, 1, 1), record_at("m", 7, 2, 1));
+    let loading = ModelRecord { ready: false, ..first.clone() };
+    restore(&mut core, &loading, &[]).unwrap();
+    restore(&mut core, &first, &[]).unwrap();
+    restore(&mut core, &loading, &[]).unwrap();
+    assert_eq!(get(&mut core, "m"), Ok(first.clone()), "it stays ready");
+    restore(&mut core, &second, &[]).unwrap();
+    assert_eq!(
+        restore(&mut core, &first, &[]),
+        Err(Refusal::Epoch { expected: Epoch(2), got: Epoch(1) }),
+        "an older block map"
+    );
+    let other = ModelRecord { controls: vec![Default::default()], ..second.clone() };
+    assert!(matches!(restore(&mut core, &other, &[]), Err(Refusal::Other(_))), "two of one epoch");
+    assert_eq!(
+        restore(&mut core, &record_at("m", 8, 9, 1), &[]),
+        Err(Refusal::Exists("m".to_owned())),
+        "another life"
+    );
+    assert_eq!(get(&mut core, "m"), Ok(second));
+}
+
+#[test]
+fn what_was_deleted_does_not_come_back() {
+    let mut core = core();
+    assert_eq!(holding(&mut core, &[("m", 1)], &[]), [Fate::Unknown], "that is no reason to drop it");
+    put(&mut core, &record("m", 1, 1), None).unwrap();
+    assert_eq!(
+        holding(&mut core, &[("m", 1), ("m", 2), ("n", 1)], &[]),
+        [Fate::Known { epoch: Epoch(1) }, Fate::Taken { generation: Generation(1) }, Fate::Unknown]
+    );
+    delete(&mut core, "m", 1).unwrap();
+    let gone = [Fate::Deleted];
+    assert_eq!(holding(&mut core, &[("m", 1)], &[]), gone);
+    assert_eq!(restore(&mut core, &record_at("m", 1, 5, 1), &[]), Err(Refusal::Deleted("m".to_owned())));
+    put(&mut core, &record("m", 2, 1), None).unwrap();
+    assert_eq!(holding(&mut core, &[("m", 1)], &[]), gone, "though the name has another life");
+
+    // A table that has lost that is told by the shards that were.
+    let mut anew = RegistryCore::new();
+    restore(&mut anew, &record_at("m", 1, 1, 1), &[]).unwrap();
+    assert_eq!(holding(&mut anew, &[("m", 1), ("m", 2)], &[("m", 1)]), [Fate::Deleted, Fate::Unknown]);
+    assert_eq!(get(&mut anew, "m"), Err(Refusal::NoModel("m".to_owned())));
+    assert!(restore(&mut anew, &record_at("m", 1, 1, 1), &[]).is_err());
+    assert_eq!(anew.record_bytes, 0);
+}
+
+#[test]
+fn what_cannot_be_restored_changes_nothing() {
+    let mut core = RegistryCore::new();
+    bound(&mut core, "new:1", 1).unwrap();
+    let record = record_at("m", 7, 1, 1);
+    assert_eq!(restore(&mut core, &record, &[(1, "old:1")]), Err(taken(1, "new:1")));
+    assert!(matches!(restore(&mut core, &record, &[(1, "nowhere")]), Err(Refusal::Other(_))));
+    let request = RegistryRequest::Restore { shards: Vec::new() };
+    assert!(matches!(core.handle(&request, b"garbage", Now::ZERO), Err(Refusal::Other(_))));
+    assert_eq!(get(&mut core, "m"), Err(Refusal::NoModel("m".to_owned())));
+    assert_eq!(living(&mut core, Now::ZERO), [1]);
+}
+
+proptest! {
+    /// Any shards and leads that tell a table of what they have, and others that hold nothing: no two have one number,
+    /// nobody with blocks has another number than before, a record's epoch never goes back, and nothing that was
+    /// deleted is there.
+    #[test]
+    fn whatever_it_is_told_numbers_stay_and_epochs_rise(
+        ops in vec((0..5u8, 0..6usize, 1..5u16, 1..4u64), 1..80)
+    ) {
+        let mut core = RegistryCore::new();
+        // What each process believes; the first three have blocks under their numbers.
+        let addresses = ["a:1", "b:1", "c:1", "d:1", "e:1", "f:1"];
+        let mut believes = [1u16, 2, 3, 0, 0, 0];
+        let mut epochs: BTreeMap<u64, u64> = BTreeMap::new();
+        let mut dead = BTreeSet::new();
+        for (op, who, number, n) in ops {
+            match op {
+                0 | 1 => {
+                    let answer = announce_as(&mut core, addresses[who], believes[who], who < 3, Now::ZERO);
+                    match answer {
+                        Ok(given) if who < 3 => prop_assert_eq!(given.0, believes[who]),
+                        Ok(given) => believes[who] = given.0,
+                        Err(Refusal::NumberTaken { .. }) => prop_assert!(who < 3),
+                        Err(other) => prop_assert!(false, "{other}"),
+                    }
+                }
+                2 => {
+                    // Of a model on one of those with blocks, as its lead tells.
+                    let owner = who % 3;
+                    let record = record_at("m", n, u64::from(number), believes[owner]);
+                    let told = restore(&mut core, &record, &[(believes[owner], addresses[owner])]);
+                    if told.is_ok() {
+                        prop_assert!(!dead.contains(&n));
+                    }
+                }
+                3 => {
+                    dead.insert(n);
+                    prop_assert_eq!(holding(&mut core, &[("m", n)], &[("m", n)]), [Fate::Deleted]);
+                }
+                _ => {
+                    let there = get(&mut core, "m").map(|record| record.generation.0);
+                    prop_assert_eq!(delete(&mut core, "m", n).is_ok(), there.is_err() || there == Ok(n));
+                    if there == Ok(n) {
+                        dead.insert(n);
+                    }
+                }
+            }
+            let at: Vec<String> = core.shards.values().map(|shard| shard.record.address.clone()).collect();
+            let distinct: BTreeSet<&String> = at.iter().collect();
+            prop_assert_eq!(distinct.len(), at.len(), "an address has one number");
+            for (number, shard) in &core.shards {
+                prop_assert_eq!(*number, shard.record.shard);
+                let who = addresses.iter().position(|address| *address == shard.record.address).unwrap();
+                if who < 3 {
+                    prop_assert_eq!(number.0, believes[who], "of one that has blocks");
+                }
+            }
+            if let Ok(record) = get(&mut core, "m") {
+                prop_assert!(!dead.contains(&record.generation.0));
+                let newest = epochs.entry(record.generation.0).or_default();
+                prop_assert!(*newest <= record.epoch.0, "an epoch goes back");
+                *newest = record.epoch.0;
+            }
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! What a shard tells the registry again and again: that it is there, and which parts of models it holds. The registry
+//! may have been started anew, and then knows no more than it is told.
+//!
+//! - A shard that holds parts keeps its number, whatever the registry says.
+//! - The lead of a model that the registry does not know puts its record there again. If nobody does for some time,
+//!   whoever holds a part of it does, so that it can be deleted.
+//! - A part is dropped if the registry knows that its model was deleted; never because the registry does not know it.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use libmodelio::ids::{Epoch, Generation, ShardId};
+use libmodelio::registry::RegistryError;
+use libmodelio::shm;
+use libmodelio::wire::{Fate, Held, MAX_HELD, ModelRecord, Moved, Refusal, ShardRecord};
+
+use super::lead::Lead;
+use super::{Model, Shared};
+
+/// Silence after which the registry forgets a shard.
+const LEASE: Duration = Duration::from_secs(10);
+/// A part whose model nobody else has told the registry of for so long is left over.
+const LEFT_OVER: Duration = Duration::from_secs(10);
+/// Deleted models that are remembered, for a registry that is started anew.
+const MAX_DELETED: usize = 256;
+
+/// What is between a shard and the registry.
+#[derive(Debug, Default)]
+pub(super) struct Standing {
+    /// The registry has not taken its last announcement: why.
+    not_listed: Option<String>,
+    /// It is to take no new models, as the registry has last said.
+    draining: bool,
+    /// Models that it was told to forget.
+    deleted: VecDeque<(String, Generation)>,
+    /// Models that the registry does not know: since when, and why it does not take them.
+    unknown: BTreeMap<Generation, Unknown>,
+}
+
+#[derive(Debug)]
+struct Unknown {
+    since: Instant,
+    why: Option<String>,
+}
+
+/// A part that is here, for the registry.
+struct Here {
+    held: Held,
+    /// It is in force, as far as is known here, and nobody is about to change that.
+    is_part: bool,
+    /// What it is to be told, if it does not know the model.
+    record: Option<ModelRecord>,
+    lead: Option<Arc<Lead>>,
+}
+
+impl Shared {
+    /// Why the registry does not list this shard under its number, as far as is known.
+    pub(super) fn why_not_listed(&self) -> Option<String> {
+        self.standing.lock().not_listed.clone()
+    }
+
+    /// Why the registry does not have a model that is here.
+    pub(super) fn why_unknown(&self, generation: Generation) -> Option<String> {
+        self.standing.lock().unknown.get(&generation).and_then(|unknown| unknown.why.clone())
+    }
+
+    /// A model is no more.
+    pub(super) fn was_deleted(&self, name: &str, generation: Generation) {
+        let mut standing = self.standing.lock();
+        standing.unknown.remove(&generation);
+        let life = (name.to_owned(), generation);
+        if standing.deleted.contains(&life) {
+            return;
+        }
+        if standing.deleted.len() >= MAX_DELETED {
+            standing.deleted.pop_front();
+        }
+        standing.deleted.push_back(life);
+    }
+
+    /// It is to take no new models: a registry that is started anew is told so.
+    pub(super) fn is_drained(&self) {
+        self.standing.lock().draining = true;
+    }
+
+    /// What the registry knows of a part that is, or was to be, here.
+    pub(super) fn fate(&self, record: &ModelRecord) -> Result<Fate, RegistryError> {
+        let shard = *self.shard.lock();
+        let held = [Held { model: record.name.clone(), generation: record.generation, epoch: record.epoch }];
+        let (_, fates) = self.registry(|registry, deadline| registry.holding(shard, &held, &[], deadline))?;
+        let unexpected = || RegistryError::Refused(Refusal::other("the registry answers something else"));
+        fates.first().copied().ok_or_else(unexpected)
+    }
+
+    /// Announces the shard, and takes the number that it is given, unless it holds parts under the one that it has.
+    pub(super) fn announce(&self) -> Result<(), RegistryError> {
+        let outcome = self.try_announce();
+        self.standing.lock().not_listed = outcome.as_ref().err().map(RegistryError::to_string);
+        outcome
+    }
+
+    fn try_announce(&self) -> Result<(), RegistryError> {
+        let mut told = ShardId(0);
+        // A part may come while the registry answers: then it is told of that.
+        for _ in 0..2 {
+            let (shard, bound) = (*self.shard.lock(), self.is_bound());
+            let (address, draining) = (self.address.clone(), self.standing.lock().draining);
+            let record = ShardRecord { shard, address, host: shm::host(), draining };
+            told = self.registry(|registry, deadline| registry.announce(&record, bound, LEASE, deadline))?;
+            if self.take_number(told) {
+                return Ok(());
+            }
+        }
+        let shard = *self.shard.lock();
+        Err(RegistryError::Refused(Refusal::other(format_args!(
+            "it gives this shard number {told}, which has parts of models under number {shard}"
+        ))))
+    }
+
+    fn is_bound(&self) -> bool {
+        let models = self.models.lock();
+        !(models.is_empty() && self.making.lock().is_empty() && self.adopting.lock().is_empty())
+    }
+
+    /// Whether the shard has this number now.
+    fn take_number(&self, number: ShardId) -> bool {
+        // Whoever makes a part is among these before it looks at the number.
+        let (models, making, adopting) = (self.models.lock(), self.making.lock(), self.adopting.lock());
+        let bound = !(models.is_empty() && making.is_empty() && adopting.is_empty());
+        let mut shard = self.shard.lock();
+        if *shard != number && bound {
+            return false;
+        }
+        if shard.0 != 0 && *shard != number {
+            tracing::info!(was = %*shard, %number, "the registry was started anew: this shard has another number");
+        }
+        *shard = number;
+        true
+    }
+
+    /// All that the registry is told now and then. It hears of what is held here even if it refuses this shard its
+    /// number.
+    fn tell_registry(&self) -> Result<(), RegistryError> {
+        let announced = self.announce();
+        match announced {
+            Err(RegistryError::Peer(_)) => announced,
+            _ => self.reconcile().and(announced),
+        }
+    }
+
+    /// Tells the registry what is held here, puts back what it has lost, and drops what it knows to be deleted.
+    fn reconcile(&self) -> Result<(), RegistryError> {
+        let shard = *self.shard.lock();
+        let here = self.here();
+        let deleted: Vec<_> = self.standing.lock().deleted.iter().cloned().collect();
+        let mut first = true;
+        let mut chunks = here.chunks(MAX_HELD);
+        // Also if nothing is held.
+        while let Some(chunk) = chunks.next().or_else(|| first.then_some(&[][..])) {
+            let deleted = if std::mem::take(&mut first) { &deleted[..] } else { &[] };
+            let held: Vec<Held> = chunk.iter().map(|here| here.held.clone()).collect();
+            let (draining, fates) =
+                self.registry(|registry, deadline| registry.holding(shard, &held, deleted, deadline))?;
+            let mut standing = self.standing.lock();
+            if standing.not_listed.is_none() {
+                standing.draining = draining;
+            }
+            drop(standing);
+            for (here, fate) in chunk.iter().zip(fates) {
+                self.is_told(here, fate)?;
+            }
+        }
+        let mut standing = self.standing.lock();
+        standing.unknown.retain(|generation, _| here.iter().any(|here| here.held.generation == *generation));
+        Ok(())
+    }
+
+    /// The parts that are here, and those that are to be.
+    fn here(&self) -> Vec<Here> {
+        let life = |record: &ModelRecord, epoch: Epoch| Held {
+            model: record.name.clone(),
+            generation: record.generation,
+            epoch,
+        };
+        let models = self.models.lock();
+        let of_model = |model: &Model| {
+            let lead = model.lead.clone();
+            // The blocks are all there once there is a lead.
+            let ready = model.record.ready || lead.is_some();
+            // While it moves, the record is in the hands of whoever moves it.
+            let handed_over = lead.as_ref().is_some_and(|lead| lead.is_frozen());
+            let record = ModelRecord { ready, ..model.record.clone() };
+            Here {
+                held: life(&model.record, model.part.epoch),
+                is_part: !handed_over,
+                record: Some(record).filter(|_| !handed_over),
+                lead,
+            }
+        };
+        let mut here: Vec<Here> = models.values().map(of_model).collect();
+        drop(models);
+        let to_be = self.adopting_records();
+        here.extend(to_be.iter().map(|record| Here {
+            held: life(record, record.epoch),
+            is_part: false,
+            record: None,
+            lead: None,
+        }));
+        here
+    }
+
+    fn is_told(&self, here: &Here, fate: Fate) -> Result<(), RegistryError> {
+        let Held { model, generation, epoch } = &here.held;
+        let outcome = match fate {
+            Fate::Deleted => {
+                tracing::info!(%model, "the registry knows that it was deleted: its part is dropped");
+                self.drop_part(model, *generation);
+                return Ok(());
+            }
+            Fate::Known { epoch: known } if known > *epoch && here.is_part => self.left_behind(here),
+            Fate::Known { epoch: known } if known >= *epoch => Ok(true),
+            Fate::Taken { .. } => Err(RegistryError::Exists(model.clone())),
+            Fate::Known { .. } | Fate::Unknown => self.restore(here),
+        };
+        let mut standing = self.standing.lock();
+        match outcome {
+            // A newer block map is in force: whoever moves the model says so.
+            Ok(true) | Err(RegistryError::Epoch { .. }) => {
+                standing.unknown.remove(generation);
+            }
+            Ok(false) => {}
+            Err(RegistryError::Deleted(_)) => {
+                drop(standing);
+                self.drop_part(model, *generation);
+            }
+            Err(error @ RegistryError::Peer(_)) => return Err(error),
+            Err(error) => {
+                let why = match &error {
+                    RegistryError::Exists(_) => {
+                        "the name is another model's since the registry was started anew: those who take part in this \
+                         one go on, and nobody else finds it"
+                            .to_owned()
+                    }
+                    error => format!("it does not take the model back: {error}"),
+                };
+                let since = Instant::now();
+                let unknown = standing.unknown.entry(*generation).or_insert(Unknown { since, why: None });
+                if unknown.why.as_ref() != Some(&why) {
+                    tracing::warn!(%model, %generation, "{why}");
+                    unknown.why = Some(why);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The registry does not know a model, or under an older block map. Whether it does now.
+    fn restore(&self, here: &Here) -> Result<bool, RegistryError> {
+        let Some(record) = &here.record else { return Ok(false) };
+        let generation = record.generation;
+        if here.lead.is_none() {
+            // The lead is to say it.
+            if self.unknown_for(generation) < LEFT_OVER {
+                return Ok(false);
+            }
+        }
+        let shard = *self.shard.lock();
+        let mut shards = here.lead.as_ref().map(|lead| lead.addresses()).unwrap_or_default();
+        shards.push((shard, self.address.clone()));
+        let known = |(shard, address)| ShardRecord { shard, address, host: String::new(), draining: false };
+        let shards: Vec<ShardRecord> = shards.into_iter().map(known).collect();
+        self.registry(|registry, deadline| registry.restore(record, &shards, deadline))?;
+        tracing::info!(model = %record.name, "the registry was started anew: it knows the model again");
+        Ok(true)
+    }
+
+    /// Another block map is in force. Who has moved the model says so; if nobody does, a shard that has no part in it
+    /// any more gives its own up.
+    fn left_behind(&self, here: &Here) -> Result<bool, RegistryError> {
+        if self.unknown_for(here.held.generation) < LEFT_OVER {
+            return Ok(false);
+        }
+        match self.give_up(here) {
+            Ok(()) => Ok(true),
+            Err(error @ RegistryError::Peer(_)) => Err(error),
+            Err(error) => {
+                tracing::warn!(model = %here.held.model, %error, "it has moved; this shard cannot give it up");
+                Ok(false)
+            }
+        }
+    }
+
+    fn give_up(&self, here: &Here) -> Result<(), RegistryError> {
+        let record = self.registry(|registry, deadline| registry.model(&here.held.model, deadline))?;
+        let shards = self.registry(|registry, deadline| registry.shards(deadline))?;
+        let me = *self.shard.lock();
+        if record.generation == here.held.generation && record.owners.iter().all(|(owner, _)| *owner != me) {
+            let owns = |shard: &ShardRecord| record.owners.iter().any(|(owner, _)| *owner == shard.shard);
+            let shards = shards.into_iter().filter(owns).collect();
+            let payload = Moved { record, shards }.encode()?;
+            self.switch(&payload).map_err(RegistryError::from)?;
+        }
+        Ok(())
+    }
+
+    /// For how long a part has not been what the registry has.
+    fn unknown_for(&self, generation: Generation) -> Duration {
+        let since = Instant::now();
+        let mut standing = self.standing.lock();
+        standing.unknown.entry(generation).or_insert(Unknown { since, why: None }).since.elapsed()
+    }
+
+    fn drop_part(&self, name: &str, generation: Generation) {
+        if let Err(refusal) = self.delete(name, generation) {
+            tracing::warn!(model = %name, %refusal, "its part is not dropped");
+        }
+    }
+}
+
+/// Announces the shard before its lease is over, again and again, and what it holds.
+pub(super) fn run(shared: &Weak<Shared>) {
+    let mut trouble = None;
+    loop {
+        let Some(shared) = shared.upgrade() else { return };
+        let mut asleep = shared.asleep.lock();
+        shared.wake.wait_for(&mut asleep, LEASE / 4);
+        drop(asleep);
+        if shared.stopping.load(Ordering::Relaxed) {
+            return;
+        }
+        match shared.tell_registry() {
+            Ok(()) if trouble.take().is_some() => tracing::info!("announced to the registry again"),
+            Ok(()) => {}
+            Err(error) => {
+                let error = error.to_string();
+                if trouble.as_ref() != Some(&error) {
+                    tracing::warn!(%error, "not announced to the registry; trying again");
+                    trouble = Some(error);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! A shard of the model on the network: where it is, and the lead's connection to it.
+//!
+//! A number alone is not a shard: a registry that was started anew may give it to another one. So the lead stays with
+//! the address at which it has found the blocks. Only of the process there it believes that they are lost.
+
+use std::net::ToSocketAddrs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use libmodelio::ids::{ClientId, ShardId};
+use libmodelio::link::{Conversation, Framed, Link, Outgoing, Take};
+use libmodelio::net::{Close, SocketOptions, Thread};
+use libmodelio::wire::{Limits, Message, Protocol, Received, Refusal, Role, ShardRecord};
+use parking_lot::Mutex;
+
+use super::Lead;
+
+/// Where a shard is.
+#[derive(Debug)]
+enum Place {
+    /// To be asked for.
+    Unknown,
+    /// As the registry says.
+    Named(String),
+    /// The blocks are, or were, there.
+    Found(String),
+}
+
+/// A shard of the model on the network.
+pub(super) struct Remote {
+    pub shard: ShardId,
+    pub link: Mutex<Option<Link>>,
+    /// A connection exists or is on its way.
+    pub busy: AtomicBool,
+    pub trouble: Mutex<Option<String>>,
+    place: Mutex<Place>,
+}
+
+impl Remote {
+    /// The shard of this number; if it is among the `known` ones its blocks are there.
+    pub(super) fn new(shard: ShardId, known: &[ShardRecord]) -> Remote {
+        let known = known.iter().find(|record| record.shard == shard);
+        let place = known.map_or(Place::Unknown, |record| Place::Found(record.address.clone()));
+        Remote {
+            shard,
+            link: Mutex::new(None),
+            busy: AtomicBool::new(false),
+            trouble: Mutex::new(None),
+            place: Mutex::new(place),
+        }
+    }
+
+    /// Where it is, as far as is known.
+    pub(super) fn address(&self) -> Option<String> {
+        match &*self.place.lock() {
+            Place::Unknown => None,
+            Place::Named(address) | Place::Found(address) => Some(address.clone()),
+        }
+    }
+
+    /// Where it is; asked for once, unless it is not there.
+    fn find(&self, resolve: impl FnOnce(ShardId) -> Result<String, String>) -> Result<String, String> {
+        if let Some(address) = self.address() {
+            return Ok(address);
+        }
+        let address = resolve(self.shard)?;
+        *self.place.lock() = Place::Named(address.clone());
+        Ok(address)
+    }
+
+    /// The blocks are at this address.
+    fn has_it(&self, address: &str) {
+        *self.place.lock() = Place::Found(address.to_owned());
+    }
+
+    /// They are not. An error if they never were, as far as is known: then the registry is asked again.
+    fn has_not(&self, address: &str) -> Result<(), String> {
+        let mut place = self.place.lock();
+        if matches!(&*place, Place::Found(found) if found == address) {
+            return Ok(());
+        }
+        *place = Place::Unknown;
+        Err(format!(
+            "{address}, which the registry names as shard {}, has no blocks of the model: waiting for the one that has",
+            self.shard
+        ))
+    }
+}
+
+impl Lead {
+    pub(super) fn connect(&self, index: usize, remote: &Arc<Remote>) -> Result<(), String> {
+        const PATIENCE: Duration = Duration::from_secs(5);
+        let address = remote.find(|shard| (self.resolve)(shard))?;
+        let mut found = address.to_socket_addrs().map_err(|error| format!("{address}: {error}"))?;
+        let found = found.next().ok_or_else(|| format!("{address} leads nowhere"))?;
+        let lead = self.this.upgrade().ok_or("the model is gone")?;
+        let link = Link::default();
+        let conversation =
+            ToPart { lead, address, index, remote: Arc::clone(remote), link: link.clone(), silence: None };
+        let stream = Box::new(Framed::new(conversation, link, 4 << 10));
+        let deadline = Instant::now() + PATIENCE;
+        let connected = self.net.connect(found, SocketOptions::default(), deadline, stream, Thread::Any);
+        connected.map(drop).map_err(|error| error.to_string())
+    }
+}
+
+/// The lead's end of its connection to a shard.
+struct ToPart {
+    lead: Arc<Lead>,
+    /// Where it was connected to.
+    address: String,
+    index: usize,
+    remote: Arc<Remote>,
+    link: Link,
+    silence: Option<Duration>,
+}
+
+impl Conversation for ToPart {
+    fn opened(&mut self, link: &Link) -> Result<(), Close> {
+        let hello = Message::Hello {
+            protocol: Protocol::NEWEST.number(),
+            role: Role::Lead,
+            model: self.lead.model.clone(),
+            generation: self.lead.generation,
+            client: ClientId(0),
+        };
+        link.send(Outgoing { epoch: self.lead.epoch, ..Outgoing::new(0, hello) });
+        Ok(())
+    }
+
+    fn message(&mut self, received: &Received) -> Result<Take, Close> {
+        match (&received.message, self.silence) {
+            (Message::Welcome { silence_ms, .. }, None) => {
+                self.silence = Some(Duration::from_millis((*silence_ms).into()));
+                *self.remote.link.lock() = Some(self.link.clone());
+                *self.remote.trouble.lock() = None;
+                self.remote.has_it(&self.address);
+                let index = self.index;
+                self.lead.with_core(|state, _, actions| state.core.part_up(index, actions));
+            }
+            (Message::Refused(refusal), None) => {
+                // The shard is there, but not the blocks: it has been started anew. Unless it is another one, that has
+                // the number since the registry was started anew.
+                if matches!(refusal, Refusal::NoModel(_) | Refusal::Generation { .. }) {
+                    if let Err(why) = self.remote.has_not(&self.address) {
+                        return Err(Close::Asked(why.into()));
+                    }
+                    self.lead.part_says(self.index, 0, received.message.clone());
+                }
+                return Err(Close::Asked(refusal.to_string().into()));
+            }
+            (other, None) => {
+                return Err(Close::Asked(format!("expected Welcome, got {}", other.name()).into()));
+            }
+            (message, Some(_)) => {
+                self.lead.part_says(self.index, received.header.request(), message.clone());
+            }
+        }
+        Ok(Take::Nothing)
+    }
+
+    fn payload(&mut self, _: &Received, _: &[u8]) -> Result<(), Close> {
+        Ok(())
+    }
+
+    fn limits(&self) -> Limits {
+        if self.silence.is_some() { Limits { payload: 0, ..Limits::MAX } } else { Limits::GREETING }
+    }
+
+    fn silence(&self) -> Option<Duration> {
+        self.silence
+    }
+
+    fn closed(&mut self, why: &Close) {
+        let mut link = self.remote.link.lock();
+        link.take_if(|known| known.is(&self.link));
+        *self.remote.trouble.lock() = Some(why.to_string());
+        self.remote.busy.store(false, Ordering::Relaxed);
+        if self.silence.is_some() && !self.lead.stopping.load(Ordering::Relaxed) {
+            tracing::warn!(model = %self.lead.model, shard = %self.remote.shard, "connection lost: {why}");
+        }
+    }
+}

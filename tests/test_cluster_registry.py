@@ -1,0 +1,355 @@
+"""The registry is started anew, and models are deleted while shards hang, as docs/semantics.md promises it "On a
+network"."""
+
+import signal
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+from cluster import Shard
+from filetools import BLOCK, eventually
+
+SIZE = 8 * BLOCK + 1236
+ELEMENTS = SIZE // 4
+# Shards speak to the registry every 2.5 s, and a mount or a command takes a moment.
+HEARD = 8
+
+
+class Registry:
+    """A registry of its own, that can be killed and started anew at the same address."""
+
+    def __init__(self):
+        self.process = Shard(command="registry")
+        self.address = self.process.address
+        self.gone = []
+
+    def kill(self):
+        self.process.kill()
+
+    def start(self):
+        self.gone.append(self.process)
+        self.process = Shard(command="registry", listen=self.address)
+
+    def anew(self):
+        self.kill()
+        self.start()
+
+
+@pytest.fixture
+def apart(cluster):
+    """Clusters of which no shard is the registry: `one.table` is."""
+    tables = []
+
+    def start(shards):
+        one = cluster(0)
+        one.table = Registry()
+        tables.append(one.table)
+        one.registry = one.table.address
+        for _ in range(shards):
+            one.add_shard()
+        return one
+
+    yield start
+    for table in tables:
+        for process in (*table.gone, table.process):
+            process.clean_up()
+
+
+def model(one, name="m", **settings):
+    options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "timeout": 20, "lease": 10, **settings}
+    one.create(name, **options)
+    return one
+
+
+def give(mount, value, learner=None):
+    mount.contribute(np.full(ELEMENTS, value, "<f4"), learner=learner)
+
+
+def shown(mount):
+    values = np.frombuffer(mount.weights(), "<f4")
+    assert (values == values[0]).all(), f"torn: {sorted(set(values.tolist()))}"
+    return values[0]
+
+
+def addresses(one):
+    """Number -> address, as the registry lists them."""
+    return {shard["shard"]: shard["address"] for shard in one.status()["shards"]}
+
+
+def knows(one, *names):
+    """Waits until the registry knows these models, and all shards that live."""
+    living = {shard.address for shard in one.shards if shard.process.poll() is None}
+
+    def all_there():
+        status = one.status()
+        listed = {shard["address"] for shard in status["shards"]}
+        return status["models"] == sorted(names) and living <= listed
+
+    eventually(all_there, deadline=HEARD)
+
+
+class Training:
+    """Two learners, each on a mount of its own, that make one step after the other."""
+
+    def __init__(self, one):
+        self.mounts = [one.mount(), one.mount()]
+        self.steps = [0, 0]
+        self.errors = []
+        self.over = threading.Event()
+        self.threads = [threading.Thread(target=self._train, args=(which,)) for which in (0, 1)]
+        for thread in self.threads:
+            thread.start()
+        self.goes_on()
+
+    def _train(self, which):
+        try:
+            while not self.over.is_set():
+                give(self.mounts[which], 1)
+                self.steps[which] += 1
+                time.sleep(0.01)
+        except OSError as error:
+            self.errors.append(error)
+
+    def goes_on(self, steps=5, deadline=15):
+        before = list(self.steps)
+        eventually(
+            lambda: self.errors or all(now >= was + steps for now, was in zip(self.steps, before)), deadline=deadline
+        )
+        assert not self.errors, self.errors
+
+    def end(self):
+        """Nothing was lost, and nothing counted twice."""
+        self.over.set()
+        for thread in self.threads:
+            thread.join(30)
+        assert not self.errors, self.errors
+        for mount in self.mounts:
+            assert shown(mount) == sum(self.steps)
+
+
+def test_a_registry_that_is_started_anew_hears_of_shards_and_models(apart):
+    one = model(apart(3), consistency="async")
+    numbers = addresses(one)
+    training = Training(one)
+    one.table.kill()
+    training.goes_on()
+    assert one.run("status").returncode == 1
+    one.table.start()
+    first = one.run("mount", "/nonexistent", "m")
+    assert first.returncode == 1
+    knows(one, "m")
+    assert addresses(one) == numbers
+    training.goes_on()
+    # Those who come now find the model, and may go.
+    late = one.mount()
+    give(late, 0)
+    assert late.stop() == 0
+    # It can be moved.
+    drained = one.run("drain", one.shards[0].address)
+    assert drained.returncode == 0 and "it can be stopped" in drained.stdout, drained.stderr
+    assert one.ask(one.shards[0])["models"] == []
+    training.goes_on()
+    # And once more, after it has moved: the newer block map is told, and the shard stays drained.
+    one.table.anew()
+    knows(one, "m")
+    assert [shard["address"] for shard in one.status()["shards"] if shard["draining"]] == [one.shards[0].address]
+    training.goes_on()
+    training.end()
+    assert one.run("delete", "m").stdout == "gradfs: deleted m\n"
+    assert all(one.ask(shard)["models"] == [] for shard in one.shards)
+
+
+def test_what_a_young_registry_does_not_know_it_may_not_have_heard_of(apart):
+    one = model(apart(2))
+    for shard in one.shards:
+        shard.pause()
+    one.table.anew()
+    try:
+        refused = one.run("delete", "m")
+    finally:
+        for shard in one.shards:
+            shard.resume()
+    assert refused.returncode == 1 and "was started 0 s ago" in refused.stderr, refused.stderr
+    knows(one, "m")
+    assert one.run("delete", "m").returncode == 0
+
+
+def test_a_newcomer_takes_nobodys_number(apart):
+    """It announces itself first to a registry that was started anew."""
+    one = model(apart(2), consistency="async")
+    numbers = addresses(one)
+    training = Training(one)
+    for shard in one.shards:
+        shard.pause()
+    one.table.anew()
+    newcomer = one.add_shard()
+    assert newcomer.number in numbers, "nobody else has said so yet"
+    for shard in one.shards[:2]:
+        shard.resume()
+    # Leads that reconnect ask for numbers: they must not take the newcomer for another.
+    eventually(lambda: len(addresses(one)) == 3, deadline=2 * HEARD)
+    now = addresses(one)
+    assert {number: now[number] for number in numbers} == numbers
+    eventually(lambda: one.ask(newcomer)["shard"] not in numbers, deadline=HEARD)
+    knows(one, "m")
+    training.goes_on()
+    assert one.lead("m")["state"] != "failed"
+    training.end()
+    assert one.run("drain", one.shards[0].address).returncode == 0, "the newcomer takes its place"
+    assert [model["name"] for model in one.ask(newcomer)["models"]] == ["m"]
+
+
+def test_a_lead_stays_with_the_shard_that_has_the_blocks(apart):
+    """A stranger that has its number is not taken for it, though the connection was lost meanwhile."""
+    one = apart(0)
+    proxy = one.proxy()
+    one.add_shard()
+    one.add_shard(proxy=proxy)
+    model(one, consistency="async", timeout=30)
+    assert one.leader("m") is one.shards[0]
+    training = Training(one)
+    # Away for as long as the registry is new, and the connections with it.
+    proxy.hold()
+    proxy.reset()
+    one.table.kill()
+    one.shards[1].pause()
+    one.table.start()
+    newcomer = Shard("--registry", one.registry)
+    one.shards.append(newcomer)
+    time.sleep(3)
+    one.shards[1].resume()
+    proxy.release()
+    proxy.reset()
+    training.goes_on(deadline=30)
+    assert one.lead("m")["state"] != "failed"
+    training.end()
+    # One that was started anew at the same address has lost them.
+    held = one.shards[1]
+    held.kill()
+    anew = Shard("--advertise", proxy.address, "--registry", one.registry)
+    one.shards[1] = anew
+    proxy.target = anew.address
+    one._peers.clear()
+    eventually(lambda: one.lead("m")["state"] == "failed", deadline=HEARD)
+
+
+def test_a_name_that_is_anothers_since_is_said(apart):
+    one = model(apart(2), consistency="async")
+    training = Training(one)
+    for shard in one.shards:
+        shard.pause()
+    one.table.anew()
+    try:
+        one.add_shard()
+        model(one)
+    finally:
+        for shard in one.shards[:2]:
+            shard.resume()
+    lead = next(shard for shard in one.shards[:2] if one.part(shard, "m")["lead"])
+    eventually(lambda: "another model's" in (one.part(lead, "m")["not_in_registry"] or ""), deadline=HEARD)
+    assert "the name is another model's" in lead.stderr()
+    refused = [shard for shard in one.shards if "which has blocks of models" in shard.stderr()]
+    assert [one.ask(shard)["not_listed"] is not None for shard in refused] == [True], "the newcomer has its number"
+    training.goes_on()
+    training.end()
+
+
+def test_a_registry_in_a_shard_comes_back_with_the_others(cluster):
+    """Its own blocks are lost; models that have none there are found again, and the others can be deleted."""
+    one = cluster(1)
+    home = one.shards[0]
+    others = [one.add_shard(), one.add_shard()]
+    model(one, "everywhere")
+    assert one.run("drain", home.address).returncode == 0
+    model(one, "elsewhere")
+    moved = [one.part(shard, "everywhere")["blocks"] for shard in others]
+    assert sum(moved) == 9
+    home.kill()
+    one.shards[0] = Shard(listen=home.address)
+    assert one.shards[0].number == home.number
+    knows(one, "elsewhere", "everywhere")
+    mount = one.mount(models=["elsewhere"])
+    give(mount, 2)
+    assert shown(mount) == 2
+
+
+def test_a_hung_shard_drops_the_part_of_a_deleted_model(apart):
+    one = model(apart(2))
+    leads = one.leader("m")
+    for hung in [next(shard for shard in one.shards if shard is not leads), leads]:
+        if one.run("status").stdout.endswith("no models\n"):
+            model(one)
+        hung.pause()
+        try:
+            deleted = one.run("delete", "m", timeout=40)
+            assert deleted.returncode == 0 and deleted.stdout == "gradfs: deleted m\n"
+            said = [line for line in deleted.stderr.splitlines() if "not confirmed" in line]
+            assert len(said) == 1 and hung.address in said[0], deleted.stderr
+        finally:
+            hung.resume()
+        one._peers.clear()
+        eventually(lambda: one.ask(hung)["models"] == [], deadline=HEARD)
+
+
+def test_a_deleted_model_does_not_come_back_with_a_shard_that_hung(apart):
+    """Neither the registry nor the lead knows; a shard that was told does."""
+    one = model(apart(2))
+    lead = one.leader("m")
+    lead.pause()
+    try:
+        assert one.run("delete", "m", timeout=40).returncode == 0
+        one.table.anew()
+        other = next(shard for shard in one.shards if shard is not lead)
+        eventually(lambda: other.address in addresses(one).values(), deadline=HEARD)
+        # What it was told to delete goes with it.
+        time.sleep(1)
+    finally:
+        lead.resume()
+    one._peers.clear()
+    eventually(lambda: one.ask(lead)["models"] == [], deadline=2 * HEARD)
+    assert one.status()["models"] == []
+    model(one)
+
+
+def test_parts_that_nobody_leads_any_more_can_be_deleted(apart):
+    one = model(apart(2))
+    lead = one.leader("m")
+    other = next(shard for shard in one.shards if shard is not lead)
+    one.table.kill()
+    lead.kill()
+    one.table.start()
+    # It waits for the lead for some time.
+    eventually(lambda: one.status()["models"] == ["m"], deadline=25)
+    deleted = one.run("delete", "m")
+    assert deleted.returncode == 0 and "not confirmed" in deleted.stderr, deleted.stderr
+    assert one.ask(other)["models"] == []
+
+
+def test_a_port_of_a_shard_that_was_just_killed_can_be_listened_on(cluster):
+    one = cluster(1)
+    for _ in range(5):
+        shard = one.shards[0]
+        shard.process.send_signal(signal.SIGKILL)
+        one.shards[0] = Shard(listen=shard.address)
+        shard.kill()
+
+
+def test_a_port_that_is_taken_is_refused_soon(gradfs):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        began = time.monotonic()
+        done = gradfs("shard", "--listen", "127.0.0.1:%d" % taken.getsockname()[1])
+        assert done.returncode == 1 and "cannot listen" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert 0.9 < time.monotonic() - began < 2.5
+
+
+@pytest.mark.parametrize("size", ["16TiB", "17TiB", "100TiB", "4000TiB"])
+def test_a_model_of_any_size_is_refused_soon(cluster, size):
+    """Before anything is made of so many blocks, or memory is taken."""
+    one = cluster(1)
+    began = time.monotonic()
+    done = one.run("create", "huge", "--size", size)
+    assert time.monotonic() - began < (6 if size == "16TiB" else 1)
+    assert done.returncode in (1, 2) and ("blocks" in done.stderr or "memory" in done.stderr), done.stderr
+    assert one.ask(one.shards[0])["models"] == []
