@@ -278,7 +278,7 @@ impl MoveCore {
             Stage::Switching(switching) => switching.again_at(),
             _ => None,
         };
-        let held = self.held_at.filter(|_| self.can_stop()).map(|at| at + self.hold);
+        let held = self.held_at.filter(|_| self.can_stop() && !self.finished).map(|at| at + self.hold);
         [asked, stage, held].into_iter().flatten().min().unwrap_or(Now::MAX)
     }
 

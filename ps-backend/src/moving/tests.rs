@@ -405,6 +405,7 @@ fn whoever_does_not_forget_is_told_for_a_while() {
     moving.act(MoveCore::stop);
     let numbers = moving.told(&[(1, Tell::Abandon), (3, Tell::Abandon)]);
     moving.answer(vec![numbers[0]], Told::Done);
+    assert!(moving.core.next_deadline(moving.now) > moving.now, "it rests");
     moving.silence(numbers[1]);
     while moving.now < ABANDONING {
         moving.tick(AGAIN);
