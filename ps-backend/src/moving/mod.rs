@@ -99,9 +99,9 @@ pub enum Put {
     Other(Epoch),
     /// The registry refuses: nothing has changed, and nothing will.
     Refused(String),
-    /// The registry does not know the model: it was started anew, or the model was deleted.
-    Lost(String),
-    /// The name is another model's.
+    /// The registry does not know the model: it was deleted, or the registry was started anew.
+    Gone,
+    /// The registry has another model of that name.
     Taken(String),
     /// The registry has not heard of it.
     NotSent(String),
@@ -112,7 +112,7 @@ pub enum Put {
 /// What the registry says after a switch. What it does not say is not known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Looked {
-    /// The model was deleted.
+    /// The model is no more, or is another one.
     pub forgotten: Option<bool>,
     /// Shards that it lists.
     pub listed: Option<BTreeSet<ShardId>>,
@@ -149,10 +149,11 @@ pub enum Action {
     Freeze,
     /// The job goes on as if nothing had been.
     Release,
-    /// Ask the registry to replace the record; the answer is for [`MoveCore::put`].
-    Put,
-    /// Tell a registry that was started anew of the new record; the answer is for [`MoveCore::put`], too.
-    Restore,
+    /// Ask the registry to replace the record, or to restore it as it is to be; the answer is for [`MoveCore::put`].
+    Put {
+        /// It has lost it.
+        restores: bool,
+    },
     /// Ask the registry what there is; the answer is for [`MoveCore::looked`].
     Look,
     /// For the log.
@@ -179,9 +180,8 @@ enum Stage {
     HandingOver { at: u64, of: u64 },
     /// Whoever was started anew meanwhile has lost what it was given.
     Checking { there: bool },
-    /// The registry is asked. Whether it has heard of it is not known once an answer has been lost. If it has lost its
-    /// table since, it is told of the new record.
-    Putting { unknown: bool, lost: bool, again_at: Option<Now> },
+    /// The registry is asked. Whether it has heard of it is not known once an answer has been lost.
+    Putting { unknown: bool, restores: bool, again_at: Option<Now> },
     /// The new map is in force.
     Switching(Switching),
     /// It never will be.
@@ -278,7 +278,7 @@ impl MoveCore {
             Stage::Switching(switching) => switching.again_at(),
             _ => None,
         };
-        let held = self.held_at.filter(|_| self.can_stop()).map(|at| at + self.hold);
+        let held = self.held_at.filter(|_| self.can_stop() && !self.finished).map(|at| at + self.hold);
         [asked, stage, held].into_iter().flatten().min().unwrap_or(Now::MAX)
     }
 
@@ -315,9 +315,9 @@ impl MoveCore {
                 *poll_at = None;
                 self.tell_owners(Tell::Adopting, self.patience(now), now, actions);
             }
-            Stage::Putting { again_at, lost, .. } if again_at.is_some_and(|at| at <= now) => {
+            Stage::Putting { again_at, restores, .. } if again_at.is_some_and(|at| at <= now) => {
                 *again_at = None;
-                actions.push(if *lost { Action::Restore } else { Action::Put });
+                actions.push(Action::Put { restores: *restores });
             }
             Stage::Switching(switching) if switching.again_at().is_some_and(|at| at <= now) => {
                 self.switch(now, actions);
@@ -420,8 +420,8 @@ impl MoveCore {
                         self.fail(Refusal::Other(why), now, actions);
                     }
                     (true, true) => {
-                        self.stage = Stage::Putting { unknown: false, lost: false, again_at: None };
-                        actions.push(Action::Put);
+                        self.stage = Stage::Putting { unknown: false, restores: false, again_at: None };
+                        actions.push(Action::Put { restores: false });
                     }
                     (false, true) => {}
                 }
@@ -451,28 +451,29 @@ impl MoveCore {
     /// What the registry has said, or not, to being asked to replace the record. Once the request may have been
     /// carried out there is no way back but by an answer that says that it was not and never will be.
     pub fn put(&mut self, answer: Put, now: Now, actions: &mut Vec<Action>) {
-        let Stage::Putting { unknown, lost, again_at } = &mut self.stage else { return };
+        let Stage::Putting { unknown, restores, again_at } = &mut self.stage else { return };
         let said = |why: String| Refusal::Other(format!("the registry cannot be asked, or refuses: {why}"));
         match answer {
             Put::Done => self.in_force(now, actions),
             // It was carried out, and whoever leads now has moved the model again.
             Put::Other(epoch) if *unknown && epoch >= self.plan.after.epoch => self.in_force(now, actions),
-            // That is the answer to an earlier one, too.
-            Put::Other(epoch) => {
-                let why = format!("the model is of block map {epoch}, not {}", self.plan.before.epoch);
-                self.fail(said(why), now, actions);
-            }
-            // It may have been carried out by the registry that there was before, and new owners may have switched
-            // since: there is no way but ahead.
-            Put::Lost(_) if *unknown && !*lost => {
-                *lost = true;
-                actions.push(Action::Restore);
+            // A registry that was started anew since, or a model that was deleted. It may have been carried out, and new
+            // owners may have heard: there is no way but ahead.
+            Put::Gone if *unknown && !*restores => {
+                *restores = true;
+                actions.push(Action::Put { restores: true });
             }
             Put::Taken(why) if *unknown => {
                 actions.push(Action::Warn(format!("it has moved, and the registry has lost it: {why}")));
                 self.in_force(now, actions);
             }
-            Put::Refused(why) | Put::Lost(why) | Put::Taken(why) => self.fail(said(why), now, actions),
+            // That is the answer to an earlier one, too.
+            Put::Other(epoch) => {
+                let why = format!("the model is of block map {epoch}, not {}", self.plan.before.epoch);
+                self.fail(said(why), now, actions);
+            }
+            Put::Gone => self.fail(said("there is no such model".into()), now, actions),
+            Put::Refused(why) | Put::Taken(why) => self.fail(said(why), now, actions),
             Put::NotSent(why) if !*unknown => self.fail(said(why), now, actions),
             Put::NotSent(why) | Put::Unknown(why) => {
                 if !std::mem::replace(unknown, true) {

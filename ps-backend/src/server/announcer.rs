@@ -123,25 +123,23 @@ impl Shared {
 
     fn is_bound(&self) -> bool {
         let models = self.models.lock();
-        let free = models.is_empty() && self.making.lock().is_empty();
-        !(free && self.adopting.if_none(|| ()).is_some())
+        !(models.is_empty() && self.making.lock().is_empty() && self.adopting.lock().is_empty())
     }
 
     /// Whether the shard has this number now.
     fn take_number(&self, number: ShardId) -> bool {
         // Whoever makes a part is among these before it looks at the number.
-        let (models, making) = (self.models.lock(), self.making.lock());
-        if *self.shard.lock() == number {
-            return true;
+        let (models, making, adopting) = (self.models.lock(), self.making.lock(), self.adopting.lock());
+        let bound = !(models.is_empty() && making.is_empty() && adopting.is_empty());
+        let mut shard = self.shard.lock();
+        if *shard != number && bound {
+            return false;
         }
-        let free = models.is_empty() && making.is_empty();
-        let take = || {
-            let was = std::mem::replace(&mut *self.shard.lock(), number);
-            if was.0 != 0 {
-                tracing::info!(%was, %number, "the registry was started anew: this shard has another number");
-            }
-        };
-        free && self.adopting.if_none(take).is_some()
+        if shard.0 != 0 && *shard != number {
+            tracing::info!(was = %*shard, %number, "the registry was started anew: this shard has another number");
+        }
+        *shard = number;
+        true
     }
 
     /// All that the registry is told now and then. It hears of what is held here even if it refuses this shard its

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::ids::Generation;
 use libmodelio::wire::Refusal;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::adopting::Adopting;
 
@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 const MAX_VOID: usize = 256;
 
 #[derive(Default)]
-struct Known {
+pub(in crate::server) struct Known {
     parts: BTreeMap<Generation, Arc<Adopting>>,
     /// Whose memory is being taken, and the newest attempt that wants it.
     taking: BTreeMap<Generation, u64>,
@@ -28,6 +28,11 @@ struct Known {
 }
 
 impl Known {
+    /// Whether nothing is to be.
+    pub(in crate::server) fn is_empty(&self) -> bool {
+        self.parts.is_empty() && self.taking.is_empty()
+    }
+
     fn is_void(&self, generation: Generation, attempt: u64) -> bool {
         self.void.iter().any(|(known, up_to)| *known == generation && attempt <= *up_to)
     }
@@ -60,14 +65,13 @@ impl Adoptions {
         self.known.lock().parts.get(&generation).cloned()
     }
 
-    pub(super) fn all(&self) -> Vec<Arc<Adopting>> {
-        self.known.lock().parts.values().cloned().collect()
+    /// As long as this is held, nobody begins.
+    pub(in crate::server) fn lock(&self) -> MutexGuard<'_, Known> {
+        self.known.lock()
     }
 
-    /// Does something if there is none, and none is being made; none begins meanwhile.
-    pub(in crate::server) fn if_none<T>(&self, then: impl FnOnce() -> T) -> Option<T> {
-        let known = self.known.lock();
-        (known.parts.is_empty() && known.taking.is_empty()).then(then)
+    pub(super) fn all(&self) -> Vec<Arc<Adopting>> {
+        self.known.lock().parts.values().cloned().collect()
     }
 
     /// It is this attempt's turn to take memory; `None` if it has done so.

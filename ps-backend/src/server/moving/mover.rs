@@ -192,14 +192,14 @@ impl Mover<'_> {
                 self.lead.thaw();
                 self.lead.release();
             }
-            Action::Put => {
+            Action::Put { restores } => {
                 self.lead.moves.tell(Some(core.progress()));
-                let put_it = RegistryRequest::Put { replaces: Some(self.plan.before.epoch) };
-                core.put(put(self.shared, &self.plan.after, put_it), self.lead.now(), actions);
-            }
-            Action::Restore => {
-                let restore = RegistryRequest::Restore { shards: self.plan.owners.clone() };
-                core.put(put(self.shared, &self.plan.after, restore), self.lead.now(), actions);
+                let request = match restores {
+                    false => RegistryRequest::Put { replaces: Some(self.plan.before.epoch) },
+                    true => RegistryRequest::Restore { shards: self.plan.owners.clone() },
+                };
+                let answer = put(self.shared, request, &self.plan.after);
+                core.put(answer, self.lead.now(), actions);
             }
             Action::Look => core.looked(&look(self.shared, &self.plan.after), self.lead.now(), actions),
             Action::Warn(what) => tracing::warn!(model = %self.lead.model, "{what}"),
@@ -286,29 +286,25 @@ impl Payload {
 }
 
 fn look(shared: &Shared, record: &ModelRecord) -> Looked {
-    // That it does not know the model says nothing: it may have been started anew.
     let forgotten = shared.fate(record).ok().map(|fate| fate == Fate::Deleted);
     let shards = shared.registry(|registry, deadline| registry.shards(deadline));
     Looked { forgotten, listed: shards.ok().map(|all| all.iter().map(|shard| shard.shard).collect()) }
 }
 
-fn put(shared: &Shared, record: &ModelRecord, request: RegistryRequest) -> Put {
+fn put(shared: &Shared, request: RegistryRequest, record: &ModelRecord) -> Put {
     let deadline = Instant::now() + PROMPT;
-    let refused = |error: RegistryError| match error {
-        RegistryError::Epoch { expected, .. } => Put::Other(expected),
-        RegistryError::NoModel(_) => Put::Lost(error.to_string()),
-        RegistryError::Exists(_) | RegistryError::Generation { .. } => Put::Taken(error.to_string()),
-        error => Put::Refused(error.to_string()),
+    let refused = |refusal: Refusal| match refusal {
+        Refusal::Epoch { expected, .. } => Put::Other(expected),
+        Refusal::NoModel(_) => Put::Gone,
+        Refusal::Exists(_) | Refusal::Generation { .. } => Put::Taken(refusal.to_string()),
+        other => Put::Refused(other.to_string()),
     };
     let payload = match record.encode() {
         Ok(payload) => payload,
         Err(error) => return Put::Refused(error.to_string()),
     };
     if let Some(table) = &shared.table {
-        return match table.handle(&request, &payload) {
-            Ok(_) => Put::Done,
-            Err(refusal) => refused(refusal.into()),
-        };
+        return table.handle(&request, &payload).map_or_else(refused, |_| Put::Done);
     }
     let address = shared.options.registry.clone().unwrap_or_default();
     // Not over a connection that is kept: if that ends, it is not known whether it was before.
@@ -319,7 +315,7 @@ fn put(shared: &Shared, record: &ModelRecord, request: RegistryRequest) -> Put {
     match peer.request(&Message::Registry(request), &payload, deadline) {
         Ok((Message::Registered(RegistryAnswer::Done), _)) => Put::Done,
         Ok((other, _)) => Put::Unknown(AdminError::Unexpected { address, what: other.name() }.to_string()),
-        Err(AdminError::Refusal(refusal)) => refused(refusal.into()),
+        Err(AdminError::Refusal(refusal)) => refused(refusal),
         Err(error) => Put::Unknown(error.to_string()),
     }
 }
