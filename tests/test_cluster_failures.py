@@ -139,6 +139,30 @@ def test_damage_on_the_way_is_repaired(cluster, way, harm):
     assert only(mount) == 111
 
 
+@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("role", ["control", "lead"])
+def test_damage_on_the_way_is_repaired__of_messages(cluster, role, way):
+    """The end that finds it ends the connection, and that is all: nobody takes it for an answer to what was asked."""
+    one, proxies = proxied(cluster)
+    mount = one.mount()
+    give(mount, 1)
+    assert only(mount) == 1
+
+    def spoil(data):
+        return data[:-1] + bytes([data[-1] ^ 0x10])
+
+    rules = [once(lambda connection, direction, _: connection.role == role and direction == way, spoil) for _ in proxies]
+    for proxy, (rule, _) in zip(proxies, rules):
+        proxy.rule = rule
+    with takes(0, 8):
+        give(mount, 10)
+        assert only(mount) == 11
+    assert any(done.is_set() for _, done in rules)
+    give(mount, 100)
+    assert only(mount) == 111
+    assert mount.status()["state"] == "running" and one.lead("m")["contributions"] == 3
+
+
 class BlackHole:
     """A rule: of the next block, on connections that there are, half of a piece passes, and nothing more ever. With
     `crumbs`, what is short does: pings, and questions about the blocks. With `one`, that befalls one of the connections
@@ -188,7 +212,7 @@ def test_a_block_of_which_the_rest_never_comes_is_sent_again(cluster, way, crumb
         assert only(mount) == 11
     assert all(hole.stuck and hole.swallowed for hole in holes)
     log = mount.stderr() + "".join(shard.stderr() for shard in world.shards)
-    assert "came, and then not" in log or "closed by the peer" in log, log
+    assert ", and then not " in log or "closed by the peer" in log, log
     give(mount, 100)
     assert only(mount) == 111
 

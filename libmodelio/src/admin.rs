@@ -275,6 +275,11 @@ impl AdminPeer {
             match received.message {
                 Message::Ping => self.send(&Message::Pong, 0, &[], deadline, "answering")?,
                 Message::Pong => {}
+                // The peer's last word on the connection: of what was asked it says nothing.
+                Message::Refused(refusal) if received.header.request() == 0 => {
+                    let refused = io::Error::other(format!("refused: {refusal}"));
+                    return Err(disconnected(&self.address, "waiting for", refused));
+                }
                 answer => return Ok((received.header.request(), answer, payload)),
             }
         }

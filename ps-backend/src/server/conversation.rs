@@ -4,7 +4,6 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use libmodelio::ids::{BlockId, ClientId, Epoch, Version};
@@ -17,6 +16,7 @@ use super::lead::Lead;
 use super::memory::Memory;
 use super::moving::Whereabouts;
 use super::part::{Landing, Part};
+use super::unsent::{Unsent, UnsentAll, say, say_counted};
 use super::{SILENCE, Shared};
 use crate::part::store::PinnedVersion;
 use crate::part::unheard::Unheard;
@@ -273,61 +273,6 @@ impl Peer {
         say(&self.link, request, answer);
         Ok(())
     }
-}
-
-/// Requests of one connection that take time, or memory for their answer, and whose answers are not with the kernel yet.
-const MAX_UNSENT: usize = 128;
-/// Bytes that came with them.
-const MAX_UNSENT_BYTES: usize = 64 << 20;
-
-/// Of one connection.
-#[derive(Default)]
-struct UnsentAll {
-    requests: AtomicUsize,
-    bytes: AtomicUsize,
-}
-
-/// Counts as long as the answer is not with the kernel.
-struct Unsent {
-    of: Arc<UnsentAll>,
-    bytes: usize,
-}
-
-impl Unsent {
-    fn one_more(of: &Arc<UnsentAll>, bytes: usize) -> Result<Unsent, Refusal> {
-        let unsent = Unsent { of: Arc::clone(of), bytes };
-        let requests = of.requests.fetch_add(1, Ordering::Relaxed);
-        let before = of.bytes.fetch_add(bytes, Ordering::Relaxed);
-        if requests >= MAX_UNSENT || requests > 0 && before + bytes > MAX_UNSENT_BYTES {
-            let most = MAX_UNSENT_BYTES >> 20;
-            let why = format!("more than {MAX_UNSENT} requests at once, or {most} MiB with them");
-            return Err(Refusal::other(why));
-        }
-        Ok(unsent)
-    }
-}
-
-impl Drop for Unsent {
-    fn drop(&mut self) {
-        self.of.requests.fetch_sub(1, Ordering::Relaxed);
-        self.of.bytes.fetch_sub(self.bytes, Ordering::Relaxed);
-    }
-}
-
-fn say(link: &Link, request: u64, answer: super::AdminAnswer) {
-    say_counted(link, request, answer, None);
-}
-
-fn say_counted(link: &Link, request: u64, answer: super::AdminAnswer, unsent: Option<Unsent>) {
-    let (message, payload) = match answer {
-        Ok((message, payload)) => (message, payload),
-        Err(refusal) => (Message::Refused(refusal), None),
-    };
-    let payload = payload.filter(|bytes| !bytes.is_empty());
-    link.send(Outgoing {
-        payload: payload.map(|bytes| Piece::owned_with(bytes, unsent)),
-        ..Outgoing::new(request, message)
-    });
 }
 
 impl Data {

@@ -6,6 +6,7 @@
 //! | `part` | one part of a model at work (`unsafe`) |
 //! | `lead` | the lead of a model at work |
 //! | `conversation` | the shard's end of every connection |
+//! | `unsent` | requests whose answers were not taken |
 //! | `complaints` | how often the log tells of peers that are turned away |
 //! | `memory` | clients on the same host, through shared memory (`unsafe`) |
 //! | `moving` | a model's blocks on their way to other shards |
@@ -22,6 +23,7 @@ mod memory;
 mod moving;
 pub mod part;
 mod table;
+mod unsent;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;

@@ -153,6 +153,10 @@ impl Conversation for ToPart {
             (other, None) => {
                 return Err(Close::Asked(format!("expected Welcome, got {}", other.name()).into()));
             }
+            // Of the connection, not of an order: what was said is said again over another one.
+            (Message::Refused(refusal @ Refusal::Frame { .. }), Some(_)) => {
+                return Err(Close::Asked(format!("refused by the shard: {refusal}").into()));
+            }
             (message, Some(_)) => {
                 self.lead.part_says(self.index, received.header.request(), message.clone());
             }

@@ -1,31 +1,18 @@
-//! Frames on a byte stream: what turns a [`Conversation`], which speaks messages, into a [`Stream`], which moves
-//! bytes. The same for both ends and for every role.
+//! Frames, to and from a stream of bytes.
 //!
-//! Headers and bodies come through a small buffer; a payload is received straight into where the conversation says,
-//! and sent straight from where it lies. Both are checked by CRC32C while they are in cache. Pings are answered here.
-//!
-//! One of the modules that hold `unsafe`: payload lies in memory that others see, too. [`Target::new`] and
-//! [`Piece::new`] say what their callers promise.
+//! One of the modules that hold `unsafe`: buffers and payloads are named to whoever moves the bytes.
 
 mod progress;
+mod watch;
 
-use std::any::Any;
-use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-
-use crate::ids::Epoch;
+use super::memory::{Piece, Target};
+use super::out::{Link, Outgoing};
+use super::{Conversation, Take};
 use crate::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
-use crate::wire::{
-    self, Crc32c, HELLO_DEADLINE, Limits, Message, Payload, Received, Receiver, Refusal, crc32c,
-};
+use crate::wire::{self, Crc32c, Message, Payload, Received, Receiver, Refusal};
 use progress::Progress;
-
-/// Whatever keeps memory where it is.
-pub type Guard = Arc<dyn Any + Send + Sync>;
 
 /// Bytes that are handed to the kernel at once. Their checksums are made before: what is sent should still be in the
 /// core's own cache when the kernel copies it, and the peer should not have to wait.
@@ -34,261 +21,6 @@ const SEND_AT_ONCE: usize = 512 << 10;
 const SUM_AT_ONCE: usize = 512 << 10;
 /// Room for the headers and bodies that are sent at once; longer ones get memory of their own.
 const HEADS: usize = 32 << 10;
-/// Messages that may wait to be sent, unless the peer is too slow to live.
-const MAX_QUEUED: usize = 1 << 16;
-/// Bytes of payload that may wait to be sent before the peer's next frame is read.
-const MAX_QUEUED_BYTES: usize = 32 << 20;
-
-/// Where a payload is to be received.
-pub struct Target {
-    start: *mut u8,
-    len: usize,
-    _guard: Guard,
-}
-
-// SAFETY: it is memory that `new`'s caller has promised to whoever holds the target, on any thread.
-unsafe impl Send for Target {}
-
-impl Target {
-    /// `len` bytes at `start`, which stay there as long as `guard` lives.
-    ///
-    /// # Safety
-    /// From now until [`Conversation::payload`] or [`Conversation::closed`] is called, nobody else reads or writes
-    /// them, and they are writable.
-    pub unsafe fn new(start: *mut u8, len: usize, guard: Guard) -> Target {
-        Target { start, len, _guard: guard }
-    }
-
-    /// Fills it from memory that both ends of a connection see.
-    ///
-    /// # Errors
-    /// If that is not as long.
-    ///
-    /// # Safety
-    /// `from` can be read for `len` bytes and does not overlap the target. It may change meanwhile.
-    pub unsafe fn copy_from(&mut self, from: *const u8, len: usize) -> Result<(), Close> {
-        if len != self.len {
-            let why = format!("{len} bytes of payload for {} bytes of memory", self.len);
-            return Err(Close::Asked(why.into()));
-        }
-        // SAFETY: the target is writable and its holder's alone; the rest is the caller's promise.
-        unsafe { self.start.copy_from_nonoverlapping(from, len) };
-        Ok(())
-    }
-}
-
-/// A payload that is to be sent from where it lies.
-pub struct Piece {
-    start: *const u8,
-    len: usize,
-    crc: u32,
-    _guard: Guard,
-}
-
-// SAFETY: it is memory that may be read from any thread until the piece is dropped, as `new`'s caller has promised.
-unsafe impl Send for Piece {}
-
-impl Piece {
-    /// `bytes`, which stay there as long as `guard` lives; `crc` is their CRC32C if it is known.
-    ///
-    /// # Safety
-    /// Nobody writes them until the piece is dropped, which the link does when they are with the kernel, or the
-    /// connection is over.
-    pub unsafe fn new(bytes: &[u8], crc: Option<u32>, guard: Guard) -> Piece {
-        let crc = crc.unwrap_or_else(|| crc32c(bytes));
-        Piece { start: bytes.as_ptr(), len: bytes.len(), crc, _guard: guard }
-    }
-
-    /// Bytes that belong to the piece alone.
-    pub fn owned(bytes: Vec<u8>) -> Piece {
-        Piece::owned_with(bytes, ())
-    }
-
-    /// The same, together with what is to be dropped when they are with the kernel, or never will be.
-    pub fn owned_with(bytes: Vec<u8>, with: impl Send + Sync + 'static) -> Piece {
-        let both = Arc::new((bytes, with));
-        // SAFETY: nobody else has the vector, and the guard is what owns it.
-        unsafe { Piece::new(both.0.as_slice(), None, Arc::clone(&both) as Guard) }
-    }
-
-    fn payload(&self) -> Payload {
-        Payload { len: self.len as u32, crc: self.crc }
-    }
-}
-
-/// A message on its way out.
-pub struct Outgoing {
-    /// What is said.
-    pub message: Message,
-    /// The request's number, which the answer repeats; 0 for what needs none.
-    pub request: u64,
-    /// Of the block map.
-    pub epoch: Epoch,
-    /// What follows it.
-    pub payload: Option<Piece>,
-}
-
-impl Outgoing {
-    /// A message without a payload.
-    pub fn new(request: u64, message: Message) -> Outgoing {
-        Outgoing { message, request, epoch: Epoch(0), payload: None }
-    }
-}
-
-/// What other threads, and the conversation itself, say something by. Cheap to clone.
-#[derive(Clone, Default)]
-pub struct Link(Arc<LinkState>);
-
-#[derive(Default)]
-struct LinkState {
-    queue: Mutex<VecDeque<Outgoing>>,
-    /// Of payload that is queued.
-    queued_bytes: AtomicUsize,
-    connection: OnceLock<Connection>,
-    /// The connection ends when all is said.
-    ending: AtomicBool,
-}
-
-impl Link {
-    /// Says something, soon. On a connection that is over it is lost.
-    pub fn send(&self, outgoing: Outgoing) {
-        self.queue(outgoing);
-        self.wake();
-    }
-
-    fn queue(&self, outgoing: Outgoing) {
-        if self.0.ending.load(Ordering::Relaxed) {
-            return;
-        }
-        let bytes = outgoing.payload.as_ref().map_or(0, |piece| piece.len);
-        let mut queue = self.0.queue.lock();
-        self.0.queued_bytes.fetch_add(bytes, Ordering::Relaxed);
-        queue.push_back(outgoing);
-    }
-
-    fn is_full(&self) -> bool {
-        self.0.queued_bytes.load(Ordering::Relaxed) > MAX_QUEUED_BYTES
-    }
-
-    fn pop(&self) -> Option<Outgoing> {
-        let mut queue = self.0.queue.lock();
-        let outgoing = queue.pop_front()?;
-        let bytes = outgoing.payload.as_ref().map_or(0, |piece| piece.len);
-        self.0.queued_bytes.fetch_sub(bytes, Ordering::Relaxed);
-        Some(outgoing)
-    }
-
-    /// A message without a payload.
-    pub fn say(&self, request: u64, message: Message) {
-        self.send(Outgoing::new(request, message));
-    }
-
-    /// Says something; when it is with the kernel, the connection ends. What is said afterwards is lost.
-    pub fn say_last(&self, outgoing: Outgoing) {
-        self.queue(outgoing);
-        self.0.ending.store(true, Ordering::Relaxed);
-        self.wake();
-    }
-
-    /// Has the conversation asked again for what it takes and sends.
-    pub fn wake(&self) {
-        if let Some(connection) = self.0.connection.get() {
-            connection.wake();
-        }
-    }
-
-    /// Says that the connection is for blocks: others like it are put on other threads.
-    pub fn expect_much(&self) {
-        if let Some(connection) = self.0.connection.get() {
-            connection.expect_much();
-        }
-    }
-
-    /// A number for the thread that serves the connection, other than those of others; 0 before it is opened.
-    pub fn thread(&self) -> usize {
-        self.0.connection.get().map_or(0, Connection::thread)
-    }
-
-    /// Ends the connection.
-    pub fn close(&self, why: Close) {
-        if let Some(connection) = self.0.connection.get() {
-            connection.close(why);
-        }
-    }
-
-    /// Whether two links are of one connection.
-    pub fn is(&self, other: &Link) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-}
-
-/// What becomes of the payload of a message.
-pub enum Take {
-    /// There is none, or it is passed over.
-    Nothing,
-    /// Received into memory of the link, and lent to [`Conversation::payload`].
-    Buffered,
-    /// Received straight there.
-    Into(Target),
-    /// Not now: the message is handed over again after a wake-up, and until then nothing is received.
-    Later,
-}
-
-/// One end of a conversation. All calls come from one thread at a time; none may block.
-pub trait Conversation: Send {
-    /// The connection is there, with what it is spoken to by.
-    fn opened(&mut self, link: &Link) -> Result<(), Close>;
-
-    /// A message has come; says what becomes of its payload, if it has one.
-    ///
-    /// # Errors
-    /// The connection ends.
-    fn message(&mut self, received: &Received) -> Result<Take, Close>;
-
-    /// The payload of that message is there, whole and undamaged: `bytes` if it was buffered, otherwise where it was
-    /// to go.
-    ///
-    /// # Errors
-    /// The connection ends.
-    fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close>;
-
-    /// The next message to send besides those that were said by the link. Asked after a wake-up and when what was
-    /// sent before is with the kernel.
-    fn next(&mut self) -> Option<Outgoing> {
-        None
-    }
-
-    /// How long what the peer sends may be from now on. Asked at the beginning and after each message.
-    fn limits(&self) -> Limits;
-
-    /// Longest silence before the peer is taken for dead; `None` until the greeting is over.
-    fn silence(&self) -> Option<Duration>;
-
-    /// Bytes have come, of whatever. Told now and then.
-    fn heard(&mut self) {}
-
-    /// Time passes, or the connection was woken; when to call again at the latest.
-    ///
-    /// # Errors
-    /// The connection ends.
-    fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
-        let _ = now;
-        Ok(None)
-    }
-
-    /// What is said to a peer before the connection is closed, as what it sends is no frame, or does not fit. Nothing by
-    /// default, unless the peer can know better by it: a refusal of its protocol.
-    fn last_words(&mut self, refusal: Refusal) -> Option<Outgoing> {
-        let protocol = matches!(refusal, Refusal::Protocol { .. });
-        protocol.then(|| Outgoing::new(0, Message::Refused(refusal)))
-    }
-
-    /// Nothing is taken any more, and the last words are being said: the payload under way does not come.
-    fn given_up(&mut self) {}
-
-    /// It is over.
-    fn closed(&mut self, why: &Close);
-}
 
 /// Last words are being said.
 struct Farewell {
@@ -394,7 +126,7 @@ impl<C: Conversation> Framed<C> {
     /// being received meanwhile.
     fn go_on(&mut self) -> Result<(), Close> {
         match self.digest() {
-            Err(why) if self.link.0.ending.load(Ordering::Relaxed) => {
+            Err(why) if self.link.is_ending() => {
                 // Others may have what was to be received, and there is no need for it to be in memory.
                 (self.incoming, self.waiting) = (None, None);
                 self.conversation.given_up();
@@ -489,37 +221,6 @@ impl<C: Conversation> Framed<C> {
         Ok(())
     }
 
-    /// Whether this end takes what comes; while it does not, it cannot tell what the peer does.
-    fn reads(&self) -> bool {
-        self.waiting.is_none() && !self.link.is_full()
-    }
-
-    /// Keeps in mind that a frame is under way, or none is. True if [`Stream::tick`] is to look at it soon.
-    fn mark(&mut self, now: Instant) -> bool {
-        let within = self.incoming.is_some() || self.receiver.is_within_frame();
-        let Some(silence) = self.conversation.silence().filter(|_| within && self.reads()) else {
-            self.progress.rests();
-            return false;
-        };
-        // Its message comes before its payload.
-        let frame = 2 * self.frames + u64::from(self.incoming.is_some());
-        self.progress.under_way(frame, self.seen, now, pause(silence))
-    }
-
-    /// What is under way and does not move on.
-    fn stuck(&self, pause: Duration) -> String {
-        let what = match &self.incoming {
-            Some(incoming) => {
-                let header = &incoming.received.header;
-                let (name, len) = (incoming.received.message.name(), header.payload_len() as usize);
-                let got = len - self.left() + (self.seen - self.taken) as usize;
-                format!("{got} of {len} bytes of a {name}")
-            }
-            None => "a part of a header or body".to_owned(),
-        };
-        format!("{what} came, and then not {} bytes in {pause:.1?}", progress::CRUMBS)
-    }
-
     /// Bytes of the payload that are still to come.
     fn left(&self) -> usize {
         let left = |incoming: &Incoming| incoming.received.header.payload_len() as usize - incoming.got;
@@ -607,16 +308,11 @@ impl<C: Conversation> Framed<C> {
     }
 }
 
-/// The longest one of a peer that lives.
-fn pause(silence: Duration) -> Duration {
-    wire::ping_after(silence.as_millis() as u32)
-}
-
 impl<C: Conversation> Stream for Framed<C> {
     fn opened(&mut self, connection: &Connection) {
         let now = Instant::now();
         (self.opened, self.heard, self.spoke) = (now, now, now);
-        let _ = self.link.0.connection.set(connection.clone());
+        self.link.attach(connection);
         if let Err(why) = self.conversation.opened(&self.link) {
             connection.close(why);
         }
@@ -711,7 +407,7 @@ impl<C: Conversation> Stream for Framed<C> {
         self.spoke = Instant::now();
         self.unsent = self.unsent.saturating_sub(bytes);
         match &mut self.farewell {
-            Some(farewell) if self.unsent == 0 && self.link.0.queue.lock().is_empty() => {
+            Some(farewell) if self.unsent == 0 && self.link.is_said() => {
                 farewell.said = true;
                 if farewell.drains { Ok(()) } else { Err(farewell.why.clone()) }
             }
@@ -729,7 +425,7 @@ impl<C: Conversation> Stream for Framed<C> {
         }
         match self.watch(now) {
             // Here something may be being received: it is not taken away before the connection is closed.
-            Err(why) if self.link.0.ending.load(Ordering::Relaxed) => {
+            Err(why) if self.link.is_ending() => {
                 let deadline = now + FAREWELL;
                 self.farewell = Some(Farewell { why, deadline, drains: false, said: false });
                 Ok(Some(deadline))
@@ -740,46 +436,9 @@ impl<C: Conversation> Stream for Framed<C> {
 
     fn closed(&mut self, why: &Close) {
         self.sending.clear();
-        self.link.0.queue.lock().clear();
+        self.link.clear();
         self.incoming = None;
         let why = self.farewell.as_ref().map_or(why, |farewell| &farewell.why);
         self.conversation.closed(why);
-    }
-}
-
-impl<C: Conversation> Framed<C> {
-    /// What time brings.
-    fn watch(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
-        let wanted = self.conversation.tick(now)?;
-        let Some(silence) = self.conversation.silence() else {
-            let deadline = self.opened + HELLO_DEADLINE;
-            if now >= deadline {
-                let why = format!("no greeting within {HELLO_DEADLINE:?}");
-                self.last_words(Refusal::Other(why.clone()));
-                return Err(Close::Asked(why.into()));
-            }
-            return Ok(Some(wanted.map_or(deadline, |wanted| wanted.min(deadline))));
-        };
-        if self.reads() && now >= self.heard + silence {
-            return Err(Close::Asked(format!("silent for {silence:?}").into()));
-        }
-        let pause = pause(silence);
-        self.mark(now);
-        let Ok(look) = self.progress.look(self.seen, now, pause) else {
-            let why = self.stuck(pause);
-            self.last_words(Refusal::Other(why.clone()));
-            return Err(Close::Asked(why.into()));
-        };
-        if self.link.0.queue.lock().len() > MAX_QUEUED {
-            return Err(Close::Asked("the peer does not take what it is told".into()));
-        }
-        if now >= self.spoke + pause {
-            self.spoke = now;
-            self.link.say(0, Message::Ping);
-        }
-        let next = (self.spoke + pause).min(self.heard + silence).max(now + Duration::from_millis(10));
-        let next = [look, wanted].into_iter().flatten().fold(next, Instant::min);
-        self.progress.promised(next);
-        Ok(Some(next))
     }
 }

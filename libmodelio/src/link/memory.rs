@@ -1,0 +1,91 @@
+//! Payload where it lies: memory that is received into, and memory that is sent from.
+//!
+//! One of the modules that hold `unsafe`: others see that memory, too. [`Target::new`] and [`Piece::new`] say what their
+//! callers promise.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use crate::net::Close;
+use crate::wire::{Payload, crc32c};
+
+/// Whatever keeps memory where it is.
+pub type Guard = Arc<dyn Any + Send + Sync>;
+
+/// Where a payload is to be received.
+pub struct Target {
+    pub(super) start: *mut u8,
+    pub(super) len: usize,
+    _guard: Guard,
+}
+
+// SAFETY: it is memory that `new`'s caller has promised to whoever holds the target, on any thread.
+unsafe impl Send for Target {}
+
+impl Target {
+    /// `len` bytes at `start`, which stay there as long as `guard` lives.
+    ///
+    /// # Safety
+    /// From now until [`Conversation::payload`](super::Conversation::payload) or
+    /// [`Conversation::closed`](super::Conversation::closed) is called, nobody else reads or writes
+    /// them, and they are writable.
+    pub unsafe fn new(start: *mut u8, len: usize, guard: Guard) -> Target {
+        Target { start, len, _guard: guard }
+    }
+
+    /// Fills it from memory that both ends of a connection see.
+    ///
+    /// # Errors
+    /// If that is not as long.
+    ///
+    /// # Safety
+    /// `from` can be read for `len` bytes and does not overlap the target. It may change meanwhile.
+    pub unsafe fn copy_from(&mut self, from: *const u8, len: usize) -> Result<(), Close> {
+        if len != self.len {
+            let why = format!("{len} bytes of payload for {} bytes of memory", self.len);
+            return Err(Close::Asked(why.into()));
+        }
+        // SAFETY: the target is writable and its holder's alone; the rest is the caller's promise.
+        unsafe { self.start.copy_from_nonoverlapping(from, len) };
+        Ok(())
+    }
+}
+
+/// A payload that is to be sent from where it lies.
+pub struct Piece {
+    pub(super) start: *const u8,
+    pub(super) len: usize,
+    crc: u32,
+    _guard: Guard,
+}
+
+// SAFETY: it is memory that may be read from any thread until the piece is dropped, as `new`'s caller has promised.
+unsafe impl Send for Piece {}
+
+impl Piece {
+    /// `bytes`, which stay there as long as `guard` lives; `crc` is their CRC32C if it is known.
+    ///
+    /// # Safety
+    /// Nobody writes them until the piece is dropped, which the link does when they are with the kernel, or the
+    /// connection is over.
+    pub unsafe fn new(bytes: &[u8], crc: Option<u32>, guard: Guard) -> Piece {
+        let crc = crc.unwrap_or_else(|| crc32c(bytes));
+        Piece { start: bytes.as_ptr(), len: bytes.len(), crc, _guard: guard }
+    }
+
+    /// Bytes that belong to the piece alone.
+    pub fn owned(bytes: Vec<u8>) -> Piece {
+        Piece::owned_with(bytes, ())
+    }
+
+    /// The same, together with what is to be dropped when they are with the kernel, or never will be.
+    pub fn owned_with(bytes: Vec<u8>, with: impl Send + Sync + 'static) -> Piece {
+        let both = Arc::new((bytes, with));
+        // SAFETY: nobody else has the vector, and the guard is what owns it.
+        unsafe { Piece::new(both.0.as_slice(), None, Arc::clone(&both) as Guard) }
+    }
+
+    pub(super) fn payload(&self) -> Payload {
+        Payload { len: self.len as u32, crc: self.crc }
+    }
+}

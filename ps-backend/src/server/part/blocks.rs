@@ -1,0 +1,190 @@
+//! Blocks on their way: into sums and versions, and from versions to clients.
+//!
+//! One of the modules that hold `unsafe`: memory of sums and versions is lent to connections.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use libmodelio::ids::{BlockId, ClientId, PlanId, Version};
+use libmodelio::link::{Guard, Link, Outgoing, Piece, Take, Target};
+use libmodelio::wire::{self, Message, Received, Refusal};
+
+use super::Part;
+use crate::part::core::Placement;
+use crate::part::store::{self, PartJob, Payload, PinnedVersion};
+use crate::part::unheard::Unheard;
+
+/// A payload on its way into the part.
+pub(in crate::server) struct Landing {
+    plan: PlanId,
+    client: ClientId,
+    /// Within the part.
+    block: BlockId,
+    wide: bool,
+    how: Placement,
+    job: Arc<PartJob>,
+    target: Option<store::Target>,
+}
+
+impl Part {
+    /// A block is about to come over `link`, which has waited for `unheard`. One that lies in memory which both ends see is there already: its bytes
+    /// go to [`Self::landed`] at once.
+    pub(in crate::server) fn arrive(
+        self: &Arc<Part>,
+        client: ClientId,
+        received: &Received,
+        unheard: &mut Unheard,
+        link: &Link,
+    ) -> Result<(Take, Option<Landing>), Refusal> {
+        let (plan, global, wide, comes) = match received.message {
+            Message::Push { plan, block, wide } => (plan, block, wide, true),
+            Message::PushAt { plan, block, wide, .. } => (plan, block, wide, false),
+            _ => return Ok((Take::Nothing, None)),
+        };
+        let block = self.store.part().local(global).ok_or(Refusal::NotMine { block: global })?;
+        let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
+        let wanted = payload.wanted_len(self.layout(), block) as u32;
+        let fits = received.expect_payload(if comes { wanted } else { 0 });
+        fits.map_err(|error| error.to_refusal())?;
+        let mut state = self.state.lock();
+        let how = state.core.arrive(client, plan, block.0);
+        match how {
+            Placement::Duplicate | Placement::Unwanted => return Ok((Take::Nothing, None)),
+            Placement::Later if !state.core.has_heard_of(plan) && !unheard.waits(plan, Instant::now()) => {
+                tracing::debug!(model = %self.model, %plan, block = global.0, "passed over: no word of its plan");
+                return Ok((Take::Nothing, None));
+            }
+            Placement::Later => {
+                state.wait(link);
+                return Ok((Take::Later, None));
+            }
+            Placement::Store { .. } | Placement::Add { .. } | Placement::Finish { .. } => {}
+        }
+        let Some((_, job)) = state.job.clone().filter(|(of, _)| *of == plan) else {
+            // The core lets nothing arrive before its plan has its memory.
+            let mut actions = Vec::new();
+            state.core.failed(plan, block.0, &mut actions);
+            self.act(state, actions);
+            return Ok((Take::Nothing, None));
+        };
+        if comes {
+            state.landing.push((plan, link.clone()));
+        }
+        drop(state);
+        let mut landing = Landing { plan, client, block, wide, how, job, target: None };
+        if comes && matches!(how, Placement::Store { .. }) {
+            match landing.job.destination(block, wide) {
+                Ok(target) => landing.target = target,
+                Err(error) => {
+                    self.lost(landing, link);
+                    return Err(Refusal::other(error));
+                }
+            }
+        }
+        let Some(target) = &mut landing.target else { return Ok((Take::Buffered, Some(landing))) };
+        let bytes = target.bytes();
+        // SAFETY: the target has the block claimed until `landed` or `lost` is called, which is when the payload is
+        // there or the connection over; the memory is the part's, which the guard keeps.
+        let into = unsafe { Target::new(bytes.as_mut_ptr(), bytes.len(), Arc::clone(self) as Guard) };
+        Ok((Take::Into(into), Some(landing)))
+    }
+
+    /// Its payload is there; `bytes` unless it was received where it belongs.
+    pub(in crate::server) fn landed(
+        self: &Arc<Part>,
+        landing: Landing,
+        bytes: &[u8],
+        link: &Link,
+    ) -> Result<(), Refusal> {
+        let Landing { plan, client, block, wide, how, job, target } = landing;
+        let payload = if wide { Payload::Wide(bytes) } else { Payload::Plain(bytes) };
+        let (fine, check) = match (how, target) {
+            (Placement::Store { check }, Some(target)) => (Ok(target.complete()), check),
+            (Placement::Store { check } | Placement::Add { check }, None) => (job.add(block, payload), check),
+            (Placement::Finish { check: true, .. }, _) => (job.finish(block, Some(payload)), true),
+            (Placement::Finish { check: false, .. }, _) => {
+                (job.finish_unjudged(block, payload).map(|()| true), false)
+            }
+            _ => (Ok(true), false),
+        };
+        // Before the core hears of it: from then on its memory may be wanted.
+        drop(job);
+        let mut state = self.state.lock();
+        state.landing.retain(|(_, of)| !of.is(link));
+        let mut actions = Vec::new();
+        let outcome = match fine {
+            Ok(fit) => {
+                state.core.landed(client, plan, block.0, fit || !check, &mut actions);
+                Ok(())
+            }
+            Err(error) => {
+                state.core.failed(plan, block.0, &mut actions);
+                Err(Refusal::other(error))
+            }
+        };
+        state.wake();
+        self.act(state, actions);
+        outcome
+    }
+
+    /// Its payload did not come.
+    pub(in crate::server) fn lost(self: &Arc<Part>, landing: Landing, link: &Link) {
+        let Landing { plan, block, job, target, .. } = landing;
+        drop(target);
+        drop(job);
+        let mut state = self.state.lock();
+        state.landing.retain(|(_, of)| !of.is(link));
+        let mut actions = Vec::new();
+        state.core.failed(plan, block.0, &mut actions);
+        state.wake();
+        self.act(state, actions);
+    }
+
+    /// What is still to come from `client`; nothing where that cannot be said yet.
+    pub(in crate::server) fn missing(&self, client: ClientId, plan: PlanId) -> Option<Message> {
+        let missing = self.state.lock().core.missing(client, plan)?;
+        let mine = self.store.part().blocks();
+        let mut blocks = wire::BlockRanges::new();
+        for block in missing.ones().map(|block| mine[block].0).take(wire::MAX_RANGES) {
+            match blocks.last_mut() {
+                Some(last) if last.end == block => last.end += 1,
+                _ => blocks.push(block..block + 1),
+            }
+        }
+        Some(Message::Missing { plan, blocks })
+    }
+
+    /// A version to read from; `None` when it is not here yet, and the connection is woken when it may be.
+    pub(in crate::server) fn version(
+        &self,
+        wanted: Version,
+        link: &Link,
+    ) -> Result<Option<Arc<PinnedVersion>>, Refusal> {
+        if let Some(version) = self.store.version(wanted) {
+            return Ok(Some(Arc::new(version)));
+        }
+        let mut state = self.state.lock();
+        let newest = state.core.version();
+        if wanted > newest {
+            state.wait(link);
+            return Ok(None);
+        }
+        drop(state);
+        // It may have come in between.
+        match self.store.version(wanted) {
+            Some(version) => Ok(Some(Arc::new(version))),
+            None => Err(Refusal::NoVersion { wanted, newest }),
+        }
+    }
+
+    /// A block of a version, to be sent.
+    pub(in crate::server) fn block(&self, version: &Arc<PinnedVersion>, block: BlockId) -> Option<Outgoing> {
+        let local = self.store.part().local(block)?;
+        let crc = version.checksum(local);
+        let guard = Arc::clone(version) as Guard;
+        // SAFETY: a version's bytes do not change while it is pinned, which the guard does.
+        let piece = unsafe { Piece::new(version.block(local), Some(crc), guard) };
+        let message = Message::Block { version: version.version(), block };
+        Some(Outgoing { message, request: 0, epoch: self.epoch, payload: Some(piece) })
+    }
+}
