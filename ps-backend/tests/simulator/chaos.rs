@@ -3,6 +3,7 @@
 use libmodelio::ids::Version;
 use libmodelio::wire::{JobState, Message};
 
+use crate::moving::Life;
 use crate::world::{Event, Node, Now, World};
 
 /// Steps that every learner makes when the network is well again.
@@ -10,6 +11,9 @@ const STEPS: u32 = 3;
 
 /// How long they may take, besides what leases and deadlines take.
 const PROGRESS: Now = Now::from_secs(60);
+
+/// How long a move takes at most, once nothing goes wrong any more.
+const SETTLED: Now = Now::from_secs(120);
 
 #[derive(Clone, Debug)]
 pub enum Fault {
@@ -29,6 +33,8 @@ pub enum Fault {
     Starts(usize),
     /// The model's blocks go elsewhere.
     Move,
+    /// A shard's process ends, and is started anew.
+    Kill,
 }
 
 impl World {
@@ -51,6 +57,10 @@ impl World {
             };
             self.at(at, Event::Fault(fault));
         }
+        if self.settings.kills && self.rng.u8(0..4) == 0 {
+            let at = Now::from_micros(self.rng.u64(0..chaos));
+            self.at(at, Event::Fault(Fault::Kill));
+        }
         for _ in 0..self.settings.moves {
             let at = Now::from_micros(self.rng.u64(0..chaos));
             self.at(at, Event::Fault(Fault::Move));
@@ -59,7 +69,7 @@ impl World {
 
     fn nodes(&self) -> Vec<Node> {
         let clients = (0..self.clients.len()).filter(|&index| self.clients[index].alive).map(Node::Client);
-        let parts = self.courses[self.current()].parts.iter().copied().map(Node::Part);
+        let parts = self.courses[self.leads].parts.iter().copied().map(Node::Part);
         clients.chain([self.lead_node()]).chain(parts).collect()
     }
 
@@ -68,7 +78,10 @@ impl World {
             return;
         }
         let (nodes, mut pairs) = (self.nodes(), self.network.pairs());
-        pairs.retain(|(_, acceptor)| self.is_current(*acceptor));
+        pairs.retain(|(_, acceptor)| self.life(*acceptor) == Life::Live);
+        if pairs.is_empty() {
+            return;
+        }
         let node = nodes[self.rng.usize(0..nodes.len())];
         let (a, b) = pairs[self.rng.usize(0..pairs.len())];
         self.trace(|| format!("fault: {fault:?} (of {node:?}, or {a:?} and {b:?})"));
@@ -95,6 +108,7 @@ impl World {
                 }
             }
             Fault::Move => self.begin_move(),
+            Fault::Kill => self.kill(),
             Fault::Starts(learners) => {
                 if self.nodes().len() < 12 {
                     self.add_client(learners);
@@ -152,7 +166,7 @@ impl World {
 
     /// Everything that waits, for a check of what is left at the end.
     fn left_over(&self) -> Option<String> {
-        if self.moving {
+        if self.is_moving() {
             return Some("the model is being moved".into());
         }
         if let Some((plan, parts)) = self.lead.running() {
@@ -196,6 +210,9 @@ impl World {
         self.draw_faults();
         self.run_until(self.settings.chaos, |_| false);
         self.heal();
+        if self.killed > 0 && self.settles() {
+            return;
+        }
         let longest = 3 * self.settings.lease + 4 * self.settings.timeout + PROGRESS;
         let all = |world: &World, f: &dyn Fn(&crate::programs::Program) -> bool| {
             world.clients.iter().filter(|client| client.alive).all(|client| client.programs.iter().all(f))
@@ -212,6 +229,15 @@ impl World {
         let done = self.run_until(end, |world| world.left_over().is_none());
         assert!(done, "what is left at the end: {}", self.left_over().unwrap_or_default());
         self.history.check_end();
+    }
+
+    /// After processes have ended: whatever still moves comes to an end, and everybody hears. Whether the job is dead.
+    fn settles(&mut self) -> bool {
+        let until = self.now + SETTLED;
+        self.run_until(until, |_| false);
+        assert!(!self.is_moving(), "somebody waits for a move for ever");
+        // All programs are answered by their deadlines, which each event checks.
+        self.is_dead()
     }
 
     fn programs(&self) -> Vec<String> {

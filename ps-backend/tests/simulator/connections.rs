@@ -1,5 +1,8 @@
 //! Connections between nodes: opened, lost, opened again.
 
+use libmodelio::wire::{Message, Refusal};
+
+use crate::moving::Life;
 use crate::world::{Event, Node, Now, World};
 
 impl World {
@@ -29,10 +32,26 @@ impl World {
             let again = until - self.now + self.some_time(200_000);
             return self.connects(opener, acceptor, again);
         }
-        if let Node::Client(index) = opener
-            && !self.is_current(acceptor)
-        {
-            return self.greeted_in_vain(index, acceptor);
+        match (opener, acceptor, self.life(acceptor)) {
+            (_, _, Life::Live) => {}
+            (Node::Client(index), ..) => return self.greeted_in_vain(index, acceptor),
+            // The shard is there, but not the blocks: it has been started anew.
+            (Node::Lead(lead), Node::Part(part), Life::Lost) => {
+                if lead == self.leads && self.is_led() {
+                    let known = self.courses[lead].parts.iter().position(|&known| known == part);
+                    let (part, gone) = (known.expect("its part"), Refusal::NoModel("m".into()));
+                    self.on_lead(|lead, now, actions| {
+                        lead.from_part(part, 0, Message::Refused(gone), now, actions);
+                    });
+                }
+                // While it is frozen it does not hear: it is told again.
+                let again = Now::from_millis(100) + self.some_time(300_000);
+                return self.connects(opener, acceptor, again);
+            }
+            _ => {
+                let again = self.some_time(300_000);
+                return self.connects(opener, acceptor, again);
+            }
         }
         self.network.drain(opener, acceptor);
         let connection = self.network.connection(opener, acceptor);
@@ -41,13 +60,16 @@ impl World {
         let epoch = connection.epoch;
         self.trace(|| format!("{opener:?} connects to {acceptor:?} ({epoch})"));
         // Who comes while nobody leads will come again.
-        if let (Node::Client(index), Node::Lead(_)) = (opener, acceptor)
-            && !self.frozen
+        if let Node::Client(index) = opener
+            && acceptor == self.lead_node()
         {
             let id = self.clients[index].id;
-            self.on_lead(|lead, now, actions| {
-                lead.client_up(id, now, actions).expect("room for a client");
-            });
+            match self.frozen {
+                true => drop(self.moves.missed.insert(index)),
+                false => self.on_lead(|lead, now, actions| {
+                    lead.client_up(id, now, actions).expect("room for a client");
+                }),
+            }
         }
         let after = if self.network.is_local(opener, acceptor) { Now::ZERO } else { self.some_time(2000) };
         self.after(after, Event::Accepted { opener, acceptor, epoch });
@@ -73,7 +95,7 @@ impl World {
             (Node::Lead(lead), Node::Part(part)) => {
                 let part =
                     self.courses[lead].parts.iter().position(|&known| known == part).expect("its part");
-                if !self.frozen {
+                if lead == self.leads && self.is_led() {
                     self.on_lead(|lead, _, actions| lead.part_up(part, actions));
                 }
             }
@@ -103,12 +125,15 @@ impl World {
         }
         if !at_opener {
             connection.acceptor_up = false;
-            if let (Node::Client(index), Node::Lead(_)) = (opener, acceptor)
-                && self.is_current(acceptor)
-                && !self.frozen
+            if let Node::Client(index) = opener
+                && acceptor == self.lead_node()
+                && self.life(acceptor) == Life::Live
             {
                 let id = self.clients[index].id;
-                self.on_lead(|lead, now, actions| lead.client_down(id, now, actions));
+                match self.frozen {
+                    true => drop(self.moves.missed.insert(index)),
+                    false => self.on_lead(|lead, now, actions| lead.client_down(id, now, actions)),
+                }
             }
             return;
         }

@@ -29,23 +29,23 @@ fn number(name: &str) -> Option<u64> {
     Some(value.parse().unwrap_or_else(|_| panic!("{name}={value:?} is not a number")))
 }
 
-/// Versions that a run has made, events in it, and moves.
-fn run(seed: u64, printing: bool) -> [u64; 3] {
+/// Versions that a run has made, events in it, moves, and processes of shards that have ended in it.
+fn run(seed: u64, printing: bool) -> [u64; 4] {
     let mut world = World::new(seed, printing);
     world.run();
-    [world.history.made() as u64, world.events, world.current() as u64]
+    [world.history.made() as u64, world.events, world.current() as u64, world.killed]
 }
 
 #[test]
 fn every_history_is_allowed() {
     if let Some(seed) = number("GRADFS_SIM_SEED") {
-        let [versions, events, moves] = run(seed, true);
-        return println!("seed {seed}: {versions} versions, {events} events, {moves} moves");
+        let [versions, events, moves, kills] = run(seed, true);
+        return println!("seed {seed}: {versions} versions, {events} events, {moves} moves, {kills} kills");
     }
     let seeds = number("GRADFS_SIM_SEEDS").unwrap_or(SEEDS);
     let from = number("GRADFS_SIM_FROM").unwrap_or(0);
     let next = AtomicU64::new(from);
-    let totals = [const { AtomicU64::new(0) }; 3];
+    let totals = [const { AtomicU64::new(0) }; 4];
     let failed: Mutex<Vec<(u64, String)>> = Mutex::new(Vec::new());
     let work = || {
         loop {
@@ -82,8 +82,9 @@ fn every_history_is_allowed() {
         println!("  GRADFS_SIM_SEED={seed} cargo test -p ps-backend --test simulator -- --nocapture");
     }
     assert!(failed.is_empty(), "{} of {seeds} seeds failed", failed.len());
-    let [versions, events, moves] = totals.map(AtomicU64::into_inner);
-    println!("{seeds} seeds: {versions} versions, {events} events, {moves} moves");
+    let [versions, events, moves, kills] = totals.map(AtomicU64::into_inner);
+    println!("{seeds} seeds: {versions} versions, {events} events, {moves} moves, {kills} kills");
     // What is not drawn is not checked.
     assert!(seeds < 100 || moves > seeds / 4, "{moves} moves in {seeds} runs");
+    assert!(seeds < 100 || kills > seeds / 16, "{kills} kills in {seeds} runs");
 }

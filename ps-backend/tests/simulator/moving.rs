@@ -1,89 +1,222 @@
-//! The model moves: at a moment when all that there is of the job are a version and the lead's core, both are taken
-//! to other shards, under another block map. Who was connected is told, perhaps late, twice or never; who greets a
+//! The model moves, by the very core that decides it in production: at a moment when all that there is of the job are a
+//! version and the lead's core, both are taken to other shards, under another block map. What is said may be late, or
+//! lost; shards and leads may end in the middle. Who was connected is told, perhaps late, twice or never; who greets a
 //! shard of the past is told then.
 
-use libmodelio::block_map::BlockMap;
-use libmodelio::ids::{ShardId, Version};
-use libmodelio::wire::Message;
-use ps_backend::lead::LeadCore;
+use std::sync::Arc;
+use std::time::Duration;
 
+use libmodelio::block_map::BlockMap;
+use libmodelio::ids::{ClientId, ShardId, Version};
+use libmodelio::wire::{Message, ModelRecord, Refusal, RegistryRequest, ShardRecord};
+use ps_backend::lead::LeadCore;
+use ps_backend::moving::{Action, Job, Looked, MoveCore, Plan, Put, Sight, Tell, Told};
+
+use crate::chaos::Fault;
 use crate::history::Content;
 use crate::shard::Shard;
 use crate::world::{Body, Event, Node, Now, World};
 
-/// How long a move waits for its moment.
-const PATIENCE: Now = Now::from_secs(5);
-/// How often it looks for it.
-const LOOK: Now = Now::from_millis(1);
+/// How long a move may take, at most.
+const PATIENCE: u64 = 8_000_000;
 /// Numbers of shards.
-const SHARDS: u16 = 9;
+pub const SHARDS: u16 = 9;
+/// A shard that nobody tells asks the registry after this time, and again.
+const ASK_AFTER: Now = Now::from_secs(5);
+const ASK_AGAIN: Now = Now::from_secs(2);
+
+/// What a lead, or a shard's part, is at the moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Life {
+    /// The block map is in force, but it has not heard of it.
+    Coming,
+    Live,
+    /// The model has moved, and it knows.
+    Retired,
+    /// Its process has ended, and was started anew.
+    Lost,
+}
 
 /// Where the model is for some time. Its lead is the node of its number.
 #[derive(Debug)]
 pub struct Course {
+    pub record: ModelRecord,
     pub map: BlockMap,
     /// Which of the world's shards are its parts.
     pub parts: Vec<usize>,
+    pub lead: Life,
+    /// Which part is in the lead's process.
+    local: Option<usize>,
+    /// The move by which it came about.
+    by: Option<usize>,
     /// Nobody is there any more.
     stopped: bool,
 }
 
-/// What happens in a move.
+/// One attempt to move the model, for those who hear of it.
+#[derive(Debug)]
+struct Attempt {
+    plan: Arc<Plan>,
+    /// From this course.
+    from: usize,
+    version: Version,
+    state: Vec<u8>,
+}
+
+/// The lead's process carries it out.
+#[derive(Debug)]
+pub struct Mover {
+    of: usize,
+    process: ShardId,
+    core: MoveCore,
+    finished: bool,
+    tick_at: Option<Now>,
+}
+
+/// What a process keeps of a move in which it takes blocks.
+#[derive(Clone, Debug, Default)]
+pub struct Adoption {
+    of: usize,
+    version: Option<Version>,
+    whole: Option<Vec<Content>>,
+    failed: bool,
+    handed: Option<Vec<u8>>,
+}
+
+/// Of all moves.
+#[derive(Debug, Default)]
+pub struct Moves {
+    attempts: Vec<Attempt>,
+    pub movers: Vec<Mover>,
+    adoptions: std::collections::BTreeMap<ShardId, Adoption>,
+    /// Attempts up to this one are abandoned, as far as a process knows.
+    void: std::collections::BTreeMap<ShardId, usize>,
+    /// Clients whose connections came or went while the lead was frozen.
+    pub missed: std::collections::BTreeSet<usize>,
+}
+
+/// What happens in a move; the first number says in which.
 #[derive(Clone, Debug)]
 pub enum Moving {
-    /// Its moment may have come; until then it is waited for.
-    Look(Now),
-    /// The new shards begin, with the lead as it was handed over.
-    Switch(Vec<u8>),
-    /// Those of a course are stopped.
+    Tick(usize),
+    /// A shard is told something.
+    Tell(usize, u64, ShardId, Tell),
+    Answered(usize, u64, Result<Told, String>),
+    /// The registry is asked to replace the record.
+    PutComes(usize),
+    Put(usize, Put),
+    /// A shard has fetched its blocks.
+    Filled(usize, ShardId),
+    /// A shard that nobody tells looks at the registry.
+    Asks(usize, ShardId),
+    /// Somebody wants it no more.
+    Halt(usize),
+    /// The shards of a course are stopped.
     Stop(usize),
 }
 
+pub fn shard_record(number: u16) -> ShardRecord {
+    let address = format!("node{number}:7070");
+    ShardRecord { shard: ShardId(number), address, host: String::new(), draining: false }
+}
+
 impl World {
-    /// Which course the model is on.
+    /// Which course the model is on, as the registry has it.
     pub fn current(&self) -> usize {
         self.courses.len() - 1
     }
 
     pub fn lead_node(&self) -> Node {
-        Node::Lead(self.current())
+        Node::Lead(self.leads)
     }
 
-    /// Whether it is a shard, or the lead, of the course that the model is on.
-    pub fn is_current(&self, node: Node) -> bool {
+    /// Whether somebody leads, and hears what is said.
+    pub fn is_led(&self) -> bool {
+        !self.frozen && self.courses[self.leads].lead == Life::Live
+    }
+
+    pub fn life(&self, node: Node) -> Life {
         match node {
-            Node::Client(_) => true,
-            Node::Lead(course) => course == self.current(),
-            Node::Part(part) => self.shards[part].course == self.current(),
+            Node::Client(_) => Life::Live,
+            Node::Lead(course) => self.courses[course].lead,
+            Node::Part(part) => match self.shards[part].life {
+                // Its process was started anew before the map came into force.
+                Life::Coming if !self.comes(part) => Life::Lost,
+                life => life,
+            },
         }
+    }
+
+    /// Whether a process has what a part that is to be is made of.
+    fn comes(&self, part: usize) -> bool {
+        let Course { map, parts, by, .. } = &self.courses[self.shards[part].course];
+        let at = parts.iter().position(|&known| known == part);
+        let shard = at.and_then(|at| map.shares().into_keys().nth(at));
+        let adoption = shard.and_then(|shard| self.moves.adoptions.get(&shard));
+        adoption.is_some_and(|adoption| Some(adoption.of) == *by)
+    }
+
+    /// Nothing comes of the job any more, and that is known, or will be at everybody's deadline.
+    pub fn is_dead(&self) -> bool {
+        !self.is_led() || self.lead.failed().is_some()
     }
 
     /// Whether `opener` keeps up a connection to `acceptor`.
     pub fn is_wanted(&self, opener: Node, acceptor: Node) -> bool {
         match opener {
             Node::Client(index) => self.clients[index].part_of(&self.courses, acceptor).is_some(),
-            opener => self.is_current(opener),
+            opener => self.life(opener) == Life::Live,
         }
     }
 
-    /// The model is on shards of `map` from now on; `local` of them is in the lead's process.
-    pub fn begin_course(&mut self, map: BlockMap, local: Option<usize>, version: Version, whole: &[Content]) {
-        let lead = Node::Lead(self.courses.len());
+    /// The first course: its lead and its parts begin at once.
+    pub fn begin(&mut self, record: ModelRecord, map: BlockMap, local: Option<usize>, whole: &[Content]) {
+        for number in 1..=SHARDS {
+            let announce =
+                RegistryRequest::Announce { record: shard_record(number), lease_ms: 3_600_000, bound: false };
+            self.registry.handle(&announce, &[], Now::ZERO).expect("there is room");
+        }
+        let bytes = record.encode().expect("a record");
+        self.registry.handle(&RegistryRequest::Put { replaces: None }, &bytes, Now::ZERO).expect("it is new");
+        self.add_course(record, map, local, None);
+        let owners: Vec<ShardId> = self.courses[0].map.shares().into_keys().collect();
+        owners.into_iter().for_each(|owner| self.activate(0, owner, Version(0), whole));
+        self.courses[0].lead = Life::Live;
+        self.lead_connects(0);
+    }
+
+    fn add_course(&mut self, record: ModelRecord, map: BlockMap, local: Option<usize>, by: Option<usize>) {
+        let course = self.courses.len();
+        let blank = vec![Content::default(); self.settings.blocks as usize];
         let mut parts = Vec::new();
-        for (at, shard) in map.shares().into_keys().enumerate() {
-            let mut shard = Shard::new(map.blocks_of(shard).collect(), version, whole, self.settings.keep);
-            shard.course = self.courses.len();
-            let node = Node::Part(self.shards.len());
-            if local == Some(at) {
-                shard.process = Some(lead);
-                self.network.local.push((lead, node));
-            }
+        for shard in map.shares().into_keys() {
+            let mut shard =
+                Shard::new(map.blocks_of(shard).collect(), Version(0), &blank, self.settings.keep);
+            (shard.course, shard.life) = (course, Life::Coming);
             parts.push(self.shards.len());
             self.shards.push(shard);
         }
-        self.courses.push(Course { map, parts: parts.clone(), stopped: false });
-        for part in parts {
-            self.connects(lead, Node::Part(part), Now::ZERO);
+        self.courses.push(Course { record, map, parts, lead: Life::Coming, local, by, stopped: false });
+    }
+
+    /// A shard's part of a course begins.
+    fn activate(&mut self, course: usize, shard: ShardId, version: Version, whole: &[Content]) {
+        let lead = Node::Lead(course);
+        let Course { map, parts, local, .. } = &self.courses[course];
+        let at = map.shares().into_keys().position(|owner| owner == shard).expect("an owner");
+        let (part, is_local) = (parts[at], *local == Some(at));
+        let mut begun = Shard::new(map.blocks_of(shard).collect(), version, whole, self.settings.keep);
+        (begun.course, begun.life) = (course, Life::Live);
+        if is_local {
+            begun.process = Some(lead);
+            self.network.local.push((lead, Node::Part(part)));
+        }
+        self.shards[part] = begun;
+    }
+
+    fn lead_connects(&mut self, course: usize) {
+        for part in self.courses[course].parts.clone() {
+            self.connects(Node::Lead(course), Node::Part(part), Now::ZERO);
         }
     }
 
@@ -95,72 +228,403 @@ impl World {
         }
     }
 
-    // -- the lead and the shards
+    /// A shard's part of a course.
+    fn part_of(&self, course: usize, shard: ShardId) -> Option<usize> {
+        let Course { map, parts, .. } = &self.courses[course];
+        map.shares().into_keys().position(|owner| owner == shard).map(|at| parts[at])
+    }
+
+    // -- the one who moves it
+
+    /// Whether somebody waits for a move.
+    pub fn is_moving(&self) -> bool {
+        self.moves.movers.iter().any(|mover| !mover.finished)
+    }
 
     pub fn begin_move(&mut self) {
-        if !std::mem::replace(&mut self.moving, true) {
-            self.lead.hold();
-            self.after(Now::ZERO, Event::Moves(Moving::Look(self.now + PATIENCE)));
+        if self.is_moving() || !self.is_led() || self.lead.failed().is_some() {
+            return;
+        }
+        let from = self.leads;
+        let before = self.courses[from].record.clone();
+        if before.epoch != self.courses[self.current()].record.epoch {
+            return;
+        }
+        let owners: Vec<ShardId> = self.courses[from].map.shares().into_keys().collect();
+        let off = owners[self.rng.usize(0..owners.len())];
+        // Of the others some take blocks.
+        let mut shards: Vec<ShardRecord> = (1..=SHARDS).map(shard_record).collect();
+        for record in &mut shards {
+            record.draining = record.shard == off || self.rng.u8(0..3) == 0;
+        }
+        let controls = self.lead.job().controls().clone();
+        let job = Job { generation: before.generation, epoch: before.epoch, controls: &controls };
+        let of = self.moves.attempts.len();
+        let process = before.lead;
+        let plan = match Plan::new(off, before, &shards, &job, of as u64 + 1) {
+            Ok(plan) => Arc::new(plan.expect("it has blocks")),
+            Err(why) => return self.trace(|| format!("no move: {why}")),
+        };
+        let attempt = Attempt { plan: Arc::clone(&plan), from, version: Version(0), state: Vec::new() };
+        self.moves.attempts.push(attempt);
+        let deadline = self.now + Now::from_secs(3) + self.some_time(PATIENCE);
+        let hold = Duration::from_secs(1) + self.some_time(PATIENCE);
+        self.trace(|| format!("move {of} off shard {off} to {:?}", plan.after.owners));
+        let mut actions = Vec::new();
+        let core = MoveCore::new(plan, deadline, Some(hold), self.now, &mut actions);
+        self.moves.movers.push(Mover { of, process, core, finished: false, tick_at: None });
+        self.mover_acts(of, actions);
+        if self.chance(0.1) {
+            let after = self.some_time(PATIENCE / 4);
+            self.after(after, Event::Moves(Moving::Halt(of)));
+        }
+        if self.settings.kills && self.rng.bool() {
+            let after = self.some_time(1_500_000);
+            self.after(after, Event::Fault(Fault::Kill));
         }
     }
 
-    pub fn moves(&mut self, moving: Moving) {
-        match moving {
-            Moving::Look(until) if self.lead.is_held() => {
-                self.trace(|| format!("the job is held (until {until:?})"));
-                // Some moves fail here, and nothing has changed.
-                if self.rng.u32(0..8) == 0 {
-                    return self.give_up_move();
-                }
-                let bytes = self.lead.hand_over().expect("it is held");
-                self.frozen = true;
-                let after = self.some_time(300_000);
-                self.after(after, Event::Moves(Moving::Switch(bytes)));
-            }
-            Moving::Look(until) if until <= self.now => {
-                self.trace(|| format!("not moved: {}", self.lead.held_up_by()));
-                self.give_up_move();
-            }
-            Moving::Look(until) => self.after(LOOK, Event::Moves(Moving::Look(until))),
-            Moving::Switch(bytes) => self.switch(&bytes),
-            Moving::Stop(course) => {
-                self.courses[course].stopped = true;
-                for (opener, acceptor) in self.network.pairs() {
-                    let is_of = match acceptor {
-                        Node::Part(part) => self.shards[part].course == course,
-                        node => node == Node::Lead(course),
-                    };
-                    if is_of && matches!(opener, Node::Client(_)) {
-                        self.reset(opener, acceptor);
+    fn on_mover(&mut self, of: usize, f: impl FnOnce(&mut MoveCore, Now, &mut Vec<Action>)) {
+        let now = self.now;
+        let Some(mover) = self.moves.movers.iter_mut().find(|mover| mover.of == of) else { return };
+        let mut actions = Vec::new();
+        f(&mut mover.core, now, &mut actions);
+        self.mover_acts(of, actions);
+    }
+
+    fn mover_acts(&mut self, of: usize, actions: Vec<Action>) {
+        for action in actions {
+            self.trace(|| format!("move {of}: {action:?}"));
+            match action {
+                Action::Tell { number, shard, what, .. } => {
+                    if what == Tell::Fill {
+                        self.moves.attempts[of].version = self.lead.job().version();
+                    }
+                    if !self.chance(0.01) {
+                        let after = self.some_delay();
+                        self.after(after, Event::Moves(Moving::Tell(of, number, shard, what)));
                     }
                 }
+                Action::Hold => self.lead.hold(),
+                Action::Freeze => {
+                    let state = self.lead.hand_over().expect("it is held");
+                    let length = state.len() as u64;
+                    self.moves.attempts[of].state = state;
+                    self.frozen = true;
+                    self.on_mover(of, |core, now, actions| core.frozen(Ok(length), now, actions));
+                }
+                Action::Release => self.release(of),
+                Action::Put { .. } => self.asks_to_put(of),
+                Action::Look => {
+                    let listed = (1..=SHARDS).map(ShardId).collect();
+                    let looked = match self.chance(0.2) {
+                        true => Looked::default(),
+                        false => Looked { forgotten: Some(false), listed: Some(listed) },
+                    };
+                    self.on_mover(of, |core, now, actions| core.looked(&looked, now, actions));
+                }
+                Action::Warn(_) => {}
+                Action::Finished(_) => {
+                    let mover = self.moves.movers.iter_mut().find(|mover| mover.of == of);
+                    mover.expect("it acts").finished = true;
+                }
+            }
+        }
+        self.moves.movers.retain(|mover| !mover.core.is_over());
+        let now = self.now;
+        if let Some(mover) = self.moves.movers.iter_mut().find(|mover| mover.of == of) {
+            let due = mover.core.next_deadline(now).max(now);
+            if mover.tick_at.is_none_or(|at| due < at || at <= now) && due < Now::MAX {
+                mover.tick_at = Some(due);
+                self.at(due, Event::Moves(Moving::Tick(of)));
             }
         }
     }
 
-    fn give_up_move(&mut self) {
-        self.moving = false;
+    /// The lead goes on where it was: the old map is in force, and stays so.
+    fn release(&mut self, of: usize) {
+        let from = self.moves.attempts[of].from;
+        assert_eq!(self.current(), from, "a lead goes on though another block map is in force");
+        if std::mem::take(&mut self.frozen) {
+            for index in std::mem::take(&mut self.moves.missed) {
+                let up = self.network.connection(Node::Client(index), self.lead_node()).acceptor_up;
+                let id = self.clients[index].id;
+                self.on_lead(|lead, now, actions| match up {
+                    true => lead.client_up(id, now, actions).expect("room for a client"),
+                    false => lead.client_down(id, now, actions),
+                });
+            }
+            self.forgive_silence();
+        }
         self.on_lead(|lead, now, actions| lead.release(now, actions));
         self.arm(self.lead_node());
     }
 
-    fn switch(&mut self, bytes: &[u8]) {
-        let before = self.current();
-        let (version, whole) = self.whole();
-        let map = self.another_map();
-        self.trace(|| format!("moves to {:?} at version {version}", map.owners()));
+    /// What was said while nobody listened counts as a sign of life.
+    fn forgive_silence(&mut self) {
+        let learners: Vec<_> = self.lead.job().members(self.now).iter().map(|m| m.learner).collect();
+        let lead = self.lead_node();
+        let up =
+            |world: &mut World, index: usize| world.network.connection(Node::Client(index), lead).acceptor_up;
+        let clients: Vec<usize> = (0..self.clients.len()).filter(|&index| up(self, index)).collect();
+        let ids: Vec<ClientId> = clients.into_iter().map(|index| self.clients[index].id).collect();
+        for id in ids {
+            let touch = Message::Touch { learners: learners.clone(), attached: None };
+            self.on_lead(|lead, now, actions| lead.from_client(id, 0, touch, now, actions));
+        }
+    }
+
+    /// How long something takes on its way: now and then longer than anybody waits.
+    fn some_delay(&mut self) -> Now {
+        let most = if self.chance(0.02) { 15_000_000 } else { 50_000 };
+        self.some_time(most)
+    }
+
+    /// The request may be lost, come late, or be carried out without an answer.
+    fn asks_to_put(&mut self, of: usize) {
+        let comes = |after| (after, Event::Moves(Moving::PutComes(of)));
+        let answered = |after, answer| (after, Event::Moves(Moving::Put(of, answer)));
+        let lost = || Put::Unknown("no answer".into());
+        let after = self.some_delay();
+        let kind = if self.healed { 9 } else { self.rng.u8(0..20) };
+        let events = match kind {
+            0 => vec![answered(after, Put::NotSent("nobody listens".into()))],
+            1 => vec![answered(after, lost())],
+            2 => vec![comes(after), answered(after + after, lost())],
+            3 => vec![answered(after, lost()), comes(after + Now::from_secs(1))],
+            // The answer is what is then.
+            _ => vec![comes(after), answered(after, Put::Done)],
+        };
+        events.into_iter().for_each(|(after, event)| self.after(after, event));
+    }
+
+    // -- what happens
+
+    pub fn moves(&mut self, moving: Moving) {
+        match moving {
+            Moving::Tick(of) => {
+                let sight = Sight {
+                    held_up_by: (!self.lead.is_held()).then(|| self.lead.held_up_by()),
+                    wanted: true,
+                    ends: false,
+                };
+                self.on_mover(of, |core, now, actions| core.tick(now, &sight, actions));
+                let mover = self.moves.movers.iter().find(|mover| mover.of == of);
+                let due = mover.map(|mover| mover.core.next_deadline(self.now));
+                assert!(due.is_none_or(|due| due > self.now), "move {of} does not rest");
+            }
+            Moving::Tell(of, number, shard, what) => {
+                let answer = self.told(of, shard, what);
+                self.trace(|| format!("move {of}: shard {shard} is told {what:?}: {answer:?}"));
+                if !self.chance(0.01) {
+                    let after = self.some_delay();
+                    self.after(after, Event::Moves(Moving::Answered(of, number, answer)));
+                }
+            }
+            Moving::Answered(of, number, answer) => {
+                self.on_mover(of, |core, now, actions| core.answered(number, answer, now, actions));
+            }
+            Moving::PutComes(of) => drop(self.puts(of)),
+            Moving::Put(of, Put::Done) => {
+                let answer = match self.puts(of) {
+                    Ok(()) => Put::Done,
+                    Err(Refusal::Epoch { expected, .. }) => Put::Other(expected),
+                    Err(other) => Put::Refused(other.to_string()),
+                };
+                self.on_mover(of, |core, now, actions| core.put(answer, now, actions));
+            }
+            Moving::Put(of, answer) => self.on_mover(of, |core, now, actions| core.put(answer, now, actions)),
+            Moving::Filled(of, shard) => self.filled(of, shard),
+            Moving::Asks(of, shard) => self.asks(of, shard),
+            Moving::Halt(of) => self.on_mover(of, MoveCore::stop),
+            Moving::Stop(course) => self.stop_course(course),
+        }
+    }
+
+    fn stop_course(&mut self, course: usize) {
+        self.courses[course].stopped = true;
+        for (opener, acceptor) in self.network.pairs() {
+            let is_of = match acceptor {
+                Node::Part(part) => self.shards[part].course == course,
+                node => node == Node::Lead(course),
+            };
+            if is_of && matches!(opener, Node::Client(_)) {
+                self.reset(opener, acceptor);
+            }
+        }
+    }
+
+    /// The registry replaces the record, if it is still the one that was to be replaced. From then on the new map is in
+    /// force.
+    fn puts(&mut self, of: usize) -> Result<(), Refusal> {
+        let plan = Arc::clone(&self.moves.attempts[of].plan);
+        let put = RegistryRequest::Put { replaces: Some(plan.before.epoch) };
+        self.registry.handle(&put, &plan.after.encode().expect("a record"), self.now)?;
+        if self.courses[self.current()].by == Some(of) {
+            return Ok(());
+        }
+        assert!(self.frozen || self.courses[self.leads].lead != Life::Live, "two leads");
+        self.trace(|| format!("move {of} is in force: {:?}", plan.after.owners));
+        let map = plan.after.block_map().expect("a map");
         let parts = map.shares().len();
-        let local = self.rng.bool().then(|| self.rng.usize(0..parts));
+        let at = map.shares().into_keys().position(|owner| owner == plan.after.lead);
+        let local = at.filter(|_| self.rng.bool());
         self.history.moved(parts);
-        self.begin_course(map, local, version, &whole);
-        let taken = LeadCore::taken_over(bytes, self.settings.blocks, parts, self.now);
+        self.add_course(plan.after.clone(), map, local, Some(of));
+        Ok(())
+    }
+
+    /// A shard hears what it is to do.
+    fn told(&mut self, of: usize, shard: ShardId, what: Tell) -> Result<Told, String> {
+        let Attempt { plan, from, version, state } = &self.moves.attempts[of];
+        let (plan, from, version) = (Arc::clone(plan), *from, *version);
+        let known = self.moves.adoptions.get(&shard).map(|adoption| adoption.of);
+        let takes_part = || "it does not take part".to_owned();
+        match what {
+            Tell::Adopt => {
+                let own = self.part_of(from, shard);
+                if self.moves.void.get(&shard).is_some_and(|&void| of <= void) || known > Some(of) {
+                    return Err("a later attempt, or none".into());
+                }
+                if own.is_some_and(|part| self.shards[part].life != Life::Live) {
+                    return Err("no such model".into());
+                }
+                if known < Some(of) {
+                    let adoption = Adoption { of, ..Adoption::default() };
+                    self.moves.adoptions.insert(shard, adoption);
+                }
+                Ok(Told::Done)
+            }
+            Tell::Abandon => {
+                let void = self.moves.void.entry(shard).or_default();
+                *void = of.max(*void);
+                if known.is_some_and(|known| known <= of) {
+                    self.moves.adoptions.remove(&shard);
+                }
+                Ok(Told::Done)
+            }
+            Tell::Delete => unreachable!("nobody deletes it"),
+            Tell::Switch => self.switches(of, shard).map(|()| Told::Done),
+            Tell::Fill | Tell::Adopting | Tell::HandOver { .. } if known != Some(of) => Err(takes_part()),
+            Tell::Fill => {
+                let adoption = self.moves.adoptions.get_mut(&shard).ok_or_else(takes_part)?;
+                if adoption.version.replace(version).is_none() {
+                    let after = self.some_time(200_000);
+                    self.after(after, Event::Moves(Moving::Filled(of, shard)));
+                }
+                Ok(Told::Done)
+            }
+            Tell::Adopting => {
+                let blocks = plan.after.owners.iter().filter(|(owner, _)| *owner == shard);
+                let blocks = blocks.map(|(_, run)| run).sum();
+                match self.moves.adoptions.get(&shard) {
+                    Some(adoption) if adoption.failed => Err("blocks cannot be fetched".into()),
+                    Some(adoption) if adoption.whole.is_some() => Ok(Told::Adopted { blocks, of: blocks }),
+                    _ => Ok(Told::Adopted { blocks: 0, of: blocks }),
+                }
+            }
+            Tell::HandOver { at } => {
+                assert_eq!(at, 0, "a state of one piece");
+                let (blocks, parts) = (self.settings.blocks, self.courses[from].parts.len());
+                LeadCore::taken_over(state, blocks, parts, self.now).expect("what was handed over");
+                let state = state.clone();
+                self.moves.adoptions.get_mut(&shard).ok_or_else(takes_part)?.handed = Some(state);
+                Ok(Told::Done)
+            }
+        }
+    }
+
+    /// A shard fetches its blocks from those that have them.
+    fn filled(&mut self, of: usize, shard: ShardId) {
+        let whole = self.whole(of);
+        let fails = self.chance(0.01);
+        let Some(adoption) = self.moves.adoptions.get_mut(&shard).filter(|adoption| adoption.of == of) else {
+            return;
+        };
+        match whole.filter(|_| !fails) {
+            Some(whole) => {
+                adoption.whole = Some(whole);
+                self.after(ASK_AFTER, Event::Moves(Moving::Asks(of, shard)));
+            }
+            None => adoption.failed = true,
+        }
+    }
+
+    /// The version at which the job is held, of all shards, if they have it.
+    fn whole(&self, of: usize) -> Option<Vec<Content>> {
+        let Attempt { from, version: expected, .. } = self.moves.attempts[of];
+        let mut whole = vec![Content::default(); self.settings.blocks as usize];
+        for &part in &self.courses[from].parts {
+            if self.shards[part].life != Life::Live {
+                return None;
+            }
+            let (version, blocks) = self.shards[part].front()?;
+            if version != expected {
+                return None;
+            }
+            blocks.for_each(|(block, content)| whole[block.index()] = content);
+        }
+        Some(whole)
+    }
+
+    /// Another block map is in force. Nothing happens the second time.
+    fn switches(&mut self, of: usize, shard: ShardId) -> Result<(), String> {
+        let found = self.courses.iter().position(|course| course.by == Some(of));
+        let course = found.expect("it is in force");
+        let from = self.moves.attempts[of].from;
+        let old = self.part_of(from, shard).filter(|&part| self.shards[part].life == Life::Live);
+        let Some(part) = self.part_of(course, shard) else {
+            self.retire(from, shard, old);
+            return Ok(());
+        };
+        match self.shards[part].life {
+            Life::Coming => {}
+            Life::Lost => return Err("this shard has no blocks of the model".into()),
+            Life::Live | Life::Retired => return Ok(()),
+        }
+        let record = self.courses[course].record.clone();
+        let adoption = self.moves.adoptions.get(&shard).filter(|adoption| adoption.of == of).cloned();
+        let Some(Adoption { version: Some(version), whole: Some(whole), handed, .. }) = adoption else {
+            return Err("this shard has no blocks of the model under that block map".into());
+        };
+        if record.lead == shard && handed.is_none() {
+            return Err("the lead's state was not handed over".into());
+        }
+        self.activate(course, shard, version, &whole);
+        self.moves.adoptions.remove(&shard);
+        self.retire(from, shard, old);
+        if let Some(handed) = handed.filter(|_| record.lead == shard) {
+            self.takes_over(course, &handed);
+        }
+        Ok(())
+    }
+
+    fn takes_over(&mut self, course: usize, handed: &[u8]) {
+        let before = self.courses[self.leads].lead;
+        assert!(self.frozen || before == Life::Lost, "a lead begins while another one ({before:?}) goes on");
+        let parts = self.courses[course].parts.len();
+        let taken = LeadCore::taken_over(handed, self.settings.blocks, parts, self.now);
         self.lead = taken.expect("what was handed over");
-        (self.frozen, self.moving) = (false, false);
+        // Whoever led is frozen, and never hears anything again.
+        (self.leads, self.frozen) = (course, false);
+        self.moves.missed.clear();
+        self.courses[course].lead = Life::Live;
+        self.lead_connects(course);
         self.on_lead(|lead, now, actions| lead.go_on(now, actions));
         self.arm(self.lead_node());
-        // Those who are connected are told, and their connections end.
-        let parts = self.courses[before].parts.clone();
-        let nodes = [Node::Lead(before)].into_iter().chain(parts.into_iter().map(Node::Part));
+    }
+
+    /// Whoever is connected to a shard, or to the lead in its process, is told where the model is now, perhaps.
+    fn retire(&mut self, from: usize, shard: ShardId, old: Option<usize>) {
+        let mut nodes: Vec<Node> = Vec::new();
+        if let Some(part) = old {
+            self.shards[part].life = Life::Retired;
+            nodes.push(Node::Part(part));
+        }
+        if self.courses[from].record.lead == shard && self.courses[from].lead == Life::Live {
+            self.courses[from].lead = Life::Retired;
+            nodes.push(Node::Lead(from));
+        }
         for node in nodes {
             for index in 0..self.clients.len() {
                 if self.clients[index].alive && self.network.connection(Node::Client(index), node).acceptor_up
@@ -175,33 +639,66 @@ impl World {
                 }
             }
         }
-        if self.rng.bool() {
+        let all_know = self.courses[from].parts.iter().all(|&part| self.shards[part].life != Life::Live);
+        if all_know && self.rng.bool() {
             let after = self.some_time(3_000_000);
-            self.after(after, Event::Moves(Moving::Stop(before)));
+            self.after(after, Event::Moves(Moving::Stop(from)));
         }
     }
 
-    /// The newest version, of all shards.
-    fn whole(&self) -> (Version, Vec<Content>) {
-        let expected = self.lead.job().version();
-        let mut whole = vec![Content::default(); self.settings.blocks as usize];
-        for &part in &self.courses[self.current()].parts {
-            let (version, blocks) = self.shards[part].front();
-            assert_eq!(version, expected, "part {part} is not where the job is held");
-            blocks.for_each(|(block, content)| whole[block.index()] = content);
+    /// A shard whose blocks are all there, and that nobody tells what becomes of them, asks the registry.
+    fn asks(&mut self, of: usize, shard: ShardId) {
+        if self.moves.adoptions.get(&shard).is_none_or(|adoption| adoption.of != of) {
+            return;
         }
-        (expected, whole)
+        match self.courses.iter().any(|course| course.by == Some(of)) {
+            true => drop(self.switches(of, shard)),
+            // Another map is in force: it never will be.
+            false if self.current() != self.moves.attempts[of].from => {
+                self.moves.adoptions.remove(&shard);
+            }
+            false => {}
+        }
+        self.after(ASK_AGAIN, Event::Moves(Moving::Asks(of, shard)));
     }
 
-    /// The map after some shard has left.
-    fn another_map(&mut self) -> BlockMap {
-        let map = self.courses[self.current()].map.clone();
-        let owners: Vec<ShardId> = map.shares().into_keys().collect();
-        let gone = owners[self.rng.usize(0..owners.len())];
-        let mut others: Vec<ShardId> = (1..=SHARDS).map(ShardId).filter(|&shard| shard != gone).collect();
-        self.rng.shuffle(&mut others);
-        others.truncate(1 + self.rng.usize(0..3));
-        map.without(gone, &others).expect("a map")
+    // -- processes that end
+
+    /// The process of a shard ends, with all that it has, and is started anew.
+    pub fn kill(&mut self) {
+        let adopts = self.moves.adoptions.keys().copied();
+        let owns = self.courses[self.current()].map.shares().into_keys();
+        let all: Vec<ShardId> = adopts.chain(owns).collect();
+        let shard = all[self.rng.usize(0..all.len())];
+        self.trace(|| format!("shard {shard} is killed"));
+        self.killed += 1;
+        self.moves.adoptions.remove(&shard);
+        self.moves.movers.retain(|mover| mover.process != shard);
+        let mut nodes = Vec::new();
+        for course in 0..self.courses.len() {
+            let part = self.part_of(course, shard);
+            // What is to come into being is lost, too.
+            let there = |life: Life| matches!(life, Life::Live | Life::Coming);
+            if let Some(part) = part.filter(|&part| there(self.shards[part].life)) {
+                nodes.push(Node::Part(part));
+            }
+            if self.courses[course].record.lead == shard && there(self.courses[course].lead) {
+                nodes.push(Node::Lead(course));
+            }
+        }
+        for node in nodes {
+            match node {
+                Node::Part(part) => self.shards[part].lose(),
+                Node::Lead(course) => self.courses[course].lead = Life::Lost,
+                Node::Client(_) => unreachable!("a shard"),
+            }
+            for (opener, acceptor) in self.network.pairs() {
+                if opener == node || acceptor == node {
+                    self.network.local.retain(|&pair| pair != (opener, acceptor));
+                    self.reset(opener, acceptor);
+                }
+            }
+        }
     }
 
     // -- clients
@@ -213,26 +710,30 @@ impl World {
             Node::Part(part) => self.shards[part].course,
             Node::Client(_) => unreachable!("a client has no model"),
         };
-        if self.courses[course].stopped {
+        if self.courses[course].stopped || self.life(node) != Life::Retired {
             return;
         }
         self.send(node, Node::Client(index), 0, Message::Moved, Body::Course(course + 1));
     }
 
-    /// A client greets a node of the past.
+    /// A client greets a node that is not there any more, or not yet.
     pub fn greeted_in_vain(&mut self, index: usize, node: Node) {
         let known = self.clients[index].course;
-        if self.courses[known].stopped {
+        let again = Now::from_millis(50) + self.some_time(300_000);
+        if self.courses[known].stopped || self.life(node) == Life::Lost {
             // It finds nobody, and asks the registry after a while.
             let after = Now::from_secs(2) + self.some_time(1_000_000);
-            return self.after(after, Event::Found(index, self.current()));
+            self.after(after, Event::Found(index, self.current()));
+            if !self.courses[known].stopped {
+                self.connects(Node::Client(index), node, after + again);
+            }
+            return;
         }
         // The answer may be lost with its connection; then it greets again.
-        if !self.chance(0.2) {
+        if self.life(node) == Life::Retired && !self.chance(0.2) {
             let after = self.some_time(20_000);
             self.after(after, Event::Found(index, known + 1));
         }
-        let again = Now::from_millis(50) + self.some_time(300_000);
         self.connects(Node::Client(index), node, again);
     }
 

@@ -51,6 +51,8 @@ pub struct Settings {
     pub faults: usize,
     /// How often the model's blocks go elsewhere.
     pub moves: usize,
+    /// Processes of shards end.
+    pub kills: bool,
 }
 
 fn one_of<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
@@ -115,6 +117,7 @@ impl Settings {
             chaos: millis(rng.u64(3000..15_000)),
             faults: [0, 3, 8, 20][rough as usize],
             moves: one_of(rng, &[0, 0, 1, 2, 4]),
+            kills: rng.u8(0..4) == 0,
         }
     }
 

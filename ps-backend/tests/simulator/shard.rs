@@ -9,6 +9,7 @@ use ps_backend::part::core::{self, Action, Kind, PartCore, Placement};
 use ps_backend::reducer::{self, Reducer};
 
 use crate::history::{Content, Uid};
+use crate::moving::Life;
 use crate::world::{Body, Event, Node, Now, World};
 
 /// Payloads that wait because the core has said later.
@@ -44,6 +45,7 @@ pub struct Shard {
     pub core: PartCore,
     /// Which of the world's.
     pub course: usize,
+    pub life: Life,
     /// The process of its lead, if it is in that.
     pub process: Option<Node>,
     /// Its blocks, in order.
@@ -65,10 +67,11 @@ pub struct Shard {
 impl Shard {
     /// With its blocks of the whole of a version.
     pub fn new(mine: Vec<BlockId>, version: Version, whole: &[Content], keep: usize) -> Shard {
-        let front = mine.iter().map(|block| whole[block.index()].clone()).collect();
+        let front = mine.iter().map(|block| whole.get(block.index()).cloned().unwrap_or_default()).collect();
         Shard {
             core: PartCore::new(mine.len() as u32, version),
             course: 0,
+            life: Life::Live,
             process: None,
             versions: VecDeque::from([(version, front)]),
             keep,
@@ -88,11 +91,20 @@ impl Shard {
         self.core.running().is_none() && self.landing.is_empty()
     }
 
-    /// The newest version, block by block. All that there is: no sum waits for the next one.
-    pub fn front(&self) -> (Version, impl Iterator<Item = (BlockId, Content)>) {
-        assert!(self.core.running().is_none() && self.sealed.iter().all(Option::is_none));
+    /// Its process has ended: nothing of it is left.
+    pub fn lose(&mut self) {
+        let blank = Shard::new(self.mine.clone(), Version(0), &[], self.keep);
+        *self = Shard { course: self.course, life: Life::Lost, ..blank };
+    }
+
+    /// The newest version, block by block; nothing while there is more than that: a plan, or sums that wait for the next
+    /// one.
+    pub fn front(&self) -> Option<(Version, impl Iterator<Item = (BlockId, Content)>)> {
+        if self.core.running().is_some() || self.sealed.iter().any(Option::is_some) {
+            return None;
+        }
         let (version, blocks) = self.versions.back().expect("a version");
-        (*version, self.mine.iter().copied().zip(blocks.iter().cloned()))
+        Some((*version, self.mine.iter().copied().zip(blocks.iter().cloned())))
     }
 
     fn replaces(&self) -> bool {
@@ -226,6 +238,10 @@ impl World {
     }
 
     pub fn shard_event(&mut self, part: usize, event: ShardEvent) {
+        // What a process has begun ends with it.
+        if self.shards[part].life == Life::Lost {
+            return;
+        }
         match event {
             ShardEvent::Begun(plan) => {
                 self.on_shard(part, |core, actions| core.begun(plan, actions));

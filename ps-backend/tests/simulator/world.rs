@@ -7,19 +7,24 @@ use std::time::Duration;
 use fastrand::Rng;
 use libmodelio::block_map::BlockMap;
 use libmodelio::client::core::ClientCore;
-use libmodelio::ids::{ClientId, ShardId, Version};
-use libmodelio::wire::Message;
+use libmodelio::ids::{ClientId, Generation, ShardId, Version};
+use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::wire::{Message, ModelRecord};
 use ps_backend::core::MemberView;
 use ps_backend::lead::{self, LeadCore};
+use ps_backend::registry::RegistryCore;
 
 use crate::chaos::Fault;
 use crate::client::{Client, ClientEvent};
 use crate::history::{Content, History};
-use crate::moving::{Course, Moving};
+use crate::moving::{Course, Life, Moves, Moving};
 use crate::network::Network;
 use crate::programs::Program;
 use crate::settings::Settings;
 use crate::shard::{Shard, ShardEvent, Sum};
+
+/// Of a block, in bytes that nobody has.
+const BLOCK: u32 = 64 << 10;
 
 /// Time since the beginning of the world.
 pub type Now = Duration;
@@ -97,10 +102,14 @@ pub struct World {
     pub clients: Vec<Client>,
     /// Where the model is, the last one, and where it was.
     pub courses: Vec<Course>,
-    /// The model is being moved.
-    pub moving: bool,
+    /// Which course the lead is of: the last one that somebody has led.
+    pub leads: usize,
     /// The lead has been handed over, and nobody has taken it yet.
     pub frozen: bool,
+    pub registry: RegistryCore,
+    pub moves: Moves,
+    /// Processes that were killed.
+    pub killed: u64,
     /// The network is well again, and stays so.
     pub healed: bool,
     /// Programs end.
@@ -138,8 +147,11 @@ impl World {
             clients: Vec::new(),
             history,
             courses: Vec::new(),
-            moving: false,
+            leads: 0,
             frozen: false,
+            registry: RegistryCore::new(),
+            moves: Moves::default(),
+            killed: 0,
             healed: false,
             ending: false,
             queue: BTreeMap::new(),
@@ -154,7 +166,13 @@ impl World {
         };
         world.trace(|| format!("{:#?}", world.settings));
         let local = world.settings.colocated.then_some(0);
-        world.begin_course(map, local, Version(0), &first);
+        let (bytes, block) = (u64::from(world.settings.blocks) * u64::from(BLOCK), DType::F32);
+        let layout = ModelLayout::blank(bytes, block, BLOCK).expect("a layout");
+        let lead_at = *map.shares().keys().next().expect("a shard");
+        let record =
+            ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, lead_at, Vec::new());
+        let record = ModelRecord { ready: true, ..record.expect("a record") };
+        world.begin(record, map, local, &first);
         for learners in world.settings.clients.clone() {
             world.add_client(learners);
         }
@@ -300,7 +318,7 @@ impl World {
             Event::Timer(node, number) => {
                 if self.timers.get(&node).is_some_and(|(counts, _)| *counts == number) {
                     self.timers.remove(&node);
-                    if node == self.lead_node() && !self.frozen {
+                    if node == self.lead_node() && self.is_led() {
                         self.on_lead(|lead, now, actions| lead.tick(now, actions));
                         let due = self.lead.job().next_deadline();
                         assert!(due.is_none_or(|due| due > self.now), "the lead leaves a request unanswered");
@@ -320,7 +338,7 @@ impl World {
                 self.pump(index);
                 self.clients[index].core.next_deadline()
             }
-            node if node == self.lead_node() && !self.frozen => Some(self.lead.next_deadline()),
+            node if node == self.lead_node() && self.is_led() => Some(self.lead.next_deadline()),
             Node::Lead(_) | Node::Part(_) => None,
         };
         let Some(due) = due else { return };
@@ -365,11 +383,11 @@ impl World {
             return;
         }
         match (from, to) {
-            (Node::Client(index), Node::Lead(_) | Node::Part(_)) if !self.is_current(to) => {
+            (Node::Client(index), Node::Lead(_) | Node::Part(_)) if self.life(to) != Life::Live => {
                 self.say_moved(to, index);
             }
             (Node::Client(index), Node::Lead(_)) => {
-                if self.frozen || !connection.acceptor_up {
+                if to != self.lead_node() || !self.is_led() || !connection.acceptor_up {
                     return;
                 }
                 let id = self.clients[index].id;
@@ -381,10 +399,12 @@ impl World {
             (Node::Part(part), Node::Lead(lead)) => {
                 // What is said to a lead of the past is refused.
                 let known = self.courses[lead].parts.iter().position(|&known| known == part);
-                if let Some(part) = known.filter(|_| lead == self.current() && !self.frozen) {
+                if let Some(part) = known.filter(|_| lead == self.leads && self.is_led()) {
                     self.on_lead(|lead, now, actions| lead.from_part(part, request, message, now, actions));
                 }
             }
+            // One that was started anew knows nothing of it.
+            (Node::Lead(_), Node::Part(part)) if self.shards[part].life != Life::Live => {}
             (Node::Lead(lead), Node::Part(part)) => {
                 assert_eq!(lead, self.shards[part].course);
                 self.shard_from_lead(part, request, message);
@@ -409,9 +429,13 @@ impl World {
 
     pub fn on_lead<R>(&mut self, f: impl FnOnce(&mut LeadCore, Now, &mut Vec<lead::Action>) -> R) -> R {
         let mut actions = Vec::new();
-        assert!(!self.frozen, "a lead that was handed over goes on");
+        assert!(self.is_led(), "a lead that was handed over, or has ended, goes on");
         let result = f(&mut self.lead, self.now, &mut actions);
-        assert_eq!(self.lead.failed(), None, "the job has failed");
+        assert!(
+            self.killed > 0 || self.lead.failed().is_none(),
+            "the job has failed: {:?}",
+            self.lead.failed()
+        );
         for action in actions {
             self.lead_acts(action);
         }
@@ -441,7 +465,7 @@ impl World {
                     let missing = self.lead.job().members(self.now).iter().filter(is_missing).count();
                     self.history.started(plan, missing);
                 }
-                let part = self.courses[self.current()].parts[part];
+                let part = self.courses[self.leads].parts[part];
                 self.send(self.lead_node(), Node::Part(part), request, message, Body::None);
             }
             lead::Action::Close(id, why) => {
