@@ -60,7 +60,7 @@ def test_a_resting_connection_is_used_when_the_busy_one_hangs(cluster):
     assert len(busy) == 2
     proxy.hold(lambda connection: connection in busy)
     try:
-        with takes(0, 9):
+        with takes(0, 6):
             step(mounts, 6)
     finally:
         proxy.release()

@@ -1,14 +1,20 @@
 """A shard is drained: its blocks move to others while the job runs, as docs/semantics.md promises it "On a network"."""
 
 import itertools
+import json
 import os
+import re
+import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from cluster import Shard
+from conftest import gradfs_binary
 from filetools import BLOCK, array, eventually, takes
 from wire import HEADER_BYTES, MESSAGES, REGISTRY, Peer
 
@@ -253,7 +259,7 @@ def test_an_unreachable_registry_keeps_a_model_where_it_is(apart):
     peer = one.ask(lead)["models"][0]
     asking = Peer(lead.address)
     assert asking.greet("admin").name == "Welcome"
-    answer = asking.request("Move", "m", peer["generation"], gone.number, 20_000, epoch=0)
+    answer = asking.request("Move", "m", peer["generation"], gone.number, 20_000, 0, epoch=0)
     assert answer.name == "Refused" and "registry" in str(answer.fields), answer
     asking.socket.close()
     # The job goes on without it.
@@ -382,6 +388,177 @@ def test_a_failed_drain_is_repeated_by_the_same_command(apart):
         one.run("drain", gone.address, "--timeout", 1)
     drain(one, gone)
     train(one, 1)
+
+
+# -- drains that are taken back
+
+
+@contextmanager
+def held_up(one, **settings):
+    """A job of which `quick` has committed its step, and `slow` has not; and its mount."""
+    model(one, learners=2, reducer="sum", lease=0, **settings)
+    mount = one.mount()
+    mount.join("quick"), mount.join("slow")
+    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
+    yield mount
+    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
+    assert (shown(mount, "slow") == 2).all() and (shown(mount, "quick") == 2).all(), "the job goes on where it is"
+    assert mount.stop() == 0
+
+
+@contextmanager
+def draining(one, shard, *args):
+    """`gradfs drain` as it waits for the step under way."""
+    lead = leader(one)
+    words = [gradfs_binary(), "drain", shard.address, *args, "--registry", one.registry]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(list(map(str, words)), text=True, **pipes) as command:
+        try:
+            stage = lambda: (one.part(lead, "m")["lead"]["moving"] or {}).get("stage")
+            eventually(lambda: stage() == "waiting for the step")
+            yield command
+        finally:
+            command.kill()
+
+
+def marked(one):
+    return [shard["draining"] for shard in one.status()["shards"]]
+
+
+def adopting(one):
+    return [one.ask(shard)["adopting"] for shard in one.shards]
+
+
+def test_a_drain_that_fails_before_anything_moved_leaves_no_mark(cluster):
+    one = model(cluster(1))
+    done = one.run("drain", one.shards[0].address)
+    assert done.returncode == 1 and "nothing has moved, and the shard takes models as before" in done.stderr, done.stderr
+    assert marked(one) == [False]
+    model(one, "another")
+
+
+def test_a_drain_that_fails_when_something_moved_says_how_to_take_it_back(apart):
+    one = apart(3)
+    gone = one.shards[1]
+    with held_up(one):
+        model(one, "a")
+        done = one.run("drain", gone.address, "--timeout", 2)
+        assert done.returncode == 1, done.stderr
+        assert "1 model(s) have moved already (a)" in done.stderr and f"--cancel {gone.number}" in done.stderr, done.stderr
+        assert marked(one) == [False, True, False]
+        refused = one.run("create", "b", "--size", SIZE, "--shards", 3)
+        assert refused.returncode == 1 and "only 2 take models" in refused.stderr, refused.stderr
+        assert f"draining: shard {gone.number} at {gone.address}" in refused.stderr, refused.stderr
+        done = one.run("drain", "--cancel", gone.number)
+        assert done.returncode == 0, done.stderr
+        assert "1 model(s) have blocks there (m)" in done.stdout and "stay where they are (a)" in done.stdout, done.stdout
+        assert marked(one) == [False] * 3
+        assert epochs(one) == {"a": {2}, "m": {1}}
+    model(one, "b", shards=3)
+    # Once more changes nothing.
+    done = one.run("drain", "--cancel", gone.address)
+    assert done.returncode == 0 and "as before" in done.stdout, done.stdout
+
+
+def test_a_drain_is_cancelled_while_it_moves(apart):
+    """By a command of its own; the one that drains says what has become of it."""
+    one = apart(3)
+    with held_up(one):
+        gone = other_than(one, leader(one))
+        with draining(one, gone) as command:
+            with takes(0, 4):
+                done = one.run("drain", "--cancel", gone.address)
+            assert done.returncode == 0 and "1 model(s) have blocks there (m)" in done.stdout, done
+            out, err = command.communicate(timeout=10)
+            assert command.returncode == 1 and "was stopped" in err, (out, err)
+        assert marked(one) == [False] * 3 and epochs(one) == {"m": {1}}
+        eventually(lambda: adopting(one) == [[]] * 3)
+    drain(one, gone)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_drain_stops_what_it_moves(apart, number):
+    one = apart(3)
+    with held_up(one):
+        gone = other_than(one, leader(one))
+        with draining(one, gone) as command, takes(0, 4):
+            command.send_signal(number)
+            out, err = command.communicate(timeout=10)
+            assert command.returncode == 1 and "was stopped" in err and "takes models as before" in err, (out, err)
+        assert marked(one) == [False] * 3 and epochs(one) == {"m": {1}}
+        eventually(lambda: adopting(one) == [[]] * 3)
+    drain(one, gone)
+
+
+def test_a_model_that_is_deleted_while_it_moves_is_not_said_to_have_moved(apart):
+    one = apart(3)
+    model(one, learners=2, reducer="sum", lease=0)
+    mount = one.mount()
+    mount.join("quick"), mount.join("slow")
+    mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
+    gone = other_than(one, leader(one))
+    with draining(one, gone) as command:
+        assert one.run("delete", "m").returncode == 0
+        out, err = command.communicate(timeout=10)
+        assert command.returncode == 0 and "0 model(s) moved" in out and "m was deleted meanwhile" in out, (out, err)
+    eventually(lambda: adopting(one) == [[]] * 3)
+    mount.kill()
+
+
+@pytest.mark.parametrize("hold", ["1.5", None])
+def test_a_job_is_held_no_longer_than_it_may(apart, hold):
+    """By itself for half of what commits wait, whatever the drain's own deadline is."""
+    one = apart(3)
+    with held_up(one, timeout=20 if hold else 3):
+        gone = other_than(one, leader(one))
+        with takes(1.4, 6):
+            done = one.run("drain", gone.address, *(["--hold", hold] if hold else []))
+        assert done.returncode == 1 and "1.5s for which the job may be held" in done.stderr, done.stderr
+        assert "waits for the learner(s) slow" in done.stderr and "--hold" in done.stderr, done.stderr
+        assert marked(one) == [False] * 3
+    drain(one, gone)
+
+
+def test_a_drain_that_is_repeated_while_memory_is_taken_goes_on(apart):
+    """The attempt before has been given up, but the shard has not heard of either yet."""
+    one = model(apart(3))
+    gone, slow = [shard for shard in one.shards if shard is not leader(one)]
+    before = train(one, 1)
+    slow.pause()
+    done = one.run("drain", gone.address, "--timeout", 1)
+    assert done.returncode == 1 and slow.address in done.stderr, done.stderr
+    with ThreadPoolExecutor() as pool:
+        drains = pool.submit(one.run, "drain", gone.address, timeout=60)
+        time.sleep(0.5)
+        slow.resume()
+        done = drains.result(60)
+    assert done.returncode == 0, done.stderr
+    mount = one.mount()
+    assert (shown(mount) == before).all() and epochs(one) == {"m": {2}}
+
+
+def test_a_model_whose_block_map_is_too_long_to_be_told_stays(apart, tmp_path):
+    """That is said at once: nothing is held, and no memory is taken."""
+    one = apart(2)
+    path = tmp_path / "m.safetensors"
+    tensor = {"dtype": "F32", "shape": [ELEMENTS], "data_offsets": [0, SIZE]}
+
+    def write(metadata):
+        header = json.dumps({"__metadata__": {"long": "x" * metadata}, "w": tensor}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(SIZE))
+
+    # A record that is just short enough by itself.
+    most = 16 << 20
+    write(most)
+    refused = one.run("create", "m", "--model", path, "--block-size", BLOCK)
+    length = int(re.search(r"record of (\d+) bytes", refused.stderr)[1])
+    write(most - (length - most) - 20)
+    one.create("m", model=path, block_size=BLOCK)
+    gone = other_than(one, leader(one))
+    with takes(0, 5):
+        done = one.run("drain", gone.address)
+    assert done.returncode == 1 and "cannot be moved" in done.stderr and "less metadata" in done.stderr, done.stderr
+    assert marked(one) == [False, False] and adopting(one) == [[], []]
 
 
 def test_status_tells_of_a_move(apart):

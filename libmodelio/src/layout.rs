@@ -190,6 +190,28 @@ impl ModelLayout {
         tensors: Vec<(String, DType, Vec<usize>)>,
         block_size: u32,
     ) -> Result<ModelLayout, LayoutError> {
+        let (mut layout, runs) = ModelLayout::uncut(tensors, block_size)?;
+        (layout.segments, layout.first_segment) = cut(&runs, layout.size, block_size)?;
+        Ok(layout)
+    }
+
+    /// Whether there is a layout of these tensors, and in which order it has them; without a table of its blocks, which
+    /// may be millions.
+    ///
+    /// # Errors
+    /// Those of [`ModelLayout::new`], but for a lack of memory.
+    pub fn order(
+        tensors: Vec<(String, DType, Vec<usize>)>,
+        block_size: u32,
+    ) -> Result<Vec<Tensor>, LayoutError> {
+        ModelLayout::uncut(tensors, block_size).map(|(layout, _)| layout.tensors)
+    }
+
+    /// All but the blocks, and the runs of elements that they are cut from.
+    fn uncut(
+        tensors: Vec<(String, DType, Vec<usize>)>,
+        block_size: u32,
+    ) -> Result<(ModelLayout, Vec<Segment>), LayoutError> {
         if !block_size.is_power_of_two() || !(MIN_BLOCK_SIZE..=MAX_BLOCK_SIZE).contains(&block_size) {
             return Err(LayoutError::BlockSize(block_size));
         }
@@ -203,16 +225,19 @@ impl ModelLayout {
         if size == 0 {
             return Err(LayoutError::Empty);
         }
+        if size.div_ceil(block_size.into()) > u64::from(MAX_BLOCKS) {
+            return Err(LayoutError::TooManyBlocks { size, block_size });
+        }
         let by_name = index_names(&tensors)?;
         let runs = typed_runs(&tensors);
         let elements = runs.iter().map(Segment::elements).sum();
-        let (segments, first_segment) = cut(&runs, size, block_size)?;
+        let (segments, first_segment) = (Vec::new(), Vec::new());
         let layout = ModelLayout { tensors, size, block_size, segments, first_segment, elements, by_name };
         let header = header_bytes(&layout, &BTreeMap::new()).len();
         if header > MAX_HEADER_BYTES - METADATA_ROOM {
             return Err(LayoutError::HeaderTooLarge(header));
         }
-        Ok(layout)
+        Ok((layout, runs))
     }
 
     /// A model that is one tensor, `weights`, of `size_bytes` bytes: for jobs that bring no file.
@@ -391,11 +416,7 @@ fn typed_runs(tensors: &[Tensor]) -> Vec<Segment> {
 fn cut(runs: &[Segment], size: u64, block_size: u32) -> Result<(Vec<Segment>, Vec<u32>), LayoutError> {
     let too_many = || LayoutError::TooManyBlocks { size, block_size };
     let step = u64::from(block_size);
-    let blocks = size.div_ceil(step);
-    if blocks > u64::from(MAX_BLOCKS) {
-        return Err(too_many());
-    }
-    let blocks = blocks as usize;
+    let blocks = size.div_ceil(step) as usize;
     let (mut segments, mut first_segment) = (Vec::new(), Vec::new());
     segments.try_reserve_exact(blocks + runs.len())?;
     first_segment.try_reserve_exact(blocks + 1)?;

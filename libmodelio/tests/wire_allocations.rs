@@ -1,9 +1,12 @@
 //! What the codec allocates: nothing for a block, and never more than its limits for what a stranger sends.
 
 use allocation_counter::measure;
-use libmodelio::ids::{BlockId, Epoch, PlanId, Version};
+use libmodelio::block_map::BlockMap;
+use libmodelio::ids::{BlockId, Epoch, Generation, PlanId, ShardId, Version};
+use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::wire::{
-    JobState, Limits, MAX_METADATA, Message, ModelRecord, Payload, Receiver, append_frame, crc32c, frame,
+    Adoption, JobState, Limits, MAX_METADATA, Message, ModelRecord, Moved, Payload, Receiver, append_frame,
+    crc32c, frame,
 };
 
 #[test]
@@ -74,5 +77,27 @@ fn what_is_decoded_is_a_small_multiple_of_what_came() {
         bytes.resize(4 << 20, 0);
         let used = measure(|| assert!(ModelRecord::decode(&bytes).is_err()));
         assert!(used.bytes_max < 128 << 20, "{what}: {used:?}");
+        // A record comes first in word of a move, and second in what a shard is told that is to take blocks.
+        let used = measure(|| assert!(Moved::decode(&bytes).is_err()));
+        assert!(used.bytes_max < 128 << 20, "{what}: {used:?}");
+        bytes.insert(0, 7);
+        let used = measure(|| assert!(Adoption::decode(&bytes).is_err()));
+        assert!(used.bytes_max < 128 << 20, "{what}: {used:?}");
     }
+}
+
+#[test]
+fn shards_without_end_take_no_room() {
+    let layout = ModelLayout::blank(1 << 20, DType::F32, 64 << 10).expect("a layout");
+    let map = BlockMap::striped(layout.blocks(), &[ShardId(1)]).expect("a map");
+    let record =
+        ModelRecord::new("m", Generation(1), &layout, Default::default(), &map, ShardId(1), Vec::new());
+    let sound =
+        Moved { record: record.expect("a record"), shards: Vec::new() }.encode().expect("it is short");
+    // Instead of no shards as many as there is room for: each of number 1, with no texts.
+    let mut bytes = sound[..sound.len() - 1].to_vec();
+    bytes.extend([0xff, 0xff, 0xff, 0x01]);
+    bytes.extend([1, 0, 0, 0].repeat(1 << 20));
+    let used = measure(|| assert!(Moved::decode(&bytes).is_err()));
+    assert!(used.bytes_max < 1 << 20, "{used:?}");
 }

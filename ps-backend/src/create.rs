@@ -35,14 +35,14 @@ pub enum CreateError {
     #[error(transparent)]
     Registry(#[from] RegistryError),
     /// Fewer shards than asked for.
-    #[error(
-        "{wanted} shards are wanted, but only {there} are announced: start more, or ask for fewer (--shards)"
-    )]
+    #[error("{wanted} shards are wanted, but only {there} {}", too_few(draining))]
     TooFewShards {
         /// Asked for.
         wanted: usize,
         /// Announced and not draining.
         there: usize,
+        /// Announced, but draining.
+        draining: Vec<String>,
     },
     /// The blocks cannot be striped so.
     #[error(transparent)]
@@ -74,6 +74,17 @@ pub enum CreateError {
     Random(String),
 }
 
+fn too_few(draining: &[String]) -> String {
+    match draining {
+        [] => "are announced: start more, or ask for fewer (--shards)".to_owned(),
+        names => format!(
+            "take models (draining: shard {}): start more, ask for fewer (--shards), or take that back \
+             (gradfs drain --cancel)",
+            names.join(", shard ")
+        ),
+    }
+}
+
 /// For small requests.
 const PROMPT: Duration = Duration::from_secs(10);
 /// For taking memory: seconds a gigabyte where it has to be found first.
@@ -90,12 +101,13 @@ pub fn create(
     source: &mut dyn FnMut(BlockId, &mut [u8]) -> io::Result<()>,
     progress: &mut dyn FnMut(u64),
 ) -> Result<ModelRecord, CreateError> {
-    let mut there = registry.shards(Instant::now() + PROMPT)?;
-    there.retain(|shard| !shard.draining);
+    let shards = registry.shards(Instant::now() + PROMPT)?;
+    let (draining, mut there): (Vec<_>, Vec<_>) = shards.into_iter().partition(|shard| shard.draining);
     // A shard without blocks is no shard of the model.
     let wanted = new.shards.min(new.layout.blocks() as usize);
     if there.len() < wanted || wanted == 0 {
-        return Err(CreateError::TooFewShards { wanted: new.shards, there: there.len() });
+        let draining = draining.iter().map(|shard| format!("{} at {}", shard.shard, shard.address)).collect();
+        return Err(CreateError::TooFewShards { wanted: new.shards, there: there.len(), draining });
     }
     there.truncate(wanted);
     let ids: Vec<ShardId> = there.iter().map(|shard| shard.shard).collect();

@@ -8,6 +8,7 @@ pub mod job;
 pub mod kernels;
 pub mod lead;
 pub mod memory;
+pub mod moving;
 pub mod part;
 pub mod reducer;
 pub mod region_store;

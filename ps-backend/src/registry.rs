@@ -87,7 +87,8 @@ impl RegistryCore {
                 self.withdraw(*shard, now);
                 Ok(RegistryAnswer::Done)
             }
-            RegistryRequest::Drain { shard } => self.drain(*shard).map(done),
+            RegistryRequest::Drain { shard } => self.drain(*shard, true).map(done),
+            RegistryRequest::Undrain { shard } => self.drain(*shard, false).map(done),
             RegistryRequest::Shards => Ok(RegistryAnswer::Shards(self.living(now).cloned().collect())),
             RegistryRequest::Models => Ok(RegistryAnswer::Models(self.models.keys().cloned().collect())),
             RegistryRequest::Model { name } => {
@@ -188,9 +189,9 @@ impl RegistryCore {
         }
     }
 
-    fn drain(&mut self, shard: ShardId) -> Result<(), Refusal> {
+    fn drain(&mut self, shard: ShardId, draining: bool) -> Result<(), Refusal> {
         let unknown = || Refusal::other(format_args!("there is no shard {shard}"));
-        self.shards.get_mut(&shard).ok_or_else(unknown)?.record.draining = true;
+        self.shards.get_mut(&shard).ok_or_else(unknown)?.record.draining = draining;
         Ok(())
     }
 

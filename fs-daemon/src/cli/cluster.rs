@@ -85,7 +85,15 @@ Examples:
   The same by its number, for an hour at most; said again, it goes on where it has stopped:
     gradfs drain 2 --registry node1 --timeout 3600
 
-When it succeeds the shard can be stopped. It takes no more models, in any case.";
+  Over a slow network, for a job whose commits may wait for long (control/timeout):
+    gradfs drain 2 --registry node1 --hold 300
+
+  It is to stay after all; what has moved stays where it is:
+    gradfs drain --cancel 2 --registry node1
+
+When it succeeds the shard can be stopped, and takes no more models. If it fails, or is interrupted, before
+anything has moved, nothing has changed; once something has, the shard takes no more models until --cancel.
+While its blocks are brought a job stands still, for half of its control/timeout at most.";
 
 /// What to do with a cluster.
 #[derive(Debug, Subcommand)]
@@ -108,7 +116,7 @@ pub enum ClusterCommand {
     /// Delete a model from its shards
     #[command(after_help = DELETE_EXAMPLES)]
     Delete(DeleteArgs),
-    /// Move all that a shard has to other shards, and give it no more
+    /// Move all that a shard has to other shards, and give it no more; or take that back
     #[command(after_help = DRAIN_EXAMPLES)]
     Drain(DrainArgs),
 }
@@ -345,6 +353,12 @@ pub struct DrainArgs {
     /// Seconds after which it is given up; a model that has not moved by then stays where it is
     #[arg(long, value_name = "SECONDS", default_value = "600")]
     timeout: String,
+    /// Seconds for which a job may stand still meanwhile [default: half of the model's control/timeout]
+    #[arg(long, value_name = "SECONDS")]
+    hold: Option<String>,
+    /// Stop draining it: what moves is stopped, and the shard takes models again
+    #[arg(long, conflicts_with_all = ["timeout", "hold"])]
+    cancel: bool,
     #[command(flatten)]
     common: CommonArgs,
 }
@@ -355,7 +369,8 @@ impl DrainArgs {
         self,
         variables: impl IntoIterator<Item = (OsString, OsString)>,
     ) -> Result<DrainConfig, Error> {
-        DrainConfig::merge(&self.shard, &self.timeout, &self.common.layers(CLUSTER.flags(), variables)?)
+        let layers = self.common.layers(CLUSTER.flags(), variables)?;
+        DrainConfig::merge(&self.shard, &self.timeout, self.hold.as_deref(), self.cancel, &layers)
     }
 }
 

@@ -1,72 +1,211 @@
-//! `gradfs drain`: all that a shard has moves to others, and it takes no more.
+//! `gradfs drain`: all that a shard has moves to others, and it takes no more; or that is taken back.
 //!
 //! The leads of the models do it; this asks them, one model after the other, until the registry says that nothing is
-//! left. So it can be said again, and goes on where it has stopped.
+//! left. So it can be said again, and goes on where it has stopped. A signal stops the move that is under way.
 
-use std::sync::mpsc::{RecvTimeoutError, channel};
+mod leads;
+
 use std::time::{Duration, Instant};
 
-use libmodelio::admin::{AdminError, AdminPeer};
-use libmodelio::registry::{Registry, RegistryError};
-use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
+use libmodelio::admin::AdminPeer;
+use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
+use libmodelio::wire::{Message, ModelRecord, ShardRecord};
 use serde_json::Value;
 
-use super::status::moving;
 use super::{deadline, registry, registry_error};
 use crate::config::cluster::{DrainConfig, ShardName};
 use crate::error::Error;
-use crate::progress::Progress;
+use leads::{Interrupt, ask_lead, stop_move};
 
-/// How often the lead is asked how far it is.
-const LOOK: Duration = Duration::from_millis(200);
 /// What another move, or a change of the lead, has kept from being done is asked for again after this time.
 const AGAIN: Duration = Duration::from_millis(300);
-/// The lead gives up before we do, and says why.
-const GRACE: Duration = Duration::from_secs(30);
 /// A shard that has been left may hear of that a moment later.
 const SETTLES: Duration = Duration::from_secs(5);
 
-/// Moves all models off a shard.
+/// Moves all models off a shard, or takes that back.
 ///
 /// # Errors
 /// When the registry knows no such shard, when a model cannot be moved, or not in time. What has moved stays so.
 pub fn run(config: &DrainConfig) -> Result<(), Error> {
-    let at = &config.registry;
-    let table = registry(at);
-    let failed = |error| registry_error(at, error);
-    let until = Instant::now() + config.timeout;
+    // Before there are threads.
+    let interrupt = Interrupt::install()?;
+    let table = registry(&config.registry);
+    let failed = |error| registry_error(&config.registry, error);
     let shards = table.shards(deadline()).map_err(failed)?;
-    let Some(shard) = find(&shards, &config.shard) else {
-        let known: Vec<String> =
-            shards.iter().map(|shard| format!("{} (shard {})", shard.address, shard.shard)).collect();
-        let what = match &config.shard {
-            ShardName::Number(number) => format!("there is no shard {number}"),
-            ShardName::At(at) => format!("no shard has announced itself from {at}"),
-        };
-        return Err(Error::new(what)
-            .hint(format!("there are {}", if known.is_empty() { "none".into() } else { known.join(", ") })));
-    };
+    let shard = find(&shards, &config.shard)?;
+    if config.cancel {
+        return cancel(config, &table, shard);
+    }
     table.drain(shard.shard, deadline()).map_err(failed)?;
-    let mut moved = 0;
-    // A model that is being made may not have been there at the first look.
-    loop {
-        let left = models_on(&table, shard).map_err(failed)?;
-        if left.is_empty() {
-            break;
+    let mut moved = Vec::new();
+    match (Drain { config, table: &table, shard, interrupt }).all(&mut moved) {
+        Ok(()) => {
+            keeps_nothing(shard)?;
+            println!("gradfs: shard {} at {} takes no more models", shard.shard, shard.address);
+            let then = match serves_registry(shard) {
+                true => "but it is the registry, too, and has to stay for that",
+                false => "it can be stopped",
+            };
+            println!(
+                "gradfs: {} model(s) moved off it{}, and nothing is left there: {then}",
+                moved.len(),
+                named(&moved)
+            );
+            Ok(())
         }
-        for record in left {
-            move_one(config, &table, shard, record, until)?;
-            moved += 1;
+        Err(Failure { error, undo }) => Err(give_up(&table, shard, &moved, error, undo)),
+    }
+}
+
+/// What has kept a shard from being drained.
+struct Failure {
+    error: Error,
+    /// Nothing is under way any more: if nothing has moved, it is as if nothing had been.
+    undo: bool,
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Failure {
+        Failure { error, undo: true }
+    }
+}
+
+fn named(models: &[String]) -> String {
+    if models.is_empty() { String::new() } else { format!(" ({})", models.join(", ")) }
+}
+
+/// The error that the command ends with. A drain that has moved nothing leaves nothing behind, not even the mark,
+/// unless that was there before.
+fn give_up(table: &RemoteRegistry, shard: &ShardRecord, moved: &[String], error: Error, undo: bool) -> Error {
+    let back = format!("gradfs drain --cancel {} takes that back", shard.shard);
+    if !moved.is_empty() {
+        return error.hint(format!(
+            "{} model(s) have moved already{}; the shard takes no more models: run the command again to go on, \
+             or {back}",
+            moved.len(),
+            named(moved)
+        ));
+    }
+    if shard.draining || !undo {
+        return error
+            .hint(format!("nothing has moved that is known of; the shard takes no more models: {back}"));
+    }
+    match table.undrain(shard.shard, deadline()) {
+        Ok(()) => error.hint("nothing has moved, and the shard takes models as before"),
+        Err(why) => {
+            error.hint(format!("nothing has moved, but the shard takes no more models ({why}): {back}"))
         }
     }
-    keeps_nothing(shard)?;
-    println!("gradfs: shard {} at {} takes no more models", shard.shard, shard.address);
-    let then = match serves_registry(shard) {
-        true => "but it is the registry, too, and has to stay for that",
-        false => "it can be stopped",
-    };
-    println!("gradfs: {moved} model(s) moved off it, and nothing is left there: {then}");
-    Ok(())
+}
+
+struct Drain<'a> {
+    config: &'a DrainConfig,
+    table: &'a RemoteRegistry,
+    /// As it was before.
+    shard: &'a ShardRecord,
+    interrupt: Interrupt,
+}
+
+/// What has become of a model that was on the shard.
+enum Left {
+    Moved,
+    /// It is no more.
+    Deleted,
+}
+
+impl Drain<'_> {
+    fn registry_failed(&self, error: RegistryError) -> Error {
+        registry_error(&self.config.registry, error)
+    }
+
+    fn all(&self, moved: &mut Vec<String>) -> Result<(), Failure> {
+        let until = Instant::now() + self.config.timeout;
+        // A model that is being made may not have been there at the first look.
+        loop {
+            let left = models_on(self.table, self.shard).map_err(|error| self.registry_failed(error))?;
+            if left.is_empty() {
+                return Ok(());
+            }
+            for record in left {
+                if let Some(why) = self.interrupt.why() {
+                    return Err(Error::new(format!("interrupted by {why}")).into());
+                }
+                let name = record.name.clone();
+                match self.one(record, until)? {
+                    Left::Moved => moved.push(name),
+                    Left::Deleted => println!("gradfs: {name} was deleted meanwhile"),
+                }
+            }
+        }
+    }
+
+    /// Asks whoever leads the model until it has moved.
+    fn one(&self, mut record: ModelRecord, until: Instant) -> Result<Left, Failure> {
+        let (shard, name) = (self.shard, record.name.clone());
+        // What has come of a move that was asked for is not known.
+        let unknown = |error| Failure { error: registry_error(&self.config.registry, error), undo: false };
+        loop {
+            let asked = ask_lead(self.config, self.table, shard, &record, until, &self.interrupt);
+            let asked = asked.map_err(|error| self.registry_failed(error))?;
+            let now = match self.table.model(&name, deadline()) {
+                Ok(now) if now.generation == record.generation => now,
+                Ok(_) | Err(RegistryError::NoModel(_)) => return Ok(Left::Deleted),
+                Err(error) => return Err(unknown(error)),
+            };
+            if !owns(&now, shard) {
+                if let Err(why) = asked {
+                    eprintln!("gradfs: {name} has moved, but: {why}");
+                }
+                return Ok(Left::Moved);
+            }
+            let life = |record: &ModelRecord| (record.epoch, record.ready);
+            // Somebody else moves it, or it is still being made: that passes.
+            let passes = life(&now) != life(&record) || !now.ready;
+            let why = asked.err().unwrap_or_else(|| "the registry says that it is still there".into());
+            if !passes || Instant::now() >= until || self.interrupt.why().is_some() {
+                let why =
+                    format!("{name} cannot be moved off shard {} at {}: {why}", shard.shard, shard.address);
+                return Err(Error::new(why).into());
+            }
+            record = now;
+            std::thread::sleep(AGAIN);
+        }
+    }
+}
+
+/// Takes the mark back, and stops what moves.
+fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> Result<(), Error> {
+    let failed = |error| registry_error(&config.registry, error);
+    // From here on no lead begins to move anything off it.
+    table.undrain(shard.shard, deadline()).map_err(failed)?;
+    let was = if shard.draining { "" } else { ", as before: it was not being drained" };
+    println!("gradfs: shard {} at {} takes models{was}", shard.shard, shard.address);
+    let mut unstopped = Vec::new();
+    for record in models_on(table, shard).map_err(failed)? {
+        if let Err(why) = stop_move(table, shard, &record).map_err(failed)? {
+            unstopped.push(format!("{}: {why}", record.name));
+        }
+    }
+    let stay: Vec<String> =
+        models_on(table, shard).map_err(failed)?.into_iter().map(|record| record.name).collect();
+    println!("gradfs: {} model(s) have blocks there{}", stay.len(), named(&stay));
+    let status = status_of(&shard.address).unwrap_or_default();
+    let left = status["left"].as_array().cloned().unwrap_or_default();
+    let there = table.models(deadline()).map_err(failed)?;
+    let left: Vec<String> = left.iter().filter_map(|name| name.as_str().map(str::to_owned)).collect();
+    let left: Vec<String> = left.into_iter().filter(|name| there.contains(name)).collect();
+    if !left.is_empty() {
+        println!(
+            "gradfs: {} model(s) have moved off it, and stay where they are{}",
+            left.len(),
+            named(&left)
+        );
+    }
+    if unstopped.is_empty() {
+        return Ok(());
+    }
+    let what = format!("what moves models off shard {} could not be stopped: ", shard.shard);
+    Err(Error::new(what + &unstopped.join("; ")).hint("gradfs status tells what comes of it"))
 }
 
 /// The shard has the last word: a registry that was started anew does not know what there is.
@@ -94,10 +233,20 @@ fn keeps_nothing(shard: &ShardRecord) -> Result<(), Error> {
     }
 }
 
-fn find<'a>(shards: &'a [ShardRecord], wanted: &ShardName) -> Option<&'a ShardRecord> {
-    shards.iter().find(|shard| match wanted {
+fn find<'a>(shards: &'a [ShardRecord], wanted: &ShardName) -> Result<&'a ShardRecord, Error> {
+    let found = shards.iter().find(|shard| match wanted {
         ShardName::Number(number) => shard.shard.0 == *number,
         ShardName::At(endpoint) => shard.address == endpoint.to_string(),
+    });
+    found.ok_or_else(|| {
+        let known: Vec<String> =
+            shards.iter().map(|shard| format!("{} (shard {})", shard.address, shard.shard)).collect();
+        let what = match wanted {
+            ShardName::Number(number) => format!("there is no shard {number}"),
+            ShardName::At(at) => format!("no shard has announced itself from {at}"),
+        };
+        let there = if known.is_empty() { "none".into() } else { known.join(", ") };
+        Error::new(what).hint(format!("there are {there}"))
     })
 }
 
@@ -130,103 +279,4 @@ fn status_of(address: &str) -> Option<Value> {
 
 fn serves_registry(shard: &ShardRecord) -> bool {
     status_of(&shard.address).is_some_and(|status| status["registry"] == "here")
-}
-
-/// Asks whoever leads the model until it has moved.
-fn move_one(
-    config: &DrainConfig,
-    table: &impl Registry,
-    shard: &ShardRecord,
-    mut record: ModelRecord,
-    until: Instant,
-) -> Result<(), Error> {
-    let name = record.name.clone();
-    let failed = |why: String| {
-        Error::new(format!("{name} cannot be moved off shard {} at {}: {why}", shard.shard, shard.address))
-    };
-    let registry_failed = |error| registry_error(&config.registry, error);
-    loop {
-        let asked = ask_lead(table, shard, &record, until).map_err(registry_failed)?;
-        let now = match table.model(&name, deadline()) {
-            Ok(now) => now,
-            Err(RegistryError::NoModel(_)) => return Ok(()),
-            Err(error) => return Err(registry_failed(error)),
-        };
-        if !owns(&now, shard) {
-            if let Err(why) = asked {
-                eprintln!("gradfs: {name} has moved, but: {why}");
-            }
-            return Ok(());
-        }
-        let life = |record: &ModelRecord| (record.generation, record.epoch, record.ready);
-        // Somebody else moves it, or it is still being made: that passes.
-        let passes = life(&now) != life(&record) || !now.ready;
-        let why = asked.err().unwrap_or_else(|| "the registry says that it is still there".into());
-        if !passes || Instant::now() >= until {
-            return Err(failed(why));
-        }
-        record = now;
-        std::thread::sleep(AGAIN);
-    }
-}
-
-/// Asks the lead to move a model, and shows how far it is. What it refuses, or why it does not answer, is the inner
-/// error.
-fn ask_lead(
-    table: &impl Registry,
-    shard: &ShardRecord,
-    record: &ModelRecord,
-    until: Instant,
-) -> Result<Result<(), String>, RegistryError> {
-    let shards = table.shards(deadline())?;
-    let Some(lead) = shards.into_iter().find(|shard| shard.shard == record.lead) else {
-        return Ok(Err(format!(
-            "shard {}, which leads the model, is not announced: is it running?",
-            record.lead
-        )));
-    };
-    let left = until.saturating_duration_since(Instant::now());
-    let message = Message::Move {
-        model: record.name.clone(),
-        generation: record.generation,
-        off: shard.shard,
-        timeout_ms: u32::try_from(left.as_millis()).unwrap_or(u32::MAX),
-    };
-    let (tell, told) = channel();
-    let address = lead.address.clone();
-    let asks = move || {
-        let answer = AdminPeer::connect(&address, deadline())
-            .and_then(|mut peer| peer.request(&message, &[], until + GRACE));
-        // Nobody waits any more.
-        let _ = tell.send(answer);
-    };
-    if let Err(error) = std::thread::Builder::new().name("asks-lead".into()).spawn(asks) {
-        return Ok(Err(format!("no thread: {error}")));
-    }
-    let progress = Progress::things(format!("{}: moves", record.name));
-    loop {
-        match told.recv_timeout(LOOK) {
-            Ok(Ok((Message::Done, _))) => return Ok(Ok(())),
-            Ok(Ok((other, _))) => return Ok(Err(format!("its lead answers with {}", other.name()))),
-            Ok(Err(AdminError::Refusal(Refusal::NoModel(_)))) => {
-                return Ok(Err("its lead does not have it: run the command again".into()));
-            }
-            Ok(Err(error)) => return Ok(Err(error.to_string())),
-            Err(RecvTimeoutError::Disconnected) => return Ok(Err("asking its lead panicked".into())),
-            Err(RecvTimeoutError::Timeout) => show(&progress, record, &lead),
-        }
-    }
-}
-
-fn show(progress: &Progress, record: &ModelRecord, lead: &ShardRecord) {
-    if !progress.is_shown() {
-        return;
-    }
-    let Some(status) = status_of(&lead.address) else { return };
-    let models = status["models"].as_array().cloned().unwrap_or_default();
-    let Some(model) = models.into_iter().find(|model| model["name"] == *record.name) else { return };
-    if let Some(said) = moving(&model["lead"]) {
-        let of = |key: &str| model["lead"]["moving"][key].as_u64().unwrap_or_default();
-        progress.set(of("blocks"), of("of"), format!("{} {said}", record.name));
-    }
 }

@@ -157,6 +157,10 @@ pub struct DrainConfig {
     pub registry: Endpoint,
     /// When to give up.
     pub timeout: Duration,
+    /// How long a job may stand still for it, if that is not left to the model's settings.
+    pub hold: Option<Duration>,
+    /// It is to be taken back.
+    pub cancel: bool,
 }
 
 /// How a shard is named on the command line.
@@ -179,6 +183,9 @@ impl fmt::Display for ShardName {
 
 /// Longest time for which a shard can be drained by one command.
 const MAX_DRAIN: u64 = 7 * 24 * 3600;
+/// Times in seconds for which a job can be held.
+const MIN_HOLD: f64 = 0.1;
+const MAX_HOLD: f64 = 24.0 * 3600.0;
 
 impl RegistryConfig {
     /// Merges `layers`, the strongest first.
@@ -298,7 +305,13 @@ impl DeleteConfig {
 
 impl DrainConfig {
     /// Merges `layers`, the strongest first. What is drained is said on the command line alone.
-    pub fn merge(shard: &str, timeout: &str, layers: &[Layer]) -> Result<DrainConfig, Error> {
+    pub fn merge(
+        shard: &str,
+        timeout: &str,
+        hold: Option<&str>,
+        cancel: bool,
+        layers: &[Layer],
+    ) -> Result<DrainConfig, Error> {
         let shard = match shard.parse::<u16>() {
             Ok(0) => {
                 return Err(
@@ -321,7 +334,21 @@ impl DrainConfig {
             Error::usage(format!("--timeout: {timeout:?} is not a number of seconds from 1 to {MAX_DRAIN}"))
         })?;
         let timeout = Duration::from_secs(seconds);
-        Ok(DrainConfig { shard, registry: Merged(layers).registry_needed()?, timeout })
+        let hold = hold.map(|text| {
+            let seconds = text.parse::<f64>().ok().filter(|seconds| (MIN_HOLD..=MAX_HOLD).contains(seconds));
+            seconds.map(Duration::from_secs_f64).ok_or_else(|| {
+                let what =
+                    format!("--hold: {text:?} is not a number of seconds from {MIN_HOLD} to {MAX_HOLD}");
+                Error::usage(what).hint("left out, it is half of the model's control/timeout")
+            })
+        });
+        Ok(DrainConfig {
+            shard,
+            registry: Merged(layers).registry_needed()?,
+            timeout,
+            hold: hold.transpose()?,
+            cancel,
+        })
     }
 }
 

@@ -207,6 +207,11 @@ impl Conversation for Data {
             Message::Refused(refusal) => return Err(turned_away(refusal)),
             _ => {}
         }
+        if let Message::Missing { blocks, .. } = &received.message
+            && !blocks.is_empty()
+        {
+            shared.doubt_others(way, self.part, &self.greeting.link);
+        }
         if let Message::Rest { rests } = received.message {
             shared.rest(way, self.part, &self.greeting.link, rests);
             return Ok(Take::Nothing);
@@ -225,10 +230,11 @@ impl Conversation for Data {
 
     fn next(&mut self) -> Option<Outgoing> {
         self.greeting.silence?;
+        let Greeting { shared, way, link, .. } = &self.greeting;
         if self.due > 0 && self.came.elapsed() > LOST {
             self.due = 0;
+            shared.doubt(way, self.part, link);
         }
-        let Greeting { shared, way, link, .. } = &self.greeting;
         let (outgoing, asked) = match &mut self.memory {
             Some(memory) => shared.next_by_memory(self.part, memory, link, self.due)?,
             None => shared.next_for(way, self.part, link, self.due)?,
@@ -246,6 +252,11 @@ impl Conversation for Data {
 
     fn silence(&self) -> Option<Duration> {
         self.greeting.silence
+    }
+
+    fn heard(&mut self) {
+        let Greeting { shared, way, link, .. } = &self.greeting;
+        shared.trust(way, self.part, link);
     }
 
     fn closed(&mut self, why: &Close) {

@@ -44,6 +44,12 @@ pub trait Registry: Send + Sync {
     /// [`RegistryError::Refused`] for one that never announced itself.
     fn drain(&self, shard: ShardId, deadline: Instant) -> Result<(), RegistryError>;
 
+    /// A shard may take models again.
+    ///
+    /// # Errors
+    /// [`RegistryError::Refused`] for one that never announced itself.
+    fn undrain(&self, shard: ShardId, deadline: Instant) -> Result<(), RegistryError>;
+
     /// The shards whose lease is not over, by their numbers.
     ///
     /// # Errors

@@ -107,6 +107,10 @@ impl Registry for RemoteRegistry {
         self.done(RegistryRequest::Drain { shard }, &[], deadline)
     }
 
+    fn undrain(&self, shard: ShardId, deadline: Instant) -> Result<(), RegistryError> {
+        self.done(RegistryRequest::Undrain { shard }, &[], deadline)
+    }
+
     fn shards(&self, deadline: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
         match self.ask(RegistryRequest::Shards, &[], deadline)?.0 {
             RegistryAnswer::Shards(shards) => Ok(shards),

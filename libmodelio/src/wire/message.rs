@@ -354,6 +354,8 @@ pub enum Message {
         off: ShardId,
         /// Until then the new map is in force, or nothing has changed; in milliseconds.
         timeout_ms: u32,
+        /// Longest time for which the job may stand still, in milliseconds; 0 for what the model's settings allow.
+        hold_ms: u32,
     },
     /// Take the memory of a part under a new block map, beside what there is. The payload is a [`super::Adoption`].
     /// Answered by `Done`.
@@ -426,6 +428,18 @@ pub enum Message {
     Rest {
         /// They are.
         rests: bool,
+    },
+
+    // -- to the lead again
+    /// Stop what moves the model's blocks off a shard, unless the new map may be in force already. To its lead.
+    /// Answered by `Done` when nothing does any more, whatever has come of it.
+    StopMove {
+        /// The model.
+        model: String,
+        /// Which life of it.
+        generation: Generation,
+        /// Off this shard.
+        off: ShardId,
     },
 }
 

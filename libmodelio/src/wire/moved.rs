@@ -137,25 +137,78 @@ impl Moved {
 mod tests {
     use std::collections::BTreeMap;
 
+    use proptest::prelude::*;
+
     use super::*;
     use crate::block_map::BlockMap;
     use crate::ids::{Generation, ShardId};
     use crate::layout::{DType, ModelLayout};
 
-    #[test]
-    fn where_a_model_is_goes_there_and_back_or_is_refused() {
+    fn shard(number: u16) -> ShardRecord {
+        let address = format!("node{number}:7070");
+        ShardRecord { shard: ShardId(number), address, host: String::new(), draining: false }
+    }
+
+    /// A model that has left shard 2 for 3, and what was said of it before.
+    fn samples() -> (Moved, Adoption) {
         let layout = ModelLayout::blank(1 << 20, DType::F32, 64 << 10).unwrap();
         let map = BlockMap::striped(layout.blocks(), &[ShardId(1), ShardId(2)]).unwrap();
         let map = map.without(ShardId(2), &[ShardId(1), ShardId(3)]).unwrap();
         let record =
-            ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, ShardId(1), Vec::new());
-        let shard = |number| ShardRecord {
-            shard: ShardId(number),
-            address: format!("node{number}:7070"),
-            host: String::new(),
-            draining: false,
-        };
-        let mut moved = Moved { record: record.unwrap(), shards: vec![shard(1), shard(3)] };
+            ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, ShardId(1), Vec::new())
+                .unwrap();
+        let moved = Moved { record: record.clone(), shards: vec![shard(1), shard(3)] };
+        let shards = vec![shard(1), shard(2), shard(3)];
+        let owners = vec![(ShardId(1), 8), (ShardId(2), 8)];
+        (moved, Adoption { attempt: 7, record, epoch: Epoch(1), owners, shards })
+    }
+
+    /// What is taken is sound, and can be said again.
+    fn decode_both(bytes: &[u8]) {
+        if let Ok(moved) = Moved::decode(bytes) {
+            moved.record.check().unwrap();
+            assert_eq!(Moved::decode(&moved.encode().unwrap()).unwrap(), moved);
+        }
+        if let Ok(adoption) = Adoption::decode(bytes) {
+            let maps = (adoption.record.block_map().unwrap(), adoption.map_in_force().unwrap());
+            assert_eq!(maps.0.blocks(), maps.1.blocks());
+            assert_eq!(Adoption::decode(&adoption.encode().unwrap()).unwrap(), adoption);
+        }
+    }
+
+    /// Some bytes replaced, others cut out or put in.
+    fn mutated(bytes: &[u8], changes: &[(usize, u8, u8)]) -> Vec<u8> {
+        let mut bytes = bytes.to_vec();
+        for &(at, what, value) in changes {
+            let at = at % (bytes.len() + 1);
+            match what % 3 {
+                0 if at < bytes.len() => bytes[at] = value,
+                1 if at < bytes.len() => drop(bytes.remove(at)),
+                _ => bytes.insert(at, value),
+            }
+        }
+        bytes
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_refused_or_sound(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+            decode_both(&bytes);
+        }
+
+        #[test]
+        fn changed_bytes_are_refused_or_sound(
+            changes in proptest::collection::vec((any::<usize>(), any::<u8>(), any::<u8>()), 1..6),
+        ) {
+            let (moved, adoption) = samples();
+            decode_both(&mutated(&moved.encode().unwrap(), &changes));
+            decode_both(&mutated(&adoption.encode().unwrap(), &changes));
+        }
+    }
+
+    #[test]
+    fn where_a_model_is_goes_there_and_back_or_is_refused() {
+        let (mut moved, adoption) = samples();
         let bytes = moved.encode().unwrap();
         assert_eq!(Moved::decode(&bytes).unwrap(), moved);
         assert!(matches!(Moved::decode(&[&bytes[..], &[0]].concat()), Err(RecordError::Trailing(1))));
@@ -163,9 +216,6 @@ mod tests {
         moved.shards.pop();
         assert!(matches!(Moved::decode(&moved.encode().unwrap()), Err(RecordError::Unknown(ShardId(3)))));
 
-        let shards = vec![shard(1), shard(2), shard(3)];
-        let owners = vec![(ShardId(1), 8), (ShardId(2), 8)];
-        let adoption = Adoption { attempt: 7, record: moved.record, epoch: Epoch(1), owners, shards };
         let bytes = adoption.encode().unwrap();
         assert_eq!(Adoption::decode(&bytes).unwrap(), adoption);
         assert!(matches!(Adoption::decode(&[&bytes[..], &[0]].concat()), Err(RecordError::Trailing(1))));

@@ -1,16 +1,16 @@
 //! A model's record: made from a layout and a block map, and turned back into them; its limits.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::marker::PhantomData;
 
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use super::{MAX_PAYLOAD, ModelRecord};
-use crate::block_map::{BlockMap, MapError};
+use crate::block_map::{BlockMap, MAX_SHARDS, MapError};
 use crate::dtype::DType;
 use crate::ids::{Epoch, Generation, ShardId};
-use crate::layout::{LayoutError, MAX_BLOCKS, ModelLayout, tensor_bytes};
+use crate::layout::{LayoutError, MAX_BLOCKS, ModelLayout, Tensor, tensor_bytes};
 
 /// Longest name of a model, in bytes: it is a file name.
 pub const MAX_MODEL_NAME: usize = 255;
@@ -147,7 +147,8 @@ impl ModelRecord {
             ready: false,
         };
         record.check_heads()?;
-        record.block_map()?;
+        record.check_owners(&record.owners)?;
+        record.check_lead()?;
         Ok(record)
     }
 
@@ -166,19 +167,29 @@ impl ModelRecord {
     /// # Errors
     /// [`RecordError`] for tensors that have none, or have it in another order.
     pub fn layout(&self) -> Result<ModelLayout, RecordError> {
+        let layout = ModelLayout::new(self.typed()?, self.block_size)?;
+        self.check_order(layout.tensors())?;
+        Ok(layout)
+    }
+
+    /// The tensors as the layout takes them.
+    fn typed(&self) -> Result<Vec<(String, DType, Vec<usize>)>, RecordError> {
         self.blocks()?;
         let mut tensors = Vec::with_capacity(self.tensors.len());
         for tensor in &self.tensors {
             let (dtype, shape) = typed(tensor)?;
             tensors.push((tensor.0.clone(), dtype, shape));
         }
-        let layout = ModelLayout::new(tensors, self.block_size)?;
-        let mut pairs = layout.tensors().iter().zip(&self.tensors);
+        Ok(tensors)
+    }
+
+    fn check_order(&self, placed: &[Tensor]) -> Result<(), RecordError> {
+        let mut pairs = placed.iter().zip(&self.tensors);
         match pairs.find(|(placed, (name, ..))| placed.name != *name) {
             Some((placed, (got, ..))) => {
                 Err(RecordError::Order { expected: placed.name.clone(), got: got.clone() })
             }
-            None => Ok(layout),
+            None => Ok(()),
         }
     }
 
@@ -188,10 +199,15 @@ impl ModelRecord {
     /// [`RecordError`] for a map that does not fit the tensors, or whose lead owns nothing.
     pub fn block_map(&self) -> Result<BlockMap, RecordError> {
         let map = self.map_of(self.epoch, &self.owners)?;
-        if !self.owners.iter().any(|&(owner, _)| owner == self.lead) {
-            return Err(RecordError::Lead(self.lead));
-        }
+        self.check_lead()?;
         Ok(map)
+    }
+
+    fn check_lead(&self) -> Result<(), RecordError> {
+        match self.owners.iter().any(|&(owner, _)| owner == self.lead) {
+            true => Ok(()),
+            false => Err(RecordError::Lead(self.lead)),
+        }
     }
 
     /// A block map of the model, from runs of blocks.
@@ -199,24 +215,34 @@ impl ModelRecord {
     /// # Errors
     /// [`RecordError::Owners`], [`RecordError::Map`].
     pub(super) fn map_of(&self, epoch: Epoch, owners: &[(ShardId, u32)]) -> Result<BlockMap, RecordError> {
+        self.check_owners(owners)?;
+        let owners = owners.iter().flat_map(|&(owner, run)| std::iter::repeat_n(owner, run as usize));
+        Ok(BlockMap::from_owners(epoch, owners.collect())?)
+    }
+
+    fn check_owners(&self, owners: &[(ShardId, u32)]) -> Result<(), RecordError> {
         let expected = u64::from(self.blocks()?);
         let got = owners.iter().map(|&(_, run)| u64::from(run)).sum();
         if got != expected || owners.iter().any(|&(_, run)| run == 0) {
             return Err(RecordError::Owners { expected, got });
         }
-        let owners = owners.iter().flat_map(|&(owner, run)| std::iter::repeat_n(owner, run as usize));
-        Ok(BlockMap::from_owners(epoch, owners.collect())?)
+        let shards: BTreeSet<ShardId> = owners.iter().map(|&(owner, _)| owner).collect();
+        match shards.len() {
+            shards if shards > MAX_SHARDS => Err(MapError::TooManyShards(shards).into()),
+            _ => Ok(()),
+        }
     }
 
-    /// Whether all of it is sound: what else asks [`Self::layout`] and [`Self::block_map`] finds no error.
+    /// Whether all of it is sound: what else asks [`Self::layout`] and [`Self::block_map`] finds no error. Makes no table
+    /// of the blocks.
     ///
     /// # Errors
     /// [`RecordError`] for the first thing that is not.
     pub fn check(&self) -> Result<(), RecordError> {
         self.check_heads()?;
-        self.layout()?;
-        self.block_map()?;
-        Ok(())
+        self.check_order(&ModelLayout::order(self.typed()?, self.block_size)?)?;
+        self.check_owners(&self.owners)?;
+        self.check_lead()
     }
 
     /// As bytes: postcard's.

@@ -125,6 +125,11 @@ pub enum RegistryRequest {
         /// Which life of it.
         generation: Generation,
     },
+    /// A shard may take models again. Answered by `Done`.
+    Undrain {
+        /// Which.
+        shard: ShardId,
+    },
     /// What a shard holds: what becomes of it? Answered by `Fates`.
     Holding {
         /// Who asks.

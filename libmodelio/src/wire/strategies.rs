@@ -187,6 +187,7 @@ fn registry_request() -> impl Strategy<Value = RegistryRequest> {
         proptest::option::of(id64(Epoch)).prop_map(|replaces| RegistryRequest::Put { replaces }),
         (text(), id64(Generation))
             .prop_map(|(name, generation)| RegistryRequest::Delete { name, generation }),
+        shard().prop_map(|shard| RegistryRequest::Undrain { shard }),
         (shard(), vec(held(), 0..4), vec((text(), id64(Generation)), 0..4))
             .prop_map(|(shard, held, deleted)| RegistryRequest::Holding { shard, held, deleted }),
         vec(shard_record(), 0..4).prop_map(|shards| RegistryRequest::Restore { shards }),
@@ -335,12 +336,13 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             })
             .boxed(),
         Just(Message::Moved).boxed(),
-        (text(), id64(Generation), shard(), any::<u32>())
-            .prop_map(|(model, generation, off, timeout_ms)| Message::Move {
+        (text(), id64(Generation), shard(), any::<(u32, u32)>())
+            .prop_map(|(model, generation, off, (timeout_ms, hold_ms))| Message::Move {
                 model,
                 generation,
                 off,
                 timeout_ms,
+                hold_ms,
             })
             .boxed(),
         Just(Message::Adopt).boxed(),
@@ -380,6 +382,9 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(generation, attempt)| Message::Abandon { generation, attempt })
             .boxed(),
         any::<bool>().prop_map(|rests| Message::Rest { rests }).boxed(),
+        (text(), id64(Generation), shard())
+            .prop_map(|(model, generation, off)| Message::StopMove { model, generation, off })
+            .boxed(),
     ]
 }
 

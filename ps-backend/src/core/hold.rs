@@ -4,7 +4,7 @@
 //! are, and their commits wait for the version. When it is out, nothing is begun any more. Requests are taken as ever,
 //! and deadlines and leases go on.
 
-use super::{Action, Now, Place, ShardCore};
+use super::{Action, Committed, Contribution, Now, Pending, PendingKind, Phase, Place, ShardCore};
 use crate::reducer::Reducer;
 
 impl<S: Clone> ShardCore<S> {
@@ -50,16 +50,27 @@ impl<S: Clone> ShardCore<S> {
     /// Whether all of it is of a job of `blocks` blocks that was held. What came from elsewhere may be anything.
     pub fn is_sound(&self, blocks: u32) -> bool {
         let of_model = |set: &fixedbitset::FixedBitSet| set.len() == blocks as usize;
-        let held = |committed: &super::Committed<S>| {
-            let contribution = &committed.contribution;
+        let of_phase = |phase: &Phase| match phase {
+            Phase::Idle => true,
+            Phase::Open { received, fused, .. } => of_model(received) && of_model(fused),
+        };
+        let contributed =
+            |contribution: &Contribution<S>| of_model(&contribution.sent) && of_model(&contribution.deferred);
+        let held = |committed: &Committed<S>| {
             !matches!(committed.place, Place::Folding)
-                && of_model(&contribution.sent)
-                && of_model(&contribution.deferred)
+                && contributed(&committed.contribution)
+                && committed.undo.as_ref().is_none_or(of_phase)
+        };
+        let waits = |pending: &Pending<S>| match &pending.kind {
+            PendingKind::Commit { contribution, .. } => contributed(contribution),
+            PendingKind::Assign { .. } => true,
         };
         self.blocks == blocks as usize
             && of_model(&self.accumulated)
             && self.accumulated.is_clear()
             && self.fuses_in_flight == 0
+            && self.members.values().all(|member| of_phase(&member.phase))
             && self.committed.iter().all(held)
+            && self.pending.iter().all(waits)
     }
 }

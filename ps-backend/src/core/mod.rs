@@ -21,6 +21,7 @@
 //! commit sent again then learns the outcome and changes nothing.
 
 mod arrival;
+mod bits;
 mod commit;
 mod consistency;
 mod hold;
@@ -61,8 +62,10 @@ pub struct Contribution<S> {
     /// Whose.
     pub learner: LearnerId,
     /// Blocks it holds; the others count as zero.
+    #[serde(deserialize_with = "bits::deserialize")]
     pub sent: FixedBitSet,
     /// Blocks to be read from `source`.
+    #[serde(deserialize_with = "bits::deserialize")]
     pub deferred: FixedBitSet,
     /// The staging memory.
     pub source: S,
@@ -188,8 +191,10 @@ enum Phase {
     Open {
         step: Step,
         /// The exactly-once record.
+        #[serde(deserialize_with = "bits::deserialize")]
         received: FixedBitSet,
         /// Reduced on arrival.
+        #[serde(deserialize_with = "bits::deserialize")]
         fused: FixedBitSet,
     },
 }
@@ -297,6 +302,7 @@ pub struct ShardCore<S> {
     formed: bool,
     committed: Vec<Committed<S>>,
     /// Blocks in the accumulator.
+    #[serde(deserialize_with = "bits::deserialize")]
     accumulated: FixedBitSet,
     pending: VecDeque<Pending<S>>,
     waiters: Vec<Waiter>,

@@ -96,6 +96,14 @@ fn shards_withdraw_and_drain() {
     let unknown = core.handle(&RegistryRequest::Drain { shard: ShardId(9) }, &[], Now::ZERO);
     assert_eq!(unknown, Err(Refusal::Other("there is no shard 9".to_owned())));
     for _ in 0..2 {
+        core.handle(&RegistryRequest::Undrain { shard: ShardId(1) }, &[], Now::ZERO).unwrap();
+        announce(&mut core, "a:1", 1, Now::ZERO).unwrap();
+        assert!(core.living(Now::ZERO).all(|record| !record.draining), "it is taken back");
+    }
+    let unknown = core.handle(&RegistryRequest::Undrain { shard: ShardId(9) }, &[], Now::ZERO);
+    assert_eq!(unknown, Err(Refusal::Other("there is no shard 9".to_owned())));
+    core.handle(&RegistryRequest::Drain { shard: ShardId(1) }, &[], Now::ZERO).unwrap();
+    for _ in 0..2 {
         core.handle(&RegistryRequest::Withdraw { shard: ShardId(1) }, &[], Now::ZERO).unwrap();
         assert_eq!(living(&mut core, Now::ZERO), [0; 0]);
     }

@@ -148,6 +148,7 @@ impl Shared {
             "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),
             "models": models,
             "adopting": self.adopting_status(),
+            "left": self.left(),
         })
     }
 }

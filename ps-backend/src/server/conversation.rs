@@ -220,10 +220,11 @@ impl Peer {
                 say_counted(&self.link, request, answer, Some(unsent));
                 return Ok(());
             }
-            Message::Move { model, generation, off, timeout_ms } => {
+            Message::Move { model, generation, off, timeout_ms, hold_ms } => {
                 let (link, timeout) = (self.link.clone(), Duration::from_millis(timeout_ms.into()));
+                let hold = (hold_ms > 0).then(|| Duration::from_millis(hold_ms.into()));
                 let answer = move |answer| say(&link, request, answer);
-                match shared.move_model(&model, generation, off, timeout, answer) {
+                match shared.move_model(&model, generation, off, (timeout, hold), answer) {
                     Ok(()) => return Ok(()),
                     Err(refusal) => Err(refusal),
                 }

@@ -4,7 +4,7 @@ mod moving;
 mod remote;
 
 use std::collections::{BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use libmodelio::net::{Close, Handle};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::{Condvar, Mutex};
 
-use super::moving::{Progress, Whereabouts};
+use super::moving::{Moves, Progress, Whereabouts};
 use super::part::{self, Part};
 use crate::core::MemberView;
 use crate::lead::{Action, LeadCore};
@@ -56,12 +56,8 @@ pub struct Lead {
     stopping: AtomicBool,
     /// Where the model is now, once another block map is in force.
     moved: OnceLock<Whereabouts>,
-    /// Held by whoever moves the model.
-    pub(super) mover: Mutex<()>,
-    /// Moves under way, and those that wait for it.
-    pub(super) movers: AtomicUsize,
-    /// How far that is.
-    pub(super) moving: Mutex<Option<Progress>>,
+    /// Moves under way.
+    pub(super) moves: Arc<Moves>,
     this: Weak<Lead>,
 }
 
@@ -135,9 +131,7 @@ impl Lead {
             wake: Condvar::new(),
             stopping: AtomicBool::new(false),
             moved: OnceLock::new(),
-            mover: Mutex::new(()),
-            movers: AtomicUsize::new(0),
-            moving: Mutex::new(None),
+            moves: Arc::default(),
             this: this.clone(),
         });
         let of_part = Arc::downgrade(&lead);
@@ -216,7 +210,7 @@ impl Lead {
             contributions: job.contributions_taken(),
             controls: job.controls().clone(),
             unreachable: unreachable.collect(),
-            moving: self.moving.lock().clone(),
+            moving: self.moves.progress(),
         }
     }
 

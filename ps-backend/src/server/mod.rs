@@ -43,7 +43,7 @@ use announcer::Standing;
 use conversation::Peer;
 use lead::Lead;
 pub use moving::Progress;
-use moving::{Adopting, Whereabouts};
+use moving::{Adoptions, Whereabouts};
 use part::Part;
 use table::{Local, Table};
 
@@ -116,7 +116,7 @@ pub(super) struct Shared {
     /// Models that are being made: their memory is being taken.
     making: Mutex<BTreeMap<String, Generation>>,
     /// Parts under block maps that are to be.
-    adopting: Mutex<BTreeMap<Generation, Arc<Adopting>>>,
+    adopting: Adoptions,
     /// Models that were here, and where they are: the newest ones.
     gone: Mutex<VecDeque<(String, Whereabouts)>>,
     /// What is between this shard and the registry.
@@ -166,7 +166,7 @@ impl Server {
             complaints: complaints::Log::new(),
             models: Mutex::default(),
             making: Mutex::default(),
-            adopting: Mutex::default(),
+            adopting: Adoptions::default(),
             gone: Mutex::default(),
             standing: Mutex::default(),
             table: table.then(Table::new),

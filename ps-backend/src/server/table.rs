@@ -68,6 +68,10 @@ impl Registry for Local<'_> {
         self.ask(&RegistryRequest::Drain { shard }, &[]).map(drop)
     }
 
+    fn undrain(&self, shard: ShardId, _: Instant) -> Result<(), RegistryError> {
+        self.ask(&RegistryRequest::Undrain { shard }, &[]).map(drop)
+    }
+
     fn shards(&self, _: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
         match self.ask(&RegistryRequest::Shards, &[])?.message {
             RegistryAnswer::Shards(shards) => Ok(shards),

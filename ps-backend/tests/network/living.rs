@@ -34,7 +34,7 @@ fn drain(world: &mut World, lead: bool) {
     let address = &shards.iter().find(|shard| shard.shard == record.lead).unwrap().address;
     let mut peer = AdminPeer::connect(address, deadline).unwrap();
     let model = "m".to_owned();
-    let message = Message::Move { model, generation: record.generation, off, timeout_ms: 20_000 };
+    let message = Message::Move { model, generation: record.generation, off, timeout_ms: 20_000, hold_ms: 0 };
     let (answer, _) = peer.request(&message, &[], Instant::now() + 2 * LONG).unwrap();
     assert_eq!(answer, Message::Done);
     let at = world.servers.iter().position(|server| server.shard() == off).unwrap();

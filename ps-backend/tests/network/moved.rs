@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
+use libmodelio::admin::AdminError;
 use libmodelio::block_map::BlockMap;
 use libmodelio::client::{Client, ClientError, ClientOptions, TransportChoice};
 use libmodelio::ids::{ClientId, Epoch, Generation, Incarnation, LearnerId, ShardId, Step, Version};
@@ -34,6 +35,8 @@ struct Script {
     moved: Option<Vec<u8>>,
     /// It welcomes nobody.
     deaf: bool,
+    /// What it says in its welcome, if not the truth.
+    claims: Option<Epoch>,
     /// What it says at once on connections of this role.
     now: Vec<(Role, Vec<u8>)>,
     /// Commits are answered.
@@ -172,10 +175,11 @@ impl Talk {
 
     /// False when the conversation is over.
     fn greet(&mut self, role: Role, epoch: Epoch, client: ClientId) -> bool {
-        let (own, moved, deaf) = {
+        let (own, moved, deaf, claimed) = {
             let mut script = self.script.lock().unwrap();
             script.greeted.push((role, epoch, client));
-            (script.epoch, script.moved.clone(), script.deaf)
+            let claimed = script.claims.unwrap_or(script.epoch);
+            (script.epoch, script.moved.clone(), script.deaf, claimed)
         };
         if let Some(moved) = moved.filter(|_| epoch < own || deaf) {
             self.say(&Message::Moved, 0, &moved);
@@ -183,7 +187,7 @@ impl Talk {
         }
         assert_eq!(epoch, own);
         let protocol = Protocol::NEWEST.number();
-        self.say(&Message::Welcome { protocol, shard: self.shard, epoch: own, silence_ms: 5000 }, 0, &[]);
+        self.say(&Message::Welcome { protocol, shard: self.shard, epoch: claimed, silence_ms: 5000 }, 0, &[]);
         if role == Role::Control {
             let state = JobState { sequence: own.0 * 1000, state: "running".into(), ..JobState::default() };
             self.say(&Message::State(state), 0, &[]);
@@ -192,7 +196,10 @@ impl Talk {
     }
 
     fn hear(&mut self, message: Message, request: u64, epoch: Epoch) {
-        assert_eq!(epoch, self.script.lock().unwrap().epoch, "{} of another map", message.name());
+        // A connection's own pings are of no map.
+        if message != Message::Ping {
+            assert_eq!(epoch, self.script.lock().unwrap().epoch, "{} of another map", message.name());
+        }
         match message {
             Message::Ping => self.say(&Message::Pong, 0, &[]),
             Message::Join { .. } => {
@@ -362,12 +369,15 @@ struct Table {
     records: Mutex<Vec<ModelRecord>>,
     shards: Vec<ShardRecord>,
     asked: AtomicUsize,
+    /// Nobody reaches it.
+    down: AtomicBool,
 }
 
 impl Table {
     /// Answers with one record after the other, and with the last one from then on.
     fn of(records: Vec<ModelRecord>, shards: Vec<ShardRecord>) -> Arc<Table> {
-        Arc::new(Table { records: Mutex::new(records), shards, asked: AtomicUsize::new(0) })
+        let (asked, down) = Default::default();
+        Arc::new(Table { records: Mutex::new(records), shards, asked, down })
     }
 }
 
@@ -384,6 +394,10 @@ impl Registry for Table {
         Ok(())
     }
 
+    fn undrain(&self, _: ShardId, _: Instant) -> Result<(), RegistryError> {
+        Ok(())
+    }
+
     fn shards(&self, _: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
         Ok(self.shards.clone())
     }
@@ -395,6 +409,9 @@ impl Registry for Table {
     fn model(&self, name: &str, _: Instant) -> Result<ModelRecord, RegistryError> {
         assert_eq!(name, "m");
         let asked = self.asked.fetch_add(1, Ordering::Relaxed);
+        if self.down.load(Ordering::Relaxed) {
+            return Err(AdminError::ConnectionRefused { address: "nobody".into() }.into());
+        }
         let records = self.records.lock().unwrap();
         Ok(records[asked.min(records.len() - 1)].clone())
     }
@@ -441,6 +458,85 @@ fn where_a_model_is_whose_shards_are_gone_is_found_in_the_registry() {
     assert_eq!(table.asked.load(Ordering::Relaxed), 2);
     until("all are there", || is_at(&client, &second));
     client.shut_down();
+}
+
+/// A client that asks a registry which says this.
+fn asking(at: &Hand, records: Vec<ModelRecord>, shards: &[&Hand]) -> (Client, Arc<Table>) {
+    let table = Table::of(records, shards.iter().map(|hand| hand.record.clone()).collect());
+    let registry = Some(Arc::clone(&table) as Arc<dyn Registry>);
+    (connect(at, ClientOptions { registry, ..options() }).unwrap(), table)
+}
+
+#[test]
+fn a_shard_that_lies_about_where_the_model_is_is_not_followed() {
+    let (first, liar) = (Hand::start(ShardId(1), Epoch(1)), Hand::start(ShardId(5), Epoch(9)));
+    let second = Hand::start(ShardId(2), Epoch(9));
+    let lie = moved_to(&liar, Epoch(9)).encode().unwrap();
+    let (client, table) = asking(&first, vec![record(ShardId(1), Epoch(1))], &[&first, &second, &liar]);
+    join(&client);
+    assert_eq!(table.asked.load(Ordering::Relaxed), 0);
+    for role in [Role::Control, Role::Data] {
+        first.say_now(role, lie.clone());
+    }
+    until("the registry is asked", || table.asked.load(Ordering::Relaxed) > 0);
+    until("connections are opened anew", || first.controls() > 1 && is_at(&client, &first));
+    join(&client);
+    // It is in the registry, but elsewhere than the shard says, or with another address.
+    *table.records.lock().unwrap() = vec![record(ShardId(2), Epoch(9))];
+    let mut elsewhere = moved_to(&second, Epoch(9));
+    elsewhere.shards[0].address = liar.record.address.clone();
+    for lie in [lie, elsewhere.encode().unwrap()] {
+        std::thread::sleep(Duration::from_millis(2100));
+        first.say_now(Role::Control, lie);
+    }
+    until("it is where the registry says", || is_at(&client, &second));
+    join(&client);
+    assert_eq!(liar.with(|script| script.greeted.len()), 0, "nobody was led astray");
+    client.shut_down();
+}
+
+#[test]
+fn a_word_that_the_registry_confirms_is_followed_at_once() {
+    let (first, second) = (Hand::start(ShardId(1), Epoch(1)), Hand::start(ShardId(2), Epoch(2)));
+    let (client, table) = asking(&first, vec![record(ShardId(2), Epoch(2))], &[&second]);
+    join(&client);
+    let said_at = Instant::now();
+    first.say_now(Role::Control, moved_to(&second, Epoch(2)).encode().unwrap());
+    until("it is there", || is_at(&client, &second));
+    // Silence that the registry is asked about takes two seconds.
+    assert!(said_at.elapsed() < Duration::from_secs(1), "{:?}", said_at.elapsed());
+    assert_eq!(table.asked.load(Ordering::Relaxed), 1, "one question");
+    client.shut_down();
+}
+
+#[test]
+fn without_a_registry_in_reach_a_shards_word_counts_until_the_registry_says() {
+    let (first, liar) = (Hand::start(ShardId(1), Epoch(1)), Hand::start(ShardId(5), Epoch(9)));
+    let (client, table) = asking(&first, vec![record(ShardId(1), Epoch(1))], &[&first]);
+    join(&client);
+    table.down.store(true, Ordering::Relaxed);
+    first.say_now(Role::Control, moved_to(&liar, Epoch(9)).encode().unwrap());
+    until("it is followed", || is_at(&client, &liar));
+    join(&client);
+    let asked = table.asked.load(Ordering::Relaxed);
+    until("the registry is asked again", || table.asked.load(Ordering::Relaxed) > asked);
+    assert!(is_at(&client, &liar));
+    table.down.store(false, Ordering::Relaxed);
+    // Though its map is the older one.
+    until("it is where the registry says", || is_at(&client, &first));
+    join(&client);
+    client.shut_down();
+}
+
+#[test]
+fn a_shard_that_welcomes_under_another_map_is_left() {
+    let hand = Hand::start(ShardId(1), Epoch(1));
+    hand.with(|script| script.claims = Some(Epoch(9)));
+    let options = ClientOptions { patience: Duration::from_millis(300), ..options() };
+    let error = connect(&hand, options).err().unwrap().to_string();
+    assert!(error.contains("the client's block map is 1, the shard's is 9"), "{error}");
+    let greeted = hand.with(|script| script.greeted.clone());
+    assert!(greeted.iter().all(|(_, epoch, _)| *epoch == Epoch(1)), "{greeted:?}");
 }
 
 #[test]

@@ -52,7 +52,8 @@ impl World {
         let record = self.newest_record();
         let mut lead = AdminPeer::connect(&self.address_of(record.lead), Instant::now() + LONG).unwrap();
         let (model, generation) = ("m".to_owned(), record.generation);
-        let message = Message::Move { model, generation, off, timeout_ms: within.as_millis() as u32 };
+        let message =
+            Message::Move { model, generation, off, timeout_ms: within.as_millis() as u32, hold_ms: 0 };
         match lead.request(&message, &[], Instant::now() + 3 * LONG) {
             Ok((Message::Done, _)) => Ok(()),
             Err(AdminError::Refusal(refusal)) => Err(refusal),
@@ -410,7 +411,13 @@ fn what_makes_no_sense_is_refused() {
         error => panic!("{error}"),
     };
     let generation = record.generation;
-    let moves = |generation| Message::Move { model: "m".into(), generation, off: other, timeout_ms: 1000 };
+    let moves = |generation| Message::Move {
+        model: "m".into(),
+        generation,
+        off: other,
+        timeout_ms: 1000,
+        hold_ms: 0,
+    };
     assert!(refused(moves(generation), &[]).contains("does not lead"));
     assert!(refused(moves(Generation(1)), &[]).contains("generation"));
     assert!(refused(Message::Adopt, b"nothing").contains("record"));

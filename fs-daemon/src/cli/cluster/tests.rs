@@ -141,6 +141,10 @@ fn flags_reach_the_configuration() {
     assert_eq!((drain.shard.to_string().as_str(), drain.timeout.as_secs()), ("node2:7", 600));
     let drain = config!(Drain, "drain 3 --registry node1 --timeout 20").unwrap();
     assert_eq!((drain.shard.to_string().as_str(), drain.timeout.as_secs()), ("shard 3", 20));
+    assert_eq!((drain.hold, drain.cancel), (None, false));
+    let drain = config!(Drain, "drain 3 --registry node1 --hold 2.5").unwrap();
+    assert_eq!(drain.hold, Some(std::time::Duration::from_millis(2500)));
+    assert!(config!(Drain, "drain --cancel 3 --registry node1").unwrap().cancel);
 }
 
 #[test]
@@ -182,12 +186,18 @@ fn wrong_words_are_refused_with_exit_code_2() {
         "registry --registry node1",
         "status node1",
         "drain node1 node2",
+        "drain 1 --cancel --hold 3",
         "serve",
     ] {
         let error = parsed(words).unwrap_err();
         assert_eq!(error.exit_code(), 2, "{words}: {error}");
     }
-    for words in ["drain 0 --registry n", "drain n:0 --registry n", "drain 1 --timeout 0 --registry n"] {
+    for words in [
+        "drain 0 --registry n",
+        "drain n:0 --registry n",
+        "drain 1 --timeout 0 --registry n",
+        "drain 1 --hold 0 --registry n",
+    ] {
         assert_eq!(config!(Drain, words).unwrap_err().exit_code(), 2, "{words}");
     }
     // What is out of range is found by the same code wherever it comes from.

@@ -124,7 +124,10 @@ fn one_file_serves_all_commands() {
     assert_eq!((mount.models, mount.transport), (vec!["llama".into(), "value".into()], Transport::Tcp));
     assert_eq!(StatusConfig::merge(&layers, false).unwrap().registry, at("node1", 7070));
     assert_eq!(DeleteConfig::merge("x", &layers).unwrap().registry, at("node1", 7070));
-    assert_eq!(DrainConfig::merge("node2", "1", &layers).unwrap().shard, ShardName::At(at("node2", 7070)));
+    assert_eq!(
+        DrainConfig::merge("node2", "1", None, false, &layers).unwrap().shard,
+        ShardName::At(at("node2", 7070))
+    );
 }
 
 #[test]
@@ -145,7 +148,7 @@ fn a_registry_is_needed_where_there_is_something_to_ask() {
         said(CreateConfig::merge(&none)),
         said(MountConfig::merge(&none)),
         said(DeleteConfig::merge("m", &none)),
-        said(DrainConfig::merge("node1", "1", &none)),
+        said(DrainConfig::merge("node1", "1", None, false, &none)),
     ] {
         assert!(text.starts_with("no registry is given (") && text.contains("GRADFS_REGISTRY"), "{text}");
     }
@@ -167,8 +170,8 @@ fn addresses_are_checked_and_complaints_name_the_source() {
         let text = said(mount(&[("registry", bad)]));
         assert!(text.starts_with("--registry: "), "{bad}: {text}");
     }
-    assert!(said(DrainConfig::merge("node1:0", "1", &[])).contains("port 0"));
-    assert!(said(DrainConfig::merge("tcp://node1", "1", &[])).starts_with("SHARD: "));
+    assert!(said(DrainConfig::merge("node1:0", "1", None, false, &[])).contains("port 0"));
+    assert!(said(DrainConfig::merge("tcp://node1", "1", None, false, &[])).starts_with("SHARD: "));
 }
 
 #[test]

@@ -31,6 +31,24 @@ impl ClientCore {
         if map.epoch() <= self.epoch || map.blocks() as usize != self.blocks {
             return false;
         }
+        self.goes_to(map, now, actions);
+        true
+    }
+
+    /// As [`Self::moved`], for a map that takes the place of one that never was in force: it may be older. What whoever
+    /// leads by that one has said of the job counts no more.
+    ///
+    /// False, and nothing has changed, if the map is of another model.
+    pub fn corrected(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) -> bool {
+        if map.blocks() as usize != self.blocks {
+            return false;
+        }
+        self.state.sequence = 0;
+        self.goes_to(map, now, actions);
+        true
+    }
+
+    fn goes_to(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) {
         self.epoch = map.epoch();
         (self.shards, self.owned) = parts(map);
         self.lead_up = false;
@@ -40,6 +58,5 @@ impl ClientCore {
         }
         self.pull = None;
         self.start_pull(now, actions);
-        true
     }
 }

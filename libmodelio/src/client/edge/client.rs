@@ -71,6 +71,7 @@ impl Client {
             lead: Peer::new(false),
             parts: whereabouts.parts.iter().map(|_| Peer::new(false)).collect(),
             inquiry: Inquiry::default(),
+            unconfirmed: None,
             spare: Vec::new(),
             map: Arc::new(whereabouts),
             core,

@@ -4,9 +4,10 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::Shared;
 use super::moving::overtaken;
+use super::usage::Usage;
 use super::whereabouts::Way;
-use super::{Inner, Shared};
 use crate::client::conversation::{Control, Data};
 use crate::client::core::Part;
 use crate::link::{Framed, Link};
@@ -24,8 +25,8 @@ pub(super) struct Peer {
     pub(super) trouble: Option<String>,
     /// The same, and it is kept when there is another one.
     pub(super) lost: Option<String>,
-    /// Of them, those that the shard wants to be used only if need be.
-    resting: Vec<Link>,
+    /// Which of them are used.
+    pub(super) usage: Usage,
     /// Which of `links` is next.
     pub(super) turn: usize,
     /// Why there is no memory in common with it, though it is on this host.
@@ -49,21 +50,11 @@ impl Peer {
             trouble: None,
             lost: None,
             turn: 0,
-            resting: Vec::new(),
+            usage: Usage::default(),
             no_memory: None,
             unmet: 0,
             gone_since: (!barred).then(Instant::now),
             barred,
-        }
-    }
-
-    /// Whether `link` is one of the `most` connections that are used while nothing is lost.
-    fn uses(&self, link: &Link, most: usize) -> bool {
-        let rests = |link: &&Link| self.resting.iter().any(|resting| resting.is(link));
-        let used = self.links.iter().filter(|link| !rests(link)).take(most);
-        match self.links.iter().all(|link| rests(&link)) {
-            true => self.links.first().is_some_and(|first| first.is(link)),
-            false => used.into_iter().any(|used| used.is(link)),
         }
     }
 
@@ -74,30 +65,7 @@ impl Peer {
     }
 }
 
-impl Inner {
-    /// Whether blocks go over this connection now. A client with several shards has connections enough with one or
-    /// two to each, and a shard with several clients says which are to rest.
-    pub(super) fn uses(&self, part: Part, link: &Link, threads: usize) -> bool {
-        let most = threads.div_ceil(self.parts.len()).max(1);
-        self.core.struggles(part) || self.parts[part].uses(link, most)
-    }
-}
-
 impl Shared {
-    /// The shard wants a connection to be used only if need be, or as the others.
-    pub(in crate::client) fn rest(&self, way: &Way, part: Part, link: &Link, rests: bool) {
-        let mut inner = self.inner.lock();
-        if !inner.is_in_force(way) {
-            return;
-        }
-        let peer = &mut inner.parts[part];
-        peer.resting.retain(|resting| !resting.is(link));
-        if rests {
-            peer.resting.push(link.clone());
-        }
-        peer.links.iter().for_each(Link::wake);
-    }
-
     /// The greeting of a connection.
     ///
     /// # Errors
@@ -147,7 +115,7 @@ impl Shared {
         peer.opened.retain(|&number| number != way.number);
         let before = peer.links.len();
         peer.links.retain(|known| !known.is(link));
-        peer.resting.retain(|known| !known.is(link));
+        peer.usage.forget(link);
         let was_up = before > peer.links.len();
         let alone = peer.links.is_empty();
         if alone {

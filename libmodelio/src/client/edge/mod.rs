@@ -9,6 +9,7 @@
 //! | `client` | [`Client`], what others call |
 //! | `options` | what it is told, and tells |
 //! | `connections` | which there are, and which are missing |
+//! | `usage` | which of them blocks go over |
 //! | `blocks` | payload on its way (`unsafe`) |
 //! | `memory` | connections through shared memory (`unsafe`) |
 //! | `whereabouts` | the block map in force, and where its shards are |
@@ -20,6 +21,7 @@ mod connections;
 mod memory;
 mod moving;
 mod options;
+mod usage;
 mod whereabouts;
 
 use std::collections::HashMap;
@@ -36,7 +38,7 @@ use crate::layout::ModelLayout;
 use crate::link::{Link, Outgoing};
 use crate::net::{Close, Handle};
 use crate::transport::{Region, ShardError};
-use crate::wire::{Message, ModelRecord, Refusal};
+use crate::wire::{Message, ModelRecord, Moved, Refusal};
 pub use client::Client;
 use connections::Peer;
 pub(super) use memory::Memory;
@@ -61,6 +63,8 @@ struct Inner {
     lead: Peer,
     parts: Vec<Peer>,
     inquiry: Inquiry,
+    /// A shard has said that the model is where it is now, and since when nobody else has.
+    unconfirmed: Option<(Moved, Instant)>,
     /// Sums that are on their way; the memory is used again.
     spare: Vec<Vec<u8>>,
 }

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use super::connections::Peer;
 use super::whereabouts::{Place, Way, Whereabouts};
 use super::{Inner, Shared};
+use crate::block_map::BlockMap;
 use crate::client::core::{Action, ClientCore, Now};
+use crate::ids::{Epoch, ShardId};
 use crate::net::Close;
 use crate::registry::{Registry, RegistryError};
 use crate::wire::{ModelRecord, Moved, ShardRecord};
@@ -25,6 +27,11 @@ pub(super) fn overtaken() -> Close {
     Close::Asked("the model has moved".into())
 }
 
+/// Why a connection ends over which a shard has said that the model has moved.
+fn in_question() -> Close {
+    Close::Asked("the registry is asked whether the model has moved, as the shard says".into())
+}
+
 /// What is asked of the registry.
 #[derive(Default)]
 pub(super) struct Inquiry {
@@ -33,6 +40,10 @@ pub(super) struct Inquiry {
     tries: u32,
     /// The next one.
     next: Option<Instant>,
+    /// What a shard has said that is to be confirmed, and which shard that was.
+    word: Option<(Moved, String)>,
+    /// The epoch of what a shard has said that the registry knows nothing of, and until when it is not asked of it again.
+    refused: Option<(Epoch, Instant)>,
 }
 
 impl Inner {
@@ -79,32 +90,75 @@ impl Shared {
             )
         };
         let moved = Moved::decode(bytes).map_err(|error| bad(&error))?;
-        self.moved(&moved.record, &moved.shards).map_err(|why| bad(&why))?;
-        self.check_in_force(way)
+        if self.options.registry.is_none() {
+            self.moved(&moved.record, &moved.shards, false).map_err(|why| bad(&why))?;
+            return self.check_in_force(way);
+        }
+        self.sense_of(&moved.record, &moved.shards).map_err(|why| bad(&why))?;
+        let ask = {
+            let mut inner = self.inner.lock();
+            if !inner.is_in_force(way) {
+                return Err(overtaken());
+            }
+            let epoch = moved.record.epoch;
+            if epoch <= inner.map.epoch {
+                return Ok(());
+            }
+            let inquiry = &mut inner.inquiry;
+            if inquiry.refused.is_some_and(|(refused, until)| refused == epoch && until > Instant::now()) {
+                return Err(Close::Asked(
+                    format!("the shard says that block map {epoch} is in force, the registry does not")
+                        .into(),
+                ));
+            }
+            if inquiry.word.as_ref().is_none_or(|(known, _)| known.record.epoch <= epoch) {
+                inquiry.word = Some((moved, way.address().to_owned()));
+            }
+            !std::mem::replace(&mut inquiry.under_way, true)
+        };
+        if ask {
+            self.ask_registry();
+        }
+        Err(in_question())
     }
 
-    /// The model is where `record` says, if that is of a newer map than the one in force. True if it was.
+    /// Where `record` leads, if it is of this model and leads anywhere.
+    fn sense_of(
+        &self,
+        record: &ModelRecord,
+        shards: &[ShardRecord],
+    ) -> Result<(BlockMap, Arc<Whereabouts>), String> {
+        self.check_same(record)?;
+        let map = record.block_map().map_err(|error| error.to_string())?;
+        let (transport, connections) = (self.options.transport, self.options.connections);
+        let whereabouts = Whereabouts::new(&map, record.lead, shards, transport, connections)?;
+        Ok((map, Arc::new(whereabouts)))
+    }
+
+    /// The model is where `record` says, if that is of a newer map than the one in force; of any other map, if the one
+    /// in force is to be corrected. True if it was.
     ///
     /// # Errors
     /// For another model, or a record that leads nowhere: nothing has changed.
-    fn moved(&self, record: &ModelRecord, shards: &[ShardRecord]) -> Result<bool, String> {
-        self.check_same(record)?;
-        if record.epoch <= self.inner.lock().map.epoch {
-            return Ok(false);
-        }
-        let map = record.block_map().map_err(|error| error.to_string())?;
-        let (transport, connections) = (self.options.transport, self.options.connections);
-        let new = Arc::new(Whereabouts::new(&map, record.lead, shards, transport, connections)?);
+    fn moved(&self, record: &ModelRecord, shards: &[ShardRecord], corrects: bool) -> Result<bool, String> {
+        let (map, new) = self.sense_of(record, shards)?;
         let mut inner = self.inner.lock();
         let mut actions = Vec::new();
+        let now = self.now();
         // Another connection may have said the same meanwhile.
-        if self.is_stopping() || !inner.core.moved(&map, self.now(), &mut actions) {
+        let taken = !self.is_stopping()
+            && match corrects {
+                true => inner.core.corrected(&map, now, &mut actions),
+                false => inner.core.moved(&map, now, &mut actions),
+            };
+        if !taken {
             return Ok(false);
         }
         let peers = new.parts.iter().map(|place| Peer::new(place.barred.is_some())).collect();
         let before = std::mem::replace(&mut inner.map, Arc::clone(&new));
         let parts = std::mem::replace(&mut inner.parts, peers);
         let lead = std::mem::replace(&mut inner.lead, Peer::new(false));
+        inner.unconfirmed = None;
         inner.inquiry = Inquiry { under_way: inner.inquiry.under_way, ..Inquiry::default() };
         parts.iter().chain([&lead]).flat_map(|peer| &peer.links).for_each(|link| link.close(overtaken()));
         self.act(inner, actions);
@@ -142,13 +196,17 @@ impl Shared {
 
     // -- the registry
 
-    /// Asks the registry where the model is if shards have been out of reach for long, on a thread of its own.
+    /// Asks the registry where the model is if shards have been out of reach for long, or if nobody but a shard has said
+    /// where it is.
     pub(super) fn inquire(&self) {
-        let Some(registry) = self.options.registry.clone() else { return };
+        if self.options.registry.is_none() {
+            return;
+        }
         {
             let mut inner = self.inner.lock();
             let gone = inner.parts.iter().chain([&inner.lead]).filter_map(|peer| peer.gone_since).min();
-            let Some(since) = gone else {
+            let since = gone.or(inner.unconfirmed.as_ref().map(|(_, since)| *since));
+            let Some(since) = since else {
                 (inner.inquiry.tries, inner.inquiry.next) = (0, None);
                 return;
             };
@@ -158,6 +216,12 @@ impl Shared {
             }
             inner.inquiry.under_way = true;
         }
+        self.ask_registry();
+    }
+
+    /// Asks, on a thread of its own: no connection waits for it.
+    fn ask_registry(&self) {
+        let Some(registry) = self.options.registry.clone() else { return };
         let (this, name) = (self.this.clone(), self.model.clone());
         let ask = move || {
             let found = look_up(&*registry, &name);
@@ -172,32 +236,123 @@ impl Shared {
     }
 
     fn looked_up(&self, found: Result<(ModelRecord, Vec<ShardRecord>), RegistryError>) {
-        let moved = found.map_err(|error| error.to_string()).and_then(|(record, mut shards)| {
-            // A shard whose lease is over is not listed, but still where it was, if anywhere.
-            let known = Arc::clone(&self.inner.lock().map);
-            let is_listed = |place: &Place| shards.iter().any(|shard| shard.shard == place.record.shard);
-            let others: Vec<ShardRecord> = known
-                .parts
-                .iter()
-                .filter(|place| !is_listed(place))
-                .map(|place| place.record.clone())
-                .collect();
-            shards.extend(others);
-            self.moved(&record, &shards)
-        });
-        if let Err(why) = moved {
+        let (word, unconfirmed, known) = {
+            let mut inner = self.inner.lock();
+            let unconfirmed = inner.unconfirmed.as_ref().map(|(moved, _)| moved.clone());
+            (inner.inquiry.word.take(), unconfirmed, Arc::clone(&inner.map))
+        };
+        let outcome = match found {
+            Ok((record, mut shards)) => {
+                // A shard whose lease is over is not listed, but still where it was, if anywhere.
+                let is_listed = |place: &Place| shards.iter().any(|shard| shard.shard == place.record.shard);
+                let others = known.parts.iter().filter(|place| unconfirmed.is_none() && !is_listed(place));
+                let others: Vec<ShardRecord> = others.map(|place| place.record.clone()).collect();
+                shards.extend(others);
+                self.registry_says(&record, &shards, word, unconfirmed)
+            }
+            Err(RegistryError::Peer(error)) => match word {
+                Some((moved, who)) => {
+                    let epoch = moved.record.epoch;
+                    tracing::warn!(
+                        model = %self.model, %epoch, shard = %who,
+                        "the model has moved, as a shard says; the registry cannot be asked ({error}), and will be \
+                         until it says so, too"
+                    );
+                    let taken = self.moved(&moved.record, &moved.shards, false);
+                    if taken == Ok(true) {
+                        self.inner.lock().unconfirmed = Some((moved, Instant::now()));
+                    }
+                    taken.map(drop)
+                }
+                None => Err(error.to_string()),
+            },
+            Err(error) => {
+                if let Some((moved, who)) = word {
+                    self.refuse_word(&moved, &who, &error.to_string());
+                }
+                Err(error.to_string())
+            }
+        };
+        if let Err(why) = outcome {
             tracing::debug!(model = %self.model, "the registry does not know where the model is: {why}");
         }
         self.asked();
+    }
+
+    /// The registry's record counts, whatever a shard has said.
+    fn registry_says(
+        &self,
+        record: &ModelRecord,
+        shards: &[ShardRecord],
+        word: Option<(Moved, String)>,
+        unconfirmed: Option<Moved>,
+    ) -> Result<(), String> {
+        if let Some((moved, who)) = word {
+            let of_same_life = record.generation == moved.record.generation;
+            if !of_same_life || record.epoch < moved.record.epoch {
+                let there = format!("block map {} of generation {}", record.epoch, record.generation);
+                self.refuse_word(&moved, &who, &there);
+            } else if record.epoch == moved.record.epoch && !is_same(record, shards, &moved) {
+                tracing::warn!(
+                    model = %self.model, shard = %who,
+                    "block map {} is not what the shard says: expected {:?}, as the registry has it, got {:?}",
+                    record.epoch, places(record, shards), places(&moved.record, &moved.shards)
+                );
+            }
+        }
+        let Some(unconfirmed) = unconfirmed else { return self.moved(record, shards, false).map(drop) };
+        if is_same(record, shards, &unconfirmed) {
+            tracing::info!(model = %self.model, epoch = %record.epoch, "the registry says, too, that the model has moved");
+            self.inner.lock().unconfirmed = None;
+            return Ok(());
+        }
+        self.check_same(record)?;
+        if record.epoch <= unconfirmed.record.epoch {
+            tracing::warn!(
+                model = %self.model,
+                "a shard's word was false: expected block map {} on {:?}, as the registry has it, got {} on {:?}",
+                record.epoch, places(record, shards),
+                unconfirmed.record.epoch, places(&unconfirmed.record, &unconfirmed.shards)
+            );
+        }
+        self.moved(record, shards, true).map(drop)
+    }
+
+    /// A shard says what the registry does not.
+    fn refuse_word(&self, moved: &Moved, who: &str, there: &str) {
+        let epoch = moved.record.epoch;
+        tracing::warn!(
+            model = %self.model, shard = %who,
+            "a shard says that the model has moved, the registry does not: expected {there}, got block map {epoch}; \
+             the model is where it was"
+        );
+        self.inner.lock().inquiry.refused = Some((epoch, Instant::now() + GONE));
     }
 
     /// A question is answered, or will not be: when the next one is asked, if shards are still out of reach.
     fn asked(&self) {
         let inquiry = &mut self.inner.lock().inquiry;
         inquiry.under_way = false;
+        inquiry.word = None;
         inquiry.tries += 1;
         inquiry.next = Some(Instant::now() + (GONE * 2u32.pow(inquiry.tries.min(5))).min(LONGEST));
     }
+}
+
+/// The owners of a record, and where they are.
+fn places<'a>(record: &ModelRecord, shards: &'a [ShardRecord]) -> Vec<(ShardId, &'a str)> {
+    let mut owners: Vec<ShardId> = record.owners.iter().map(|(owner, _)| *owner).collect();
+    owners.sort_unstable();
+    owners.dedup();
+    let address =
+        |owner| shards.iter().find(|shard| shard.shard == owner).map(|shard| shard.address.as_str());
+    owners.into_iter().map(|owner| (owner, address(owner).unwrap_or_default())).collect()
+}
+
+/// Whether what a shard has said is what the registry says.
+fn is_same(record: &ModelRecord, shards: &[ShardRecord], word: &Moved) -> bool {
+    let map = |record: &ModelRecord| (record.generation, record.epoch, record.lead, record.owners.clone());
+    map(record) == map(&word.record) && places(record, shards) == places(&word.record, &word.shards)
 }
 
 fn look_up(registry: &dyn Registry, name: &str) -> Result<(ModelRecord, Vec<ShardRecord>), RegistryError> {

@@ -220,3 +220,55 @@ fn run(bench: &mut Bench, requests: &mut [u64; 2], steps: &[(u8, usize)]) {
         }
     }
 }
+
+/// A lead that has all kinds of things to remember.
+fn full() -> Vec<u8> {
+    let mut bench = Bench::new();
+    let mut requests = [2, 1];
+    run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0), (0, 0), (3, 0), (0, 1), (7, 0), (4, 1)]);
+    bench.client(B, 100, Message::Assign { token: 7, blocks: vec![0..2], timeout_ms: 10_000 });
+    bench.lead.hold();
+    for _ in 0..4 {
+        run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0)]);
+    }
+    run(&mut bench, &mut requests, &[(0, 0), (0, 1)]);
+    bench.lead.hand_over().unwrap()
+}
+
+/// What is taken goes on.
+fn take(bytes: &[u8]) {
+    let now = Now::from_secs(60);
+    let Ok(mut lead) = LeadCore::taken_over(bytes, 4, 1, now) else { return };
+    let mut actions = Vec::new();
+    lead.go_on(now, &mut actions);
+    for client in [A, B] {
+        drop(lead.client_up(client, now, &mut actions));
+    }
+    for after in [0, 1, 1000, 1_000_000] {
+        lead.tick(now + Now::from_millis(after), &mut actions);
+    }
+    lead.held_up_by();
+}
+
+proptest! {
+    #[test]
+    fn any_bytes_make_no_lead_that_panics(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+        take(&bytes);
+    }
+
+    #[test]
+    fn changed_bytes_make_no_lead_that_panics(
+        changes in proptest::collection::vec((any::<usize>(), 0..3u8, any::<u8>()), 1..6),
+    ) {
+        let mut bytes = full();
+        for (at, what, value) in changes {
+            let at = at % (bytes.len() + 1);
+            match what {
+                0 if at < bytes.len() => bytes[at] = value,
+                1 if at < bytes.len() => drop(bytes.remove(at)),
+                _ => bytes.insert(at, value),
+            }
+        }
+        take(&bytes);
+    }
+}

@@ -67,6 +67,25 @@ impl Adopting {
         &self.told.record
     }
 
+    pub(super) fn attempt(&self) -> u64 {
+        self.told.attempt
+    }
+
+    /// Nobody needs it any more.
+    pub(super) fn end(&self) {
+        self.over.store(true, Ordering::Relaxed);
+    }
+
+    /// Its memory for another attempt at the same, if nothing was done with it.
+    fn untouched(&self, record: &ModelRecord) -> Option<Arc<Part>> {
+        let mut stage = self.stage.lock();
+        if !matches!(&*stage, Stage::Made) || self.stays || self.told.record != *record {
+            return None;
+        }
+        *stage = Stage::Failed(Refusal::other("a later attempt to move the model has begun"));
+        Some(Arc::clone(&self.part))
+    }
+
     pub(super) fn epoch_in_force(&self) -> Epoch {
         self.told.epoch
     }
@@ -279,7 +298,7 @@ impl Adopting {
                 Ok(there) if there.generation != generation => {}
                 Ok(_) => {
                     tracing::info!(model = %record.name, "another block map is in force: blocks are dropped");
-                    shared.drop_adopting(self);
+                    shared.adopting.forget(self);
                 }
                 Err(error) => {
                     tracing::warn!(model = %record.name, %error, "whether it has moved is not known")
@@ -322,43 +341,28 @@ impl Shared {
         let (name, generation) = (told.record.name.clone(), told.record.generation);
         let new = told.record.block_map().map_err(Refusal::other)?;
         let before = told.map_in_force().map_err(Refusal::other)?;
-        if self.making.lock().insert(name.clone(), generation).is_some() {
-            return Err(Refusal::other(format!("model {name:?} is being created")));
-        }
+        let Some(mut taking) = self.adopting.begin(generation, told.attempt)? else { return Ok(()) };
         // From here on the number stays.
         let me = *self.shard.lock();
-        let made = self.part_in_force(&name, &told, before.shares().contains_key(&me)).and_then(|part| {
-            if let Some(other) = self.adopting.lock().get(&generation)
-                && other.told.attempt >= told.attempt
-            {
-                return Err(Refusal::other(format!("a later attempt to move model {name:?} has begun")));
+        let in_force = self.part_in_force(&name, &told, before.shares().contains_key(&me))?;
+        let (part, stays) = match in_force {
+            Some(part) if new.blocks_of(me).eq(before.blocks_of(me)) => (part.again(&told.record), true),
+            _ => {
+                // The one before is of use if it is the same: else its memory is needed.
+                let known = taking.before.take().and_then(|known| known.untouched(&told.record));
+                let part = known.map_or_else(|| Part::new(&told.record, me, &self.pool), Ok);
+                (part.map_err(Refusal::other)?, false)
             }
-            // The one before is of no use any more: its memory is needed.
-            self.stop_adopting(generation);
-            match part {
-                Some(part) if new.blocks_of(me).eq(before.blocks_of(me)) => {
-                    Ok((part.again(&told.record), true))
-                }
-                _ => {
-                    let part = Part::new(&told.record, me, &self.pool).map_err(Refusal::other)?;
-                    Ok((part, false))
-                }
-            }
-        });
-        let outcome = made.map(|(part, stays)| {
-            let adopting = Adopting {
-                told,
-                part,
-                stays,
-                stage: Mutex::new(Stage::Made),
-                blocks: AtomicU32::new(0),
-                handed: Mutex::default(),
-                over: AtomicBool::new(false),
-            };
-            self.adopting.lock().insert(generation, Arc::new(adopting));
-        });
-        self.making.lock().remove(&name);
-        outcome
+        };
+        taking.done(Adopting {
+            told,
+            part,
+            stays,
+            stage: Mutex::new(Stage::Made),
+            blocks: AtomicU32::new(0),
+            handed: Mutex::default(),
+            over: AtomicBool::new(false),
+        })
     }
 
     /// The part that there is, if there should be one.
@@ -378,8 +382,7 @@ impl Shared {
     }
 
     pub(super) fn adopting(&self, generation: Generation, attempt: u64) -> Result<Arc<Adopting>, Refusal> {
-        let adopting = self.adopting.lock().get(&generation).cloned();
-        let adopting = adopting.filter(|adopting| adopting.told.attempt == attempt);
+        let adopting = self.adopting.of(generation).filter(|adopting| adopting.attempt() == attempt);
         adopting
             .ok_or_else(|| Refusal::other("this shard does not take part in the move, or was started anew"))
     }
@@ -438,29 +441,12 @@ impl Shared {
     }
 
     /// The part will never be. Nothing happens the second time.
-    pub(super) fn abandon(&self, generation: Generation, attempt: u64) -> Result<(), Refusal> {
-        if self.making.lock().values().any(|making| *making == generation) {
-            return Err(Refusal::other("its memory is still being taken"));
-        }
-        if let Ok(adopting) = self.adopting(generation, attempt) {
-            self.drop_adopting(&adopting);
-        }
-        Ok(())
+    pub(super) fn abandon(&self, generation: Generation, attempt: u64) {
+        self.adopting.abandon(generation, attempt);
     }
 
-    fn drop_adopting(&self, gone: &Arc<Adopting>) {
-        gone.over.store(true, Ordering::Relaxed);
-        let mut adopting = self.adopting.lock();
-        let generation = gone.told.record.generation;
-        if adopting.get(&generation).is_some_and(|known| Arc::ptr_eq(known, gone)) {
-            adopting.remove(&generation);
-        }
-    }
-
-    /// Nothing is to come of what is adopted of this model, or something has.
+    /// Nothing is to come of what is adopted of this model.
     pub(in crate::server) fn stop_adopting(&self, generation: Generation) {
-        if let Some(adopting) = self.adopting.lock().remove(&generation) {
-            adopting.over.store(true, Ordering::Relaxed);
-        }
+        self.adopting.delete(generation);
     }
 }

@@ -1,38 +1,35 @@
 //! A model's blocks on their way to other shards, under a new block map, while the job runs.
 //!
-//! The model's lead does it (`mover`): it has the shards of the new map take memory, holds the job between two versions,
+//! The model's lead does it (`mover`, around [`crate::moving::MoveCore`]): it has the shards of the new map take memory, holds the job between two versions,
 //! has them fetch what the others keep, hands its own state over, and replaces the record at the registry. That is the
 //! moment from which the new map is in force, and nothing can fail any more. Then every shard is told to switch, and
 //! clients hear of the new map from whichever shard they speak to. Until then the new parts (`adopting`) are beside the
 //! old ones, and can be dropped. `docs/network.md` has the story.
 
 mod adopting;
+mod adoptions;
 mod mover;
+mod moves;
 mod told;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use libmodelio::ids::{BlockId, Epoch, Generation, ShardId, Version};
 use libmodelio::wire::{Kept, Message, ModelRecord, Moved, Refusal, Role};
 use serde_json::{Value, json};
 
-pub(super) use adopting::Adopting;
+pub(super) use adoptions::Adoptions;
+use moves::MAX_MOVES;
+pub(super) use moves::Moves;
 
 use super::conversation::TurnedAway;
+use super::lead::Lead;
 use super::{AdminAnswer, Model, Shared};
+pub use crate::moving::Progress;
 
-/// Moves of one model that may be under way or wait.
-const MAX_MOVES: usize = 4;
-/// A move that counts.
-struct Counted(Arc<super::lead::Lead>);
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.movers.fetch_sub(1, Ordering::Relaxed);
-    }
-}
+/// Longest wait for a move that is to stop. One that cannot be stopped any more may take longer.
+const STOPPING: Duration = Duration::from_secs(5);
 
 /// Models that were here and are remembered.
 const MAX_GONE: usize = 1024;
@@ -46,19 +43,6 @@ pub(super) struct Whereabouts {
     pub payload: Arc<[u8]>,
 }
 
-/// How far a move is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Progress {
-    /// Off which shard.
-    pub off: ShardId,
-    /// What is being done.
-    pub stage: &'static str,
-    /// Blocks that are where they are to be.
-    pub blocks: u32,
-    /// Blocks of the model, once they are on their way.
-    pub of: u32,
-}
-
 /// Whether a message is one of those by which shards move blocks.
 pub(super) fn is_between_shards(message: &Message) -> bool {
     matches!(
@@ -70,44 +54,54 @@ pub(super) fn is_between_shards(message: &Message) -> bool {
             | Message::HandOver { .. }
             | Message::Switch
             | Message::Abandon { .. }
+            | Message::StopMove { .. }
     )
 }
 
 impl Shared {
-    /// Begins to move a model's blocks off a shard; `answer` is called when that is over.
+    /// Begins to move a model's blocks off a shard, in so much time and holding the job no longer than that; `answer` is
+    /// called when it is over.
     pub(super) fn move_model(
         self: &Arc<Shared>,
         model: &str,
         generation: Generation,
         off: ShardId,
-        timeout: Duration,
+        (timeout, hold): (Duration, Option<Duration>),
         answer: impl FnOnce(AdminAnswer) + Send + 'static,
     ) -> Result<(), Refusal> {
-        let lead = {
-            let models = self.models.lock();
-            let found = models.get(model).ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
-            if found.generation != generation {
-                let (model, expected) = (model.to_owned(), found.generation);
-                return Err(Refusal::Generation { model, expected, got: generation });
-            }
-            let lead = found.lead.clone();
-            lead.ok_or_else(|| Refusal::other(format!("this shard does not lead model {model:?}")))?
-        };
-        if lead.movers.fetch_add(1, Ordering::Relaxed) >= MAX_MOVES {
-            lead.movers.fetch_sub(1, Ordering::Relaxed);
-            let why = format!(
+        let lead = self.lead_of(model, generation)?;
+        // Before the registry is asked: whoever wants to stop it finds it from here on.
+        let moving = lead.moves.begin(off).ok_or_else(|| {
+            Refusal::other(format!(
                 "{MAX_MOVES} moves of model {model:?} are under way or wait: run the command again later"
-            );
-            return Err(Refusal::other(why));
-        }
+            ))
+        })?;
         let shared = Arc::clone(self);
-        let of_thread = Counted(Arc::clone(&lead));
-        let moves = move || {
-            let counted = of_thread;
-            answer(mover::run(&shared, &counted.0, off, timeout));
-        };
+        let moves = move || mover::run(&shared, &lead, moving, timeout, hold, Box::new(answer));
         let spawned = std::thread::Builder::new().name("mover".into()).spawn(moves);
         spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to move it: {error}")))
+    }
+
+    fn lead_of(&self, model: &str, generation: Generation) -> Result<Arc<Lead>, Refusal> {
+        let models = self.models.lock();
+        let found = models.get(model).ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
+        if found.generation != generation {
+            let (model, expected) = (model.to_owned(), found.generation);
+            return Err(Refusal::Generation { model, expected, got: generation });
+        }
+        let lead = found.lead.clone();
+        lead.ok_or_else(|| Refusal::other(format!("this shard does not lead model {model:?}")))
+    }
+
+    /// What moves the model off a shard stops, and is waited for; nothing happens if there is nothing, or if the model
+    /// has moved.
+    fn stop_move(&self, model: &str, generation: Generation, off: ShardId) -> Result<(), Refusal> {
+        match self.lead_of(model, generation)?.moves.stop(off, Instant::now() + STOPPING) {
+            true => Ok(()),
+            false => Err(Refusal::other(
+                "it cannot be stopped any more: the registry was asked to put the new block map in force, or has done so",
+            )),
+        }
     }
 
     /// What shards ask of each other. May take time.
@@ -131,7 +125,11 @@ impl Shared {
                 adopting.hand_over(at, of, Duration::from_nanos(now), payload).map(done)
             }
             Message::Switch => self.switch(payload).map(done),
-            Message::Abandon { generation, attempt } => self.abandon(generation, attempt).map(done),
+            Message::Abandon { generation, attempt } => {
+                self.abandon(generation, attempt);
+                Ok((Message::Done, None))
+            }
+            Message::StopMove { model, generation, off } => self.stop_move(&model, generation, off).map(done),
             other => Err(Refusal::Role { what: other.name().to_owned() }),
         }
     }
@@ -192,7 +190,11 @@ impl Shared {
                 self.is_gone(&name, to.clone());
                 before
             } else {
-                let adopting = self.adopting.lock().get(&generation).cloned();
+                if let Some(other) = models.get(&name).filter(|model| model.generation != generation) {
+                    let expected = other.generation;
+                    return Err(Refusal::Generation { model: name, expected, got: generation });
+                }
+                let adopting = self.adopting.of(generation);
                 let adopting = adopting.filter(|adopting| *adopting.record() == record);
                 let adopting = adopting.ok_or_else(|| {
                     Refusal::other(format!(
@@ -213,7 +215,7 @@ impl Shared {
                 let model = Model { generation, record, part, lead, whereabouts };
                 let before = models.insert(name.clone(), model);
                 self.gone.lock().retain(|(gone, _)| *gone != name);
-                self.stop_adopting(generation);
+                self.adopting.take_out(generation);
                 before
             }
         };
@@ -259,22 +261,27 @@ impl Shared {
             };
         }
         // It comes; whoever knows of it already comes again.
-        let adopting = self.adopting.lock().get(&generation).cloned();
+        let adopting = self.adopting.of(generation);
         match adopting.filter(|adopting| adopting.record().name == name) {
             Some(adopting) => Refusal::Epoch { expected: adopting.epoch_in_force(), got }.into(),
             None => Refusal::NoModel(name.to_owned()).into(),
         }
     }
 
+    /// The names of models that were here and have moved away.
+    pub(super) fn left(&self) -> Vec<String> {
+        self.gone.lock().iter().map(|(name, _)| name.clone()).collect()
+    }
+
     /// Records of parts that are to be, under block maps that are not in force as far as is known here.
     pub(super) fn adopting_records(&self) -> Vec<ModelRecord> {
-        self.adopting.lock().values().map(|adopting| adopting.record().clone()).collect()
+        self.adopting.all().iter().map(|adopting| adopting.record().clone()).collect()
     }
 
     /// Parts that are being filled, for status.
     pub(super) fn adopting_status(&self) -> Vec<Value> {
-        let adopting = self.adopting.lock();
-        let status = adopting.values().map(|adopting| {
+        let adopting = self.adopting.all();
+        let status = adopting.iter().map(|adopting| {
             let (blocks, of, trouble) = match adopting.progress() {
                 Ok((blocks, of)) => (blocks, of, None),
                 Err(refusal) => (0, 0, Some(refusal.to_string())),

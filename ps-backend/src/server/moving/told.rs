@@ -1,108 +1,60 @@
 //! A shard that is told what to do in a move: this one, or another over the network.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
-use libmodelio::ids::ShardId;
-use libmodelio::wire::{Message, Refusal, ShardRecord};
+use libmodelio::wire::{Message, ShardRecord};
+use parking_lot::Mutex;
 
 use super::Shared;
+use crate::moving::Told;
 
-/// Why it has not done what it was told.
-#[derive(Debug)]
-pub(super) enum Trouble {
-    /// It says why.
-    Refused(String, Refusal),
-    /// It does not answer.
-    Silent(String, AdminError),
+/// The way to one shard, and a connection as long as there is one that nobody uses.
+pub(super) struct Line {
+    record: ShardRecord,
+    idle: Mutex<Option<AdminPeer>>,
 }
 
-impl fmt::Display for Trouble {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Trouble::Refused(who, refusal) => write!(f, "{who}: {refusal}"),
-            Trouble::Silent(who, error) => write!(f, "{who}: {error}"),
-        }
-    }
-}
-
-/// One shard, and the connection to it as long as there is one.
-pub(super) struct Told {
-    pub record: ShardRecord,
-    peer: Option<AdminPeer>,
-}
-
-impl Told {
-    pub(super) fn new(record: &ShardRecord) -> Told {
-        Told { record: record.clone(), peer: None }
+impl Line {
+    pub(super) fn new(record: &ShardRecord) -> Line {
+        Line { record: record.clone(), idle: Mutex::new(None) }
     }
 
-    pub(super) fn shard(&self) -> ShardId {
-        self.record.shard
-    }
-
-    /// Tells it something that can be told twice, and waits for the answer.
+    /// Tells the shard something, and waits for the answer; why there is none is for people. Another question may be
+    /// under way: then this one goes over a connection of its own.
     pub(super) fn request(
-        &mut self,
+        &self,
         shared: &Arc<Shared>,
         message: &Message,
         payload: &[u8],
         within: Duration,
-    ) -> Result<Message, Trouble> {
-        let who = || format!("shard {} at {}", self.record.shard, self.record.address);
-        if self.record.shard == *shared.shard.lock() {
-            let answer = shared.between_shards(message.clone(), payload);
-            return answer.map(|(message, _)| message).map_err(|refusal| Trouble::Refused(who(), refusal));
-        }
-        let deadline = Instant::now() + within;
-        let known = self.peer.take().filter(|peer| !peer.is_stale());
-        let peer = known.map_or_else(|| AdminPeer::connect(&self.record.address, deadline), Ok);
-        let mut peer = peer.map_err(|error| Trouble::Silent(who(), error))?;
-        match peer.request(message, payload, deadline) {
-            Ok((answer, _)) => {
-                self.peer = Some(peer);
-                Ok(answer)
+    ) -> Result<Told, String> {
+        let is_here = self.record.shard == *shared.shard.lock();
+        let answer = match is_here {
+            true => match message {
+                Message::Delete { model, generation } => shared.delete(model, *generation),
+                other => shared.between_shards(other.clone(), payload),
             }
-            Err(AdminError::Refusal(refusal)) => {
-                self.peer = Some(peer);
-                Err(Trouble::Refused(who(), refusal))
-            }
-            Err(error) => Err(Trouble::Silent(who(), error)),
+            .map(|(answer, _)| answer)
+            .map_err(|refusal| refusal.to_string()),
+            false => self.ask(message, payload, Instant::now() + within).map_err(|error| error.to_string()),
+        }?;
+        match answer {
+            Message::Adopted { blocks, of } => Ok(Told::Adopted { blocks, of }),
+            // To `Delete`: it is elsewhere, where it is deleted, too.
+            Message::Done | Message::Moved => Ok(Told::Done),
+            other => Err(format!("it answers with {}", other.name())),
         }
     }
-}
 
-/// The same to all of them at once; the first trouble counts.
-pub(super) fn request_all(
-    shared: &Arc<Shared>,
-    all: &mut [Told],
-    message: &Message,
-    payload: &[u8],
-    within: Duration,
-) -> Result<Vec<Message>, Trouble> {
-    std::thread::scope(|scope| {
-        let mut asked = Vec::new();
-        for told in all {
-            let name = format!("shard {} at {}", told.record.shard, told.record.address);
-            let asks = move || told.request(shared, message, payload, within);
-            let spawned = std::thread::Builder::new().name("mover-asks".into()).spawn_scoped(scope, asks);
-            asked.push((name, spawned));
+    fn ask(&self, message: &Message, payload: &[u8], deadline: Instant) -> Result<Message, AdminError> {
+        let known = self.idle.lock().take().filter(|peer| !peer.is_stale());
+        let mut peer = known.map_or_else(|| AdminPeer::connect(&self.record.address, deadline), Ok)?;
+        let answer = peer.request(message, payload, deadline);
+        if matches!(answer, Ok(_) | Err(AdminError::Refusal(_))) {
+            *self.idle.lock() = Some(peer);
         }
-        let mut answers = Vec::new();
-        let mut outcome = Ok(());
-        for (name, spawned) in asked {
-            let refused = |why: String| Trouble::Refused(name.clone(), Refusal::other(why));
-            let answer = match spawned {
-                Ok(thread) => thread.join().unwrap_or_else(|_| Err(refused("asking it panicked".into()))),
-                Err(error) => Err(refused(format!("no thread to ask it: {error}"))),
-            };
-            match answer {
-                Ok(answer) => answers.push(answer),
-                Err(trouble) => outcome = outcome.and(Err(trouble)),
-            }
-        }
-        outcome.map(|()| answers)
-    })
+        answer.map(|(message, _)| message)
+    }
 }

@@ -1,0 +1,143 @@
+//! Asking the lead of a model to move it off a shard, or to stop that.
+
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use libmodelio::admin::{AdminError, AdminPeer};
+use libmodelio::registry::{Registry, RegistryError};
+use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
+
+use super::{deadline, status_of};
+use crate::cluster::status::moving;
+use crate::config::cluster::DrainConfig;
+use crate::error::Error;
+use crate::progress::Progress;
+use crate::signals;
+
+/// How often the lead is asked how far it is, and whether somebody wants to stop is looked at.
+const LOOK: Duration = Duration::from_millis(100);
+/// The lead gives up before we do, and says why.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// Whether a signal has come. A later one ends the process at once.
+pub(super) struct Interrupt(Arc<OnceLock<String>>);
+
+impl Interrupt {
+    /// To be called before there are threads.
+    pub(super) fn install() -> Result<Interrupt, Error> {
+        let stops = signals::install()?;
+        let why = Arc::new(OnceLock::new());
+        let heard = Arc::clone(&why);
+        let waits = move || drop(heard.set(stops.wait().to_string()));
+        let spawned = std::thread::Builder::new().name("interrupt".into()).spawn(waits);
+        spawned.map_err(|error| Error::new("cannot start a thread for signals").caused_by(error))?;
+        Ok(Interrupt(why))
+    }
+
+    pub(super) fn why(&self) -> Option<&str> {
+        self.0.get().map(String::as_str)
+    }
+}
+
+fn lead_of(
+    table: &impl Registry,
+    record: &ModelRecord,
+) -> Result<Result<ShardRecord, String>, RegistryError> {
+    let shards = table.shards(deadline())?;
+    let lead = shards.into_iter().find(|shard| shard.shard == record.lead);
+    Ok(lead.ok_or_else(|| {
+        format!("shard {}, which leads the model, is not announced: is it running?", record.lead)
+    }))
+}
+
+/// Asks the lead to move a model, and shows how far it is. What it refuses, or why it does not answer, is the inner
+/// error.
+pub(super) fn ask_lead(
+    config: &DrainConfig,
+    table: &impl Registry,
+    shard: &ShardRecord,
+    record: &ModelRecord,
+    until: Instant,
+    interrupt: &Interrupt,
+) -> Result<Result<(), String>, RegistryError> {
+    let lead = match lead_of(table, record)? {
+        Ok(lead) => lead,
+        Err(why) => return Ok(Err(why)),
+    };
+    let millis = |time: Duration| u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
+    let message = Message::Move {
+        model: record.name.clone(),
+        generation: record.generation,
+        off: shard.shard,
+        timeout_ms: millis(until.saturating_duration_since(Instant::now())),
+        hold_ms: config.hold.map_or(0, millis),
+    };
+    let (tell, told) = channel();
+    let address = lead.address.clone();
+    let asks = move || {
+        let answer = AdminPeer::connect(&address, deadline())
+            .and_then(|mut peer| peer.request(&message, &[], until + GRACE));
+        // Nobody waits any more.
+        let _ = tell.send(answer);
+    };
+    if let Err(error) = std::thread::Builder::new().name("asks-lead".into()).spawn(asks) {
+        return Ok(Err(format!("no thread: {error}")));
+    }
+    let progress = Progress::things(format!("{}: moves", record.name));
+    let mut stopped = false;
+    loop {
+        match told.recv_timeout(LOOK) {
+            Ok(Ok((Message::Done, _))) => return Ok(Ok(())),
+            Ok(Ok((other, _))) => return Ok(Err(format!("its lead answers with {}", other.name()))),
+            Ok(Err(AdminError::Refusal(Refusal::NoModel(_)))) => {
+                return Ok(Err("its lead does not have it: run the command again".into()));
+            }
+            Ok(Err(error)) => return Ok(Err(error.to_string())),
+            Err(RecvTimeoutError::Disconnected) => return Ok(Err("asking its lead panicked".into())),
+            Err(RecvTimeoutError::Timeout) => show(&progress, record, &lead),
+        }
+        if let Some(why) = interrupt.why()
+            && !std::mem::replace(&mut stopped, true)
+        {
+            eprintln!("gradfs: {why}: the move of {} is stopped (once more to end at once)", record.name);
+            if let Err(why) = stop_at(&lead, shard, record) {
+                eprintln!("gradfs: {}: {why}", record.name);
+            }
+        }
+    }
+}
+
+/// Has the lead stop what moves a model off a shard. Why it does not is the inner error.
+pub(super) fn stop_move(
+    table: &impl Registry,
+    shard: &ShardRecord,
+    record: &ModelRecord,
+) -> Result<Result<(), String>, RegistryError> {
+    Ok(lead_of(table, record)?.and_then(|lead| stop_at(&lead, shard, record)))
+}
+
+fn stop_at(lead: &ShardRecord, shard: &ShardRecord, record: &ModelRecord) -> Result<(), String> {
+    let (model, generation) = (record.name.clone(), record.generation);
+    let message = Message::StopMove { model, generation, off: shard.shard };
+    let asked = AdminPeer::connect(&lead.address, deadline())
+        .and_then(|mut peer| peer.request(&message, &[], deadline()));
+    match asked {
+        // It is deleted, or has moved: nothing moves it from there.
+        Ok(_) | Err(AdminError::Refusal(Refusal::NoModel(_) | Refusal::Generation { .. })) => Ok(()),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn show(progress: &Progress, record: &ModelRecord, lead: &ShardRecord) {
+    if !progress.is_shown() {
+        return;
+    }
+    let Some(status) = status_of(&lead.address) else { return };
+    let models = status["models"].as_array().cloned().unwrap_or_default();
+    let Some(model) = models.into_iter().find(|model| model["name"] == *record.name) else { return };
+    if let Some(said) = moving(&model["lead"]) {
+        let of = |key: &str| model["lead"]["moving"][key].as_u64().unwrap_or_default();
+        progress.set(of("blocks"), of("of"), format!("{} {said}", record.name));
+    }
+}

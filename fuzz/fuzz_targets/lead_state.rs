@@ -1,0 +1,25 @@
+//! Any bytes as the state of a model's lead: what is taken goes on, for a while and for long, and can be handed over again.
+
+#![no_main]
+
+use std::time::Duration;
+
+use libfuzzer_sys::fuzz_target;
+use ps_backend::lead::LeadCore;
+
+fuzz_target!(|input: (u8, u8, u32, &[u8])| {
+    let (blocks, parts, now, bytes) = input;
+    let (blocks, parts) = (u32::from(blocks) + 1, usize::from(parts) + 1);
+    let now = Duration::from_millis(now.into());
+    let Ok(mut lead) = LeadCore::taken_over(bytes, blocks, parts, now) else { return };
+    let mut actions = Vec::new();
+    lead.go_on(now, &mut actions);
+    for after in [0, 1, 1000, 1_000_000] {
+        lead.tick(now + Duration::from_millis(after), &mut actions);
+    }
+    lead.hold();
+    if lead.is_held() {
+        let again = lead.hand_over().expect("it is held");
+        LeadCore::taken_over(&again, blocks, parts, now).expect("it was handed over");
+    }
+});

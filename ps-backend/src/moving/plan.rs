@@ -1,0 +1,140 @@
+//! Where a model's blocks go when they move off a shard, and what everybody is to be told of it. Nothing is asked, and
+//! nothing is held yet: what cannot be done is refused here.
+
+use std::time::Duration;
+
+use libmodelio::block_map::MapError;
+use libmodelio::ids::{Epoch, Generation, ShardId};
+use libmodelio::wire::{Adoption, ModelRecord, Moved, RecordError, Refusal, ShardRecord};
+
+use crate::controls::{Controls, SETTINGS};
+
+/// What the model's lead knows of the job.
+#[derive(Clone, Debug)]
+pub struct Job<'a> {
+    /// Which life of the model it leads.
+    pub generation: Generation,
+    /// Under which block map.
+    pub epoch: Epoch,
+    /// The settings as they are now.
+    pub controls: &'a Controls,
+}
+
+/// A move that can be carried out.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Off which shard.
+    pub off: ShardId,
+    /// The model as it is.
+    pub before: ModelRecord,
+    /// As it is to be.
+    pub after: ModelRecord,
+    /// Shards of the new map, by their numbers.
+    pub owners: Vec<ShardRecord>,
+    /// The shard that is left.
+    pub leaving: ShardRecord,
+    /// How long the job may stand still, unless whoever asks says otherwise.
+    pub hold: Duration,
+    /// The payload of `Adopt`.
+    pub adoption: Vec<u8>,
+    /// The payload of `Switch`.
+    pub moved: Vec<u8>,
+}
+
+/// So much of what commits wait for may be due to a move.
+const SHARE_OF_TIMEOUT: u32 = 2;
+
+impl Plan {
+    /// Where the blocks go, by what the registry says of `shards` and of the model; `None` if there are none on the
+    /// shard. Of a model's attempts each has a higher number than the one before.
+    ///
+    /// # Errors
+    /// What keeps the model where it is, and what to do about it.
+    pub fn new(
+        off: ShardId,
+        before: ModelRecord,
+        shards: &[ShardRecord],
+        job: &Job<'_>,
+        attempt: u64,
+    ) -> Result<Option<Plan>, Refusal> {
+        if before.generation != job.generation {
+            let (model, expected, got) = (before.name, before.generation, job.generation);
+            return Err(Refusal::Generation { model, expected, got });
+        }
+        if before.epoch != job.epoch {
+            return Err(Refusal::Epoch { expected: before.epoch, got: job.epoch });
+        }
+        if !before.ready {
+            return Err(Refusal::other("the model is still being loaded: run the command again"));
+        }
+        let map = before.block_map().map_err(Refusal::other)?;
+        if !map.shares().contains_key(&off) {
+            return Ok(None);
+        }
+        let find = |wanted: ShardId| {
+            let found = shards.iter().find(|shard| shard.shard == wanted).cloned();
+            found.ok_or_else(|| {
+                Refusal::other(format!(
+                    "shard {wanted}, which owns blocks of the model, is not announced: it is stopped or cut off"
+                ))
+            })
+        };
+        let leaving = find(off)?;
+        if !leaving.draining {
+            // Whoever has taken the mark back was told that nothing moves any more.
+            return Err(Refusal::other(format!(
+                "shard {off} is not being drained (any more): run gradfs drain again if it is to be"
+            )));
+        }
+        let takers: Vec<ShardId> =
+            shards.iter().filter(|shard| !shard.draining).map(|shard| shard.shard).collect();
+        let others = map.successors(off, &takers, job.generation.0).map_err(|error| match error {
+            MapError::NoShards => Refusal::other("no other shard takes blocks: start another shard first"),
+            other => Refusal::other(other),
+        })?;
+        let new = map.without(off, &others).map_err(Refusal::other)?;
+        let shares = new.shares();
+        let lead = match before.lead == off {
+            false => before.lead,
+            true => {
+                let able: Vec<_> =
+                    others.iter().copied().filter(|other| shares.contains_key(other)).collect();
+                let at = job.generation.0.checked_rem(able.len() as u64);
+                at.map(|at| able[at as usize])
+                    .ok_or_else(|| Refusal::other("no shard is left to lead the model"))?
+            }
+        };
+        let mut after = before.moved(&new, lead).map_err(Refusal::other)?;
+        let setting = |name: &str| Some((name.to_owned(), job.controls.get(name)?));
+        after.controls = SETTINGS.iter().filter_map(|(name, _)| setting(name)).collect();
+        let owners = shares.keys().map(|&shard| find(shard)).collect::<Result<Vec<_>, _>>()?;
+        let shards: Vec<ShardRecord> = owners.iter().chain([&leaving]).cloned().collect();
+        let adoption = Adoption {
+            attempt,
+            record: after.clone(),
+            epoch: before.epoch,
+            owners: before.owners.clone(),
+            shards: shards.clone(),
+        };
+        let moved = Moved { record: after.clone(), shards };
+        Ok(Some(Plan {
+            off,
+            hold: job.controls.timeout / SHARE_OF_TIMEOUT,
+            adoption: adoption.encode().map_err(untold)?,
+            moved: moved.encode().map_err(untold)?,
+            before,
+            after,
+            owners,
+            leaving,
+        }))
+    }
+}
+
+fn untold(error: RecordError) -> Refusal {
+    let RecordError::TooLong { got } = error else { return Refusal::other(error) };
+    Refusal::other(format!(
+        "it cannot be moved: its record with both block maps takes {got} bytes, the limit is {}; \
+         a model of larger blocks, of fewer tensors or with less metadata could be",
+        libmodelio::wire::MAX_PAYLOAD
+    ))
+}
