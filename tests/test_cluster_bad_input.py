@@ -27,7 +27,7 @@ class World:
 
     def __init__(self):
         self.cluster = Cluster(2)
-        self.cluster.create("m", size=BLOCKS * BLOCK, block_size=BLOCK, reducer="sum", timeout=10)
+        self.cluster.create("m", size=BLOCKS * BLOCK, block_size=BLOCK, reducer="sum", timeout=30)
         self.mount = self.cluster.mount()
         self.mount.join("t")
         part = self.cluster.part(self.cluster.shards[0], "m")
@@ -535,7 +535,7 @@ def test_floods_take_no_more_than_their_limits(world, what):
 
     with Watched(shard.pid) as watched, ThreadPoolExecutor(AT_ONCE) as floods:
         sent = list(floods.map(flood, peers))
-        world.trains()
+        world.trains(deadline=30)
     assert min(sent) > 0
     # What connections share: threads of the model that trains, and its versions that are being read.
     assert watched.threads <= AT_ONCE * threads + 8, watched.threads
