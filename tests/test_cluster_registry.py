@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from cluster import Shard
-from filetools import BLOCK, eventually
+from filetools import BLOCK, Threads, eventually
 from wire import HEADER_BYTES, MESSAGES, REGISTRY
 
 SIZE = 8 * BLOCK + 1236
@@ -355,6 +355,38 @@ def test_a_shard_that_was_left_and_that_nobody_tells_gives_its_part_up(apart):
     one._peers.clear()
     assert one.part(left, "m")["epoch"] == 1
     eventually(lambda: one.ask(left)["models"] == [], deadline=30)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_model_that_is_made_while_the_registry_is_away_is_there_or_not(apart, comes_back):
+    """The last word of `gradfs create` is for the registry: that has some time to come back; else nothing is left."""
+    one = apart(2)
+    first, second = sorted(one.shards, key=lambda shard: shard.number)
+    second.pause()
+    threads = Threads()
+    try:
+        made = threads.start(lambda: one.run("create", "m", "--size", SIZE, "--block-size", BLOCK, "--reducer", "sum"))
+        eventually(lambda: one.ask(first)["models"], deadline=HEARD)
+        one.table.kill()
+    finally:
+        second.resume()
+    if comes_back:
+        time.sleep(1)
+        one.table.start()
+    done = made.result(40)
+    if comes_back:
+        assert done.returncode == 0, done.stderr
+        knows(one, "m")
+        mount = one.mount(models=["m"])
+        give(mount, 3)
+        assert shown(mount) == 3
+        return
+    assert done.returncode == 1 and "cannot create m" in done.stderr, done.stderr
+    assert all(one.ask(shard)["models"] == [] for shard in one.shards)
+    one.table.start()
+    eventually(lambda: len(one.status()["shards"]) == 2, deadline=HEARD)
+    assert one.status()["models"] == []
+    model(one)
 
 
 def test_a_port_of_a_shard_that_was_just_killed_can_be_listened_on(cluster):

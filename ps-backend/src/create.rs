@@ -120,20 +120,38 @@ pub fn create(
     let metadata = new.metadata.clone();
     let mut record = ModelRecord::new(new.name, generation, new.layout, metadata, &map, ids[0], controls)?;
     registry.put(&record, None, Instant::now() + PROMPT)?;
-    let made = make(new.layout, &map, &record, &there, source, progress);
+    record.ready = true;
+    let made =
+        make(new.layout, &map, &ModelRecord { ready: false, ..record.clone() }, &there, source, progress)
+            .and_then(|()| Ok(is_ready(registry, &record, &there)?));
     if let Err(error) = made {
-        // What was made is of no use. Whoever cannot be reached now hears of it from the registry.
+        // What was made is of no use. Whoever cannot be reached now hears of it from the registry, and that from shards.
         let _ = registry.delete(new.name, generation, Instant::now() + PROMPT);
         forget(&record, &there);
         return Err(error);
     }
-    record.ready = true;
-    match registry.put(&record, Some(record.epoch), Instant::now() + PROMPT) {
-        // It was started anew meanwhile, and the lead may have told it already.
-        Err(RegistryError::NoModel(_)) => registry.restore(&record, &there, Instant::now() + PROMPT)?,
-        outcome => outcome?,
-    }
     Ok(record)
+}
+
+/// Tells the registry that all blocks are there. If it is away just now, it has some time to come back.
+fn is_ready(
+    registry: &dyn Registry,
+    record: &ModelRecord,
+    shards: &[ShardRecord],
+) -> Result<(), RegistryError> {
+    const PAUSE: Duration = Duration::from_millis(200);
+    let deadline = Instant::now() + PROMPT;
+    loop {
+        let told = match registry.put(record, Some(record.epoch), deadline) {
+            // It was started anew meanwhile, and the lead may have told it already.
+            Err(RegistryError::NoModel(_)) => registry.restore(record, shards, deadline),
+            outcome => outcome,
+        };
+        match told {
+            Err(RegistryError::Peer(_)) if Instant::now() + PAUSE < deadline => std::thread::sleep(PAUSE),
+            outcome => return outcome,
+        }
+    }
 }
 
 fn make(
