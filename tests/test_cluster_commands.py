@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -204,6 +205,26 @@ def test_a_port_in_use_and_a_wrong_address_are_said(cluster):
         refused(run("shard", "--listen", "no.such.host.invalid:1"), "no.such.host.invalid")
     refused(run("shard", "--listen", "0.0.0.0:0"), "--advertise", code=2)
     refused(run("status", "--registry", "127.0.0.1:99999"), "99999", code=2)
+
+
+def test_a_model_is_made_on_slow_shards_too(cluster):
+    """One gets its blocks slowly; the connections of the others are silent for longer than a silence may be."""
+    one = cluster(1)
+    proxy = one.proxy()
+    one.add_shard(proxy=proxy)
+
+    def slow(connection, direction, data):
+        if direction == "up":
+            time.sleep(len(data) / 100_000)
+        return data
+
+    proxy.rule = slow
+    with takes(11, 25):
+        one.create("m", "--size", "2560KiB", "--block-size", "64KiB", "--reducer", "sum")
+    proxy.rule = None
+    mount = one.mount()
+    mount.contribute(np.ones(2560 << 8, "<f4"))
+    assert (array(mount.model / "weights") == 1).all()
 
 
 def test_a_registry_of_its_own_serves_shards(cluster, tmp_path):

@@ -56,11 +56,11 @@ impl Bench {
             controls: &controls,
             shards: 1,
         };
-        let zeros = &mut |_, bytes: &mut [u8]| {
+        let zeros = &|_, bytes: &mut [u8]| {
             bytes.fill(0);
             Ok(())
         };
-        let record = create(&registry, &new, zeros, &mut |_| {}).expect("a model");
+        let record = create(&registry, &new, zeros, &|_| {}).expect("a model");
         let shards = registry.shards(Instant::now() + LONG).expect("shards");
         let options = ClientOptions { transport, ..ClientOptions::default() };
         let client = Client::connect(&record, &shards, options).expect("a client");

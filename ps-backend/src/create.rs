@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
@@ -63,6 +64,9 @@ pub enum CreateError {
     /// A shard of the model that the registry has not heard of lately.
     #[error("shard {0} is not announced: it is stopped, or cut off")]
     NotAnnounced(ShardId),
+    /// Given up because of another shard.
+    #[error("given up because of another shard")]
+    Stopped,
     /// No thread to ask a shard.
     #[error("a shard could not be asked: {0}")]
     Thread(String),
@@ -89,17 +93,22 @@ fn too_few(draining: &[String]) -> String {
 const PROMPT: Duration = Duration::from_secs(10);
 /// For taking memory: seconds a gigabyte where it has to be found first.
 const PATIENT: Duration = Duration::from_secs(300);
+/// For a block, over a slow link.
+const SENDING: Duration = Duration::from_secs(60);
 
-/// Makes a model: chooses shards, has them take memory, and sends them version 0. `source` fills a buffer with the
-/// bytes of a block; `progress` is told of bytes sent.
+/// Fills a buffer with the bytes of a block; called by several threads.
+pub type Source<'a> = dyn Fn(BlockId, &mut [u8]) -> io::Result<()> + Sync + 'a;
+
+/// Makes a model: chooses shards, has them take memory, and sends them version 0, all at once. `progress` is told of
+/// bytes sent, by several threads.
 ///
 /// # Errors
 /// [`CreateError`]; nothing is left of the model then, as far as the shards can be reached.
 pub fn create(
     registry: &dyn Registry,
     new: &NewModel<'_>,
-    source: &mut dyn FnMut(BlockId, &mut [u8]) -> io::Result<()>,
-    progress: &mut dyn FnMut(u64),
+    source: &Source<'_>,
+    progress: &(dyn Fn(u64) + Sync),
 ) -> Result<ModelRecord, CreateError> {
     let shards = registry.shards(Instant::now() + PROMPT)?;
     let (draining, mut there): (Vec<_>, Vec<_>) = shards.into_iter().partition(|shard| shard.draining);
@@ -159,36 +168,109 @@ fn make(
     map: &BlockMap,
     record: &ModelRecord,
     shards: &[ShardRecord],
-    source: &mut dyn FnMut(BlockId, &mut [u8]) -> io::Result<()>,
-    progress: &mut dyn FnMut(u64),
+    source: &Source<'_>,
+    progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), CreateError> {
-    let encoded = record.encode()?;
-    let generation = record.generation;
-    let mut block_bytes = vec![0; layout.block_size() as usize];
-    let mut peers = Vec::new();
-    for shard in shards {
-        let failed = failed(shard);
-        let mut peer = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).map_err(&failed)?;
-        peer.request(&Message::Create, &encoded, Instant::now() + PATIENT).map_err(&failed)?;
-        for block in map.blocks_of(shard.shard) {
-            let extent = layout.block_bytes(block);
-            let bytes = &mut block_bytes[..(extent.end - extent.start) as usize];
-            source(block, bytes)?;
-            let load = Message::Load { generation, block };
-            peer.tell(&load, bytes, Instant::now() + PROMPT).map_err(&failed)?;
-            progress(bytes.len() as u64);
-        }
-        peers.push((shard, peer));
+    let load = Load {
+        layout,
+        map,
+        record,
+        encoded: &record.encode()?,
+        source,
+        progress,
+        over: AtomicBool::new(false),
+    };
+    // Each shard on its own thread: a slow one, or one that is short of memory, keeps nobody's connection silent.
+    let outcomes: Vec<Result<(), CreateError>> = std::thread::scope(|scope| {
+        let load = &load;
+        let of_shard = |shard| std::thread::Builder::new().spawn_scoped(scope, move || load.at(shard));
+        let threads: Vec<_> = shards.iter().map(of_shard).collect();
+        threads.into_iter().map(|thread| joined(thread).and_then(|outcome| outcome)).collect()
+    });
+    // What went wrong first, and not that others have stopped because of it.
+    let mut failed = outcomes.into_iter().filter_map(Result::err).collect::<Vec<_>>();
+    if let Some(at) = failed.iter().position(|error| !matches!(error, CreateError::Stopped)) {
+        return Err(failed.swap_remove(at));
     }
     // The lead comes last: it begins the job.
-    for (shard, mut peer) in peers.into_iter().rev() {
-        let loaded = Message::Loaded { generation };
-        peer.request(&loaded, &[], Instant::now() + PATIENT).map_err(failed(shard))?;
+    for shard in shards.iter().filter(|shard| shard.shard == record.lead) {
+        let loaded = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).and_then(|mut peer| {
+            peer.request(&Message::Loaded { generation: record.generation }, &[], Instant::now() + PATIENT)
+        });
+        loaded.map_err(failed_at(shard))?;
     }
     Ok(())
 }
 
-fn failed(shard: &ShardRecord) -> impl Fn(AdminError) -> CreateError {
+fn joined<T>(thread: io::Result<std::thread::ScopedJoinHandle<'_, T>>) -> Result<T, CreateError> {
+    let thread = thread.map_err(|error| CreateError::Thread(error.to_string()))?;
+    thread.join().map_err(|_| CreateError::Thread("it panicked".into()))
+}
+
+/// What is sent to shards.
+struct Load<'a> {
+    layout: &'a ModelLayout,
+    map: &'a BlockMap,
+    record: &'a ModelRecord,
+    encoded: &'a [u8],
+    source: &'a Source<'a>,
+    progress: &'a (dyn Fn(u64) + Sync),
+    /// It has failed somewhere: the others need not go on.
+    over: AtomicBool,
+}
+
+impl Load<'_> {
+    fn at(&self, shard: &ShardRecord) -> Result<(), CreateError> {
+        let outcome = self.try_at(shard);
+        if outcome.is_err() {
+            self.over.store(true, Ordering::Relaxed);
+        }
+        outcome
+    }
+
+    /// A shard takes its memory and its blocks, and has said that they are all there.
+    fn try_at(&self, shard: &ShardRecord) -> Result<(), CreateError> {
+        let failed = failed_at(shard);
+        let generation = self.record.generation;
+        let mut peer = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).map_err(&failed)?;
+        peer.request(&Message::Create, self.encoded, Instant::now() + PATIENT).map_err(&failed)?;
+        let mut block_bytes = vec![0; self.layout.block_size() as usize];
+        for block in self.map.blocks_of(shard.shard) {
+            if self.over.load(Ordering::Relaxed) {
+                return Err(CreateError::Stopped);
+            }
+            let extent = self.layout.block_bytes(block);
+            let bytes = &mut block_bytes[..(extent.end - extent.start) as usize];
+            (self.source)(block, bytes)?;
+            let load = Message::Load { generation, block };
+            if let Err(error) = peer.tell(&load, bytes, Instant::now() + SENDING) {
+                return Err(failed(why(&mut peer, error)));
+            }
+            (self.progress)(bytes.len() as u64);
+        }
+        // Answered after all that came before it. The lead is told that it is all when the others have theirs.
+        let last = match self.record.lead == shard.shard {
+            true => Message::Status,
+            false => Message::Loaded { generation },
+        };
+        peer.request(&last, &[], Instant::now() + PATIENT).map_err(&failed)?;
+        Ok(())
+    }
+}
+
+/// What a shard has said before it ended the connection, if it did.
+fn why(peer: &mut AdminPeer, error: AdminError) -> AdminError {
+    const LAST_WORD: Duration = Duration::from_secs(1);
+    if !error.is_disconnect() {
+        return error;
+    }
+    match peer.answer(Instant::now() + LAST_WORD) {
+        Err(said @ AdminError::Disconnected { .. }) => said,
+        _ => error,
+    }
+}
+
+fn failed_at(shard: &ShardRecord) -> impl Fn(AdminError) -> CreateError {
     |error| CreateError::Shard { shard: shard.shard, address: shard.address.clone(), error }
 }
 
@@ -232,7 +314,7 @@ fn forget_at(record: &ModelRecord, shards: &[ShardRecord]) -> Vec<Result<Option<
             let delete = Message::Delete { model: record.name.clone(), generation: record.generation };
             peer.request(&delete, &[], Instant::now() + PROMPT)
         });
-        match told.map_err(failed(shard))? {
+        match told.map_err(failed_at(shard))? {
             (Message::Moved, payload) => Ok(Some(Moved::decode(&payload)?)),
             _ => Ok(None),
         }
@@ -242,14 +324,7 @@ fn forget_at(record: &ModelRecord, shards: &[ShardRecord]) -> Vec<Result<Option<
             .iter()
             .map(|shard| std::thread::Builder::new().spawn_scoped(scope, move || tell(shard)))
             .collect();
-        let answer = |asked: io::Result<std::thread::ScopedJoinHandle<'_, _>>| {
-            let panicked = |_| Err(CreateError::Thread("it panicked".into()));
-            asked.map_or_else(
-                |error| Err(CreateError::Thread(error.to_string())),
-                |asked| asked.join().unwrap_or_else(panicked),
-            )
-        };
-        asked.into_iter().map(answer).collect()
+        asked.into_iter().map(|asked| joined(asked).and_then(|answer| answer)).collect()
     })
 }
 

@@ -37,8 +37,8 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
     let record = create::create(
         &registry,
         &new,
-        &mut |block, bytes| source.read(source.layout.block_bytes(block).start, bytes),
-        &mut |sent| progress.inc(sent),
+        &|block, bytes| source.read(source.layout.block_bytes(block).start, bytes),
+        &|sent| progress.inc(sent),
     );
     progress.finish();
     let record = record.map_err(|error| Error::new(format!("cannot create {name}")).caused_by(error))?;

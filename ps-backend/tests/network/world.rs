@@ -117,11 +117,11 @@ pub fn blank(
 ) -> ModelRecord {
     let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
     let new = NewModel { name, layout, metadata: BTreeMap::new(), controls: &controls, shards };
-    let zeros = &mut |_, bytes: &mut [u8]| {
+    let zeros = &|_, bytes: &mut [u8]| {
         bytes.fill(0);
         Ok(())
     };
-    create(registry, &new, zeros, &mut |_| {}).unwrap()
+    create(registry, &new, zeros, &|_| {}).unwrap()
 }
 
 /// One learner of a client.
