@@ -2,13 +2,16 @@
 
 import json
 import os
+import signal
 import socket
+import subprocess
 import threading
 import time
 
 import numpy as np
 import pytest
 from cluster import Shard, run
+from conftest import gradfs_binary
 from filetools import array, eventually, outcome, takes
 
 SMALL = ("--size", "256KiB", "--block-size", "64KiB", "--reducer", "sum")
@@ -225,6 +228,56 @@ def test_a_model_is_made_on_slow_shards_too(cluster):
     mount = one.mount()
     mount.contribute(np.ones(2560 << 8, "<f4"))
     assert (array(mount.model / "weights") == 1).all()
+
+
+def slow_create(one, name):
+    """A model of which the second shard gets its blocks at 100 KB/s is being created."""
+    one.proxies[0].rule = lambda connection, direction, data: (
+        (time.sleep(len(data) / 100_000) or data) if direction == "up" else data
+    )
+    words = [gradfs_binary(), "create", name, "--size", "32MiB", "--block-size", "64KiB", "--registry", one.registry]
+    child = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    eventually(lambda: any(model["name"] == name for model in one.ask(one.shards[0])["models"]))
+    return child
+
+
+@pytest.fixture
+def slow(cluster):
+    one = cluster(1)
+    one.proxies = [one.proxy()]
+    one.add_shard(proxy=one.proxies[0])
+    return one
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_create_that_is_interrupted_leaves_nothing(slow, number):
+    child = slow_create(slow, "m")
+    time.sleep(1)
+    with takes(0, 15):
+        child.send_signal(number)
+        stdout, stderr = child.communicate(timeout=30)
+    assert child.returncode == 1 and stdout == "", stderr
+    assert f"creating m was interrupted by {number.name}: nothing is left of it" in stderr, stderr
+    slow.proxies[0].rule = None
+    assert slow.status()["models"] == []
+    eventually(lambda: all(slow.ask(shard)["models"] == [] for shard in slow.shards))
+    slow.create("m", *SMALL)
+
+
+def test_a_model_that_is_not_there_yet_keeps_no_mount_out(slow, tmp_path):
+    """Nor does one whose creation was killed; its name is free once it is deleted."""
+    slow.create("there", *SMALL)
+    child = slow_create(slow, "coming")
+    mount = slow.mount()
+    assert sorted(os.listdir(mount.root)) == ["README", "there"]
+    assert "still being created" in mount.stderr()
+    refused(slow.run("mount", tmp_path, "coming"), "coming is still being created")
+    child.kill()
+    child.communicate(timeout=10)
+    assert "not all blocks are there" in slow.run("status").stdout
+    slow.proxies[0].rule = None
+    assert slow.run("delete", "coming", timeout=40).returncode == 0
+    slow.create("coming", *SMALL)
 
 
 def test_a_registry_of_its_own_serves_shards(cluster, tmp_path):

@@ -337,5 +337,14 @@ pub fn delete(registry: &dyn Registry, name: &str) -> Result<Vec<CreateError>, C
     let record = registry.model(name, Instant::now() + PROMPT)?;
     let shards = registry.shards(Instant::now() + PROMPT)?;
     registry.delete(name, record.generation, Instant::now() + PROMPT)?;
-    Ok(forget(&record, &shards))
+    let unconfirmed = forget(&record, &shards);
+    if !unconfirmed.is_empty() {
+        // Who has no part in it tells a registry that is started anew, so that the model does not come back.
+        let others: Vec<ShardRecord> = shards
+            .into_iter()
+            .filter(|shard| record.owners.iter().all(|(owner, _)| *owner != shard.shard))
+            .collect();
+        forget_at(&record, &others);
+    }
+    Ok(unconfirmed)
 }

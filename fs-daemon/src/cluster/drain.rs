@@ -12,10 +12,11 @@ use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
 use libmodelio::wire::{Fate, Held, Message, ModelRecord, ShardRecord};
 use serde_json::Value;
 
-use super::{deadline, registry, registry_error};
+use super::interrupt::Interrupt;
+use super::{deadline, maybe_unheard, registry, registry_error};
 use crate::config::cluster::{DrainConfig, ShardName};
 use crate::error::Error;
-use leads::{Interrupt, ask_lead, stop_move};
+use leads::{ask_lead, stop_move};
 
 /// What another move, or a change of the lead, has kept from being done is asked for again after this time.
 const AGAIN: Duration = Duration::from_millis(300);
@@ -32,7 +33,7 @@ pub fn run(config: &DrainConfig) -> Result<(), Error> {
     let table = registry(&config.registry);
     let failed = |error| registry_error(&config.registry, error);
     let shards = table.shards(deadline()).map_err(failed)?;
-    let shard = find(&shards, &config.shard)?;
+    let shard = find(&shards, &config.shard).map_err(|error| maybe_unheard(&config.registry, error))?;
     if config.cancel {
         return cancel(config, &table, shard);
     }
@@ -231,10 +232,11 @@ fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> 
 fn keeps_nothing(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> Result<bool, Error> {
     let until = Instant::now() + SETTLES;
     loop {
-        let Some(status) = status_of(&shard.address) else { return Ok(true) };
-        let models = status["models"].as_array().cloned().unwrap_or_default();
-        let names: Vec<&str> = models.iter().filter_map(|model| model["name"].as_str()).collect();
-        if names.is_empty() {
+        let status = status_of(&shard.address);
+        let models = status.as_ref().and_then(|status| status["models"].as_array());
+        let names: Option<Vec<&str>> =
+            models.map(|models| models.iter().filter_map(|model| model["name"].as_str()).collect());
+        if names.as_ref().is_some_and(Vec::is_empty) {
             return Ok(true);
         }
         let known = models_on(table, shard).map_err(|error| registry_error(&config.registry, error))?;
@@ -242,11 +244,19 @@ fn keeps_nothing(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardReco
             return Ok(false);
         }
         if Instant::now() >= until {
+            let ShardRecord { shard, address, .. } = shard;
+            let Some(names) = names else {
+                let what = format!(
+                    "shard {shard} at {address} does not answer, and may have blocks of models still"
+                );
+                return Err(Error::new(what).hint(
+                    "the registry knows of none, but may have been started anew: run the command again when the shard \
+                     answers",
+                ));
+            };
+            let names = names.join(", ");
             let what = format!(
-                "shard {} at {} has blocks of models that the registry does not know: {}",
-                shard.shard,
-                shard.address,
-                names.join(", ")
+                "shard {shard} at {address} has blocks of models that the registry does not know: {names}"
             );
             return Err(
                 Error::new(what).hint("do not stop it while they are used: the registry was started anew, and has not been told of them")

@@ -1,6 +1,7 @@
 //! The commands of a cluster: a registry, shards, models on them, and mounts of those.
 
 pub mod drain;
+mod interrupt;
 pub mod mount;
 pub mod shard;
 pub mod status;
@@ -42,11 +43,14 @@ fn registry_error(at: &Endpoint, error: RegistryError) -> Error {
 fn maybe_unheard(at: &Endpoint, error: Error) -> Error {
     const YOUNG: Duration = Duration::from_secs(15);
     match age(at) {
-        Some(age) if age < YOUNG => error.hint(format!(
-            "the registry was started {} s ago; if that was not the first time, shards tell it of their models within \
-             seconds: try again then",
-            age.as_secs()
-        )),
+        Some(age) if age < YOUNG => {
+            let before = error.hint.as_ref().map(|hint| format!("{hint}; ")).unwrap_or_default();
+            error.hint(format!(
+                "{before}the registry was started {} s ago; if that was not the first time, shards tell it of their models \
+                 within seconds: try again then",
+                age.as_secs()
+            ))
+        }
         _ => error,
     }
 }

@@ -43,10 +43,18 @@ pub fn run(config: &MountConfig) -> Result<(), Error> {
         }
         let shards = registry.shards(deadline()).map_err(failed)?;
         let mut models = Vec::new();
-        for (index, name) in names.iter().enumerate() {
-            let index = u8::try_from(index).map_err(|_| Error::usage("more than 256 models"))?;
+        for name in &names {
+            let index = u8::try_from(models.len()).map_err(|_| Error::usage("more than 256 models"))?;
             let record = registry.model(name, deadline()).map_err(failed)?;
+            if !record.ready && config.models.is_empty() {
+                tracing::warn!(model = %name, "still being created: not shown; mount it by its name when it is there");
+                continue;
+            }
             models.push(Arc::new(connect(&record, &shards, &registry, index, config)?));
+        }
+        if models.is_empty() {
+            let error = Error::new(format!("of the models at {} none is there yet", config.registry));
+            return Err(error.hint("try again when they are created"));
         }
         Ok(models)
     })

@@ -91,6 +91,11 @@ fn for_people(status: &Value) -> String {
                 "  {name}: version {}, {} blocks, {memory:.0} MiB of memory",
                 model["version"], model["blocks"],
             );
+            if model["loaded"] == false {
+                text.push_str(
+                    "    being created: not all blocks are there (if nobody does, gradfs delete it)\n",
+                );
+            }
             if let Some(why) = model["not_in_registry"].as_str() {
                 let _ = writeln!(text, "    the registry does not have it: {why}");
             }

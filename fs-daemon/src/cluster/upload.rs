@@ -8,6 +8,8 @@ use crate::error::Error;
 use crate::progress::Progress;
 use crate::source::Source;
 
+use super::interrupt::Interrupt;
+
 use super::{deadline, maybe_unheard, registry, registry_error};
 
 /// Makes a model on the shards of a registry.
@@ -15,6 +17,8 @@ use super::{deadline, maybe_unheard, registry, registry_error};
 /// # Errors
 /// What keeps it from being there; nothing is left of it then.
 pub fn create(config: &CreateConfig) -> Result<(), Error> {
+    // Before there are threads.
+    let interrupt = Interrupt::install()?;
     let name = &config.name;
     let source = Source::open(name, &config.source, config.block_size)?;
     let registry = registry(&config.registry);
@@ -37,11 +41,17 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
     let record = create::create(
         &registry,
         &new,
-        &|block, bytes| source.read(source.layout.block_bytes(block).start, bytes),
+        &|block, bytes| match interrupt.why() {
+            Some(_) => Err(std::io::ErrorKind::Interrupted.into()),
+            None => source.read(source.layout.block_bytes(block).start, bytes),
+        },
         &|sent| progress.inc(sent),
     );
     progress.finish();
-    let record = record.map_err(|error| Error::new(format!("cannot create {name}")).caused_by(error))?;
+    let record = record.map_err(|error| match interrupt.why() {
+        Some(why) => Error::new(format!("creating {name} was interrupted by {why}: nothing is left of it")),
+        None => Error::new(format!("cannot create {name}")).caused_by(error),
+    })?;
     let mut owners: Vec<_> = record.owners.iter().map(|(shard, _)| shard.0).collect();
     owners.sort_unstable();
     owners.dedup();

@@ -473,9 +473,11 @@ impl MoveCore {
                 self.fail(said(why), now, actions);
             }
             Put::Gone => self.fail(said("there is no such model".into()), now, actions),
-            Put::Refused(why) | Put::Taken(why) => self.fail(said(why), now, actions),
+            Put::Taken(why) => self.fail(said(why), now, actions),
+            // One that was started anew does not know whether it was carried out.
+            Put::Refused(why) if !*restores => self.fail(said(why), now, actions),
             Put::NotSent(why) if !*unknown => self.fail(said(why), now, actions),
-            Put::NotSent(why) | Put::Unknown(why) => {
+            Put::Refused(why) | Put::NotSent(why) | Put::Unknown(why) => {
                 if !std::mem::replace(unknown, true) {
                     actions.push(Action::Warn(format!("whether the model has moved is not known: {why}")));
                 }

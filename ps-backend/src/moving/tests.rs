@@ -303,6 +303,10 @@ fn a_registry_that_may_have_done_it_is_asked_until_it_says() {
         moving.tick(AGAIN);
         moving.put(Put::Gone);
         moving.wants(&[warning(), Action::Put { restores: false }, Action::Put { restores: true }]);
+        // What that does not take says nothing of what the one before it has done.
+        moving.put(Put::Refused("a number is taken".into()));
+        moving.tick(AGAIN);
+        moving.wants(&[Action::Put { restores: true }]);
         moving.put(answer);
         assert_eq!(moving.other.len(), warns);
         moving.told(&[(3, Tell::Switch)]);

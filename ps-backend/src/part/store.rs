@@ -277,6 +277,11 @@ impl PartStore {
         Ok(true)
     }
 
+    /// Whether version 0 is complete.
+    pub fn is_loaded(&self) -> bool {
+        self.shared.inner.lock().loading.is_none()
+    }
+
     /// Version 0 is complete: it can be read, and plans can begin. Nothing happens the second time.
     ///
     /// # Errors

@@ -12,6 +12,14 @@ use super::part::{MakeError, Part};
 use super::{AdminAnswer, Model, Shared};
 use crate::memory;
 
+/// A part whose memory is being taken.
+#[derive(Debug)]
+pub(super) struct Making {
+    name: String,
+    /// Its model was deleted meanwhile: the part is not wanted.
+    deleted: bool,
+}
+
 impl Shared {
     /// Makes room for this shard's part of a model. Takes time.
     pub(super) fn create(&self, payload: &[u8]) -> AdminAnswer {
@@ -25,15 +33,22 @@ impl Shared {
                 Some(_) => return Err(Refusal::Exists(name)),
                 None => {}
             }
-            if self.making.lock().insert(name.clone(), generation).is_some() {
+            let mut making = self.making.lock();
+            let busy =
+                |(life, of): (&Generation, &Making)| *life == generation || (of.name == name && !of.deleted);
+            if making.iter().any(busy) {
                 return Err(Refusal::other(format!("model {name:?} is being created")));
             }
+            making.insert(generation, Making { name: name.clone(), deleted: false });
         }
         let shard = *self.shard.lock();
         let part = has_room(&record, shard).and_then(|()| Part::new(&record, shard, &self.pool));
         let mut models = self.models.lock();
-        self.making.lock().remove(&name);
+        let deleted = self.making.lock().remove(&generation).is_none_or(|making| making.deleted);
         let part = part.map_err(Refusal::other)?;
+        if deleted {
+            return Err(Refusal::Deleted(name));
+        }
         tracing::info!(model = %name, blocks = part.layout().blocks(), bytes = part.layout().size(), "created");
         self.gone.lock().retain(|(gone, _)| *gone != name);
         models.insert(name, Model { generation, record, part, lead: None, whereabouts: None });
@@ -92,11 +107,16 @@ impl Shared {
     /// Forgets a model. If it has moved away, the answer says where it is to be forgotten, too.
     pub(super) fn delete(&self, name: &str, generation: Generation) -> AdminAnswer {
         self.stop_adopting(generation);
+        if let Some(making) = self.making.lock().get_mut(&generation) {
+            making.deleted = true;
+        }
         let model = {
             let mut models = self.models.lock();
             match models.get(name) {
-                // It is gone already.
+                // It is gone already, or never was here. A registry that is started anew is told.
                 None => {
+                    drop(models);
+                    self.was_deleted(name, generation);
                     return Ok(match self.whereabouts(name, generation) {
                         Some(to) => (Message::Moved, Some(to.payload.to_vec())),
                         None => (Message::Done, None),
@@ -208,6 +228,7 @@ fn status_of(name: &str, model: &Model) -> Value {
         "generation": model.generation.0,
         "epoch": model.part.epoch.0,
         "version": version.0,
+        "loaded": model.part.store().is_loaded(),
         "blocks": model.part.layout().blocks(),
         "bytes": model.part.layout().size(),
         "memory_bytes": memory.total(),

@@ -254,10 +254,10 @@ impl Peer {
             message @ (Message::Create | Message::Loaded { .. } | Message::Delete { .. })
                 if shared.options.holds_blocks =>
             {
-                // These take memory, or give it back: not on a thread that moves bytes.
+                // These take memory, or give it back: not on a thread that moves bytes, nor on one that jobs wait for.
                 let unsent = Unsent::one_more(&self.unsent, payload.len())?;
                 let (link, payload) = (self.link.clone(), payload.to_vec());
-                shared.pool.clone().spawn(move || {
+                let answers = move || {
                     let answer = match message {
                         Message::Create => shared.create(&payload),
                         Message::Loaded { generation } => shared.loaded(generation),
@@ -265,8 +265,11 @@ impl Peer {
                         other => Err(Refusal::Role { what: other.name().to_owned() }),
                     };
                     say_counted(&link, request, answer, Some(unsent));
-                });
-                return Ok(());
+                };
+                match std::thread::Builder::new().name("making".into()).spawn(answers) {
+                    Ok(_) => return Ok(()),
+                    Err(error) => Err(Refusal::other(format!("no thread for it: {error}"))),
+                }
             }
             other => Err(Refusal::Role { what: other.name().to_owned() }),
         };

@@ -357,9 +357,19 @@ impl Lead {
             if remote.busy.swap(true, Ordering::Relaxed) {
                 continue;
             }
-            if let Err(why) = self.connect(index, remote) {
-                *remote.trouble.lock() = Some(why);
-                remote.busy.store(false, Ordering::Relaxed);
+            if remote.is_at_hand() {
+                self.connect(index, remote);
+                continue;
+            }
+            // The registry and the resolver of names may take their time: nobody's lease or deadline waits for them.
+            let (lead, of_thread) = (self.this.clone(), Arc::clone(remote));
+            let connects = move || {
+                if let Some(lead) = lead.upgrade() {
+                    lead.connect(index, &of_thread);
+                }
+            };
+            if let Err(error) = std::thread::Builder::new().name("lead-connect".into()).spawn(connects) {
+                remote.is_lost(format!("no thread to look for it: {error}"));
             }
         }
     }

@@ -114,7 +114,7 @@ pub(super) struct Shared {
     complaints: complaints::Log,
     models: Mutex<BTreeMap<String, Model>>,
     /// Models that are being made: their memory is being taken.
-    making: Mutex<BTreeMap<String, Generation>>,
+    making: Mutex<BTreeMap<Generation, admin::Making>>,
     /// Parts under block maps that are to be.
     adopting: Adoptions,
     /// Models that were here, and where they are: the newest ones.

@@ -220,6 +220,8 @@ impl Raw {
             let (used, received) = self.receiver.push(&self.came).unwrap();
             self.came.drain(..used);
             match received {
+                // Which of its connections a client uses is nothing that is asked here.
+                Some(Received { message: Message::Rest { .. }, .. }) => {}
                 Some(received) => return Some(received),
                 None if gone && self.came.is_empty() => return None,
                 None => assert!(Instant::now() < deadline, "no answer"),

@@ -1,7 +1,6 @@
 //! Asking the lead of a model to move it off a shard, or to stop that.
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
@@ -9,36 +8,15 @@ use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 
 use super::{deadline, status_of};
+use crate::cluster::interrupt::Interrupt;
 use crate::cluster::status::moving;
 use crate::config::cluster::DrainConfig;
-use crate::error::Error;
 use crate::progress::Progress;
-use crate::signals;
 
 /// How often the lead is asked how far it is, and whether somebody wants to stop is looked at.
 const LOOK: Duration = Duration::from_millis(100);
 /// The lead gives up before we do, and says why.
 const GRACE: Duration = Duration::from_secs(30);
-
-/// Whether a signal has come. A later one ends the process at once.
-pub(super) struct Interrupt(Arc<OnceLock<String>>);
-
-impl Interrupt {
-    /// To be called before there are threads.
-    pub(super) fn install() -> Result<Interrupt, Error> {
-        let stops = signals::install()?;
-        let why = Arc::new(OnceLock::new());
-        let heard = Arc::clone(&why);
-        let waits = move || drop(heard.set(stops.wait().to_string()));
-        let spawned = std::thread::Builder::new().name("interrupt".into()).spawn(waits);
-        spawned.map_err(|error| Error::new("cannot start a thread for signals").caused_by(error))?;
-        Ok(Interrupt(why))
-    }
-
-    pub(super) fn why(&self) -> Option<&str> {
-        self.0.get().map(String::as_str)
-    }
-}
 
 fn lead_of(
     table: &impl Registry,

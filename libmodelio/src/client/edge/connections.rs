@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Shared;
-use super::moving::overtaken;
+use super::moving::{IN_QUESTION, overtaken};
 use super::usage::Usage;
 use super::whereabouts::Way;
 use crate::client::conversation::{Control, Data};
@@ -121,7 +121,9 @@ impl Shared {
         if alone {
             peer.gone_since.get_or_insert_with(Instant::now);
         }
-        if !self.is_stopping() && (was_up || peer.trouble.as_deref() != Some(why)) {
+        if why.contains(IN_QUESTION) {
+            tracing::debug!(model = %self.model, address = %way.address(), "connection ended: {why}");
+        } else if !self.is_stopping() && (was_up || peer.trouble.as_deref() != Some(why)) {
             tracing::warn!(model = %self.model, address = %way.address(), "connection lost: {why}");
         }
         peer.trouble = Some(why.to_owned());
@@ -180,14 +182,29 @@ impl Shared {
     }
 
     pub(super) fn connect_one(&self, way: Way) {
+        let address = way.address();
+        if let Ok(resolved) = address.parse() {
+            return self.connect_to(way, resolved);
+        }
+        // The resolver of names may take its time: no deadline and no lease waits for it.
+        let (this, name, of_thread) = (self.this.clone(), address.to_owned(), way.clone());
+        let resolve = move || {
+            let resolved = name.to_socket_addrs().map(|mut all| all.next());
+            let Some(shared) = this.upgrade() else { return };
+            match resolved {
+                Ok(Some(resolved)) => shared.connect_to(of_thread, resolved),
+                Ok(None) => shared.ended(&of_thread, &Link::default(), "the address leads nowhere"),
+                Err(error) => shared.ended(&of_thread, &Link::default(), &error.to_string()),
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("client-resolver".into()).spawn(resolve) {
+            self.ended(&way, &Link::default(), &format!("no thread to resolve its name: {error}"));
+        }
+    }
+
+    fn connect_to(&self, way: Way, resolved: SocketAddr) {
         let Some(this) = self.this.upgrade() else { return };
         let link = Link::default();
-        let resolved = way.address().to_socket_addrs().map(|mut all| all.next());
-        let resolved: SocketAddr = match resolved {
-            Ok(Some(resolved)) => resolved,
-            Ok(None) => return self.ended(&way, &link, "the address leads nowhere"),
-            Err(error) => return self.ended(&way, &link, &error.to_string()),
-        };
         let deadline = Instant::now() + self.options.patience;
         let options = SocketOptions::default();
         let connected = match way.part {

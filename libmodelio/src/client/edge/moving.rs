@@ -28,8 +28,10 @@ pub(super) fn overtaken() -> Close {
 }
 
 /// Why a connection ends over which a shard has said that the model has moved.
+pub(super) const IN_QUESTION: &str = "the registry is asked whether the model has moved, as the shard says";
+
 fn in_question() -> Close {
-    Close::Asked("the registry is asked whether the model has moved, as the shard says".into())
+    Close::Asked(IN_QUESTION.into())
 }
 
 /// What is asked of the registry.

@@ -3,7 +3,7 @@
 //! A number alone is not a shard: a registry that was started anew may give it to another one. So the lead stays with
 //! the address at which it has found the blocks. Only of the process there it believes that they are lost.
 
-use std::net::ToSocketAddrs;
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -59,6 +59,17 @@ impl Remote {
         }
     }
 
+    /// Nobody has to be asked where it is.
+    pub(super) fn is_at_hand(&self) -> bool {
+        self.address().is_some_and(|address| address.parse::<SocketAddr>().is_ok())
+    }
+
+    /// There is no connection, and another one may be tried.
+    pub(super) fn is_lost(&self, why: String) {
+        *self.trouble.lock() = Some(why);
+        self.busy.store(false, Ordering::Relaxed);
+    }
+
     /// Where it is; asked for once, unless it is not there.
     fn find(&self, resolve: impl FnOnce(ShardId) -> Result<String, String>) -> Result<String, String> {
         if let Some(address) = self.address() {
@@ -89,7 +100,14 @@ impl Remote {
 }
 
 impl Lead {
-    pub(super) fn connect(&self, index: usize, remote: &Arc<Remote>) -> Result<(), String> {
+    /// Connects, which may take a while unless the shard is at hand.
+    pub(super) fn connect(&self, index: usize, remote: &Arc<Remote>) {
+        if let Err(why) = self.try_connect(index, remote) {
+            remote.is_lost(why);
+        }
+    }
+
+    fn try_connect(&self, index: usize, remote: &Arc<Remote>) -> Result<(), String> {
         const PATIENCE: Duration = Duration::from_secs(5);
         let address = remote.find(|shard| (self.resolve)(shard))?;
         let mut found = address.to_socket_addrs().map_err(|error| format!("{address}: {error}"))?;
@@ -179,8 +197,8 @@ impl Conversation for ToPart {
     fn closed(&mut self, why: &Close) {
         let mut link = self.remote.link.lock();
         link.take_if(|known| known.is(&self.link));
-        *self.remote.trouble.lock() = Some(why.to_string());
-        self.remote.busy.store(false, Ordering::Relaxed);
+        drop(link);
+        self.remote.is_lost(why.to_string());
         if self.silence.is_some() && !self.lead.stopping.load(Ordering::Relaxed) {
             tracing::warn!(model = %self.lead.model, shard = %self.remote.shard, "connection lost: {why}");
         }
