@@ -164,11 +164,12 @@ def test_damage_on_the_way_is_repaired__of_messages(cluster, role, way):
 
 
 class BlackHole:
-    """A rule: of the next block, on connections that there are, half of a piece passes, and nothing more ever. With
+    """A rule: of the next block, on connections that there are, the first part passes, and nothing more ever. With
     `crumbs`, what is short does: pings, and questions about the blocks. With `one`, that befalls one of the connections
     that blocks go over; else all over which some go at once."""
 
     AT_ONCE = 0.7
+    LOST = 9_000  # At least, of the block that is cut: more than crumbs fill up before its connection is given up.
 
     def __init__(self, proxy, way, crumbs, one):
         self.way, self.crumbs, self.one = way, crumbs, one
@@ -186,12 +187,21 @@ class BlackHole:
                 self.swallowed += len(data)
                 return b""
             over = self.stuck and (self.one or time.monotonic() > self.since + self.AT_ONCE)
-            if in_a_block(self.way)(connection, direction, data) and not over:
+            cut = self._cut(data) if in_a_block(self.way)(connection, direction, data) and not over else None
+            if cut is not None:
                 self.since = self.since or time.monotonic()
                 self.stuck.append(connection)
-                self.swallowed += len(data) - len(data) // 2
-                return data[: len(data) // 2]
+                self.swallowed += len(data) - cut
+                return data[:cut]
         return data
+
+    def _cut(self, data):
+        """A place in the payload of one block, all of whose elements are equal, with `LOST` of its bytes behind it."""
+        for cut in range(1_000, len(data) - self.LOST, 1_000):
+            around = data[cut - 100 : cut + self.LOST]
+            if around[4:] == around[:-4]:
+                return cut
+        return None
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
