@@ -13,6 +13,8 @@ pub mod net;
 pub mod npy;
 pub mod publisher;
 pub mod ranges;
+#[cfg(feature = "rdma")]
+pub mod rdma;
 pub mod registry;
 pub mod safetensors_file;
 pub mod shm;
