@@ -23,7 +23,8 @@ STOP_DEADLINE = 5.0
 MTU = 9000
 # What has a meaning only on the host.
 NOT_PASSED = {"_", "OLDPWD", "PWD", "SHLVL", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "SSH_AUTH_SOCK"}
-TROUBLE = re.compile(r"GUEST-FAILED|Kernel panic|Oops|BUG:|soft lockup|Out of memory")
+# What a kernel says when it has gone wrong. That memory ran out is the command's doing.
+TROUBLE = re.compile(r"GUEST-FAILED|Kernel panic|Oops|BUG:|soft lockup|detected stalls|blocked for more than")
 
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -164,16 +165,20 @@ class Guest:
             return f"it could not be set up: {said.strip()}"
         if self.process.poll() is None or self.status() is not None:
             return None
-        found = next((line for line in (self.console() or "").splitlines() if TROUBLE.search(line)), None)
         log = (self._said("qemu.log") or "").strip().splitlines()
-        return (found or (log and log[-1]) or f"qemu ended with {self.process.returncode}").strip()
+        return self.kernel_trouble() or (log and log[-1]) or f"qemu ended with {self.process.returncode}"
+
+    def kernel_trouble(self):
+        """The first line of the console that tells of trouble, or None."""
+        return next((line.strip() for line in self.console().splitlines() if TROUBLE.search(line)), None)
 
     def console(self):
-        """What its kernel has said."""
-        return self._said("console")
+        """What its kernel has said of note."""
+        return self._said("console") or ""
 
     def dmesg(self):
-        return self._said("dmesg")
+        """What its kernel has said in all, once the command has ended."""
+        return self._said("dmesg") or ""
 
     def stop(self):
         """Ends the process; what it has said can still be read from the pipes."""

@@ -209,7 +209,7 @@ def build_siw(work, packages, release):
     makefile.write_text(re.sub(r"/usr/src/(?=linux-headers)", f"{tree}/usr/src/", makefile.read_text()))
     if not (tree / "usr/src" / common).is_dir():
         raise Failed(f"{common} is not among the packages")
-    words = ["make", "-s", "-C", headers, f"M={into}", "CONFIG_RDMA_SIW=m", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]
+    words = ["make", "-s", "-j2", "-C", headers, f"M={into}", "CONFIG_RDMA_SIW=m", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]
     command(words, "building siw")
     return into / "siw.ko"
 

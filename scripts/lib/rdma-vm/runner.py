@@ -11,8 +11,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from guest import Guest, Settings
-from machine import say
+from guest import TROUBLE, Guest, Settings
+from machine import Failed, say
 
 # As timeout(1) and container runtimes have them.
 OUT_OF_TIME = 124
@@ -22,6 +22,8 @@ BOOT_DEADLINE = 120.0
 # When a host of two has failed, the other one may notice.
 GRACE = 30.0
 TRIES = 2
+# Lines of a console after trouble.
+SHOWN = 25
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2"}
 
@@ -54,28 +56,31 @@ class Sink:
         self._prefix = len(names) > 1 and not wish.output
         self._rests = {}
         self._files = {}
-        self._open = []
         for name in names:
-            for stream, ours in (("out", sys.stdout.buffer), ("err", sys.stderr.buffer)):
-                if wish.output:
-                    ours = open(wish.output / f"{name}.{stream}", "wb")
-                    self._open.append(ours)
-                self._files[name, stream] = ours
+            for stream, fd in (("out", 1), ("err", 2)):
+                to = wish.output / f"{name}.{stream}" if wish.output else fd
+                # Nothing is kept back, so that what comes from several hosts and from here stays in order.
+                self._files[name, stream] = open(to, "wb", buffering=0, closefd=bool(wish.output))
 
     def take(self, name, stream, data):
-        file = self._files[name, stream]
         if self._prefix:
             *lines, rest = (self._rests.pop((name, stream), b"") + data).split(b"\n")
             if rest:
                 self._rests[name, stream] = rest
             data = b"".join(b"%s| %s\n" % (name.encode(), line) for line in lines)
-        file.write(data)
-        file.flush()
+        try:
+            while data:
+                data = data[self._files[name, stream].write(data) :]
+        except BrokenPipeError as error:
+            raise Failed("nobody reads the output any more") from error
 
-    def close(self):
+    def end(self):
+        """The last lines, if they did not end."""
         for name, stream in list(self._rests):
             self.take(name, stream, b"\n")
-        for file in self._open:
+
+    def close(self):
+        for file in self._files.values():
             file.close()
 
 
@@ -172,18 +177,26 @@ class Attempt:
             guest.stop()
         while self.selector.get_map() and self._pass_on(0):
             pass
+        self.sink.end()
 
-    def tell(self, crashed):
-        """What the kernels have said: with --dmesg, and the end of it after a crash."""
+    def tell(self, failed):
+        """What the kernels have said: when the attempt failed, and with --dmesg."""
         for guest in self.guests:
-            console = guest.console() or ""
+            console = guest.console()
             if self.wish.output:
                 (self.wish.output / f"{guest.name}.console").write_text(console)
-                (self.wish.output / f"{guest.name}.dmesg").write_text(guest.dmesg() or "")
-            if crashed and console.strip():
-                print(f"console of host {guest.name}:", *console.splitlines()[-25:], sep="\n  ", file=sys.stderr)
+                (self.wish.output / f"{guest.name}.dmesg").write_text(guest.dmesg())
+            lines = console.splitlines()
+            if failed and lines:
+                first = next((number for number, line in enumerate(lines) if TROUBLE.search(line)), len(lines))
+                first = max(0, min(first - 1, len(lines) - SHOWN))
+                print(f"console of host {guest.name}:", *lines[first : first + SHOWN], sep="\n  ", file=sys.stderr)
             elif self.wish.dmesg:
                 print(f"dmesg of host {guest.name}:", guest.dmesg() or console, sep="\n", file=sys.stderr)
+
+    def kernel_trouble(self):
+        """A line that tells of a kernel that has gone wrong, or None."""
+        return next((line for guest in self.guests if (line := guest.kernel_trouble())), None)
 
 
 def run(image, wish):
@@ -197,8 +210,10 @@ def run(image, wish):
             except (Crashed, OutOfTime) as error:
                 why = error
             attempt.finish()
-            # A kernel that has crashed is no command that is slow.
             attempt.tell(why is not None)
+            # A kernel that got stuck is no slow command.
+            if isinstance(why, OutOfTime) and (line := attempt.kernel_trouble()):
+                why = Crashed(line)
         if why is None:
             return next((status for status in statuses if status), 0)
         if isinstance(why, OutOfTime):
