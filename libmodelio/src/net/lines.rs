@@ -355,7 +355,7 @@ impl Driver for Moving {
         if let Some(served) = self.by_token.remove(&token).and_then(|number| self.served.remove(&number)) {
             let _ = self.epoll.delete(&served.said);
             self.lines.leave(&served.line);
-            served.line.disconnect();
+            served.line.end();
         }
         Ok(())
     }

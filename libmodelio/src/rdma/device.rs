@@ -85,6 +85,11 @@ impl Device {
         }
     }
 
+    /// Whether it speaks iWARP.
+    pub fn is_iwarp(&self) -> bool {
+        self.context.is_iwarp()
+    }
+
     /// Memory for rings and slots.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena

@@ -171,9 +171,10 @@ impl Line {
         }
     }
 
-    /// Ends it for the peer, too.
-    pub(crate) fn disconnect(&self) {
+    /// Ends it, for the peer, too: the device touches no memory for it any more when this returns.
+    pub(crate) fn end(&self) {
         self.endpoint().disconnect();
+        self.pair.end();
     }
 
     /// News of it. True if its conversation has something to take.
@@ -188,7 +189,7 @@ impl Line {
     }
 
     /// Its connection, once it has one.
-    pub(crate) fn connection(&self) -> Option<&Connection> {
+    pub fn connection(&self) -> Option<&Connection> {
         self.connection.get()
     }
 

@@ -111,3 +111,11 @@ fn learners_live_through_moves_of_their_model_over_tcp() {
 fn learners_live_through_moves_of_their_model_in_shared_memory() {
     lived_through(Way::Memory);
 }
+
+#[cfg(feature = "rdma")]
+#[test]
+fn learners_live_through_moves_of_their_model_by_rdma() {
+    if let Some(way) = Way::rdma() {
+        lived_through(way);
+    }
+}

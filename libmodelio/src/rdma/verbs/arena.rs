@@ -12,6 +12,7 @@ use range_alloc::RangeAllocator;
 use super::memory::no_memory;
 use super::{Access, Domain, Registration, VerbsError};
 use crate::mmap::Mapping;
+use crate::net::Connection;
 
 /// Pieces begin on pages.
 const PAGE: u64 = 4096;
@@ -94,12 +95,6 @@ impl Chunk {
     pub(super) fn local(&self) -> &Arc<Registration> {
         &self.arena.registration
     }
-
-    /// Cuts it in slots of `bytes` bytes each.
-    pub fn slots(self: &Arc<Chunk>, bytes: usize) -> Vec<Slot> {
-        let starts = (0..self.len() / bytes.max(1)).map(|index| index * bytes);
-        starts.map(|start| Slot { chunk: Arc::clone(self), start, len: bytes }).collect()
-    }
 }
 
 impl Drop for Chunk {
@@ -108,32 +103,87 @@ impl Drop for Chunk {
     }
 }
 
-/// Room for one payload in an arena. Whoever has it has that room.
+/// Slots of one size, cut from a chunk. Who waits for one is woken when there is one.
+#[derive(Debug)]
+pub struct Pool {
+    chunk: Arc<Chunk>,
+    bytes: usize,
+    count: usize,
+    /// They are used one after the other, even if one further on is free earlier.
+    in_turn: bool,
+    state: Mutex<Free>,
+}
+
+#[derive(Debug, Default)]
+struct Free {
+    /// By slot.
+    free: Vec<bool>,
+    next: usize,
+    waiting: Vec<Connection>,
+}
+
+impl Pool {
+    /// As many slots of `bytes` bytes as a chunk has room for.
+    pub fn new(chunk: &Arc<Chunk>, bytes: usize, in_turn: bool) -> Arc<Pool> {
+        let count = chunk.len() / bytes.max(1);
+        let free = Free { free: vec![true; count], next: 0, waiting: Vec::new() };
+        Arc::new(Pool { chunk: Arc::clone(chunk), bytes, count, in_turn, state: Mutex::new(free) })
+    }
+
+    /// How many slots there are.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Bytes of a slot.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// A free slot. If there is none, `waits` is woken when there is one.
+    pub fn take(self: &Arc<Pool>, waits: Option<&Connection>) -> Option<Slot> {
+        let mut state = self.state.lock();
+        let first = state.next;
+        let mut turns = (0..self.count).map(|turn| (first + turn) % self.count);
+        let found = match self.in_turn {
+            true => Some(first).filter(|&index| state.free.get(index) == Some(&true)),
+            false => turns.find(|&index| state.free[index]),
+        };
+        let Some(index) = found else {
+            state.waiting.extend(waits.cloned());
+            return None;
+        };
+        state.free[index] = false;
+        state.next = (index + 1) % self.count;
+        Some(Slot { pool: Arc::clone(self), index })
+    }
+}
+
+/// Room for one payload in an arena. Whoever has it has that room; it goes back to its pool when it is dropped.
 #[derive(Debug)]
 pub struct Slot {
-    chunk: Arc<Chunk>,
-    start: usize,
-    len: usize,
+    pool: Arc<Pool>,
+    index: usize,
 }
 
 impl Slot {
     /// Length in bytes.
     #[allow(clippy::len_without_is_empty)] // never empty
     pub fn len(&self) -> usize {
-        self.len
+        self.pool.bytes
     }
 
-    /// Where it begins in its chunk.
-    pub fn offset(&self) -> usize {
-        self.start
+    /// Which of its pool it is.
+    pub fn index(&self) -> usize {
+        self.index
     }
 
     pub(super) fn start(&self) -> *mut u8 {
-        self.chunk.start().wrapping_add(self.start)
+        self.pool.chunk.start().wrapping_add(self.index * self.pool.bytes)
     }
 
     pub(super) fn registration(&self) -> &Arc<Registration> {
-        self.chunk.local()
+        self.pool.chunk.local()
     }
 
     /// The first `len` bytes.
@@ -146,18 +196,28 @@ impl Slot {
     /// whoever reads it makes of it numbers only: no lengths, no positions, no branches that memory depends on. All that
     /// comes of a lie is other numbers.
     pub unsafe fn bytes(&self, len: usize) -> &[u8] {
-        assert!(len <= self.len, "{len} bytes of a slot of {}", self.len);
+        assert!(len <= self.len(), "{len} bytes of a slot of {}", self.len());
         // SAFETY: within the chunk, whose memory lives as long as it does; nobody here writes a slot but its holder,
         // which a shared reference keeps from it.
         unsafe { std::slice::from_raw_parts(self.start(), len) }
     }
 
-    /// All of it, to write.
+    /// A copy of the first bytes, of a slot that no peer has the key to.
     ///
-    /// # Safety
-    /// No peer has been given the key to it.
-    pub unsafe fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and the reference is exclusive, as the slot is.
-        unsafe { std::slice::from_raw_parts_mut(self.start(), self.len) }
+    /// # Panics
+    /// If it is not as long.
+    pub fn copy<const N: usize>(&self) -> [u8; N] {
+        // SAFETY: nobody else writes it; what is copied is the holder's.
+        unsafe { self.bytes(N) }.try_into().unwrap_or([0; N])
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let mut state = self.pool.state.lock();
+        state.free[self.index] = true;
+        let waiting = std::mem::take(&mut state.waiting);
+        drop(state);
+        waiting.iter().for_each(Connection::wake);
     }
 }

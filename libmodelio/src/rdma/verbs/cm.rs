@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -144,7 +145,11 @@ impl CmChannel {
             kinds::RDMA_CM_EVENT_ADDR_RESOLVED => CmKind::AddressResolved,
             kinds::RDMA_CM_EVENT_ROUTE_RESOLVED => CmKind::RouteResolved,
             kinds::RDMA_CM_EVENT_CONNECT_REQUEST => match NonNull::new(event.id) {
-                Some(id) => CmKind::Request(Endpoint { id, has_pair: false, channel: Arc::clone(self) }),
+                Some(id) => CmKind::Request(Endpoint {
+                    id,
+                    has_pair: AtomicBool::new(false),
+                    channel: Arc::clone(self),
+                }),
                 None => CmKind::Other,
             },
             kinds::RDMA_CM_EVENT_ESTABLISHED => CmKind::Established,
@@ -181,7 +186,7 @@ impl Drop for CmChannel {
 #[derive(Debug)]
 pub struct Endpoint {
     id: NonNull<sys::rdma_cm_id>,
-    has_pair: bool,
+    has_pair: AtomicBool,
     channel: Arc<CmChannel>,
 }
 
@@ -204,7 +209,7 @@ impl Endpoint {
         };
         VerbsError::check("making an RDMA connection", result)?;
         let id = NonNull::new(id).ok_or(VerbsError::Broken("librdmacm made nothing".into()))?;
-        Ok(Endpoint { id, has_pair: false, channel: Arc::clone(channel) })
+        Ok(Endpoint { id, has_pair: AtomicBool::new(false), channel: Arc::clone(channel) })
     }
 
     fn raw(&self) -> *mut sys::rdma_cm_id {
@@ -306,7 +311,7 @@ impl Endpoint {
     }
 
     pub(super) fn make_pair(
-        &mut self,
+        &self,
         domain: &Arc<Domain>,
         init: &mut sys::ibv_qp_init_attr,
     ) -> Result<*mut sys::ibv_qp, VerbsError> {
@@ -316,7 +321,7 @@ impl Endpoint {
         // SAFETY: domain and queues live longer than the pair, as whoever holds the endpoint holds them.
         let result = unsafe { sys::rdma_create_qp(self.raw(), domain.raw(), &raw mut *init) };
         VerbsError::check("making a queue pair", result)?;
-        self.has_pair = true;
+        self.has_pair.store(true, Ordering::Release);
         // SAFETY: it has one now.
         Ok(unsafe { self.id.as_ref().qp })
     }
@@ -354,6 +359,17 @@ impl Endpoint {
         VerbsError::check("refusing an RDMA connection", result)
     }
 
+    /// Destroys its queue pair, if it has one.
+    ///
+    /// # Safety
+    /// Nobody uses the queue pair, now or later.
+    pub(super) unsafe fn end_pair(&self) {
+        if self.has_pair.swap(false, Ordering::AcqRel) {
+            // SAFETY: it has one, and the caller promises the rest.
+            unsafe { sys::rdma_destroy_qp(self.raw()) };
+        }
+    }
+
     /// Ends it: work that is outstanding is flushed, and the peer hears of it.
     pub fn disconnect(&self) {
         // SAFETY: a single call. That it is over already is no news.
@@ -366,9 +382,7 @@ impl Drop for Endpoint {
         // SAFETY: nobody else has it; the queue pair, which is destroyed first, is used by nobody who does not hold the
         // endpoint.
         unsafe {
-            if self.has_pair {
-                sys::rdma_destroy_qp(self.raw());
-            }
+            self.end_pair();
             if sys::rdma_destroy_id(self.raw()) != 0 {
                 tracing::error!(errno = %Errno::last(), channel = ?self.channel, "an RDMA connection is lost");
             }

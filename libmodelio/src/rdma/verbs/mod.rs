@@ -36,7 +36,7 @@ use std::io;
 
 use nix::errno::Errno;
 
-pub use arena::{Arena, Chunk, Slot};
+pub use arena::{Arena, Chunk, Pool, Slot};
 pub use cm::{CmChannel, CmEvent, CmKind, Endpoint, PRIVATE_DATA, Parameters};
 pub use context::{Context, DeviceInfo, GidInfo, PortInfo, contexts, devices};
 pub use memory::{Access, Domain, Registration, Remote};

@@ -154,7 +154,7 @@ impl Pair {
     /// # Errors
     /// [`VerbsError::Call`].
     pub fn new(
-        mut endpoint: Endpoint,
+        endpoint: Endpoint,
         poller: &Arc<Poller>,
         limits: PairLimits,
     ) -> Result<Arc<Pair>, VerbsError> {
@@ -249,10 +249,22 @@ impl Pair {
         self.state.lock().broken.clone()
     }
 
+    /// Ends it now: the device touches none of its memory any more when this returns.
+    pub fn end(&self) {
+        let mut state = self.state.lock();
+        state.broken.get_or_insert_with(|| "the connection is over".to_owned());
+        // SAFETY: whoever uses it has the lock and has seen that it is not broken.
+        unsafe { self.endpoint.end_pair() };
+    }
+
     fn post_receive(&self) -> Result<(), VerbsError> {
         let mut work = nothing();
         let mut bad = ptr::null_mut();
-        // SAFETY: the queue pair lives, and the work names no memory.
+        let state = self.state.lock();
+        if state.broken.is_some() {
+            return Ok(());
+        }
+        // SAFETY: the queue pair lives, as it is not ended under the lock, and the work names no memory.
         let result = unsafe { sys::ibv_post_recv(self.raw, &raw mut work, &raw mut bad) };
         VerbsError::check_number("waiting for messages", result)
     }
