@@ -327,9 +327,10 @@ def test_a_hung_shard_drops_the_part_of_a_deleted_model(apart):
         eventually(lambda: one.ask(hung)["models"] == [], deadline=HEARD)
 
 
-def test_a_deleted_model_does_not_come_back_with_a_shard_that_hung(apart):
-    """Neither the registry nor the lead knows; a shard that was told does."""
-    one = model(apart(2))
+@pytest.mark.parametrize("owners", [1, 2])
+def test_a_deleted_model_does_not_come_back_with_a_shard_that_hung(apart, owners):
+    """Neither the registry nor the lead knows; a shard that was told does, with a part in the model or without."""
+    one = model(apart(2), shards=owners)
     lead = one.leader("m")
     lead.pause()
     try:
