@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,8 @@ class Shard:
 
     def __init__(self, *args, listen="127.0.0.1:0", command="shard"):
         self._scratch = Path(tempfile.mkdtemp(prefix="gradfs-test-shard-"))
+        # Also of one that does not start, or that a test has put another one in the place of.
+        weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self.command = [str(gradfs_binary()), command, "--listen", listen, *map(str, args)]
         with open(self._scratch / "stdout", "wb") as out, open(self._scratch / "stderr", "wb") as err:
             self.process = subprocess.Popen(

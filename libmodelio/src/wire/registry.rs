@@ -26,6 +26,15 @@ pub struct ShardRecord {
     pub rdma: String,
 }
 
+/// A shard that is not listed though it announces itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RefusedShard {
+    /// Its record, with the number that it has asked for.
+    pub record: ShardRecord,
+    /// What it was answered.
+    pub why: String,
+}
+
 /// A model, its layout and who owns which block.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelRecord {
@@ -149,6 +158,8 @@ pub enum RegistryRequest {
         /// Its shards, as far as they are known; `draining` means nothing here.
         shards: Vec<ShardRecord>,
     },
+    /// Which shards ask to be listed and are refused? Answered by `Refused`.
+    Refused,
 }
 
 /// What the registry answers.
@@ -171,4 +182,6 @@ pub enum RegistryAnswer {
         /// Of each part, in order.
         fates: Vec<Fate>,
     },
+    /// Shards that were refused, as long as they go on asking.
+    Refused(Vec<RefusedShard>),
 }

@@ -188,6 +188,7 @@ fn registry_request() -> impl Strategy<Value = RegistryRequest> {
         (shard(), vec(held(), 0..4), vec((text(), id64(Generation)), 0..4))
             .prop_map(|(shard, held, deleted)| RegistryRequest::Holding { shard, held, deleted }),
         vec(shard_record(), 0..4).prop_map(|shards| RegistryRequest::Restore { shards }),
+        Just(RegistryRequest::Refused),
     ]
 }
 
@@ -217,6 +218,8 @@ fn registry_answer() -> impl Strategy<Value = RegistryAnswer> {
         Just(RegistryAnswer::Done),
         (any::<bool>(), vec(fate(), 0..4))
             .prop_map(|(draining, fates)| RegistryAnswer::Fates { draining, fates }),
+        vec((shard_record(), text()).prop_map(|(record, why)| RefusedShard { record, why }), 0..4)
+            .prop_map(RegistryAnswer::Refused),
     ]
 }
 

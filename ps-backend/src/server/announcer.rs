@@ -107,7 +107,9 @@ impl Shared {
         let mut told = ShardId(0);
         // A part may come while the registry answers: then it is told of that.
         for _ in 0..2 {
-            let (shard, bound) = (*self.shard.lock(), self.is_bound());
+            // One lock at a time: who asks how the shard is holds that of the models, and waits for that of the number.
+            let bound = self.is_bound();
+            let shard = *self.shard.lock();
             let (address, draining) = (self.address.clone(), self.standing.lock().draining);
             let (host, rdma) = (shm::host(), self.rdma_address());
             let record = ShardRecord { shard, address, host, draining, rdma };
@@ -346,3 +348,6 @@ pub(super) fn run(shared: &Weak<Shared>) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -18,8 +18,8 @@ use libmodelio::mmap::Mapping;
 use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::transport::{Region, RegionKey, ShardError, TransportKind};
 use libmodelio::wire::{
-    Fate, Held, JobState, Limits, Message, ModelRecord, Moved, Protocol, Receiver, Refusal, Role,
-    ShardRecord, frame,
+    Fate, Held, JobState, Limits, Message, ModelRecord, Moved, Protocol, Receiver, Refusal, RefusedShard,
+    Role, ShardRecord, frame,
 };
 
 use crate::world::{LONG, Way, World, ask};
@@ -401,6 +401,10 @@ impl Registry for Table {
 
     fn shards(&self, _: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
         Ok(self.shards.clone())
+    }
+
+    fn refused(&self, _: Instant) -> Result<Vec<RefusedShard>, RegistryError> {
+        Ok(Vec::new())
     }
 
     fn models(&self, _: Instant) -> Result<Vec<String>, RegistryError> {
