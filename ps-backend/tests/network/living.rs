@@ -86,7 +86,7 @@ fn train(world: &mut World, mut before: impl FnMut(&mut World, u32)) -> (Version
 }
 
 /// The same weights, bit by bit, as if nothing had moved; every step counts once.
-fn lived_through(way: Way) {
+pub fn lived_through(way: Way) {
     let expected = train(&mut world(way), |_, _| {});
     let mut moved = world(way);
     let mut times = 0;
@@ -112,10 +112,3 @@ fn learners_live_through_moves_of_their_model_in_shared_memory() {
     lived_through(Way::Memory);
 }
 
-#[cfg(feature = "rdma")]
-#[test]
-fn learners_live_through_moves_of_their_model_by_rdma() {
-    if let Some(way) = Way::rdma() {
-        lived_through(way);
-    }
-}
