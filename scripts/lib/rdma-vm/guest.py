@@ -16,6 +16,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from machine import Failed
+
 HERE = Path(__file__).resolve().parent
 STOP_DEADLINE = 5.0
 
@@ -137,6 +139,8 @@ class Guest:
                     pass_fds=[*theirs, *([self._link.fileno()] if self._link else [])],
                     start_new_session=not interactive, preexec_fn=before_exec,
                 )
+        except FileNotFoundError as error:
+            raise Failed(f"{error.filename} is not there any more: scripts/rdma-vm setup") from error
         finally:
             for fd in theirs:
                 os.close(fd)
