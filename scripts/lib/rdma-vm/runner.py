@@ -103,7 +103,7 @@ class Attempt:
         shutil.rmtree(self.share / MEETINGS, ignore_errors=True)
         self.guests = [
             Guest(image, name, hosts[name], hosts, wish.command, settings, link)
-            for name, link in zip(names, self.links)
+            for name, link in zip(names, self.links, strict=True)
         ]
         self.sink = Sink(wish, names)
         self.selector = selectors.DefaultSelector()
