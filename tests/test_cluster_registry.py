@@ -258,6 +258,38 @@ def test_a_name_that_is_anothers_since_is_said(apart):
     training.end()
 
 
+def test_a_shard_that_is_refused_its_number_is_shown(apart):
+    """Its own model goes on, and it is listed again once the other one has no blocks under the number."""
+    one = model(apart(1), consistency="async")
+    first = one.shards[0]
+    training = Training(one)
+    first.pause()
+    one.table.anew()
+    try:
+        second = one.add_shard()
+        assert second.number == first.number
+        model(one, "n")
+    finally:
+        first.resume()
+    eventually(lambda: one.status()["refused"], deadline=HEARD)
+    (refused,) = one.status()["refused"]
+    assert (refused["shard"], refused["address"]) == (first.number, first.address)
+    assert [held["name"] for held in refused["models"]] == ["m"]
+    assert f"is that of the shard at {second.address}" in refused["refused_because"]
+    assert addresses(one) == {second.number: second.address}
+    shown = one.run("status").stdout
+    assert f"shard {first.number} at {first.address}: not listed: number {first.number} is that of" in shown, shown
+    training.goes_on()
+    assert one.run("delete", "n").returncode == 0
+    knows(one, "m")
+    assert one.status()["refused"] == []
+    training.goes_on()
+    training.end()
+    # One that asks no more is forgotten.
+    first.stop()
+    eventually(lambda: first.address not in one.run("status").stdout, deadline=15)
+
+
 def test_a_registry_in_a_shard_comes_back_with_the_others(cluster):
     """Its own blocks are lost; models that have none there are found again, and the others can be deleted."""
     one = cluster(1)
@@ -295,9 +327,10 @@ def test_a_hung_shard_drops_the_part_of_a_deleted_model(apart):
         eventually(lambda: one.ask(hung)["models"] == [], deadline=HEARD)
 
 
-def test_a_deleted_model_does_not_come_back_with_a_shard_that_hung(apart):
-    """Neither the registry nor the lead knows; a shard that was told does."""
-    one = model(apart(2))
+@pytest.mark.parametrize("owners", [1, 2])
+def test_a_deleted_model_does_not_come_back_with_a_shard_that_hung(apart, owners):
+    """Neither the registry nor the lead knows; a shard that was told does, with a part in the model or without."""
+    one = model(apart(2), shards=owners)
     lead = one.leader("m")
     lead.pause()
     try:

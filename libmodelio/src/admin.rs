@@ -86,7 +86,9 @@ pub enum AdminError {
         got: u16,
     },
     /// Damage, or a peer that errs.
-    #[error("{address}: {source}: try again; if it stays, one of the two hosts or programs is broken")]
+    #[error(
+        "{address}: {source}: damaged on the way? Try again; if it stays, one of the two hosts or programs is broken"
+    )]
     Wire {
         /// Who.
         address: String,
@@ -196,10 +198,7 @@ impl AdminPeer {
         };
         const DOING: &str = "greeting";
         peer.send(&hello, 0, &[], deadline, DOING)?;
-        let received = peer.receive(deadline, DOING).map_err(|error| match error {
-            AdminError::Wire { address, source } => AdminError::NotGradfs { address, source },
-            other => other,
-        })?;
+        let received = peer.receive(deadline, DOING)?;
         match received.0.message {
             Message::Welcome { shard, epoch, silence_ms, .. } => {
                 (peer.shard, peer.epoch) = (shard, epoch);

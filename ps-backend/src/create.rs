@@ -132,7 +132,7 @@ pub fn create(
     record.ready = true;
     let made =
         make(new.layout, &map, &ModelRecord { ready: false, ..record.clone() }, &there, source, progress)
-            .and_then(|()| Ok(is_ready(registry, &record, &there)?));
+            .and_then(|()| Ok(tell_ready(registry, &record, &there)?));
     if let Err(error) = made {
         // What was made is of no use. Whoever cannot be reached now hears of it from the registry, and that from shards.
         let _ = registry.delete(new.name, generation, Instant::now() + PROMPT);
@@ -143,7 +143,7 @@ pub fn create(
 }
 
 /// Tells the registry that all blocks are there. If it is away just now, it has some time to come back.
-fn is_ready(
+fn tell_ready(
     registry: &dyn Registry,
     record: &ModelRecord,
     shards: &[ShardRecord],
@@ -187,11 +187,7 @@ fn make(
         let threads: Vec<_> = shards.iter().map(of_shard).collect();
         threads.into_iter().map(|thread| joined(thread).and_then(|outcome| outcome)).collect()
     });
-    // What went wrong first, and not that others have stopped because of it.
-    let mut failed = outcomes.into_iter().filter_map(Result::err).collect::<Vec<_>>();
-    if let Some(at) = failed.iter().position(|error| !matches!(error, CreateError::Stopped)) {
-        return Err(failed.swap_remove(at));
-    }
+    all_loaded(outcomes)?;
     // The lead comes last: it begins the job.
     for shard in shards.iter().filter(|shard| shard.shard == record.lead) {
         let loaded = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).and_then(|mut peer| {
@@ -200,6 +196,16 @@ fn make(
         loaded.map_err(failed_at(shard))?;
     }
     Ok(())
+}
+
+/// Fails if one has: by what went wrong, rather than that others have stopped because of it.
+fn all_loaded(outcomes: Vec<Result<(), CreateError>>) -> Result<(), CreateError> {
+    let mut failed: Vec<CreateError> = outcomes.into_iter().filter_map(Result::err).collect();
+    let cause = failed.iter().position(|error| !matches!(error, CreateError::Stopped));
+    match failed.is_empty() {
+        true => Ok(()),
+        false => Err(failed.swap_remove(cause.unwrap_or(0))),
+    }
 }
 
 fn joined<T>(thread: io::Result<std::thread::ScopedJoinHandle<'_, T>>) -> Result<T, CreateError> {
@@ -347,4 +353,19 @@ pub fn delete(registry: &dyn Registry, name: &str) -> Result<Vec<CreateError>, C
         forget_at(&record, &others);
     }
     Ok(unconfirmed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_has_stopped_has_not_loaded() {
+        let stopped = || Err(CreateError::Stopped);
+        let thread = || Err(CreateError::Thread("it panicked".into()));
+        assert!(all_loaded(vec![Ok(()), Ok(())]).is_ok());
+        assert!(matches!(all_loaded(vec![Ok(()), stopped()]), Err(CreateError::Stopped)));
+        assert!(matches!(all_loaded(vec![stopped(), stopped()]), Err(CreateError::Stopped)));
+        assert!(matches!(all_loaded(vec![stopped(), thread(), Ok(())]), Err(CreateError::Thread(_))));
+    }
 }

@@ -5,6 +5,7 @@
 //! numbers, and put the records of their models back (`restoring`).
 
 mod deleted;
+mod refused;
 mod restoring;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,6 +19,7 @@ use libmodelio::wire::{
 };
 
 use self::deleted::Deleted;
+use self::refused::Refused;
 pub use crate::core::Now;
 
 /// Most models: their names fit into one answer.
@@ -63,6 +65,7 @@ pub struct RegistryCore {
     shards: BTreeMap<ShardId, Shard>,
     models: BTreeMap<String, Model>,
     deleted: Deleted,
+    refused: Refused,
     record_bytes: usize,
 }
 
@@ -90,6 +93,7 @@ impl RegistryCore {
             RegistryRequest::Drain { shard } => self.drain(*shard, true).map(done),
             RegistryRequest::Undrain { shard } => self.drain(*shard, false).map(done),
             RegistryRequest::Shards => Ok(RegistryAnswer::Shards(self.living(now).cloned().collect())),
+            RegistryRequest::Refused => Ok(RegistryAnswer::Refused(self.refused.until_now(now))),
             RegistryRequest::Models => Ok(RegistryAnswer::Models(self.models.keys().cloned().collect())),
             RegistryRequest::Model { name } => {
                 let record = self.model(name)?.bytes.clone();
@@ -130,10 +134,12 @@ impl RegistryCore {
         }
         let known = self.at(&record.address);
         let number = match known {
-            _ if bound && record.shard.0 != 0 => self.claimed(record, known, now)?,
-            Some(number) => number,
-            None => self.number_for(record.shard, now)?,
+            _ if bound && record.shard.0 != 0 => self.claimed(record, known, now),
+            Some(number) => Ok(number),
+            None => self.number_for(record.shard, now),
         };
+        let number = number.inspect_err(|refusal| self.refused.add(record, refusal, now, now + lease))?;
+        self.refused.remove(&record.address);
         // What was asked of the registry counts; only one that was started anew is told of it.
         let before = known.and_then(|known| self.shards.remove(&known));
         let draining = before.map_or(record.draining, |before| before.record.draining);
@@ -329,7 +335,8 @@ fn check_generation(model: &str, expected: Generation, got: Generation) -> Resul
 }
 
 fn check_shard(record: &ShardRecord) -> Result<(), Refusal> {
-    for (what, text) in [("address", &record.address), ("host", &record.host)] {
+    for (what, text) in [("address", &record.address), ("host", &record.host), ("RDMA address", &record.rdma)]
+    {
         if text.len() > MAX_SHARD_TEXT {
             return Err(Refusal::other(format_args!(
                 "{what} of {} bytes, the limit is {MAX_SHARD_TEXT}",

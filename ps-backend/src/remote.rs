@@ -456,7 +456,8 @@ impl Job for RemoteJob {
     }
 
     fn may_assign(&self) -> Result<(), ShardError> {
-        let (reducer, version) = (self.controls.lock().reducer, self.version());
+        let reducer = self.controls.lock().reducer;
+        let version = self.version();
         if reducer == Reducer::Assign || version == Version(0) {
             return Ok(());
         }

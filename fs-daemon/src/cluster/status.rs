@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use libmodelio::admin::AdminPeer;
 use libmodelio::registry::Registry;
-use libmodelio::wire::{Message, ShardRecord};
+use libmodelio::wire::{Message, RefusedShard, ShardRecord};
 use serde_json::{Value, json};
 
 use super::{deadline, registry, registry_error};
@@ -19,9 +19,16 @@ pub fn run(config: &StatusConfig) -> Result<(), Error> {
     let registry = registry(&config.registry);
     let failed = |error| registry_error(&config.registry, error);
     let shards = registry.shards(deadline()).map_err(failed)?;
+    let refused = registry.refused(deadline()).map_err(failed)?;
     let models = registry.models(deadline()).map_err(failed)?;
     let shards: Vec<Value> = shards.iter().map(ask).collect();
-    let status = json!({ "registry": config.registry.to_string(), "shards": shards, "models": models });
+    let refused: Vec<Value> = refused.iter().map(ask_refused).collect();
+    let status = json!({
+        "registry": config.registry.to_string(),
+        "shards": shards,
+        "refused": refused,
+        "models": models,
+    });
     if config.json {
         println!("{status:#}");
     } else {
@@ -49,6 +56,13 @@ fn ask(shard: &ShardRecord) -> Value {
     }
 }
 
+/// Another shard has its number: it takes part in what it holds, and in nothing else.
+fn ask_refused(refused: &RefusedShard) -> Value {
+    let mut status = ask(&refused.record);
+    status["refused_because"] = json!(refused.why);
+    status
+}
+
 /// How far a model is that moves, as its lead tells.
 pub(super) fn moving(lead: &Value) -> Option<String> {
     let (off, stage) = (lead["moving"]["off"].as_u64()?, lead["moving"]["stage"].as_str()?);
@@ -61,9 +75,12 @@ fn for_people(status: &Value) -> String {
     let mut text = String::new();
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
     let _ = writeln!(text, "registry {}", status["registry"].as_str().unwrap_or_default());
-    for shard in list(&status["shards"]) {
+    for shard in [list(&status["shards"]), list(&status["refused"])].concat() {
         let address = shard["address"].as_str().unwrap_or_default();
         let _ = write!(text, "shard {} at {address}", shard["shard"]);
+        if let Some(why) = shard["refused_because"].as_str() {
+            let _ = write!(text, ": not listed: {why}");
+        }
         if let Some(why) = shard["unreachable"].as_str() {
             let _ = writeln!(text, ": unreachable: {why}");
             continue;

@@ -132,11 +132,26 @@ fn something_else_listens() {
         client.wait();
     });
     assert!(matches!(error, AdminError::NotGradfs { .. }), "{error}");
-    let (error, _) = failure(LONG, |client| {
-        client.stream.write_all(&[&b"GF"[..], &[7; 100]].concat()).expect("it listens");
-        client.wait();
-    });
-    assert!(matches!(error, AdminError::NotGradfs { .. }), "{error}");
+}
+
+#[test]
+fn a_greeting_that_is_damaged_on_the_way() {
+    let greeting = frame(&welcome(1000), 0, Epoch(0), &[]).expect("a sound message");
+    for (at, what) in [(HEADER / 2, "header"), (greeting.len() - 1, "body")] {
+        let mut bytes = greeting.clone();
+        bytes[at] ^= 0x10;
+        let (error, _) = failure(LONG, move |client| {
+            client.stream.write_all(&bytes).expect("it listens");
+            client.wait();
+        });
+        match &error {
+            AdminError::Wire { source: WireError::Checksum { what: found, .. }, .. } => {
+                assert_eq!(*found, what)
+            }
+            other => panic!("{other}"),
+        }
+        assert!(error.to_string().contains("damaged on the way"), "{error}");
+    }
 }
 
 #[test]

@@ -8,7 +8,7 @@ pub use remote::RemoteRegistry;
 
 use crate::admin::AdminError;
 use crate::ids::{Epoch, Generation, ShardId};
-use crate::wire::{Fate, Held, ModelRecord, RecordError, Refusal, ShardRecord};
+use crate::wire::{Fate, Held, ModelRecord, RecordError, Refusal, RefusedShard, ShardRecord};
 
 /// Where shards announce themselves and models are found.
 ///
@@ -55,6 +55,12 @@ pub trait Registry: Send + Sync {
     /// # Errors
     /// Only if the registry does not answer.
     fn shards(&self, deadline: Instant) -> Result<Vec<ShardRecord>, RegistryError>;
+
+    /// Shards that announce themselves and are refused, as long as they do. An implementation may remember only some.
+    ///
+    /// # Errors
+    /// Only if the registry does not answer.
+    fn refused(&self, deadline: Instant) -> Result<Vec<RefusedShard>, RegistryError>;
 
     /// The names of all models, by the alphabet.
     ///

@@ -7,7 +7,9 @@ use parking_lot::Mutex;
 use super::{Registry, RegistryError};
 use crate::admin::{AdminError, AdminPeer};
 use crate::ids::{Epoch, Generation, ShardId};
-use crate::wire::{Fate, Held, Message, ModelRecord, RegistryAnswer, RegistryRequest, ShardRecord};
+use crate::wire::{
+    Fate, Held, Message, ModelRecord, RefusedShard, RegistryAnswer, RegistryRequest, ShardRecord,
+};
 
 /// The registry at an address. One call at a time; a call that fails ends the connection, and the next one makes
 /// another.
@@ -114,6 +116,13 @@ impl Registry for RemoteRegistry {
     fn shards(&self, deadline: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
         match self.ask(RegistryRequest::Shards, &[], deadline)?.0 {
             RegistryAnswer::Shards(shards) => Ok(shards),
+            _ => Err(self.unexpected("an answer to another question")),
+        }
+    }
+
+    fn refused(&self, deadline: Instant) -> Result<Vec<RefusedShard>, RegistryError> {
+        match self.ask(RegistryRequest::Refused, &[], deadline)?.0 {
+            RegistryAnswer::Refused(shards) => Ok(shards),
             _ => Err(self.unexpected("an answer to another question")),
         }
     }

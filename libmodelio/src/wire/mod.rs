@@ -32,7 +32,9 @@ pub use moved::{Adoption, Kept, Moved};
 pub use ranges::{MAX_RANGES, RangesError};
 pub use receiver::{Received, Receiver};
 pub use record::{MAX_CONTROLS, MAX_METADATA, MAX_MODEL_NAME, RecordError, check_model_name};
-pub use registry::{Fate, Held, MAX_HELD, ModelRecord, RegistryAnswer, RegistryRequest, ShardRecord};
+pub use registry::{
+    Fate, Held, MAX_HELD, ModelRecord, RefusedShard, RegistryAnswer, RegistryRequest, ShardRecord,
+};
 
 /// Longest body, in bytes.
 pub const MAX_BODY: u32 = 1 << 20;

@@ -22,6 +22,17 @@ pub struct ShardRecord {
     pub host: String,
     /// It takes no new models, and its blocks are moving elsewhere.
     pub draining: bool,
+    /// Where it takes connections by RDMA, `host:port`; empty if it does not.
+    pub rdma: String,
+}
+
+/// A shard that is not listed though it announces itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RefusedShard {
+    /// Its record, with the number that it has asked for.
+    pub record: ShardRecord,
+    /// What it was answered.
+    pub why: String,
 }
 
 /// A model, its layout and who owns which block.
@@ -147,6 +158,8 @@ pub enum RegistryRequest {
         /// Its shards, as far as they are known; `draining` means nothing here.
         shards: Vec<ShardRecord>,
     },
+    /// Which shards ask to be listed and are refused? Answered by `Refused`.
+    Refused,
 }
 
 /// What the registry answers.
@@ -169,4 +182,6 @@ pub enum RegistryAnswer {
         /// Of each part, in order.
         fates: Vec<Fate>,
     },
+    /// Shards that were refused, as long as they go on asking.
+    Refused(Vec<RefusedShard>),
 }

@@ -352,9 +352,10 @@ impl Lead {
     // -- shards
 
     fn connect_missing(&self) {
+        let now = self.now();
         for (index, way) in self.ways.iter().enumerate() {
             let Way::There(remote) = way else { continue };
-            if remote.busy.swap(true, Ordering::Relaxed) {
+            if !remote.is_due(now) {
                 continue;
             }
             if remote.is_at_hand() {
@@ -369,7 +370,7 @@ impl Lead {
                 }
             };
             if let Err(error) = std::thread::Builder::new().name("lead-connect".into()).spawn(connects) {
-                remote.is_lost(format!("no thread to look for it: {error}"));
+                remote.is_lost(format!("no thread to look for it: {error}"), now);
             }
         }
     }
@@ -403,3 +404,6 @@ fn run_timer(lead: &Weak<Lead>) {
         lead.wake.wait_for(&mut state, pause);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 
 use libmodelio::ids::{Epoch, Generation, ShardId};
 use libmodelio::registry::{Registry, RegistryError};
-use libmodelio::wire::{Fate, Held, ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord};
+use libmodelio::wire::{
+    Fate, Held, ModelRecord, Refusal, RefusedShard, RegistryAnswer, RegistryRequest, ShardRecord,
+};
 use parking_lot::Mutex;
 
 use crate::registry::{Answer, RegistryCore};
@@ -75,6 +77,13 @@ impl Registry for Local<'_> {
     fn shards(&self, _: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
         match self.ask(&RegistryRequest::Shards, &[])?.message {
             RegistryAnswer::Shards(shards) => Ok(shards),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn refused(&self, _: Instant) -> Result<Vec<RefusedShard>, RegistryError> {
+        match self.ask(&RegistryRequest::Refused, &[])?.message {
+            RegistryAnswer::Refused(shards) => Ok(shards),
             _ => Err(unexpected()),
         }
     }

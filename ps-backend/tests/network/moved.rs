@@ -18,8 +18,8 @@ use libmodelio::mmap::Mapping;
 use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::transport::{Region, RegionKey, ShardError, TransportKind};
 use libmodelio::wire::{
-    Fate, Held, JobState, Limits, Message, ModelRecord, Moved, Protocol, Receiver, Refusal, Role,
-    ShardRecord, frame,
+    Fate, Held, JobState, Limits, Message, ModelRecord, Moved, Protocol, Receiver, Refusal, RefusedShard,
+    Role, ShardRecord, frame,
 };
 
 use crate::world::{LONG, Way, World, ask};
@@ -60,7 +60,8 @@ impl Hand {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         listener.set_nonblocking(true).unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let record = ShardRecord { shard, address, host: "elsewhere".into(), draining: false };
+        let record =
+            ShardRecord { shard, address, host: "elsewhere".into(), draining: false, rdma: String::new() };
         let script = Arc::new(Mutex::new(Script { epoch, ..Script::default() }));
         let of_thread = Arc::clone(&script);
         std::thread::spawn(move || {
@@ -400,6 +401,10 @@ impl Registry for Table {
 
     fn shards(&self, _: Instant) -> Result<Vec<ShardRecord>, RegistryError> {
         Ok(self.shards.clone())
+    }
+
+    fn refused(&self, _: Instant) -> Result<Vec<RefusedShard>, RegistryError> {
+        Ok(Vec::new())
     }
 
     fn models(&self, _: Instant) -> Result<Vec<String>, RegistryError> {

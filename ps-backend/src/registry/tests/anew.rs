@@ -2,6 +2,7 @@
 //! does not come back.
 
 use super::*;
+use crate::registry::refused::MAX_REFUSED;
 
 fn bound(core: &mut RegistryCore, address: &str, told: u16) -> Result<ShardId, Refusal> {
     announce_as(core, address, told, true, Now::ZERO)
@@ -234,4 +235,44 @@ proptest! {
             }
         }
     }
+}
+
+fn refused(core: &mut RegistryCore, now: Now) -> Vec<(u16, String, String)> {
+    match core.handle(&RegistryRequest::Refused, &[], now).unwrap().message {
+        RegistryAnswer::Refused(shards) => {
+            shards.into_iter().map(|shard| (shard.record.shard.0, shard.record.address, shard.why)).collect()
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn who_is_refused_is_told_of_as_long_as_it_asks() {
+    let mut core = RegistryCore::new();
+    assert_eq!(bound(&mut core, "new:1", 1), Ok(ShardId(1)));
+    assert_eq!(bound(&mut core, "old:1", 1), Err(taken(1, "new:1")));
+    let told = (1, "old:1".to_owned(), taken(1, "new:1").to_string());
+    assert_eq!(refused(&mut core, Now::ZERO), std::slice::from_ref(&told));
+    assert_eq!(living(&mut core, Now::ZERO), [1]);
+    assert_eq!(refused(&mut core, Now::from_millis(999)), [told]);
+    assert_eq!(refused(&mut core, Now::from_millis(1000)), [], "its lease would be over");
+    // It has its number since.
+    assert_eq!(bound(&mut core, "old:1", 1), Err(taken(1, "new:1")));
+    core.handle(&RegistryRequest::Withdraw { shard: ShardId(1) }, &[], Now::ZERO).unwrap();
+    assert_eq!(bound(&mut core, "old:1", 1), Ok(ShardId(1)));
+    assert_eq!(refused(&mut core, Now::ZERO), []);
+}
+
+#[test]
+fn a_crowd_of_refused_ones_takes_no_memory() {
+    let mut core = RegistryCore::new();
+    assert_eq!(bound(&mut core, "new:1", 1), Ok(ShardId(1)));
+    for port in 1..=2 * MAX_REFUSED {
+        assert_eq!(bound(&mut core, &format!("old:{port}"), 1), Err(taken(1, "new:1")));
+    }
+    assert_eq!(refused(&mut core, Now::ZERO).len(), MAX_REFUSED);
+    // They make room once they ask no more.
+    let later = Now::from_millis(1000);
+    assert_eq!(announce_as(&mut core, "late:1", 1, true, later), Err(taken(1, "new:1")));
+    assert_eq!(refused(&mut core, later), [(1, "late:1".to_owned(), taken(1, "new:1").to_string())]);
 }

@@ -32,9 +32,36 @@ pub(super) struct Remote {
     pub shard: ShardId,
     pub link: Mutex<Option<Link>>,
     /// A connection exists or is on its way.
-    pub busy: AtomicBool,
+    busy: AtomicBool,
     pub trouble: Mutex<Option<String>>,
     place: Mutex<Place>,
+    pauses: Mutex<Pauses>,
+}
+
+/// When another connection may be tried: after pauses that grow until there is one.
+#[derive(Debug, Default)]
+struct Pauses {
+    tries: u32,
+    until: Duration,
+}
+
+impl Pauses {
+    const FIRST: Duration = Duration::from_millis(50);
+    /// Times that they double.
+    const DOUBLED: u32 = 5;
+
+    fn failed(&mut self, now: Duration) {
+        self.until = now + Self::FIRST * (1 << self.tries.min(Self::DOUBLED));
+        self.tries += 1;
+    }
+
+    fn succeeded(&mut self) {
+        self.tries = 0;
+    }
+
+    fn are_over(&self, now: Duration) -> bool {
+        self.until <= now
+    }
 }
 
 impl Remote {
@@ -48,6 +75,7 @@ impl Remote {
             busy: AtomicBool::new(false),
             trouble: Mutex::new(None),
             place: Mutex::new(place),
+            pauses: Mutex::default(),
         }
     }
 
@@ -64,9 +92,15 @@ impl Remote {
         self.address().is_some_and(|address| address.parse::<SocketAddr>().is_ok())
     }
 
-    /// There is no connection, and another one may be tried.
-    pub(super) fn is_lost(&self, why: String) {
+    /// It is time to try for a connection, and nobody else does: whoever is told so does, or says that it is lost.
+    pub(super) fn is_due(&self, now: Duration) -> bool {
+        self.pauses.lock().are_over(now) && !self.busy.swap(true, Ordering::Relaxed)
+    }
+
+    /// There is no connection, and another one may be tried after a pause.
+    pub(super) fn is_lost(&self, why: String, now: Duration) {
         *self.trouble.lock() = Some(why);
+        self.pauses.lock().failed(now);
         self.busy.store(false, Ordering::Relaxed);
     }
 
@@ -83,6 +117,7 @@ impl Remote {
     /// The blocks are at this address.
     fn has_it(&self, address: &str) {
         *self.place.lock() = Place::Found(address.to_owned());
+        self.pauses.lock().succeeded();
     }
 
     /// They are not. An error if they never were, as far as is known: then the registry is asked again.
@@ -103,7 +138,7 @@ impl Lead {
     /// Connects, which may take a while unless the shard is at hand.
     pub(super) fn connect(&self, index: usize, remote: &Arc<Remote>) {
         if let Err(why) = self.try_connect(index, remote) {
-            remote.is_lost(why);
+            remote.is_lost(why, self.now());
         }
     }
 
@@ -198,7 +233,7 @@ impl Conversation for ToPart {
         let mut link = self.remote.link.lock();
         link.take_if(|known| known.is(&self.link));
         drop(link);
-        self.remote.is_lost(why.to_string());
+        self.remote.is_lost(why.to_string(), self.lead.now());
         if self.silence.is_some() && !self.lead.stopping.load(Ordering::Relaxed) {
             tracing::warn!(model = %self.lead.model, shard = %self.remote.shard, "connection lost: {why}");
         }

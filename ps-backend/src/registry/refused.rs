@@ -1,0 +1,35 @@
+//! Shards that are not listed though they announce themselves, so that somebody hears of them.
+
+use std::collections::BTreeMap;
+
+use libmodelio::wire::{Refusal, RefusedShard, ShardRecord};
+
+use super::Now;
+
+/// Most of them; of more, those that were refused first are told of.
+pub(super) const MAX_REFUSED: usize = 64;
+
+/// By their addresses, and until when that counts.
+#[derive(Debug, Default)]
+pub(super) struct Refused(BTreeMap<String, (RefusedShard, Now)>);
+
+impl Refused {
+    /// A shard was refused, and would have been listed for some time.
+    pub(super) fn add(&mut self, record: &ShardRecord, refusal: &Refusal, now: Now, until: Now) {
+        self.0.retain(|_, (_, until)| *until > now);
+        if self.0.len() < MAX_REFUSED || self.0.contains_key(&record.address) {
+            let refused = RefusedShard { record: record.clone(), why: refusal.to_string() };
+            self.0.insert(record.address.clone(), (refused, until));
+        }
+    }
+
+    /// It is listed.
+    pub(super) fn remove(&mut self, address: &str) {
+        self.0.remove(address);
+    }
+
+    /// Those that go on asking.
+    pub(super) fn until_now(&self, now: Now) -> Vec<RefusedShard> {
+        self.0.values().filter(|(_, until)| *until > now).map(|(shard, _)| shard.clone()).collect()
+    }
+}

@@ -1,0 +1,38 @@
+//! A shard that speaks to the registry while others ask how it is.
+
+use std::mem::ManuallyDrop;
+use std::sync::mpsc::channel;
+
+use libmodelio::net::Choice;
+
+use super::*;
+use crate::server::{Server, ServerOptions};
+
+#[test]
+fn who_asks_how_a_shard_is_and_its_announcer_do_not_wait_for_each_other() {
+    const TIMES: usize = 20_000;
+    let options = ServerOptions {
+        listen: "127.0.0.1:0".parse().unwrap(),
+        advertise: None,
+        registry: None,
+        holds_blocks: true,
+        threads: 1,
+        io: Choice::Poll,
+    };
+    // Its end would wait, too.
+    let server = ManuallyDrop::new(Server::start(options).unwrap());
+    let (done, both) = channel();
+    let (announcer, announced) = (Arc::clone(&server.shared), done.clone());
+    std::thread::spawn(move || {
+        let outcome = (0..TIMES).try_for_each(|_| announcer.tell_registry());
+        announced.send(outcome.is_ok()).unwrap();
+    });
+    let asker = Arc::clone(&server.shared);
+    std::thread::spawn(move || {
+        done.send((0..TIMES).all(|_| asker.status()["not_listed"].is_null())).unwrap();
+    });
+    for _ in 0..2 {
+        assert_eq!(both.recv_timeout(Duration::from_secs(60)), Ok(true));
+    }
+    drop(ManuallyDrop::into_inner(server));
+}

@@ -1,0 +1,40 @@
+//! A lead whose other shard cannot be found.
+
+use std::collections::BTreeMap;
+
+use libmodelio::block_map::BlockMap;
+use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::net::{Reactor, ReactorOptions};
+
+use super::*;
+
+#[test]
+fn a_shard_that_cannot_be_found_is_looked_for_after_pauses_that_grow() {
+    const BLOCK: u32 = 64 << 10;
+    let (here, lost) = (ShardId(1), ShardId(2));
+    let layout = ModelLayout::blank(8 * u64::from(BLOCK), DType::F32, BLOCK).unwrap();
+    let map = BlockMap::striped(layout.blocks(), &[here, lost]).unwrap();
+    let record =
+        ModelRecord::new("m", Generation(7), &layout, BTreeMap::new(), &map, here, Vec::new()).unwrap();
+    let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap());
+    let part = Part::new(&record, here, &pool).unwrap();
+    let reactor = Reactor::start(&ReactorOptions { threads: 1, ..ReactorOptions::default() }).unwrap();
+    let (tell, asked) = std::sync::mpsc::channel();
+    let resolve: Resolve = Arc::new(move |shard| {
+        let _ = tell.send(Instant::now());
+        Err(format!("nobody knows where shard {shard} is"))
+    });
+    let lead = Lead::new(&record, &part, here, reactor.handle(), resolve, None, &[]).unwrap();
+    let mut before: Option<Instant> = None;
+    for pause in [0, 50, 100, 200, 400] {
+        let now = asked.recv_timeout(Duration::from_secs(20)).expect("it is asked for again");
+        if let Some(before) = before {
+            let gap = now - before;
+            assert!(gap >= Duration::from_millis(pause), "{gap:?} instead of {pause} ms");
+        }
+        before = Some(now);
+    }
+    assert_eq!(lead.status().unreachable, [(lost, "nobody knows where shard 2 is".to_owned())]);
+    lead.stop(&Refusal::other("it was a test"));
+    reactor.shut_down(Duration::from_secs(2)).unwrap();
+}
