@@ -214,7 +214,10 @@ fn what_a_hostile_client_says_ends_its_connection_alone() {
         (vec![share(BYTES, 0x1000), push(u64::MAX)], "leave region 1"),
         (vec![share(BYTES, 0x1000), share(BYTES, 0x1000)], "is there already"),
         (vec![Message::PushIn { plan, block, wide, slot: 999 }], "slot 999 is not the client's"),
-        (vec![Message::PushIn { plan, block: BlockId(1 << 20), wide, slot: 0 }], "is not one of this shard's"),
+        (
+            vec![Message::PushIn { plan, block: BlockId(1 << 20), wide, slot: 0 }],
+            "is not one of this shard's",
+        ),
         (vec![Message::Unshare { region: 5 }], "no region 5"),
     ];
     for (messages, expected) in &bad {

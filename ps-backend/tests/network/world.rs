@@ -31,6 +31,7 @@ pub struct World {
     pub transport: TransportChoice,
     #[cfg(feature = "rdma")]
     pub rdma: RdmaOptions,
+    options: ServerOptions,
 }
 
 /// Which way the bytes of a test go.
@@ -71,7 +72,10 @@ impl Way {
                 let listen = std::net::SocketAddr::new(address, 0);
                 let mut rdma_options = RdmaOptions { arena: 16 << 20, ..RdmaOptions::default() };
                 change(&mut rdma_options);
-                (ServerOptions { listen, rdma: RdmaUse::On, rdma_options, ..options() }, TransportChoice::Rdma)
+                (
+                    ServerOptions { listen, rdma: RdmaUse::On, rdma_options, ..options() },
+                    TransportChoice::Rdma,
+                )
             }
         }
     }
@@ -132,8 +136,15 @@ impl World {
             io,
             transport,
             #[cfg(feature = "rdma")]
-            rdma: options.rdma_options,
+            rdma: options.rdma_options.clone(),
+            options,
         }
+    }
+
+    /// One more shard like the others.
+    pub fn another(&self) -> Server {
+        let registry = Some(self.servers[0].address().to_string());
+        Server::start(ServerOptions { registry, ..self.options.clone() }).unwrap()
     }
 
     pub fn client(&self) -> Arc<Client> {
