@@ -277,6 +277,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "also_on_network: runs a second time with its models on shards on a network")
     config.addinivalue_line("markers", "one_process: of `gradfs up` alone; left out with --network")
+    config.addinivalue_line("markers", "rdma_vm: in virtual machines that have RDMA (rdmavm.py), slow")
 
 
 def marked(item, name):

@@ -11,8 +11,11 @@ pub mod link;
 pub mod mmap;
 pub mod net;
 pub mod npy;
+pub mod published;
 pub mod publisher;
 pub mod ranges;
+#[cfg(feature = "rdma")]
+pub mod rdma;
 pub mod registry;
 pub mod safetensors_file;
 pub mod shm;

@@ -10,26 +10,45 @@
 //! slice nobody writes what they read, and nobody touches what they write. Block ownership in the
 //! shard and byte ranges in the contribution tracker are what keeps that promise.
 
+use std::any::Any;
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use parking_lot::Mutex;
 
 /// Bytes of a huge page.
 const HUGE: usize = 2 << 20;
 
+/// What goes with a mapping, by who has put it there.
+type Attached = Vec<(usize, Arc<dyn Any + Send + Sync>)>;
+
 /// A run of mapped pages, unmapped when dropped.
-#[derive(Debug)]
 pub struct Mapping {
     fd: Option<OwnedFd>,
     address: NonNull<u8>,
     len: usize,
+    /// Dropped before the pages go.
+    attached: Mutex<Attached>,
+}
+
+impl fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Mapping { fd, address, len, .. } = self;
+        f.debug_struct("Mapping")
+            .field("fd", fd)
+            .field("address", address)
+            .field("len", len)
+            .finish_non_exhaustive()
+    }
 }
 
 // SAFETY: the pages stay mapped until drop, and the pointer is only turned into references by
@@ -59,12 +78,12 @@ impl Mapping {
         let Some(start) = aligned_room(len)? else {
             // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
             let address = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, &fd, 0)? };
-            return Ok(Mapping { fd: Some(fd), address: address.cast(), len });
+            return Ok(Mapping { fd: Some(fd), address: address.cast(), len, attached: Mutex::default() });
         };
         let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
         // SAFETY: it replaces pages that `aligned_room` has reserved for this.
         let address = unsafe { mmap(Some(start), size, protection, flags, &fd, 0)? };
-        Ok(Mapping { fd: Some(fd), address: address.cast(), len })
+        Ok(Mapping { fd: Some(fd), address: address.cast(), len, attached: Mutex::default() })
     }
 
     /// `len` zero bytes (> 0) of private memory, in huge pages where the kernel has them.
@@ -77,10 +96,36 @@ impl Mapping {
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
         // SAFETY: a fresh mapping at an address of the kernel's choice overlays nothing.
         let address = unsafe { mmap_anonymous(None, size, protection, flags)? };
-        let mapping = Mapping { fd: None, address: address.cast(), len };
+        let mapping = Mapping { fd: None, address: address.cast(), len, attached: Mutex::default() };
         // SAFETY: advice on our own pages. A kernel without huge pages says EINVAL, which is no loss.
         let _ = unsafe { madvise(address, len, MmapAdvise::MADV_HUGEPAGE) };
         Ok(mapping)
+    }
+
+    /// What was attached under `key`, or what `make` makes of the mapping, attached from now on: it is dropped with the
+    /// mapping, before its pages go. A registration with a device, for instance, which is made once for each buffer,
+    /// and found again by the buffer.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub fn attached<T: Any + Send + Sync, E>(
+        &self,
+        key: usize,
+        make: impl FnOnce() -> Result<Arc<T>, E>,
+    ) -> Result<Arc<T>, E> {
+        let mut attached = self.attached.lock();
+        let known = attached.iter().filter(|(of, _)| *of == key);
+        if let Some(known) = known.filter_map(|(_, what)| Arc::clone(what).downcast::<T>().ok()).next() {
+            return Ok(known);
+        }
+        let made = make()?;
+        attached.push((key, Arc::clone(&made) as Arc<dyn Any + Send + Sync>));
+        Ok(made)
+    }
+
+    /// What was attached under `key` is dropped when nobody else has it.
+    pub fn detach(&self, key: usize) {
+        self.attached.lock().retain(|(of, _)| *of != key);
     }
 
     /// From now on nobody can make the memfd shorter or longer: others can map it without fear of its end.
@@ -322,6 +367,7 @@ fn aligned_room(len: usize) -> io::Result<Option<NonZeroUsize>> {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        self.attached.get_mut().clear();
         // SAFETY: the mapping is ours, and no reference outlives `self` by the borrow rules above.
         if let Err(error) = unsafe { munmap(self.address.cast(), self.len) } {
             tracing::error!(%error, "munmap of {} bytes failed", self.len);
@@ -345,6 +391,21 @@ mod tests {
         mapping.touch();
         // SAFETY: single thread.
         assert_eq!(unsafe { mapping.bytes(9_990..10_000) }, b"0123456789");
+    }
+
+    #[test]
+    fn what_is_attached_is_made_once_and_goes_with_the_mapping() {
+        let mapping = Mapping::anonymous(100).unwrap();
+        let make = |text: &str| -> Result<Arc<String>, ()> { Ok(Arc::new(text.to_owned())) };
+        let first = mapping.attached(1, || make("first")).unwrap();
+        assert!(Arc::ptr_eq(&first, &mapping.attached(1, || make("again")).unwrap()));
+        assert_eq!(*mapping.attached(2, || make("other")).unwrap(), "other");
+        assert_eq!(mapping.attached::<String, _>(3, || Err("refused")), Err("refused"));
+        mapping.detach(1);
+        assert_eq!(Arc::strong_count(&first), 1);
+        let last = Arc::downgrade(&mapping.attached(1, || make("last")).unwrap());
+        drop(mapping);
+        assert!(last.upgrade().is_none());
     }
 
     #[test]

@@ -24,7 +24,12 @@ pub enum TransportKind {
     Tcp,
     /// Memory that processes on one host have in common.
     SharedMemory,
+    /// Memory that devices of both ends reach.
+    Rdma,
 }
+
+/// Why a program that was built without RDMA does not use it.
+pub const NO_RDMA: &str = "this gradfs was built without RDMA (cargo build --release --features rdma)";
 
 impl fmt::Display for TransportKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -32,6 +37,7 @@ impl fmt::Display for TransportKind {
             TransportKind::InProcess => "in-process",
             TransportKind::Tcp => "tcp",
             TransportKind::SharedMemory => "shm",
+            TransportKind::Rdma => "rdma",
         })
     }
 }

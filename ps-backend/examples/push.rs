@@ -23,7 +23,7 @@ use libmodelio::transport::{Region, RegionKey};
 use libmodelio::wire::Message;
 use ps_backend::controls::Controls;
 use ps_backend::create::{NewModel, create};
-use ps_backend::server::{Server, ServerOptions};
+use ps_backend::server::{RdmaUse, Server, ServerOptions};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -43,6 +43,10 @@ impl Bench {
             holds_blocks: true,
             threads: 2,
             io: Choice::Auto,
+            rdma: RdmaUse::Off,
+            rdma_port: None,
+            #[cfg(feature = "rdma")]
+            rdma_options: libmodelio::rdma::RdmaOptions::default(),
         };
         let server = Server::start(options).expect("a shard");
         let registry = RemoteRegistry::new(server.address().to_string());

@@ -16,8 +16,8 @@ mod block;
 mod buffers;
 mod keeping;
 mod making;
+mod versions;
 
-use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -41,6 +41,8 @@ use buffers::{StateBuffer, VOID, element_span, span, wire};
 pub(crate) use keeping::Keeping;
 use making::widen;
 pub(crate) use making::{Making, Part};
+pub use versions::VersionWatch;
+use versions::Versions;
 
 /// A buffer that was handed out to be filled with new weights.
 #[derive(Debug)]
@@ -51,21 +53,13 @@ struct Lent {
     claimed: bool,
 }
 
-/// A published version.
-#[derive(Debug)]
-struct Published {
-    buffer: Arc<VersionBuffer>,
-    at: SystemTime,
-    pins: u64,
-}
-
 /// All memory of one model's shard. Not shared: its owner's lock guards it, and a [`Job`] takes along what
 /// computing blocks without that lock needs.
 #[derive(Debug)]
 pub struct RegionStore {
     layout: Arc<ModelLayout>,
     has_halves: bool,
-    versions: BTreeMap<Version, Published>,
+    versions: Versions,
     back: Option<Arc<VersionBuffer>>,
     free: Vec<Arc<VersionBuffer>>,
     /// Buffers in existence, but for those in `lent`.
@@ -94,41 +88,35 @@ impl RegionStore {
         let has_halves = (0..blocks)
             .flat_map(|block| layout.segments(BlockId(block)))
             .any(|segment| matches!(segment.dtype, DType::F16 | DType::BF16));
+        let front = VersionBuffer::allocate(&layout, RegionKey(1), 0)?;
+        front.region.memory().prefault()?;
         let mut store = RegionStore {
             has_halves,
-            versions: BTreeMap::new(),
+            versions: Versions::loading(front),
             back: None,
             free: Vec::new(),
-            live: 0,
+            live: 1,
             lent: Vec::new(),
             coming: 0,
-            next_key: 1,
+            next_key: 2,
             state: [Arc::default(), Arc::default()],
             changed: (0..blocks).map(|_| AtomicU64::new(0)).collect(),
             accumulator: None,
             slots_used: false,
             layout,
         };
-        let front = store.allocate(0)?;
-        front.region.memory().prefault()?;
-        let published = Published { buffer: front, at: SystemTime::now(), pins: 0 };
-        store.versions.insert(Version(0), published);
-        let back = store.allocate(VOID)?;
+        let back = store.allocate()?;
         back.region.memory().prefault()?;
         store.back = Some(back);
         Ok(store)
     }
 
-    /// A new buffer whose blocks hold version `stamp`. Its pages are taken when touched.
-    fn allocate(&mut self, stamp: u64) -> io::Result<Arc<VersionBuffer>> {
-        let memory = Mapping::memfd("gradfs-version", self.layout.size() as usize)?;
-        // Programs get this memory through passthrough; none of them may ever change it.
-        memory.seal()?;
-        let memory = Arc::new(memory);
-        let region = Region::new(memory, RegionKey(self.next_key));
+    /// A new buffer whose blocks hold nothing. Its pages are taken when touched.
+    fn allocate(&mut self) -> io::Result<Arc<VersionBuffer>> {
+        let buffer = VersionBuffer::allocate(&self.layout, RegionKey(self.next_key), VOID)?;
         self.next_key += 1;
         self.live += 1;
-        Ok(Arc::new(VersionBuffer::new(region, self.layout.blocks(), stamp)))
+        Ok(buffer)
     }
 
     /// Version 0's memory, to load the model into before anything else is done.
@@ -149,12 +137,14 @@ impl RegionStore {
                 }
             }
         }
+        self.versions.complete();
         Ok(())
     }
 
     /// As [`Self::initial`] and [`Self::initialised`], block by block: after [`Self::prepare`], and given back
-    /// before anything else is done.
+    /// before anything else is done, [`Self::loaded`] first of all.
     pub(crate) fn loading(&self) -> Option<Loading> {
+        debug_assert!(!self.versions.is_complete(), "others read it");
         let front = self.newest()?;
         Some(Loading { layout: Arc::clone(&self.layout), front, state: Arc::clone(&self.state[0]) })
     }
@@ -232,12 +222,12 @@ impl RegionStore {
 
     /// Keeps `version` from being recycled. False when it is gone.
     pub fn pin(&mut self, version: Version) -> bool {
-        self.versions.get_mut(&version).map(|published| published.pins += 1).is_some()
+        self.versions.get_mut(version).map(|published| published.pins += 1).is_some()
     }
 
     /// Takes `count` pins back.
     pub fn unpin(&mut self, version: Version, count: u64) {
-        if let Some(published) = self.versions.get_mut(&version) {
+        if let Some(published) = self.versions.get_mut(version) {
             debug_assert!(published.pins >= count, "{version} has {} pins", published.pins);
             published.pins = published.pins.saturating_sub(count);
         }
@@ -254,15 +244,13 @@ impl RegionStore {
             .map(|(&version, _)| version)
             .collect();
         for version in idle {
-            if let Some(published) = self.versions.remove(&version) {
-                self.free.push(published.buffer);
-            }
+            self.free.extend(self.versions.remove(version));
         }
         if self.back.is_none() {
             self.back = self.free.pop();
         }
         if self.back.is_none() && self.total() < max {
-            match self.allocate(VOID) {
+            match self.allocate() {
                 Ok(buffer) => self.back = Some(buffer),
                 Err(error) => tracing::error!(%error, "no memory for another version"),
             }
@@ -286,7 +274,7 @@ impl RegionStore {
                     "all {max} version buffers (control/max_versions) are in use"
                 )));
             }
-            None => self.allocate(VOID)?,
+            None => self.allocate()?,
         };
         self.live -= 1;
         let region = buffer.region.clone();
@@ -332,7 +320,7 @@ impl RegionStore {
     /// # Errors
     /// When there is no memory.
     pub fn new_spare(&mut self) -> io::Result<Arc<VersionBuffer>> {
-        let buffer = self.allocate(VOID)?;
+        let buffer = self.allocate()?;
         self.coming += 1;
         Ok(buffer)
     }
@@ -398,6 +386,8 @@ impl RegionStore {
         check: bool,
     ) -> io::Result<Making> {
         let front = self.newest().ok_or_else(no_buffer)?;
+        let mut shown = self.versions.values().map(|published| published.buffer.region.key());
+        debug_assert!(shown.all(|key| key != back.region.key()), "a version is to be written");
         if !resume {
             // Blocks that a dropped contribution left behind are of no version; an assignment, too, takes a
             // version number that they may be stamped with.
@@ -470,8 +460,7 @@ impl RegionStore {
             }
         }
         self.state.swap(0, 1);
-        let published = Published { buffer: Arc::clone(&making.back), at: SystemTime::now(), pins: 0 };
-        self.versions.insert(version, published);
+        self.versions.insert(version, Arc::clone(&making.back));
     }
 
     /// Bytes of fp32 masters, and of the optimizer's slots.

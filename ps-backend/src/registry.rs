@@ -335,7 +335,8 @@ fn check_generation(model: &str, expected: Generation, got: Generation) -> Resul
 }
 
 fn check_shard(record: &ShardRecord) -> Result<(), Refusal> {
-    for (what, text) in [("address", &record.address), ("host", &record.host)] {
+    for (what, text) in [("address", &record.address), ("host", &record.host), ("RDMA address", &record.rdma)]
+    {
         if text.len() > MAX_SHARD_TEXT {
             return Err(Refusal::other(format_args!(
                 "{what} of {} bytes, the limit is {MAX_SHARD_TEXT}",

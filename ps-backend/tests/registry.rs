@@ -63,6 +63,7 @@ fn all_calls_are_answered() {
         address: "host:1".to_owned(),
         host: "boot".to_owned(),
         draining: false,
+        rdma: "host:2".to_owned(),
     };
     let lease = Duration::from_secs(60);
     shard.shard = registry.announce(&shard, false, lease, deadline).expect("a number");

@@ -3,7 +3,7 @@
 use std::io::Write as _;
 
 use libmodelio::net::Choice;
-use ps_backend::server::{self, Server, ServerOptions};
+use ps_backend::server::{self, RdmaUse, Server, ServerOptions};
 
 use crate::config::cluster::{Io, RegistryConfig, ShardConfig};
 use crate::config::endpoint::Endpoint;
@@ -39,6 +39,10 @@ pub fn run(config: ShardConfig) -> Result<(), Error> {
         holds_blocks: true,
         threads: config.threads,
         io: choice(config.io),
+        rdma: RdmaUse::Auto,
+        rdma_port: None,
+        #[cfg(feature = "rdma")]
+        rdma_options: libmodelio::rdma::RdmaOptions::default(),
     };
     serve(options, |server| {
         let registry = match &config.registry {
@@ -61,6 +65,10 @@ pub fn run_registry(config: RegistryConfig) -> Result<(), Error> {
         holds_blocks: false,
         threads: 1,
         io: Choice::Auto,
+        rdma: RdmaUse::Off,
+        rdma_port: None,
+        #[cfg(feature = "rdma")]
+        rdma_options: libmodelio::rdma::RdmaOptions::default(),
     };
     serve(options, |server| format!("the registry listens on {}; {}", server.address(), server.backend()))
 }

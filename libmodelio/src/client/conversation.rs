@@ -246,6 +246,12 @@ impl Conversation for Data {
         Some(outgoing)
     }
 
+    #[cfg(feature = "rdma")]
+    fn tick(&mut self, _: Instant) -> Result<Option<Instant>, Close> {
+        let Greeting { shared, link, .. } = &self.greeting;
+        Ok(self.memory.as_mut().and_then(|memory| shared.hear_of_rdma(memory, link)))
+    }
+
     fn limits(&self) -> Limits {
         self.greeting.limits()
     }
@@ -261,6 +267,10 @@ impl Conversation for Data {
 
     fn closed(&mut self, why: &Close) {
         self.landed(false);
+        #[cfg(feature = "rdma")]
+        if let Some(memory) = &mut self.memory {
+            self.greeting.shared.rdma_is_over(memory);
+        }
         self.greeting.shared.ended(&self.greeting.way, &self.greeting.link, &why.to_string());
     }
 }

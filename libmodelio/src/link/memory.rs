@@ -4,6 +4,7 @@
 //! callers promise.
 
 use std::any::Any;
+use std::fmt;
 use std::sync::Arc;
 
 use crate::net::Close;
@@ -33,6 +34,12 @@ impl Target {
         Target { start, len, _guard: guard }
     }
 
+    /// First byte, and length.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn raw(&self) -> (*mut u8, usize) {
+        (self.start, self.len)
+    }
+
     /// Fills it from memory that both ends of a connection see.
     ///
     /// # Errors
@@ -51,6 +58,12 @@ impl Target {
     }
 }
 
+impl fmt::Debug for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Target").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
 /// A payload that is to be sent from where it lies.
 pub struct Piece {
     pub(super) start: *const u8,
@@ -61,6 +74,12 @@ pub struct Piece {
 
 // SAFETY: it is memory that may be read from any thread until the piece is dropped, as `new`'s caller has promised.
 unsafe impl Send for Piece {}
+
+impl fmt::Debug for Piece {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Piece").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+    }
+}
 
 impl Piece {
     /// `bytes`, which stay there as long as `guard` lives; `crc` is their CRC32C if it is known.
@@ -83,6 +102,12 @@ impl Piece {
         let both = Arc::new((bytes, with));
         // SAFETY: nobody else has the vector, and the guard is what owns it.
         unsafe { Piece::new(both.0.as_slice(), None, Arc::clone(&both) as Guard) }
+    }
+
+    /// First byte, and length.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn raw(&self) -> (*const u8, usize) {
+        (self.start, self.len)
     }
 
     pub(super) fn payload(&self) -> Payload {

@@ -2,6 +2,7 @@
 //! Wake-ups are coalesced twice: once a connection, and once a thread, by an eventfd that is written only when the
 //! thread sleeps.
 
+use std::fmt;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
@@ -62,6 +63,12 @@ pub(super) struct ConnectionState {
 struct Asked {
     token: Option<Token>,
     close: Option<Close>,
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connection").field("thread", &self.thread()).finish_non_exhaustive()
+    }
 }
 
 impl Connection {
@@ -229,6 +236,12 @@ impl ThreadState {
         std::mem::replace(&mut *self.inbox.lock(), Inbox { over: true, ..Inbox::default() })
     }
 
+    /// Whether something was posted since the thread has said that it sleeps.
+    #[cfg(feature = "rdma")]
+    pub fn is_notified(&self) -> bool {
+        self.sleep.load(Ordering::SeqCst) == NOTIFIED
+    }
+
     /// Takes one of the places that there are.
     pub fn reserve(&self) -> Result<(), Refused> {
         let reserved = self.load.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |load| {
@@ -275,6 +288,20 @@ pub(super) fn add(
     at: Thread,
 ) -> Result<Connection, Refused> {
     pick(threads, at).place(|connection| Command::Add { fd, stream, connection })
+}
+
+/// Serves a connection on a thread of another kind than a reactor's. `known` hears of it before the thread does.
+#[cfg(feature = "rdma")]
+pub(super) fn place(
+    thread: &Arc<ThreadState>,
+    fd: OwnedFd,
+    stream: Box<dyn Stream>,
+    known: impl FnOnce(&Connection),
+) -> Result<Connection, Refused> {
+    thread.place(|connection| {
+        known(&connection);
+        Command::Add { fd, stream, connection }
+    })
 }
 
 /// Adds connections to a reactor, from any thread. Cheap to clone; it does not keep the reactor going.

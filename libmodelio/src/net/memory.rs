@@ -156,7 +156,7 @@ macro_rules! slices {
             }
 
             /// Those that are left, in order.
-            pub(super) fn each(&self) -> impl Iterator<Item = (*mut u8, usize)> {
+            pub(crate) fn each(&self) -> impl Iterator<Item = (*mut u8, usize)> {
                 self.0.each()
             }
 

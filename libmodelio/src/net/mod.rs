@@ -16,12 +16,15 @@
 //! | `engine`, `port` | the loop of a thread, the same for both ways |
 //! | `uring`, `poll` | the two ways (`uring`: `unsafe`) |
 //! | `rings` | a third one, in shared memory, with threads of its own (`unsafe`) |
+//! | `lines` | a fourth one, by RDMA, with a thread for each completion queue |
 //! | `connect`, `listen` | how connections come about |
 
 mod backend;
 mod connect;
 mod engine;
 mod handle;
+#[cfg(feature = "rdma")]
+mod lines;
 mod listen;
 mod memory;
 mod poll;
@@ -34,6 +37,8 @@ mod uring;
 
 pub use backend::{Backend, Choice, NotUring, UnknownChoice};
 pub use handle::{Connection, Handle, Refused, Thread};
+#[cfg(feature = "rdma")]
+pub(crate) use lines::Pollers;
 pub use listen::bind;
 pub use memory::{Buffer, ReceiveSlices, SLICES_MAX, SendSlices};
 pub use reactor::{Reactor, ReactorOptions, StartError, StillRunning};

@@ -441,6 +441,48 @@ pub enum Message {
         /// Off this shard.
         off: ShardId,
     },
+
+    // -- a client and a shard by RDMA
+    /// Memory of the client's that the shard may read, until it is unshared.
+    ShareAt {
+        /// Its number, by which [`Message::PushAt`] names it.
+        region: u32,
+        /// Its length.
+        bytes: u64,
+        /// Where it begins.
+        address: u64,
+        /// The key to it.
+        key: u32,
+    },
+    /// Where the shard's directory of published versions is (see [`crate::published`]).
+    Directory {
+        /// Where it begins.
+        address: u64,
+        /// The key to it.
+        key: u32,
+    },
+    /// Slots of the shard's that the client may write payload into.
+    Slots {
+        /// How many, one behind the other.
+        count: u32,
+        /// Bytes of each.
+        bytes: u32,
+        /// Where they begin.
+        address: u64,
+        /// The key to them.
+        key: u32,
+    },
+    /// A block of a plan, which lies in a slot. Answered by `Done` when the slot may be written again.
+    PushIn {
+        /// The plan.
+        plan: PlanId,
+        /// The block.
+        block: BlockId,
+        /// It is a sum: its half-precision elements are fp32.
+        wide: bool,
+        /// Which slot.
+        slot: u32,
+    },
 }
 
 /// What a client needs to know of a job.

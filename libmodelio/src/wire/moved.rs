@@ -146,7 +146,13 @@ mod tests {
 
     fn shard(number: u16) -> ShardRecord {
         let address = format!("node{number}:7070");
-        ShardRecord { shard: ShardId(number), address, host: String::new(), draining: false }
+        ShardRecord {
+            shard: ShardId(number),
+            address,
+            host: String::new(),
+            draining: false,
+            rdma: String::new(),
+        }
     }
 
     /// A model that has left shard 2 for 3, and what was said of it before.

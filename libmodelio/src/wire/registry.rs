@@ -22,6 +22,8 @@ pub struct ShardRecord {
     pub host: String,
     /// It takes no new models, and its blocks are moving elsewhere.
     pub draining: bool,
+    /// Where it takes connections by RDMA, `host:port`; empty if it does not.
+    pub rdma: String,
 }
 
 /// A shard that is not listed though it announces itself.

@@ -167,11 +167,8 @@ fn granted() -> impl Strategy<Value = Granted> {
 }
 
 pub fn shard_record() -> impl Strategy<Value = ShardRecord> {
-    (shard(), text(), text(), any::<bool>()).prop_map(|(shard, address, host, draining)| ShardRecord {
-        shard,
-        address,
-        host,
-        draining,
+    (shard(), text(), text(), any::<bool>(), text()).prop_map(|(shard, address, host, draining, rdma)| {
+        ShardRecord { shard, address, host, draining, rdma }
     })
 }
 
@@ -387,6 +384,16 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         any::<bool>().prop_map(|rests| Message::Rest { rests }).boxed(),
         (text(), id64(Generation), shard())
             .prop_map(|(model, generation, off)| Message::StopMove { model, generation, off })
+            .boxed(),
+        (any::<u32>(), any::<u64>(), any::<u64>(), any::<u32>())
+            .prop_map(|(region, bytes, address, key)| Message::ShareAt { region, bytes, address, key })
+            .boxed(),
+        (any::<u64>(), any::<u32>()).prop_map(|(address, key)| Message::Directory { address, key }).boxed(),
+        (any::<u32>(), any::<u32>(), any::<u64>(), any::<u32>())
+            .prop_map(|(count, bytes, address, key)| Message::Slots { count, bytes, address, key })
+            .boxed(),
+        (plan(), block(), any::<bool>(), any::<u32>())
+            .prop_map(|(plan, block, wide, slot)| Message::PushIn { plan, block, wide, slot })
             .boxed(),
     ]
 }

@@ -13,7 +13,7 @@ const DEADLINE: Now = Now::from_secs(600);
 
 fn shard(number: u16, draining: bool) -> ShardRecord {
     let address = format!("node{number}:7070");
-    ShardRecord { shard: ShardId(number), address, host: String::new(), draining }
+    ShardRecord { shard: ShardId(number), address, host: String::new(), draining, rdma: String::new() }
 }
 
 /// A model on shards 1 and 2, led by 1; nobody else has blocks.

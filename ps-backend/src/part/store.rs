@@ -29,6 +29,7 @@ use parking_lot::Mutex;
 use crate::reducer::{Reducer, Step};
 use crate::region_store::{Loading, RegionStore};
 
+pub use crate::region_store::VersionWatch;
 pub use crate::region_store::accumulator::Payload;
 use job::Alive;
 pub use job::{PartJob, Target};
@@ -295,7 +296,10 @@ impl PartStore {
         }
         let Some(loading) = inner.loading.take() else { return Ok(()) };
         match Arc::try_unwrap(loading) {
-            Ok(_) => Ok(()),
+            Ok(_) => {
+                inner.store.loaded();
+                Ok(())
+            }
             Err(loading) => {
                 inner.loading = Some(loading);
                 Err(PartError::Busy)
@@ -438,6 +442,12 @@ impl PartStore {
     /// Versions in memory, rising.
     pub fn versions(&self) -> Vec<Version> {
         self.shared.inner.lock().store.versions().collect()
+    }
+
+    /// From now on `watch` is told which versions there are, those that are there now first. While version 0 is being
+    /// loaded there are none.
+    pub fn watch(&self, watch: Arc<dyn VersionWatch>) {
+        self.shared.inner.lock().store.watch(watch);
     }
 
     /// The memory it takes.

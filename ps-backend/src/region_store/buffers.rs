@@ -2,6 +2,7 @@
 //!
 //! Holds `unsafe`; why it is sound is told in the module above.
 
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use libmodelio::ids::BlockId;
 use libmodelio::layout::{DType, ModelLayout, Segment};
 use libmodelio::mmap::Mapping;
-use libmodelio::transport::Region;
+use libmodelio::transport::{Region, RegionKey};
 
 use super::making::widen;
 use crate::kernels::{self, Wire};
@@ -31,6 +32,22 @@ pub struct VersionBuffer {
 const UNKNOWN: u64 = u64::MAX;
 
 impl VersionBuffer {
+    /// New memory, each of whose blocks holds that of version `stamp`. Its pages are taken when touched.
+    ///
+    /// # Errors
+    /// When it cannot be had.
+    pub(super) fn allocate(
+        layout: &ModelLayout,
+        key: RegionKey,
+        stamp: u64,
+    ) -> io::Result<Arc<VersionBuffer>> {
+        let memory = Mapping::memfd("gradfs-version", layout.size() as usize)?;
+        // Programs get this memory through passthrough; none of them may ever change it.
+        memory.seal()?;
+        let region = Region::new(Arc::new(memory), key);
+        Ok(Arc::new(VersionBuffer::new(region, layout.blocks(), stamp)))
+    }
+
     pub(super) fn new(region: Region, blocks: u32, stamp: u64) -> VersionBuffer {
         let each = |value| (0..blocks).map(|_| AtomicU64::new(value)).collect();
         VersionBuffer { region, stamps: each(stamp), checksums: each(UNKNOWN) }

@@ -30,15 +30,16 @@ impl RegionStore {
 
     /// What is to be loaded is not version 0 but this one. Before anything is.
     pub(crate) fn begin_at(&mut self, version: Version) {
-        let Some((_, first)) = self.versions.pop_first() else { return };
+        debug_assert!(!self.versions.is_complete(), "others read it");
+        let Some(first) = self.newest() else { return };
         for block in (0..self.layout.blocks()).map(BlockId) {
-            first.buffer.stamp(block, version.0);
+            first.stamp(block, version.0);
             self.changed[block.index()].store(version.0, Ordering::Relaxed);
         }
         for stamp in &self.state[0].stamps {
             stamp.store(version.0, Ordering::Relaxed);
         }
-        self.versions.insert(version, first);
+        self.versions.load_as(version);
     }
 
     /// Optimizer state was loaded: it is not zero.

@@ -13,7 +13,13 @@ use super::*;
 const SECOND: Duration = Duration::from_secs(1);
 
 fn shard(address: &str, told: u16) -> ShardRecord {
-    ShardRecord { shard: ShardId(told), address: address.to_owned(), host: "h".to_owned(), draining: false }
+    ShardRecord {
+        shard: ShardId(told),
+        address: address.to_owned(),
+        host: "h".to_owned(),
+        draining: false,
+        rdma: String::new(),
+    }
 }
 
 fn announce(core: &mut RegistryCore, address: &str, told: u16, now: Now) -> Result<ShardId, Refusal> {

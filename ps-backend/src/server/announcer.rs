@@ -111,7 +111,8 @@ impl Shared {
             let bound = self.is_bound();
             let shard = *self.shard.lock();
             let (address, draining) = (self.address.clone(), self.standing.lock().draining);
-            let record = ShardRecord { shard, address, host: shm::host(), draining };
+            let (host, rdma) = (shm::host(), self.rdma_address());
+            let record = ShardRecord { shard, address, host, draining, rdma };
             told = self.registry(|registry, deadline| registry.announce(&record, bound, LEASE, deadline))?;
             if self.take_number(told) {
                 return Ok(());
@@ -259,7 +260,13 @@ impl Shared {
         let shard = *self.shard.lock();
         let mut shards = lead.as_ref().map(|lead| lead.addresses()).unwrap_or_default();
         shards.push((shard, self.address.clone()));
-        let known = |(shard, address)| ShardRecord { shard, address, host: String::new(), draining: false };
+        let known = |(shard, address)| ShardRecord {
+            shard,
+            address,
+            host: String::new(),
+            draining: false,
+            rdma: String::new(),
+        };
         let shards: Vec<ShardRecord> = shards.into_iter().map(known).collect();
         self.registry(|registry, deadline| registry.restore(&record, &shards, deadline))?;
         tracing::info!(model = %record.name, "the registry was started anew: it knows the model again");

@@ -12,6 +12,8 @@ use libmodelio::link::{Conversation, Link, Outgoing, Piece, Take};
 use libmodelio::net::Close;
 use libmodelio::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role};
 
+#[cfg(feature = "rdma")]
+use super::fabric::Remote;
 use super::lead::Lead;
 use super::memory::Memory;
 use super::moving::Whereabouts;
@@ -62,6 +64,9 @@ struct Data {
     pinned: Option<Arc<PinnedVersion>>,
     /// What both ends see, if the client is on this host.
     memory: Option<Box<Memory>>,
+    /// What their devices reach, if it has come by RDMA.
+    #[cfg(feature = "rdma")]
+    remote: Option<Box<Remote>>,
 }
 
 /// The shard's end of one connection.
@@ -74,6 +79,9 @@ pub(super) struct Peer {
     epoch: Epoch,
     /// Until the greeting says what the connection is for.
     memory: Option<Box<Memory>>,
+    /// The same.
+    #[cfg(feature = "rdma")]
+    remote: Option<Box<Remote>>,
     unsent: Arc<UnsentAll>,
 }
 
@@ -86,9 +94,23 @@ impl Peer {
         Peer::of(shared, "this host".into(), Some(Box::new(memory)))
     }
 
+    #[cfg(feature = "rdma")]
+    pub(super) fn by_rdma(shared: Arc<Shared>, address: String, remote: Remote) -> Peer {
+        Peer { remote: Some(Box::new(remote)), ..Peer::of(shared, address, None) }
+    }
+
     fn of(shared: Arc<Shared>, address: String, memory: Option<Box<Memory>>) -> Peer {
-        let (link, kind, unsent) = (Link::default(), Kind::Strange, Arc::default());
-        Peer { shared, address, link, kind, epoch: Epoch(0), memory, unsent }
+        Peer {
+            shared,
+            address,
+            link: Link::default(),
+            kind: Kind::Strange,
+            epoch: Epoch(0),
+            memory,
+            #[cfg(feature = "rdma")]
+            remote: None,
+            unsent: Arc::default(),
+        }
     }
 
     fn answer(&self, request: u64, message: Message) {
@@ -131,6 +153,10 @@ impl Peer {
         if *role != Role::Data && self.memory.is_some() {
             return Err(Refusal::Role { what: format!("{role:?} by shared memory") }.into());
         }
+        #[cfg(feature = "rdma")]
+        if *role != Role::Data && self.remote.is_some() {
+            return Err(Refusal::Role { what: format!("{role:?} by RDMA") }.into());
+        }
         if *role == Role::Admin {
             self.kind = Kind::Admin;
             return Ok(());
@@ -166,7 +192,18 @@ impl Peer {
                     memory.serve(&part);
                 }
                 let (unheard, rouse_at) = (Unheard::default(), None);
-                Kind::Data(Data { client: *client, part, landing, unheard, rouse_at, pulls, pinned, memory })
+                Kind::Data(Data {
+                    client: *client,
+                    part,
+                    landing,
+                    unheard,
+                    rouse_at,
+                    pulls,
+                    pinned,
+                    memory,
+                    #[cfg(feature = "rdma")]
+                    remote: self.remote.take(),
+                })
             }
             Role::Lead if found.lead.is_some() => {
                 return Err(Refusal::other("this shard leads the model itself").into());
@@ -185,6 +222,11 @@ impl Peer {
     }
 
     fn welcome(&mut self) -> Result<(), Refusal> {
+        #[cfg(feature = "rdma")]
+        if let Kind::Data(Data { part, remote: Some(remote), .. }) = &mut self.kind {
+            let rdma = self.shared.rdma.get().ok_or_else(|| Refusal::other("the shard begins, or goes"))?;
+            remote.serve(part, rdma)?;
+        }
         let silence_ms = SILENCE.as_millis() as u32;
         let (protocol, shard) = (Protocol::NEWEST.number(), *self.shared.shard.lock());
         self.answer(0, Message::Welcome { protocol, shard, epoch: self.epoch, silence_ms });
@@ -281,6 +323,10 @@ impl Peer {
 impl Data {
     /// The next block that was asked for.
     fn next_block(&mut self, link: &Link) -> Option<Outgoing> {
+        #[cfg(feature = "rdma")]
+        if let Some(ready) = self.remote.as_mut().and_then(|remote| remote.ready()) {
+            return Some(ready);
+        }
         if let Some(memory) = &mut self.memory {
             if let Some(ready) = memory.ready() {
                 return Some(ready);
@@ -330,6 +376,11 @@ impl Data {
         if let Some(memory) = &mut self.memory {
             memory.again(self.client, &self.part, &mut self.unheard, link)?;
         }
+        #[cfg(feature = "rdma")]
+        if let Some(remote) = &mut self.remote {
+            remote.again(self.client, &self.part, &mut self.unheard, link)?;
+            self.rouse_at = self.unheard.until(now);
+        }
         if self.rouse_at.take_if(|at| *at <= now).is_some() {
             // What is received is asked for again after that.
             link.wake();
@@ -341,6 +392,14 @@ impl Data {
         if let Some(memory) = &mut self.memory
             && let Some(take) = memory.message(self.client, &self.part, received, &mut self.unheard, link)?
         {
+            self.rouse_at = self.unheard.until(Instant::now());
+            return Ok(take);
+        }
+        #[cfg(feature = "rdma")]
+        if let Some(remote) = &mut self.remote
+            && let Some(take) = remote.message(&self.part, received)?
+        {
+            remote.again(self.client, &self.part, &mut self.unheard, link)?;
             self.rouse_at = self.unheard.until(Instant::now());
             return Ok(take);
         }

@@ -8,6 +8,7 @@
 //! | `conversation` | the shard's end of every connection |
 //! | `unsent` | requests whose answers were not taken |
 //! | `complaints` | how often the log tells of peers that are turned away |
+//! | `fabric` | clients elsewhere, by RDMA (`unsafe`) |
 //! | `memory` | clients on the same host, through shared memory (`unsafe`) |
 //! | `moving` | a model's blocks on their way to other shards |
 //! | `admin` | creating, loading and deleting models, status |
@@ -18,6 +19,8 @@ mod admin;
 mod announcer;
 mod complaints;
 mod conversation;
+#[cfg(feature = "rdma")]
+mod fabric;
 pub mod lead;
 mod memory;
 mod moving;
@@ -62,6 +65,25 @@ pub struct ServerOptions {
     pub threads: usize,
     /// By which way bytes are moved.
     pub io: Choice,
+    /// Whether connections by RDMA are taken.
+    pub rdma: RdmaUse,
+    /// The port for them; `None` for the same number as the other one (with iWARP, any).
+    pub rdma_port: Option<u16>,
+    /// How RDMA is used.
+    #[cfg(feature = "rdma")]
+    pub rdma_options: libmodelio::rdma::RdmaOptions,
+}
+
+/// Whether a shard takes connections by RDMA.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RdmaUse {
+    /// No.
+    Off,
+    /// If there is a device. Why not, the log says.
+    #[default]
+    Auto,
+    /// Yes, or the shard does not start.
+    On,
 }
 
 /// Why a process does not come about.
@@ -75,6 +97,9 @@ pub enum ServerError {
         /// The system's word.
         error: io::Error,
     },
+    /// RDMA must be, and cannot.
+    #[error("RDMA: {0}")]
+    Rdma(String),
     /// No threads.
     #[error("cannot start threads: {0}")]
     Threads(String),
@@ -107,6 +132,11 @@ pub(super) struct Shared {
     pool: Arc<rayon::ThreadPool>,
     /// Connections through shared memory.
     memory: Arc<net::Threads>,
+    /// Connections by RDMA.
+    #[cfg(feature = "rdma")]
+    rdma: OnceLock<fabric::Rdma>,
+    /// Why there are none.
+    no_rdma: OnceLock<String>,
     /// Where they come about.
     listening: Mutex<Option<memory::Listening>>,
     /// Why there are none.
@@ -161,6 +191,9 @@ impl Server {
             net: reactor.handle(),
             pool: Arc::new(pool),
             memory: net::Threads::new(memory::MAX_CONNECTIONS),
+            #[cfg(feature = "rdma")]
+            rdma: OnceLock::new(),
+            no_rdma: OnceLock::new(),
             listening: Mutex::new(None),
             no_memory: OnceLock::new(),
             complaints: complaints::Log::new(),
@@ -186,6 +219,12 @@ impl Server {
                     tracing::warn!("clients on this host cannot share memory with this shard: {why}");
                     let _ = shared.no_memory.set(why);
                 }
+            }
+            if let Err(why) = shared.start_rdma(address) {
+                if shared.options.rdma == RdmaUse::On {
+                    return Err(ServerError::Rdma(why));
+                }
+                let _ = shared.no_rdma.set(why);
             }
             shared.announce()?;
         }
@@ -219,11 +258,19 @@ impl Server {
     /// What moves the bytes, and why not io_uring or shared memory, to be named loudly.
     pub fn backend(&self) -> String {
         let backend = self.shared.net.backend();
-        match self.shared.no_memory.get() {
-            _ if !self.shared.options.holds_blocks => backend.to_string(),
-            None => format!("{backend}; shm on this host"),
-            Some(why) => format!("{backend}; no shm on this host: {why}"),
+        if !self.shared.options.holds_blocks {
+            return backend.to_string();
         }
+        let memory = match self.shared.no_memory.get() {
+            None => "shm on this host".to_owned(),
+            Some(why) => format!("no shm on this host: {why}"),
+        };
+        let rdma = match self.shared.rdma_name() {
+            Ok(name) => format!("; {name}"),
+            Err(Some(why)) => format!("; no rdma: {why}"),
+            Err(None) => String::new(),
+        };
+        format!("{backend}; {memory}{rdma}")
     }
 
     /// Ends everything: clients hear that the shard goes.
@@ -247,6 +294,10 @@ impl Server {
         if let Some(listening) = shared.listening.lock().take() {
             listening.end();
         }
+        #[cfg(feature = "rdma")]
+        if let Some(rdma) = shared.rdma.get() {
+            rdma.shut_down(Duration::from_secs(2));
+        }
         if let Err(error) = shared.memory.shut_down(Duration::from_secs(2)) {
             tracing::warn!(%error, "connections through shared memory");
         }
@@ -269,6 +320,46 @@ impl Drop for Server {
 impl Shared {
     fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Relaxed)
+    }
+
+    /// Takes connections by RDMA, if that is wanted.
+    #[cfg(feature = "rdma")]
+    fn start_rdma(self: &Arc<Shared>, address: SocketAddr) -> Result<(), String> {
+        if self.options.rdma == RdmaUse::Off {
+            return Ok(());
+        }
+        let options = &self.options.rdma_options;
+        let port = self.options.rdma_port;
+        let started = fabric::Rdma::start(self, address, port, options).map_err(|error| error.to_string())?;
+        let _ = self.rdma.set(started);
+        Ok(())
+    }
+
+    #[cfg(not(feature = "rdma"))]
+    fn start_rdma(&self, _: SocketAddr) -> Result<(), String> {
+        match self.options.rdma {
+            RdmaUse::On => Err(libmodelio::transport::NO_RDMA.to_owned()),
+            RdmaUse::Off | RdmaUse::Auto => Ok(()),
+        }
+    }
+
+    /// What takes connections by RDMA, for people; or why nothing does, if that is worth a word.
+    fn rdma_name(&self) -> Result<String, Option<String>> {
+        #[cfg(feature = "rdma")]
+        if let Some(rdma) = self.rdma.get() {
+            return Ok(rdma.name());
+        }
+        Err(self.no_rdma.get().cloned())
+    }
+
+    /// Where connections by RDMA are taken, for others; empty if they are not.
+    fn rdma_address(&self) -> String {
+        #[cfg(feature = "rdma")]
+        if let Some(rdma) = self.rdma.get() {
+            let host = self.address.rsplit_once(':').map_or(self.address.as_str(), |(host, _)| host);
+            return format!("{host}:{}", rdma.address().port());
+        }
+        String::new()
     }
 
     /// Asks the registry, wherever it is.

@@ -67,6 +67,9 @@ pub struct Part {
     links: Mutex<Vec<Connected>>,
     /// Where the model is now, once another block map is in force.
     moved: OnceLock<Whereabouts>,
+    /// Its versions, for clients that fetch them by RDMA.
+    #[cfg(feature = "rdma")]
+    shown: Mutex<Option<Arc<super::fabric::Shown>>>,
 }
 
 /// Why a part cannot be made.
@@ -148,6 +151,8 @@ impl Part {
             pool: Arc::clone(pool),
             links: Mutex::default(),
             moved: OnceLock::new(),
+            #[cfg(feature = "rdma")]
+            shown: Mutex::default(),
         })
     }
 
@@ -159,6 +164,21 @@ impl Part {
     /// Bytes of all of the model.
     pub fn model_bytes(&self) -> u64 {
         self.model_bytes
+    }
+
+    /// Its versions, as they are shown to clients that fetch them by RDMA, from the first such client on.
+    #[cfg(feature = "rdma")]
+    pub(super) fn shown(
+        &self,
+        device: &Arc<libmodelio::rdma::Device>,
+    ) -> Result<Arc<super::fabric::Shown>, Refusal> {
+        let mut shown = self.shown.lock();
+        if let Some(shown) = &*shown {
+            return Ok(Arc::clone(shown));
+        }
+        let made = super::fabric::Shown::of(self, device)?;
+        *shown = Some(Arc::clone(&made));
+        Ok(made)
     }
 
     /// Its memory.

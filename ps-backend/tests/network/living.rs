@@ -86,7 +86,7 @@ fn train(world: &mut World, mut before: impl FnMut(&mut World, u32)) -> (Version
 }
 
 /// The same weights, bit by bit, as if nothing had moved; every step counts once.
-fn lived_through(way: Way) {
+pub fn lived_through(way: Way) {
     let expected = train(&mut world(way), |_, _| {});
     let mut moved = world(way);
     let mut times = 0;
@@ -111,3 +111,4 @@ fn learners_live_through_moves_of_their_model_over_tcp() {
 fn learners_live_through_moves_of_their_model_in_shared_memory() {
     lived_through(Way::Memory);
 }
+

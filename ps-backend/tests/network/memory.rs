@@ -18,7 +18,7 @@ use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, R
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use ps_backend::server::{Server, ServerOptions};
 
-use crate::world::{LONG, Learner, Way, World, blank, read};
+use crate::world::{LONG, Learner, Way, World, blank, options, read};
 
 const BYTES: u64 = 1_000_004;
 
@@ -141,8 +141,7 @@ fn who_goes_while_its_memory_is_read_has_contributed_all_or_nothing() {
 fn a_shard_that_starts_again_is_met_again() {
     let start = |listen| {
         let (advertise, registry) = (None, None);
-        let options =
-            ServerOptions { listen, advertise, registry, holds_blocks: true, threads: 2, io: Choice::Auto };
+        let options = ServerOptions { listen, advertise, registry, ..options() };
         Server::start(options).unwrap()
     };
     let first = start("127.0.0.1:0".parse().unwrap());

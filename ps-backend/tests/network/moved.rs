@@ -60,7 +60,8 @@ impl Hand {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         listener.set_nonblocking(true).unwrap();
         let address = listener.local_addr().unwrap().to_string();
-        let record = ShardRecord { shard, address, host: "elsewhere".into(), draining: false };
+        let record =
+            ShardRecord { shard, address, host: "elsewhere".into(), draining: false, rdma: String::new() };
         let script = Arc::new(Mutex::new(Script { epoch, ..Script::default() }));
         let of_thread = Arc::clone(&script);
         std::thread::spawn(move || {

@@ -348,6 +348,7 @@ fn a_move_that_fails_changes_nothing() {
         address: hung.local_addr().unwrap().to_string(),
         host: String::new(),
         draining: false,
+        rdma: String::new(),
     };
     let lease = Duration::from_secs(600);
     let number = world.registry.announce(&record, false, lease, Instant::now() + LONG).unwrap();

@@ -11,12 +11,14 @@ use libmodelio::ids::{LearnerId, Step, Version};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
+#[cfg(feature = "rdma")]
+use libmodelio::rdma::RdmaOptions;
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::{LeaveReason, Region, RegionKey};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use ps_backend::controls::Controls;
 use ps_backend::create::{NewModel, create};
-use ps_backend::server::{Server, ServerOptions};
+use ps_backend::server::{RdmaUse, Server, ServerOptions};
 
 pub const LONG: Duration = Duration::from_secs(20);
 
@@ -27,6 +29,8 @@ pub struct World {
     pub record: ModelRecord,
     pub io: Choice,
     pub transport: TransportChoice,
+    #[cfg(feature = "rdma")]
+    pub rdma: RdmaOptions,
 }
 
 /// Which way the bytes of a test go.
@@ -36,22 +40,61 @@ pub enum Way {
     Tcp(Choice),
     /// Through shared memory.
     Memory,
+    /// By RDMA, over the device that this address leads over, used as this says.
+    #[cfg(feature = "rdma")]
+    Rdma(std::net::IpAddr, fn(&mut RdmaOptions)),
+}
+
+impl Way {
+    /// By RDMA, if `GRADFS_RDMA_ADDRESS` names an address that leads over a device.
+    #[cfg(feature = "rdma")]
+    pub fn rdma() -> Option<Way> {
+        Way::rdma_with(|_| {})
+    }
+
+    /// The same, with other options.
+    #[cfg(feature = "rdma")]
+    pub fn rdma_with(change: fn(&mut RdmaOptions)) -> Option<Way> {
+        let Ok(text) = std::env::var("GRADFS_RDMA_ADDRESS") else {
+            eprintln!("skipped: GRADFS_RDMA_ADDRESS names no address of an RDMA device");
+            return None;
+        };
+        Some(Way::Rdma(text.parse().expect("GRADFS_RDMA_ADDRESS is an address"), change))
+    }
+
+    fn options(self) -> (ServerOptions, TransportChoice) {
+        match self {
+            Way::Tcp(io) => (ServerOptions { io, ..options() }, TransportChoice::Tcp),
+            Way::Memory => (options(), TransportChoice::SharedMemory),
+            #[cfg(feature = "rdma")]
+            Way::Rdma(address, change) => {
+                let listen = std::net::SocketAddr::new(address, 0);
+                let mut rdma_options = RdmaOptions { arena: 16 << 20, ..RdmaOptions::default() };
+                change(&mut rdma_options);
+                (ServerOptions { listen, rdma: RdmaUse::On, rdma_options, ..options() }, TransportChoice::Rdma)
+            }
+        }
+    }
 }
 
 pub fn server(registry: Option<String>, io: Choice) -> Server {
-    server_of(registry, io, 2)
+    Server::start(ServerOptions { registry, io, ..options() }).unwrap()
 }
 
-fn server_of(registry: Option<String>, io: Choice, threads: usize) -> Server {
-    let options = ServerOptions {
+/// A shard's, on loopback.
+pub fn options() -> ServerOptions {
+    ServerOptions {
         listen: "127.0.0.1:0".parse().unwrap(),
         advertise: None,
-        registry,
+        registry: None,
         holds_blocks: true,
-        threads,
-        io,
-    };
-    Server::start(options).unwrap()
+        threads: 2,
+        io: Choice::Auto,
+        rdma: RdmaUse::Off,
+        rdma_port: None,
+        #[cfg(feature = "rdma")]
+        rdma_options: libmodelio::rdma::RdmaOptions::default(),
+    }
 }
 
 impl World {
@@ -73,17 +116,24 @@ impl World {
         settings: &[(&str, &str)],
         way: Way,
     ) -> World {
-        let (io, transport) = match way {
-            Way::Tcp(io) => (io, TransportChoice::Tcp),
-            Way::Memory => (Choice::Auto, TransportChoice::SharedMemory),
-        };
-        let first = server_of(None, io, threads);
+        let (options, transport) = way.options();
+        let io = options.io;
+        let start = |registry| Server::start(ServerOptions { registry, threads, ..options.clone() }).unwrap();
+        let first = start(None);
         let at = first.address().to_string();
         let mut servers = vec![first];
-        servers.extend((1..shards).map(|_| server_of(Some(at.clone()), io, threads)));
+        servers.extend((1..shards).map(|_| start(Some(at.clone()))));
         let registry = RemoteRegistry::new(at);
         let record = blank(&registry, "m", layout, settings, shards);
-        World { servers, registry, record, io, transport }
+        World {
+            servers,
+            registry,
+            record,
+            io,
+            transport,
+            #[cfg(feature = "rdma")]
+            rdma: options.rdma_options,
+        }
     }
 
     pub fn client(&self) -> Arc<Client> {
@@ -96,13 +146,22 @@ impl World {
     }
 
     pub fn connect(&self, shards: &[ShardRecord], transport: TransportChoice) -> Result<Client, ClientError> {
-        let options = ClientOptions { io: self.io, transport, ..ClientOptions::default() };
+        let options = ClientOptions { transport, ..self.client_options() };
         Client::connect(&self.record, shards, options)
     }
 
+    fn client_options(&self) -> ClientOptions {
+        ClientOptions {
+            io: self.io,
+            transport: self.transport,
+            #[cfg(feature = "rdma")]
+            rdma: self.rdma.clone(),
+            ..ClientOptions::default()
+        }
+    }
+
     pub fn client_that(&self, pulls: Pulls) -> Arc<Client> {
-        let transport = self.transport;
-        let options = ClientOptions { io: self.io, transport, pulls, ..ClientOptions::default() };
+        let options = ClientOptions { pulls, ..self.client_options() };
         Arc::new(Client::connect(&self.record, &self.shards(), options).unwrap())
     }
 }

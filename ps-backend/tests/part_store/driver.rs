@@ -9,6 +9,7 @@ use ps_backend::part::store::{Limits, PartError, PartJob, PartStore, PartWork, P
 use ps_backend::reducer::{Hyper, Reducer, Step};
 
 use crate::common;
+use crate::watching::Watcher;
 
 /// Several blocks of each type, and blocks in which types change.
 pub fn model() -> ModelLayout {
@@ -125,12 +126,14 @@ pub struct Twin {
     t: u64,
     /// Contributions of the coming version so far.
     sent: Vec<Source>,
+    watcher: Arc<Watcher>,
 }
 
 impl Twin {
     pub fn new(part: PartLayout, reducer: Reducer, hyper: Hyper, limits: Limits) -> Twin {
         let layout = Arc::clone(part.layout());
         let store = PartStore::new(part, reducer, limits).unwrap();
+        let watcher = Watcher::of(&store);
         let weights = initial_weights(&layout);
         for block in (0..layout.blocks()).map(BlockId) {
             assert!(store.newest().is_none());
@@ -140,7 +143,15 @@ impl Twin {
         let reference = Reference::new(&layout);
         let version = Version(0);
         let (t, sent) = (0, Vec::new());
-        Twin { store, layout, reducer, hyper, reference, raw: weights, version, t, sent }
+        Twin { store, layout, reducer, hyper, reference, raw: weights, version, t, sent, watcher }
+    }
+
+    /// What there is was brought into `store`, which takes the place of the one there was.
+    pub fn moved_to(&mut self, store: PartStore) {
+        self.watcher.check(&self.store);
+        self.store = store;
+        let before = std::mem::replace(&mut self.watcher, Watcher::of(&self.store));
+        assert!(before.knows_nothing());
     }
 
     pub fn blocks(&self) -> impl Iterator<Item = BlockId> + use<> {
@@ -242,8 +253,9 @@ impl Twin {
         self.reference.step(self.reducer, &self.hyper, &contributions);
     }
 
-    /// The newest version is what it should be, and so are the checksums.
+    /// The newest version is what it should be, so are the checksums, and what a watcher knows.
     pub fn check(&self, what: &str) -> Vec<u8> {
+        self.watcher.check(&self.store);
         let newest = self.store.newest().unwrap();
         assert_eq!(newest.version(), self.version, "{what}");
         let bytes: Vec<u8> = self.blocks().flat_map(|block| newest.block(block).to_vec()).collect();

@@ -8,3 +8,4 @@ mod moving;
 mod random;
 mod rules;
 mod threads;
+mod watching;

@@ -70,7 +70,7 @@ fn a_part_that_has_moved_goes_on_as_if_it_had_not() {
         let there = PartStore::new(part_of(&model(), |_| true), Reducer::Sgd, Limits::default()).unwrap();
         there.begin_at(Version(3), then).unwrap();
         bring(&moves.store, &there);
-        moves.store = there;
+        moves.moved_to(there);
         for step in 10..14 {
             let sources = [source(stays, step), source(stays, 2 * step)];
             stays.add(&sources[..1]);

@@ -117,7 +117,7 @@ pub enum Moving {
 
 pub fn shard_record(number: u16) -> ShardRecord {
     let address = format!("node{number}:7070");
-    ShardRecord { shard: ShardId(number), address, host: String::new(), draining: false }
+    ShardRecord { shard: ShardId(number), address, host: String::new(), draining: false, rdma: String::new() }
 }
 
 impl World {

@@ -115,6 +115,17 @@ impl ClientCore {
         wanted
     }
 
+    /// A block that was asked for is not on its way after all.
+    #[cfg(feature = "rdma")]
+    pub fn not_asked(&mut self, version: Version, block: BlockId) {
+        let part = self.owned.iter().position(|owned| owned.contains(block.index()));
+        if let (Some(part), Some(pull)) = (part, &mut self.pull)
+            && pull.version == version
+        {
+            pull.parts[part].asked.set(block.index(), false);
+        }
+    }
+
     /// A block is in the buffer, or (not `whole`) was lost on the way.
     pub fn landed(
         &mut self,

@@ -185,6 +185,15 @@ impl Shared {
         }
     }
 
+    /// The memory that is being pulled into.
+    #[cfg(feature = "rdma")]
+    pub(super) fn back_buffer(&self) -> Option<Arc<crate::mmap::Mapping>> {
+        let mut inner = self.inner.lock();
+        let (retain, max) = inner.bounds();
+        let back = inner.versions.back(retain, max).ok().flatten();
+        back.map(|back| Arc::clone(back.memory()))
+    }
+
     /// Where a block of a version is to be received; `None` if it is not wanted.
     pub(in crate::client) fn lands(&self, way: &Way, version: Version, block: BlockId) -> Option<Target> {
         let mut inner = self.inner.lock();

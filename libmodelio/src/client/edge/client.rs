@@ -9,6 +9,7 @@ use fixedbitset::FixedBitSet;
 use parking_lot::{Condvar, Mutex};
 
 use super::connections::Peer;
+use super::memory::TransportChoice;
 use super::moving::Inquiry;
 use super::whereabouts::{Place, Whereabouts};
 use super::{Answered, Awaited, ClientError, ClientListener, ClientOptions, PeerView, Pulls, Staged};
@@ -59,6 +60,20 @@ impl Client {
             ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
         let reactor = Reactor::start(&reactor).map_err(|error| start(&error))?;
         let size = layout.size() as usize;
+        #[cfg(feature = "rdma")]
+        let fabric = std::sync::OnceLock::new();
+        #[cfg(feature = "rdma")]
+        if transport == TransportChoice::Rdma {
+            // What must be is found out at once.
+            let opened = crate::rdma::Fabric::open(&options.rdma);
+            let opened = opened
+                .map_err(|error| ClientError::Transport { model: model.clone(), why: error.to_string() })?;
+            let _ = fabric.set(Ok(opened));
+        }
+        #[cfg(not(feature = "rdma"))]
+        if transport == TransportChoice::Rdma {
+            return Err(ClientError::Transport { model, why: crate::transport::NO_RDMA.to_owned() });
+        }
         let mut versions = Versions::new(size);
         versions.add_spare(versions::spare(size).map_err(|error| start(&error))?);
         let inner = Inner {
@@ -89,6 +104,8 @@ impl Client {
             changed: Condvar::new(),
             listener: Mutex::new(None),
             stopping: AtomicBool::new(false),
+            #[cfg(feature = "rdma")]
+            fabric,
             this: this.clone(),
             options,
         });
@@ -144,14 +161,24 @@ impl Client {
         let view = |(place, peer): (&Place, &Peer)| {
             let no_memory = place.barred.clone().or_else(|| peer.no_memory.clone());
             // What must not go another way does not.
-            let by_memory = place.by_memory && no_memory.is_none() || place.barred.is_some();
+            let must = self.shared.options.transport;
+            let barred = place.barred.is_some();
+            let by_memory =
+                place.by_memory && no_memory.is_none() || barred && must == TransportChoice::SharedMemory;
+            let by_rdma = place.by_rdma && peer.no_rdma.is_none() || barred && must == TransportChoice::Rdma;
+            let transport = match (by_memory, by_rdma) {
+                (true, _) => TransportKind::SharedMemory,
+                (false, true) => TransportKind::Rdma,
+                (false, false) => TransportKind::Tcp,
+            };
             PeerView {
                 shard: place.record.shard,
                 blocks: place.blocks,
                 address: place.record.address.clone(),
                 connected: !peer.links.is_empty(),
-                transport: if by_memory { TransportKind::SharedMemory } else { TransportKind::Tcp },
+                transport,
                 no_memory,
+                no_rdma: peer.no_rdma.clone(),
                 lost: peer.lost.clone(),
             }
         };
@@ -333,6 +360,10 @@ impl Client {
         let threads = Arc::clone(&shared.inner.lock().map.threads);
         if let Err(error) = threads.shut_down(Duration::from_secs(2)) {
             tracing::warn!(%error, "connections through shared memory");
+        }
+        #[cfg(feature = "rdma")]
+        if let Some(Ok(fabric)) = shared.fabric.get() {
+            fabric.shut_down(Duration::from_secs(2));
         }
         if let Some(reactor) = self.reactor.lock().take()
             && let Err(error) = reactor.shut_down(Duration::from_secs(2))

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Shared;
+use super::memory::TransportChoice;
 use super::moving::{IN_QUESTION, overtaken};
 use super::usage::Usage;
 use super::whereabouts::Way;
@@ -31,6 +32,8 @@ pub(super) struct Peer {
     pub(super) turn: usize,
     /// Why there is no memory in common with it, though it is on this host.
     pub(super) no_memory: Option<String>,
+    /// Why there is no RDMA with it, though it takes such connections.
+    pub(super) no_rdma: Option<String>,
     /// Times in a row that it did not answer on its Unix socket.
     pub(super) unmet: u32,
     /// Since when it cannot be reached.
@@ -52,6 +55,7 @@ impl Peer {
             turn: 0,
             usage: Usage::default(),
             no_memory: None,
+            no_rdma: None,
             unmet: 0,
             gone_since: (!barred).then(Instant::now),
             barred,
@@ -89,6 +93,7 @@ impl Shared {
                 if by_memory {
                     peer.unmet = 0;
                     peer.no_memory = None;
+                    peer.no_rdma = None;
                 }
                 peer.links.push(link.clone());
                 inner.core.shard_up(part, now, &mut actions);
@@ -173,12 +178,49 @@ impl Shared {
         };
         for (part, number) in missing {
             let way = Way { map: Arc::clone(&map), part, number };
-            match part.filter(|&part| map.parts[part].by_memory) {
-                Some(part) => self.connect_by_memory(way, part),
-                None => self.connect_one(way),
+            match part.map(|part| (part, &map.parts[part])) {
+                Some((part, place)) if place.by_memory => self.connect_by_memory(way, part),
+                Some((part, place)) if place.by_rdma => self.by_rdma(way, part),
+                _ => self.connect_one(way),
             }
         }
         next
+    }
+
+    #[cfg(feature = "rdma")]
+    fn by_rdma(&self, way: Way, part: Part) {
+        let open = || crate::rdma::Fabric::open(&self.options.rdma).map_err(|error| error.to_string());
+        match self.fabric.get_or_init(open) {
+            Ok(fabric) => self.connect_by_rdma(fabric, way, part),
+            Err(why) => self.without_rdma(way, part, why),
+        }
+    }
+
+    #[cfg(not(feature = "rdma"))]
+    fn by_rdma(&self, way: Way, part: Part) {
+        self.without_rdma(way, part, crate::transport::NO_RDMA);
+    }
+
+    /// A shard that takes RDMA connections cannot be reached so: another way is taken, if it may be.
+    pub(super) fn without_rdma(&self, way: Way, part: Part, why: &str) {
+        if self.options.transport == TransportChoice::Rdma {
+            return self.ended(&way, &Link::default(), &format!("RDMA: {why}"));
+        }
+        if self.is_stopping() {
+            return;
+        }
+        let before = {
+            let mut inner = self.inner.lock();
+            if !inner.is_in_force(&way) {
+                return;
+            }
+            inner.parts[part].no_rdma.replace(why.to_owned())
+        };
+        if before.as_deref() != Some(why) {
+            let address = way.address();
+            tracing::warn!(model = %self.model, %address, "no RDMA with this shard, using TCP: {why}");
+        }
+        self.connect_one(way);
     }
 
     pub(super) fn connect_one(&self, way: Way) {

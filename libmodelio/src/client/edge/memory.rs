@@ -13,12 +13,16 @@ use std::time::Duration;
 
 use parking_lot::MutexGuard;
 
+#[cfg(feature = "rdma")]
+use super::fabric::{self, Remote};
 use super::{Inner, Shared, Way};
 use crate::client::conversation::Data;
 use crate::client::core::Part;
 use crate::client::sum;
 use crate::ids::{BlockId, PlanId, Version};
 use crate::link::{Framed, Link, Outgoing};
+#[cfg(feature = "rdma")]
+use crate::link::{Guard, Piece};
 use crate::mmap::Mapping;
 use crate::net::Close;
 use crate::shm::{self, Descriptors, Lender, Meeting, RegionError, Regions};
@@ -44,21 +48,22 @@ const SLOTS: u32 = shm::SUMS;
 /// Which way bytes are to go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportChoice {
-    /// Shared memory to shards on this host, TCP to others, and where shared memory does not come about.
+    /// Shared memory to shards on this host; RDMA to others that take it; TCP where neither comes about, and the log says
+    /// why.
     #[default]
     Auto,
     /// TCP, to all of them.
     Tcp,
     /// Shared memory, or not at all.
     SharedMemory,
+    /// RDMA, or not at all.
+    Rdma,
 }
 
 /// What one connection has in common with a shard.
 pub(in crate::client) struct Memory {
-    way: Way,
-    descriptors: Descriptors,
-    lent: Lender,
-    borrowed: Regions,
+    pub(super) way: Way,
+    pub(super) common: Common,
     /// What is to be said next.
     ready: VecDeque<Outgoing>,
     /// A block whose sum waits for a slot.
@@ -72,6 +77,26 @@ pub(in crate::client) struct Memory {
     unsaid: VecDeque<u64>,
     /// Of pushes from slots are those up to [`SLOTS`].
     last_request: u64,
+}
+
+/// How the two ends come by each other's memory.
+pub(super) enum Common {
+    /// Both see it.
+    Host { descriptors: Descriptors, lent: Lender, borrowed: Regions },
+    /// Their devices reach it.
+    #[cfg(feature = "rdma")]
+    Fabric(Box<Remote>),
+}
+
+impl Common {
+    /// What the shard shares, and how its descriptors come.
+    fn host(&mut self) -> Result<(&mut Regions, &Descriptors), Close> {
+        match self {
+            Common::Host { borrowed, descriptors, .. } => Ok((borrowed, descriptors)),
+            #[cfg(feature = "rdma")]
+            Common::Fabric(_) => Err(Close::Asked("there is no memory in common".into())),
+        }
+    }
 }
 
 /// Memory for sums.
@@ -91,11 +116,21 @@ impl Slots {
 impl Memory {
     /// Of a connection of a model, of `bytes` bytes in blocks of `block` bytes.
     fn new(way: Way, meeting: &Meeting, bytes: u64, block: u32) -> Memory {
+        let descriptors = Descriptors::new(Arc::clone(&meeting.socket));
+        let borrowed = Regions::new(shm::longest_region(bytes, block));
+        Memory::with(way, Common::Host { descriptors, lent: Lender::default(), borrowed })
+    }
+
+    /// Of a connection by RDMA.
+    #[cfg(feature = "rdma")]
+    pub(super) fn by_rdma(way: Way, remote: Box<Remote>) -> Memory {
+        Memory::with(way, Common::Fabric(remote))
+    }
+
+    fn with(way: Way, common: Common) -> Memory {
         Memory {
             way,
-            descriptors: Descriptors::new(Arc::clone(&meeting.socket)),
-            lent: Lender::default(),
-            borrowed: Regions::new(shm::longest_region(bytes, block)),
+            common,
             ready: VecDeque::new(),
             held: None,
             slots: None,
@@ -111,10 +146,17 @@ impl Memory {
     }
 
     /// Says what the shard must know of `memory`, and the number under which it does.
-    fn lend(&mut self, memory: &Arc<Mapping>) -> Result<u32, RegionError> {
-        let (region, new) = self.lent.lend(memory, &self.descriptors)?;
-        if let Some(bytes) = new {
-            self.ready.push_back(self.saying(0, Message::Share { region, bytes }));
+    fn lend(&mut self, memory: &Arc<Mapping>) -> Result<u32, String> {
+        let (region, new) = match &mut self.common {
+            Common::Host { descriptors, lent, .. } => {
+                let (region, new) = lent.lend(memory, descriptors).map_err(|error| error.to_string())?;
+                (region, new.map(|bytes| Message::Share { region, bytes }))
+            }
+            #[cfg(feature = "rdma")]
+            Common::Fabric(remote) => remote.lend(memory)?,
+        };
+        if let Some(message) = new {
+            self.ready.push_back(self.saying(0, message));
         }
         Ok(region)
     }
@@ -134,7 +176,12 @@ impl Memory {
 
     /// What is said when nothing presses: regions that are no longer there.
     fn tidy(&mut self) {
-        for region in self.lent.gone() {
+        let gone = match &mut self.common {
+            Common::Host { lent, .. } => lent.gone(),
+            #[cfg(feature = "rdma")]
+            Common::Fabric(remote) => remote.gone(),
+        };
+        for region in gone {
             self.ready.push_back(self.saying(0, Message::Unshare { region }));
         }
     }
@@ -248,6 +295,11 @@ impl Shared {
                 drop(inner);
                 memory.tidy();
                 let ready = memory.ready.pop_front().map(|ready| (ready, 0));
+                #[cfg(feature = "rdma")]
+                if matches!(memory.common, Common::Fabric(_)) {
+                    self.pull_by_rdma(memory, part);
+                    return ready;
+                }
                 let most = ASKED / self.layout.block_size();
                 return ready.or_else(|| {
                     self.next_pull_for(self.inner.lock(), &memory.way, part, due, most as usize)
@@ -276,6 +328,12 @@ impl Shared {
         let check = inner.rejects_nonfinite();
         drop(inner);
         let extent = self.layout.block_bytes(block);
+        #[cfg(feature = "rdma")]
+        if let [source] = &payload.sources[..]
+            && let Some(named) = self.place(memory, plan, block, (source.memory(), extent.start as usize))
+        {
+            return named;
+        }
         if let [source] = &payload.sources[..]
             && let Ok(region) = memory.lend(source.memory())
         {
@@ -302,7 +360,7 @@ impl Shared {
         let slot = slots.free.pop();
         let (Ok(region), Some(slot)) = (&region, slot) else {
             if let Err(error) = region {
-                tracing::error!(%error, "the memory of sums cannot be shared");
+                tracing::error!(error, "the memory of sums cannot be shared");
                 slots.free.extend(slot);
                 memory.slots = Some(slots);
                 return Named::Dropped;
@@ -337,6 +395,41 @@ impl Shared {
         named
     }
 
+    /// Puts a block of `from`, which lies at an offset there, into a slot of the shard's, if that is the way for it.
+    /// `None` if it is not.
+    #[cfg(feature = "rdma")]
+    fn place(
+        &self,
+        memory: &mut Memory,
+        plan: PlanId,
+        block: BlockId,
+        (from, offset): (&Arc<Mapping>, usize),
+    ) -> Option<Named> {
+        let Common::Fabric(remote) = &mut memory.common else { return None };
+        let extent = self.layout.block_bytes(block);
+        let len = (extent.end - extent.start) as usize;
+        let (may, must) = remote.places(len);
+        if !may {
+            return None;
+        }
+        // SAFETY: a committed payload stays untouched until the plan that sends it is over. Nothing looks at the checksum.
+        let piece =
+            unsafe { Piece::new(from.bytes(offset..offset + len), Some(0), Arc::clone(from) as Guard) };
+        match remote.place(piece, from) {
+            Ok(Some(slot)) => {
+                let push = Message::PushIn { plan, block, wide: false, slot };
+                memory.ready.push_back(memory.saying(fabric::PLACED + u64::from(slot), push));
+                Some(Named::Ready)
+            }
+            Ok(None) => must.then_some(Named::Held),
+            Err(error) => {
+                // The connection is broken: what it has not said is sent by another one.
+                tracing::debug!(error, "a block is not placed");
+                Some(Named::Held)
+            }
+        }
+    }
+
     /// A message of a shard that has memory in common with this end. False if it is one that has nothing to do with
     /// that.
     pub(in crate::client) fn hear_by_memory(
@@ -346,11 +439,26 @@ impl Shared {
         link: &Link,
     ) -> Result<bool, Close> {
         let request = received.header.request();
+        #[cfg(feature = "rdma")]
+        if let Common::Fabric(remote) = &mut memory.common {
+            if remote.hear(&received.message)? {
+                link.wake();
+                return Ok(true);
+            }
+            if matches!(received.message, Message::Done) && request >= fabric::PLACED {
+                remote.freed(request)?;
+                return Ok(true);
+            }
+        }
         match received.message {
             Message::Share { region, bytes } => {
-                memory.borrowed.share(region, bytes, &memory.descriptors).map_err(asked)?;
+                let (borrowed, descriptors) = memory.common.host()?;
+                borrowed.share(region, bytes, descriptors).map_err(asked)?;
             }
-            Message::Unshare { region } => memory.borrowed.unshare(region).map_err(asked)?,
+            Message::Unshare { region } => {
+                let (borrowed, _) = memory.common.host()?;
+                borrowed.unshare(region).map_err(asked)?;
+            }
             Message::Done => {
                 if memory.unsaid.front() == Some(&request) {
                     memory.unsaid.pop_front();
@@ -368,7 +476,8 @@ impl Shared {
                 }
                 let extent = self.layout.block_bytes(block);
                 let len = (extent.end - extent.start) as usize;
-                let piece = memory.borrowed.piece(region, offset, len).map_err(asked)?;
+                let (borrowed, _) = memory.common.host()?;
+                let piece = borrowed.piece(region, offset, len).map_err(asked)?;
                 self.copy(&memory.way, version, block, &piece)?;
                 link.send(memory.saying(request, Message::Done));
             }

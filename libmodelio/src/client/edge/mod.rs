@@ -11,6 +11,7 @@
 //! | `connections` | which there are, and which are missing |
 //! | `usage` | which of them blocks go over |
 //! | `blocks` | payload on its way (`unsafe`) |
+//! | `fabric` | connections by RDMA |
 //! | `memory` | connections through shared memory (`unsafe`) |
 //! | `whereabouts` | the block map in force, and where its shards are |
 //! | `moving` | another one takes its place |
@@ -18,6 +19,8 @@
 mod blocks;
 mod client;
 mod connections;
+#[cfg(feature = "rdma")]
+mod fabric;
 mod memory;
 mod moving;
 mod options;
@@ -92,6 +95,9 @@ pub(super) struct Shared {
     changed: Condvar,
     listener: Mutex<Option<Arc<ClientListener>>>,
     stopping: AtomicBool,
+    /// The device for RDMA, opened when it is first wanted, or why it cannot be.
+    #[cfg(feature = "rdma")]
+    fabric: std::sync::OnceLock<Result<Arc<crate::rdma::Fabric>, String>>,
     this: Weak<Shared>,
 }
 

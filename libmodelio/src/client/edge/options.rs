@@ -38,6 +38,9 @@ pub struct ClientOptions {
     pub window: usize,
     /// When versions are pulled.
     pub pulls: Pulls,
+    /// How RDMA is used, where it is.
+    #[cfg(feature = "rdma")]
+    pub rdma: crate::rdma::RdmaOptions,
     /// How long to wait for shards, and the first version, when connecting.
     pub patience: Duration,
     /// Who is asked where the model is now when shards are out of reach. Without one, a client does not find a model
@@ -69,6 +72,8 @@ impl Default for ClientOptions {
             connections: 2,
             window: 64 << 20,
             pulls: Pulls::Published,
+            #[cfg(feature = "rdma")]
+            rdma: crate::rdma::RdmaOptions::default(),
             patience: Duration::from_secs(10),
             registry: None,
         }
@@ -157,6 +162,8 @@ pub struct PeerView {
     pub transport: TransportKind,
     /// Why they do not go through shared memory, where they might.
     pub no_memory: Option<String>,
+    /// Why they do not go by RDMA, where they might.
+    pub no_rdma: Option<String>,
     /// Why a connection to it was last lost, or did not come about.
     pub lost: Option<String>,
 }

@@ -28,8 +28,13 @@ pub(super) struct Place {
     pub(super) record: ShardRecord,
     /// How many blocks it owns.
     pub(super) blocks: u32,
+    /// Those, as runs.
+    #[cfg(feature = "rdma")]
+    pub(super) owned: Vec<std::ops::Range<u32>>,
     /// It is reached through shared memory, if that comes about.
     pub(super) by_memory: bool,
+    /// It is reached by RDMA, if that comes about.
+    pub(super) by_rdma: bool,
     /// Why it must not be reached by the only way there is.
     pub(super) barred: Option<String>,
 }
@@ -51,11 +56,32 @@ impl Whereabouts {
             let record = shards.iter().find(|record| record.shard == shard);
             let record = record.ok_or_else(|| format!("shard {shard} is not there"))?.clone();
             let is_here = record.host == here;
-            let barred = (transport == TransportChoice::SharedMemory && !is_here).then(|| {
-                let address = &record.address;
-                format!("shard {shard} at {address} is on another host, with no memory in common")
-            });
-            Ok(Place { record, blocks, by_memory: is_here && transport != TransportChoice::Tcp, barred })
+            let address = &record.address;
+            let barred = match transport {
+                TransportChoice::SharedMemory if !is_here => {
+                    Some(format!("shard {shard} at {address} is on another host, with no memory in common"))
+                }
+                TransportChoice::Rdma if record.rdma.is_empty() => Some(format!(
+                    "shard {shard} at {address} takes no RDMA connections (start it with --rdma on)"
+                )),
+                _ => None,
+            };
+            let by_memory =
+                is_here && matches!(transport, TransportChoice::Auto | TransportChoice::SharedMemory);
+            let by_rdma = match transport {
+                TransportChoice::Auto => !is_here && !record.rdma.is_empty(),
+                TransportChoice::Rdma => true,
+                TransportChoice::Tcp | TransportChoice::SharedMemory => false,
+            };
+            Ok(Place {
+                record,
+                blocks,
+                #[cfg(feature = "rdma")]
+                owned: runs(map, shard),
+                by_memory,
+                by_rdma,
+                barred,
+            })
         };
         let parts = map.shares().into_iter().map(place).collect::<Result<Vec<Place>, String>>()?;
         let lead = parts.iter().position(|place| place.record.shard == lead);
@@ -68,6 +94,19 @@ impl Whereabouts {
     pub(super) fn address(&self, part: Part) -> &str {
         &self.parts[part].record.address
     }
+}
+
+/// The blocks of a shard, as runs.
+#[cfg(feature = "rdma")]
+fn runs(map: &BlockMap, shard: ShardId) -> Vec<std::ops::Range<u32>> {
+    let mut runs: Vec<std::ops::Range<u32>> = Vec::new();
+    for block in map.blocks_of(shard) {
+        match runs.last_mut() {
+            Some(run) if run.end == block.0 => run.end += 1,
+            _ => runs.push(block.0..block.0 + 1),
+        }
+    }
+    runs
 }
 
 /// What a connection is for, and the block map that it was opened under.

@@ -38,7 +38,9 @@ impl Part {
     ) -> Result<(Take, Option<Landing>), Refusal> {
         let (plan, global, wide, comes) = match received.message {
             Message::Push { plan, block, wide } => (plan, block, wide, true),
-            Message::PushAt { plan, block, wide, .. } => (plan, block, wide, false),
+            Message::PushAt { plan, block, wide, .. } | Message::PushIn { plan, block, wide, .. } => {
+                (plan, block, wide, false)
+            }
             _ => return Ok((Take::Nothing, None)),
         };
         let block = self.store.part().local(global).ok_or(Refusal::NotMine { block: global })?;

@@ -1,0 +1,268 @@
+//! A directory of published versions in plain memory, for whoever reads them past the CPU of the shard that has them.
+//!
+//! A client copies the directory, finds a version's entry in it ([`find`]), copies what it wants of the version's
+//! buffer, and then copies the entry once more. If that still says the same ([`Seen::still_there`]), the bytes are the
+//! version's. If not, the buffer may have been used again meanwhile, and the bytes are worth nothing. The shard takes no
+//! part in any of that, and knows of no reader: nothing is pinned.
+//!
+//! # Why that is enough
+//! An entry has a sequence number that only rises, by one with each change: even while the entry stands, odd while it is
+//! empty or being changed. So no two versions ever have the same slot and sequence number, and what has gone never comes
+//! back.
+//! - The shard takes the entry away *before* anybody stores into the version's buffer ([`Directory::retire`]): the
+//!   number becomes odd, and a full fence follows. Whoever finds any byte of a later store in the buffer, and looks at
+//!   the number after that, finds it changed. A release fence would not do: on x86 that is no instruction, because
+//!   stores are seen in their order anyway, but this does not hold for stores past the caches, by which versions are
+//!   made.
+//! - The reader looks at the entry *after* it has the bytes: the second READ of the entry is asked for when those of the
+//!   bytes are complete. READs that are under way together may be carried out in any order, those of one connection too.
+//! - The number becomes even last, by a store with release. Whoever finds it even and goes on to the buffer finds all
+//!   that was stored there before [`Directory::publish`].
+//!
+//! A NIC copies word by word, or worse, so that a copy of the directory may have anything in it: half an entry and half
+//! the next one. An entry has a checksum, numbers included, so that such a mixture is taken for none, nor is garbage. If
+//! it is by chance, the second look at the entry finds something else.
+//!
+//! One of the modules that hold `unsafe`: the directory is read while it is written. In this process, all access to it
+//! is by atomics.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::ids::Version;
+use crate::mmap::Mapping;
+use crate::wire::crc32c;
+
+/// Entries of a directory: more versions than that are never in memory, unless somebody holds very many.
+pub const ENTRIES: usize = 64;
+/// Bytes of an entry.
+pub const ENTRY: usize = 64;
+/// Bytes of a directory.
+pub const DIRECTORY: usize = ENTRIES * ENTRY;
+
+const WORDS: usize = ENTRY / 8;
+/// Bytes of an entry that its checksum is over.
+const CHECKED: usize = ENTRY - 4;
+
+/// An entry as it lies in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct Raw {
+    sequence: U64,
+    version: U64,
+    address: U64,
+    bytes: U64,
+    key: U32,
+    zero: [u8; 24],
+    crc: U32,
+}
+
+const _: () = assert!(size_of::<Raw>() == ENTRY);
+
+impl Raw {
+    fn own_crc(&self) -> u32 {
+        crc32c(&self.as_bytes()[..CHECKED])
+    }
+}
+
+/// What the shard knows of an entry. Nothing is ever read back from memory that others see.
+#[derive(Clone, Copy, Debug)]
+struct Slot {
+    sequence: u64,
+    version: Option<Version>,
+}
+
+/// The shard's side: it has the newest 64 of the versions that are published. When it is dropped, they are all retired.
+#[derive(Debug)]
+pub struct Directory {
+    memory: Arc<Mapping>,
+    slots: [Slot; ENTRIES],
+}
+
+/// The words of memory that is only accessed as such.
+fn words(memory: &Mapping) -> &[AtomicU64] {
+    // SAFETY: within the mapping, which begins on a page and lives as long as the slice. In this process nobody gets at
+    // the memory but through here, and whoever copies it from outside does not write it.
+    unsafe { std::slice::from_raw_parts(memory.start().as_ptr().cast(), memory.len() / 8) }
+}
+
+impl Directory {
+    /// An empty one.
+    ///
+    /// # Errors
+    /// When its memory cannot be had.
+    pub fn new() -> io::Result<Directory> {
+        let memory = Mapping::memfd("gradfs-published", DIRECTORY)?;
+        memory.prefault()?;
+        memory.seal()?;
+        let directory =
+            Directory { memory: Arc::new(memory), slots: [Slot { sequence: 1, version: None }; ENTRIES] };
+        for slot in 0..ENTRIES {
+            directory.words(slot)[0].store(1u64.to_le(), Ordering::Relaxed);
+        }
+        Ok(directory)
+    }
+
+    /// What others may read, [`DIRECTORY`] bytes. Nobody but the directory may write there.
+    pub fn memory(&self) -> &Arc<Mapping> {
+        &self.memory
+    }
+
+    /// All of `version` lies in `bytes` bytes at `address`, which can be read under `key`, and stays there until it is
+    /// retired. If there are [`ENTRIES`] others, the oldest of all makes way and will not be found, though it stays what
+    /// it is.
+    pub fn publish(&mut self, version: Version, address: u64, key: u32, bytes: u64) {
+        self.retire(version);
+        let oldest = || (0..ENTRIES).min_by_key(|&slot| self.slots[slot].version);
+        let free = self.slots.iter().position(|slot| slot.version.is_none()).or_else(oldest);
+        let Some(slot) = free.filter(|&slot| self.slots[slot].version < Some(version)) else { return };
+        if self.slots[slot].version.is_some() {
+            self.clear(slot);
+        }
+        let sequence = self.slots[slot].sequence + 1;
+        self.slots[slot] = Slot { sequence, version: Some(version) };
+        let mut entry = Raw {
+            sequence: U64::new(sequence),
+            version: U64::new(version.0),
+            address: U64::new(address),
+            bytes: U64::new(bytes),
+            key: U32::new(key),
+            ..Raw::new_zeroed()
+        };
+        entry.crc = U32::new(entry.own_crc());
+        let words = self.words(slot);
+        let (values, _) = entry.as_bytes().as_chunks::<8>();
+        for (word, value) in words.iter().zip(values).skip(1) {
+            word.store(u64::from_ne_bytes(*value), Ordering::Relaxed);
+        }
+        // What is in the entry, and in the version's buffer, is seen by whoever sees this.
+        words[0].store(sequence.to_le(), Ordering::Release);
+    }
+
+    /// The buffer of `version` is about to be used for something else. When this returns, whoever then finds anything
+    /// new in there finds the entry gone. Nothing happens if it is not in the directory.
+    pub fn retire(&mut self, version: Version) {
+        if let Some(slot) = self.slots.iter().position(|slot| slot.version == Some(version)) {
+            self.clear(slot);
+        }
+    }
+
+    fn clear(&mut self, slot: usize) {
+        let sequence = self.slots[slot].sequence + 1;
+        self.slots[slot] = Slot { sequence, version: None };
+        self.words(slot)[0].store(sequence.to_le(), Ordering::Relaxed);
+        // Before any later store of this thread's, or of one that hears from it: into the buffer, past the caches as
+        // well, and into the rest of the entry.
+        fence(Ordering::SeqCst);
+    }
+
+    fn words(&self, slot: usize) -> &[AtomicU64] {
+        &words(&self.memory)[slot * WORDS..(slot + 1) * WORDS]
+    }
+}
+
+impl Drop for Directory {
+    /// Its memory may live on with those who have registered it.
+    fn drop(&mut self) {
+        for slot in 0..ENTRIES {
+            if self.slots[slot].version.is_some() {
+                self.clear(slot);
+            }
+        }
+    }
+}
+
+/// An entry that a reader has found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Seen {
+    /// Which entry it is.
+    pub slot: usize,
+    /// The entry's sequence number.
+    pub sequence: u64,
+    /// Which version it is of.
+    pub version: Version,
+    /// Where that begins, in the shard's memory.
+    pub address: u64,
+    /// What it is read under.
+    pub key: u32,
+    /// How long it is.
+    pub bytes: u64,
+}
+
+/// A version is not in the directory, or just being entered, or the copy is torn there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("version {wanted} is not published, or no longer; the newest is {}", Said(*newest))]
+pub struct Absent {
+    /// Which it is.
+    pub wanted: Version,
+    /// The newest that is there, if there is any.
+    pub newest: Option<Version>,
+}
+
+struct Said(Option<Version>);
+
+impl std::fmt::Display for Said {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            Some(version) => version.fmt(f),
+            None => f.write_str("none"),
+        }
+    }
+}
+
+/// Looks for `version` in a copy of a directory, which may be torn, too short or anything at all.
+///
+/// # Errors
+/// [`Absent`].
+pub fn find(directory: &[u8], version: Version) -> Result<Seen, Absent> {
+    let (entries, _) = directory.as_chunks::<ENTRY>();
+    let mut newest = None;
+    for seen in entries.iter().take(ENTRIES).enumerate().filter_map(|(slot, entry)| Seen::read(slot, entry)) {
+        if seen.version == version {
+            return Ok(seen);
+        }
+        newest = newest.max(Some(seen.version));
+    }
+    Err(Absent { wanted: version, newest })
+}
+
+impl Seen {
+    fn read(slot: usize, entry: &[u8; ENTRY]) -> Option<Seen> {
+        let raw = Raw::read_from_bytes(entry).ok()?;
+        let stands = raw.sequence.get().is_multiple_of(2) && raw.zero == [0; 24];
+        (stands && raw.crc.get() == raw.own_crc()).then(|| Seen {
+            slot,
+            sequence: raw.sequence.get(),
+            version: Version(raw.version.get()),
+            address: raw.address.get(),
+            key: raw.key.get(),
+            bytes: raw.bytes.get(),
+        })
+    }
+
+    /// Where its entry begins in the directory, in bytes.
+    pub fn offset(&self) -> usize {
+        self.slot * ENTRY
+    }
+
+    /// The address of `len` bytes at `offset` of the version, if it has them.
+    pub fn place(&self, offset: u64, len: u64) -> Option<u64> {
+        let end = offset.checked_add(len).filter(|&end| end <= self.bytes)?;
+        self.address.checked_add(end)?;
+        Some(self.address + offset)
+    }
+
+    /// Whether `entry`, a copy of the [`ENTRY`] bytes at [`Self::offset`], is the entry that was seen. If it was copied
+    /// after the version's bytes, they are the version's.
+    pub fn still_there(&self, entry: &[u8]) -> bool {
+        let entry = <&[u8; ENTRY]>::try_from(entry).ok();
+        entry.and_then(|entry| Seen::read(self.slot, entry)) == Some(*self)
+    }
+}
+
+#[cfg(test)]
+mod tests;

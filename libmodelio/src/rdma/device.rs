@@ -1,0 +1,155 @@
+//! A device in use: its arena, its completion queues, and which memory is registered with it (RPCH §3.1).
+
+use std::sync::Arc;
+
+use super::options::{Notice, RdmaOptions};
+use super::verbs::{
+    Access, Arena, Context, Domain, Notify, PairLimits, Poller, Registration, Rings, VerbsError, contexts,
+};
+use crate::mmap::Mapping;
+
+/// Completions that a queue holds for each queue pair that it is made for; how many those are.
+const PAIRS_A_QUEUE: u32 = 64;
+
+/// One device, opened for this process.
+#[derive(Debug)]
+pub struct Device {
+    context: Context,
+    port: u8,
+    domain: Arc<Domain>,
+    arena: Arc<Arena>,
+    pollers: Vec<Arc<Poller>>,
+    notify: Notify,
+    options: RdmaOptions,
+}
+
+impl Device {
+    /// Finds the device and takes its memory.
+    ///
+    /// # Errors
+    /// [`VerbsError`], which says what is missing.
+    pub fn open(options: &RdmaOptions) -> Result<Arc<Device>, VerbsError> {
+        let context = find(options)?;
+        let port = port_of(context, options.port)?;
+        if let Some(index) = options.gid_index
+            && context.gid(port, index).is_none()
+        {
+            return Err(VerbsError::Gid { device: context.name(), port, index });
+        }
+        let notify = match options.notice {
+            Notice::Auto if context.is_iwarp() => Notify::Flag,
+            Notice::Auto => Notify::Immediate,
+            Notice::Immediate if context.is_iwarp() => {
+                let (device, why) = (context.name(), "speaks iWARP, which has no immediate data".into());
+                return Err(VerbsError::Port { device, port, why });
+            }
+            Notice::Immediate => Notify::Immediate,
+            Notice::Flag => Notify::Flag,
+        };
+        let domain = Domain::new(context)?;
+        let arena = Arena::new(&domain, options.arena)?;
+        let shared = if notify == Notify::Immediate { options.shared_receives } else { 0 };
+        let depth = PAIRS_A_QUEUE.saturating_mul(options.depth).saturating_add(shared);
+        let pollers = (0..options.queues.max(1)).map(|_| Poller::new(&domain, depth, shared));
+        let pollers = pollers.collect::<Result<_, _>>()?;
+        let options = options.clone();
+        Ok(Arc::new(Device { context, port, domain, arena, pollers, notify, options }))
+    }
+
+    /// Registers all of `memory` for peers to read, once: it is known by its mapping as long as that lives.
+    ///
+    /// # Errors
+    /// [`VerbsError::Memlock`], [`VerbsError::Call`].
+    pub fn register(self: &Arc<Device>, memory: &Mapping) -> Result<Arc<Registration>, VerbsError> {
+        // The domain's address, which is no other's as long as its registrations live.
+        let key = Arc::as_ptr(&self.domain).addr();
+        memory.attached(key, || Registration::new(&self.domain, memory, 0..memory.len(), Access::Read))
+    }
+
+    /// Its name and port, for people.
+    pub fn name(&self) -> String {
+        format!("{} port {}", self.context.name(), self.port)
+    }
+
+    pub(super) fn rings(&self) -> Result<Rings, VerbsError> {
+        Rings::new(&self.arena, self.notify)
+    }
+
+    pub(super) fn limits(&self) -> PairLimits {
+        PairLimits {
+            // No more than there are words for flags.
+            depth: self.options.depth.clamp(16, 1024),
+            inline: self.options.inline,
+            report_every: self.options.report_every.max(1),
+            receives: if self.notify == Notify::Immediate { self.options.depth } else { 1 },
+        }
+    }
+
+    /// Whether it speaks iWARP.
+    pub fn is_iwarp(&self) -> bool {
+        self.context.is_iwarp()
+    }
+
+    /// Memory for rings and slots.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// Its completion queues.
+    pub fn pollers(&self) -> &[Arc<Poller>] {
+        &self.pollers
+    }
+
+    /// How peers learn of what was written.
+    pub fn notify(&self) -> Notify {
+        self.notify
+    }
+
+    /// How it is used.
+    pub fn options(&self) -> &RdmaOptions {
+        &self.options
+    }
+
+    pub(super) fn context(&self) -> Context {
+        self.context
+    }
+
+    /// The address of the GID that packets are to come from, if one was asked for.
+    pub(super) fn source(&self) -> Option<std::net::IpAddr> {
+        let gid = self.context.gid(self.port, self.options.gid_index?)?;
+        gid.address.parse().ok()
+    }
+}
+
+fn find(options: &RdmaOptions) -> Result<Context, VerbsError> {
+    let all = contexts()?;
+    if let Some(wanted) = &options.device {
+        let found = all.iter().find(|context| context.name() == *wanted).copied();
+        return found.ok_or_else(|| {
+            let there: Vec<String> = all.iter().map(|context| context.name()).collect();
+            VerbsError::UnknownDevice { wanted: wanted.clone(), there: there.join(", ") }
+        });
+    }
+    let active = |context: &&Context| port_of(**context, options.port).is_ok();
+    match all.iter().find(active) {
+        Some(found) => Ok(*found),
+        // It says what is wrong with the first one.
+        None => port_of(all[0], options.port).map(|_| all[0]),
+    }
+}
+
+fn port_of(context: Context, wanted: Option<u8>) -> Result<u8, VerbsError> {
+    let info = context.info()?;
+    let down = |port: u8, why: String| VerbsError::Port { device: info.name.clone(), port, why };
+    match wanted {
+        Some(number) => match info.ports.iter().find(|port| port.number == number) {
+            Some(port) if port.active => Ok(number),
+            Some(port) => Err(down(number, format!("is {}", port.state))),
+            None => Err(down(number, format!("is not there: it has {}", info.ports.len()))),
+        },
+        None => match info.ports.iter().find(|port| port.active) {
+            Some(port) => Ok(port.number),
+            None => Err(down(1, "is down, and so are the others".into())),
+        },
+    }
+}

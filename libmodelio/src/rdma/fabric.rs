@@ -1,0 +1,560 @@
+//! How lines come about: one thread asks for them, is asked for them, and hears of their ends. What is served on them
+//! is its callers' business.
+//!
+//! Both ends introduce themselves by private data of rdma_cm: which protocol they speak, how they learn of what was
+//! written, and where their ring is.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use parking_lot::Mutex;
+
+use super::verbs::{CmChannel, CmEvent, CmKind, Endpoint, Notify, Parameters, Remote, VerbsError};
+use super::{Device, Line, RdmaOptions};
+use crate::net::{Pollers, Stream};
+use crate::wire::Protocol;
+
+/// Begins what an end says of itself.
+const MAGIC: [u8; 4] = *b"GFRD";
+/// Bytes of it.
+const OFFER: usize = 24;
+/// Requests that may wait to be taken.
+const BACKLOG: i32 = 128;
+/// Time is looked at no more seldom than this.
+const LOOK: Duration = Duration::from_millis(100);
+/// Longest wait for a connection that was taken to come about.
+const ACCEPTING: Duration = Duration::from_secs(5);
+
+/// What an end says of itself when a connection begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// Which protocol it speaks.
+    pub protocol: u16,
+    /// How it is to be told of what was written.
+    pub notify: Notify,
+    /// Its ring.
+    pub ring: Remote,
+}
+
+/// Why an offer is not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Strange {
+    /// It is something else.
+    #[error("something else than gradfs is there")]
+    Magic,
+    /// It speaks another protocol.
+    #[error("it speaks protocol {got}, expected {expected}")]
+    Protocol {
+        /// This end's.
+        expected: u16,
+        /// The peer's.
+        got: u16,
+    },
+    /// It wants to be told otherwise than this end does.
+    #[error("it is told of what was written by {got:?}, this end by {expected:?}: set the same for both")]
+    Notify {
+        /// This end's.
+        expected: Notify,
+        /// The peer's.
+        got: Notify,
+    },
+}
+
+impl Offer {
+    fn of(line: &Line) -> Offer {
+        let protocol = Protocol::NEWEST.number();
+        Offer { protocol, notify: line.device().notify(), ring: line.invitation() }
+    }
+
+    /// As it is sent: magic, protocol u16, notice u16, key u32, address u64 from byte 16, little-endian.
+    pub fn encode(&self) -> [u8; OFFER] {
+        let mut bytes = [0; OFFER];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4..6].copy_from_slice(&self.protocol.to_le_bytes());
+        bytes[6] = u8::from(self.notify == Notify::Flag);
+        bytes[8..12].copy_from_slice(&self.ring.key.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.ring.address.to_le_bytes());
+        bytes
+    }
+
+    /// What a peer has sent, if this end, which is told by `notify`, can do with it.
+    ///
+    /// # Errors
+    /// [`Strange`].
+    pub fn decode(bytes: &[u8], notify: Notify) -> Result<Offer, Strange> {
+        let Some(bytes) = bytes.first_chunk::<OFFER>().filter(|bytes| bytes[..4] == MAGIC) else {
+            return Err(Strange::Magic);
+        };
+        let (got, expected) = (u16::from_le_bytes([bytes[4], bytes[5]]), Protocol::NEWEST.number());
+        if got != expected {
+            return Err(Strange::Protocol { expected, got });
+        }
+        let told = if bytes[6] == 0 { Notify::Immediate } else { Notify::Flag };
+        if told != notify {
+            return Err(Strange::Notify { expected: notify, got: told });
+        }
+        let mut key = [0; 4];
+        key.copy_from_slice(&bytes[8..12]);
+        let mut address = [0; 8];
+        address.copy_from_slice(&bytes[16..24]);
+        let ring = Remote { address: u64::from_le_bytes(address), key: u32::from_le_bytes(key) };
+        Ok(Offer { protocol: got, notify: told, ring })
+    }
+}
+
+/// What is served on a line that somebody has asked for.
+type Accept = Box<dyn FnMut(&Arc<Line>, Option<SocketAddr>) -> Box<dyn Stream> + Send>;
+/// What is served on a line that was asked for, or what becomes of that there is none.
+type Then = Box<dyn FnOnce(Result<&Arc<Line>, String>) -> Option<Box<dyn Stream>> + Send>;
+
+enum Command {
+    Listen { at: SocketAddr, accept: Accept, answer: Sender<Result<SocketAddr, VerbsError>> },
+    Connect { to: SocketAddr, deadline: Instant, number: usize, then: Then },
+}
+
+/// A connection, as far as it has got.
+enum State {
+    Listening { _endpoint: Endpoint, accept: Accept },
+    Resolving { endpoint: Endpoint, to: SocketAddr, deadline: Instant, number: usize, then: Then },
+    Connecting { line: Arc<Line>, to: SocketAddr, deadline: Instant, number: usize, then: Then },
+    Accepting { line: Arc<Line>, deadline: Instant, number: usize, listener: u64 },
+    Up(std::sync::Weak<Line>),
+}
+
+/// A device with all of its lines.
+pub struct Fabric {
+    device: Arc<Device>,
+    pollers: Arc<Pollers>,
+    commands: Mutex<Sender<Command>>,
+    wake: Arc<EventFd>,
+    over: Arc<AtomicBool>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    lines: Arc<AtomicUsize>,
+}
+
+impl Fabric {
+    /// Opens the device and starts its threads.
+    ///
+    /// # Errors
+    /// [`VerbsError`], which says what is missing.
+    pub fn open(options: &RdmaOptions) -> Result<Arc<Fabric>, VerbsError> {
+        let device = Device::open(options)?;
+        let start = |errno| VerbsError::Call { doing: "starting threads for RDMA", errno };
+        let flags = device.notify() == Notify::Flag;
+        let pollers = Arc::new(Pollers::start(device.pollers(), options.polling, flags).map_err(start)?);
+        let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        let wake = Arc::new(wake.map_err(start)?);
+        let (sender, commands) = channel();
+        let over = Arc::new(AtomicBool::new(false));
+        let lines = Arc::new(AtomicUsize::new(0));
+        let manager = Manager {
+            device: Arc::clone(&device),
+            pollers: Arc::clone(&pollers),
+            channel: CmChannel::new()?,
+            commands,
+            wake: Arc::clone(&wake),
+            over: Arc::clone(&over),
+            states: HashMap::new(),
+            next_token: 1,
+            next_poller: 0,
+            lines: Arc::clone(&lines),
+        };
+        let thread = std::thread::Builder::new().name("rdma-cm".into()).spawn(move || manager.run());
+        let thread =
+            thread.map_err(|error| start(Errno::from_raw(error.raw_os_error().unwrap_or(libc::EAGAIN))))?;
+        let (commands, thread) = (Mutex::new(sender), Mutex::new(Some(thread)));
+        Ok(Arc::new(Fabric { device, pollers, commands, wake, over, thread, lines }))
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Connections that there are.
+    pub fn lines(&self) -> usize {
+        self.lines.load(Ordering::Relaxed)
+    }
+
+    fn command(&self, command: Command) {
+        // Without the thread, what waits for an answer hears that there is none.
+        let _ = self.commands.lock().send(command);
+        let _ = self.wake.write(1);
+    }
+
+    /// Takes connections: `accept` says what is served on each. The address, with the port that was found.
+    ///
+    /// # Errors
+    /// [`VerbsError`].
+    pub fn listen(
+        &self,
+        at: SocketAddr,
+        accept: impl FnMut(&Arc<Line>, Option<SocketAddr>) -> Box<dyn Stream> + Send + 'static,
+    ) -> Result<SocketAddr, VerbsError> {
+        const PATIENCE: Duration = Duration::from_secs(5);
+        let (answer, answered) = channel();
+        self.command(Command::Listen { at, accept: Box::new(accept), answer });
+        answered.recv_timeout(PATIENCE).map_err(|_| VerbsError::Broken("RDMA does not answer".into()))?
+    }
+
+    /// Asks for a connection. `then` is called once, on a thread that must not be blocked: it says what is served on the
+    /// line, or hears why there is none, before `deadline` is long over. `number` says which completion queue's thread
+    /// serves it.
+    pub fn connect(
+        &self,
+        to: SocketAddr,
+        deadline: Instant,
+        number: usize,
+        then: impl FnOnce(Result<&Arc<Line>, String>) -> Option<Box<dyn Stream>> + Send + 'static,
+    ) {
+        self.command(Command::Connect { to, deadline, number, then: Box::new(then) });
+    }
+
+    /// Ends all connections, and the threads.
+    pub fn shut_down(&self, patience: Duration) {
+        self.over.store(true, Ordering::Release);
+        let _ = self.wake.write(1);
+        if let Err(error) = self.pollers.shut_down(patience) {
+            tracing::warn!(%error, "RDMA");
+        }
+        if let Some(thread) = self.thread.lock().take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread of RDMA connections panicked");
+        }
+    }
+}
+
+impl Drop for Fabric {
+    fn drop(&mut self) {
+        const PATIENCE: Duration = Duration::from_secs(1);
+        self.shut_down(PATIENCE);
+    }
+}
+
+struct Manager {
+    device: Arc<Device>,
+    pollers: Arc<Pollers>,
+    channel: Arc<CmChannel>,
+    commands: Receiver<Command>,
+    wake: Arc<EventFd>,
+    over: Arc<AtomicBool>,
+    states: HashMap<u64, State>,
+    next_token: u64,
+    next_poller: usize,
+    lines: Arc<AtomicUsize>,
+}
+
+impl Manager {
+    fn run(mut self) {
+        while !self.over.load(Ordering::Acquire) {
+            self.rest();
+            while let Ok(command) = self.commands.try_recv() {
+                self.obey(command);
+            }
+            loop {
+                match self.channel.next() {
+                    Ok(Some(event)) => self.hear(event),
+                    Ok(None) => break,
+                    Err(error) => {
+                        tracing::error!(%error, "no more RDMA connections can come about");
+                        std::thread::sleep(LOOK);
+                        break;
+                    }
+                }
+            }
+            self.look(Instant::now());
+        }
+        for (_, state) in self.states.drain() {
+            end(state, "the program shuts down");
+        }
+    }
+
+    fn rest(&self) {
+        let mut ready =
+            [self.channel.as_fd(), self.wake.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        let timeout = PollTimeout::try_from(LOOK).unwrap_or(PollTimeout::MAX);
+        if let Err(errno) = poll(&mut ready, timeout)
+            && errno != Errno::EINTR
+        {
+            tracing::error!(%errno, "RDMA connections cannot be waited for");
+            std::thread::sleep(LOOK);
+        }
+        let _ = self.wake.read();
+    }
+
+    fn token(&mut self) -> u64 {
+        self.next_token += 1;
+        self.next_token
+    }
+
+    fn obey(&mut self, command: Command) {
+        let token = self.token();
+        match command {
+            Command::Listen { at, accept, answer } => {
+                let made = Endpoint::new(&self.channel, token).and_then(|endpoint| {
+                    let at = endpoint.listen(at, BACKLOG)?;
+                    self.states.insert(token, State::Listening { _endpoint: endpoint, accept });
+                    Ok(at)
+                });
+                // Whoever asked may have given up.
+                let _ = answer.send(made);
+            }
+            Command::Connect { to, deadline, number, then } => {
+                let begun = Endpoint::new(&self.channel, token).and_then(|endpoint| {
+                    let options = self.device.options();
+                    if let Some(class) = options.traffic_class {
+                        endpoint.set_traffic_class(class)?;
+                    }
+                    let from = self.device.source().map(|address| SocketAddr::new(address, 0));
+                    endpoint.resolve_address(from, to, millis(deadline))?;
+                    Ok(endpoint)
+                });
+                match begun {
+                    Ok(endpoint) => {
+                        let state = State::Resolving { endpoint, to, deadline, number, then };
+                        self.states.insert(token, state);
+                    }
+                    Err(error) => drop(then(Err(error.to_string()))),
+                }
+            }
+        }
+    }
+
+    fn hear(&mut self, event: CmEvent) {
+        let CmEvent { token, kind, private } = event;
+        match kind {
+            CmKind::Request(endpoint) => self.requested(token, endpoint, &private),
+            CmKind::AddressResolved => self.resolved(token),
+            CmKind::RouteResolved => self.routed(token),
+            CmKind::Established => self.established(token, &private),
+            CmKind::Rejected => {
+                let why = match Offer::decode(&private, self.device.notify()) {
+                    Err(strange @ (Strange::Protocol { .. } | Strange::Notify { .. })) => {
+                        format!("refused by the shard: {strange}")
+                    }
+                    _ => "refused: nobody listens there for RDMA".to_owned(),
+                };
+                self.failed(token, &why);
+            }
+            CmKind::Failed(why) => self.failed(token, &why),
+            CmKind::Disconnected => self.failed(token, "closed by the peer"),
+            CmKind::DeviceRemoved => self.failed(token, "the RDMA device is gone"),
+            CmKind::Other => {}
+        }
+    }
+
+    fn failed(&mut self, token: u64, why: &str) {
+        match self.states.remove(&token) {
+            Some(State::Up(line)) => {
+                self.lines.fetch_sub(1, Ordering::Relaxed);
+                if let Some(line) = line.upgrade() {
+                    line.hang_up();
+                }
+            }
+            Some(listening @ State::Listening { .. }) => {
+                tracing::error!(why, "RDMA connections are not taken any more");
+                end(listening, why);
+            }
+            Some(state) => self.give_up(state, why),
+            None => {}
+        }
+    }
+
+    /// Ends what did not come about.
+    fn give_up(&self, state: State, why: &str) {
+        if let State::Connecting { line, number, .. } | State::Accepting { line, number, .. } = &state {
+            self.pollers.lines(*number).leave(line);
+        }
+        end(state, why);
+    }
+
+    fn resolved(&mut self, token: u64) {
+        let Some(State::Resolving { endpoint, deadline, .. }) = self.states.get(&token) else { return };
+        let outcome = match endpoint.context() {
+            Some(context) if context == self.device.context() => {
+                endpoint.resolve_route(millis(*deadline)).map_err(|error| error.to_string())
+            }
+            Some(context) => Err(format!(
+                "the way leads over {}, and {} is used (set the device, or its address)",
+                context.name(),
+                self.device.name()
+            )),
+            None => Err("no device leads there".to_owned()),
+        };
+        if let Err(why) = outcome {
+            self.failed(token, &why);
+        }
+    }
+
+    fn routed(&mut self, token: u64) {
+        let Some(State::Resolving { endpoint, to, deadline, number, then }) = self.states.remove(&token)
+        else {
+            return;
+        };
+        match self.line(endpoint, number) {
+            Ok(line) => match line.endpoint().connect(&self.parameters(&line)) {
+                Ok(()) => {
+                    self.states.insert(token, State::Connecting { line, to, deadline, number, then });
+                }
+                Err(error) => {
+                    self.pollers.lines(number).leave(&line);
+                    drop(then(Err(error.to_string())));
+                }
+            },
+            Err(error) => drop(then(Err(error.to_string()))),
+        }
+    }
+
+    /// A line whose news are heard.
+    fn line(&self, endpoint: Endpoint, number: usize) -> Result<Arc<Line>, VerbsError> {
+        let pollers = self.device.pollers();
+        let line = Line::new(&self.device, endpoint, &pollers[number % pollers.len()])?;
+        self.pollers.lines(number).enter(&line);
+        Ok(line)
+    }
+
+    fn parameters(&self, line: &Line) -> Parameters {
+        let RdmaOptions { reads, retries, .. } = *self.device.options();
+        Parameters { private: Offer::of(line).encode().to_vec(), reads, retries }
+    }
+
+    fn requested(&mut self, listener: u64, mut endpoint: Endpoint, private: &[u8]) {
+        let token = self.token();
+        endpoint.rename(token);
+        let peer = endpoint.peer().map_or_else(|| "an RDMA peer".to_owned(), |peer| peer.to_string());
+        let offer = match Offer::decode(private, self.device.notify()) {
+            Ok(offer) => offer,
+            Err(strange) => {
+                tracing::warn!(peer, "turned away: {strange}");
+                let ring = Remote { address: 0, key: 0 };
+                let own = Offer { protocol: Protocol::NEWEST.number(), notify: self.device.notify(), ring };
+                if let Err(error) = endpoint.reject(&own.encode()) {
+                    tracing::debug!(%error, peer, "it was not told so");
+                }
+                return;
+            }
+        };
+        let number = self.next_poller;
+        self.next_poller += 1;
+        let taken = self.line(endpoint, number).and_then(|line| {
+            line.invited(offer.ring);
+            line.endpoint()
+                .accept(&self.parameters(&line))
+                .inspect_err(|_| self.pollers.lines(number).leave(&line))?;
+            Ok(line)
+        });
+        match taken {
+            Ok(line) => {
+                let deadline = Instant::now() + ACCEPTING;
+                self.states.insert(token, State::Accepting { line, deadline, number, listener });
+            }
+            Err(error) => tracing::warn!(%error, peer, "an RDMA connection is not taken"),
+        }
+    }
+
+    fn established(&mut self, token: u64, private: &[u8]) {
+        match self.states.remove(&token) {
+            Some(State::Connecting { line, to, number, then, .. }) => {
+                match Offer::decode(private, self.device.notify()) {
+                    Ok(offer) => {
+                        line.invited(offer.ring);
+                        match then(Ok(&line)) {
+                            Some(stream) => self.serve(token, &line, number, stream),
+                            None => self.pollers.lines(number).leave(&line),
+                        }
+                    }
+                    Err(strange) => {
+                        self.pollers.lines(number).leave(&line);
+                        drop(then(Err(format!("{to}: {strange}"))));
+                    }
+                }
+            }
+            Some(State::Accepting { line, number, listener, .. }) => {
+                let peer = line.endpoint().peer();
+                if let Some(State::Listening { accept, .. }) = self.states.get_mut(&listener) {
+                    let stream = accept(&line, peer);
+                    self.serve(token, &line, number, stream);
+                }
+            }
+            Some(other) => {
+                self.states.insert(token, other);
+            }
+            None => {}
+        }
+    }
+
+    fn serve(&mut self, token: u64, line: &Arc<Line>, number: usize, stream: Box<dyn Stream>) {
+        match self.pollers.serve(number, line, stream) {
+            Ok(_) => {
+                self.lines.fetch_add(1, Ordering::Relaxed);
+                self.states.insert(token, State::Up(Arc::downgrade(line)));
+            }
+            Err(error) => {
+                tracing::warn!(%error, "an RDMA connection is not served");
+                self.pollers.lines(number).leave(line);
+            }
+        }
+    }
+
+    /// Ends what takes too long, and forgets what is gone.
+    fn look(&mut self, now: Instant) {
+        let late = |state: &State| match state {
+            State::Resolving { deadline, .. }
+            | State::Connecting { deadline, .. }
+            | State::Accepting { deadline, .. } => now >= *deadline,
+            State::Up(line) => line.strong_count() == 0,
+            State::Listening { .. } => false,
+        };
+        let late: Vec<u64> =
+            self.states.iter().filter(|(_, state)| late(state)).map(|(&token, _)| token).collect();
+        for token in late {
+            self.failed(token, "no answer before the deadline");
+        }
+    }
+}
+
+/// Tells whoever waits for a connection that there is none.
+fn end(state: State, why: &str) {
+    match state {
+        State::Resolving { then, to, .. } | State::Connecting { then, to, .. } => {
+            drop(then(Err(format!("{to}: {why}"))));
+        }
+        State::Accepting { .. } | State::Listening { .. } | State::Up(_) => {}
+    }
+}
+
+fn millis(deadline: Instant) -> i32 {
+    let left = deadline.saturating_duration_since(Instant::now()).as_millis().max(1);
+    i32::try_from(left).unwrap_or(i32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offers_are_understood_or_refused() {
+        let ring = Remote { address: 0x1234_5678_9abc, key: 77 };
+        let offer = Offer { protocol: Protocol::NEWEST.number(), notify: Notify::Immediate, ring };
+        let mut sent = offer.encode().to_vec();
+        sent.resize(56, 0);
+        assert_eq!(Offer::decode(&sent, Notify::Immediate), Ok(offer));
+        assert!(matches!(Offer::decode(&sent, Notify::Flag), Err(Strange::Notify { .. })));
+        sent[4] = 99;
+        let got = Offer::decode(&sent, Notify::Immediate);
+        assert_eq!(got, Err(Strange::Protocol { expected: offer.protocol, got: 99 }));
+        for bytes in [&b""[..], b"GFRD", b"GET / HTTP/1.1\r\nHost: example"] {
+            assert_eq!(Offer::decode(bytes, Notify::Immediate), Err(Strange::Magic));
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! A line: one queue pair with its rings. Frames go through the rings as through any stream; payload goes past them,
+//! by READ and WRITE, straight to and from where it belongs.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+
+use super::Device;
+use super::verbs::{
+    Done, Endpoint, Outcome, Pair, Poller, Registration, Remote, Rings, Slot, VerbsError, Work,
+};
+use crate::link::{Piece, Target};
+use crate::net::{Connection, ReceiveSlices, SendSlices};
+
+/// Pieces of work that are kept for the rings.
+const KEPT: usize = 8;
+
+/// One end of a connection by RDMA.
+#[derive(Debug)]
+pub struct Line {
+    pair: Arc<Pair>,
+    rings: Mutex<Rings>,
+    /// Where the peer's ring is.
+    peer: OnceLock<Remote>,
+    device: Arc<Device>,
+    /// The peer is gone, or its network is.
+    gone: AtomicBool,
+    connection: OnceLock<Connection>,
+}
+
+impl Line {
+    /// Of a connection that knows its way.
+    pub(super) fn new(
+        device: &Arc<Device>,
+        endpoint: Endpoint,
+        poller: &Arc<Poller>,
+    ) -> Result<Arc<Line>, VerbsError> {
+        let rings = Mutex::new(device.rings()?);
+        let pair = Pair::new(endpoint, poller, device.limits())?;
+        let (peer, connection, gone) = (OnceLock::new(), OnceLock::new(), AtomicBool::new(false));
+        Ok(Arc::new(Line { pair, rings, peer, device: Arc::clone(device), gone, connection }))
+    }
+
+    /// Where the peer is to write what it says.
+    pub(super) fn invitation(&self) -> Remote {
+        self.rings.lock().invitation()
+    }
+
+    /// Where this end writes what it says.
+    pub(super) fn invited(&self, to: Remote) {
+        let _ = self.peer.set(to);
+    }
+
+    pub(super) fn endpoint(&self) -> &Endpoint {
+        self.pair.endpoint()
+    }
+
+    /// The number of its queue pair.
+    pub fn number(&self) -> u32 {
+        self.pair.number()
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Chains of work that were posted, and pieces in them.
+    pub fn counts(&self) -> (u64, u64) {
+        self.pair.counts()
+    }
+
+    // What a conversation does with it.
+
+    /// Pieces of work that [`Self::read`] and the like take just now.
+    pub fn room(&self) -> usize {
+        self.pair.room().saturating_sub(KEPT)
+    }
+
+    /// Fetches `len` bytes of the peer's into a slot. With `fence`, not before all READs that were added earlier.
+    /// Posted by [`Self::post`].
+    ///
+    /// # Errors
+    /// [`VerbsError`]; the slot comes back.
+    pub fn read(
+        &self,
+        token: u64,
+        slot: Slot,
+        len: usize,
+        from: Remote,
+        fence: bool,
+    ) -> Result<(), (VerbsError, Slot)> {
+        self.pair.add(token, Work::Read { slot, len, from, fence }).map_err(|(error, work)| match work {
+            Work::Read { slot, .. } => (error, slot),
+            _ => unreachable!("what was added comes back"),
+        })
+    }
+
+    /// Fetches bytes of the peer's to where they belong.
+    ///
+    /// # Errors
+    /// [`VerbsError`].
+    pub fn read_to(
+        &self,
+        token: u64,
+        target: Target,
+        registration: Arc<Registration>,
+        from: Remote,
+    ) -> Result<(), VerbsError> {
+        let work = Work::ReadTo { target, registration, from, fence: false };
+        self.pair.add(token, work).map_err(|(error, _)| error)
+    }
+
+    /// Puts a payload where the peer wants it. What is said afterwards comes after it.
+    ///
+    /// # Errors
+    /// [`VerbsError`].
+    pub fn write(
+        &self,
+        token: u64,
+        piece: Piece,
+        registration: Arc<Registration>,
+        to: Remote,
+    ) -> Result<(), VerbsError> {
+        self.pair.add(token, Work::Write { piece, registration, to }).map_err(|(error, _)| error)
+    }
+
+    /// The same with bytes of a slot.
+    ///
+    /// # Errors
+    /// [`VerbsError`]; the slot comes back.
+    pub fn write_slot(
+        &self,
+        token: u64,
+        slot: Slot,
+        len: usize,
+        to: Remote,
+    ) -> Result<(), (VerbsError, Slot)> {
+        self.pair.add(token, Work::WriteSlot { slot, len, to }).map_err(|(error, work)| match work {
+            Work::WriteSlot { slot, .. } => (error, slot),
+            _ => unreachable!("what was added comes back"),
+        })
+    }
+
+    /// Posts what was added, with one doorbell.
+    ///
+    /// # Errors
+    /// [`VerbsError::Broken`].
+    pub fn post(&self) -> Result<(), VerbsError> {
+        self.pair.post()
+    }
+
+    /// Takes what is done, in order.
+    pub fn take(&self, done: &mut Done) {
+        self.pair.take(done);
+    }
+
+    // What drives it.
+
+    /// It is served by this connection.
+    pub(crate) fn attach(&self, connection: &Connection) {
+        let _ = self.connection.set(connection.clone());
+    }
+
+    /// The connection is over, or its peer is.
+    pub(crate) fn hang_up(&self) {
+        self.gone.store(true, Ordering::Release);
+        if let Some(connection) = self.connection.get() {
+            connection.wake();
+        }
+    }
+
+    /// Ends it, for the peer, too: the device touches no memory for it any more when this returns.
+    pub(crate) fn end(&self) {
+        self.endpoint().disconnect();
+        self.pair.end();
+    }
+
+    /// News of it. True if its conversation has something to take.
+    pub(crate) fn hear(&self, outcome: Outcome) -> Result<bool, String> {
+        match self.pair.hear(outcome) {
+            Ok(Some(word)) => {
+                self.rings.lock().hear(word).map(|()| false).map_err(|broken| broken.to_string())
+            }
+            Ok(None) => Ok(self.pair.has_finished()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// Its connection, once it has one.
+    pub fn connection(&self) -> Option<&Connection> {
+        self.connection.get()
+    }
+
+    /// Looks at what the peer has written, where that is not told.
+    pub(crate) fn look(&self) -> Result<(), String> {
+        self.rings.lock().look().map_err(|broken| broken.to_string())
+    }
+
+    /// Copies what has come. `Some(0)` is the end, `None` nothing.
+    pub(crate) fn receive(&self, into: &ReceiveSlices) -> Result<Option<usize>, VerbsError> {
+        let mut rings = self.rings.lock();
+        let bytes = rings.read(into);
+        if bytes == 0 {
+            let over = rings.is_ended() || self.gone.load(Ordering::Acquire);
+            return Ok(over.then_some(0));
+        }
+        drop(rings);
+        self.acknowledge()?;
+        Ok(Some(bytes))
+    }
+
+    /// Tells the peer how much was read, if that is due.
+    pub(crate) fn acknowledge(&self) -> Result<(), VerbsError> {
+        let Some(&peer) = self.peer.get() else { return Ok(()) };
+        if self.pair.room() < 1 {
+            return Ok(());
+        }
+        let mut work = Vec::new();
+        self.rings.lock().tell(peer, &mut work);
+        self.say(work)
+    }
+
+    /// Sends as much as there is room for. `None` if there is none.
+    pub(crate) fn send(&self, out: &SendSlices) -> Result<Option<usize>, VerbsError> {
+        let Some(&peer) = self.peer.get() else { return Ok(None) };
+        if self.gone.load(Ordering::Acquire) {
+            return Err(VerbsError::Broken("the peer is gone".into()));
+        }
+        // Two parts of the ring and a flag.
+        if self.pair.room() < 4 {
+            return Ok(None);
+        }
+        let mut work = Vec::new();
+        let bytes = self.rings.lock().write(out, peer, &mut work);
+        self.say(work)?;
+        Ok((bytes > 0).then_some(bytes))
+    }
+
+    /// Tells the peer that nothing more comes.
+    pub(crate) fn finish(&self) -> Result<(), VerbsError> {
+        let Some(&peer) = self.peer.get() else { return Ok(()) };
+        let mut work = Vec::new();
+        self.rings.lock().end(peer, &mut work);
+        self.say(work)
+    }
+
+    fn say(&self, work: Vec<Work>) -> Result<(), VerbsError> {
+        if work.is_empty() {
+            return Ok(());
+        }
+        work.into_iter().try_for_each(|work| self.pair.add(0, work).map_err(|(error, _)| error))?;
+        self.pair.post()
+    }
+
+    /// Whether it can go on: bytes to take, or room to send.
+    pub(crate) fn possible(&self, receiving: bool, sending: bool) -> bool {
+        let gone = self.gone.load(Ordering::Acquire);
+        let rings = self.rings.lock();
+        let readable = rings.readable() > 0 || rings.is_ended() || gone;
+        let room = gone || rings.room() > 0 && self.peer.get().is_some();
+        drop(rings);
+        receiving && readable || sending && room && self.pair.room() >= 4
+    }
+}

@@ -1,0 +1,223 @@
+//! The arena: memory that is taken and registered once, at start, and handed out in pieces (RPCH §3.4, TF-RDMA §3.3).
+//!
+//! All of it is registered for this end's device alone. A [`Chunk`] that peers are to write has a registration of its
+//! own, so that the key that a peer is given opens nothing else.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use range_alloc::RangeAllocator;
+
+use super::memory::no_memory;
+use super::{Access, Domain, Registration, VerbsError};
+use crate::mmap::Mapping;
+use crate::net::Connection;
+
+/// Pieces begin on pages.
+const PAGE: u64 = 4096;
+
+/// Registered memory with an allocator on top.
+#[derive(Debug)]
+pub struct Arena {
+    registration: Arc<Registration>,
+    free: Mutex<RangeAllocator<u64>>,
+    // After the registration, which is of it.
+    memory: Arc<Mapping>,
+}
+
+impl Arena {
+    /// Takes `bytes` of memory, in huge pages where the kernel has them, and registers them.
+    ///
+    /// # Errors
+    /// [`VerbsError::Memlock`], [`VerbsError::Call`].
+    pub fn new(domain: &Arc<Domain>, bytes: usize) -> Result<Arc<Arena>, VerbsError> {
+        let bytes = bytes.next_multiple_of(PAGE as usize);
+        let memory = Mapping::memfd("gradfs-arena", bytes).map_err(|error| no_memory(&error))?;
+        memory.prefault().map_err(|error| no_memory(&error))?;
+        let registration = Registration::new(domain, &memory, 0..bytes, Access::Local)?;
+        let free = Mutex::new(RangeAllocator::new(0..bytes as u64));
+        Ok(Arc::new(Arena { registration, free, memory: Arc::new(memory) }))
+    }
+
+    /// Takes a piece of `bytes` bytes or a little more. Not for the data path.
+    ///
+    /// # Errors
+    /// When there is none that large: [`VerbsError::OutOfRange`].
+    pub fn take(self: &Arc<Arena>, bytes: usize) -> Result<Arc<Chunk>, VerbsError> {
+        let len = (bytes.max(1) as u64).next_multiple_of(PAGE);
+        let range = self.free.lock().allocate_range(len).map_err(|_| {
+            let all = self.memory.len() as u64;
+            VerbsError::OutOfRange {
+                offset: all - self.free.lock().total_available(),
+                len: bytes,
+                of: "the arena",
+                all,
+            }
+        })?;
+        Ok(Arc::new(Chunk { arena: Arc::clone(self), range }))
+    }
+
+    /// Bytes that are not handed out.
+    pub fn available(&self) -> u64 {
+        self.free.lock().total_available()
+    }
+}
+
+/// A piece of an arena, given back when it is dropped.
+#[derive(Debug)]
+pub struct Chunk {
+    arena: Arc<Arena>,
+    range: Range<u64>,
+}
+
+impl Chunk {
+    /// Length in bytes.
+    #[allow(clippy::len_without_is_empty)] // never empty
+    pub fn len(&self) -> usize {
+        (self.range.end - self.range.start) as usize
+    }
+
+    /// Its first byte. What may be done with it is its holder's business: the memory is peers', too.
+    pub(super) fn start(&self) -> *mut u8 {
+        self.arena.memory.start().as_ptr().wrapping_add(self.range.start as usize)
+    }
+
+    /// Registers it once more, for peers to write.
+    ///
+    /// # Errors
+    /// As of [`Registration::new`].
+    pub fn open(&self) -> Result<Arc<Registration>, VerbsError> {
+        let range = self.range.start as usize..self.range.end as usize;
+        Registration::new(self.arena.registration.domain(), &self.arena.memory, range, Access::Write)
+    }
+
+    pub(super) fn local(&self) -> &Arc<Registration> {
+        &self.arena.registration
+    }
+}
+
+impl Drop for Chunk {
+    fn drop(&mut self) {
+        self.arena.free.lock().free_range(self.range.clone());
+    }
+}
+
+/// Slots of one size, cut from a chunk. Who waits for one is woken when there is one.
+#[derive(Debug)]
+pub struct Pool {
+    chunk: Arc<Chunk>,
+    bytes: usize,
+    count: usize,
+    /// They are used one after the other, even if one further on is free earlier.
+    in_turn: bool,
+    state: Mutex<Free>,
+}
+
+#[derive(Debug, Default)]
+struct Free {
+    /// By slot.
+    free: Vec<bool>,
+    next: usize,
+    waiting: Vec<Connection>,
+}
+
+impl Pool {
+    /// As many slots of `bytes` bytes as a chunk has room for.
+    pub fn new(chunk: &Arc<Chunk>, bytes: usize, in_turn: bool) -> Arc<Pool> {
+        let count = chunk.len() / bytes.max(1);
+        let free = Free { free: vec![true; count], next: 0, waiting: Vec::new() };
+        Arc::new(Pool { chunk: Arc::clone(chunk), bytes, count, in_turn, state: Mutex::new(free) })
+    }
+
+    /// How many slots there are.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Bytes of a slot.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// A free slot. If there is none, `waits` is woken when there is one.
+    pub fn take(self: &Arc<Pool>, waits: Option<&Connection>) -> Option<Slot> {
+        let mut state = self.state.lock();
+        let first = state.next;
+        let mut turns = (0..self.count).map(|turn| (first + turn) % self.count);
+        let found = match self.in_turn {
+            true => Some(first).filter(|&index| state.free.get(index) == Some(&true)),
+            false => turns.find(|&index| state.free[index]),
+        };
+        let Some(index) = found else {
+            state.waiting.extend(waits.cloned());
+            return None;
+        };
+        state.free[index] = false;
+        state.next = (index + 1) % self.count;
+        Some(Slot { pool: Arc::clone(self), index })
+    }
+}
+
+/// Room for one payload in an arena. Whoever has it has that room; it goes back to its pool when it is dropped.
+#[derive(Debug)]
+pub struct Slot {
+    pool: Arc<Pool>,
+    index: usize,
+}
+
+impl Slot {
+    /// Length in bytes.
+    #[allow(clippy::len_without_is_empty)] // never empty
+    pub fn len(&self) -> usize {
+        self.pool.bytes
+    }
+
+    /// Which of its pool it is.
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    pub(super) fn start(&self) -> *mut u8 {
+        self.pool.chunk.start().wrapping_add(self.index * self.pool.bytes)
+    }
+
+    pub(super) fn registration(&self) -> &Arc<Registration> {
+        self.pool.chunk.local()
+    }
+
+    /// The first `len` bytes.
+    ///
+    /// # Panics
+    /// If it is not as long.
+    ///
+    /// # Safety
+    /// A slot that peers may write (see [`Chunk::open`]) can change while it is read, if the peer breaks the rules. So
+    /// whoever reads it makes of it numbers only: no lengths, no positions, no branches that memory depends on. All that
+    /// comes of a lie is other numbers.
+    pub unsafe fn bytes(&self, len: usize) -> &[u8] {
+        assert!(len <= self.len(), "{len} bytes of a slot of {}", self.len());
+        // SAFETY: within the chunk, whose memory lives as long as it does; nobody here writes a slot but its holder,
+        // which a shared reference keeps from it.
+        unsafe { std::slice::from_raw_parts(self.start(), len) }
+    }
+
+    /// A copy of the first bytes, of a slot that no peer has the key to.
+    ///
+    /// # Panics
+    /// If it is not as long.
+    pub fn copy<const N: usize>(&self) -> [u8; N] {
+        // SAFETY: nobody else writes it; what is copied is the holder's.
+        unsafe { self.bytes(N) }.try_into().unwrap_or([0; N])
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let mut state = self.pool.state.lock();
+        state.free[self.index] = true;
+        let waiting = std::mem::take(&mut state.waiting);
+        drop(state);
+        waiting.iter().for_each(Connection::wake);
+    }
+}

@@ -1,0 +1,251 @@
+//! Which devices there are, and what they can do.
+
+use std::ffi::CStr;
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+
+use nix::errno::Errno;
+use rdma_sys as sys;
+
+use super::VerbsError;
+
+/// A device as librdmacm has opened it, once and for all.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Context(NonNull<sys::ibv_context>);
+
+// SAFETY: libibverbs allows calls on a context from all threads; it is never closed.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+/// A port of a device.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PortInfo {
+    /// Its number, from 1.
+    pub number: u8,
+    /// In a word: active, down.
+    pub state: String,
+    /// It carries traffic.
+    pub active: bool,
+    /// `Ethernet` or `InfiniBand`.
+    pub link: &'static str,
+    /// Bytes of the largest packet.
+    pub mtu: u32,
+    /// What it is addressed by.
+    pub gids: Vec<GidInfo>,
+}
+
+/// An address of a port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GidInfo {
+    /// Its index.
+    pub index: u32,
+    /// As an IPv6 address; an IPv4 one where it is of that kind.
+    pub address: String,
+    /// As the kernel names it, such as `RoCE v2`; empty where it does not.
+    pub kind: String,
+}
+
+/// A device, for people.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Its name, such as `mlx5_0`.
+    pub name: String,
+    /// `InfiniBand` (RoCE is of that kind, too) or `iWARP`.
+    pub transport: &'static str,
+    /// Its firmware.
+    pub firmware: String,
+    /// Queue pairs, and work of each, at most.
+    pub max_pairs: u32,
+    /// Work that one queue pair takes at most.
+    pub max_work: u32,
+    /// Memory that can be registered at once, in bytes.
+    pub max_registration: u64,
+    /// Its ports.
+    pub ports: Vec<PortInfo>,
+}
+
+/// All devices, whether librdmacm can use them or not.
+///
+/// # Errors
+/// [`VerbsError::Call`]. None is an empty list.
+pub fn devices() -> Result<Vec<DeviceInfo>, VerbsError> {
+    let mut count = 0;
+    // SAFETY: the call writes the count; the list is given back below.
+    let list = unsafe { sys::ibv_get_device_list(&raw mut count) };
+    if list.is_null() {
+        return match Errno::last() {
+            // Without the kernel's modules there are none.
+            Errno::ENOSYS | Errno::ENOENT => Ok(Vec::new()),
+            errno => Err(VerbsError::Call { doing: "listing RDMA devices", errno }),
+        };
+    }
+    let mut found = Vec::new();
+    let mut failed = None;
+    for index in 0..usize::try_from(count).unwrap_or(0) {
+        // SAFETY: the list has so many entries; a device lives as long as the list does.
+        let opened = unsafe { NonNull::new(sys::ibv_open_device(*list.add(index))) };
+        let Some(opened) = opened else {
+            failed = Some(VerbsError::last("opening an RDMA device"));
+            continue;
+        };
+        found.push(Context(opened).info());
+        // SAFETY: it was opened above, and nothing was made of it.
+        unsafe { sys::ibv_close_device(opened.as_ptr()) };
+    }
+    // SAFETY: it came from `ibv_get_device_list`, and none of its devices is open any more.
+    unsafe { sys::ibv_free_device_list(list) };
+    match failed {
+        Some(error) if found.is_empty() => Err(error),
+        _ => found.into_iter().collect(),
+    }
+}
+
+/// All devices that librdmacm connects over.
+///
+/// # Errors
+/// [`VerbsError::NoDevice`], [`VerbsError::NoCm`].
+pub fn contexts() -> Result<&'static [Context], VerbsError> {
+    static ALL: OnceLock<Vec<Context>> = OnceLock::new();
+    if let Some(known) = ALL.get() {
+        return Ok(known);
+    }
+    let mut count = 0;
+    // SAFETY: the call writes the count. The list is never given back: contexts stay open as long as the process.
+    let list = unsafe { sys::rdma_get_devices(&raw mut count) };
+    if list.is_null() {
+        return Err(match (devices(), Errno::last()) {
+            (Ok(there), _) if there.is_empty() => VerbsError::NoDevice,
+            (_, errno) => VerbsError::NoCm(errno),
+        });
+    }
+    let all = (0..usize::try_from(count).unwrap_or(0))
+        // SAFETY: the list has so many entries.
+        .filter_map(|index| NonNull::new(unsafe { *list.add(index) }).map(Context))
+        .collect::<Vec<_>>();
+    match all.is_empty() {
+        // One that is plugged in later can be found then.
+        true => Err(VerbsError::NoDevice),
+        false => Ok(ALL.get_or_init(|| all)),
+    }
+}
+
+impl Context {
+    pub(super) fn raw(self) -> *mut sys::ibv_context {
+        self.0.as_ptr()
+    }
+
+    /// Of a connection; `None` before its way is known.
+    pub(super) fn of(raw: *mut sys::ibv_context) -> Option<Context> {
+        NonNull::new(raw).map(Context)
+    }
+
+    /// Its name, such as `mlx5_0`.
+    pub fn name(self) -> String {
+        // SAFETY: an open context has its device, whose name is a C string that lives as long.
+        let name = unsafe { CStr::from_ptr(sys::ibv_get_device_name((*self.raw()).device)) };
+        name.to_string_lossy().into_owned()
+    }
+
+    /// Whether it is an iWARP device: no immediate data, and what a READ fills must be open to the peer's writes.
+    pub fn is_iwarp(self) -> bool {
+        // SAFETY: an open context has its device.
+        unsafe { (*(*self.raw()).device).transport_type == sys::ibv_transport_type::IBV_TRANSPORT_IWARP }
+    }
+
+    fn attributes(self) -> Result<sys::ibv_device_attr, VerbsError> {
+        let mut attributes = std::mem::MaybeUninit::zeroed();
+        // SAFETY: the call fills the attributes, which are plain numbers.
+        unsafe {
+            let result = sys::ibv_query_device(self.raw(), attributes.as_mut_ptr());
+            VerbsError::check_number("asking an RDMA device", result)?;
+            Ok(attributes.assume_init())
+        }
+    }
+
+    /// Reads that one queue pair may have outstanding, here and at the peer's demand.
+    pub(super) fn reads(self) -> Result<(u8, u8), VerbsError> {
+        let attributes = self.attributes()?;
+        let narrow = |count: libc::c_int| u8::try_from(count.clamp(1, 255)).unwrap_or(1);
+        Ok((narrow(attributes.max_qp_init_rd_atom), narrow(attributes.max_qp_rd_atom)))
+    }
+
+    /// Work that a queue pair, and completions that a queue may hold.
+    pub(super) fn depths(self) -> Result<(u32, u32, u32), VerbsError> {
+        let attributes = self.attributes()?;
+        let wide = |count: libc::c_int| u32::try_from(count).unwrap_or(0);
+        Ok((wide(attributes.max_qp_wr), wide(attributes.max_cqe), wide(attributes.max_srq_wr)))
+    }
+
+    /// One of its ports.
+    ///
+    /// # Errors
+    /// [`VerbsError::Port`] if there is none of that number.
+    pub fn port(self, number: u8) -> Result<PortInfo, VerbsError> {
+        let mut raw = std::mem::MaybeUninit::<sys::ibv_port_attr>::zeroed();
+        // SAFETY: the call fills the attributes, which are plain numbers.
+        let raw = unsafe {
+            if sys::___ibv_query_port(self.raw(), number, raw.as_mut_ptr()) != 0 {
+                let why = format!("cannot be asked: {}", Errno::last());
+                return Err(VerbsError::Port { device: self.name(), port: number, why });
+            }
+            raw.assume_init()
+        };
+        let gids = (0..u32::try_from(raw.gid_tbl_len).unwrap_or(0).min(256))
+            .filter_map(|index| self.gid(number, index))
+            .collect();
+        // SAFETY: it returns a constant string for any number.
+        let state = unsafe { CStr::from_ptr(sys::ibv_port_state_str(raw.state)) };
+        const ETHERNET: u8 = 2;
+        Ok(PortInfo {
+            number,
+            state: state.to_string_lossy().trim_start_matches("PORT_").to_lowercase(),
+            active: raw.state == sys::ibv_port_state::IBV_PORT_ACTIVE,
+            link: if raw.link_layer == ETHERNET { "Ethernet" } else { "InfiniBand" },
+            mtu: 128 << raw.active_mtu.min(5),
+            gids,
+        })
+    }
+
+    /// The GID of an index; `None` if there is none.
+    pub fn gid(self, port: u8, index: u32) -> Option<GidInfo> {
+        let mut gid = sys::ibv_gid { raw: [0; 16] };
+        let number = libc::c_int::try_from(index).ok()?;
+        // SAFETY: the call fills the GID, which is 16 bytes.
+        let raw = unsafe {
+            if sys::ibv_query_gid(self.raw(), port, number, &raw mut gid) != 0 {
+                return None;
+            }
+            gid.raw
+        };
+        if raw == [0; 16] {
+            return None;
+        }
+        let address = std::net::Ipv6Addr::from(raw);
+        let address = match address.to_ipv4_mapped() {
+            Some(mapped) => mapped.to_string(),
+            None => address.to_string(),
+        };
+        let path = format!("/sys/class/infiniband/{}/ports/{port}/gid_attrs/types/{index}", self.name());
+        let kind = std::fs::read_to_string(path).unwrap_or_default().trim().to_owned();
+        Some(GidInfo { index, address, kind })
+    }
+
+    /// All that there is to tell.
+    ///
+    /// # Errors
+    /// [`VerbsError`].
+    pub fn info(self) -> Result<DeviceInfo, VerbsError> {
+        let raw = self.attributes()?;
+        let firmware = raw.fw_ver.iter().take_while(|&&c| c != 0).map(|&c| char::from(c.cast_unsigned()));
+        Ok(DeviceInfo {
+            name: self.name(),
+            transport: if self.is_iwarp() { "iWARP" } else { "InfiniBand" },
+            firmware: firmware.collect(),
+            max_pairs: raw.max_qp.max(0).cast_unsigned(),
+            max_work: raw.max_qp_wr.max(0).cast_unsigned(),
+            max_registration: raw.max_mr_size,
+            ports: (1..=raw.phys_port_cnt).map(|number| self.port(number)).collect::<Result<_, _>>()?,
+        })
+    }
+}

@@ -1,0 +1,224 @@
+//! Protection domains, and memory that is registered with a device.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use nix::errno::Errno;
+use nix::sys::resource::{Resource, getrlimit};
+use rdma_sys as sys;
+
+use super::{Context, VerbsError};
+use crate::mmap::Mapping;
+
+/// What of a device belongs together: its queue pairs use its registrations.
+#[derive(Debug)]
+pub struct Domain {
+    raw: NonNull<sys::ibv_pd>,
+    context: Context,
+}
+
+// SAFETY: libibverbs allows calls on a protection domain from all threads.
+unsafe impl Send for Domain {}
+// SAFETY: as above.
+unsafe impl Sync for Domain {}
+
+impl Domain {
+    /// A new one.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn new(context: Context) -> Result<Arc<Domain>, VerbsError> {
+        // SAFETY: the context is open.
+        let raw = NonNull::new(unsafe { sys::ibv_alloc_pd(context.raw()) });
+        let raw = raw.ok_or_else(|| VerbsError::last("making a protection domain"))?;
+        Ok(Arc::new(Domain { raw, context }))
+    }
+
+    pub(super) fn raw(&self) -> *mut sys::ibv_pd {
+        self.raw.as_ptr()
+    }
+
+    /// Of which device.
+    pub fn context(&self) -> Context {
+        self.context
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: all that was made of it held it, and is gone.
+        let result = unsafe { sys::ibv_dealloc_pd(self.raw()) };
+        if let Err(error) = VerbsError::check_number("giving a protection domain back", result) {
+            tracing::error!(%error, "a protection domain is lost");
+        }
+    }
+}
+
+/// What peers may do with registered memory. This end's device may always write it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Access {
+    /// Nothing.
+    Local,
+    /// Read it.
+    Read,
+    /// Write it.
+    Write,
+}
+
+impl Access {
+    fn flags(self, context: Context) -> libc::c_int {
+        let local = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE;
+        let flags = match self {
+            Access::Local => local,
+            Access::Read => local | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ,
+            Access::Write => local | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE,
+        };
+        // An iWARP READ is answered by a write of the peer's.
+        let flags = match context.is_iwarp() {
+            true => flags | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE,
+            false => flags,
+        };
+        flags.0.cast_signed()
+    }
+}
+
+/// Where memory of a peer's lies, and the key to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Remote {
+    /// As the peer's device sees it.
+    pub address: u64,
+    /// The peer's key.
+    pub key: u32,
+}
+
+impl Remote {
+    /// `offset` bytes further on. An address beyond the end of all memory is one that the peer's device refuses.
+    pub fn at(self, offset: u64) -> Remote {
+        Remote { address: self.address.wrapping_add(offset), ..self }
+    }
+}
+
+/// Memory that a device reads and writes by itself. Its pages stay where they are until it is dropped.
+#[derive(Debug)]
+pub struct Registration {
+    raw: NonNull<sys::ibv_mr>,
+    /// Where it begins, as the device sees it.
+    address: u64,
+    len: usize,
+    access: Access,
+    domain: Arc<Domain>,
+}
+
+// SAFETY: libibverbs allows a registration to be used and given up from all threads.
+unsafe impl Send for Registration {}
+// SAFETY: as above.
+unsafe impl Sync for Registration {}
+
+impl Registration {
+    /// Registers `range` of `memory`. Whoever lets work be done on it holds the memory, too: see
+    /// [`Mapping::attach`](crate::mmap::Mapping::attach).
+    ///
+    /// # Errors
+    /// [`VerbsError::Memlock`], [`VerbsError::OutOfRange`], [`VerbsError::Call`].
+    pub fn new(
+        domain: &Arc<Domain>,
+        memory: &Mapping,
+        range: Range<usize>,
+        access: Access,
+    ) -> Result<Arc<Registration>, VerbsError> {
+        let all = memory.len();
+        if range.start >= range.end || range.end > all {
+            let (offset, len) = (range.start as u64, range.len());
+            return Err(VerbsError::OutOfRange { offset, len, of: "memory", all: all as u64 });
+        }
+        let (address, len) = (memory.start().as_ptr().wrapping_add(range.start), range.len());
+        // SAFETY: the range is mapped and writable. The kernel pins its pages: should the mapping go first, the device
+        // works on pages that nobody else has, until the registration goes, too.
+        let raw = unsafe { sys::ibv_reg_mr(domain.raw(), address.cast(), len, access.flags(domain.context)) };
+        let raw = NonNull::new(raw).ok_or_else(|| refused(Errno::last(), len))?;
+        Ok(Arc::new(Registration { raw, address: address as u64, len, access, domain: Arc::clone(domain) }))
+    }
+
+    /// Registers `len` bytes at `offset` of memory that belongs to another device, such as a GPU, which has exported it
+    /// by `dma_buf` (GPUDirect). The device addresses it from 0. It is never touched by the CPU here.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`]: ENOTSUP or EOPNOTSUPP where the device or kernel cannot.
+    pub fn of_device(
+        domain: &Arc<Domain>,
+        dma_buf: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        access: Access,
+    ) -> Result<Arc<Registration>, VerbsError> {
+        let flags = access.flags(domain.context);
+        // SAFETY: the kernel takes its own reference to the buffer; no memory of this process is involved.
+        let raw = unsafe { sys::ibv_reg_dmabuf_mr(domain.raw(), offset, len, 0, dma_buf.as_raw_fd(), flags) };
+        let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("registering memory of a device"))?;
+        Ok(Arc::new(Registration { raw, address: 0, len, access, domain: Arc::clone(domain) }))
+    }
+
+    /// What the device is told by this end.
+    pub(super) fn local_key(&self) -> u32 {
+        // SAFETY: it lives as long as `self`.
+        unsafe { self.raw.as_ref().lkey }
+    }
+
+    /// What peers are told: where it begins, and the key.
+    pub fn remote(&self) -> Remote {
+        // SAFETY: it lives as long as `self`.
+        let key = unsafe { self.raw.as_ref().rkey };
+        Remote { address: self.address, key }
+    }
+
+    /// Length in bytes.
+    #[allow(clippy::len_without_is_empty)] // never empty
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// What peers may do.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// Its domain.
+    pub fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    /// Whether `len` bytes from `start` on, as the device sees them, are within it.
+    pub(super) fn holds(&self, start: u64, len: usize) -> bool {
+        let end = start.checked_add(len as u64);
+        start >= self.address && end.is_some_and(|end| end <= self.address + self.len as u64)
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // SAFETY: work on it held it, and is over.
+        let result = unsafe { sys::ibv_dereg_mr(self.raw.as_ptr()) };
+        if let Err(error) = VerbsError::check_number("giving a registration back", result) {
+            tracing::error!(%error, "pages stay pinned");
+        }
+    }
+}
+
+fn refused(errno: Errno, bytes: usize) -> VerbsError {
+    let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map(|(soft, _)| soft).unwrap_or(u64::MAX);
+    match errno {
+        Errno::ENOMEM | Errno::EPERM | Errno::EAGAIN if limit != u64::MAX => {
+            VerbsError::Memlock { bytes, limit }
+        }
+        errno => VerbsError::Call { doing: "registering memory", errno },
+    }
+}
+
+/// For callers that speak `io::Error`.
+pub(super) fn no_memory(error: &io::Error) -> VerbsError {
+    let errno = error.raw_os_error().map_or(Errno::ENOMEM, Errno::from_raw);
+    VerbsError::Call { doing: "taking memory", errno }
+}

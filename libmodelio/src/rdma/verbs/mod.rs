@@ -1,0 +1,151 @@
+//! libibverbs and librdmacm: devices, memory, queues and connections, each an object that gives back what it took.
+//!
+//! All `unsafe` of RDMA is in this folder, and what is outside of it is safe. It rests on this:
+//!
+//! * **Objects outlive what is made of them.** Each holds the one that it was made of by an `Arc`, and is destroyed
+//!   when the last holder lets go: a queue pair before its queues, a registration before its protection domain. Contexts
+//!   of devices are librdmacm's and are never closed.
+//! * **Memory of work that is posted stays.** Whatever the device may read or write for this end is held, with its
+//!   registration, by the [`Work`] in its queue pair's list until the device reports it, or the queue pair is
+//!   destroyed, upon which the device touches nothing of it any more.
+//! * **Nobody else touches memory that a READ fills**, for that memory comes as a [`Target`](crate::link::Target), whose
+//!   maker has promised it, or is a piece of an arena that belongs to the work.
+//! * **Memory that peers write** (rings, granted slots) is never referred to by a Rust reference: it is copied out by
+//!   raw pointers, or handed on under the contract of [`Slot::bytes`]. What a peer writes there at the wrong time
+//!   changes numbers, never lengths or addresses.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `context` | devices that there are, and what they can do |
+//! | `memory` | protection domains and registrations |
+//! | `arena` | pieces of large registered memory |
+//! | `queue` | completion queues, shared receive queues |
+//! | `pair` | queue pairs: work that is posted, and what became of it |
+//! | `ring` | bytes that each end writes into the other's memory |
+//! | `cm` | connections by rdma_cm |
+
+mod arena;
+mod cm;
+mod context;
+mod memory;
+mod pair;
+mod queue;
+mod ring;
+
+use std::io;
+
+use nix::errno::Errno;
+
+pub use arena::{Arena, Chunk, Pool, Slot};
+pub use cm::{CmChannel, CmEvent, CmKind, Endpoint, PRIVATE_DATA, Parameters};
+pub use context::{Context, DeviceInfo, GidInfo, PortInfo, contexts, devices};
+pub use memory::{Access, Domain, Registration, Remote};
+pub use pair::{Done, Finished, Pair, PairLimits, Work};
+pub use queue::{Completion, Outcome, Poller, Receives};
+pub use ring::{Broken, Notify, RING, Rings};
+
+/// What libibverbs or librdmacm refuse.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum VerbsError {
+    /// A call failed.
+    #[error("{doing}: {errno}")]
+    Call {
+        /// What was to be done.
+        doing: &'static str,
+        /// Why not.
+        errno: Errno,
+    },
+    /// There is no device.
+    #[error(
+        "there is no RDMA device (`rdma link` lists them; for software RDMA: rdma link add rxe0 type rxe netdev DEVICE)"
+    )]
+    NoDevice,
+    /// There is a device, and no way to connect.
+    #[error(
+        "librdmacm cannot be used: {0} (is the module rdma_ucm loaded, and /dev/infiniband/rdma_cm there?)"
+    )]
+    NoCm(Errno),
+    /// No device of that name.
+    #[error("there is no RDMA device {wanted:?}; there is {there}")]
+    UnknownDevice {
+        /// As configured.
+        wanted: String,
+        /// What there is.
+        there: String,
+    },
+    /// The port is not there, or is down.
+    #[error("port {port} of {device} {why}")]
+    Port {
+        /// Of which device.
+        device: String,
+        /// Which.
+        port: u8,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The GID index leads to no GID.
+    #[error("GID index {index} of port {port} of {device} holds no GID (`gradfs rdma devices` lists them)")]
+    Gid {
+        /// Of which device.
+        device: String,
+        /// Of which port.
+        port: u8,
+        /// Which.
+        index: u32,
+    },
+    /// The kernel does not let so much memory be pinned.
+    #[error(
+        "{bytes} bytes cannot be registered: RLIMIT_MEMLOCK is {limit} bytes; raise it (ulimit -l unlimited, or \
+         LimitMEMLOCK=infinity in a systemd unit)"
+    )]
+    Memlock {
+        /// As many as were to be.
+        bytes: usize,
+        /// As many as may be.
+        limit: u64,
+    },
+    /// A range that leaves the memory it is of.
+    #[error("{len} bytes at {offset} leave {of} of {all} bytes")]
+    OutOfRange {
+        /// Where.
+        offset: u64,
+        /// How many.
+        len: usize,
+        /// What they leave.
+        of: &'static str,
+        /// How long that is.
+        all: u64,
+    },
+    /// The queue takes no more until something is done.
+    #[error("the queue pair has {0} pieces of work outstanding, its depth")]
+    Full(usize),
+    /// The queue pair is broken, or its peer gone.
+    #[error("{0}")]
+    Broken(String),
+}
+
+impl VerbsError {
+    fn last(doing: &'static str) -> VerbsError {
+        VerbsError::Call { doing, errno: Errno::last() }
+    }
+
+    /// Of a call that returns 0 or -1 with `errno`.
+    fn check(doing: &'static str, result: libc::c_int) -> Result<(), VerbsError> {
+        if result == 0 { Ok(()) } else { Err(VerbsError::last(doing)) }
+    }
+
+    /// Of a call that returns 0 or an error's number.
+    fn check_number(doing: &'static str, result: libc::c_int) -> Result<(), VerbsError> {
+        match result {
+            0 => Ok(()),
+            -1 => Err(VerbsError::last(doing)),
+            number => Err(VerbsError::Call { doing, errno: Errno::from_raw(number.abs()) }),
+        }
+    }
+}
+
+impl From<VerbsError> for io::Error {
+    fn from(error: VerbsError) -> io::Error {
+        io::Error::other(error.to_string())
+    }
+}

@@ -1,0 +1,259 @@
+//! Completion queues, and what waits for messages that come with no memory of their own.
+
+use std::ffi::CStr;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use rdma_sys as sys;
+
+use super::{Context, Domain, VerbsError};
+
+/// Set in the number of work that waits for the peer.
+pub(super) const RECEIVE: u64 = 1 << 63;
+/// Completions that are taken from the queue at once.
+const BATCH: usize = 32;
+
+/// What became of a piece of work.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// All work of the queue pair up to this one is done.
+    Sent(u64),
+    /// A peer has written, and says so by this number.
+    Heard(u32),
+    /// It failed, and with it the queue pair.
+    Failed(String),
+}
+
+/// News of a queue pair.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Completion {
+    /// Which, by its number.
+    pub pair: u32,
+    /// What.
+    pub outcome: Outcome,
+}
+
+#[derive(Debug)]
+struct Channel(NonNull<sys::ibv_comp_channel>);
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        // SAFETY: the queue that used it is gone.
+        unsafe { sys::ibv_destroy_comp_channel(self.0.as_ptr()) };
+    }
+}
+
+/// A completion queue: one thread asks it what is done.
+#[derive(Debug)]
+pub struct Poller {
+    queue: NonNull<sys::ibv_cq>,
+    // Destroyed after the queue.
+    channel: Channel,
+    receives: Receives,
+    domain: Arc<Domain>,
+}
+
+// SAFETY: libibverbs allows calls on a queue and its channel from all threads.
+unsafe impl Send for Poller {}
+// SAFETY: as above.
+unsafe impl Sync for Poller {}
+
+impl Poller {
+    /// One for `depth` completions. `shared` messages of peers are waited for by all of its queue pairs together; with
+    /// 0 each waits for its own.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn new(domain: &Arc<Domain>, depth: u32, shared: u32) -> Result<Arc<Poller>, VerbsError> {
+        let context = domain.context();
+        let (_, most_done, most_shared) = context.depths()?;
+        // SAFETY: the context is open.
+        let channel = NonNull::new(unsafe { sys::ibv_create_comp_channel(context.raw()) });
+        let channel = Channel(channel.ok_or_else(|| VerbsError::last("making a completion channel"))?);
+        // SAFETY: the channel was just made.
+        let fd = unsafe { BorrowedFd::borrow_raw(channel.0.as_ref().fd) };
+        let flags = fcntl(fd, FcntlArg::F_GETFL).map(OFlag::from_bits_retain);
+        let set = flags.and_then(|flags| fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK)));
+        set.map_err(|errno| VerbsError::Call { doing: "making a completion channel", errno })?;
+        let depth = libc::c_int::try_from(depth.min(most_done)).unwrap_or(libc::c_int::MAX);
+        // SAFETY: context and channel live longer than the queue.
+        let queue =
+            unsafe { sys::ibv_create_cq(context.raw(), depth, ptr::null_mut(), channel.0.as_ptr(), 0) };
+        let queue = NonNull::new(queue).ok_or_else(|| VerbsError::last("making a completion queue"))?;
+        let receives = match shared {
+            0 => Ok(Receives::Own),
+            count => Receives::shared(domain, count.min(most_shared)),
+        };
+        let domain = Arc::clone(domain);
+        match receives {
+            Ok(receives) => Ok(Arc::new(Poller { queue, channel, receives, domain })),
+            Err(error) => {
+                // SAFETY: nothing was made of it.
+                unsafe { sys::ibv_destroy_cq(queue.as_ptr()) };
+                Err(error)
+            }
+        }
+    }
+
+    pub(super) fn raw(&self) -> *mut sys::ibv_cq {
+        self.queue.as_ptr()
+    }
+
+    /// What its queue pairs wait for messages by.
+    pub fn receives(&self) -> &Receives {
+        &self.receives
+    }
+
+    /// Its device.
+    pub fn context(&self) -> Context {
+        self.domain.context()
+    }
+
+    /// Its domain.
+    pub fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    /// The next time that something is done, its descriptor becomes readable. What is done already does not count: look
+    /// again after this.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn arm(&self) -> Result<(), VerbsError> {
+        // SAFETY: the queue lives as long as `self`.
+        let result = unsafe { sys::ibv_req_notify_cq(self.raw(), 0) };
+        VerbsError::check_number("arming a completion queue", result)
+    }
+
+    /// Takes the news that its descriptor has become readable.
+    pub fn disarm(&self) {
+        let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the channel does not block; each event that is taken is acknowledged, as destroying the queue asks.
+        unsafe {
+            while sys::ibv_get_cq_event(self.channel.0.as_ptr(), &raw mut queue, &raw mut context) == 0 {
+                sys::ibv_ack_cq_events(queue, 1);
+            }
+        }
+    }
+
+    /// Adds what is done to `done`, as much as there is, up to some. True if there may be more.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`]: the queue is lost.
+    pub fn poll(&self, done: &mut Vec<Completion>) -> Result<bool, VerbsError> {
+        let mut news: [MaybeUninit<sys::ibv_wc>; BATCH] = [const { MaybeUninit::uninit() }; BATCH];
+        // SAFETY: the queue lives; the call fills as many entries as it says, at most so many.
+        let count = unsafe { sys::ibv_poll_cq(self.raw(), BATCH as i32, news.as_mut_ptr().cast()) };
+        let Ok(count) = usize::try_from(count) else {
+            return Err(VerbsError::last("polling a completion queue"));
+        };
+        for entry in &news[..count] {
+            // SAFETY: filled by the call.
+            let entry = unsafe { entry.assume_init_ref() };
+            let outcome = if entry.status != sys::ibv_wc_status::IBV_WC_SUCCESS {
+                // SAFETY: it returns a constant string for any number.
+                let text = unsafe { CStr::from_ptr(sys::ibv_wc_status_str(entry.status)) };
+                Outcome::Failed(text.to_string_lossy().into_owned())
+            } else if entry.wr_id & RECEIVE != 0 {
+                // SAFETY: such messages carry immediate data; others never come.
+                let word = unsafe { entry.imm_data_invalidated_rkey_union.imm_data };
+                Outcome::Heard(u32::from_be(word))
+            } else {
+                Outcome::Sent(entry.wr_id)
+            };
+            done.push(Completion { pair: entry.qp_num, outcome });
+        }
+        Ok(count == BATCH)
+    }
+}
+
+/// Becomes readable when something is done, once after each [`Poller::arm`].
+impl AsFd for Poller {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the channel, and its descriptor, live as long as `self`.
+        unsafe { BorrowedFd::borrow_raw(self.channel.0.as_ref().fd) }
+    }
+}
+
+impl Drop for Poller {
+    fn drop(&mut self) {
+        // SAFETY: its queue pairs held it, and are gone.
+        let result = unsafe { sys::ibv_destroy_cq(self.raw()) };
+        if let Err(error) = VerbsError::check_number("giving a completion queue back", result) {
+            tracing::error!(%error, "a completion queue is lost");
+        }
+    }
+}
+
+/// What messages without memory of their own are taken by.
+#[derive(Debug)]
+pub enum Receives {
+    /// Each queue pair has its own.
+    Own,
+    /// All of a poller have this in common.
+    Shared(SharedReceives),
+}
+
+/// A shared receive queue.
+#[derive(Debug)]
+pub struct SharedReceives {
+    raw: NonNull<sys::ibv_srq>,
+    _domain: Arc<Domain>,
+}
+
+// SAFETY: libibverbs allows calls on a shared receive queue from all threads.
+unsafe impl Send for SharedReceives {}
+// SAFETY: as above.
+unsafe impl Sync for SharedReceives {}
+
+impl Receives {
+    fn shared(domain: &Arc<Domain>, count: u32) -> Result<Receives, VerbsError> {
+        let attr = sys::ibv_srq_attr { max_wr: count, max_sge: 1, srq_limit: 0 };
+        let mut init = sys::ibv_srq_init_attr { srq_context: ptr::null_mut(), attr };
+        // SAFETY: the domain lives longer than the queue.
+        let raw = NonNull::new(unsafe { sys::ibv_create_srq(domain.raw(), &raw mut init) });
+        let raw = raw.ok_or_else(|| VerbsError::last("making a shared receive queue"))?;
+        let shared = SharedReceives { raw, _domain: Arc::clone(domain) };
+        (0..count).try_for_each(|_| shared.post())?;
+        Ok(Receives::Shared(shared))
+    }
+
+    pub(super) fn raw(&self) -> *mut sys::ibv_srq {
+        match self {
+            Receives::Own => ptr::null_mut(),
+            Receives::Shared(shared) => shared.raw.as_ptr(),
+        }
+    }
+}
+
+impl SharedReceives {
+    /// Waits for one message more.
+    pub(super) fn post(&self) -> Result<(), VerbsError> {
+        let mut work = nothing();
+        let mut bad = ptr::null_mut();
+        // SAFETY: the queue lives as long as `self`, and the work names no memory.
+        let result = unsafe {
+            let post = (*(*self.raw.as_ptr()).context).ops.post_srq_recv;
+            post.map_or(libc::ENOSYS, |post| post(self.raw.as_ptr(), &raw mut work, &raw mut bad))
+        };
+        VerbsError::check_number("waiting for messages", result)
+    }
+}
+
+/// Work that waits for a message without memory.
+pub(super) fn nothing() -> sys::ibv_recv_wr {
+    sys::ibv_recv_wr { wr_id: RECEIVE, next: ptr::null_mut(), sg_list: ptr::null_mut(), num_sge: 0 }
+}
+
+impl Drop for SharedReceives {
+    fn drop(&mut self) {
+        // SAFETY: the queue pairs that used it held their poller, and are gone.
+        let result = unsafe { sys::ibv_destroy_srq(self.raw.as_ptr()) };
+        if let Err(error) = VerbsError::check_number("giving a shared receive queue back", result) {
+            tracing::error!(%error, "a shared receive queue is lost");
+        }
+    }
+}

@@ -1,0 +1,208 @@
+"""One virtual machine: a qemu process, a folder for what host and guest tell each other, and pipes for its output.
+
+Files in the folder are the whole protocol. The host writes `settings`, `stage2` and `command`; the guest writes
+`ready`, waits for `go`, runs the command, and writes `status`, or `failed` with the reason. See `init` and `stage2`.
+"""
+
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from machine import Failed
+
+HERE = Path(__file__).resolve().parent
+STOP_DEADLINE = 5.0
+
+# RoCE's MTU is the largest of 1024, 2048 and 4096 that leaves room for headers in the network's.
+MTU = 9000
+# The first trouble of the kernel ends the machine; interfaces have the kernel's names.
+KERNEL_OPTIONS = ("console=ttyS0", "quiet", "panic=-1", "oops=panic", "net.ifnames=0")
+KERNEL_OPTIONS += ("mitigations=off", "nokaslr", "tsc=reliable")
+# What has a meaning only on the host.
+NOT_PASSED = {"_", "OLDPWD", "PWD", "SHLVL", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "SSH_AUTH_SOCK"}
+# What a kernel says when it has gone wrong. That memory ran out is the command's doing.
+TROUBLE = re.compile(r"GUEST-FAILED|Kernel panic|Oops|BUG:|soft lockup|detected stalls|blocked for more than")
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a machine is like."""
+
+    provider: str = "rxe"
+    cpus: int = 2
+    memory: int = 1024
+    share: Path = None
+    interactive: bool = False
+
+
+def script(command, environment, folder):
+    """The shell script that the guest runs: `command` with the host's environment and in the same folder."""
+    lines = ["#!/bin/bash"]
+    for name, value in environment.items():
+        if not name.isidentifier() or name in NOT_PASSED:
+            continue
+        if name == "PATH":
+            # The emulated machine takes seconds for what these scripts do before each Python.
+            value = ":".join(part for part in value.split(":") if not part.endswith("/shims"))
+        lines.append(f"export {name}={shlex.quote(value)}")
+    lines += [". /run/environment", f"cd {shlex.quote(str(folder))} || exit 126", f"exec {shlex.join(command)}"]
+    return "\n".join(lines) + "\n"
+
+
+class Guest:
+    """A machine that runs `command` once. Start it in the main thread: qemu ends when the thread does that began it."""
+
+    def __init__(self, image, name, address, hosts, command, settings, link=None):
+        """`hosts` are names and addresses of all; `link` is a socket to the other machine."""
+        self.name = name
+        self.job = Path(tempfile.mkdtemp(prefix="gradfs-rdma-vm."))
+        self._settings, self._link = settings, link
+        self._image = image
+        self.process = None
+        # What it says: file descriptors to read.
+        self.pipes = {}
+        self.said_go = False
+        values = {
+            "NAME": name,
+            "ADDRESS": address,
+            "HOSTS": " ".join(hosts),
+            "KNOWN_HOSTS": "\n".join(["127.0.0.1 localhost", *(f"{where} {host}" for host, where in hosts.items())]),
+            "PROVIDER": settings.provider,
+            "NETDEV": "eth0" if link else "dummy0",
+            "NETDEV_MODULE": "virtio_net" if link else "dummy",
+            "MTU": MTU,
+            "INTERACTIVE": "yes" if settings.interactive else "",
+            "GUEST_BIN": HERE / "bin",
+        }
+        lines = (f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
+        (self.job / "settings").write_text("".join(lines))
+        (self.job / "command").write_text(script(command, os.environ, Path.cwd()))
+        shutil.copyfile(HERE / "stage2", self.job / "stage2")
+
+    def _command(self, out, err):
+        image, settings = self._image, self._settings
+        serial = "stdio,signal=off" if settings.interactive else f"file,path={self.job}/console"
+        words, more = image.qemu()
+        words += ["-M", "q35", "-accel", "tcg,thread=multi,tb-size=256", "-cpu", "max,-la57"]
+        words += ["-smp", settings.cpus, "-m", settings.memory]
+        words += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-monitor", "none"]
+        words += ["-kernel", image.kernel, "-initrd", image.initramfs]
+        words += ["-append", " ".join(KERNEL_OPTIONS)]
+        words += ["-chardev", f"{serial},id=console", "-serial", "chardev:console", "-device", "virtio-serial-pci"]
+        for port, fd in (("out", out), ("err", err)):
+            words += ["-chardev", f"file,id={port},path=/dev/fd/{fd}"]
+            words += ["-device", f"virtserialport,chardev={port},name={port}"]
+        words += ["-object", "rng-random,id=random,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=random"]
+        for tag, path, mode in (
+            ("hostroot", "/", ",readonly=on"), ("tools", image.tools, ",readonly=on"), ("job", self.job, ""),
+            ("share", settings.share, ""),
+        ):
+            # A comma is written twice in an option of qemu.
+            path = str(path).replace(",", ",,")
+            words += ["-fsdev", f"local,id={tag},path={path},security_model=none,multidevs=remap{mode}"]
+            words += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
+        if self._link:
+            mac = f"52:54:00:00:00:{ord(self.name[0]):02x}"
+            words += ["-netdev", f"socket,id=link,fd={self._link.fileno()}"]
+            words += ["-device", f"virtio-net-pci,netdev=link,romfile=,host_mtu={MTU},mac={mac}"]
+        else:
+            words += ["-nic", "none"]
+        return [str(word) for word in words], more
+
+    def start(self):
+        """Boots it."""
+        out, err = os.pipe(), os.pipe()
+        self.pipes = {"out": out[0], "err": err[0]}
+        theirs = out[1], err[1]
+        command, more = self._command(*theirs)
+        # A terminal's Ctrl-C is for this program, which ends the machines.
+        interactive = self._settings.interactive
+        parent = os.getpid()
+
+        def before_exec():
+            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        try:
+            with open(self.job / "qemu.log", "wb") as log:
+                self.process = subprocess.Popen(
+                    command, stdin=None if interactive else subprocess.DEVNULL,
+                    stdout=None if interactive else log, stderr=log, env={**os.environ, **more},
+                    pass_fds=[*theirs, *([self._link.fileno()] if self._link else [])],
+                    start_new_session=not interactive, preexec_fn=before_exec,
+                )
+        except FileNotFoundError as error:
+            raise Failed(f"{error.filename} is not there any more: scripts/rdma-vm setup") from error
+        finally:
+            for fd in theirs:
+                os.close(fd)
+
+    def _said(self, name):
+        try:
+            return (self.job / name).read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def ready(self):
+        return (self.job / "ready").exists()
+
+    def go(self):
+        """Lets the command begin."""
+        (self.job / "go").touch()
+
+    def status(self):
+        """The exit status of the command, or None."""
+        said = self._said("status")
+        return None if said is None else int(said)
+
+    def trouble(self):
+        """Why it will give no status, or None as long as it may."""
+        if (said := self._said("failed")) is not None:
+            return f"it could not be set up: {said.strip()}"
+        if self.process.poll() is None or self.status() is not None:
+            return None
+        log = (self._said("qemu.log") or "").strip().splitlines()
+        return self.kernel_trouble() or (log and log[-1]) or f"qemu ended with {self.process.returncode}"
+
+    def kernel_trouble(self):
+        """The first line of the console that tells of trouble, or None."""
+        return next((line.strip() for line in self.console().splitlines() if TROUBLE.search(line)), None)
+
+    def console(self):
+        """What its kernel has said of note."""
+        return self._said("console") or ""
+
+    def dmesg(self):
+        """What its kernel has said in all, once the command has ended."""
+        return self._said("dmesg") or ""
+
+    def stop(self):
+        """Ends the process; what it has said can still be read from the pipes."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.terminate()
+        give_up = time.monotonic() + STOP_DEADLINE
+        while self.process.poll() is None and time.monotonic() < give_up:
+            time.sleep(0.01)
+        self.process.kill()
+        self.process.wait()
+
+    def close(self):
+        """Nothing of it is left."""
+        self.stop()
+        for fd in self.pipes.values():
+            os.close(fd)
+        self.pipes = {}
+        shutil.rmtree(self.job, ignore_errors=True)

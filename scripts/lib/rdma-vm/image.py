@@ -1,0 +1,136 @@
+"""What a virtual machine is started from: kernel, initramfs, the guest's own programs, qemu. Kept in a cache folder.
+
+An image is a folder, named after its kernel release and the recipe that made it, and never changed once it has that
+name. `current.rN` leads to the newest of recipe N. Who uses an image holds a shared lock on it, so that a newer one
+removes only what nobody uses.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from machine import Failed
+
+# Goes up when what is in an image, or how it is made, changes.
+RECIPE = 1
+# Another setup that is under way has this long.
+PATIENCE = 1800.0
+
+
+class CannotBeHad(Failed):
+    """This machine cannot have virtual machines of this kind; the reason is for people."""
+
+
+def folder():
+    """Where images are kept."""
+    named = os.environ.get("GRADFS_RDMA_VM")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = Path(named) if named else cache / "gradfs" / "rdma-vm"
+    # make and qemu's options take no quotes.
+    if re.search(r"[^\w./+@~-]", str(path)):
+        raise Failed(f"{path} has characters that make and qemu take amiss: set GRADFS_RDMA_VM to another folder")
+    return path.absolute()
+
+
+@dataclass(frozen=True)
+class Image:
+    path: Path
+
+    @property
+    def about(self):
+        """What setup found out: kernel, qemu, packages."""
+        return json.loads((self.path / "about.json").read_text())
+
+    @property
+    def kernel(self):
+        return self.path / "vmlinux"
+
+    @property
+    def initramfs(self):
+        return self.path / "initramfs.cpio"
+
+    @property
+    def tools(self):
+        """Programs and kernel modules that the guest sees over the host's root."""
+        return self.path / "tools"
+
+    def qemu(self):
+        """The command that starts qemu, and what it needs in its environment."""
+        own = self.path / "qemu"
+        if not own.exists():
+            return ["qemu-system-x86_64"], {}
+        libraries = f"{own}/usr/lib/x86_64-linux-gnu:{own}/lib/x86_64-linux-gnu"
+        data = ["-L", f"{own}/usr/share/qemu", "-L", f"{own}/usr/share/seabios"]
+        return [f"{own}/usr/bin/qemu-system-x86_64", *data], {"LD_LIBRARY_PATH": libraries}
+
+
+def current():
+    """The image to use, or None."""
+    link = folder() / f"current.r{RECIPE}"
+    path = Path(os.path.realpath(link))
+    return Image(path) if link.is_symlink() and (path / "about.json").exists() else None
+
+
+@contextmanager
+def used(image):
+    """Keeps `image` from being removed."""
+    with open(image.path / "about.json") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield image
+
+
+@contextmanager
+def only_one():
+    """One setup at a time; waits for the other one."""
+    root = folder()
+    root.mkdir(parents=True, exist_ok=True)
+    give_up = time.monotonic() + PATIENCE
+    with open(root / "lock", "w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > give_up:
+                    raise Failed(f"another setup has been at work in {root} for {PATIENCE:.0f} s: end it") from error
+                time.sleep(0.2)
+        yield root
+
+
+def enter(made, release):
+    """Makes the finished folder `made` the current image, in one step."""
+    root = folder()
+    name = unused = f"{release}.r{RECIPE}"
+    number = 1
+    while (root / unused).exists():
+        number += 1
+        unused = f"{name}.{number}"
+    os.rename(made, root / unused)
+    link = root / f"link.{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(unused)
+    os.replace(link, root / f"current.r{RECIPE}")
+    return Image(root / unused)
+
+
+def sweep(keep):
+    """Removes what interrupted setups have left, and images that are neither `keep`, nor newer, nor in use."""
+    for path in folder().iterdir():
+        if path.name.startswith("partial."):
+            shutil.rmtree(path, ignore_errors=True)
+            continue
+        match = re.search(r"\.r(\d+)(\.\d+)?$", path.name)
+        if path.is_symlink() or not path.is_dir() or not match or int(match[1]) > RECIPE or path == keep.path:
+            continue
+        try:
+            with open(path / "about.json") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except BlockingIOError:
+            pass

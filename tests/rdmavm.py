@@ -1,0 +1,142 @@
+"""For tests that need RDMA: scripts run in virtual machines that have it in software (scripts/rdma-vm).
+
+    from rdmavm import vm  # noqa: F401
+
+    pytestmark = pytest.mark.rdma_vm
+
+    def test_something(vm):
+        done = vm.run("ibv_devices", provider="siw")
+        assert done.code == 0 and "siw0" in done.out, done
+
+        done = vm.run('''
+            case $HOST_NAME in
+            a) rping -s -a a -C 1 & listening; meet rping; wait $! ;;
+            b) meet rping; rping -c -a a -C 1 ;;
+            esac
+        ''', two=True)
+        assert done.code == 0 and done.of["b"].err == "", done
+
+A script is bash, runs as root in the folder and with the environment of the tests, and may run a second time if its
+machine has crashed; what is kept is said by the last try. `scripts/rdma-vm --help` tells what it finds there. What was
+built on this machine runs in the guest: `{gradfs_binary()}` is its path there, too.
+
+Setting up takes a minute and downloads, once. Where that cannot be had, these tests are skipped with the reason; and
+when all of them together have taken longer than GRADFS_RDMA_VM_BUDGET seconds (600), so are those that are left.
+"""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+SCRIPT = REPOSITORY / "scripts/rdma-vm"
+CANNOT_BE_HAD = 77
+OUT_OF_TIME = 124
+CRASHED = 125
+
+SETUP_DEADLINE = 1800
+# What scripts/rdma-vm waits for at most besides the command: two boots, and the end of a host after another's.
+MARGIN = 300
+STOP_DEADLINE = 20
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a host has said on its standard output and error."""
+
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it went.
+
+    code    exit status; of two hosts that of the first one that failed
+    of      what each host has said, by its name
+    notes   what scripts/rdma-vm said itself
+    """
+
+    code: int
+    of: dict
+    notes: str
+
+    @property
+    def out(self):
+        """The standard output of host a, which may be the only one."""
+        return self.of["a"].out
+
+    @property
+    def err(self):
+        return self.of["a"].err
+
+    def __str__(self):
+        parts = [f"exit status {self.code}", self.notes]
+        for name, said in self.of.items():
+            parts += [f"-- {name}, output", said.out, f"-- {name}, errors", said.err]
+        return "\n".join(part for part in parts if part)
+
+
+class Machines:
+    """Virtual machines, as many as one asks for and one after the other."""
+
+    def __init__(self):
+        self._left = float(os.environ.get("GRADFS_RDMA_VM_BUDGET", 600))
+
+    def run(self, script, two=False, provider="rxe", time_limit=60, share=None, **options):
+        """Runs `script` in a fresh machine, or in two at the same time; gives the Outcome.
+
+        provider    rxe, siw, or none
+        time_limit  seconds from boot to end; exceeded is status 124
+        share       folder that is /share in all machines
+        options     become flags: memory=2048 is --memory 2048
+        """
+        if self._left <= 0:
+            pytest.skip("the time for tests in virtual machines is spent (GRADFS_RDMA_VM_BUDGET)")
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="gradfs-test-vm-") as scratch:
+            words = [SCRIPT, "run", "--provider", provider, "--time-limit", str(time_limit), "--output", scratch]
+            words += ["--two"] if two else []
+            words += ["--share", str(share)] if share else []
+            for name, value in options.items():
+                words += [f"--{name.replace('_', '-')}", str(value)]
+            try:
+                code, notes = self._call([*words, "--", "bash", "-c", script], 2 * time_limit + MARGIN)
+            finally:
+                self._left -= time.monotonic() - begun
+            of = {}
+            for name in ("a", "b") if two else ("a",):
+                files = [Path(scratch) / f"{name}.{stream}" for stream in ("out", "err")]
+                of[name] = Said(*(file.read_text(errors="replace") if file.exists() else "" for file in files))
+        if code == CRASHED:
+            pytest.fail(f"no virtual machine, which tells nothing of what was tested:\n{notes}", pytrace=False)
+        return Outcome(code, of, notes)
+
+    def _call(self, words, deadline):
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            notes = process.communicate(timeout=deadline)[1]
+        except BaseException:
+            # It ends its machines.
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=STOP_DEADLINE)
+            raise
+        return process.returncode, notes.decode(errors="replace")
+
+
+@pytest.fixture(scope="session")
+def vm():
+    """Virtual machines; sets them up where they are not yet."""
+    done = subprocess.run(
+        [SCRIPT, "setup"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SETUP_DEADLINE, check=False
+    )
+    if done.returncode == CANNOT_BE_HAD:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    return Machines()
