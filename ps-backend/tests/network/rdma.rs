@@ -2,7 +2,6 @@
 //! misuse it. Skipped, with the reason, where there is none.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver as News, Sender, channel};
 use std::time::{Duration, Instant};
 
