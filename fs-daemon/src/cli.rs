@@ -4,6 +4,7 @@
 //! parses them all alike.
 
 pub mod cluster;
+pub mod rdma;
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
@@ -81,6 +82,9 @@ pub enum Command {
     /// Shards on a network.
     #[command(flatten)]
     Cluster(cluster::ClusterCommand),
+    /// Tell what this host has for RDMA
+    #[command(subcommand)]
+    Rdma(rdma::RdmaCommand),
     /// Unmount a gradfs mount, whether its daemon lives or not
     Unmount {
         /// The directory it is mounted on
@@ -425,6 +429,23 @@ mod tests {
         assert_eq!(config.settings["reducer"], "adam");
         let error = up("--config /nonexistent", &[(CONFIG_VARIABLE, shown)]).unwrap_err();
         assert!(error.message.contains("/nonexistent"));
+    }
+
+    #[test]
+    fn rdma_devices_are_asked_for_and_completed() {
+        let parsed = |words: &str| Cli::try_parse_from(words.split(' ')).map(|cli| cli.command);
+        for (words, asked) in [("gradfs rdma devices", false), ("gradfs rdma devices --json", true)] {
+            let Ok(Command::Rdma(rdma::RdmaCommand::Devices { json })) = parsed(words) else {
+                panic!("{words}");
+            };
+            assert_eq!(json, asked, "{words}");
+        }
+        assert_eq!(parsed("gradfs rdma device").unwrap_err().exit_code(), 2);
+        let mut script = Vec::new();
+        clap_complete::generate(clap_complete::Shell::Bash, &mut Cli::command(), "gradfs", &mut script);
+        let script = String::from_utf8(script).unwrap();
+        assert!(script.contains("gradfs__rdma__devices") || script.contains("gradfs__subcmd__rdma"));
+        assert!(script.contains("--rdma-gid-index") && script.contains("dynamic"));
     }
 
     #[test]

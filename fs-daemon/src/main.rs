@@ -11,6 +11,7 @@ mod memory;
 mod mountpoint;
 mod process;
 mod progress;
+mod rdma;
 mod serve;
 mod signals;
 mod source;
@@ -20,6 +21,7 @@ mod up;
 use std::process::ExitCode;
 
 use cli::cluster::ClusterCommand;
+use cli::rdma::RdmaCommand;
 use cli::{Cli, Command};
 use error::Error;
 
@@ -42,6 +44,7 @@ fn run(cli: Cli) -> Result<(), Error> {
     match cli.command {
         Command::Up(args) => up::run(args.config(std::env::vars_os())?),
         Command::Cluster(command) => run_cluster(command),
+        Command::Rdma(RdmaCommand::Devices { json }) => rdma::devices(json),
         Command::Unmount { mountpoint, lazy } => mountpoint::unmount(&mountpoint, lazy),
         Command::Completions { shell } => cli::completions(shell),
     }

@@ -56,6 +56,15 @@ fn needed(layout: &ModelLayout, controls: &Controls) -> u128 {
         + u128::from(layout.elements()) * 4 * arrays as u128
 }
 
+/// Allows as much memory to be pinned for RDMA as the system lets us. Whether that suffices, the devices say.
+pub fn raise_lock_limit() {
+    let raised = getrlimit(Resource::RLIMIT_MEMLOCK)
+        .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_MEMLOCK, hard, hard));
+    if let Err(error) = raised {
+        tracing::debug!(%error, "the limit on pinned memory stays as it is");
+    }
+}
+
 /// Allows as many open files as the system lets us: each learner has two regions, each version one.
 pub fn raise_file_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE)

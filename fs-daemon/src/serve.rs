@@ -1,9 +1,12 @@
 //! Mounting models and serving them until told to stop: what `gradfs up` and `gradfs mount` have in common.
 
+use std::collections::BTreeSet;
 use std::io::Write as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+
+use ps_backend::job::ShardView;
 
 use crate::error::{self, Error};
 use crate::fs::Fs;
@@ -105,6 +108,12 @@ fn no_passthrough() -> Option<&'static str> {
     if version < (6, 9) { Some("the kernel is older than 6.9") } else { None }
 }
 
+/// Why bytes do not go by RDMA to shards that take it, each reason once.
+fn not_by_rdma(shards: &[ShardView]) -> String {
+    let reasons: BTreeSet<&str> = shards.iter().filter_map(|shard| shard.no_rdma.as_deref()).collect();
+    reasons.iter().map(|why| format!(", no rdma: {why}")).collect()
+}
+
 /// Says what is mounted where. Printed when everything works, so that scripts can wait for it.
 fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool) {
     let mut out = std::io::stdout().lock();
@@ -113,7 +122,7 @@ fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool) {
         let get = |name| controls.get(name).unwrap_or_default();
         let _ = writeln!(
             out,
-            "gradfs: {}/{}: {} bytes, {} tensors; reducer {}, {}, {} learner(s); {} shard; reads {}",
+            "gradfs: {}/{}: {} bytes, {} tensors; reducer {}, {}, {} learner(s); {} shard{}; reads {}",
             mountpoint.path().display(),
             model.name,
             model.layout.size(),
@@ -122,6 +131,7 @@ fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool) {
             get("consistency"),
             get("learners"),
             model.device.kind(),
+            not_by_rdma(&model.job.status().shards),
             if passthrough { "bypass the daemon" } else { "go through the daemon" },
         );
     }

@@ -14,7 +14,6 @@ pub mod npy;
 pub mod published;
 pub mod publisher;
 pub mod ranges;
-#[cfg(feature = "rdma")]
 pub mod rdma;
 pub mod registry;
 pub mod safetensors_file;

@@ -45,7 +45,6 @@ impl Bench {
             io: Choice::Auto,
             rdma: RdmaUse::Off,
             rdma_port: None,
-            #[cfg(feature = "rdma")]
             rdma_options: libmodelio::rdma::RdmaOptions::default(),
         };
         let server = Server::start(options).expect("a shard");

@@ -254,6 +254,7 @@ impl EmbeddedShard {
             transport: TransportKind::InProcess,
             blocks: self.layout.blocks(),
             no_memory: None,
+            no_rdma: None,
             lost: None,
             connected: true,
         };

@@ -64,6 +64,8 @@ pub struct ShardView {
     pub blocks: u32,
     /// Why that is not shared memory, though the shard is on this host.
     pub no_memory: Option<String>,
+    /// Why that is not RDMA, though the shard takes such connections, or though it must be.
+    pub no_rdma: Option<String>,
     /// Why a connection to it was last lost, or did not come about.
     pub lost: Option<String>,
     /// Whether there is a connection to it now.

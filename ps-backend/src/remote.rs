@@ -361,10 +361,13 @@ impl Channel for RemoteJob {
 
 impl Device for RemoteJob {
     fn kind(&self) -> TransportKind {
-        // What carries all of them; TCP where it is the way to one at least.
-        match self.client.peers().iter().all(|peer| peer.transport == TransportKind::SharedMemory) {
-            true => TransportKind::SharedMemory,
-            false => TransportKind::Tcp,
+        // What carries all of them: TCP where it is the way to one at least, RDMA where that is.
+        let peers = self.client.peers();
+        let any = |kind| peers.iter().any(|peer| peer.transport == kind);
+        match (any(TransportKind::Tcp), any(TransportKind::Rdma)) {
+            (true, _) => TransportKind::Tcp,
+            (false, true) => TransportKind::Rdma,
+            (false, false) => TransportKind::SharedMemory,
         }
     }
 
@@ -524,6 +527,7 @@ impl Job for RemoteJob {
             address: Some(peer.address),
             transport: peer.transport,
             no_memory: peer.no_memory,
+            no_rdma: peer.no_rdma,
             lost: peer.lost,
             blocks: peer.blocks,
             connected: peer.connected,

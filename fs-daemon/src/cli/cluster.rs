@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand, ValueHint};
 
+use super::rdma::{RdmaArgs, RdmaListenArgs};
 use super::{JobArgs, layers};
 use crate::config::cluster::{
     CLUSTER, CreateConfig, DeleteConfig, DrainConfig, IOS, MountConfig, RegistryConfig, ShardConfig,
@@ -33,6 +34,9 @@ Examples:
   One more, on another host; nothing else has to be told of it:
     gradfs shard --listen 0.0.0.0 --advertise node2 --registry 10.0.0.1
 
+  Only with RDMA, over one of two devices; without --rdma it is used where there is a device:
+    gradfs shard --listen 10.0.0.1 --rdma on --rdma-device mlx5_1
+
   The same on every host, with a file and the host's own name:
     printf 'registry = \"node1\"\\nlisten = \"0.0.0.0\"\\nthreads = 8\\n' > cluster.toml
     gradfs shard --config cluster.toml --advertise \"$(hostname -f)\"";
@@ -56,6 +60,9 @@ Examples:
 
   Two of them, over TCP even to shards on this host:
     gradfs mount /mnt/job llama value --registry node1 --transport tcp
+
+  By RDMA, or not at all:
+    gradfs mount /mnt/job --registry node1 --transport rdma --rdma-device mlx5_0
 
   With the registry in the environment:
     GRADFS_REGISTRY=node1 gradfs mount /mnt/job
@@ -103,13 +110,13 @@ pub enum ClusterCommand {
     Registry(RegistryArgs),
     /// Hold and aggregate parts of models, for mounts on any host
     #[command(after_help = SHARD_EXAMPLES)]
-    Shard(ShardArgs),
+    Shard(Box<ShardArgs>),
     /// Load a model into shards, or make a blank one
     #[command(after_help = CREATE_EXAMPLES)]
     Create(Box<CreateArgs>),
     /// Mount models that shards hold
     #[command(after_help = MOUNT_EXAMPLES)]
-    Mount(MountArgs),
+    Mount(Box<MountArgs>),
     /// Tell which shards and models there are, and how they are
     #[command(after_help = STATUS_EXAMPLES)]
     Status(StatusArgs),
@@ -182,6 +189,10 @@ pub struct ShardArgs {
     io: Option<String>,
     #[command(flatten)]
     common: CommonArgs,
+    #[command(flatten)]
+    rdma_listen: RdmaListenArgs,
+    #[command(flatten)]
+    rdma: RdmaArgs,
 }
 
 impl ShardArgs {
@@ -199,6 +210,8 @@ impl ShardArgs {
         ] {
             flags.set(key, value);
         }
+        self.rdma_listen.add_to(&mut flags);
+        self.rdma.add_to(&mut flags);
         ShardConfig::merge(&self.common.layers(flags, variables)?)
     }
 }
@@ -273,7 +286,8 @@ pub struct MountArgs {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
           hide_possible_values = true)]
     no_passthrough: Option<String>,
-    /// Which way bytes go to shards; auto is shm to those on this host and tcp to others [default: auto]
+    /// Which way bytes go to shards; auto is shm to those on this host, and rdma, where both ends have it, or
+    /// tcp to others [default: auto]
     #[arg(long, value_parser = PossibleValuesParser::new(TRANSPORTS))]
     transport: Option<String>,
     /// How bytes go through sockets [default: auto]
@@ -281,6 +295,8 @@ pub struct MountArgs {
     io: Option<String>,
     #[command(flatten)]
     common: CommonArgs,
+    #[command(flatten)]
+    rdma: RdmaArgs,
 }
 
 impl MountArgs {
@@ -301,6 +317,7 @@ impl MountArgs {
         ] {
             flags.set(key, value);
         }
+        self.rdma.add_to(&mut flags);
         MountConfig::merge(&self.common.layers(flags, variables)?)
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use libmodelio::client::{Client, ClientOptions, TransportChoice};
 use libmodelio::net::{Backend, Choice};
 use libmodelio::registry::Registry;
-use libmodelio::transport::Device;
+use libmodelio::transport::{Device, NO_RDMA};
 use libmodelio::wire::{ModelRecord, ShardRecord};
 use ps_backend::job::Job;
 use ps_backend::remote::RemoteJob;
@@ -23,6 +23,12 @@ use crate::serve::{self, Mounting};
 /// # Errors
 /// Anything that keeps it from mounting; nothing is left mounted then.
 pub fn run(config: &MountConfig) -> Result<(), Error> {
+    if config.transport == Transport::Rdma && !cfg!(feature = "rdma") {
+        return Err(Error::new(format!("--transport rdma: {NO_RDMA}")));
+    }
+    if matches!(config.transport, Transport::Auto | Transport::Rdma) {
+        memory::raise_lock_limit();
+    }
     let mounting = Mounting {
         mountpoint: &config.mountpoint,
         threads: config.threads,
@@ -77,11 +83,13 @@ fn connect(
         Transport::Auto => TransportChoice::Auto,
         Transport::Tcp => TransportChoice::Tcp,
         Transport::SharedMemory => TransportChoice::SharedMemory,
+        Transport::Rdma => TransportChoice::Rdma,
     };
     let io = choice(config.io);
     let registry = Some(Arc::clone(registry));
+    let rdma = config.rdma.clone();
     let options =
-        ClientOptions { threads: config.threads, io, transport, registry, ..ClientOptions::default() };
+        ClientOptions { threads: config.threads, io, transport, rdma, registry, ..ClientOptions::default() };
     let client = Client::connect(record, shards, options)
         .map_err(|error| Error::new(format!("cannot take part in {name}")).caused_by(error))?;
     let job = RemoteJob::new(client);

@@ -3,6 +3,7 @@
 use std::io::Write as _;
 
 use libmodelio::net::Choice;
+use libmodelio::rdma::RdmaOptions;
 use ps_backend::server::{self, RdmaUse, Server, ServerOptions};
 
 use crate::config::cluster::{Io, RegistryConfig, ShardConfig};
@@ -39,10 +40,9 @@ pub fn run(config: ShardConfig) -> Result<(), Error> {
         holds_blocks: true,
         threads: config.threads,
         io: choice(config.io),
-        rdma: RdmaUse::Auto,
-        rdma_port: None,
-        #[cfg(feature = "rdma")]
-        rdma_options: libmodelio::rdma::RdmaOptions::default(),
+        rdma: config.rdma,
+        rdma_port: config.rdma_port,
+        rdma_options: config.rdma_options,
     };
     serve(options, |server| {
         let registry = match &config.registry {
@@ -67,8 +67,7 @@ pub fn run_registry(config: RegistryConfig) -> Result<(), Error> {
         io: Choice::Auto,
         rdma: RdmaUse::Off,
         rdma_port: None,
-        #[cfg(feature = "rdma")]
-        rdma_options: libmodelio::rdma::RdmaOptions::default(),
+        rdma_options: RdmaOptions::default(),
     };
     serve(options, |server| format!("the registry listens on {}; {}", server.address(), server.backend()))
 }
@@ -76,6 +75,9 @@ pub fn run_registry(config: RegistryConfig) -> Result<(), Error> {
 fn serve(options: ServerOptions, describe: impl FnOnce(&Server) -> String) -> Result<(), Error> {
     let stops = signals::install()?;
     memory::raise_file_limit();
+    if options.rdma != RdmaUse::Off {
+        memory::raise_lock_limit();
+    }
     let server = Server::start(options).map_err(|error| Error::new(error.to_string()))?;
     {
         let mut out = std::io::stdout().lock();

@@ -71,6 +71,19 @@ pub(super) fn moving(lead: &Value) -> Option<String> {
     Some(format!("moves off shard {off}: {stage}{count}"))
 }
 
+/// RDMA of a shard: where and on what, or why not where that is to be expected.
+fn rdma(status: &Value) -> String {
+    let of = |key: &str| status[key].as_str().unwrap_or_default();
+    match (status["address"].is_string(), status["hindered"] == json!(true)) {
+        (true, _) => {
+            let (device, address) = (of("device"), of("address"));
+            format!(", rdma on {device} at {address} with {} connection(s)", status["connections"])
+        }
+        (false, true) => format!(", no rdma: {}", of("unavailable")),
+        (false, false) => String::new(),
+    }
+}
+
 fn for_people(status: &Value) -> String {
     let mut text = String::new();
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
@@ -91,7 +104,8 @@ fn for_people(status: &Value) -> String {
             (Some(why), _) => format!("no shm: {why}"),
             (None, connections) => format!("shm with {} connection(s) of this host", connections),
         };
-        let _ = writeln!(text, ": {}, {memory}{draining}", shard["io"].as_str().unwrap_or_default());
+        let (io, rdma) = (shard["io"].as_str().unwrap_or_default(), rdma(&shard["rdma"]));
+        let _ = writeln!(text, ": {io}, {memory}{rdma}{draining}");
         for model in list(&shard["adopting"]) {
             let name = model["name"].as_str().unwrap_or_default();
             let (blocks, of) = (&model["blocks"], &model["of"]);
@@ -146,4 +160,22 @@ fn for_people(status: &Value) -> String {
         names => writeln!(text, "models: {}", names.join(", ")),
     };
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rdma_of_a_shard_is_told_where_there_is_something_to_tell() {
+        let with = json!({ "address": "node1:7070", "device": "mlx5_0 port 1", "connections": 4 });
+        assert_eq!(rdma(&with), ", rdma on mlx5_0 port 1 at node1:7070 with 4 connection(s)");
+        let hindered =
+            json!({ "address": null, "unavailable": "port 1 of mlx5_0 is down", "hindered": true });
+        assert_eq!(rdma(&hindered), ", no rdma: port 1 of mlx5_0 is down");
+        let without = json!({ "address": null, "unavailable": "there is no RDMA device", "hindered": false });
+        assert_eq!(rdma(&without), "");
+        // Of a shard that does not know of RDMA.
+        assert_eq!(rdma(&Value::Null), "");
+    }
 }

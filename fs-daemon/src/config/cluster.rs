@@ -3,11 +3,15 @@
 //! They have one vocabulary: one file can hold the keys of all of them, and each takes what it knows. So a host is
 //! added with the file that all the others have, and its own `listen`.
 
+pub mod rdma;
+
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use libmodelio::rdma::RdmaOptions;
 use ps_backend::controls::Controls;
+use ps_backend::server::RdmaUse;
 
 use super::endpoint::{DEFAULT_PORT, Endpoint};
 use super::layer::{KEYS, Key, Kind, Layer, Vocabulary, key};
@@ -17,7 +21,7 @@ use crate::error::Error;
 /// How bytes are moved through sockets.
 pub const IOS: &[&str] = &["auto", "uring", "poll"];
 /// Which way bytes go between a mount and shards.
-pub const TRANSPORTS: &[&str] = &["auto", "tcp", "shm"];
+pub const TRANSPORTS: &[&str] = &["auto", "tcp", "shm", "rdma"];
 
 /// Keys besides those of `gradfs up`, and those that mean something else here.
 const CLUSTER_KEYS: &[Key] = &[
@@ -32,7 +36,8 @@ const CLUSTER_KEYS: &[Key] = &[
 ];
 
 /// Of the commands of a cluster.
-pub static CLUSTER: Vocabulary = Vocabulary { keys: &[CLUSTER_KEYS, KEYS], help: "gradfs COMMAND --help" };
+pub static CLUSTER: Vocabulary =
+    Vocabulary { keys: &[CLUSTER_KEYS, rdma::RDMA_KEYS, KEYS], help: "gradfs COMMAND --help" };
 
 /// Most shards that a model can be striped over.
 const MAX_SHARDS: u16 = 1024;
@@ -61,13 +66,15 @@ pub enum Io {
 /// Which way bytes are to go between a mount and shards.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transport {
-    /// Shared memory to shards on this host, TCP to others.
+    /// Shared memory to shards on this host, RDMA to others that take it, TCP where neither comes about.
     #[default]
     Auto,
     /// TCP, to all of them.
     Tcp,
     /// Shared memory, or not at all.
     SharedMemory,
+    /// RDMA, or not at all.
+    Rdma,
 }
 
 /// Everything `gradfs registry` needs to know.
@@ -90,6 +97,12 @@ pub struct ShardConfig {
     pub threads: usize,
     /// How bytes are moved.
     pub io: Io,
+    /// Whether connections by RDMA are taken.
+    pub rdma: RdmaUse,
+    /// The port for them; `None` for the number of the TCP port.
+    pub rdma_port: Option<u16>,
+    /// How RDMA is used.
+    pub rdma_options: RdmaOptions,
 }
 
 /// Everything `gradfs create` needs to know.
@@ -128,6 +141,8 @@ pub struct MountConfig {
     pub transport: Transport,
     /// How they are moved.
     pub io: Io,
+    /// How RDMA is used, where it is.
+    pub rdma: RdmaOptions,
 }
 
 /// Everything `gradfs status` needs to know.
@@ -228,6 +243,9 @@ impl ShardConfig {
             registry,
             threads: merged.threads(THREADS_OF_SHARD)?,
             io: merged.io()?,
+            rdma: merged.rdma_use()?,
+            rdma_port: merged.rdma_port()?,
+            rdma_options: merged.rdma()?,
         })
     }
 }
@@ -284,6 +302,7 @@ impl MountConfig {
             passthrough: !merged.switch("no_passthrough")?,
             transport: merged.transport()?,
             io: merged.io()?,
+            rdma: merged.rdma()?,
         })
     }
 }
@@ -404,6 +423,7 @@ impl Merged<'_> {
             None | Some((_, "auto")) => Ok(Transport::Auto),
             Some((_, "tcp")) => Ok(Transport::Tcp),
             Some((_, "shm")) => Ok(Transport::SharedMemory),
+            Some((_, "rdma")) => Ok(Transport::Rdma),
             Some((origin, text)) => Err(not_a_word(&origin, text, TRANSPORTS)),
         }
     }

@@ -26,6 +26,8 @@ pub enum Kind {
     Path,
     /// Any number of paths.
     Paths,
+    /// One name.
+    Name,
     /// Any number of names.
     Names,
     /// Bytes, with or without a unit.

@@ -88,6 +88,9 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
             if let Some(why) = &shard.no_memory {
                 value["not_shm_because"] = json!(why);
             }
+            if let Some(why) = &shard.no_rdma {
+                value["not_rdma_because"] = json!(why);
+            }
             if let Some(why) = &shard.lost {
                 value["connection_lost_because"] = json!(why);
             }

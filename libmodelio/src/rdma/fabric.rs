@@ -60,7 +60,9 @@ pub enum Strange {
         got: u16,
     },
     /// It wants to be told otherwise than this end does.
-    #[error("it is told of what was written by {got:?}, this end by {expected:?}: set the same for both")]
+    #[error(
+        "it is told of what was written by {got:?}, this end by {expected:?}: set the same --rdma-notice for both"
+    )]
     Notify {
         /// This end's.
         expected: Notify,
@@ -385,7 +387,7 @@ impl Manager {
                 endpoint.resolve_route(millis(*deadline)).map_err(|error| error.to_string())
             }
             Some(context) => Err(format!(
-                "the way leads over {}, and {} is used (set the device, or its address)",
+                "the way leads over {}, and {} is used (--rdma-device names another one)",
                 context.name(),
                 self.device.name()
             )),

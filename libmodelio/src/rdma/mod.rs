@@ -1,6 +1,6 @@
 //! RDMA: a remote machine is a device (RPCH §3.1).
 //!
-//! Memory is registered with a [`Device`] once, and a [`Line`] to a peer moves bytes between registered memory of both,
+//! Memory is registered with a `Device` once, and a `Line` to a peer moves bytes between registered memory of both,
 //! with neither CPU at work on them. Frames go through rings that each end writes into the other's memory, so that what
 //! is said on a connection is the same as by TCP or through shared memory; payload is named in frames, and fetched or
 //! placed by the device.
@@ -12,14 +12,24 @@
 //! | `line` | one connection |
 //! | `fabric` | how connections come about |
 //! | `verbs` | libibverbs and librdmacm (all `unsafe`) |
+//!
+//! All but `options` is there with the feature `rdma` alone: how it is to be used can be said, and is checked, in any
+//! build.
 
+#[cfg(feature = "rdma")]
 mod device;
+#[cfg(feature = "rdma")]
 mod fabric;
+#[cfg(feature = "rdma")]
 mod line;
 mod options;
+#[cfg(feature = "rdma")]
 pub mod verbs;
 
+#[cfg(feature = "rdma")]
 pub use device::Device;
+#[cfg(feature = "rdma")]
 pub use fabric::{Fabric, Offer};
+#[cfg(feature = "rdma")]
 pub use line::Line;
 pub use options::{Buffers, NoChoice, Notice, Placement, Polling, RdmaOptions};

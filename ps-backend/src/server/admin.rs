@@ -163,6 +163,7 @@ impl Shared {
                 "connections": self.memory.connections(),
                 "unavailable": self.no_memory.get(),
             },
+            "rdma": self.rdma_status(),
             "threads": self.options.threads,
             "registry": self.options.registry.as_deref().unwrap_or("here"),
             "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),

@@ -77,7 +77,17 @@ impl Rdma {
 
     /// For people.
     pub(super) fn name(&self) -> String {
-        format!("rdma on {} at {}", self.fabric.device().name(), self.address)
+        format!("rdma on {} at {}", self.device(), self.address)
+    }
+
+    /// Its device, for people.
+    pub(super) fn device(&self) -> String {
+        self.fabric.device().name()
+    }
+
+    /// Connections that there are.
+    pub(super) fn connections(&self) -> usize {
+        self.fabric.lines()
     }
 
     pub(super) fn shut_down(&self, patience: Duration) {

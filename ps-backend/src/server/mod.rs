@@ -38,6 +38,7 @@ use std::time::{Duration, Instant};
 use libmodelio::ids::{Generation, ShardId};
 use libmodelio::link::{Framed, Link};
 use libmodelio::net::{self, Choice, Reactor, ReactorOptions, SocketOptions};
+use libmodelio::rdma::RdmaOptions;
 use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
 use libmodelio::wire::{Message, ModelRecord, Refusal};
 use parking_lot::{Condvar, Mutex};
@@ -70,8 +71,7 @@ pub struct ServerOptions {
     /// The port for them; `None` for the same number as the other one (with iWARP, any).
     pub rdma_port: Option<u16>,
     /// How RDMA is used.
-    #[cfg(feature = "rdma")]
-    pub rdma_options: libmodelio::rdma::RdmaOptions,
+    pub rdma_options: RdmaOptions,
 }
 
 /// Whether a shard takes connections by RDMA.
@@ -79,7 +79,7 @@ pub struct ServerOptions {
 pub enum RdmaUse {
     /// No.
     Off,
-    /// If there is a device. Why not, the log says.
+    /// If there is a device. Why not, the log says: loudly only if there is one that cannot be used.
     #[default]
     Auto,
     /// Yes, or the shard does not start.
@@ -106,6 +106,20 @@ pub enum ServerError {
     /// The registry does not know this shard.
     #[error("the registry does not take this shard: {0}")]
     Registry(#[from] RegistryError),
+}
+
+/// Why a shard takes no connections by RDMA.
+#[derive(Clone, Debug)]
+struct NoRdma {
+    why: String,
+    /// It is to be expected that it does: there is a device.
+    hindered: bool,
+}
+
+impl NoRdma {
+    fn off() -> NoRdma {
+        NoRdma { why: "it is switched off (--rdma off)".to_owned(), hindered: false }
+    }
 }
 
 /// Longest silence on a connection.
@@ -136,7 +150,7 @@ pub(super) struct Shared {
     #[cfg(feature = "rdma")]
     rdma: OnceLock<fabric::Rdma>,
     /// Why there are none.
-    no_rdma: OnceLock<String>,
+    no_rdma: OnceLock<NoRdma>,
     /// Where they come about.
     listening: Mutex<Option<memory::Listening>>,
     /// Why there are none.
@@ -220,11 +234,14 @@ impl Server {
                     let _ = shared.no_memory.set(why);
                 }
             }
-            if let Err(why) = shared.start_rdma(address) {
-                if shared.options.rdma == RdmaUse::On {
-                    return Err(ServerError::Rdma(why));
+            if let Err(no_rdma) = shared.start_rdma(address) {
+                let NoRdma { why, hindered } = &no_rdma;
+                match (shared.options.rdma, hindered) {
+                    (RdmaUse::On, _) => return Err(ServerError::Rdma(why.clone())),
+                    (_, true) => tracing::warn!("clients elsewhere cannot reach this shard by RDMA: {why}"),
+                    (_, false) => tracing::debug!("no RDMA: {why}"),
                 }
-                let _ = shared.no_rdma.set(why);
+                let _ = shared.no_rdma.set(no_rdma);
             }
             shared.announce()?;
         }
@@ -255,7 +272,7 @@ impl Server {
         *self.shared.shard.lock()
     }
 
-    /// What moves the bytes, and why not io_uring or shared memory, to be named loudly.
+    /// What moves the bytes, and why not io_uring, shared memory or a device that there is, to be named loudly.
     pub fn backend(&self) -> String {
         let backend = self.shared.net.backend();
         if !self.shared.options.holds_blocks {
@@ -267,8 +284,8 @@ impl Server {
         };
         let rdma = match self.shared.rdma_name() {
             Ok(name) => format!("; {name}"),
-            Err(Some(why)) => format!("; no rdma: {why}"),
-            Err(None) => String::new(),
+            Err(Some(NoRdma { why, hindered: true })) => format!("; no rdma: {why}"),
+            Err(_) => String::new(),
         };
         format!("{backend}; {memory}{rdma}")
     }
@@ -324,32 +341,61 @@ impl Shared {
 
     /// Takes connections by RDMA, if that is wanted.
     #[cfg(feature = "rdma")]
-    fn start_rdma(self: &Arc<Shared>, address: SocketAddr) -> Result<(), String> {
+    fn start_rdma(self: &Arc<Shared>, address: SocketAddr) -> Result<(), NoRdma> {
+        use libmodelio::rdma::verbs::VerbsError;
         if self.options.rdma == RdmaUse::Off {
-            return Ok(());
+            return Err(NoRdma::off());
         }
         let options = &self.options.rdma_options;
         let port = self.options.rdma_port;
-        let started = fabric::Rdma::start(self, address, port, options).map_err(|error| error.to_string())?;
+        let started = fabric::Rdma::start(self, address, port, options).map_err(|error| {
+            // Whoever names a device expects one.
+            let hindered = error != VerbsError::NoDevice || options.device.is_some();
+            NoRdma { why: error.to_string(), hindered }
+        })?;
         let _ = self.rdma.set(started);
         Ok(())
     }
 
     #[cfg(not(feature = "rdma"))]
-    fn start_rdma(&self, _: SocketAddr) -> Result<(), String> {
-        match self.options.rdma {
-            RdmaUse::On => Err(libmodelio::transport::NO_RDMA.to_owned()),
-            RdmaUse::Off | RdmaUse::Auto => Ok(()),
-        }
+    fn start_rdma(&self, _: SocketAddr) -> Result<(), NoRdma> {
+        Err(match self.options.rdma {
+            RdmaUse::Off => NoRdma::off(),
+            RdmaUse::Auto | RdmaUse::On => {
+                NoRdma { why: libmodelio::transport::NO_RDMA.to_owned(), hindered: false }
+            }
+        })
     }
 
-    /// What takes connections by RDMA, for people; or why nothing does, if that is worth a word.
-    fn rdma_name(&self) -> Result<String, Option<String>> {
+    /// What takes connections by RDMA, for people; or why nothing does.
+    fn rdma_name(&self) -> Result<String, Option<&NoRdma>> {
         #[cfg(feature = "rdma")]
         if let Some(rdma) = self.rdma.get() {
             return Ok(rdma.name());
         }
-        Err(self.no_rdma.get().cloned())
+        Err(self.no_rdma.get())
+    }
+
+    /// RDMA in the status.
+    fn rdma_status(&self) -> serde_json::Value {
+        #[cfg(feature = "rdma")]
+        if let Some(rdma) = self.rdma.get() {
+            return serde_json::json!({
+                "address": self.rdma_address(),
+                "device": rdma.device(),
+                "connections": rdma.connections(),
+                "unavailable": null,
+                "hindered": false,
+            });
+        }
+        let no_rdma = self.no_rdma.get();
+        serde_json::json!({
+            "address": null,
+            "device": null,
+            "connections": 0,
+            "unavailable": no_rdma.map(|no_rdma| &no_rdma.why),
+            "hindered": no_rdma.is_some_and(|no_rdma| no_rdma.hindered),
+        })
     }
 
     /// Where connections by RDMA are taken, for others; empty if they are not.

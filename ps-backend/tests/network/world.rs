@@ -96,7 +96,6 @@ pub fn options() -> ServerOptions {
         io: Choice::Auto,
         rdma: RdmaUse::Off,
         rdma_port: None,
-        #[cfg(feature = "rdma")]
         rdma_options: libmodelio::rdma::RdmaOptions::default(),
     }
 }

@@ -3,6 +3,8 @@
 use std::collections::BTreeSet;
 
 use clap::{CommandFactory, Parser};
+use libmodelio::rdma::Notice;
+use ps_backend::server::RdmaUse;
 
 use super::*;
 use crate::config::CONFIG_VARIABLE;
@@ -98,6 +100,22 @@ fn every_flag_is_a_key() {
 }
 
 #[test]
+fn settings_of_rdma_are_those_of_shards_and_mounts() {
+    let line = Line::command();
+    let flags = |name: &str| -> BTreeSet<String> {
+        let all = line.find_subcommand(name).unwrap().get_arguments();
+        let of_rdma = all.filter(|argument| argument.get_help_heading() == Some("RDMA"));
+        of_rdma.map(|argument| argument.get_id().to_string()).collect()
+    };
+    let (mut of_shards, of_mounts) = (flags("shard"), flags("mount"));
+    assert!(of_shards.remove("rdma") && of_shards.remove("rdma_port"));
+    assert_eq!(of_shards, of_mounts);
+    let keys = CLUSTER.keys.iter().copied().flatten().filter(|key| key.name.starts_with("rdma_"));
+    let keys: BTreeSet<String> = keys.map(|key| key.name.to_owned()).collect();
+    assert_eq!(keys, &of_mounts | &BTreeSet::from(["rdma_port".to_owned()]));
+}
+
+#[test]
 fn completions_know_the_commands() {
     let mut script = Vec::new();
     clap_complete::generate(clap_complete::Shell::Bash, &mut Line::command(), "gradfs", &mut script);
@@ -117,6 +135,13 @@ fn flags_reach_the_configuration() {
     assert_eq!((shard.listen.port, shard.advertise.to_string()), (1, "node2:1".into()));
     assert_eq!(shard.registry.unwrap().to_string(), "node1:7070");
     assert_eq!((shard.threads, shard.io), (3, Io::Uring));
+    let words = "shard --listen node1 --rdma on --rdma-port 7071 --rdma-device mlx5_0/2 --rdma-notice flag";
+    let shard = config!(Shard, words).unwrap();
+    assert_eq!((shard.rdma, shard.rdma_port), (RdmaUse::On, Some(7071)));
+    assert_eq!((shard.rdma_options.port, shard.rdma_options.notice), (Some(2), Notice::Flag));
+    let words = "mount /mnt --registry node1 --transport rdma --rdma-gid-index 3 --rdma-reads 4";
+    let mount = config!(Mount, words).unwrap();
+    assert_eq!((mount.transport, mount.rdma.gid_index, mount.rdma.reads), (Transport::Rdma, Some(3), 4));
 
     let words = "create llama --size 1GiB --dtype bf16 --registry node1 --shards 4 --block-size 64KiB \
                  --reducer adam --learners 2 --learning-rate 1e-3 --retain 2";
@@ -181,7 +206,10 @@ fn the_file_is_found_by_flag_or_variable() {
 fn wrong_words_are_refused_with_exit_code_2() {
     for words in [
         "shard --io epoll",
-        "mount /mnt --transport rdma",
+        "mount /mnt --transport ib",
+        "shard --rdma maybe",
+        "mount /mnt --rdma on",
+        "mount /mnt --rdma-polling never",
         "create m --reducer SGD",
         "registry --registry node1",
         "status node1",

@@ -64,6 +64,9 @@ fn defaults() {
             registry: None,
             threads: 2,
             io: Io::Auto,
+            rdma: RdmaUse::Auto,
+            rdma_port: None,
+            rdma_options: RdmaOptions::default(),
         }
     );
     assert_eq!(
@@ -88,6 +91,7 @@ fn defaults() {
             passthrough: true,
             transport: Transport::Auto,
             io: Io::Auto,
+            rdma: RdmaOptions::default(),
         }
     );
     let status = StatusConfig::merge(&[flags(&[])], true).unwrap();
@@ -229,7 +233,8 @@ fn numbers_and_words_are_checked() {
     assert!(said(shard(&[("listen", "node1"), ("threads", "0")])).contains("contributions"));
     assert!(said(mount(&[("threads", "999")])).contains("filesystem"));
     assert!(said(mount(&[("io", "epoll")])).contains("auto, uring, poll"));
-    assert!(said(mount(&[("transport", "rdma")])).contains("auto, tcp, shm"));
+    assert!(said(mount(&[("transport", "ib")])).contains("auto, tcp, shm, rdma"));
+    assert_eq!(mount(&[("transport", "rdma")]).unwrap().transport, Transport::Rdma);
     assert!(said(mount(&[("allow_other", "maybe")])).starts_with("--allow-other: "));
     let config = mount(&[("io", "uring"), ("transport", "shm"), ("no_passthrough", "true")]).unwrap();
     assert_eq!((config.io, config.transport), (Io::Uring, Transport::SharedMemory));

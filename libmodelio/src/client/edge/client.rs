@@ -52,6 +52,9 @@ impl Client {
             Pulls::Awaited => core.on_demand(),
         };
         let (transport, connections) = (options.transport, options.connections);
+        if transport == TransportChoice::Rdma && !cfg!(feature = "rdma") {
+            return Err(ClientError::Transport { model, why: crate::transport::NO_RDMA.to_owned() });
+        }
         let whereabouts = Whereabouts::new(&map, record.lead, shards, transport, connections).map_err(bad)?;
         if let Some(why) = whereabouts.parts.iter().find_map(|place| place.barred.clone()) {
             return Err(ClientError::Transport { model, why });
@@ -69,10 +72,6 @@ impl Client {
             let opened = opened
                 .map_err(|error| ClientError::Transport { model: model.clone(), why: error.to_string() })?;
             let _ = fabric.set(Ok(opened));
-        }
-        #[cfg(not(feature = "rdma"))]
-        if transport == TransportChoice::Rdma {
-            return Err(ClientError::Transport { model, why: crate::transport::NO_RDMA.to_owned() });
         }
         let mut versions = Versions::new(size);
         versions.add_spare(versions::spare(size).map_err(|error| start(&error))?);
@@ -159,13 +158,13 @@ impl Client {
     pub fn peers(&self) -> Vec<PeerView> {
         let inner = self.shared.inner.lock();
         let view = |(place, peer): (&Place, &Peer)| {
-            let no_memory = place.barred.clone().or_else(|| peer.no_memory.clone());
             // What must not go another way does not.
             let must = self.shared.options.transport;
-            let barred = place.barred.is_some();
-            let by_memory =
-                place.by_memory && no_memory.is_none() || barred && must == TransportChoice::SharedMemory;
-            let by_rdma = place.by_rdma && peer.no_rdma.is_none() || barred && must == TransportChoice::Rdma;
+            let barred = |way| place.barred.clone().filter(|_| must == way);
+            let no_memory = barred(TransportChoice::SharedMemory).or_else(|| peer.no_memory.clone());
+            let no_rdma = barred(TransportChoice::Rdma).or_else(|| peer.no_rdma.clone());
+            let by_memory = place.by_memory && no_memory.is_none() || must == TransportChoice::SharedMemory;
+            let by_rdma = place.by_rdma && no_rdma.is_none() || must == TransportChoice::Rdma;
             let transport = match (by_memory, by_rdma) {
                 (true, _) => TransportKind::SharedMemory,
                 (false, true) => TransportKind::Rdma,
@@ -178,7 +177,7 @@ impl Client {
                 connected: !peer.links.is_empty(),
                 transport,
                 no_memory,
-                no_rdma: peer.no_rdma.clone(),
+                no_rdma,
                 lost: peer.lost.clone(),
             }
         };

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::memory::TransportChoice;
 use crate::ids::{LearnerId, ShardId, Version};
 use crate::net::Choice;
+use crate::rdma::RdmaOptions;
 use crate::registry::Registry;
 use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
 use crate::wire::{Message, Refusal};
@@ -39,8 +40,7 @@ pub struct ClientOptions {
     /// When versions are pulled.
     pub pulls: Pulls,
     /// How RDMA is used, where it is.
-    #[cfg(feature = "rdma")]
-    pub rdma: crate::rdma::RdmaOptions,
+    pub rdma: RdmaOptions,
     /// How long to wait for shards, and the first version, when connecting.
     pub patience: Duration,
     /// Who is asked where the model is now when shards are out of reach. Without one, a client does not find a model
@@ -57,6 +57,7 @@ impl fmt::Debug for ClientOptions {
             .field("connections", &self.connections)
             .field("window", &self.window)
             .field("pulls", &self.pulls)
+            .field("rdma", &self.rdma)
             .field("patience", &self.patience)
             .field("registry", &self.registry.as_ref().map(|_| ".."))
             .finish()
@@ -72,8 +73,7 @@ impl Default for ClientOptions {
             connections: 2,
             window: 64 << 20,
             pulls: Pulls::Published,
-            #[cfg(feature = "rdma")]
-            rdma: crate::rdma::RdmaOptions::default(),
+            rdma: RdmaOptions::default(),
             patience: Duration::from_secs(10),
             registry: None,
         }

@@ -43,18 +43,16 @@ impl Arena {
     /// Takes a piece of `bytes` bytes or a little more. Not for the data path.
     ///
     /// # Errors
-    /// When there is none that large: [`VerbsError::OutOfRange`].
+    /// When there is none that large: [`VerbsError::Arena`].
     pub fn take(self: &Arc<Arena>, bytes: usize) -> Result<Arc<Chunk>, VerbsError> {
         let len = (bytes.max(1) as u64).next_multiple_of(PAGE);
-        let range = self.free.lock().allocate_range(len).map_err(|_| {
-            let all = self.memory.len() as u64;
-            VerbsError::OutOfRange {
-                offset: all - self.free.lock().total_available(),
-                len: bytes,
-                of: "the arena",
-                all,
-            }
+        let mut free = self.free.lock();
+        let range = free.allocate_range(len).map_err(|_| VerbsError::Arena {
+            bytes: len,
+            available: free.total_available(),
+            all: self.memory.len() as u64,
         })?;
+        drop(free);
         Ok(Arc::new(Chunk { arena: Arc::clone(self), range }))
     }
 

@@ -114,9 +114,11 @@ pub fn contexts() -> Result<&'static [Context], VerbsError> {
     // SAFETY: the call writes the count. The list is never given back: contexts stay open as long as the process.
     let list = unsafe { sys::rdma_get_devices(&raw mut count) };
     if list.is_null() {
-        return Err(match (devices(), Errno::last()) {
-            (Ok(there), _) if there.is_empty() => VerbsError::NoDevice,
-            (_, errno) => VerbsError::NoCm(errno),
+        // Before another call changes it.
+        let errno = Errno::last();
+        return Err(match devices() {
+            Ok(there) if there.is_empty() => VerbsError::NoDevice,
+            _ => VerbsError::NoCm(errno),
         });
     }
     let all = (0..usize::try_from(count).unwrap_or(0))

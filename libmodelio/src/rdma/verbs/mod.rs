@@ -104,6 +104,19 @@ pub enum VerbsError {
         /// As many as may be.
         limit: u64,
     },
+    /// The arena is full.
+    #[error(
+        "{bytes} bytes for rings or slots do not fit into the {all} bytes of registered memory, of which {available} \
+         are free: raise --rdma-arena, or lower --rdma-slots"
+    )]
+    Arena {
+        /// As many as were to be taken.
+        bytes: u64,
+        /// As many as nobody has, perhaps not in one piece.
+        available: u64,
+        /// As many as there are.
+        all: u64,
+    },
     /// A range that leaves the memory it is of.
     #[error("{len} bytes at {offset} leave {of} of {all} bytes")]
     OutOfRange {

@@ -1,0 +1,155 @@
+"""RDMA on the command line of hosts that have devices, in virtual machines (scripts/rdma-vm): what is listed, what is
+said of devices that cannot be used, and which way a mount goes.
+
+Skipped with the reason where such machines cannot be had, or the build is one without RDMA.
+"""
+
+import json
+
+import pytest
+from cluster import run
+from conftest import gradfs_binary
+from rdmavm import vm  # noqa: F401
+
+pytestmark = pytest.mark.rdma_vm
+
+both_providers = pytest.mark.parametrize("provider", ["rxe", "siw"])
+
+# What the scripts have: $gradfs; `waits WORDS...`, until a command succeeds; `shard WORDS...`, one that is ready.
+BEGIN = """
+set -u
+gradfs=%s
+waits() { for _ in $(seq 300); do "$@" && return; sleep 0.1; done; echo "waited in vain: $*" >&2; exit 99; }
+shard() {
+    $gradfs shard --listen $HOST_ADDRESS "$@" >/tmp/shard.out 2>/tmp/shard.err &
+    shard=$!
+    waits grep -q 'gradfs: ready' /tmp/shard.out
+}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def with_rdma():
+    if "built without RDMA" in run("rdma", "devices").stderr:
+        pytest.skip("this gradfs was built without RDMA")
+
+
+def begin():
+    return BEGIN % gradfs_binary()
+
+
+@both_providers
+def test_devices_are_listed(vm, provider):  # noqa: F811
+    done = vm.run(
+        begin() + "$gradfs rdma devices --json && $gradfs rdma devices >&2", provider=provider, time_limit=120
+    )
+    assert done.code == 0, done
+    listed = json.loads(done.out)
+    assert listed["cannot_connect_because"] is None, done
+    [device] = listed["devices"]
+    assert device["name"] == f"{provider}0" and device["limits"]["queue_pairs"] > 0, done
+    assert device["transport"] == ("iWARP" if provider == "siw" else "InfiniBand"), done
+    [port] = device["ports"]
+    assert port["active"] and port["state"] == "active" and port["link"] and port["mtu"] >= 256, done
+    assert [gid["index"] for gid in port["gids"]], done
+    if provider == "rxe":
+        assert any(gid["address"] == "10.0.0.1" and gid["kind"] == "RoCE v2" for gid in port["gids"]), done
+    assert f"{provider}0: " in done.err and "GID 0: " in done.err and "connections can come about" in done.err, done
+
+
+def test_a_machine_without_devices_says_so(vm):  # noqa: F811
+    script = "$gradfs rdma devices; $gradfs shard --listen 127.0.0.1:0 --rdma on; echo $?"
+    done = vm.run(begin() + script, provider="none", time_limit=120)
+    assert done.out.startswith("no RDMA devices\n") and done.out.endswith("\n1\n"), done
+    assert "RDMA: there is no RDMA device" in done.err and "rdma link add" in done.err, done
+
+
+@both_providers
+def test_devices_that_cannot_be_used_are_clear_errors(vm, provider):  # noqa: F811
+    """With `on` the shard does not start; with `auto` it goes on, and its first line says why."""
+    done = vm.run(
+        begin()
+        + """
+        for wrong in "--rdma-device mlx5_0" "--rdma-device $RDMA_DEVICE/7" "--rdma-gid-index 200"; do
+            $gradfs shard --listen $HOST_ADDRESS:0 --rdma on $wrong && exit 3
+            shard $wrong
+            head -n 1 /tmp/shard.out
+            kill $shard; wait $shard || exit 4
+            rm /tmp/shard.out
+        done
+        """,
+        provider=provider,
+        time_limit=180,
+    )
+    assert done.code == 0, done
+    reasons = [
+        f'there is no RDMA device "mlx5_0"; there is {provider}0',
+        f"port 7 of {provider}0 is not there: it has 1",
+        f"GID index 200 of port 1 of {provider}0 holds no GID (`gradfs rdma devices` lists them)",
+    ]
+    started, failed = done.out.splitlines(), done.err.splitlines()
+    assert len(started) == len(failed) == len(reasons), done
+    for reason, line, error in zip(reasons, started, failed, strict=True):
+        assert line.endswith(f"; no rdma: {reason}") and error == f"gradfs: error: RDMA: {reason}", done
+
+
+@both_providers
+def test_a_mount_goes_by_rdma_or_says_why_not(vm, provider, tmp_path):  # noqa: F811
+    """A shard on one host, mounts on another: by RDMA alone, and by TCP where the mount's device is not there."""
+    done = vm.run(
+        begin()
+        + """
+        export GRADFS_REGISTRY=a
+        case $HOST_NAME in
+        a)
+            shard --advertise a --rdma on --rdma-port 7171
+            cat /tmp/shard.out
+            $gradfs create m --size 1MiB --block-size 64KiB --reducer sum >&2 || exit 3
+            meet shard; meet mounted
+            $gradfs status
+            $gradfs status --json >/share/status.json
+            meet asked; meet over
+            kill $shard; wait $shard || exit 4 ;;
+        b)
+            meet shard
+            mounted() { # $1: name; then options
+                name=$1; shift; mkdir /tmp/$name
+                $gradfs mount /tmp/$name "$@" >/tmp/$name.out 2>/tmp/$name.err &
+                waits grep -q 'gradfs: ready' /tmp/$name.out
+                cp /tmp/$name/m/status.json /share/$name.json
+                head -n 1 /tmp/$name.out
+            }
+            mounted rdma --transport rdma
+            meet mounted; meet asked
+            mounted tcp --rdma-device mlx5_0
+            grep 'no RDMA with this shard' /tmp/tcp.err || exit 5
+            mkdir /tmp/not
+            $gradfs mount /tmp/not --transport rdma --rdma-device mlx5_0 && exit 6
+            for name in rdma tcp; do $gradfs unmount /tmp/$name || exit 7; done
+            meet over ;;
+        esac
+        """,
+        two=True,
+        provider=provider,
+        time_limit=240,
+        share=tmp_path,
+    )
+    assert done.code == 0, done
+    first, *status = done.of["a"].out.splitlines()
+    assert first.endswith(f"; rdma on {provider}0 port 1 at 10.0.0.1:7171"), done
+    told = f", rdma on {provider}0 port 1 at a:7171 with 2 connection(s)"
+    assert any(line.startswith("shard 1 at a:7070: ") and line.endswith(told) for line in status), done
+    [shard] = json.loads((tmp_path / "status.json").read_text())["shards"]
+    assert shard["rdma"] == {
+        "address": "a:7171", "device": f"{provider}0 port 1", "connections": 2, "unavailable": None, "hindered": False
+    }, shard
+    by_rdma, by_tcp, *log = done.of["b"].out.splitlines()
+    why = f'there is no RDMA device "mlx5_0"; there is {provider}0'
+    assert "; rdma shard; reads" in by_rdma and f"; tcp shard, no rdma: {why}; reads" in by_tcp, done
+    assert len(log) == 1 and why in log[0], done
+    assert f"gradfs: error: cannot take part in m: model m: {why}" in done.of["b"].err, done
+    seen = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("rdma", "tcp")}
+    assert seen["rdma"]["transport"] == seen["rdma"]["shards"][0]["transport"] == "rdma", seen
+    assert "not_rdma_because" not in seen["rdma"]["shards"][0], seen
+    assert seen["tcp"]["transport"] == seen["tcp"]["shards"][0]["transport"] == "tcp", seen
+    assert seen["tcp"]["shards"][0]["not_rdma_because"] == why, seen
