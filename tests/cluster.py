@@ -316,6 +316,15 @@ class Connection:
             end.close()
 
 
+def end_listening(listener, thread):
+    """Ends a thread that accepts, and then what it listens on. Closing alone does not wake it: it would keep the port,
+    and if its call is restarted, take connections of whatever has the descriptor's number then."""
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join(STOP_DEADLINE)
+    assert not thread.is_alive(), "a listener's thread does not end"
+    listener.close()
+
+
 class Proxy:
     """A TCP proxy in front of a shard, that does harm: `rule(connection, direction, data)` returns the bytes to pass on,
     or None to reset the connection. `direction` is up (to the shard) or down. `hold` stops what matches it."""
@@ -329,7 +338,8 @@ class Proxy:
         self._over = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = "127.0.0.1:%d" % self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def hold(self, which=lambda connection: True):
         """Nothing passes on these connections, nor on new ones that match, until `release`: a partition."""
@@ -353,7 +363,7 @@ class Proxy:
 
     def close(self):
         self._over = True
-        self._listener.close()
+        end_listening(self._listener, self._accepting)
         self.release()
         self.reset()
 

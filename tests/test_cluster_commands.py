@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from cluster import Shard, run
+from cluster import Shard, end_listening, run
 from conftest import gradfs_binary
 from filetools import array, eventually, outcome, takes
 
@@ -51,9 +51,10 @@ def stranger():
                 one.recv(1 << 16)
                 one.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
-    threading.Thread(target=answer, daemon=True).start()
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
     yield "127.0.0.1:%d" % listener.getsockname()[1]
-    listener.close()
+    end_listening(listener, thread)
 
 
 @pytest.fixture

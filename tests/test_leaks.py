@@ -210,7 +210,10 @@ def test_versions_while_readers_come_and_go(start_mount):
     full = ONE * BLOCK
     for _ in range(50):
         mount.contribute(full)
-    with Bounds(mount, rss=8 << 20):
+    # A reader that gets no turn holds its version while many others are made: there come as many buffers as there may
+    # be, and stay, each with a descriptor.
+    room = 16 - mount.status()["version_buffers"]["existing"]
+    with Bounds(mount, rss=8 << 20, buffers=room, fds=8 + room):
         for reader in readers:
             reader.start()
         for _ in range(2_000):

@@ -325,6 +325,10 @@ impl<C: Conversation> Stream for Framed<C> {
                 self.link.close(why);
                 return Receive::Paused;
             }
+            // From here on the rest of its frame is to come; perhaps nothing ever does.
+            if self.mark(Instant::now()) {
+                self.link.wake();
+            }
         }
         if let Some(farewell) = &self.farewell {
             let Some(scratch) = self.scratch.as_ref().filter(|_| farewell.drains) else {
@@ -442,3 +446,6 @@ impl<C: Conversation> Stream for Framed<C> {
         self.conversation.closed(why);
     }
 }
+
+#[cfg(test)]
+mod tests;

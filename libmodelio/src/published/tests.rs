@@ -1,7 +1,6 @@
 //! The directory against a map; copies that are torn or anything at all; buffers that are used again while they are read.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use proptest::collection::vec;
@@ -272,11 +271,11 @@ fn read(
     buffers: &[Mapping],
     enough: impl Fn(&Counts) -> bool,
     seed: u64,
-    over: &AtomicBool,
+    deadline: Instant,
 ) -> Counts {
     let mut counts = Counts::default();
     let mut random = seed;
-    while !over.load(Ordering::Relaxed) && !enough(&counts) {
+    while !enough(&counts) && Instant::now() < deadline {
         // xorshift64
         random ^= random << 13;
         random ^= random >> 7;
@@ -312,17 +311,16 @@ fn a_copy_of_a_buffer_that_was_used_again_is_never_accepted() {
     let buffers: Vec<_> = (0..BUFFERS).map(|_| Mapping::memfd("test", 8 * BUFFER_WORDS).unwrap()).collect();
     let mut directory = Directory::new().unwrap();
     let memory = Arc::clone(directory.memory());
-    let over = AtomicBool::new(false);
     let deadline = Instant::now() + Duration::from_secs(60);
     let enough = |counts: &Counts| counts.accepted >= 2_000 && counts.spoilt >= 200;
     let counts = std::thread::scope(|scope| {
         let readers = [0x9e37_79b9_7f4a_7c15, 0xbf58_476d_1ce4_e5b9].map(|seed| {
-            let (memory, buffers, over) = (&memory, &buffers, &over);
-            scope.spawn(move || read(memory, buffers, enough, seed, over))
+            let (memory, buffers) = (&memory, &buffers);
+            scope.spawn(move || read(memory, buffers, enough, seed, deadline))
         });
         // Version 0 is in no buffer: they are all zero.
         let mut version = 1;
-        while readers.iter().any(|reader| !reader.is_finished()) && Instant::now() < deadline {
+        while readers.iter().any(|reader| !reader.is_finished()) {
             let number = version as usize % BUFFERS;
             let buffer = &buffers[number];
             if version > BUFFERS as u64 {
@@ -333,7 +331,6 @@ fn a_copy_of_a_buffer_that_was_used_again_is_never_accepted() {
             directory.publish(Version(version), address, number as u32, buffer.len() as u64);
             version += 1;
         }
-        over.store(true, Ordering::Relaxed);
         readers.map(|reader| reader.join().unwrap())
     });
     assert!(counts.iter().all(enough), "{counts:?}");

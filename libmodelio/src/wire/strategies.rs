@@ -392,7 +392,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (any::<u32>(), any::<u32>(), any::<u64>(), any::<u32>())
             .prop_map(|(count, bytes, address, key)| Message::Slots { count, bytes, address, key })
             .boxed(),
-        (plan(), block(), any::<bool>(), any::<u32>())
+        (id64(PlanId), block(), any::<bool>(), any::<u32>())
             .prop_map(|(plan, block, wide, slot)| Message::PushIn { plan, block, wide, slot })
             .boxed(),
     ]

@@ -10,7 +10,7 @@ use libmodelio::net::Choice;
 use libmodelio::registry::Registry;
 use libmodelio::wire::Message;
 
-use crate::world::{LONG, Learner, Way, World, server};
+use crate::world::{LONG, Learner, Way, World};
 
 const STEPS: u32 = 120;
 /// Before these steps the model moves.
@@ -23,8 +23,7 @@ fn world(way: Way) -> World {
 
 /// Moves the model off its lead, or another shard, and stops that unless it has the registry. A new one comes before.
 fn drain(world: &mut World, lead: bool) {
-    let registry = world.servers[0].address().to_string();
-    world.servers.push(server(Some(registry), world.io));
+    world.servers.push(world.another());
     let deadline = Instant::now() + LONG;
     let record = world.registry.model("m", deadline).unwrap();
     let mut owners = record.owners.iter().map(|&(owner, _)| owner);
@@ -86,7 +85,7 @@ fn train(world: &mut World, mut before: impl FnMut(&mut World, u32)) -> (Version
 }
 
 /// The same weights, bit by bit, as if nothing had moved; every step counts once.
-fn lived_through(way: Way) {
+pub fn lived_through(way: Way) {
     let expected = train(&mut world(way), |_, _| {});
     let mut moved = world(way);
     let mut times = 0;
@@ -110,12 +109,4 @@ fn learners_live_through_moves_of_their_model_over_tcp() {
 #[test]
 fn learners_live_through_moves_of_their_model_in_shared_memory() {
     lived_through(Way::Memory);
-}
-
-#[cfg(feature = "rdma")]
-#[test]
-fn learners_live_through_moves_of_their_model_by_rdma() {
-    if let Some(way) = Way::rdma() {
-        lived_through(way);
-    }
 }

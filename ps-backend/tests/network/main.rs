@@ -4,6 +4,8 @@ mod living;
 mod memory;
 mod moved;
 mod moving;
+#[cfg(feature = "rdma")]
+mod rdma;
 mod resting;
 mod steps;
 mod world;

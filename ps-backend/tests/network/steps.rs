@@ -12,7 +12,7 @@ use crate::world::{LONG, Learner, Way, World};
 
 const BYTES: u64 = 1_000_004;
 
-fn sums_of_two_clients(way: Way, shards: usize) {
+pub fn sums_of_two_clients(way: Way, shards: usize) {
     let settings = [("reducer", "sum"), ("learners", "3")];
     let world = World::new(shards, BYTES, &settings, way);
     let (a, b) = (world.client(), world.client());
@@ -50,15 +50,7 @@ fn learners_on_two_clients_are_summed_over_shared_memory() {
     sums_of_two_clients(Way::Memory, 2);
 }
 
-#[cfg(feature = "rdma")]
-#[test]
-fn learners_on_two_clients_are_summed_by_rdma() {
-    if let Some(way) = Way::rdma() {
-        sums_of_two_clients(way, 2);
-    }
-}
-
-fn a_late_one(way: Way) {
+pub fn a_late_one(way: Way) {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], way);
     let (a, b) = (world.client(), world.client());
     let (first, late) = (Learner::join(&a, "first"), Learner::join(&b, "late"));
@@ -76,14 +68,6 @@ fn a_late_one(way: Way) {
 fn who_is_late_does_not_hold_up_the_answer_of_who_is_there() {
     a_late_one(Way::Tcp(Choice::Auto));
     a_late_one(Way::Memory);
-}
-
-#[cfg(feature = "rdma")]
-#[test]
-fn who_is_late_does_not_hold_up_the_answer_of_who_is_there_by_rdma() {
-    if let Some(way) = Way::rdma() {
-        a_late_one(way);
-    }
 }
 
 #[test]

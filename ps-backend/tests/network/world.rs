@@ -11,6 +11,7 @@ use libmodelio::ids::{LearnerId, Step, Version};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
+use libmodelio::rdma::RdmaOptions;
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::{LeaveReason, Region, RegionKey};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
@@ -27,6 +28,8 @@ pub struct World {
     pub record: ModelRecord,
     pub io: Choice,
     pub transport: TransportChoice,
+    pub rdma: RdmaOptions,
+    options: ServerOptions,
 }
 
 /// Which way the bytes of a test go.
@@ -36,20 +39,26 @@ pub enum Way {
     Tcp(Choice),
     /// Through shared memory.
     Memory,
-    /// By RDMA, over the device that this address leads over.
+    /// By RDMA, over the device that this address leads over, used as this says.
     #[cfg(feature = "rdma")]
-    Rdma(std::net::IpAddr),
+    Rdma(std::net::IpAddr, fn(&mut RdmaOptions)),
 }
 
 impl Way {
     /// By RDMA, if `GRADFS_RDMA_ADDRESS` names an address that leads over a device.
     #[cfg(feature = "rdma")]
     pub fn rdma() -> Option<Way> {
+        Way::rdma_with(|_| {})
+    }
+
+    /// The same, with other options.
+    #[cfg(feature = "rdma")]
+    pub fn rdma_with(change: fn(&mut RdmaOptions)) -> Option<Way> {
         let Ok(text) = std::env::var("GRADFS_RDMA_ADDRESS") else {
             eprintln!("skipped: GRADFS_RDMA_ADDRESS names no address of an RDMA device");
             return None;
         };
-        Some(Way::Rdma(text.parse().expect("GRADFS_RDMA_ADDRESS is an address")))
+        Some(Way::Rdma(text.parse().expect("GRADFS_RDMA_ADDRESS is an address"), change))
     }
 
     fn options(self) -> (ServerOptions, TransportChoice) {
@@ -57,9 +66,14 @@ impl Way {
             Way::Tcp(io) => (ServerOptions { io, ..options() }, TransportChoice::Tcp),
             Way::Memory => (options(), TransportChoice::SharedMemory),
             #[cfg(feature = "rdma")]
-            Way::Rdma(address) => {
+            Way::Rdma(address, change) => {
                 let listen = std::net::SocketAddr::new(address, 0);
-                (ServerOptions { listen, rdma: RdmaUse::On, ..options() }, TransportChoice::Rdma)
+                let mut rdma_options = RdmaOptions { arena: 16 << 20, ..RdmaOptions::default() };
+                change(&mut rdma_options);
+                (
+                    ServerOptions { listen, rdma: RdmaUse::On, rdma_options, ..options() },
+                    TransportChoice::Rdma,
+                )
             }
         }
     }
@@ -80,7 +94,7 @@ pub fn options() -> ServerOptions {
         io: Choice::Auto,
         rdma: RdmaUse::Off,
         rdma_port: None,
-        rdma_options: libmodelio::rdma::RdmaOptions::default(),
+        rdma_options: RdmaOptions::default(),
     }
 }
 
@@ -112,7 +126,13 @@ impl World {
         servers.extend((1..shards).map(|_| start(Some(at.clone()))));
         let registry = RemoteRegistry::new(at);
         let record = blank(&registry, "m", layout, settings, shards);
-        World { servers, registry, record, io, transport }
+        World { servers, registry, record, io, transport, rdma: options.rdma_options.clone(), options }
+    }
+
+    /// One more shard like the others.
+    pub fn another(&self) -> Server {
+        let registry = Some(self.servers[0].address().to_string());
+        Server::start(ServerOptions { registry, ..self.options.clone() }).unwrap()
     }
 
     pub fn client(&self) -> Arc<Client> {
@@ -125,13 +145,21 @@ impl World {
     }
 
     pub fn connect(&self, shards: &[ShardRecord], transport: TransportChoice) -> Result<Client, ClientError> {
-        let options = ClientOptions { io: self.io, transport, ..ClientOptions::default() };
+        let options = ClientOptions { transport, ..self.client_options() };
         Client::connect(&self.record, shards, options)
     }
 
+    fn client_options(&self) -> ClientOptions {
+        ClientOptions {
+            io: self.io,
+            transport: self.transport,
+            rdma: self.rdma.clone(),
+            ..ClientOptions::default()
+        }
+    }
+
     pub fn client_that(&self, pulls: Pulls) -> Arc<Client> {
-        let transport = self.transport;
-        let options = ClientOptions { io: self.io, transport, pulls, ..ClientOptions::default() };
+        let options = ClientOptions { pulls, ..self.client_options() };
         Arc::new(Client::connect(&self.record, &self.shards(), options).unwrap())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use common::{BLOCK, floats_layout};
@@ -343,16 +343,15 @@ fn versions_are_read_past_the_store_while_it_makes_others() {
         sums: Mutex::default(),
     });
     store.watch(Arc::clone(&shown) as Arc<dyn VersionWatch>);
-    let over = AtomicBool::new(false);
     let deadline = Instant::now() + Duration::from_secs(60);
     let enough = |counts: &Counts| counts.accepted >= 300 && counts.spoilt >= 30;
     let counts = std::thread::scope(|scope| {
         let readers = [1u64, 2].map(|stride| {
-            let (shown, memory, over) = (&shown, &memory, &over);
+            let (shown, memory) = (&shown, &memory);
             scope.spawn(move || {
                 let mut counts = Counts::default();
                 for round in 0u64.. {
-                    if enough(&counts) || over.load(Ordering::Relaxed) {
+                    if enough(&counts) || Instant::now() > deadline {
                         break;
                     }
                     shown.read(memory, round.is_multiple_of(1 + stride), &mut counts);
@@ -361,14 +360,13 @@ fn versions_are_read_past_the_store_while_it_makes_others() {
             })
         });
         for version in 0.. {
-            if readers.iter().all(|reader| reader.is_finished()) || Instant::now() > deadline {
+            if readers.iter().all(|reader| reader.is_finished()) {
                 break;
             }
             let job = store.begin(Version(version), reduces(version + 1), false).unwrap();
             finish(&store, &job, BLOCKS, version as f32 % 1000.0);
             store.conclude(&job).unwrap();
         }
-        over.store(true, Ordering::Relaxed);
         readers.map(|reader| reader.join().unwrap())
     });
     assert!(counts.iter().all(enough), "{counts:?}");

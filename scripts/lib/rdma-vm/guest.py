@@ -16,11 +16,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from machine import Failed
+
 HERE = Path(__file__).resolve().parent
 STOP_DEADLINE = 5.0
 
 # RoCE's MTU is the largest of 1024, 2048 and 4096 that leaves room for headers in the network's.
 MTU = 9000
+# The first trouble of the kernel ends the machine; interfaces have the kernel's names.
+KERNEL_OPTIONS = ("console=ttyS0", "quiet", "panic=-1", "oops=panic", "net.ifnames=0")
+KERNEL_OPTIONS += ("mitigations=off", "nokaslr", "tsc=reliable")
 # What has a meaning only on the host.
 NOT_PASSED = {"_", "OLDPWD", "PWD", "SHLVL", "XDG_RUNTIME_DIR", "DBUS_SESSION_BUS_ADDRESS", "SSH_AUTH_SOCK"}
 # What a kernel says when it has gone wrong. That memory ran out is the command's doing.
@@ -93,11 +98,11 @@ class Guest:
         words += ["-smp", settings.cpus, "-m", settings.memory]
         words += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-monitor", "none"]
         words += ["-kernel", image.kernel, "-initrd", image.initramfs]
-        # Names of interfaces as the kernel gives them; the first trouble of the kernel ends the machine.
-        words += ["-append", "console=ttyS0 quiet panic=-1 oops=panic mitigations=off nokaslr tsc=reliable net.ifnames=0"]
+        words += ["-append", " ".join(KERNEL_OPTIONS)]
         words += ["-chardev", f"{serial},id=console", "-serial", "chardev:console", "-device", "virtio-serial-pci"]
         for port, fd in (("out", out), ("err", err)):
-            words += ["-chardev", f"file,id={port},path=/dev/fd/{fd}", "-device", f"virtserialport,chardev={port},name={port}"]
+            words += ["-chardev", f"file,id={port},path=/dev/fd/{fd}"]
+            words += ["-device", f"virtserialport,chardev={port},name={port}"]
         words += ["-object", "rng-random,id=random,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=random"]
         for tag, path, mode in (
             ("hostroot", "/", ",readonly=on"), ("tools", image.tools, ",readonly=on"), ("job", self.job, ""),
@@ -117,8 +122,9 @@ class Guest:
 
     def start(self):
         """Boots it."""
-        ours, theirs = zip(os.pipe(), os.pipe())
-        self.pipes = dict(zip(("out", "err"), ours))
+        out, err = os.pipe(), os.pipe()
+        self.pipes = {"out": out[0], "err": err[0]}
+        theirs = out[1], err[1]
         command, more = self._command(*theirs)
         # A terminal's Ctrl-C is for this program, which ends the machines.
         interactive = self._settings.interactive
@@ -137,6 +143,8 @@ class Guest:
                     pass_fds=[*theirs, *([self._link.fileno()] if self._link else [])],
                     start_new_session=not interactive, preexec_fn=before_exec,
                 )
+        except FileNotFoundError as error:
+            raise Failed(f"{error.filename} is not there any more: scripts/rdma-vm setup") from error
         finally:
             for fd in theirs:
                 os.close(fd)

@@ -132,7 +132,7 @@ def check_host():
         raise CannotBeHad(f"this is {platform.machine()}: only x86-64 has been made to work")
     for program in ("apt-get", "apt-cache", "dpkg-deb"):
         if not shutil.which(program):
-            raise CannotBeHad(f"{program} is missing: kernel and tools come from Debian's packages (Debian 12 or later)")
+            raise CannotBeHad(f"{program} is missing: kernel and tools are Debian's (Debian 12 or later)")
     if not os.path.islink("/lib"):
         raise CannotBeHad("/lib is not a link to usr/lib: the guest needs a host with a merged /usr")
     missing = [package for program, package in BUILD.items() if not shutil.which(program)]
@@ -209,8 +209,8 @@ def build_siw(work, packages, release):
     makefile.write_text(re.sub(r"/usr/src/(?=linux-headers)", f"{tree}/usr/src/", makefile.read_text()))
     if not (tree / "usr/src" / common).is_dir():
         raise Failed(f"{common} is not among the packages")
-    words = ["make", "-s", "-j2", "-C", headers, f"M={into}", "CONFIG_RDMA_SIW=m", "CONFIG_DEBUG_INFO_BTF_MODULES=", "modules"]
-    command(words, "building siw")
+    options = ["CONFIG_RDMA_SIW=m", "CONFIG_DEBUG_INFO_BTF_MODULES="]
+    command(["make", "-s", "-j2", "-C", headers, f"M={into}", *options, "modules"], "building siw")
     return into / "siw.ko"
 
 

@@ -22,6 +22,8 @@ BOOT_DEADLINE = 120.0
 # When a host of two has failed, the other one may notice.
 GRACE = 30.0
 TRIES = 2
+# Where bin/meet keeps who has come.
+MEETINGS = ".meet"
 # Lines of a console after trouble.
 SHOWN = 25
 
@@ -97,10 +99,11 @@ class Attempt:
         if settings.share is None:
             self.scratch = Path(tempfile.mkdtemp(prefix="gradfs-rdma-vm-share."))
             settings = replace(settings, share=self.scratch)
-        shutil.rmtree(settings.share / ".meet", ignore_errors=True)
+        self.share = settings.share
+        shutil.rmtree(self.share / MEETINGS, ignore_errors=True)
         self.guests = [
             Guest(image, name, hosts[name], hosts, wish.command, settings, link)
-            for name, link in zip(names, self.links)
+            for name, link in zip(names, self.links, strict=True)
         ]
         self.sink = Sink(wish, names)
         self.selector = selectors.DefaultSelector()
@@ -116,11 +119,12 @@ class Attempt:
         for link in self.links:
             if link:
                 link.close()
+        shutil.rmtree(self.share / MEETINGS, ignore_errors=True)
         if self.scratch:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
     def run(self):
-        """Exit statuses of the hosts."""
+        """Exit statuses of the hosts; None for one that was ended because the other had failed."""
         for guest in self.guests:
             guest.start()
             for stream, fd in guest.pipes.items():
@@ -139,12 +143,13 @@ class Attempt:
         while None in (statuses := [guest.status() for guest in self.guests]):
             self._step()
             now = time.monotonic()
-            if now > give_up:
+            if any(statuses):
+                failed_at = failed_at or now
+                if now > min(give_up, failed_at + GRACE):
+                    say(f"{self._running()} was ended {now - failed_at:.0f} s after the other host had failed")
+                    break
+            elif now > give_up:
                 raise OutOfTime(f"{self._running()} took longer than {self.wish.time_limit:g} s")
-            if failed_at is None and any(statuses):
-                failed_at = now
-            if failed_at is not None and now > failed_at + GRACE:
-                raise OutOfTime(f"{self._running()} went on for {GRACE:.0f} s after the other host had failed")
         return statuses
 
     def _running(self):

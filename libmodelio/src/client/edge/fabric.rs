@@ -309,7 +309,7 @@ impl Shared {
             };
             let entry = directory.at(seen.offset() as u64);
             remote.pull.batches.push_back(Batch { seen, blocks });
-            // Not before the blocks are here.
+            // Fenced: the device asks for it when it has the blocks, and no sooner.
             remote.line.read(CHECK, slot, ENTRY, entry, true).map_err(|(error, _)| error)?;
             remote.line.post()?;
         }

@@ -116,23 +116,24 @@ impl CmChannel {
         let of = if is_request { event.listen_id } else { event.id };
         // SAFETY: it lives, as the caller promises. What is there was put there by `Endpoint::new`.
         let token = unsafe { (*of).context } as u64;
-        // SAFETY: those kinds of events have parameters of connections; the pointer is to so many bytes.
-        let private = match event.event {
+        let has_private = matches!(
+            event.event,
             kinds::RDMA_CM_EVENT_CONNECT_REQUEST
-            | kinds::RDMA_CM_EVENT_ESTABLISHED
-            | kinds::RDMA_CM_EVENT_CONNECT_RESPONSE
-            | kinds::RDMA_CM_EVENT_REJECTED => unsafe {
-                let conn = &event.param.conn;
-                match conn.private_data.is_null() {
-                    true => Vec::new(),
-                    false => {
-                        let len = usize::from(conn.private_data_len);
-                        std::slice::from_raw_parts(conn.private_data.cast::<u8>(), len).to_vec()
-                    }
-                }
-            },
-            _ => Vec::new(),
-        };
+                | kinds::RDMA_CM_EVENT_ESTABLISHED
+                | kinds::RDMA_CM_EVENT_CONNECT_RESPONSE
+                | kinds::RDMA_CM_EVENT_REJECTED
+        );
+        let mut private = Vec::new();
+        if has_private {
+            // SAFETY: those kinds of events have parameters of connections.
+            let conn = unsafe { &event.param.conn };
+            if !conn.private_data.is_null() {
+                let len = usize::from(conn.private_data_len);
+                // SAFETY: the pointer is to so many bytes, as long as the event is not acknowledged.
+                let bytes = unsafe { std::slice::from_raw_parts(conn.private_data.cast::<u8>(), len) };
+                private.extend_from_slice(bytes);
+            }
+        }
         let status = event.status;
         let failed = |doing: &str| {
             let why = match status {

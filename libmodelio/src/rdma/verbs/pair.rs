@@ -273,6 +273,7 @@ impl Pair {
     ///
     /// # Errors
     /// [`VerbsError::Full`], [`VerbsError::OutOfRange`], [`VerbsError::Broken`]; the work comes back.
+    #[allow(clippy::result_large_err)] // The work comes back seldom, and is moved either way.
     pub fn add(&self, token: u64, work: Work) -> Result<(), (VerbsError, Work)> {
         let mut state = self.state.lock();
         if let Some(why) = &state.broken {

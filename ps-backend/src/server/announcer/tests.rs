@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use libmodelio::net::Choice;
 
 use super::*;
-use crate::server::{Server, ServerOptions};
+use crate::server::{RdmaUse, Server, ServerOptions};
 
 #[test]
 fn who_asks_how_a_shard_is_and_its_announcer_do_not_wait_for_each_other() {
@@ -18,6 +18,9 @@ fn who_asks_how_a_shard_is_and_its_announcer_do_not_wait_for_each_other() {
         holds_blocks: true,
         threads: 1,
         io: Choice::Poll,
+        rdma: RdmaUse::Off,
+        rdma_port: None,
+        rdma_options: libmodelio::rdma::RdmaOptions::default(),
     };
     // Its end would wait, too.
     let server = ManuallyDrop::new(Server::start(options).unwrap());

@@ -13,7 +13,11 @@ use crate::server::moving::Whereabouts;
 impl Part {
     /// The same blocks in the same memory, under another block map.
     pub(in crate::server) fn again(&self, record: &ModelRecord) -> Arc<Part> {
-        Part::of(record, self.model_bytes, self.store.clone(), &self.pool)
+        let part = Part::of(record, self.model_bytes, self.store.clone(), &self.pool);
+        // The store has its watcher already.
+        #[cfg(feature = "rdma")]
+        part.shown.lock().clone_from(&self.shown.lock());
+        part
     }
 
     /// Its plans go on from this version.

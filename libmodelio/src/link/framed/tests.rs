@@ -1,0 +1,63 @@
+//! A stream of frames, driven by hand.
+
+use super::*;
+use crate::ids::{BlockId, Epoch, PlanId};
+use crate::wire::Limits;
+
+const SILENCE: Duration = Duration::from_secs(9);
+
+/// Takes no block before it is told to.
+#[derive(Default)]
+struct Slow {
+    takes: bool,
+}
+
+impl Conversation for Slow {
+    fn opened(&mut self, _: &Link) -> Result<(), Close> {
+        Ok(())
+    }
+
+    fn message(&mut self, _: &Received) -> Result<Take, Close> {
+        Ok(if self.takes { Take::Buffered } else { Take::Later })
+    }
+
+    fn payload(&mut self, _: &Received, _: &[u8]) -> Result<(), Close> {
+        Ok(())
+    }
+
+    fn limits(&self) -> Limits {
+        Limits::MAX
+    }
+
+    fn silence(&self) -> Option<Duration> {
+        Some(SILENCE)
+    }
+
+    fn closed(&mut self, _: &Close) {}
+}
+
+/// Asks what is to be received; false if it is nothing.
+fn asks(framed: &mut Framed<Slow>) -> bool {
+    let mut into = ReceiveSlices::new();
+    matches!(framed.receive(&mut into), Receive::Into { .. })
+}
+
+#[test]
+fn a_block_that_had_to_wait_is_watched_as_soon_as_it_is_taken() {
+    let mut framed = Framed::new(Slow::default(), Link::default(), 512);
+    assert!(asks(&mut framed));
+    let push = Message::Push { plan: PlanId(1), block: BlockId(0), wide: false };
+    let mut bytes = wire::frame(&push, 0, Epoch(1), &[7; 4096]).unwrap();
+    bytes.extend([7; 100]);
+    framed.ahead.bytes_mut()[..bytes.len()].copy_from_slice(&bytes);
+    framed.received(bytes.len()).unwrap();
+    assert!(!asks(&mut framed), "it waits, and so does the rest");
+    let pause = SILENCE / 3;
+    assert_eq!(framed.progress.look(framed.seen, Instant::now(), pause), Ok(None));
+    // It is woken, and nothing more ever comes.
+    framed.conversation.takes = true;
+    assert!(asks(&mut framed));
+    let end = Instant::now() + pause;
+    assert!(matches!(framed.progress.look(framed.seen, end - pause, pause), Ok(Some(_))), "it is under way");
+    assert!(framed.progress.look(framed.seen, end, pause).is_err(), "and has not moved on");
+}

@@ -1,0 +1,256 @@
+//! By RDMA, over a real device (software RDMA will do): every way in which it can be used, ends that go, and peers that
+//! misuse it. Skipped, with the reason, where there is none.
+
+use std::net::SocketAddr;
+use std::sync::mpsc::{Receiver as News, Sender, channel};
+use std::time::{Duration, Instant};
+
+use libmodelio::ids::{BlockId, ClientId, PlanId};
+use libmodelio::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
+use libmodelio::rdma::{Buffers, Fabric, Notice, Placement, Polling, RdmaOptions};
+use libmodelio::transport::TransportKind;
+use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, Role, frame};
+
+use crate::living::lived_through;
+use crate::steps::{a_late_one, sums_of_two_clients};
+use crate::world::{LONG, Learner, Way, World};
+
+const BYTES: u64 = 1_000_004;
+
+fn sums(change: fn(&mut RdmaOptions)) {
+    if let Some(way) = Way::rdma_with(change) {
+        sums_of_two_clients(way, 1);
+    }
+}
+
+#[test]
+fn learners_on_two_clients_are_summed_by_rdma() {
+    if let Some(way) = Way::rdma() {
+        sums_of_two_clients(way, 2);
+    }
+}
+
+#[test]
+fn who_is_late_does_not_hold_up_the_answer_of_who_is_there_by_rdma() {
+    if let Some(way) = Way::rdma() {
+        a_late_one(way);
+    }
+}
+
+#[test]
+fn learners_live_through_moves_of_their_model_by_rdma() {
+    if let Some(way) = Way::rdma() {
+        lived_through(way);
+    }
+}
+
+#[test]
+fn blocks_are_placed_in_slots() {
+    sums(|options| options.placement = Placement::Static);
+}
+
+#[test]
+fn blocks_are_fetched() {
+    sums(|options| options.placement = Placement::Dynamic);
+}
+
+#[test]
+fn blocks_are_fetched_into_slots_in_turn() {
+    sums(|options| (options.placement, options.buffers) = (Placement::Dynamic, Buffers::Looped));
+}
+
+#[test]
+fn blocks_are_fetched_into_slots_of_each_queue_pair() {
+    sums(|options| (options.placement, options.buffers) = (Placement::Dynamic, Buffers::Own));
+}
+
+#[test]
+fn two_slots_will_do() {
+    sums(|options| (options.placement, options.slots) = (Placement::Dynamic, 2));
+}
+
+#[test]
+fn flags_are_polled() {
+    sums(|options| options.notice = Notice::Flag);
+}
+
+#[test]
+fn each_queue_pair_may_wait_for_its_own_messages() {
+    sums(|options| options.shared_receives = 0);
+}
+
+#[test]
+fn short_queues_without_inline_data_will_do() {
+    sums(|options| (options.depth, options.inline, options.report_every) = (16, 0, 1));
+}
+
+#[test]
+fn threads_may_sleep_or_never_do() {
+    sums(|options| options.polling = Polling::Event);
+    sums(|options| (options.polling, options.queues) = (Polling::Busy, 1));
+}
+
+#[test]
+fn a_client_that_goes_without_a_word_leaves_nothing() {
+    let Some(way) = Way::rdma() else { return };
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+    for round in 1..=5 {
+        let client = world.client();
+        assert_eq!(client.peers()[0].transport, TransportKind::Rdma);
+        let learner = Learner::join(&client, "l");
+        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        let (_, weights) = learner.pull();
+        assert!(weights.iter().all(|&weight| weight == round as f32), "{} in round {round}", weights[0]);
+        learner.leave();
+    }
+}
+
+/// One end of a connection that says what a test tells it.
+struct Raw {
+    out: Buffer,
+    to_send: Vec<u8>,
+    sent: usize,
+    into: Buffer,
+    receiver: Receiver,
+    news: Sender<Result<Received, String>>,
+}
+
+const ROOM: usize = 4096;
+
+impl Stream for Raw {
+    fn opened(&mut self, _: &Connection) {}
+
+    fn receive(&mut self, into: &mut ReceiveSlices) -> Receive {
+        // SAFETY: the buffer is this stream's, and is looked at only in `received`.
+        unsafe { into.push(self.into.start(), ROOM) };
+        Receive::Into { least: 1 }
+    }
+
+    fn received(&mut self, bytes: usize) -> Result<(), Close> {
+        // SAFETY: nothing is received just now.
+        let mut bytes = unsafe { std::slice::from_raw_parts(self.into.start(), bytes) };
+        while let Ok((used, received)) = self.receiver.push(bytes) {
+            bytes = &bytes[used..];
+            match received {
+                Some(received) => drop(self.news.send(Ok(received))),
+                None => break,
+            }
+        }
+        Ok(())
+    }
+
+    fn transmit(&mut self, out: &mut SendSlices) {
+        let len = (self.to_send.len() - self.sent).min(ROOM);
+        // SAFETY: nothing is being sent; the buffer is long enough, and left alone until it is.
+        unsafe {
+            self.out.start().copy_from_nonoverlapping(self.to_send[self.sent..].as_ptr(), len);
+            out.push(self.out.start(), len);
+        }
+    }
+
+    fn transmitted(&mut self, bytes: usize) -> Result<(), Close> {
+        self.sent += bytes;
+        Ok(())
+    }
+
+    fn closed(&mut self, why: &Close) {
+        let _ = self.news.send(Err(why.to_string()));
+    }
+}
+
+/// Connects, and says `messages` after a greeting: what comes back.
+fn say(fabric: &Fabric, world: &World, messages: &[Message]) -> News<Result<Received, String>> {
+    let record = &world.record;
+    let hello = Message::Hello {
+        protocol: Protocol::NEWEST.number(),
+        role: Role::Data,
+        model: record.name.clone(),
+        generation: record.generation,
+        client: ClientId(7),
+    };
+    let frames = std::iter::once(&hello).chain(messages);
+    let to_send = frames.flat_map(|message| frame(message, 0, record.epoch, &[]).unwrap()).collect();
+    let to: SocketAddr = world.shards()[0].rdma.parse().unwrap();
+    let (news, heard) = channel();
+    fabric.connect(to, Instant::now() + LONG, 0, move |line| {
+        line.expect("a line");
+        let (out, into) = (Buffer::zeroed(ROOM), Buffer::zeroed(ROOM));
+        let receiver = Receiver::new(Limits::MAX);
+        Some(Box::new(Raw { out, to_send, sent: 0, into, receiver, news }) as Box<dyn Stream>)
+    });
+    heard
+}
+
+/// How the shard ends a connection on which these were said.
+fn ends(fabric: &Fabric, world: &World, messages: &[Message]) -> String {
+    let heard = say(fabric, world, messages);
+    let mut refused = None;
+    loop {
+        match heard.recv_timeout(LONG).expect("an end") {
+            Ok(Received { message: Message::Refused(refusal), .. }) => refused = Some(refusal),
+            Ok(_) => {}
+            Err(why) => return refused.map_or(why, |refusal: Refusal| refusal.to_string()),
+        }
+    }
+}
+
+#[test]
+fn what_a_hostile_client_says_ends_its_connection_alone() {
+    let Some(way) = Way::rdma() else { return };
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    let fabric = Fabric::open(&world.rdma).unwrap();
+    let (plan, block, wide) = (PlanId(1), BlockId(0), false);
+    let share = |bytes, address| Message::ShareAt { region: 1, bytes, address, key: 0xdead_beef };
+    let push = |offset| Message::PushAt { plan, block, wide, region: 1, offset };
+    let bad = [
+        // A key that opens nothing: the fetch fails, and with it the queue pair.
+        (vec![share(BYTES, 0x1000), push(0)], "RDMA: "),
+        (vec![push(0)], "no region 1"),
+        (vec![share(1 << 60, 0x1000)], "bytes, expected 1 to"),
+        (vec![share(BYTES, u64::MAX - 8)], "bytes, expected 1 to"),
+        (vec![share(BYTES, 0x1000), push(BYTES - 1)], "leave region 1"),
+        (vec![share(BYTES, 0x1000), push(u64::MAX)], "leave region 1"),
+        (vec![share(BYTES, 0x1000), share(BYTES, 0x1000)], "is there already"),
+        (vec![Message::PushIn { plan, block, wide, slot: 999 }], "slot 999 is not the client's"),
+        (
+            vec![Message::PushIn { plan, block: BlockId(1 << 20), wide, slot: 0 }],
+            "is not one of this shard's",
+        ),
+        (vec![Message::Unshare { region: 5 }], "no region 5"),
+    ];
+    for (messages, expected) in &bad {
+        let why = ends(&fabric, &world, messages);
+        // A queue pair that broke is closed without a word.
+        let silent = *expected == "RDMA: " && why.contains("closed by the peer");
+        assert!(silent || why.contains(expected), "{why:?} to {messages:?}");
+    }
+    assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    assert!(learner.pull().1.iter().all(|&weight| weight == 2.0));
+    client.shut_down();
+}
+
+#[test]
+fn many_come_and_go() {
+    let Some(way) = Way::rdma() else { return };
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+    let fabric = Fabric::open(&world.rdma).unwrap();
+    let times = std::env::var("GRADFS_RDMA_TIMES").map_or(50, |text| text.parse().expect("a number"));
+    let begun = Instant::now();
+    for _ in 0..times {
+        let heard = say(&fabric, &world, &[Message::Unshare { region: 1 }]);
+        while heard.recv_timeout(LONG).expect("an end").is_ok() {}
+    }
+    eprintln!("{times} connections in {:?}", begun.elapsed());
+    let until = Instant::now() + Duration::from_secs(10);
+    while fabric.lines() > 0 && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(fabric.lines(), 0);
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    assert!(learner.pull().1.iter().all(|&weight| weight == 2.0));
+    client.shut_down();
+}
