@@ -161,7 +161,7 @@ impl Pair {
         let (most, _, _) = poller.context().depths()?;
         let depth = limits.depth.min(most).max(1);
         let own = matches!(poller.receives(), Receives::Own);
-        let receives = if own { limits.receives.clamp(1, most) } else { 0 };
+        let receives = if own { limits.receives.min(most) } else { 0 };
         let mut init = sys::ibv_qp_init_attr {
             qp_context: ptr::null_mut(),
             send_cq: poller.raw(),
