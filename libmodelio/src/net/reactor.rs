@@ -83,7 +83,20 @@ impl Reactor {
         if options.threads == 0 {
             return Err(StartError::Threads(0));
         }
-        let backend = Arc::new(Backend::choose(options.choice)?);
+        let backend = Backend::choose(options.choice)?;
+        let may_poll = backend == Backend::Uring && options.choice == Choice::Auto;
+        match Reactor::with(options, backend) {
+            // A ring that is long enough takes more than one that only shows that there are rings.
+            Err(StartError::Thread(error)) if may_poll => {
+                let errno = Errno::from_raw(error.raw_os_error().unwrap_or(0));
+                Reactor::with(options, Backend::Poll { because: NotUring::Failed(errno) })
+            }
+            outcome => outcome,
+        }
+    }
+
+    fn with(options: &ReactorOptions, backend: Backend) -> Result<Reactor, StartError> {
+        let backend = Arc::new(backend);
         let states =
             (0..options.threads).map(|_| ThreadState::new(options.connections_a_thread).map(Arc::new));
         let states: Vec<_> =
