@@ -106,6 +106,7 @@ impl Job {
             transport: if options.shm { TransportChoice::SharedMemory } else { TransportChoice::Tcp },
             pulls: Pulls::Awaited,
             patience: DEADLINE,
+            rdma: usual.rdma,
             registry: Some(registry),
         };
         let client = Client::connect(&record, &shards, client)?;

@@ -81,7 +81,8 @@ impl Device {
             depth: self.options.depth.clamp(16, 1024),
             inline: self.options.inline,
             report_every: self.options.report_every.max(1),
-            receives: if self.notify == Notify::Immediate { self.options.depth } else { 1 },
+            // Flags come without a message; siw, for one, refuses to wait for any that has no memory.
+            receives: if self.notify == Notify::Immediate { self.options.depth } else { 0 },
         }
     }
 

@@ -11,7 +11,6 @@ use libmodelio::ids::{LearnerId, Step, Version};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
-#[cfg(feature = "rdma")]
 use libmodelio::rdma::RdmaOptions;
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::{LeaveReason, Region, RegionKey};
@@ -29,7 +28,6 @@ pub struct World {
     pub record: ModelRecord,
     pub io: Choice,
     pub transport: TransportChoice,
-    #[cfg(feature = "rdma")]
     pub rdma: RdmaOptions,
     options: ServerOptions,
 }
@@ -96,7 +94,7 @@ pub fn options() -> ServerOptions {
         io: Choice::Auto,
         rdma: RdmaUse::Off,
         rdma_port: None,
-        rdma_options: libmodelio::rdma::RdmaOptions::default(),
+        rdma_options: RdmaOptions::default(),
     }
 }
 
@@ -128,16 +126,7 @@ impl World {
         servers.extend((1..shards).map(|_| start(Some(at.clone()))));
         let registry = RemoteRegistry::new(at);
         let record = blank(&registry, "m", layout, settings, shards);
-        World {
-            servers,
-            registry,
-            record,
-            io,
-            transport,
-            #[cfg(feature = "rdma")]
-            rdma: options.rdma_options.clone(),
-            options,
-        }
+        World { servers, registry, record, io, transport, rdma: options.rdma_options.clone(), options }
     }
 
     /// One more shard like the others.
@@ -164,7 +153,6 @@ impl World {
         ClientOptions {
             io: self.io,
             transport: self.transport,
-            #[cfg(feature = "rdma")]
             rdma: self.rdma.clone(),
             ..ClientOptions::default()
         }

@@ -161,7 +161,7 @@ impl Pair {
         let (most, _, _) = poller.context().depths()?;
         let depth = limits.depth.min(most).max(1);
         let own = matches!(poller.receives(), Receives::Own);
-        let receives = if own { limits.receives.clamp(1, most) } else { 0 };
+        let receives = if own { limits.receives.min(most) } else { 0 };
         let mut init = sys::ibv_qp_init_attr {
             qp_context: ptr::null_mut(),
             send_cq: poller.raw(),
@@ -273,6 +273,7 @@ impl Pair {
     ///
     /// # Errors
     /// [`VerbsError::Full`], [`VerbsError::OutOfRange`], [`VerbsError::Broken`]; the work comes back.
+    #[allow(clippy::result_large_err)] // The work comes back seldom, and is moved either way.
     pub fn add(&self, token: u64, work: Work) -> Result<(), (VerbsError, Work)> {
         let mut state = self.state.lock();
         if let Some(why) = &state.broken {

@@ -20,7 +20,6 @@ fn who_asks_how_a_shard_is_and_its_announcer_do_not_wait_for_each_other() {
         io: Choice::Poll,
         rdma: RdmaUse::Off,
         rdma_port: None,
-        #[cfg(feature = "rdma")]
         rdma_options: libmodelio::rdma::RdmaOptions::default(),
     };
     // Its end would wait, too.
