@@ -453,8 +453,8 @@ def test_the_registry_refuses_what_is_none(world):
         ask = lambda n, what, *fields, payload=b"": peer.request(  # noqa: E731
             "Registry", wire.REGISTRY[what], *fields, payload=payload, request=n, epoch=0
         )
-        assert ask(1, "Announce", 0, "nowhere", "h", False, 1000, False).fields[0] == "Other"
-        assert ask(2, "Announce", 0, "h:1", "h", False, 0, False).fields[0] == "Other"
+        assert ask(1, "Announce", 0, "nowhere", "h", False, "", 1000, False).fields[0] == "Other"
+        assert ask(2, "Announce", 0, "h:1", "h", False, "", 0, False).fields[0] == "Other"
         assert ask(3, "Drain", 900).fields[0] == "Other"
         assert ask(4, "Model", "nope").fields == ("NoModel", "nope")
         assert ask(5, "Put", b"\0", payload=b"no record").fields[0] == "Other"
