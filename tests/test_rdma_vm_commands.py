@@ -97,7 +97,7 @@ def test_devices_that_cannot_be_used_are_clear_errors(vm, provider):  # noqa: F8
         assert line.endswith(f"; no rdma: {reason}") and error == f"gradfs: error: RDMA: {reason}", done
 
 
-@pytest.mark.parametrize("provider", ["rxe"])
+@both_providers
 def test_a_mount_goes_by_rdma_or_says_why_not(vm, provider, tmp_path):  # noqa: F811
     """A shard on one host, mounts on another: by RDMA alone, and by TCP where the mount's device is not there."""
     done = vm.run(

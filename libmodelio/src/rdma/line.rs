@@ -11,7 +11,7 @@ use super::verbs::{
     Done, Endpoint, Outcome, Pair, Poller, Registration, Remote, Rings, Slot, VerbsError, Work,
 };
 use crate::link::{Piece, Target};
-use crate::net::{Connection, ReceiveSlices, SendSlices};
+use crate::net::{Close, Connection, ReceiveSlices, SendSlices};
 
 /// Pieces of work that are kept for the rings.
 const KEPT: usize = 8;
@@ -154,6 +154,13 @@ impl Line {
     /// Takes what is done, in order.
     pub fn take(&self, done: &mut Done) {
         self.pair.take(done);
+    }
+
+    /// Ends the connection, for something on it went wrong.
+    pub fn give_up(&self, why: &VerbsError) {
+        if let Some(connection) = self.connection.get() {
+            connection.close(Close::Asked(format!("RDMA: {why}").into()));
+        }
     }
 
     // What drives it.

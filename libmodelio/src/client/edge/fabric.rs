@@ -86,6 +86,8 @@ struct Pull {
 struct Batch {
     seen: Seen,
     blocks: Vec<BlockId>,
+    /// Those that are not here yet.
+    coming: usize,
 }
 
 impl Remote {
@@ -195,6 +197,15 @@ impl Remote {
         Ok(true)
     }
 
+    /// Looks whether a version is still there.
+    fn check(&self, seen: &Seen) -> Result<(), VerbsError> {
+        let Some(directory) = self.directory else { return Ok(()) };
+        let slot = self.looks.take(None).ok_or(VerbsError::Full(LOOKS))?;
+        let entry = directory.at(seen.offset() as u64);
+        self.line.read(CHECK, slot, ENTRY, entry, false).map_err(|(error, _)| error)?;
+        self.line.post()
+    }
+
     /// When to look again at the latest.
     pub(super) fn due(&self) -> Option<Instant> {
         self.pull.again
@@ -256,7 +267,7 @@ impl Shared {
         let Common::Fabric(remote) = &mut memory.common else { return };
         let Some(directory) = remote.directory else { return };
         if let Err(error) = self.fetch(&way, part, remote, directory) {
-            tracing::debug!(%error, "a pull by RDMA breaks off");
+            remote.line.give_up(&error);
         }
     }
 
@@ -296,19 +307,25 @@ impl Shared {
                     }
                 };
                 if let Err(error) = fetched {
-                    self.fetched(version, &blocks, false);
+                    // Those before it may be fetched all the same: they are given up when the connection is over.
+                    let coming = blocks.len();
+                    remote.pull.batches.push_back(Batch { seen, blocks, coming });
                     return Err(error);
                 }
             }
             if blocks.is_empty() {
                 return Ok(());
             }
-            let Some(slot) = remote.looks.take(None) else {
-                self.fetched(version, &blocks, false);
-                return Err(VerbsError::Full(LOOKS));
-            };
             let entry = directory.at(seen.offset() as u64);
-            remote.pull.batches.push_back(Batch { seen, blocks });
+            let coming = blocks.len();
+            remote.pull.batches.push_back(Batch { seen, blocks, coming });
+            if remote.line.device().is_iwarp() {
+                // It cannot wait for the blocks by itself: it is asked when they are here.
+                remote.line.post()?;
+                continue;
+            }
+            // There are as many slots as there may be batches, and one.
+            let slot = remote.looks.take(None).ok_or(VerbsError::Full(LOOKS))?;
             // Fenced: the device asks for it when it has the blocks, and no sooner.
             remote.line.read(CHECK, slot, ENTRY, entry, true).map_err(|(error, _)| error)?;
             remote.line.post()?;
@@ -386,9 +403,20 @@ impl Shared {
                         }
                     }
                 }
+                (BLOCK, _) => {
+                    let coming = remote.pull.batches.iter_mut().find(|batch| batch.coming > 0);
+                    let Some(batch) = coming else { continue };
+                    batch.coming -= 1;
+                    let seen = (batch.coming == 0).then_some(batch.seen);
+                    if let Some(seen) = seen.filter(|_| remote.line.device().is_iwarp())
+                        && let Err(error) = remote.check(&seen)
+                    {
+                        remote.line.give_up(&error);
+                    }
+                }
                 (CHECK, Work::Read { slot, .. }) => {
                     let entry = slot.copy::<ENTRY>();
-                    if let Some(Batch { seen, blocks }) = remote.pull.batches.pop_front() {
+                    if let Some(Batch { seen, blocks, .. }) = remote.pull.batches.pop_front() {
                         let whole = seen.still_there(&entry);
                         if !whole {
                             remote.pull.seen = None;
@@ -410,7 +438,7 @@ impl Shared {
     /// The connection is over, and the device touches nothing for it any more.
     pub(in crate::client) fn rdma_is_over(&self, memory: &mut Memory) {
         let Common::Fabric(remote) = &mut memory.common else { return };
-        for Batch { seen, blocks } in std::mem::take(&mut remote.pull.batches) {
+        for Batch { seen, blocks, .. } in std::mem::take(&mut remote.pull.batches) {
             self.fetched(seen.version, &blocks, false);
         }
         let asked = std::mem::take(&mut remote.pull.asked);

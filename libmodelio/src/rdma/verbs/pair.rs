@@ -101,6 +101,8 @@ pub type Done = Vec<Finished>;
 
 struct Sent {
     number: u64,
+    /// It was reported, where each piece is.
+    done: bool,
     token: u64,
     work: Work,
 }
@@ -288,7 +290,7 @@ impl Pair {
         let number = state.number;
         state.number += 1;
         state.waiting += 1;
-        state.sent.push_back(Sent { number, token, work });
+        state.sent.push_back(Sent { number, done: false, token, work });
         Ok(())
     }
 
@@ -309,9 +311,11 @@ impl Pair {
         state.requests.clear();
         state.pieces.clear();
         let first = state.sent.len() - count;
+        let iwarp = self.poller.context().is_iwarp();
         for (index, sent) in state.sent.iter().skip(first).enumerate() {
             state.since_report += 1;
-            let report = index + 1 == count || state.since_report >= self.limits.report_every;
+            let every = if iwarp { 1 } else { self.limits.report_every };
+            let report = index + 1 == count || state.since_report >= every;
             if report {
                 state.since_report = 0;
             }
@@ -358,7 +362,19 @@ impl Pair {
             Outcome::Sent(number) => {
                 let mut state = self.state.lock();
                 let state = &mut *state;
-                while let Some(sent) = state.sent.pop_front_if(|sent| sent.number <= number) {
+                let last = match self.poller.context().is_iwarp() {
+                    // A write may be done, and be reported, before a READ that was posted earlier: each tells of itself
+                    // alone. It is held until those before it are done.
+                    true => {
+                        if let Some(sent) = state.sent.iter_mut().find(|sent| sent.number == number) {
+                            sent.done = true;
+                        }
+                        state.sent.iter().take_while(|sent| sent.done).last().map(|sent| sent.number)
+                    }
+                    false => Some(number),
+                };
+                let Some(last) = last else { return Ok(None) };
+                while let Some(sent) = state.sent.pop_front_if(|sent| sent.number <= last) {
                     if !matches!(sent.work, Work::Ring { .. }) {
                         state.finished.push(Finished { token: sent.token, work: sent.work });
                     }
