@@ -109,7 +109,7 @@ fn bytes_go_both_ways() {
     let to = fabric
         .listen(at, move |_: &Arc<Line>, peer| {
             assert!(peer.is_some());
-            Box::new(Pattern::new(DOWN, UP, sender.clone()))
+            Some(Box::new(Pattern::new(DOWN, UP, sender.clone())) as Box<dyn Stream>)
         })
         .unwrap();
     let (sender, client) = channel();

@@ -114,7 +114,7 @@ impl Offer {
 }
 
 /// What is served on a line that somebody has asked for.
-type Accept = Box<dyn FnMut(&Arc<Line>, Option<SocketAddr>) -> Box<dyn Stream> + Send>;
+type Accept = Box<dyn FnMut(&Arc<Line>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send>;
 /// What is served on a line that was asked for, or what becomes of that there is none.
 type Then = Box<dyn FnOnce(Result<&Arc<Line>, String>) -> Option<Box<dyn Stream>> + Send>;
 
@@ -193,14 +193,14 @@ impl Fabric {
         let _ = self.wake.write(1);
     }
 
-    /// Takes connections: `accept` says what is served on each. The address, with the port that was found.
+    /// Takes connections: `accept` says what is served on each; `None` hangs up. The address, with the port that was found.
     ///
     /// # Errors
     /// [`VerbsError`].
     pub fn listen(
         &self,
         at: SocketAddr,
-        accept: impl FnMut(&Arc<Line>, Option<SocketAddr>) -> Box<dyn Stream> + Send + 'static,
+        accept: impl FnMut(&Arc<Line>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send + 'static,
     ) -> Result<SocketAddr, VerbsError> {
         const PATIENCE: Duration = Duration::from_secs(5);
         let (answer, answered) = channel();
@@ -484,8 +484,10 @@ impl Manager {
             Some(State::Accepting { line, number, listener, .. }) => {
                 let peer = line.endpoint().peer();
                 if let Some(State::Listening { accept, .. }) = self.states.get_mut(&listener) {
-                    let stream = accept(&line, peer);
-                    self.serve(token, &line, number, stream);
+                    match accept(&line, peer) {
+                        Some(stream) => self.serve(token, &line, number, stream),
+                        None => self.pollers.lines(number).leave(&line),
+                    }
                 }
             }
             Some(other) => {

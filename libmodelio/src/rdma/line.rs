@@ -126,23 +126,6 @@ impl Line {
         self.pair.add(token, Work::Write { piece, registration, to }).map_err(|(error, _)| error)
     }
 
-    /// The same with bytes of a slot.
-    ///
-    /// # Errors
-    /// [`VerbsError`]; the slot comes back.
-    pub fn write_slot(
-        &self,
-        token: u64,
-        slot: Slot,
-        len: usize,
-        to: Remote,
-    ) -> Result<(), (VerbsError, Slot)> {
-        self.pair.add(token, Work::WriteSlot { slot, len, to }).map_err(|(error, work)| match work {
-            Work::WriteSlot { slot, .. } => (error, slot),
-            _ => unreachable!("what was added comes back"),
-        })
-    }
-
     /// Posts what was added, with one doorbell.
     ///
     /// # Errors

@@ -56,15 +56,10 @@ impl Rdma {
         // An iWARP port is a TCP port, and that is taken.
         listen.set_port(port.unwrap_or(if fabric.device().is_iwarp() { 0 } else { listen.port() }));
         let weak = Arc::downgrade(shared);
-        let accept = move |line: &Arc<Line>, peer: Option<SocketAddr>| -> Box<dyn Stream> {
+        let accept = move |line: &Arc<Line>, peer: Option<SocketAddr>| -> Option<Box<dyn Stream>> {
             let address = peer.map_or_else(|| "an RDMA peer".to_owned(), |peer| format!("{peer} (RDMA)"));
-            match weak.upgrade() {
-                Some(shared) => {
-                    let peer = Peer::by_rdma(shared, address, Remote::new(line));
-                    Box::new(Framed::new(peer, Link::default(), AHEAD))
-                }
-                None => Box::new(Nobody),
-            }
+            let peer = Peer::by_rdma(weak.upgrade()?, address, Remote::new(line));
+            Some(Box::new(Framed::new(peer, Link::default(), AHEAD)))
         };
         let address = fabric.listen(listen, accept)?;
         Ok(Rdma { fabric, address, pools: Mutex::default() })
@@ -112,27 +107,6 @@ impl Rdma {
         pools.insert(bytes, Arc::clone(&pool));
         Ok(pool)
     }
-}
-
-/// Serves a connection while the shard goes.
-struct Nobody;
-
-impl Stream for Nobody {
-    fn receive(&mut self, _: &mut libmodelio::net::ReceiveSlices) -> libmodelio::net::Receive {
-        libmodelio::net::Receive::Paused
-    }
-
-    fn received(&mut self, _: usize) -> Result<(), libmodelio::net::Close> {
-        Ok(())
-    }
-
-    fn transmit(&mut self, _: &mut libmodelio::net::SendSlices) {}
-
-    fn transmitted(&mut self, _: usize) -> Result<(), libmodelio::net::Close> {
-        Ok(())
-    }
-
-    fn closed(&mut self, _: &libmodelio::net::Close) {}
 }
 
 /// The versions of a part, as clients find them.

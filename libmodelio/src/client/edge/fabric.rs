@@ -34,7 +34,8 @@ const BATCH: usize = 8;
 const AGAIN: Duration = Duration::from_millis(2);
 /// Requests of pushes into slots of the shard's have numbers from here on.
 pub(super) const PLACED: u64 = 1 << 32;
-/// Blocks up to this many bytes are placed, longer ones fetched, unless it is said otherwise: see docs/performance.md.
+/// Blocks up to this many bytes are placed, longer ones fetched, unless it is said otherwise. Where the two cross on real
+/// devices is not measured.
 const PLACE_UP_TO: usize = 64 << 10;
 
 /// What work was for.
@@ -217,6 +218,7 @@ impl Shared {
     pub(super) fn connect_by_rdma(&self, fabric: &Arc<Fabric>, way: Way, part: Part) {
         let (Some(this), fabric) = (self.this.upgrade(), Arc::clone(fabric)) else { return };
         let patience = self.options.patience.min(Duration::from_secs(5));
+        let of_failure = way.clone();
         let begin = move || {
             let address = way.map.parts[part].record.rdma.clone();
             let to = match address.to_socket_addrs().map(|mut all| all.next()) {
@@ -251,7 +253,7 @@ impl Shared {
         };
         // Names are resolved by a thread that may take its time.
         if let Err(error) = std::thread::Builder::new().name("client-resolver".into()).spawn(begin) {
-            tracing::error!(%error, "no thread to connect by RDMA");
+            self.ended(&of_failure, &Link::default(), &format!("no thread to connect by RDMA: {error}"));
         }
     }
 

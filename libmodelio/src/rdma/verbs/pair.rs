@@ -1,7 +1,8 @@
 //! Queue pairs: work is posted in chains, with one doorbell each, and reported when it is done.
 //!
 //! Work of one queue pair is done in order, and only some of it is reported by the device: when that is, all before it
-//! is done, too.
+//! is done, too. Not so with iWARP, where a write may be done before a READ that was posted earlier: each piece is
+//! reported there.
 
 use std::collections::VecDeque;
 use std::ptr;
@@ -60,15 +61,6 @@ pub enum Work {
         piece: Piece,
         /// Which memory that is part of.
         registration: Arc<Registration>,
-        /// Whither.
-        to: Remote,
-    },
-    /// Puts a payload of a slot there.
-    WriteSlot {
-        /// It.
-        slot: Slot,
-        /// Bytes of it.
-        len: usize,
         /// Whither.
         to: Remote,
     },
@@ -416,9 +408,7 @@ impl Work {
                 let (start, len) = target.raw();
                 (start.cast_const(), len, registration)
             }
-            Work::Read { slot, len, .. } | Work::WriteSlot { slot, len, .. } => {
-                (slot.start().cast_const(), *len, slot.registration())
-            }
+            Work::Read { slot, len, .. } => (slot.start().cast_const(), *len, slot.registration()),
             Work::Write { piece, registration, .. } => {
                 let (start, len) = piece.raw();
                 (start, len, registration)
@@ -435,7 +425,7 @@ impl Work {
             Err(VerbsError::OutOfRange { offset, len, of, all: all as u64 })
         };
         match self {
-            Work::Read { slot, len, .. } | Work::WriteSlot { slot, len, .. } if *len > slot.len() => {
+            Work::Read { slot, len, .. } if *len > slot.len() => {
                 return out(0, *len, "a slot", slot.len());
             }
             Work::Ring { chunk, start, len, .. }
@@ -462,9 +452,7 @@ impl Work {
             Work::ReadTo { from, fence, .. } | Work::Read { from, fence, .. } => {
                 (sys::ibv_wr_opcode::IBV_WR_RDMA_READ, *from, *fence, None)
             }
-            Work::Write { to, .. } | Work::WriteSlot { to, .. } => {
-                (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, *to, false, None)
-            }
+            Work::Write { to, .. } => (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, *to, false, None),
             Work::Ring { to, word: None, .. } => (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, *to, false, None),
             Work::Ring { to, word: Some(word), .. } => {
                 (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM, *to, false, Some(*word))
