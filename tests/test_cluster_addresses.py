@@ -119,6 +119,7 @@ def test_a_cluster_over_ipv6(over_ipv6, transport):
     one.create("m", size=3 * BLOCK, block_size=BLOCK, reducer="sum", shards=2)
     mounts = [one.mount(transport=transport) for _ in range(2)]
     trains(mounts[0])
+    mounts[1].catch_up()
     assert (array(mounts[1].model / "weights") == 2).all()
     seen = mounts[0].status()["shards"]
     assert {shard["address"] for shard in seen} == {shard.address for shard in one.shards[1:]}
