@@ -16,7 +16,7 @@ import weakref
 from pathlib import Path
 
 import pytest
-from conftest import LIFETIME, Mount, flags, gradfs_binary
+from conftest import LIFETIME, Mount, flags, gradfs_binary, pause
 from wire import HEADER_BYTES, ROLES, Closed, Peer, Reading
 
 START_DEADLINE = 15
@@ -81,14 +81,9 @@ class Shard:
             self.process.kill()
         self.process.wait(STOP_DEADLINE)
 
-    def pause(self, deadline=5):
-        """SIGSTOP, and waits until all threads have stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        end = time.monotonic() + deadline
-        for task in Path(f"/proc/{self.pid}/task").iterdir():
-            while "\nState:\tT" not in (task / "status").read_text():
-                assert time.monotonic() < end, "the shard did not stop"
-                time.sleep(0.002)
+    def pause(self):
+        """It is stopped, with all its threads, until `resume`."""
+        pause(self.pid)
 
     def resume(self):
         os.kill(self.pid, signal.SIGCONT)

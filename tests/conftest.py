@@ -76,6 +76,23 @@ def write_all(path, data, offset=0, flags=os.O_WRONLY):
         os.close(fd)
 
 
+def pause(pid, deadline=5):
+    """SIGSTOP, and waits until every thread of the process has stopped: the signal alone takes its time, in which
+    threads may come and go."""
+    os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + deadline
+
+    def runs(task):
+        try:
+            return "\nState:\tT" not in (task / "status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True  # It has ended since: whether another one has begun is to be looked at again.
+
+    while any([runs(task) for task in Path(f"/proc/{pid}/task").iterdir()]):
+        assert time.monotonic() < end, "the process did not stop"
+        time.sleep(0.002)
+
+
 class MountFailed(Exception):
     """gradfs did not mount; the message holds what it said."""
 

@@ -116,13 +116,3 @@ def mkdir_meets_dead_mounts(monkeypatch):
 def is_mounted(path):
     with open("/proc/self/mountinfo") as table:
         return [line for line in table if line.split()[4] == str(path)]
-
-
-def pause(mount, deadline=5):
-    """SIGSTOP, and waits until every thread of the daemon has stopped: the signal alone takes its time."""
-    os.kill(mount.pid, signal.SIGSTOP)
-    end = time.monotonic() + deadline
-    tasks = Path(f"/proc/{mount.pid}/task")
-    while any("\nState:\tT" not in (task / "status").read_text() for task in tasks.iterdir()):
-        assert time.monotonic() < end, "the daemon did not stop"
-        time.sleep(0.005)

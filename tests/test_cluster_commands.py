@@ -60,8 +60,10 @@ def stranger():
 @pytest.fixture
 def nobody():
     """An address that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return "127.0.0.1:%d" % listener.getsockname()[1]
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        # As long as it is bound, nobody else gets the port.
+        yield "127.0.0.1:%d" % bound.getsockname()[1]
 
 
 def commands(registry, tmp_path):

@@ -198,10 +198,11 @@ def test_weights_written_on_one_mount_appear_whole_on_the_others(job):
         with open(a.model / "weights", "wb") as file:
             file.write(filled(a, value).tobytes())
         assert only(a) == value, "whoever has written it reads it"
+        if value % 5 == 0:
+            eventually(lambda value=value: value in seen)
     eventually(lambda: only(b) == 20)
     stop.set()
     watcher.result(10)
-    assert len(seen) > 2
 
 
 def test_settings_changed_on_one_mount_show_on_the_others(job):

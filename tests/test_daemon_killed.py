@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from daemons import BLOCK, GONE, ONE, child, die, is_mounted, small, up_refused, pause
+from conftest import pause
+from daemons import BLOCK, GONE, ONE, child, die, is_mounted, small, up_refused
 
 
 
@@ -148,7 +149,7 @@ def test_stopped_daemon_hurts_only_while_it_is_stopped(start_mount, child):
     waits = child(READ_WHEN_TOLD, mount.model / "version")
     victim = child(READ_WHEN_TOLD, mount.model / "status.json")
     weights = os.open(mount.model / "weights", os.O_RDONLY)
-    pause(mount)
+    pause(mount.pid)
     try:
         tell(waits), tell(victim)
         assert os.pread(weights, 4, 0) == ONE, "an open version is read past the daemon"
@@ -166,7 +167,7 @@ def test_stopped_daemon_hurts_only_while_it_is_stopped(start_mount, child):
 def test_kill_of_a_stopped_daemon_frees_who_waits(start_mount, child):
     mount = small(start_mount)
     waits = child(READ_WHEN_TOLD, mount.model / "version")
-    pause(mount)
+    pause(mount.pid)
     tell(waits)
     time.sleep(0.2)
     die(mount)
@@ -175,7 +176,7 @@ def test_kill_of_a_stopped_daemon_frees_who_waits(start_mount, child):
 
 def test_a_stopped_daemon_does_not_hang_who_wants_its_mountpoint(start_mount, gradfs):
     mount = small(start_mount)
-    pause(mount)
+    pause(mount.pid)
     try:
         begin = time.monotonic()
         up_refused(gradfs, mount.root, str(mount.pid))

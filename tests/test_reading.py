@@ -112,6 +112,7 @@ def test_held_versions_bound_the_memory(mounted):
 
 READER = """
 import numpy as np
+say("ready"); wait()
 path, end, seen = argv[0], time.monotonic() + float(argv[1]), set()
 size, rounds = os.stat(path).st_size, 0
 while time.monotonic() < end:
@@ -139,6 +140,10 @@ def test_no_read_is_torn(mounted):
     mount = mounted(size=1 << 20, max_versions=6)
     seconds = 2
     readers = [program(READER, mount.model / "weights", seconds) for _ in range(3)]
+    for reader in readers:
+        assert hear(reader) == "ready"
+    for reader in readers:
+        go(reader)
     ones, end = filled(mount, 1), time.monotonic() + seconds + 0.5
     while time.monotonic() < end:
         mount.contribute(ones)
