@@ -11,7 +11,7 @@ use libmodelio::rdma::{Buffers, Fabric, Notice, Placement, Polling, RdmaOptions}
 use libmodelio::transport::TransportKind;
 use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, Role, frame};
 
-use crate::living::lived_through;
+use crate::living::{SHORT_COURSE, lived_through};
 use crate::steps::{a_late_one, sums_of_two_clients};
 use crate::world::{LONG, Learner, Way, World};
 
@@ -40,7 +40,7 @@ fn who_is_late_does_not_hold_up_the_answer_of_who_is_there_by_rdma() {
 #[test]
 fn learners_live_through_moves_of_their_model_by_rdma() {
     if let Some(way) = Way::rdma() {
-        lived_through(way);
+        lived_through(way, &SHORT_COURSE);
     }
 }
 
