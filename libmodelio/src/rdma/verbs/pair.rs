@@ -12,9 +12,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use rdma_sys as sys;
 
+use super::join::mtu_of;
 use super::queue::{Receives, nothing};
 use super::{Chunk, Endpoint, Outcome, Poller, Registration, Remote, Slot, VerbsError};
 use crate::link::{Piece, Target};
+use crate::rdma::Mtu;
 
 /// How much a queue pair takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -228,6 +230,19 @@ impl Pair {
         self.limits
     }
 
+    /// Bytes of payload in a packet, at most; `None` with iWARP.
+    ///
+    /// # Errors
+    /// [`VerbsError::Broken`] when it is ended.
+    pub fn mtu(&self) -> Result<Option<Mtu>, VerbsError> {
+        let state = self.state.lock();
+        match &state.broken {
+            Some(why) => Err(VerbsError::Broken(why.clone())),
+            // SAFETY: it lives, as it is not ended under the lock.
+            None => unsafe { mtu_of(self.raw, self.poller.context()) },
+        }
+    }
+
     /// Chains that were posted, and pieces of work in them.
     pub fn counts(&self) -> (u64, u64) {
         (self.doorbells.load(Ordering::Relaxed), self.posted.load(Ordering::Relaxed))
@@ -401,20 +416,20 @@ impl Pair {
 }
 
 impl Work {
-    /// First byte, length, registration.
-    fn memory(&self) -> (*const u8, usize, &Arc<Registration>) {
+    /// Where the device finds the first byte, length, registration.
+    fn memory(&self) -> (u64, usize, &Arc<Registration>) {
         match self {
             Work::ReadTo { target, registration, .. } => {
                 let (start, len) = target.raw();
-                (start.cast_const(), len, registration)
+                (start as u64, len, registration)
             }
-            Work::Read { slot, len, .. } => (slot.start().cast_const(), *len, slot.registration()),
+            Work::Read { slot, len, .. } => (slot.address(), *len, slot.registration()),
             Work::Write { piece, registration, .. } => {
                 let (start, len) = piece.raw();
-                (start, len, registration)
+                (start as u64, len, registration)
             }
             Work::Ring { chunk, start, len, .. } => {
-                (chunk.start().wrapping_add(*start).cast_const(), *len, chunk.local())
+                (chunk.address().wrapping_add(*start as u64), *len, chunk.local())
             }
         }
     }
@@ -436,7 +451,6 @@ impl Work {
             _ => {}
         }
         let (start, len, registration) = self.memory();
-        let start = start as u64;
         if !registration.holds(start, len) || u32::try_from(len).is_err() {
             let offset = start.wrapping_sub(registration.remote().address);
             return out(offset, len, "a registration", registration.len());
@@ -447,7 +461,7 @@ impl Work {
     fn request(&self, number: u64, report: bool, inline: u32) -> (sys::ibv_sge, sys::ibv_send_wr) {
         let (start, len, registration) = self.memory();
         let length = len as u32;
-        let piece = sys::ibv_sge { addr: start as u64, length, lkey: registration.local_key() };
+        let piece = sys::ibv_sge { addr: start, length, lkey: registration.local_key() };
         let (opcode, remote, fence, word) = match self {
             Work::ReadTo { from, fence, .. } | Work::Read { from, fence, .. } => {
                 (sys::ibv_wr_opcode::IBV_WR_RDMA_READ, *from, *fence, None)
