@@ -90,11 +90,21 @@ def test_steps_between_two_hosts_count_once(vm, provider):  # noqa: F811
     assert [float(line) for line in done.of["b"].out.split()] == [1, 2, 3, 4], done
 
 
-def test_a_link_that_is_down_for_a_while_costs_no_step(vm):  # noqa: F811
-    """Five seconds in the middle of a step: longer than packets are sent again, so that the queue pairs break."""
+# With rxe all packets are lost instead: the GSI queue pair of Linux 6.12's breaks for good when it is to send on a link
+# that is down, and then no program on that host gets a connection (docs/rdma-vm.md).
+DOWN = {
+    "rxe": ("tc qdisc add dev eth0 root netem loss 100%", "tc qdisc del dev eth0 root"),
+    "siw": ("ip link set eth0 down", "ip link set eth0 up"),
+}
+
+
+@both_providers
+def test_a_link_that_is_down_for_a_while_costs_no_step(vm, provider):  # noqa: F811
+    """Five seconds in the middle of a step; the queue pairs of soft-RoCE break by that."""
+    down, up = DOWN[provider]
     done = vm.run(
         begin()
-        + """
+        + f"""
         case $HOST_NAME in
         a) shard --size 1000004 --reducer sum --timeout 60; meet shard; meet over; kill $shard; wait $shard || exit 4 ;;
         b)
@@ -102,8 +112,8 @@ def test_a_link_that_is_down_for_a_while_costs_no_step(vm):  # noqa: F811
             $python /tmp/learner.py /tmp/mnt/m 8 >/tmp/steps 2>/tmp/steps.err &
             learner=$!
             waits test -s /tmp/steps
-            ip link set eth0 down; sleep 5; ip link set eth0 up
-            wait $learner || { cat /tmp/steps.err >&2; exit 5; }
+            {down}; sleep 5; {up}
+            wait $learner || {{ cat /tmp/steps.err /tmp/mount.err >&2; exit 5; }}
             cat /tmp/steps
             cat /tmp/mount.err >&2
             $gradfs unmount /tmp/mnt || exit 6
@@ -111,11 +121,13 @@ def test_a_link_that_is_down_for_a_while_costs_no_step(vm):  # noqa: F811
         esac
         """,
         two=True,
-        provider="rxe",
-        time_limit=300,
+        provider=provider,
+        time_limit=240,
     )
     assert done.code == 0, done
     assert [float(line) for line in done.of["b"].out.split()] == [1, 2, 3, 4, 5, 6, 7, 8], done
+    if provider == "rxe":
+        assert "connection lost: RDMA: " in done.of["b"].err, done
 
 
 def test_a_mount_that_is_killed_in_a_push_leaves_no_part_of_it(vm):  # noqa: F811

@@ -353,6 +353,7 @@ impl Manager {
 
     fn hear(&mut self, event: CmEvent) {
         let CmEvent { token, kind, private } = event;
+        tracing::debug!(token, ?kind, "an RDMA connection");
         match kind {
             CmKind::Request(endpoint) => self.requested(token, endpoint, &private),
             CmKind::AddressResolved => self.resolved(token),
@@ -376,6 +377,7 @@ impl Manager {
     }
 
     fn failed(&mut self, token: u64, why: &str) {
+        tracing::debug!(token, why, known = self.states.contains_key(&token), "no RDMA connection any more");
         match self.states.remove(&token) {
             Some(State::Up(line)) => {
                 self.lines.fetch_sub(1, Ordering::Relaxed);
