@@ -50,6 +50,8 @@ pub struct RemoteJob {
     rejects: AtomicBool,
     /// The job has too few learners, for the hot path.
     stopped: AtomicBool,
+    /// It is shut down.
+    ends: AtomicBool,
     names: Mutex<Names>,
     offers: Mutex<Offers>,
     /// Buffers for new weights that were handed out and have not come back.
@@ -68,6 +70,7 @@ impl RemoteJob {
             controls: Mutex::new(Controls::default()),
             rejects: AtomicBool::new(true),
             stopped: AtomicBool::new(false),
+            ends: AtomicBool::new(false),
             names: Mutex::default(),
             offers: Mutex::default(),
             lent: Mutex::default(),
@@ -124,6 +127,10 @@ impl RemoteJob {
             Err(error) => tracing::warn!(%error, "a setting of the job is not known here"),
         }
         self.stopped.store(state.state == "stopped", Ordering::Relaxed);
+    }
+
+    fn refuse_if_ending(&self) -> Result<(), ShardError> {
+        if self.ends.load(Ordering::Relaxed) { Err(ShardError::Unreachable) } else { Ok(()) }
     }
 
     fn refuse_if_stopped(&self) -> Result<(), ShardError> {
@@ -308,6 +315,7 @@ impl Channel for RemoteJob {
         if room.is_some_and(|room| (room.memory().len() as u64) < extent.end) {
             return Err(ShardError::OutOfRange);
         }
+        self.refuse_if_ending()?;
         self.refuse_if_stopped()?;
         if !self.client.has_learner(slot.learner) {
             return Err(ShardError::UnknownLearner(slot.learner));
@@ -343,6 +351,9 @@ impl Channel for RemoteJob {
     }
 
     fn send(&self, message: Message, timeout: Duration, done: Completion) {
+        if let Err(error) = self.refuse_if_ending() {
+            return done(Err(error));
+        }
         let plain = |done: Completion| -> client::Answered {
             Box::new(move |result| {
                 done(match result {
@@ -614,6 +625,7 @@ impl Job for RemoteJob {
     }
 
     fn shut_down(&self) {
+        self.ends.store(true, Ordering::Relaxed);
         self.client.shut_down();
     }
 }

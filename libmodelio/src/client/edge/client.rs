@@ -341,6 +341,8 @@ impl Client {
     /// Leaves: tells the lead that its learners go, answers what waits, ends all connections.
     pub fn shut_down(&self) {
         let shared = &self.shared;
+        // Before their learners leave, which would be their answer otherwise.
+        shared.dismiss();
         let learners: Vec<LearnerId> =
             shared.inner.lock().core.state().learners.iter().map(|learner| learner.learner).collect();
         let (sender, receiver) = std::sync::mpsc::channel();
