@@ -147,7 +147,8 @@ class Peer:
 
     def __init__(self, address):
         host, port = address.rsplit(":", 1)
-        self.socket = socket.create_connection((host, int(port)), timeout=PATIENCE)
+        # Of IPv6 in brackets.
+        self.socket = socket.create_connection((host.strip("[]"), int(port)), timeout=PATIENCE)
 
     def __enter__(self):
         return self

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::net::Buffer;
 use libmodelio::net::{Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
-use libmodelio::rdma::{Fabric, Line, RdmaOptions};
+use libmodelio::rdma::{Fabric, Line, Mtu, RdmaOptions};
 
 /// An address that leads over the device, as `GRADFS_RDMA_ADDRESS` says.
 fn address() -> Option<SocketAddr> {
@@ -125,6 +125,58 @@ fn bytes_go_both_ways() {
     fabric.shut_down(Duration::from_secs(2));
     assert!(hear(&client).starts_with("closed: "));
     assert!(hear(&server).starts_with("closed: "));
+}
+
+/// What both ends of a connection use, if they want these.
+fn agreed(at: SocketAddr, server: Option<u32>, client: Option<u32>) -> [Option<u32>; 2] {
+    let open = |bytes: Option<u32>| {
+        let mtu = bytes.map(|bytes| Mtu::from_bytes(bytes).expect("an MTU"));
+        Fabric::open(&RdmaOptions { mtu, ..options() }).unwrap()
+    };
+    let ask = |line: &Arc<Line>| line.mtu().unwrap().map(Mtu::bytes);
+    let (server, client) = (open(server), open(client));
+    let (tell, told) = channel();
+    let (news, heard) = channel();
+    let of_server = (tell.clone(), news.clone());
+    let to = server
+        .listen(at, move |line: &Arc<Line>, _| {
+            of_server.0.send((0, ask(line))).unwrap();
+            Some(Box::new(Pattern::new(20_000, 20_000, of_server.1.clone())) as Box<dyn Stream>)
+        })
+        .unwrap();
+    client.connect(to, Instant::now() + Duration::from_secs(5), 0, move |line| {
+        tell.send((1, ask(line.expect("a line")))).unwrap();
+        Some(Box::new(Pattern::new(20_000, 20_000, news)) as Box<dyn Stream>)
+    });
+    let mut found = [None; 2];
+    for _ in 0..2 {
+        let (end, mtu) = told.recv_timeout(Duration::from_secs(20)).expect("a line in time");
+        found[end] = mtu;
+    }
+    assert_eq!([hear(&heard), hear(&heard)], ["all", "all"]);
+    found
+}
+
+#[test]
+fn packets_are_no_longer_than_either_end_wants() {
+    let Some(at) = address() else { return };
+    let mtu = Mtu::from_bytes(1024);
+    if let Err(why) = Fabric::open(&RdmaOptions { mtu, ..options() }) {
+        assert!(why.to_string().contains("speaks iWARP, which has no MTU of its own"), "{why}");
+        assert_eq!(agreed(at, None, None), [None; 2]);
+        return;
+    }
+    let [Some(most), same] = agreed(at, None, None) else { panic!("no MTU") };
+    assert_eq!(same, Some(most));
+    assert!(most >= 1024, "the path of a test takes {most}");
+    for (server, client, expected) in [
+        (Some(512), None, 512),
+        (None, Some(256), 256),
+        (Some(256), Some(1024), 256),
+        (Some(1024), Some(512), 512),
+    ] {
+        assert_eq!(agreed(at, server, client), [Some(expected); 2], "{server:?}, {client:?}");
+    }
 }
 
 #[test]

@@ -59,6 +59,9 @@ pub(super) struct RdmaArgs {
     /// Traffic class of packets, 0 to 255 [default: the system's]
     #[arg(long, value_name = "N", help_heading = "RDMA")]
     rdma_traffic_class: Option<String>,
+    /// Bytes of payload in a packet at most, 256 to 4096; not with iWARP [default: what the ports take]
+    #[arg(long, value_name = "BYTES", help_heading = "RDMA")]
+    rdma_mtu: Option<String>,
     /// Bytes that go with the work itself [default: 128]
     #[arg(long, value_name = "BYTES", help_heading = "RDMA")]
     rdma_inline: Option<String>,
@@ -106,6 +109,7 @@ impl RdmaArgs {
             ("rdma_device", self.rdma_device),
             ("rdma_gid_index", self.rdma_gid_index),
             ("rdma_traffic_class", self.rdma_traffic_class),
+            ("rdma_mtu", self.rdma_mtu),
             ("rdma_inline", self.rdma_inline),
             ("rdma_depth", self.rdma_depth),
             ("rdma_report_every", self.rdma_report_every),

@@ -36,6 +36,17 @@ impl Device {
         {
             return Err(VerbsError::Gid { device: context.name(), port, index });
         }
+        if let Some(mtu) = options.mtu {
+            let down = |why| Err(VerbsError::Port { device: context.name(), port, why });
+            let most = context.port(port)?.mtu;
+            if context.is_iwarp() {
+                return down(format!(
+                    "speaks iWARP, which has no MTU of its own: leave --rdma-mtu {mtu} out"
+                ));
+            } else if mtu.bytes() > most {
+                return down(format!("takes packets of {most} bytes, fewer than --rdma-mtu {mtu}"));
+            }
+        }
         let notify = match options.notice {
             Notice::Auto if context.is_iwarp() => Notify::Flag,
             Notice::Auto => Notify::Immediate,

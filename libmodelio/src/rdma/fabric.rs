@@ -19,7 +19,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
 use super::verbs::{CmChannel, CmEvent, CmKind, Endpoint, Notify, Parameters, Remote, VerbsError};
-use super::{Device, Line, RdmaOptions};
+use super::{Device, Line, Mtu, RdmaOptions};
 use crate::net::{Pollers, Stream};
 use crate::wire::Protocol;
 
@@ -41,6 +41,9 @@ pub struct Offer {
     pub protocol: u16,
     /// How it is to be told of what was written.
     pub notify: Notify,
+    /// Bytes of payload in a packet that it wants at most; an answer's are what both use. `None`: as many as the path
+    /// allows.
+    pub mtu: Option<Mtu>,
     /// Its ring.
     pub ring: Remote,
 }
@@ -69,20 +72,24 @@ pub enum Strange {
         /// The peer's.
         got: Notify,
     },
+    /// There is no such MTU.
+    #[error("it wants the MTU numbered {0}, expected 0 to 5")]
+    Mtu(u8),
 }
 
 impl Offer {
-    fn of(line: &Line) -> Offer {
+    fn of(line: &Line, mtu: Option<Mtu>) -> Offer {
         let protocol = Protocol::NEWEST.number();
-        Offer { protocol, notify: line.device().notify(), ring: line.invitation() }
+        Offer { protocol, notify: line.device().notify(), mtu, ring: line.invitation() }
     }
 
-    /// As it is sent: magic, protocol u16, notice u16, key u32, address u64 from byte 16, little-endian.
+    /// As it is sent: magic, protocol u16, notice u8, MTU u8, key u32, address u64 from byte 16, little-endian.
     pub fn encode(&self) -> [u8; OFFER] {
         let mut bytes = [0; OFFER];
         bytes[..4].copy_from_slice(&MAGIC);
         bytes[4..6].copy_from_slice(&self.protocol.to_le_bytes());
         bytes[6] = u8::from(self.notify == Notify::Flag);
+        bytes[7] = self.mtu.map_or(0, Mtu::code);
         bytes[8..12].copy_from_slice(&self.ring.key.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.ring.address.to_le_bytes());
         bytes
@@ -104,12 +111,16 @@ impl Offer {
         if told != notify {
             return Err(Strange::Notify { expected: notify, got: told });
         }
+        let mtu = match bytes[7] {
+            0 => None,
+            code => Some(Mtu::from_code(code).ok_or(Strange::Mtu(code))?),
+        };
         let mut key = [0; 4];
         key.copy_from_slice(&bytes[8..12]);
         let mut address = [0; 8];
         address.copy_from_slice(&bytes[16..24]);
         let ring = Remote { address: u64::from_le_bytes(address), key: u32::from_le_bytes(key) };
-        Ok(Offer { protocol: got, notify: told, ring })
+        Ok(Offer { protocol: got, notify: told, mtu, ring })
     }
 }
 
@@ -326,7 +337,7 @@ impl Manager {
                         let state = State::Resolving { endpoint, to, deadline, number, then };
                         self.states.insert(token, state);
                     }
-                    Err(error) => drop(then(Err(error.to_string()))),
+                    Err(error) => drop(then(Err(format!("{to}: {error}")))),
                 }
             }
         }
@@ -338,10 +349,11 @@ impl Manager {
             CmKind::Request(endpoint) => self.requested(token, endpoint, &private),
             CmKind::AddressResolved => self.resolved(token),
             CmKind::RouteResolved => self.routed(token),
+            CmKind::Answered => self.answered(token, &private),
             CmKind::Established => self.established(token, &private),
             CmKind::Rejected => {
                 let why = match Offer::decode(&private, self.device.notify()) {
-                    Err(strange @ (Strange::Protocol { .. } | Strange::Notify { .. })) => {
+                    Err(strange @ (Strange::Protocol { .. } | Strange::Notify { .. } | Strange::Mtu(_))) => {
                         format!("refused by the shard: {strange}")
                     }
                     _ => "refused: nobody listens there for RDMA".to_owned(),
@@ -404,16 +416,16 @@ impl Manager {
             return;
         };
         match self.line(endpoint, number) {
-            Ok(line) => match line.endpoint().connect(&self.parameters(&line)) {
+            Ok(line) => match line.endpoint().connect(&self.parameters(&line, self.device.options().mtu)) {
                 Ok(()) => {
                     self.states.insert(token, State::Connecting { line, to, deadline, number, then });
                 }
                 Err(error) => {
                     self.pollers.lines(number).leave(&line);
-                    drop(then(Err(error.to_string())));
+                    drop(then(Err(format!("{to}: {error}"))));
                 }
             },
-            Err(error) => drop(then(Err(error.to_string()))),
+            Err(error) => drop(then(Err(format!("{to}: {error}")))),
         }
     }
 
@@ -425,9 +437,9 @@ impl Manager {
         Ok(line)
     }
 
-    fn parameters(&self, line: &Line) -> Parameters {
+    fn parameters(&self, line: &Line, mtu: Option<Mtu>) -> Parameters {
         let RdmaOptions { reads, retries, .. } = *self.device.options();
-        Parameters { private: Offer::of(line).encode().to_vec(), reads, retries }
+        Parameters { private: Offer::of(line, mtu).encode().to_vec(), reads, retries }
     }
 
     fn requested(&mut self, listener: u64, mut endpoint: Endpoint, private: &[u8]) {
@@ -439,7 +451,8 @@ impl Manager {
             Err(strange) => {
                 tracing::warn!(peer, "turned away: {strange}");
                 let ring = Remote { address: 0, key: 0 };
-                let own = Offer { protocol: Protocol::NEWEST.number(), notify: self.device.notify(), ring };
+                let (protocol, notify) = (Protocol::NEWEST.number(), self.device.notify());
+                let own = Offer { protocol, notify, mtu: self.device.options().mtu, ring };
                 if let Err(error) = endpoint.reject(&own.encode()) {
                     tracing::debug!(%error, peer, "it was not told so");
                 }
@@ -450,8 +463,9 @@ impl Manager {
         self.next_poller += 1;
         let taken = self.line(endpoint, number).and_then(|line| {
             line.invited(offer.ring);
+            let mtu = shorter(offer.mtu, self.device.options().mtu);
             line.endpoint()
-                .accept(&self.parameters(&line))
+                .accept(&self.parameters(&line, mtu), mtu)
                 .inspect_err(|_| self.pollers.lines(number).leave(&line))?;
             Ok(line)
         });
@@ -461,6 +475,17 @@ impl Manager {
                 self.states.insert(token, State::Accepting { line, deadline, number, listener });
             }
             Err(error) => tracing::warn!(%error, peer, "an RDMA connection is not taken"),
+        }
+    }
+
+    /// The peer has accepted, and says what is used.
+    fn answered(&mut self, token: u64, private: &[u8]) {
+        let Some(State::Connecting { line, .. }) = self.states.get(&token) else { return };
+        // What else is wrong with its answer is told once the connection is there, and ended.
+        let agreed = Offer::decode(private, self.device.notify()).ok().and_then(|offer| offer.mtu);
+        match line.endpoint().establish(shorter(agreed, self.device.options().mtu)) {
+            Ok(()) => self.established(token, private),
+            Err(error) => self.failed(token, &error.to_string()),
         }
     }
 
@@ -537,6 +562,11 @@ fn end(state: State, why: &str) {
     }
 }
 
+/// What suits both.
+fn shorter(one: Option<Mtu>, other: Option<Mtu>) -> Option<Mtu> {
+    one.into_iter().chain(other).min()
+}
+
 fn millis(deadline: Instant) -> i32 {
     let left = deadline.saturating_duration_since(Instant::now()).as_millis().max(1);
     i32::try_from(left).unwrap_or(i32::MAX)
@@ -549,11 +579,18 @@ mod tests {
     #[test]
     fn offers_are_understood_or_refused() {
         let ring = Remote { address: 0x1234_5678_9abc, key: 77 };
-        let offer = Offer { protocol: Protocol::NEWEST.number(), notify: Notify::Immediate, ring };
+        let offer = Offer {
+            protocol: Protocol::NEWEST.number(),
+            notify: Notify::Immediate,
+            mtu: Mtu::from_bytes(1024),
+            ring,
+        };
         let mut sent = offer.encode().to_vec();
         sent.resize(56, 0);
         assert_eq!(Offer::decode(&sent, Notify::Immediate), Ok(offer));
         assert!(matches!(Offer::decode(&sent, Notify::Flag), Err(Strange::Notify { .. })));
+        sent[7] = 6;
+        assert_eq!(Offer::decode(&sent, Notify::Immediate), Err(Strange::Mtu(6)));
         sent[4] = 99;
         let got = Offer::decode(&sent, Notify::Immediate);
         assert_eq!(got, Err(Strange::Protocol { expected: offer.protocol, got: 99 }));

@@ -6,10 +6,10 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
-use super::Device;
 use super::verbs::{
     Done, Endpoint, Outcome, Pair, Poller, Registration, Remote, Rings, Slot, VerbsError, Work,
 };
+use super::{Device, Mtu};
 use crate::link::{Piece, Target};
 use crate::net::{Close, Connection, ReceiveSlices, SendSlices};
 
@@ -59,6 +59,14 @@ impl Line {
     /// The number of its queue pair.
     pub fn number(&self) -> u32 {
         self.pair.number()
+    }
+
+    /// Bytes of payload in a packet, at most; `None` with iWARP.
+    ///
+    /// # Errors
+    /// [`VerbsError::Broken`].
+    pub fn mtu(&self) -> Result<Option<Mtu>, VerbsError> {
+        self.pair.mtu()
     }
 
     /// Its device.

@@ -32,4 +32,4 @@ pub use device::Device;
 pub use fabric::{Fabric, Offer};
 #[cfg(feature = "rdma")]
 pub use line::Line;
-pub use options::{Buffers, NoChoice, Notice, Placement, Polling, RdmaOptions};
+pub use options::{Buffers, Mtu, NoChoice, Notice, Placement, Polling, RdmaOptions};

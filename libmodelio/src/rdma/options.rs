@@ -91,6 +91,38 @@ choices!(Placement, "auto, static, dynamic", "auto" => Placement::Auto, "static"
 /// Long enough for an answer over a fast network, short enough to cost little.
 const ADAPTIVE: Polling = Polling::Adaptive(Duration::from_micros(50));
 
+/// Bytes of payload that a packet carries at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Mtu(u8);
+
+impl Mtu {
+    /// From the power of two that it is: 256, 512, 1024, 2048, 4096.
+    pub fn from_bytes(bytes: u32) -> Option<Mtu> {
+        (1..=5).map(Mtu).find(|mtu| mtu.bytes() == bytes)
+    }
+
+    /// As it is sent and as verbs number it: 1 to 5.
+    pub fn from_code(code: u8) -> Option<Mtu> {
+        (1..=5).contains(&code).then_some(Mtu(code))
+    }
+
+    /// As it is sent.
+    pub fn code(self) -> u8 {
+        self.0
+    }
+
+    /// In bytes.
+    pub fn bytes(self) -> u32 {
+        128 << self.0
+    }
+}
+
+impl fmt::Display for Mtu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.bytes().fmt(f)
+    }
+}
+
 /// What a process may be told of RDMA.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaOptions {
@@ -102,6 +134,8 @@ pub struct RdmaOptions {
     pub gid_index: Option<u32>,
     /// Of packets (RoCE: DSCP and ECN).
     pub traffic_class: Option<u8>,
+    /// Of packets, at most; `None` for what the path allows. Not with iWARP.
+    pub mtu: Option<Mtu>,
     /// Bytes that go with the work itself.
     pub inline: u32,
     /// Pieces of work outstanding on a queue pair.
@@ -137,6 +171,7 @@ impl Default for RdmaOptions {
             port: None,
             gid_index: None,
             traffic_class: None,
+            mtu: None,
             inline: 128,
             depth: 128,
             report_every: 16,
@@ -167,5 +202,18 @@ mod tests {
         assert_eq!(Polling::Adaptive(Duration::from_millis(1)).to_string(), "adaptive");
         let error = "fast".parse::<Placement>().unwrap_err();
         assert_eq!(error.to_string(), "\"fast\" is none of auto, static, dynamic");
+    }
+
+    #[test]
+    fn five_lengths_of_packets() {
+        for (code, bytes) in [(1, 256), (2, 512), (3, 1024), (4, 2048), (5, 4096)] {
+            let mtu = Mtu::from_code(code).unwrap();
+            assert_eq!((mtu.bytes(), Mtu::from_bytes(bytes)), (bytes, Some(mtu)));
+            assert_eq!(mtu.to_string(), bytes.to_string());
+        }
+        for bytes in [0, 1, 255, 1500, 8192, 9000] {
+            assert_eq!(Mtu::from_bytes(bytes), None);
+        }
+        assert_eq!((Mtu::from_code(0), Mtu::from_code(6)), (None, None));
     }
 }

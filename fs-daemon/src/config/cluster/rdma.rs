@@ -5,7 +5,7 @@ use std::fmt::Display;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-use libmodelio::rdma::RdmaOptions;
+use libmodelio::rdma::{Mtu, RdmaOptions};
 use ps_backend::server::RdmaUse;
 
 use super::super::layer::{Key, Kind, key};
@@ -30,6 +30,7 @@ pub(super) const RDMA_KEYS: &[Key] = &[
     key("rdma_device", Kind::Name),
     key("rdma_gid_index", Kind::Whole(0)),
     key("rdma_traffic_class", Kind::Whole(0)),
+    key("rdma_mtu", Kind::Whole(256)),
     key("rdma_inline", Kind::Whole(0)),
     key("rdma_depth", Kind::Whole(16)),
     key("rdma_report_every", Kind::Whole(1)),
@@ -78,6 +79,7 @@ impl Merged<'_> {
                 0..=u8::MAX,
                 "with RoCE it is the DSCP times 4, and the ECN bits: 104 is DSCP 26",
             )?,
+            mtu: self.rdma_mtu()?,
             inline: self.whole_or("rdma_inline", 0..=4096, default.inline)?,
             depth: self.whole_or("rdma_depth", 16..=1024, default.depth)?,
             report_every: self.whole_or("rdma_report_every", 1..=1024, default.report_every)?,
@@ -111,6 +113,15 @@ impl Merged<'_> {
         match name.is_empty() || name.contains(|c: char| c.is_whitespace() || c.is_control()) {
             true => Err(wrong("it has no name")),
             false => Ok((Some(name.to_owned()), port)),
+        }
+    }
+
+    fn rdma_mtu(&self) -> Result<Option<Mtu>, Error> {
+        let Some((origin, text)) = self.text("rdma_mtu")? else { return Ok(None) };
+        match text.parse().ok().and_then(Mtu::from_bytes) {
+            Some(mtu) => Ok(Some(mtu)),
+            None => Err(Error::usage(format!("{origin}: {text:?} is not 256, 512, 1024, 2048 or 4096"))
+                .hint("both ends use the smaller one of theirs; left out, it is what the ports take")),
         }
     }
 

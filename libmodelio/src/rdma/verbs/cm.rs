@@ -5,14 +5,15 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use rdma_sys as sys;
 use socket2::{SockAddr, SockAddrStorage};
 
+use super::join::Joint;
 use super::{Context, Domain, VerbsError};
+use crate::rdma::Mtu;
 
 /// Bytes that may go with a request or its answer.
 pub const PRIVATE_DATA: usize = 56;
@@ -35,6 +36,8 @@ pub enum CmKind {
     RouteResolved,
     /// Somebody connects; with the answer's private data.
     Request(Endpoint),
+    /// The peer has accepted it, and waits for [`Endpoint::establish`].
+    Answered,
     /// It is there.
     Established,
     /// It is refused by the peer.
@@ -146,13 +149,12 @@ impl CmChannel {
             kinds::RDMA_CM_EVENT_ADDR_RESOLVED => CmKind::AddressResolved,
             kinds::RDMA_CM_EVENT_ROUTE_RESOLVED => CmKind::RouteResolved,
             kinds::RDMA_CM_EVENT_CONNECT_REQUEST => match NonNull::new(event.id) {
-                Some(id) => CmKind::Request(Endpoint {
-                    id,
-                    has_pair: AtomicBool::new(false),
-                    channel: Arc::clone(self),
-                }),
+                Some(id) => {
+                    CmKind::Request(Endpoint { id, joint: Joint::default(), channel: Arc::clone(self) })
+                }
                 None => CmKind::Other,
             },
+            kinds::RDMA_CM_EVENT_CONNECT_RESPONSE => CmKind::Answered,
             kinds::RDMA_CM_EVENT_ESTABLISHED => CmKind::Established,
             kinds::RDMA_CM_EVENT_REJECTED => CmKind::Rejected,
             kinds::RDMA_CM_EVENT_DISCONNECTED | kinds::RDMA_CM_EVENT_TIMEWAIT_EXIT => CmKind::Disconnected,
@@ -187,7 +189,7 @@ impl Drop for CmChannel {
 #[derive(Debug)]
 pub struct Endpoint {
     id: NonNull<sys::rdma_cm_id>,
-    has_pair: AtomicBool,
+    joint: Joint,
     channel: Arc<CmChannel>,
 }
 
@@ -210,7 +212,7 @@ impl Endpoint {
         };
         VerbsError::check("making an RDMA connection", result)?;
         let id = NonNull::new(id).ok_or(VerbsError::Broken("librdmacm made nothing".into()))?;
-        Ok(Endpoint { id, has_pair: AtomicBool::new(false), channel: Arc::clone(channel) })
+        Ok(Endpoint { id, joint: Joint::default(), channel: Arc::clone(channel) })
     }
 
     fn raw(&self) -> *mut sys::rdma_cm_id {
@@ -319,12 +321,11 @@ impl Endpoint {
         if self.context() != Some(domain.context()) {
             return Err(VerbsError::Broken("the connection leads over another device".into()));
         }
-        // SAFETY: domain and queues live longer than the pair, as whoever holds the endpoint holds them.
-        let result = unsafe { sys::rdma_create_qp(self.raw(), domain.raw(), &raw mut *init) };
-        VerbsError::check("making a queue pair", result)?;
-        self.has_pair.store(true, Ordering::Release);
-        // SAFETY: it has one now.
-        Ok(unsafe { self.id.as_ref().qp })
+        if self.joint.is_made() {
+            return Err(VerbsError::Broken("the connection has a queue pair already".into()));
+        }
+        // SAFETY: it has none; domain and queues live longer than the pair, as whoever holds the endpoint holds them.
+        unsafe { self.joint.make(self.raw(), domain, init) }
     }
 
     /// Asks the peer for a connection.
@@ -332,17 +333,36 @@ impl Endpoint {
     /// # Errors
     /// [`VerbsError::Call`].
     pub fn connect(&self, parameters: &Parameters) -> Result<(), VerbsError> {
-        let mut raw = parameters.raw(self.context())?;
+        let mut raw = self.parameters(parameters)?;
         // SAFETY: the parameters are read during the call.
         VerbsError::check("connecting by RDMA", unsafe { sys::rdma_connect(self.raw(), &raw mut raw) })
     }
 
-    /// Takes the connection that the peer asked for.
+    /// Takes the answer of a peer that has accepted: from now on it is there. Packets are no longer than `mtu`.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
-    pub fn accept(&self, parameters: &Parameters) -> Result<(), VerbsError> {
-        let mut raw = parameters.raw(self.context())?;
+    pub fn establish(&self, mtu: Option<Mtu>) -> Result<(), VerbsError> {
+        let Some(context) = self.context() else {
+            return Err(VerbsError::Broken("the connection leads nowhere".into()));
+        };
+        // SAFETY: it lives, and has been answered.
+        unsafe { self.joint.ready(self.raw(), context, mtu, None)? };
+        // SAFETY: a single call.
+        VerbsError::check("taking an RDMA connection's answer", unsafe { sys::rdma_establish(self.raw()) })
+    }
+
+    /// Takes the connection that the peer asked for. Packets are no longer than `mtu`.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn accept(&self, parameters: &Parameters, mtu: Option<Mtu>) -> Result<(), VerbsError> {
+        let mut raw = self.parameters(parameters)?;
+        if let Some(context) = self.context() {
+            let reads = (raw.initiator_depth, raw.responder_resources);
+            // SAFETY: it lives, and the peer asks for it.
+            unsafe { self.joint.ready(self.raw(), context, mtu, Some(reads))? };
+        }
         // SAFETY: as above.
         VerbsError::check("accepting an RDMA connection", unsafe {
             sys::rdma_accept(self.raw(), &raw mut raw)
@@ -365,10 +385,8 @@ impl Endpoint {
     /// # Safety
     /// Nobody uses the queue pair, now or later.
     pub(super) unsafe fn end_pair(&self) {
-        if self.has_pair.swap(false, Ordering::AcqRel) {
-            // SAFETY: it has one, and the caller promises the rest.
-            unsafe { sys::rdma_destroy_qp(self.raw()) };
-        }
+        // SAFETY: as the caller promises.
+        unsafe { self.joint.destroy(self.raw()) };
     }
 
     /// Ends it: work that is outstanding is flushed, and the peer hears of it.
@@ -391,24 +409,25 @@ impl Drop for Endpoint {
     }
 }
 
-impl Parameters {
-    fn raw(&self, context: Option<Context>) -> Result<sys::rdma_conn_param, VerbsError> {
+impl Endpoint {
+    fn parameters(&self, of: &Parameters) -> Result<sys::rdma_conn_param, VerbsError> {
+        let context = self.context();
         let (initiated, answered) = context.map_or(Ok((1, 1)), Context::reads)?;
-        if self.private.len() > PRIVATE_DATA {
-            let (len, all) = (self.private.len(), PRIVATE_DATA as u64);
+        if of.private.len() > PRIVATE_DATA {
+            let (len, all) = (of.private.len(), PRIVATE_DATA as u64);
             return Err(VerbsError::OutOfRange { offset: 0, len, of: "private data", all });
         }
         Ok(sys::rdma_conn_param {
-            private_data: self.private.as_ptr().cast(),
-            private_data_len: self.private.len() as u8,
-            responder_resources: self.reads.min(answered),
-            initiator_depth: self.reads.min(initiated),
+            private_data: of.private.as_ptr().cast(),
+            private_data_len: of.private.len() as u8,
+            responder_resources: of.reads.min(answered),
+            initiator_depth: of.reads.min(initiated),
             flow_control: 1,
-            retry_count: self.retries.min(7),
+            retry_count: of.retries.min(7),
             // As often as it takes: a peer that is there and takes nothing is given up by its silence.
             rnr_retry_count: 7,
             srq: 0,
-            qp_num: 0,
+            qp_num: context.map_or(0, |context| self.joint.number(context)),
         })
     }
 }

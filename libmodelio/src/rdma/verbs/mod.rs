@@ -23,10 +23,12 @@
 //! | `pair` | queue pairs: work that is posted, and what became of it |
 //! | `ring` | bytes that each end writes into the other's memory |
 //! | `cm` | connections by rdma_cm |
+//! | `join` | how their queue pairs get ready |
 
 mod arena;
 mod cm;
 mod context;
+mod join;
 mod memory;
 mod pair;
 mod queue;

@@ -12,9 +12,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use rdma_sys as sys;
 
+use super::join::mtu_of;
 use super::queue::{Receives, nothing};
 use super::{Chunk, Endpoint, Outcome, Poller, Registration, Remote, Slot, VerbsError};
 use crate::link::{Piece, Target};
+use crate::rdma::Mtu;
 
 /// How much a queue pair takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -226,6 +228,19 @@ impl Pair {
     /// As the device has granted them.
     pub fn limits(&self) -> PairLimits {
         self.limits
+    }
+
+    /// Bytes of payload in a packet, at most; `None` with iWARP.
+    ///
+    /// # Errors
+    /// [`VerbsError::Broken`] when it is ended.
+    pub fn mtu(&self) -> Result<Option<Mtu>, VerbsError> {
+        let state = self.state.lock();
+        match &state.broken {
+            Some(why) => Err(VerbsError::Broken(why.clone())),
+            // SAFETY: it lives, as it is not ended under the lock.
+            None => unsafe { mtu_of(self.raw, self.poller.context()) },
+        }
     }
 
     /// Chains that were posted, and pieces of work in them.

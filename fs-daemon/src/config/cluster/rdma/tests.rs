@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use libmodelio::rdma::{Buffers, Notice, Placement, Polling};
+use libmodelio::rdma::{Buffers, Mtu, Notice, Placement, Polling};
 
 use super::super::{CLUSTER, MountConfig, ShardConfig};
 use super::*;
@@ -34,6 +34,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("rdma_device", "mlx5_1/2"),
     ("rdma_gid_index", "3"),
     ("rdma_traffic_class", "104"),
+    ("rdma_mtu", "1024"),
     ("rdma_inline", "0"),
     ("rdma_depth", "512"),
     ("rdma_report_every", "1"),
@@ -55,6 +56,7 @@ fn others() -> RdmaOptions {
         port: Some(2),
         gid_index: Some(3),
         traffic_class: Some(104),
+        mtu: Mtu::from_bytes(1024),
         inline: 0,
         depth: 512,
         report_every: 1,
@@ -121,6 +123,7 @@ fn what_is_out_of_range_is_refused_by_name() {
         ("rdma_device", &["", "/1", "mlx5_0/", "mlx5_0/0", "mlx5_0/256", "mlx5 0"]),
         ("rdma_gid_index", &["-1", "x", "1.5", "65536", "fe80::1", ""]),
         ("rdma_traffic_class", &["-1", "256", "0x68"]),
+        ("rdma_mtu", &["0", "128", "1500", "8192", "1KiB"]),
         ("rdma_inline", &["-1", "4097", "128B"]),
         ("rdma_depth", &["0", "15", "1025"]),
         ("rdma_report_every", &["0", "1025"]),
