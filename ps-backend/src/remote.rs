@@ -260,10 +260,7 @@ impl RemoteJob {
         written: &[Range<u64>],
         blocks: &FixedBitSet,
     ) -> Result<(), ShardError> {
-        let newest = self.client.version();
-        if !self.client.pin(newest) {
-            return Err(ShardError::Unreachable);
-        }
+        let newest = self.client.pin_newest().ok_or(ShardError::Unreachable)?;
         if let Some((weights, _)) = self.client.get(newest) {
             for block in blocks.ones().map(|block| BlockId(block as u32)) {
                 let extent = self.layout.block_bytes(block);
@@ -338,10 +335,7 @@ impl Channel for RemoteJob {
     fn read(&self, offset: u64, local: &mut [u8]) -> Result<Version, ShardError> {
         let end = offset.checked_add(local.len() as u64).filter(|&end| end <= self.layout.size());
         let end = end.ok_or(ShardError::OutOfRange)?;
-        let version = self.client.version();
-        if !self.client.pin(version) {
-            return Err(ShardError::Unreachable);
-        }
+        let version = self.client.pin_newest().ok_or(ShardError::Unreachable)?;
         let found = Job::get(self, version);
         if let Some(view) = &found {
             local.copy_from_slice(view.memory.bytes(offset..end));
