@@ -4,9 +4,13 @@ when the link is down for a while in the middle, or a mount is killed in the mid
 Skipped with the reason where such machines cannot be had, or the build is one without RDMA.
 """
 
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 from cluster import run
-from conftest import gradfs_binary
+from conftest import REPOSITORY, gradfs_binary
 from rdmavm import vm  # noqa: F401
 
 pytestmark = pytest.mark.rdma_vm
@@ -40,11 +44,11 @@ shard() { # SIZE, and words of create
     env -u GRADFS_REGISTRY $gradfs shard --listen $HOST_ADDRESS --advertise a --rdma on --rdma-port 7171 >/tmp/shard.out 2>/tmp/shard.err &
     shard=$!
     (waits grep -q 'gradfs: ready' /tmp/shard.out) || { cat /tmp/shard.err >&2; exit 99; }
-    $gradfs create m "$@" --block-size 64KiB --reducer sum >&2 || exit 3
+    $gradfs create m --block-size 64KiB "$@" >&2 || exit 3
 }
-mounted() { # a folder
+mounted() { # a folder, and --transport
     mkdir -p $1
-    $gradfs mount $1 --transport rdma >/tmp/mount.out 2>/tmp/mount.err &
+    $gradfs mount $1 --transport ${2:-rdma} >/tmp/mount.out 2>/tmp/mount.err &
     mount=$!
     waits grep -q 'gradfs: ready' /tmp/mount.out
 }
@@ -70,7 +74,7 @@ def test_steps_between_two_hosts_count_once(vm, provider):  # noqa: F811
         begin()
         + """
         case $HOST_NAME in
-        a) shard --size 1000004; meet shard; meet over; kill $shard; wait $shard || exit 4 ;;
+        a) shard --size 1000004 --reducer sum; meet shard; meet over; kill $shard; wait $shard || exit 4 ;;
         b)
             meet shard; mounted /tmp/mnt
             $python /tmp/learner.py /tmp/mnt/m 4 || exit 5
@@ -92,7 +96,7 @@ def test_a_link_that_is_down_for_a_while_costs_no_step(vm):  # noqa: F811
         begin()
         + """
         case $HOST_NAME in
-        a) shard --size 1000004 --timeout 60; meet shard; meet over; kill $shard; wait $shard || exit 4 ;;
+        a) shard --size 1000004 --reducer sum --timeout 60; meet shard; meet over; kill $shard; wait $shard || exit 4 ;;
         b)
             meet shard; mounted /tmp/mnt
             $python /tmp/learner.py /tmp/mnt/m 8 >/tmp/steps 2>/tmp/steps.err &
@@ -120,7 +124,7 @@ def test_a_mount_that_is_killed_in_a_push_leaves_no_part_of_it(vm):  # noqa: F81
         + """
         case $HOST_NAME in
         a)
-            shard --size 4MiB --lease 1 --timeout 60; meet shard; meet killed; meet over
+            shard --size 4MiB --reducer sum --lease 1 --timeout 60; meet shard; meet killed; meet over
             rdma resource show qp | grep -c 'pid .*gradfs\\|comm gradfs' >&2
             kill $shard; wait $shard || exit 4 ;;
         b)
@@ -145,3 +149,45 @@ def test_a_mount_that_is_killed_in_a_push_leaves_no_part_of_it(vm):  # noqa: F81
     first, *after, told = [float(line) for line in done.of["b"].out.split()]
     # What was taken before the mount died counts, whether it was told or not; the rest does not, nor any half of it.
     assert first == 1 and after[1] == after[0] + 1 and told + 2 <= after[0] <= told + 3, done
+
+
+def test_digits_are_learned_on_two_hosts(vm, tmp_path):  # noqa: F811
+    """A learner on each host, one beside the shard and one that has it by RDMA: what is learned is what one process
+    learns alone, within rounding."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    np.savez(tmp_path / "digits.npz", images=images, labels=labels)
+    model = tmp_path / "m.safetensors"
+    make = [sys.executable, REPOSITORY / "examples/make_digits_model.py", model, "--hidden", "256"]
+    subprocess.run(make, check=True, capture_output=True, timeout=60)
+    job = "--learners 2 --epochs 5 --lr 0.3"
+    done = vm.run(
+        begin()
+        + f"""
+        export DIGITS_NPZ=/share/digits.npz
+        work() {{ {sys.executable} {REPOSITORY}/scripts/lib/netns_work.py "$@"; }}
+        case $HOST_NAME in
+        a)
+            shard --model /share/m.safetensors --reducer sgd --learning-rate 0.3 --learners 2 --timeout 60
+            meet shard; mounted /tmp/mnt auto
+            work /tmp/mnt/m digits --rank 0 {job} || exit 5
+            meet learned; meet over
+            $gradfs unmount /tmp/mnt || exit 6
+            kill $shard; wait $shard || exit 4 ;;
+        b)
+            meet shard; mounted /tmp/mnt rdma
+            work /tmp/mnt/m digits --rank 1 {job} || exit 5
+            meet learned
+            work /tmp/mnt/m digits-check --initial /share/m.safetensors {job} || exit 7
+            $gradfs unmount /tmp/mnt || exit 6
+            meet over ;;
+        esac
+        """,
+        two=True,
+        provider="rxe",
+        time_limit=300,
+        share=tmp_path,
+    )
+    assert done.code == 0, done
+    assert "check passed" in done.of["b"].out, done

@@ -1,11 +1,13 @@
-//! A learner of `scripts/bench-net`: contributes to a model on shards through [`libmodelio::client::Client`], as a
+//! A learner of `scripts/bench-net` and `scripts/bench-rdma`: contributes to a model on shards through [`libmodelio::client::Client`], as a
 //! program with the library does, with a staging region to push from and a version's buffer to pull into.
 //!
 //! It obeys lines on standard input, and answers each with a line of JSON:
 //!
 //! - `round WHAT`: `push` commits a contribution of the whole model and waits until it is at the shards for good;
-//!   `pull` has the version with it in memory; `step` is both. Answers with `what`, `bytes` (moved for the learners
+//!   `pull` has the version with it in memory; `step` is both; `newest` has the newest version in memory, whoever made
+//!   it, which a process without learners (`--here 0`) can be asked for, too. Answers with `what`, `bytes` (moved for the learners
 //!   of this process), `start`, `end`, `seconds` (of CLOCK_MONOTONIC) and `cpu_seconds` (of this process, meanwhile).
+//! - `payload`: answers with `what` and what this process has pushed, pulled and copied of payload, all in all.
 //! - `check PUSHES`: the weights must be the sum of so many pushes of all learners; answers with `what`.
 //!
 //! The end of the input is the end of the process. Several learners of one process are added up before they cross
@@ -23,6 +25,7 @@ use libmodelio::client::{Client, ClientOptions, Pulls, TransportChoice};
 use libmodelio::ids::{LearnerId, Step};
 use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
+use libmodelio::rdma::{Notice, Placement, Polling, RdmaOptions};
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::{Region, RegionKey};
 use libmodelio::wire::Message;
@@ -60,8 +63,32 @@ struct Options {
     #[arg(long, default_value = "auto")]
     io: Choice,
     /// Shared memory instead of TCP
-    #[arg(long)]
+    #[arg(long, conflicts_with = "rdma")]
     shm: bool,
+    /// RDMA instead of TCP, in a build with it
+    #[arg(long)]
+    rdma: bool,
+    /// How blocks are pushed by RDMA: auto, static or dynamic
+    #[arg(long, default_value_t)]
+    placement: Placement,
+    /// How the peer learns of what was written: auto, immediate or flag
+    #[arg(long, default_value_t)]
+    notice: Notice,
+    /// How this end learns of what is done: busy, event or adaptive [default: the library's]
+    #[arg(long)]
+    polling: Option<Polling>,
+    /// Bytes of registered memory for rings, whole MiB [default: the library's]
+    #[arg(long)]
+    arena_mib: Option<usize>,
+    /// Pieces of work outstanding on a queue pair [default: the library's]
+    #[arg(long)]
+    depth: Option<u32>,
+    /// READs outstanding on a queue pair [default: the library's]
+    #[arg(long)]
+    reads: Option<u8>,
+    /// Every how many pieces of work the device reports one [default: the library's]
+    #[arg(long)]
+    report_every: Option<u32>,
     /// Threads that move bytes [default: the library's]
     #[arg(long)]
     threads: Option<usize>,
@@ -90,6 +117,30 @@ fn gradient(index: usize, rank: usize) -> f32 {
     (index % PERIOD + rank + 1) as f32
 }
 
+impl Options {
+    fn transport(&self) -> TransportChoice {
+        match (self.rdma, self.shm) {
+            (true, _) => TransportChoice::Rdma,
+            (_, true) => TransportChoice::SharedMemory,
+            _ => TransportChoice::Tcp,
+        }
+    }
+
+    fn rdma(&self) -> RdmaOptions {
+        let usual = RdmaOptions::default();
+        RdmaOptions {
+            placement: self.placement,
+            notice: self.notice,
+            polling: self.polling.unwrap_or(usual.polling),
+            arena: self.arena_mib.map_or(usual.arena, |mib| mib << 20),
+            depth: self.depth.unwrap_or(usual.depth),
+            reads: self.reads.unwrap_or(usual.reads),
+            report_every: self.report_every.unwrap_or(usual.report_every),
+            ..usual
+        }
+    }
+}
+
 impl Job {
     fn join(options: &Options) -> Outcome<Job> {
         let registry = std::sync::Arc::new(RemoteRegistry::new(options.registry.clone()));
@@ -103,10 +154,10 @@ impl Job {
             connections: options.connections.unwrap_or(usual.connections),
             window: options.window.unwrap_or(usual.window),
             io: options.io,
-            transport: if options.shm { TransportChoice::SharedMemory } else { TransportChoice::Tcp },
+            transport: options.transport(),
             pulls: Pulls::Awaited,
             patience: DEADLINE,
-            rdma: usual.rdma,
+            rdma: options.rdma(),
             registry: Some(registry),
         };
         let client = Client::connect(&record, &shards, client)?;
@@ -189,12 +240,21 @@ impl Job {
         Ok(())
     }
 
+    /// Has the newest version in memory.
+    fn newest(&self) -> Outcome<()> {
+        let (sender, receiver) = channel();
+        self.client.await_newest(DEADLINE, Box::new(move |result| drop(sender.send(result))));
+        receiver.recv_timeout(2 * DEADLINE)??;
+        Ok(())
+    }
+
     fn round(&self, what: &str) -> Outcome<usize> {
         let moved = self.size * self.learners.len();
         match what {
             "push" => self.push().map(|()| moved),
             "pull" => self.pull().map(|()| moved),
             "step" => self.push().and_then(|()| self.pull()).map(|()| 2 * moved),
+            "newest" => self.newest().map(|()| self.size),
             other => Err(format!("unknown round {other:?}").into()),
         }
     }
@@ -249,6 +309,11 @@ fn main() -> Outcome<()> {
                     "what": what, "bytes": bytes, "start": start, "end": end, "seconds": end - start,
                     "cpu_seconds": cpu,
                 }))?;
+            }
+            ("payload", "") => {
+                let mut counts = json!(job.client.payload());
+                counts["what"] = json!("payload");
+                tell(&counts)?;
             }
             ("check", pushes) => {
                 job.check(pushes.parse()?)?;

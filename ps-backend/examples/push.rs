@@ -46,6 +46,7 @@ impl Bench {
             rdma: RdmaUse::Off,
             rdma_port: None,
             rdma_options: libmodelio::rdma::RdmaOptions::default(),
+            device_memory: None,
         };
         let server = Server::start(options).expect("a shard");
         let registry = RemoteRegistry::new(server.address().to_string());

@@ -12,6 +12,7 @@ use std::time::{Duration, SystemTime};
 
 use libmodelio::ids::{LearnerId, ShardId, Version};
 use libmodelio::layout::ModelLayout;
+use libmodelio::payload::Payloads;
 use libmodelio::transport::{LeaveReason, Region, ShardError, TransportKind};
 
 use crate::controls::{ControlError, Controls};
@@ -138,6 +139,11 @@ pub trait Job: Send + Sync {
 
     /// The newest version that can be read here.
     fn version(&self) -> Version;
+
+    /// Payload that has gone to shards elsewhere and come from them; `None` where the model is part of this process.
+    fn payload(&self) -> Option<Payloads> {
+        None
+    }
 
     /// Pins `version`: it is not recycled before [`Self::unpin`]. False when it is gone.
     fn pin(&self, version: Version) -> bool;

@@ -17,6 +17,7 @@ use libmodelio::client::{self, Client, ClientEvent, PeerView};
 use libmodelio::ids::{BlockId, Incarnation, LearnerId, Version};
 use libmodelio::layout::ModelLayout;
 use libmodelio::mmap::Mapping;
+use libmodelio::payload::Payloads;
 use libmodelio::transport::{
     BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, RegionKey, Reply,
     ShardError, TransportKind,
@@ -464,6 +465,10 @@ impl Job for RemoteJob {
 
     fn version(&self) -> Version {
         self.client.version()
+    }
+
+    fn payload(&self) -> Option<Payloads> {
+        Some(self.client.payload())
     }
 
     fn pin(&self, version: Version) -> bool {

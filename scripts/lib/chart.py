@@ -14,7 +14,13 @@ UNITS = {"k": 1 << 10, "m": 1 << 20}
 COLOURS = {"weights-read": "#0072b2", "gradients-write": "#d55e00"}
 ENGINES = {"psync": ("o", "-"), "libaio": ("s", "--"), "io_uring": ("^", ":")}
 # Over a network: the transport has the colour, the way the line.
-TRANSPORTS = {"tcp": ("#0072b2", "TCP"), "shm": ("#d55e00", "shm")}
+TRANSPORTS = {
+    "tcp": ("#0072b2", "TCP"),
+    "shm": ("#d55e00", "shm"),
+    "rdma": ("#d55e00", "RDMA"),
+    "dynamic": ("#d55e00", "RDMA, fetched"),
+    "static": ("#009e73", "RDMA, placed"),
+}
 WAYS = {"aio": ("o", "-", "AIO"), "sync": ("s", "--", "sync")}
 PANELS = {
     "push": ("Push: gradients to the shard", "block size of the model"),
@@ -49,24 +55,26 @@ def draw(series, sizes, model, out):
     return _save(figure, out / "fio")
 
 
-def draw_network(series, path):
-    """Writes `path`.svg and .png for {(what, transport, way): {size in bytes: GB/s}}; gives the paths."""
-    figure, panels = pyplot.subplots(1, len(PANELS), figsize=(14, 4.8), layout="constrained")
-    tops = {what: 1.06 * max(max(series[key].values()) for key in series if key[0] == what) for what in PANELS}
+def draw_network(series, path, note=NOTE, unit="GB/s"):
+    """Writes `path`.svg and .png for {(what, transport, way): {size in bytes: rate}}; gives the paths."""
+    shown = {what: PANELS[what] for what in PANELS if any(key[0] == what for key in series)}
+    width = 14 / 3 * len(shown) + (3 - len(shown))
+    figure, panels = pyplot.subplots(1, len(shown), figsize=(width, 4.8), layout="constrained")
+    tops = {what: 1.06 * max(max(series[key].values()) for key in series if key[0] == what) for what in shown}
     tops["push"] = tops["pull"] = max(tops["push"], tops["pull"])
-    for axes, (what, (title, of)) in zip(panels, PANELS.items()):
+    for axes, (what, (title, of)) in zip(panels, shown.items()):
         lines = {key[1:]: values for key, values in series.items() if key[0] == what}
         for (transport, way), values in lines.items():
             marker, line, _ = WAYS[way]
             style = {"color": TRANSPORTS[transport][0], "marker": marker, "linestyle": line, "markersize": 6}
             axes.plot(*zip(*sorted(values.items())), **style)
         sizes = sorted(set().union(*lines.values()))
-        _finish(axes, sizes, "throughput (GB/s)" if what != "pull" else "", title, of)
+        _finish(axes, sizes, f"throughput ({unit})" if what != "pull" else "", title, of)
         # Without the unit they fit.
         axes.set_xticks(sizes, [_words(size).replace(" ", "").removesuffix("iB") for size in sizes])
         axes.set_ylim(0, tops[what])
         _label(axes, {key: values[max(values)] / tops[what] for key, values in lines.items()})
-    figure.supxlabel(NOTE, x=0.01, ha="left", fontsize=9, color="#444444")
+    figure.supxlabel(note, x=0.01, ha="left", fontsize=9, color="#444444")
     return _save(figure, path)
 
 

@@ -85,17 +85,22 @@ def require_fuse():
         raise Failed("/dev/fuse is missing or not permitted: load the fuse module (modprobe fuse), or run as root")
 
 
-def build(*targets, only_look=False):
+def release_directory():
+    """Where cargo puts release binaries."""
+    return ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target") / "release"
+
+
+def build(*targets, only_look=False, features=()):
     """Builds release binaries of fs-daemon, `gradfs` and examples, or takes those there are. Gives their paths."""
     flags = {"gradfs": ["--bin", "gradfs"], **{name: ["--example", name] for name in EXAMPLES}}
     where = {"gradfs": "gradfs", **{name: f"examples/{name}" for name in EXAMPLES}}
-    release = ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target") / "release"
+    release = release_directory()
     paths = [release / where[target] for target in targets]
     if only_look:
         if missing := [str(path) for path in paths if not path.exists()]:
             raise Failed(f"not built: {', '.join(missing)}")
         return paths
-    command = ["cargo", "build", "--release", "-p", "fs-daemon"]
+    command = ["cargo", "build", "--release", "-p", "fs-daemon", *(f"--features={name}" for name in features)]
     for target in targets:
         command += flags[target]
     say(f"building {' and '.join(targets)}")

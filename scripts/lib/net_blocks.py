@@ -1,4 +1,5 @@
-"""Push and pull against the size of the model's blocks, over TCP and over shared memory, for scripts/bench-net.
+"""Push and pull against the size of the model's blocks, for scripts/bench-net (over TCP and over shared memory) and
+scripts/bench-rdma.
 
 AIO: a model of many blocks is pushed and pulled with as many blocks on their way as fit. Synchronous: a model of one
 block is, so that each block waits for the one before, with all that a push has to do besides (grant, plan,
@@ -48,16 +49,11 @@ def _turn(gradfs, way, found):
                 found[what].append(took.bytes / took.seconds / 1e9)
 
 
-def _race(binaries, way, quiet):
-    """{(size, transport): {what: [GB/s]}}."""
-    found = {(size, name): {what: [] for what in WHATS} for size in SIZES for name in TRANSPORTS}
+def race(names, start, way, quiet):
+    """{(size, name): {what: [GB/s]}}; `start(stack, name, size, model)` starts a contender, a net_gradfs.Gradfs."""
+    found = {(size, name): {what: [] for what in WHATS} for size in SIZES for name in names}
     with ExitStack() as stack:
-        contenders = {
-            (size, name): net_gradfs.library(
-                stack, binaries, way.model or size, 1, block_size=size, options=TRANSPORTS[name]
-            )
-            for size, name in found
-        }
+        contenders = {(size, name): start(stack, name, size, way.model or size) for size, name in found}
         # The order differs from round to round, and is the same in every run.
         shuffle = random.Random(0).shuffle
         order = list(contenders)
@@ -74,10 +70,18 @@ def _race(binaries, way, quiet):
 
 def measure(binaries, quiet):
     """{(what, transport, way): {size: GB/s}}, medians."""
-    found = {name: _race(binaries, way, quiet) for name, way in WAYS.items()}
+
+    def start(stack, name, size, model):
+        return net_gradfs.library(stack, binaries, model, 1, block_size=size, options=TRANSPORTS[name])
+
+    return medians({name: race(TRANSPORTS, start, way, quiet) for name, way in WAYS.items()}, TRANSPORTS)
+
+
+def medians(found, transports):
+    """{(what, transport, way): {size: GB/s}} of the races of all ways."""
     return {
         (what, transport, name): {size: statistics.median(found[name][size, transport][what]) for size in SIZES}
         for what in WHATS
-        for transport in TRANSPORTS
-        for name in WAYS
+        for transport in transports
+        for name in found
     }

@@ -1,9 +1,10 @@
-"""gradfs itself in scripts/bench-net: shards and models as users start them, and learners of three kinds.
+"""gradfs itself in scripts/bench-net and scripts/bench-rdma: shards and models as users start them, and learners of three kinds.
 
 The library's learners are processes of fs-daemon/examples/bench_learner.rs, those of a mount are processes that use
 its files. Both obey the same lines as the baselines' and are asked for the same rounds.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -42,9 +43,10 @@ def _environment():
 class Shard:
     """A process `gradfs shard`, from when it is ready."""
 
-    def __init__(self, gradfs, directory, registry=None):
+    def __init__(self, gradfs, directory, registry=None, listen="127.0.0.1", options=()):
         self.log = directory / f"shard-{time.monotonic_ns()}.log"
-        command = [gradfs, "shard", "--listen", "127.0.0.1:0", *(["--registry", registry] if registry else [])]
+        command = [gradfs, "shard", "--listen", f"{listen}:0", *options]
+        command += ["--registry", registry] if registry else []
         with open(self.log, "wb") as log:
             self._process = subprocess.Popen(
                 list(map(str, command)),
@@ -83,20 +85,25 @@ class Shard:
 class Cluster:
     """Shards with one blank fp32 model. Use as a context manager."""
 
-    def __init__(self, gradfs, size, learners, shards=1, block_size=None):
+    def __init__(
+        self, gradfs, size, learners, shards=1, block_size=None, listen="127.0.0.1", shard_options=(), lease=None
+    ):
+        self._gradfs = gradfs
         self._stack = ExitStack()
         try:
             directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="gradfs-bench-")))
             self.directory = directory
             self.shards = []
             for _ in range(shards):
-                shard = Shard(gradfs, directory, self.shards[0].address if self.shards else None)
+                registry = self.shards[0].address if self.shards else None
+                shard = Shard(gradfs, directory, registry, listen, shard_options)
                 self._stack.callback(shard.stop)
                 self.shards.append(shard)
             self.registry = self.shards[0].address
             command = [gradfs, "create", MODEL, "--size", size, "--dtype", "f32", "--registry", self.registry]
             command += ["--shards", shards, "--reducer", "sum", "--learners", learners]
             command += ["--block-size", block_size] if block_size else []
+            command += ["--lease", lease] if lease is not None else []
             done = subprocess.run(
                 list(map(str, command)),
                 stdin=subprocess.DEVNULL,
@@ -117,6 +124,15 @@ class Cluster:
 
     def __exit__(self, *_):
         self._stack.close()
+
+    def payload(self):
+        """What the shards have counted of payload."""
+        command = list(map(str, [self._gradfs, "status", "--registry", self.registry, "--json"]))
+        done = subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=START_DEADLINE)
+        if done.returncode:
+            raise Failed(f"{' '.join(command)}: {done.stderr.strip()}")
+        counts = [model["payload"] for shard in json.loads(done.stdout)["shards"] for model in shard["models"]]
+        return {name: sum(count[name] for count in counts) for name in counts[0]}
 
     def shard_pids(self):
         """Of the shards' processes."""
@@ -168,6 +184,13 @@ class Gradfs:
             max(answer["end"] for answer in answers) - min(answer["start"] for answer in answers),
             sum(answer["cpu_seconds"] for answer in answers) + sum(map(cpu_seconds, self.pids)) - before,
         )
+
+    def payload(self):
+        """What the learners' processes have pushed, pulled and copied of payload, all in all."""
+        give_up = time.monotonic() + ROUND_DEADLINE
+        for learner in self.learners:
+            learner.tell("payload")
+        return [learner.answer("payload", give_up) for learner in self.learners]
 
     def check(self):
         """Ends the run unless the weights of every learner are right; the last round must have been a pull or step."""

@@ -43,6 +43,7 @@ pub fn run(config: ShardConfig) -> Result<(), Error> {
         rdma: config.rdma,
         rdma_port: config.rdma_port,
         rdma_options: config.rdma_options,
+        device_memory: None,
     };
     serve(options, |server| {
         let registry = match &config.registry {
@@ -68,6 +69,7 @@ pub fn run_registry(config: RegistryConfig) -> Result<(), Error> {
         rdma: RdmaUse::Off,
         rdma_port: None,
         rdma_options: RdmaOptions::default(),
+        device_memory: None,
     };
     serve(options, |server| format!("the registry listens on {}; {}", server.address(), server.backend()))
 }

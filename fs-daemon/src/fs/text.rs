@@ -100,7 +100,7 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
     let published = model.job.get(status.version).map(|view| view.published);
     let published =
         published.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map(|d| round(d.as_secs_f64()));
-    let value = json!({
+    let mut value = json!({
         "model": model.name,
         "state": status.state,
         "version": status.version,
@@ -127,6 +127,9 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
         },
         "control": settings,
     });
+    if let Some(payload) = model.job.payload() {
+        value["payload"] = json!(payload);
+    }
     let mut text = serde_json::to_string_pretty(&value).unwrap_or_default();
     text.push('\n');
     text

@@ -7,6 +7,7 @@ use super::core::Part;
 use super::edge::{Memory, Shared, Way};
 use crate::link::{Conversation, Link, Outgoing, Take};
 use crate::net::Close;
+use crate::payload::Flow;
 use crate::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role, WireError};
 
 /// The greeting, the same for all connections of a client.
@@ -223,9 +224,21 @@ impl Conversation for Data {
 
     fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close> {
         if !self.greeting.payload(received, bytes)? {
+            let (tally, len) = (&self.greeting.shared.tally, received.header.payload_len() as usize);
+            tally.moved(Flow::Pull, len);
+            if self.memory.is_some() {
+                // Out of the ring.
+                tally.copied(Flow::Pull, len);
+            }
             self.landed(true);
         }
         Ok(())
+    }
+
+    fn copied(&mut self, bytes: usize) {
+        if self.landing.is_some() {
+            self.greeting.shared.tally.copied(Flow::Pull, bytes);
+        }
     }
 
     fn next(&mut self) -> Option<Outgoing> {

@@ -22,6 +22,13 @@ pub fn shape(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool)
     (wide, segments.iter().map(|segment| if wide { widened(segment) } else { bytes(segment) }).sum())
 }
 
+/// Bytes of a payload of such a [`shape`] that are copied as they are, and not added up.
+pub fn copied(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool) -> usize {
+    let bytes = |segment: &Segment| (segment.bytes.end - segment.bytes.start) as usize;
+    let plain = replaces || count < 2;
+    layout.segments(block).iter().filter(|s| plain || !s.dtype.is_reducible()).map(bytes).sum()
+}
+
 /// Puts the sum of `parts` (each the whole block) into `out`. True if it is wide: reducible elements as fp32.
 /// Of elements that cannot be reduced, and of all if it `replaces`, the last part counts.
 ///

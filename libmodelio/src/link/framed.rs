@@ -245,6 +245,9 @@ impl<C: Conversation> Framed<C> {
             // connection's until the payload is complete, and no operation is outstanding.
             unsafe { start.add(incoming.got).copy_from_nonoverlapping(bytes.as_ptr(), count) };
         }
+        if self.incoming.as_ref().is_some_and(|incoming| !matches!(incoming.place, Place::Skip)) {
+            self.conversation.copied(count);
+        }
         if let Some(incoming) = &mut self.incoming {
             incoming.got += count;
         }

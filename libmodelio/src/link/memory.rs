@@ -110,6 +110,12 @@ impl Piece {
         (self.start, self.len)
     }
 
+    /// Bytes of it.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
     pub(super) fn payload(&self) -> Payload {
         Payload { len: self.len as u32, crc: self.crc }
     }

@@ -65,6 +65,11 @@ pub trait Conversation: Send {
     /// Longest silence before the peer is taken for dead; `None` until the greeting is over.
     fn silence(&self) -> Option<Duration>;
 
+    /// So many bytes of the payload under way came ahead with its message, and were copied to where it goes.
+    fn copied(&mut self, bytes: usize) {
+        let _ = bytes;
+    }
+
     /// Bytes have come, of whatever. Told now and then.
     fn heard(&mut self) {}
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use super::device_memory::DeviceMemory;
 use super::options::{Notice, RdmaOptions};
 use super::verbs::{
     Access, Arena, Context, Domain, Notify, PairLimits, Poller, Registration, Rings, VerbsError, contexts,
@@ -18,6 +19,8 @@ pub struct Device {
     port: u8,
     domain: Arc<Domain>,
     arena: Arc<Arena>,
+    /// In memory of another device.
+    far: Option<Arc<Arena>>,
     pollers: Vec<Arc<Poller>>,
     notify: Notify,
     options: RdmaOptions,
@@ -29,6 +32,18 @@ impl Device {
     /// # Errors
     /// [`VerbsError`], which says what is missing.
     pub fn open(options: &RdmaOptions) -> Result<Arc<Device>, VerbsError> {
+        Device::open_with(options, None)
+    }
+
+    /// The same, with memory of another device, such as a GPU, for payload that comes from peers: iRDMA measured that
+    /// best for what is written to a shard, and the host's memory for what is read from it (§IV-A).
+    ///
+    /// # Errors
+    /// [`VerbsError`], which says what is missing.
+    pub fn open_with(
+        options: &RdmaOptions,
+        far: Option<Arc<dyn DeviceMemory>>,
+    ) -> Result<Arc<Device>, VerbsError> {
         let context = find(options)?;
         let port = port_of(context, options.port)?;
         if let Some(index) = options.gid_index
@@ -59,12 +74,13 @@ impl Device {
         };
         let domain = Domain::new(context)?;
         let arena = Arena::new(&domain, options.arena)?;
+        let far = far.map(|memory| Arena::on_device(&domain, memory)).transpose()?;
         let shared = if notify == Notify::Immediate { options.shared_receives } else { 0 };
         let depth = PAIRS_A_QUEUE.saturating_mul(options.depth).saturating_add(shared);
         let pollers = (0..options.queues.max(1)).map(|_| Poller::new(&domain, depth, shared));
         let pollers = pollers.collect::<Result<_, _>>()?;
         let options = options.clone();
-        Ok(Arc::new(Device { context, port, domain, arena, pollers, notify, options }))
+        Ok(Arc::new(Device { context, port, domain, arena, far, pollers, notify, options }))
     }
 
     /// Registers all of `memory` for peers to read, once: it is known by its mapping as long as that lives.
@@ -102,9 +118,14 @@ impl Device {
         self.context.is_iwarp()
     }
 
-    /// Memory for rings and slots.
+    /// Memory for rings, and what else the CPU reads and writes.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
+    }
+
+    /// Memory for payload that peers send.
+    pub fn payload_arena(&self) -> &Arc<Arena> {
+        self.far.as_ref().unwrap_or(&self.arena)
     }
 
     /// Its completion queues.

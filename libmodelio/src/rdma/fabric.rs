@@ -160,10 +160,18 @@ impl Fabric {
     /// # Errors
     /// [`VerbsError`], which says what is missing.
     pub fn open(options: &RdmaOptions) -> Result<Arc<Fabric>, VerbsError> {
-        let device = Device::open(options)?;
+        Fabric::over(Device::open(options)?)
+    }
+
+    /// The same over a device that is open.
+    ///
+    /// # Errors
+    /// [`VerbsError`], which says what is missing.
+    pub fn over(device: Arc<Device>) -> Result<Arc<Fabric>, VerbsError> {
         let start = |errno| VerbsError::Call { doing: "starting threads for RDMA", errno };
         let flags = device.notify() == Notify::Flag;
-        let pollers = Arc::new(Pollers::start(device.pollers(), options.polling, flags).map_err(start)?);
+        let pollers =
+            Arc::new(Pollers::start(device.pollers(), device.options().polling, flags).map_err(start)?);
         let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let wake = Arc::new(wake.map_err(start)?);
         let (sender, commands) = channel();

@@ -8,16 +8,18 @@
 //! | module | holds |
 //! |---|---|
 //! | `options` | how it is to be used |
+//! | `device_memory` | memory of GPUs and the like |
 //! | `device` | a device in use |
 //! | `line` | one connection |
 //! | `fabric` | how connections come about |
 //! | `verbs` | libibverbs and librdmacm (all `unsafe`) |
 //!
-//! All but `options` is there with the feature `rdma` alone: how it is to be used can be said, and is checked, in any
+//! All but the first two is there with the feature `rdma` alone: how it is to be used can be said, and is checked, in any
 //! build.
 
 #[cfg(feature = "rdma")]
 mod device;
+mod device_memory;
 #[cfg(feature = "rdma")]
 mod fabric;
 #[cfg(feature = "rdma")]
@@ -28,6 +30,7 @@ pub mod verbs;
 
 #[cfg(feature = "rdma")]
 pub use device::Device;
+pub use device_memory::{DeviceMemory, Export};
 #[cfg(feature = "rdma")]
 pub use fabric::{Fabric, Offer};
 #[cfg(feature = "rdma")]

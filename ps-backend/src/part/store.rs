@@ -24,6 +24,7 @@ use std::sync::{Arc, Weak};
 
 use libmodelio::ids::{BlockId, Version};
 use libmodelio::layout::{ModelLayout, PartLayout};
+use libmodelio::payload::Tally;
 use parking_lot::Mutex;
 
 use crate::reducer::{Reducer, Step};
@@ -207,6 +208,7 @@ struct Shared {
     part: PartLayout,
     inner: Mutex<Inner>,
     sums: Arc<Sums>,
+    tally: Arc<Tally>,
     /// What of version 0 is there: `COMING` or `THERE`.
     loaded: Box<[AtomicU8]>,
 }
@@ -247,12 +249,18 @@ impl PartStore {
         let loaded = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
         let sums = Arc::new(Sums::new(Arc::clone(layout))?);
         let inner = Mutex::new(Inner { store, limits, loading, running: Weak::new(), readers: 0 });
-        Ok(PartStore { shared: Arc::new(Shared { part, inner, sums, loaded }) })
+        let tally = Arc::default();
+        Ok(PartStore { shared: Arc::new(Shared { part, inner, sums, tally, loaded }) })
     }
 
     /// Which blocks it is the memory of.
     pub fn part(&self) -> &PartLayout {
         &self.shared.part
+    }
+
+    /// Payload that has come and gone.
+    pub fn tally(&self) -> &Tally {
+        &self.shared.tally
     }
 
     fn layout(&self) -> &Arc<ModelLayout> {
@@ -333,7 +341,9 @@ impl PartStore {
         if work.reducer() == Some(Reducer::Assign) {
             self.shared.sums.assign();
         }
-        let job = PartJob::new(Arc::clone(self.layout()), Arc::clone(&self.shared.sums), work, making, check);
+        let Shared { sums, tally, .. } = &*self.shared;
+        let shared = (Arc::clone(sums), Arc::clone(tally));
+        let job = PartJob::new(Arc::clone(self.layout()), shared, work, making, check);
         inner.running = Arc::downgrade(job.alive());
         Ok(Arc::new(job))
     }

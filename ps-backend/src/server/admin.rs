@@ -233,6 +233,7 @@ fn status_of(name: &str, model: &Model) -> Value {
         "blocks": model.part.layout().blocks(),
         "bytes": model.part.layout().size(),
         "memory_bytes": memory.total(),
+        "payload": model.part.store().tally().read(),
         "plan": plan.map(|(plan, left)| json!({ "id": plan.0, "payloads_to_come": left })),
         "lead": lead,
     })

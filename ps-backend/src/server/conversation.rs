@@ -10,6 +10,7 @@ use libmodelio::ids::{BlockId, ClientId, Epoch, Version};
 use libmodelio::layout::MAX_BLOCK_SIZE;
 use libmodelio::link::{Conversation, Link, Outgoing, Piece, Take};
 use libmodelio::net::Close;
+use libmodelio::payload::Flow;
 use libmodelio::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role};
 
 #[cfg(feature = "rdma")]
@@ -321,6 +322,15 @@ impl Peer {
 }
 
 impl Data {
+    /// Whether what is sent, and not named, is copied into a ring and out of it.
+    fn goes_through_rings(&self) -> bool {
+        #[cfg(feature = "rdma")]
+        if self.remote.is_some() {
+            return true;
+        }
+        self.memory.is_some()
+    }
+
     /// The next block that was asked for.
     fn next_block(&mut self, link: &Link) -> Option<Outgoing> {
         #[cfg(feature = "rdma")]
@@ -364,6 +374,11 @@ impl Data {
                     Some(memory) => memory.block(&self.part, pinned, BlockId(block)),
                     None => self.part.block(pinned, BlockId(block)),
                 };
+                #[cfg(feature = "rdma")]
+                if let (Some(_), Some(Outgoing { payload: Some(piece), .. })) = (&self.remote, &outgoing) {
+                    // Through the ring: who asks for it instead of reading it gets it all the same.
+                    self.part.store().tally().copied(Flow::Pull, piece.len());
+                }
                 if outgoing.is_some() {
                     return outgoing;
                 }
@@ -470,13 +485,25 @@ impl Conversation for Peer {
     fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close> {
         let outcome = match &mut self.kind {
             Kind::Data(data) => match data.landing.take() {
-                Some(landing) => data.part.landed(landing, bytes, &self.link),
+                Some(landing) => {
+                    if data.goes_through_rings() {
+                        let len = received.header.payload_len() as usize;
+                        data.part.store().tally().copied(Flow::Push, len);
+                    }
+                    data.part.landed(landing, bytes, &self.link)
+                }
                 None => Ok(()),
             },
             Kind::Admin => self.administer(received.header.request(), received.message.clone(), bytes),
             _ => Ok(()),
         };
         outcome.map_err(|refusal| self.refuse(received.header.request(), refusal))
+    }
+
+    fn copied(&mut self, bytes: usize) {
+        if let Kind::Data(data) = &self.kind {
+            data.part.store().tally().copied(Flow::Push, bytes);
+        }
     }
 
     fn next(&mut self) -> Option<Outgoing> {

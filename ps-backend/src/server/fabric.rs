@@ -14,7 +14,7 @@ use libmodelio::mmap::Mapping;
 use libmodelio::net::Stream;
 use libmodelio::published::Directory;
 use libmodelio::rdma::verbs::{Done, Finished, Pool, Registration, Remote as Place, Slot, VerbsError, Work};
-use libmodelio::rdma::{Buffers, Device, Fabric, Line, Placement, RdmaOptions};
+use libmodelio::rdma::{Buffers, Device, DeviceMemory, Fabric, Line, Placement, RdmaOptions};
 use libmodelio::shm::{MAX_REGIONS, longest_region, longest_sum};
 use libmodelio::transport::Region;
 use libmodelio::wire::{Message, Received, Refusal};
@@ -51,8 +51,9 @@ impl Rdma {
         mut listen: SocketAddr,
         port: Option<u16>,
         options: &RdmaOptions,
+        far: Option<Arc<dyn DeviceMemory>>,
     ) -> Result<Rdma, VerbsError> {
-        let fabric = Fabric::open(options)?;
+        let fabric = Fabric::over(Device::open_with(options, far)?)?;
         // An iWARP port is a TCP port, and that is taken.
         listen.set_port(port.unwrap_or(if fabric.device().is_iwarp() { 0 } else { listen.port() }));
         let weak = Arc::downgrade(shared);
@@ -93,7 +94,7 @@ impl Rdma {
     fn pool(&self, bytes: usize) -> Result<Arc<Pool>, VerbsError> {
         let options = self.fabric.device().options();
         let make = || {
-            let chunk = self.fabric.device().arena().take(bytes * options.slots.max(1))?;
+            let chunk = self.fabric.device().payload_arena().take(bytes * options.slots.max(1))?;
             Ok(Pool::new(&chunk, bytes, options.buffers == Buffers::Looped))
         };
         if options.buffers == Buffers::Own {
@@ -175,6 +176,8 @@ pub(super) struct Remote {
     there: VecDeque<(Received, Payloads, usize)>,
     ready: VecDeque<Outgoing>,
     done: Done,
+    /// For what is copied out of another device's memory.
+    room: Vec<u8>,
 }
 
 struct Granted {
@@ -197,6 +200,7 @@ impl Remote {
             there: VecDeque::new(),
             ready: VecDeque::new(),
             done: Vec::new(),
+            room: Vec::new(),
         }
     }
 
@@ -224,7 +228,7 @@ impl Remote {
     }
 
     fn grant(&self, bytes: usize) -> Result<Granted, VerbsError> {
-        let chunk = self.line.device().arena().take(bytes * GRANTED)?;
+        let chunk = self.line.device().payload_arena().take(bytes * GRANTED)?;
         let registration = chunk.open()?;
         let pool = Pool::new(&chunk, bytes, false);
         // In order, as the client counts them.
@@ -322,9 +326,15 @@ impl Remote {
             };
             match part.arrive(client, received, unheard, link)? {
                 (Take::Later, _) => break,
-                // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through it are
-                // those of its length.
-                (_, Some(landing)) => part.landed(landing, unsafe { slot.bytes(*len) }, link)?,
+                (_, Some(landing)) => {
+                    let bytes = match slot.copied_out(*len, &mut self.room).map_err(Refusal::other)? {
+                        Some(copied) => copied,
+                        // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through
+                        // it are those of its length.
+                        None => unsafe { slot.bytes(*len) },
+                    };
+                    part.landed(landing, bytes, link)?;
+                }
                 (_, None) => {}
             }
             let request = received.header.request();

@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use libmodelio::ids::{BlockId, ClientId};
 use libmodelio::link::{Framed, Link, Outgoing, Take};
+use libmodelio::payload::Flow;
 use libmodelio::shm::{self, Descriptors, Lender, Meeting, Regions};
 use libmodelio::wire::{HELLO_DEADLINE, Message, Received, Refusal};
 use nix::errno::Errno;
@@ -96,12 +97,15 @@ impl Memory {
             Ok(lent) => lent,
             Err(error) => {
                 tracing::warn!(model = %part.model, %error, "a version is sent, not shared");
+                // Through the ring.
+                part.store().tally().copied(Flow::Pull, version.block(local).len());
                 return part.block(version, block);
             }
         };
         if let Some(bytes) = new {
             self.ready.push_back(saying(part, 0, Message::Share { region, bytes }));
         }
+        part.store().tally().moved(Flow::Pull, version.block(local).len());
         self.last_request += 1;
         let named = Message::BlockAt { version: version.version(), block, region, offset };
         self.copied.push_back((self.last_request, Arc::clone(version)));

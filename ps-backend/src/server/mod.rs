@@ -38,7 +38,7 @@ use std::time::{Duration, Instant};
 use libmodelio::ids::{Generation, ShardId};
 use libmodelio::link::{Framed, Link};
 use libmodelio::net::{self, Choice, Reactor, ReactorOptions, SocketOptions};
-use libmodelio::rdma::RdmaOptions;
+use libmodelio::rdma::{DeviceMemory, RdmaOptions};
 use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
 use libmodelio::wire::{Message, ModelRecord, Refusal};
 use parking_lot::{Condvar, Mutex};
@@ -72,6 +72,9 @@ pub struct ServerOptions {
     pub rdma_port: Option<u16>,
     /// How RDMA is used.
     pub rdma_options: RdmaOptions,
+    /// Memory of another device, such as a GPU, for payload that comes by RDMA; `None` for the host's. Versions, which
+    /// are read, are in the host's in any case (iRDMA §IV-A).
+    pub device_memory: Option<Arc<dyn DeviceMemory>>,
 }
 
 /// Whether a shard takes connections by RDMA.
@@ -348,7 +351,8 @@ impl Shared {
         }
         let options = &self.options.rdma_options;
         let port = self.options.rdma_port;
-        let started = fabric::Rdma::start(self, address, port, options).map_err(|error| {
+        let started = fabric::Rdma::start(self, address, port, options, self.options.device_memory.clone())
+            .map_err(|error| {
             // Whoever names a device expects one.
             let hindered = error != VerbsError::NoDevice || options.device.is_some();
             NoRdma { why: error.to_string(), hindered }

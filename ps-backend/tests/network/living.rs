@@ -12,9 +12,16 @@ use libmodelio::wire::Message;
 
 use crate::world::{LONG, Learner, Way, World};
 
-const STEPS: u32 = 120;
-/// Before these steps the model moves.
-const MOVES: [u32; 4] = [10, 30, 50, 70];
+/// Before which of so many steps the model moves.
+pub struct Course {
+    pub steps: u32,
+    pub moves: [u32; 4],
+}
+
+const LONG_COURSE: Course = Course { steps: 120, moves: [10, 30, 50, 70] };
+/// For emulated machines.
+#[cfg(feature = "rdma")]
+pub const SHORT_COURSE: Course = Course { steps: 24, moves: [4, 8, 13, 18] };
 
 fn world(way: Way) -> World {
     let layout = ModelLayout::blank(1_000_004, DType::BF16, 64 << 10).unwrap();
@@ -42,8 +49,8 @@ fn drain(world: &mut World, lead: bool) {
     }
 }
 
-/// Two learners, on a client each, for all steps. `before` each step something happens.
-fn train(world: &mut World, mut before: impl FnMut(&mut World, u32)) -> (Version, Vec<u32>) {
+/// Two learners, on a client each, for `count` steps. `before` each step something happens.
+fn train(world: &mut World, count: u32, mut before: impl FnMut(&mut World, u32)) -> (Version, Vec<u32>) {
     let clients = [world.client(), world.client()];
     let shares = [0.125f32, 0.5];
     let (told, steps) = channel();
@@ -56,7 +63,7 @@ fn train(world: &mut World, mut before: impl FnMut(&mut World, u32)) -> (Version
             std::thread::spawn(move || {
                 let learner = Learner::join(&client, name);
                 let mut newest = (Version(0), Vec::new());
-                for step in 1..=STEPS {
+                for step in 1..=count {
                     let answer = learner.push(share / step as f32).recv_timeout(LONG).unwrap();
                     assert_eq!(answer, Ok(Message::Done), "step {step} of {name}");
                     newest = learner.pull();
@@ -85,28 +92,28 @@ fn train(world: &mut World, mut before: impl FnMut(&mut World, u32)) -> (Version
 }
 
 /// The same weights, bit by bit, as if nothing had moved; every step counts once.
-pub fn lived_through(way: Way) {
-    let expected = train(&mut world(way), |_, _| {});
+pub fn lived_through(way: Way, course: &Course) {
+    let expected = train(&mut world(way), course.steps, |_, _| {});
     let mut moved = world(way);
     let mut times = 0;
-    let got = train(&mut moved, |world, step| {
-        if MOVES.contains(&step) {
+    let got = train(&mut moved, course.steps, |world, step| {
+        if course.moves.contains(&step) {
             drain(world, times % 2 == 0);
             times += 1;
         }
     });
     assert!(got == expected, "versions {} and {}, with other weights", got.0, expected.0);
     let record = moved.registry.model("m", Instant::now() + LONG).unwrap();
-    assert_eq!(record.epoch.0, 1 + MOVES.len() as u64);
+    assert_eq!(record.epoch.0, 1 + course.moves.len() as u64);
     assert_ne!(record.lead, moved.record.lead);
 }
 
 #[test]
 fn learners_live_through_moves_of_their_model_over_tcp() {
-    lived_through(Way::Tcp(Choice::Auto));
+    lived_through(Way::Tcp(Choice::Auto), &LONG_COURSE);
 }
 
 #[test]
 fn learners_live_through_moves_of_their_model_in_shared_memory() {
-    lived_through(Way::Memory);
+    lived_through(Way::Memory, &LONG_COURSE);
 }

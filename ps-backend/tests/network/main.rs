@@ -4,6 +4,7 @@ mod living;
 mod memory;
 mod moved;
 mod moving;
+mod payload;
 #[cfg(feature = "rdma")]
 mod rdma;
 mod resting;

@@ -2,17 +2,25 @@
 //! misuse it. Skipped, with the reason, where there is none.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver as News, Sender, channel};
 use std::time::{Duration, Instant};
 
 use libmodelio::ids::{BlockId, ClientId, PlanId};
+use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::mmap::Mapping;
 use libmodelio::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
-use libmodelio::rdma::{Buffers, Fabric, Notice, Placement, Polling, RdmaOptions};
+use libmodelio::rdma::{
+    Buffers, Device, DeviceMemory, Export, Fabric, Notice, Placement, Polling, RdmaOptions,
+};
 use libmodelio::transport::TransportKind;
 use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, Role, frame};
 
-use crate::living::lived_through;
-use crate::steps::{a_late_one, sums_of_two_clients};
+use ps_backend::server::{Server, ServerOptions};
+
+use crate::living::{SHORT_COURSE, lived_through};
+use crate::steps::{THREE_ARE_SUMMED, a_late_one, sums_in, sums_of_two_clients};
 use crate::world::{LONG, Learner, Way, World};
 
 const BYTES: u64 = 1_000_004;
@@ -40,7 +48,7 @@ fn who_is_late_does_not_hold_up_the_answer_of_who_is_there_by_rdma() {
 #[test]
 fn learners_live_through_moves_of_their_model_by_rdma() {
     if let Some(way) = Way::rdma() {
-        lived_through(way);
+        lived_through(way, &SHORT_COURSE);
     }
 }
 
@@ -103,6 +111,84 @@ fn a_client_that_goes_without_a_word_leaves_nothing() {
         assert!(weights.iter().all(|&weight| weight == round as f32), "{} in round {round}", weights[0]);
         learner.leave();
     }
+}
+
+/// What a GPU's memory is to a shard: the CPU has no way to it but `copy_out`, which counts its bytes.
+#[derive(Debug)]
+struct Far {
+    memory: Mapping,
+    copied: AtomicUsize,
+}
+
+// SAFETY: nobody refers to the mapping but `copy_out`, which copies what the device has written, whatever it is.
+unsafe impl DeviceMemory for Far {
+    fn bytes(&self) -> usize {
+        self.memory.len()
+    }
+
+    fn export(&self) -> Export<'_> {
+        Export::Address(self.memory.start().as_ptr() as u64)
+    }
+
+    fn copy_out(&self, at: usize, into: &mut [u8]) -> std::io::Result<()> {
+        assert!(at + into.len() <= self.memory.len());
+        // SAFETY: within the mapping, and elsewhere than `into`.
+        unsafe {
+            into.as_mut_ptr().copy_from_nonoverlapping(self.memory.start().as_ptr().add(at), into.len())
+        };
+        self.copied.fetch_add(into.len(), Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+#[test]
+fn payload_may_lie_in_memory_of_another_device() {
+    for placement in [Placement::Static, Placement::Dynamic] {
+        let Some(way) = Way::rdma() else { return };
+        let memory = Mapping::memfd("far", 8 << 20).unwrap();
+        let far = Arc::new(Far { memory, copied: AtomicUsize::new(0) });
+        let (mut options, transport) = way.options();
+        options.rdma_options.placement = placement;
+        options.device_memory = Some(Arc::clone(&far) as Arc<dyn DeviceMemory>);
+        let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
+        let world = World::with_options(options, transport, 1, &layout, &THREE_ARE_SUMMED);
+        sums_in(&world);
+        // Five steps of two clients; sums are twice as wide.
+        let copied = far.copied.load(Ordering::Relaxed);
+        assert!((10 * BYTES..=15 * BYTES).contains(&(copied as u64)), "{copied} bytes, {placement}");
+    }
+}
+
+/// What is none of a device's.
+#[derive(Debug)]
+struct NoneOfADevice(Mapping);
+
+// SAFETY: it is never registered: a memfd is no `dma_buf`.
+unsafe impl DeviceMemory for NoneOfADevice {
+    fn bytes(&self) -> usize {
+        self.0.len()
+    }
+
+    fn export(&self) -> Export<'_> {
+        Export::DmaBuf { fd: self.0.fd().expect("a memfd"), offset: 0 }
+    }
+
+    fn copy_out(&self, _: usize, _: &mut [u8]) -> std::io::Result<()> {
+        unreachable!("nothing comes there")
+    }
+}
+
+#[test]
+fn what_is_no_memory_of_a_device_is_refused() {
+    let Some(way) = Way::rdma() else { return };
+    let memory = || Arc::new(NoneOfADevice(Mapping::memfd("none", 8 << 20).unwrap()));
+    let (options, _) = way.options();
+    let why = Device::open_with(&options.rdma_options, Some(memory())).unwrap_err().to_string();
+    assert!(why.starts_with("registering memory of a device: "), "{why}");
+    let refused = Server::start(ServerOptions { device_memory: Some(memory()), ..options.clone() });
+    let why = refused.err().expect("no shard").to_string();
+    assert!(why.contains("registering memory of a device: "), "{why}");
+    drop(Server::start(options).unwrap());
 }
 
 /// One end of a connection that says what a test tells it.

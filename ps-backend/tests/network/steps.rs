@@ -12,9 +12,14 @@ use crate::world::{LONG, Learner, Way, World};
 
 const BYTES: u64 = 1_000_004;
 
+pub const THREE_ARE_SUMMED: [(&str, &str); 2] = [("reducer", "sum"), ("learners", "3")];
+
 pub fn sums_of_two_clients(way: Way, shards: usize) {
-    let settings = [("reducer", "sum"), ("learners", "3")];
-    let world = World::new(shards, BYTES, &settings, way);
+    sums_in(&World::new(shards, BYTES, &THREE_ARE_SUMMED, way));
+}
+
+/// Of a world with [`THREE_ARE_SUMMED`].
+pub fn sums_in(world: &World) {
     let (a, b) = (world.client(), world.client());
     let learners = [Learner::join(&a, "a1"), Learner::join(&a, "a2"), Learner::join(&b, "b1")];
     let mut expected = 0.0;

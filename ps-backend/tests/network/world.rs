@@ -61,7 +61,7 @@ impl Way {
         Some(Way::Rdma(text.parse().expect("GRADFS_RDMA_ADDRESS is an address"), change))
     }
 
-    fn options(self) -> (ServerOptions, TransportChoice) {
+    pub fn options(self) -> (ServerOptions, TransportChoice) {
         match self {
             Way::Tcp(io) => (ServerOptions { io, ..options() }, TransportChoice::Tcp),
             Way::Memory => (options(), TransportChoice::SharedMemory),
@@ -95,6 +95,7 @@ pub fn options() -> ServerOptions {
         rdma: RdmaUse::Off,
         rdma_port: None,
         rdma_options: RdmaOptions::default(),
+        device_memory: None,
     }
 }
 
@@ -118,8 +119,19 @@ impl World {
         way: Way,
     ) -> World {
         let (options, transport) = way.options();
+        World::with_options(ServerOptions { threads, ..options }, transport, shards, layout, settings)
+    }
+
+    /// With shards that are told this.
+    pub fn with_options(
+        options: ServerOptions,
+        transport: TransportChoice,
+        shards: usize,
+        layout: &ModelLayout,
+        settings: &[(&str, &str)],
+    ) -> World {
         let io = options.io;
-        let start = |registry| Server::start(ServerOptions { registry, threads, ..options.clone() }).unwrap();
+        let start = |registry| Server::start(ServerOptions { registry, ..options.clone() }).unwrap();
         let first = start(None);
         let at = first.address().to_string();
         let mut servers = vec![first];

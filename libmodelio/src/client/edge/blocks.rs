@@ -13,6 +13,7 @@ use crate::client::sum;
 use crate::client::versions;
 use crate::ids::{BlockId, LearnerId, PlanId, Version};
 use crate::link::{Guard, Link, Outgoing, Piece, Target};
+use crate::payload::Flow;
 use crate::transport::Region;
 use crate::wire::{Granted, Message};
 
@@ -157,6 +158,7 @@ impl Shared {
         if let ([source], true) = (&sources[..], steady) {
             let memory = Arc::clone(source.memory());
             drop(inner);
+            self.tally.moved(Flow::Push, span.len());
             // SAFETY: a committed payload stays untouched until the plan that sends it is over.
             let piece = unsafe { Piece::new(memory.bytes(span), None, Arc::clone(&memory) as Guard) };
             return Some(Some((false, piece)));
@@ -169,6 +171,8 @@ impl Shared {
             sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
         match sum::sum(&self.layout, block, &parts, replaces, check, &mut out) {
             Ok(wide) => {
+                self.tally.moved(Flow::Push, out.len());
+                self.tally.copied(Flow::Push, sum::copied(&self.layout, block, parts.len(), replaces));
                 let pooled = Arc::new(Pooled { bytes: out, home: self.this.clone() });
                 // SAFETY: nobody writes the vector while the guard lives.
                 let piece = unsafe { Piece::new(&pooled.bytes, None, Arc::clone(&pooled) as Guard) };

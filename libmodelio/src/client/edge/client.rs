@@ -19,6 +19,7 @@ use crate::client::versions::{self, Versions};
 use crate::ids::{ClientId, LearnerId, Step, Version};
 use crate::layout::ModelLayout;
 use crate::net::{Reactor, ReactorOptions};
+use crate::payload::{Payloads, Tally};
 use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
 use crate::wire::{self, JobState, Message, ModelRecord, ShardRecord};
 
@@ -103,6 +104,7 @@ impl Client {
             changed: Condvar::new(),
             listener: Mutex::new(None),
             stopping: AtomicBool::new(false),
+            tally: Tally::default(),
             #[cfg(feature = "rdma")]
             fabric,
             this: this.clone(),
@@ -182,6 +184,11 @@ impl Client {
             }
         };
         inner.map.parts.iter().zip(&inner.parts).map(view).collect()
+    }
+
+    /// Payload that has gone to shards and come from them.
+    pub fn payload(&self) -> Payloads {
+        self.shared.tally.read()
     }
 
     /// Who is told of events.

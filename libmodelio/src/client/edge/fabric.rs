@@ -18,6 +18,7 @@ use crate::layout::PartLayout;
 use crate::link::{Framed, Link, Target};
 use crate::mmap::Mapping;
 use crate::net::{Close, Stream};
+use crate::payload::Flow;
 use crate::published::{self, DIRECTORY, ENTRY, Seen};
 use crate::rdma::verbs::{Done, Finished, Pool, Remote as Place, VerbsError, Work};
 use crate::rdma::{Fabric, Line, Placement};
@@ -368,6 +369,10 @@ impl Shared {
     /// What was fetched counts, or (not `whole`) was in vain.
     fn fetched(&self, version: Version, blocks: &[BlockId], whole: bool) {
         for &block in blocks {
+            if whole {
+                let extent = self.layout.block_bytes(block);
+                self.tally.moved(Flow::Pull, (extent.end - extent.start) as usize);
+            }
             self.with_core(|core, now, actions| core.landed(version, block, whole, now, actions));
         }
     }

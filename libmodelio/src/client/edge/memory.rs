@@ -25,6 +25,7 @@ use crate::link::{Framed, Link, Outgoing};
 use crate::link::{Guard, Piece};
 use crate::mmap::Mapping;
 use crate::net::Close;
+use crate::payload::Flow;
 use crate::shm::{self, Descriptors, Lender, Meeting, RegionError, Regions};
 use crate::wire::{Message, Received};
 
@@ -332,6 +333,9 @@ impl Shared {
         if let [source] = &payload.sources[..]
             && let Some(named) = self.place(memory, plan, block, (source.memory(), extent.start as usize))
         {
+            if matches!(named, Named::Ready) {
+                self.tally.moved(Flow::Push, (extent.end - extent.start) as usize);
+            }
             return named;
         }
         if let [source] = &payload.sources[..]
@@ -340,6 +344,7 @@ impl Shared {
             let push = Message::PushAt { plan, block, wide: false, region, offset: extent.start };
             let request = memory.asks(self.layout.block_size());
             memory.ready.push_back(memory.saying(request, push));
+            self.tally.moved(Flow::Push, (extent.end - extent.start) as usize);
             return Named::Ready;
         }
         // A sum, or what cannot be shared: private memory, or one region too many.
@@ -383,6 +388,8 @@ impl Shared {
             Ok(()) => {
                 let push = Message::PushAt { plan, block, wide, region, offset: start as u64 };
                 memory.ready.push_back(memory.saying(u64::from(slot) + 1, push));
+                self.tally.moved(Flow::Push, len);
+                self.tally.copied(Flow::Push, sum::copied(&self.layout, block, count, payload.replaces));
                 Named::Ready
             }
             Err(bad) => {
@@ -493,6 +500,10 @@ impl Shared {
         let copied = unsafe { target.copy_from(start, len) };
         drop(target);
         let whole = copied.is_ok();
+        if whole {
+            self.tally.moved(Flow::Pull, len);
+            self.tally.copied(Flow::Pull, len);
+        }
         self.with_core(|core, now, actions| core.landed(version, block, whole, now, actions));
         copied
     }

@@ -40,6 +40,7 @@ use crate::ids::{ClientId, Generation, LearnerId, Step, Version};
 use crate::layout::ModelLayout;
 use crate::link::{Link, Outgoing};
 use crate::net::{Close, Handle};
+use crate::payload::Tally;
 use crate::transport::{Region, ShardError};
 use crate::wire::{Message, ModelRecord, Moved, Refusal};
 pub use client::Client;
@@ -95,6 +96,7 @@ pub(super) struct Shared {
     changed: Condvar,
     listener: Mutex<Option<Arc<ClientListener>>>,
     stopping: AtomicBool,
+    pub(in crate::client) tally: Tally,
     /// The device for RDMA, opened when it is first wanted, or why it cannot be.
     #[cfg(feature = "rdma")]
     fabric: std::sync::OnceLock<Result<Arc<crate::rdma::Fabric>, String>>,

@@ -2,6 +2,9 @@
 //!
 //! All of it is registered for this end's device alone. A [`Chunk`] that peers are to write has a registration of its
 //! own, so that the key that a peer is given opens nothing else.
+//!
+//! An arena may also be memory of another device: slots for payload can lie there, as iRDMA measured best for what is
+//! written to a shard (§IV-A); what the CPU reads and writes, such as rings, cannot.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,6 +16,7 @@ use super::memory::no_memory;
 use super::{Access, Domain, Registration, VerbsError};
 use crate::mmap::Mapping;
 use crate::net::Connection;
+use crate::rdma::DeviceMemory;
 
 /// Pieces begin on pages.
 const PAGE: u64 = 4096;
@@ -23,7 +27,22 @@ pub struct Arena {
     registration: Arc<Registration>,
     free: Mutex<RangeAllocator<u64>>,
     // After the registration, which is of it.
-    memory: Arc<Mapping>,
+    memory: Memory,
+}
+
+#[derive(Debug)]
+enum Memory {
+    Host(Arc<Mapping>),
+    Device(Arc<dyn DeviceMemory>),
+}
+
+impl Memory {
+    fn bytes(&self) -> usize {
+        match self {
+            Memory::Host(memory) => memory.len(),
+            Memory::Device(memory) => memory.bytes(),
+        }
+    }
 }
 
 impl Arena {
@@ -37,7 +56,18 @@ impl Arena {
         memory.prefault().map_err(|error| no_memory(&error))?;
         let registration = Registration::new(domain, &memory, 0..bytes, Access::Local)?;
         let free = Mutex::new(RangeAllocator::new(0..bytes as u64));
-        Ok(Arc::new(Arena { registration, free, memory: Arc::new(memory) }))
+        Ok(Arc::new(Arena { registration, free, memory: Memory::Host(Arc::new(memory)) }))
+    }
+
+    /// Of memory of another device, all of which it takes.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`] where it cannot be registered.
+    pub fn on_device(domain: &Arc<Domain>, memory: Arc<dyn DeviceMemory>) -> Result<Arc<Arena>, VerbsError> {
+        let bytes = memory.bytes();
+        let registration = Registration::of_device(domain, &*memory, 0, bytes, Access::Local)?;
+        let free = Mutex::new(RangeAllocator::new(0..bytes as u64 & !(PAGE - 1)));
+        Ok(Arc::new(Arena { registration, free, memory: Memory::Device(memory) }))
     }
 
     /// Takes a piece of `bytes` bytes or a little more. Not for the data path.
@@ -50,7 +80,7 @@ impl Arena {
         let range = free.allocate_range(len).map_err(|_| VerbsError::Arena {
             bytes: len,
             available: free.total_available(),
-            all: self.memory.len() as u64,
+            all: self.memory.bytes() as u64,
         })?;
         drop(free);
         Ok(Arc::new(Chunk { arena: Arc::clone(self), range }))
@@ -77,8 +107,19 @@ impl Chunk {
     }
 
     /// Its first byte. What may be done with it is its holder's business: the memory is peers', too.
+    ///
+    /// # Panics
+    /// If it is another device's.
     pub(super) fn start(&self) -> *mut u8 {
-        self.arena.memory.start().as_ptr().wrapping_add(self.range.start as usize)
+        match &self.arena.memory {
+            Memory::Host(memory) => memory.start().as_ptr().wrapping_add(self.range.start as usize),
+            Memory::Device(_) => panic!("memory of a device is not the CPU's"),
+        }
+    }
+
+    /// Where this end's network device finds it.
+    pub(super) fn address(&self) -> u64 {
+        self.arena.registration.remote().address + self.range.start
     }
 
     /// Registers it once more, for peers to write.
@@ -87,7 +128,13 @@ impl Chunk {
     /// As of [`Registration::new`].
     pub fn open(&self) -> Result<Arc<Registration>, VerbsError> {
         let range = self.range.start as usize..self.range.end as usize;
-        Registration::new(self.arena.registration.domain(), &self.arena.memory, range, Access::Write)
+        let domain = self.arena.registration.domain();
+        match &self.arena.memory {
+            Memory::Host(memory) => Registration::new(domain, memory, range, Access::Write),
+            Memory::Device(memory) => {
+                Registration::of_device(domain, &**memory, range.start, range.len(), Access::Write)
+            }
+        }
     }
 
     pub(super) fn local(&self) -> &Arc<Registration> {
@@ -176,18 +223,42 @@ impl Slot {
         self.index
     }
 
-    pub(super) fn start(&self) -> *mut u8 {
+    fn start(&self) -> *mut u8 {
         self.pool.chunk.start().wrapping_add(self.index * self.pool.bytes)
+    }
+
+    /// Where this end's network device finds it.
+    pub(super) fn address(&self) -> u64 {
+        self.pool.chunk.address() + (self.index * self.pool.bytes) as u64
     }
 
     pub(super) fn registration(&self) -> &Arc<Registration> {
         self.pool.chunk.local()
     }
 
-    /// The first `len` bytes.
+    /// The first `len` bytes of a slot in memory of another device, copied to `room`; `None` if it is the CPU's own.
+    ///
+    /// # Errors
+    /// [`VerbsError::CopyOut`].
     ///
     /// # Panics
     /// If it is not as long.
+    pub fn copied_out<'a>(&self, len: usize, room: &'a mut Vec<u8>) -> Result<Option<&'a [u8]>, VerbsError> {
+        assert!(len <= self.len(), "{len} bytes of a slot of {}", self.len());
+        let chunk = &self.pool.chunk;
+        let Memory::Device(memory) = &chunk.arena.memory else { return Ok(None) };
+        if room.len() < len {
+            room.resize(self.len(), 0);
+        }
+        let at = chunk.range.start as usize + self.index * self.pool.bytes;
+        memory.copy_out(at, &mut room[..len]).map_err(|error| VerbsError::CopyOut(error.to_string()))?;
+        Ok(Some(&room[..len]))
+    }
+
+    /// The first `len` bytes, of a slot that is the CPU's own.
+    ///
+    /// # Panics
+    /// If it is not as long, or another device's.
     ///
     /// # Safety
     /// A slot that peers may write (see [`Chunk::open`]) can change while it is read, if the peer breaks the rules. So

@@ -142,23 +142,37 @@ impl Registration {
         Ok(Arc::new(Registration { raw, address: address as u64, len, access, domain: Arc::clone(domain) }))
     }
 
-    /// Registers `len` bytes at `offset` of memory that belongs to another device, such as a GPU, which has exported it
-    /// by `dma_buf` (GPUDirect). The device addresses it from 0. It is never touched by the CPU here.
-    ///
-    /// # Errors
-    /// [`VerbsError::Call`]: ENOTSUP or EOPNOTSUPP where the device or kernel cannot.
-    pub fn of_device(
+    /// Registers `len` bytes at `offset` of what another device has exported. The network's device addresses them from
+    /// `at` on.
+    pub(super) fn of_dma_buf(
         domain: &Arc<Domain>,
-        dma_buf: BorrowedFd<'_>,
+        exported: BorrowedFd<'_>,
         offset: u64,
         len: usize,
+        at: u64,
         access: Access,
     ) -> Result<Arc<Registration>, VerbsError> {
         let flags = access.flags(domain.context);
         // SAFETY: the kernel takes its own reference to the buffer; no memory of this process is involved.
-        let raw = unsafe { sys::ibv_reg_dmabuf_mr(domain.raw(), offset, len, 0, dma_buf.as_raw_fd(), flags) };
+        let raw =
+            unsafe { sys::ibv_reg_dmabuf_mr(domain.raw(), offset, len, at, exported.as_raw_fd(), flags) };
         let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("registering memory of a device"))?;
-        Ok(Arc::new(Registration { raw, address: 0, len, access, domain: Arc::clone(domain) }))
+        Ok(Arc::new(Registration { raw, address: at, len, access, domain: Arc::clone(domain) }))
+    }
+
+    /// Registers `len` bytes at an address that the kernel knows to be another device's.
+    pub(super) fn of_address(
+        domain: &Arc<Domain>,
+        address: u64,
+        len: usize,
+        access: Access,
+    ) -> Result<Arc<Registration>, VerbsError> {
+        let start = address as *mut libc::c_void;
+        // SAFETY: the address is the kernel's to check. If it is memory of this process, its maker has promised that
+        // nobody takes it for memory of Rust's (see `DeviceMemory`); it stays pinned as long as the registration lives.
+        let raw = unsafe { sys::ibv_reg_mr(domain.raw(), start, len, access.flags(domain.context)) };
+        let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("registering memory of a device"))?;
+        Ok(Arc::new(Registration { raw, address, len, access, domain: Arc::clone(domain) }))
     }
 
     /// What the device is told by this end.

@@ -18,6 +18,7 @@
 //! |---|---|
 //! | `context` | devices that there are, and what they can do |
 //! | `memory` | protection domains and registrations |
+//! | `device_memory` | memory of GPUs and the like |
 //! | `arena` | pieces of large registered memory |
 //! | `queue` | completion queues, shared receive queues |
 //! | `pair` | queue pairs: work that is posted, and what became of it |
@@ -28,6 +29,7 @@
 mod arena;
 mod cm;
 mod context;
+mod device_memory;
 mod join;
 mod memory;
 mod pair;
@@ -134,6 +136,9 @@ pub enum VerbsError {
     /// The queue takes no more until something is done.
     #[error("the queue pair has {0} pieces of work outstanding, its depth")]
     Full(usize),
+    /// Another device does not give its memory away.
+    #[error("memory of a device cannot be copied out: {0}")]
+    CopyOut(String),
     /// The queue pair is broken, or its peer gone.
     #[error("{0}")]
     Broken(String),

@@ -416,20 +416,20 @@ impl Pair {
 }
 
 impl Work {
-    /// First byte, length, registration.
-    fn memory(&self) -> (*const u8, usize, &Arc<Registration>) {
+    /// Where the device finds the first byte, length, registration.
+    fn memory(&self) -> (u64, usize, &Arc<Registration>) {
         match self {
             Work::ReadTo { target, registration, .. } => {
                 let (start, len) = target.raw();
-                (start.cast_const(), len, registration)
+                (start as u64, len, registration)
             }
-            Work::Read { slot, len, .. } => (slot.start().cast_const(), *len, slot.registration()),
+            Work::Read { slot, len, .. } => (slot.address(), *len, slot.registration()),
             Work::Write { piece, registration, .. } => {
                 let (start, len) = piece.raw();
-                (start, len, registration)
+                (start as u64, len, registration)
             }
             Work::Ring { chunk, start, len, .. } => {
-                (chunk.start().wrapping_add(*start).cast_const(), *len, chunk.local())
+                (chunk.address().wrapping_add(*start as u64), *len, chunk.local())
             }
         }
     }
@@ -451,7 +451,6 @@ impl Work {
             _ => {}
         }
         let (start, len, registration) = self.memory();
-        let start = start as u64;
         if !registration.holds(start, len) || u32::try_from(len).is_err() {
             let offset = start.wrapping_sub(registration.remote().address);
             return out(offset, len, "a registration", registration.len());
@@ -462,7 +461,7 @@ impl Work {
     fn request(&self, number: u64, report: bool, inline: u32) -> (sys::ibv_sge, sys::ibv_send_wr) {
         let (start, len, registration) = self.memory();
         let length = len as u32;
-        let piece = sys::ibv_sge { addr: start as u64, length, lkey: registration.local_key() };
+        let piece = sys::ibv_sge { addr: start, length, lkey: registration.local_key() };
         let (opcode, remote, fence, word) = match self {
             Work::ReadTo { from, fence, .. } | Work::Read { from, fence, .. } => {
                 (sys::ibv_wr_opcode::IBV_WR_RDMA_READ, *from, *fence, None)

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use libmodelio::ids::BlockId;
 use libmodelio::layout::ModelLayout;
+use libmodelio::payload::{Flow, Tally};
 use smallvec::SmallVec;
 
 use super::sums::Sums;
@@ -30,6 +31,7 @@ const SEALED: u8 = 8;
 pub struct PartJob {
     layout: Arc<ModelLayout>,
     sums: Arc<Sums>,
+    tally: Arc<Tally>,
     work: PartWork,
     /// Where the next version comes from and goes to, if one is made.
     making: Option<Making>,
@@ -66,7 +68,7 @@ impl Drop for Claim<'_> {
 impl PartJob {
     pub(super) fn new(
         layout: Arc<ModelLayout>,
-        sums: Arc<Sums>,
+        (sums, tally): (Arc<Sums>, Arc<Tally>),
         work: PartWork,
         making: Option<Making>,
         check: bool,
@@ -75,6 +77,7 @@ impl PartJob {
         PartJob {
             layout,
             sums,
+            tally,
             work,
             making,
             check,
@@ -187,6 +190,7 @@ impl PartJob {
                 // Memory that others have, too, may change while it is read: it is judged by a copy, and if that is
                 // good, the copy is what counts.
                 copy = payload.bytes().to_vec();
+                self.tally.copied(Flow::Push, copy.len());
                 let payload = match payload {
                     Payload::Plain(_) => Payload::Plain(&copy),
                     Payload::Wide(_) => Payload::Wide(&copy),

@@ -21,6 +21,7 @@ fn who_asks_how_a_shard_is_and_its_announcer_do_not_wait_for_each_other() {
         rdma: RdmaUse::Off,
         rdma_port: None,
         rdma_options: libmodelio::rdma::RdmaOptions::default(),
+        device_memory: None,
     };
     // Its end would wait, too.
     let server = ManuallyDrop::new(Server::start(options).unwrap());

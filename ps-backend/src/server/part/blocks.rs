@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use libmodelio::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::link::{Guard, Link, Outgoing, Piece, Take, Target};
+use libmodelio::payload::Flow;
 use libmodelio::wire::{self, Message, Received, Refusal};
 
 use super::Part;
@@ -100,6 +101,7 @@ impl Part {
     ) -> Result<(), Refusal> {
         let Landing { plan, client, block, wide, how, job, target } = landing;
         let payload = if wide { Payload::Wide(bytes) } else { Payload::Plain(bytes) };
+        self.store.tally().moved(Flow::Push, payload.wanted_len(self.layout(), block));
         let (fine, check) = match (how, target) {
             (Placement::Store { check }, Some(target)) => (Ok(target.complete()), check),
             (Placement::Store { check } | Placement::Add { check }, None) => (job.add(block, payload), check),
@@ -186,6 +188,7 @@ impl Part {
         let guard = Arc::clone(version) as Guard;
         // SAFETY: a version's bytes do not change while it is pinned, which the guard does.
         let piece = unsafe { Piece::new(version.block(local), Some(crc), guard) };
+        self.store.tally().moved(Flow::Pull, version.block(local).len());
         let message = Message::Block { version: version.version(), block };
         Some(Outgoing { message, request: 0, epoch: self.epoch, payload: Some(piece) })
     }

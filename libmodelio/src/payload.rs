@@ -1,0 +1,91 @@
+//! Payload between learners and shards, and what of it CPUs copy here: counted where it happens, once a block.
+//!
+//! What counts as a copy lies between the learner's staging memory and the sum that it is added to, or between the
+//! shard's version and the buffer that it is pulled into. Adding up is none, nor is what the kernel copies into and out of
+//! its sockets, or what a program writes into staging memory before it contributes.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::Serialize;
+
+/// Which way payload goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Flow {
+    /// From a learner to a shard.
+    Push,
+    /// From a shard to a learner.
+    Pull,
+}
+
+/// Bytes so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Payloads {
+    /// That have gone to shards, or come from learners: again what was sent again.
+    pub pushed_bytes: u64,
+    /// Of pushes, those that were copied here.
+    pub push_copied_bytes: u64,
+    /// That have come from shards, or gone to learners. A shard knows nothing of what is read by RDMA.
+    pub pulled_bytes: u64,
+    /// Of pulls, those that were copied here.
+    pub pull_copied_bytes: u64,
+}
+
+#[derive(Debug, Default)]
+struct Count {
+    moved: AtomicU64,
+    copied: AtomicU64,
+}
+
+/// Counts payload of one model.
+#[derive(Debug, Default)]
+pub struct Tally {
+    push: Count,
+    pull: Count,
+}
+
+impl Tally {
+    fn of(&self, flow: Flow) -> &Count {
+        match flow {
+            Flow::Push => &self.push,
+            Flow::Pull => &self.pull,
+        }
+    }
+
+    /// A block has gone or come.
+    pub fn moved(&self, flow: Flow, bytes: usize) {
+        self.of(flow).moved.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Bytes of a block were copied, or will have been when it has gone.
+    pub fn copied(&self, flow: Flow, bytes: usize) {
+        if bytes > 0 {
+            self.of(flow).copied.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// All that was counted.
+    pub fn read(&self) -> Payloads {
+        let [pushed_bytes, push_copied_bytes, pulled_bytes, pull_copied_bytes] =
+            [&self.push.moved, &self.push.copied, &self.pull.moved, &self.pull.copied]
+                .map(|count| count.load(Ordering::Relaxed));
+        Payloads { pushed_bytes, push_copied_bytes, pulled_bytes, pull_copied_bytes }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ways_are_counted_apart() {
+        let tally = Tally::default();
+        tally.moved(Flow::Push, 3);
+        tally.copied(Flow::Push, 2);
+        tally.moved(Flow::Pull, 7);
+        tally.copied(Flow::Pull, 5);
+        tally.copied(Flow::Pull, 1);
+        let expected =
+            Payloads { pushed_bytes: 3, push_copied_bytes: 2, pulled_bytes: 7, pull_copied_bytes: 6 };
+        assert_eq!(tally.read(), expected);
+    }
+}

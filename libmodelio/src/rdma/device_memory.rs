@@ -1,0 +1,39 @@
+//! Memory of another device, such as a GPU, that the network's device reads and writes by itself (GPUDirect). The CPU
+//! never touches it: what is to be computed there is computed by its device, or copied out by it.
+
+use std::fmt::Debug;
+use std::io;
+use std::os::fd::BorrowedFd;
+
+/// How the network's device gets at memory of another one.
+#[derive(Clone, Copy, Debug)]
+pub enum Export<'a> {
+    /// By a `dma_buf`, from this byte of it on (Linux 5.12, and a driver that can: mlx5, irdma).
+    DmaBuf {
+        /// What its driver exports.
+        fd: BorrowedFd<'a>,
+        /// Where it begins there.
+        offset: u64,
+    },
+    /// By an address that its driver has told the kernel of, as nvidia-peermem does. It need not be mapped.
+    Address(u64),
+}
+
+/// Memory of another device.
+///
+/// # Safety
+/// What is exported is no memory that Rust has references to, or may hand out otherwise: the network's device writes
+/// it. It stays what it is as long as the object lives.
+pub unsafe trait DeviceMemory: Debug + Send + Sync {
+    /// Length in bytes.
+    fn bytes(&self) -> usize;
+
+    /// How to get at it. The same as long as it lives.
+    fn export(&self) -> Export<'_>;
+
+    /// Copies `into.len()` bytes from `at` on to where the CPU has them.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn copy_out(&self, at: usize, into: &mut [u8]) -> io::Result<()>;
+}

@@ -1,0 +1,86 @@
+//! What CPUs copy of payload on its way is counted, and differs with the way.
+
+use std::time::Instant;
+
+use libmodelio::admin::AdminPeer;
+use libmodelio::net::Choice;
+use libmodelio::payload::Payloads;
+use libmodelio::wire::Message;
+
+use crate::world::{LONG, Learner, Way, World};
+
+const BYTES: u64 = 1_000_004;
+const STEPS: u64 = 3;
+const ALL: u64 = STEPS * BYTES;
+
+/// What a client and its shard have counted after some steps of a learner.
+fn counted(way: Way) -> (Payloads, Payloads) {
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    let before = client.payload();
+    assert_eq!(before.pulled_bytes, BYTES, "the first version");
+    for step in 1..=STEPS {
+        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        assert!(learner.pull().1.iter().all(|&weight| weight == step as f32));
+    }
+    let after = client.payload();
+    client.shut_down();
+    let ours = Payloads {
+        pulled_bytes: after.pulled_bytes - before.pulled_bytes,
+        pull_copied_bytes: after.pull_copied_bytes - before.pull_copied_bytes,
+        ..after
+    };
+    (ours, of_shard(&world))
+}
+
+fn of_shard(world: &World) -> Payloads {
+    let deadline = Instant::now() + LONG;
+    let mut peer = AdminPeer::connect(&world.servers[0].address().to_string(), deadline).unwrap();
+    let (answer, payload) = peer.request(&Message::Status, &[], deadline).unwrap();
+    assert_eq!(answer, Message::Text);
+    let status: serde_json::Value = serde_json::from_slice(&payload).unwrap();
+    let counts = &status["models"][0]["payload"];
+    let count = |name: &str| counts[name].as_u64().unwrap_or_else(|| panic!("no {name} in {status}"));
+    Payloads {
+        pushed_bytes: count("pushed_bytes"),
+        push_copied_bytes: count("push_copied_bytes"),
+        pulled_bytes: count("pulled_bytes"),
+        pull_copied_bytes: count("pull_copied_bytes"),
+    }
+}
+
+#[test]
+fn over_shared_memory_each_pulled_byte_is_copied_once_and_no_pushed_one() {
+    let (ours, shards) = counted(Way::Memory);
+    let pulled =
+        Payloads { pushed_bytes: ALL, pulled_bytes: ALL, pull_copied_bytes: ALL, ..Payloads::default() };
+    assert_eq!(ours, pulled);
+    let pushed = Payloads { pushed_bytes: ALL, pulled_bytes: ALL + BYTES, ..Payloads::default() };
+    assert_eq!(shards, pushed);
+}
+
+#[test]
+fn over_tcp_the_kernel_copies_all_but_what_comes_with_the_head_of_a_frame() {
+    let (ours, shards) = counted(Way::Tcp(Choice::Auto));
+    assert_eq!((ours.pushed_bytes, ours.pulled_bytes, ours.push_copied_bytes), (ALL, ALL, 0));
+    assert_eq!((shards.pushed_bytes, shards.pulled_bytes, shards.pull_copied_bytes), (ALL, ALL + BYTES, 0));
+    for copied in [ours.pull_copied_bytes, shards.push_copied_bytes] {
+        assert!(copied < ALL / 200, "{copied} of {ALL}");
+    }
+}
+
+#[cfg(feature = "rdma")]
+#[test]
+fn by_rdma_no_cpu_copies_anything() {
+    use libmodelio::rdma::{Placement, RdmaOptions};
+
+    let placed: fn(&mut RdmaOptions) = |options| options.placement = Placement::Static;
+    let fetched: fn(&mut RdmaOptions) = |options| options.placement = Placement::Dynamic;
+    for way in [placed, fetched].into_iter().filter_map(Way::rdma_with) {
+        let (ours, shards) = counted(way);
+        assert_eq!(ours, Payloads { pushed_bytes: ALL, pulled_bytes: ALL, ..Payloads::default() });
+        // It does not see who reads.
+        assert_eq!(shards, Payloads { pushed_bytes: ALL, ..Payloads::default() });
+    }
+}

@@ -1,0 +1,190 @@
+#!/usr/bin/python3
+"""The part of scripts/bench-rdma that runs in the virtual machine: reads /share/job.json, writes /share/result.json."""
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.dont_write_bytecode = True
+
+import net_gradfs  # noqa: E402
+import rdma_perftest  # noqa: E402
+from machine import Failed, main, say  # noqa: E402
+from report import Figure  # noqa: E402
+
+SHARE = Path("/share")
+WARM_UP = 1
+# Until a shard has nothing left to do of the push before.
+SETTLED = 0.3
+RATE_TARGET, CPU_TARGET = 0.9, 0.05
+# Rings and what is looked at of directories: payload of learners lies elsewhere.
+LEARNERS_ARENA = 8
+
+
+def options_of(name, job):
+    """Of a shard, and of learners."""
+    if name == "tcp":
+        return ["--rdma", "off"], []
+    shard, learner = ["--rdma", "on"], ["--rdma", "--arena-mib", LEARNERS_ARENA]
+    if name in ("static", "dynamic"):
+        shard += ["--rdma-placement", name]
+        learner += ["--placement", name]
+    return [*shard, *job["shard_options"]], [*learner, *job["learner_options"]]
+
+
+def start(stack, name, job, size, block, more=()):
+    """A shard with a model, and a learner of it."""
+    shard, learner = options_of(name, job)
+    address = os.environ["HOST_ADDRESS"]
+    shard = [*shard, *more] if name != "tcp" else shard
+    # Between two rounds of a learner others have theirs, and the machine is slow.
+    cluster = net_gradfs.Cluster(job["gradfs"], size, 1, 1, block, address, shard, lease=0)
+    cluster = stack.enter_context(cluster)
+    command = [job["learner"], "--registry", cluster.registry, "--model", net_gradfs.MODEL, *learner]
+    return stack.enter_context(net_gradfs.Gradfs(cluster, [command]))
+
+
+def readers(stack, name, job, cluster):
+    """Processes that only pull."""
+    _, options = options_of(name, job)
+    command = [job["learner"], "--registry", cluster.registry, "--model", net_gradfs.MODEL, "--here", 0, *options]
+    return [stack.enter_context(net_gradfs.Gradfs(cluster, [command])) for _ in range(job["readers"])]
+
+
+class Race:
+    """Contenders' rounds in turn, and what was found: {name: [values]}."""
+
+    def __init__(self, stack, job):
+        self.job = job
+        self.found = {}
+        self.units = {}
+        self.counting = False
+        self.ends = {}
+        self.readers = {}
+        for name in ("rdma", "static", "dynamic", "tcp"):
+            self.ends[name] = start(stack, name, job, job["size"], job["block"])
+            if name in ("rdma", "tcp"):
+                self.readers[name] = readers(stack, name, job, self.ends[name].cluster)
+        self.turns = [lambda name=name: self.gradfs(name) for name in self.ends]
+        for program in ("ib_write_bw", "ib_read_bw"):
+            self.turns += [lambda p=program, w=way: self.perftest(p, w) for way in rdma_perftest.WAYS]
+
+    def add(self, name, value, unit):
+        if self.counting:
+            self.found.setdefault(name, []).append(value)
+            self.units[name] = unit
+
+    def perftest(self, program, way):
+        job = self.job
+        value = rdma_perftest.rate(program, way, job["block"], job["depth"], job["size"] // job["block"])
+        self.add(f"{program}, {way}", value, "MB/s")
+
+    def gradfs(self, name):
+        end = self.ends[name]
+        for what in ("push", "pull"):
+            took = end.round(what)
+            self.add(f"{name} {what}", took.bytes / took.seconds / 1e6, "MB/s")
+        if name in self.readers:
+            time.sleep(SETTLED)
+            [shard] = end.cluster.shard_pids()
+            before, moved = net_gradfs.cpu_seconds(shard), 0
+            for reader in self.readers[name]:
+                moved += reader.round("newest").bytes
+            took = net_gradfs.cpu_seconds(shard) - before
+            self.add(f"{name} shard's CPU of pulls", took / moved * 1e12, "ms/GB")
+
+    def run(self, rounds):
+        # The order differs from round to round, and is the same in every run.
+        shuffle = random.Random(0).shuffle
+        for turn in range(WARM_UP + rounds):
+            self.counting = turn >= WARM_UP
+            shuffle(self.turns)
+            for do in self.turns:
+                do()
+            say(f"round {turn + 1} of {WARM_UP + rounds}, the first of them warms up" if turn == 0 else
+                f"round {turn + 1} of {WARM_UP + rounds}")
+        for name, end in self.ends.items():
+            end.check()
+            for reader in self.readers.get(name, []):
+                reader.pushes = end.pushes
+                reader.check()
+
+    def median(self, name):
+        return statistics.median(self.found[name])
+
+    def copies(self, name, flow):
+        """Bytes that CPUs have copied at both ends, for each byte of payload that went."""
+        end = self.ends[name]
+        ours = [count for process in [end, *self.readers.get(name, [])] for count in process.payload()]
+        moved = sum(one[f"{flow}ed_bytes"] for one in ours)
+        copied = sum(one[f"{flow}_copied_bytes"] for one in ours) + end.cluster.payload()[f"{flow}_copied_bytes"]
+        if moved == 0:
+            raise Failed(f"{name}: nothing was counted as {flow}ed")
+        return copied / moved
+
+
+def figures_of(race, depth):
+    """What has a target, and what is told besides."""
+    best = {
+        program: max((race.median(f"{program}, {way}"), way) for way in rdma_perftest.WAYS)
+        for program in ("ib_write_bw", "ib_read_bw")
+    }
+
+    def rate(key, ours, program, target=None):
+        value, (bare, way) = race.median(ours), best[program]
+        words = f"{value:.1f} MB/s", f"{bare:.1f} MB/s ({program}, {way})"
+        return Figure(key, value / bare, "ratio", target, target and ">=", *words)
+
+    def copied(name, flow, target=None):
+        value = race.copies(name, flow)
+        words = f"{value:.4f}", f"a byte {flow}ed, in user space"
+        return Figure(f"{name}_{flow}_cpu_copies_per_byte", value, "copies/byte", target, None if target is None
+                      else "<=", *words)
+
+    ours, other = (race.median(f"{name} shard's CPU of pulls") for name in ("rdma", "tcp"))
+    figures = [
+        rate("rdma_push_vs_ib_write_bw", "rdma push", "ib_write_bw", RATE_TARGET),
+        rate("rdma_pull_vs_ib_read_bw", "rdma pull", "ib_read_bw", RATE_TARGET),
+        copied("rdma", "pull", 0),
+        copied("rdma", "push", 0),
+        Figure("rdma_pull_shard_cpu_vs_tcp", ours / other, "ratio", CPU_TARGET, "<=", f"{ours:.1f} ms/GB",
+               f"{other:.1f} ms/GB (TCP)"),
+        rate("rdma_push_static_vs_ib_write_bw", "static push", "ib_write_bw"),
+        rate("rdma_push_dynamic_vs_ib_read_bw", "dynamic push", "ib_read_bw"),
+        copied("tcp", "pull"),
+        copied("tcp", "push"),
+    ]
+    measured = [Figure(name.replace("'s", "").replace(",", "").replace(" ", "_").lower(), race.median(name),
+                       race.units[name]) for name in race.found]
+    return figures + measured
+
+
+def run():
+    """Measures what the job asks for."""
+    job = json.loads((SHARE / "job.json").read_text())
+    result = {}
+    with ExitStack() as stack:
+        say("shards and learners start")
+        race = Race(stack, job)
+        race.run(job["rounds"])
+        result["figures"] = [asdict(figure) for figure in figures_of(race, job["depth"])]
+        result["measured"] = {
+            name: {"median": race.median(name), "all": values, "unit": race.units[name]}
+            for name, values in race.found.items()
+        }
+    if job["chart"]:
+        import rdma_blocks
+
+        result["series"] = rdma_blocks.measure(job)
+    (SHARE / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main("scripts/bench-rdma", run))

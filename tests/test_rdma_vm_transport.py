@@ -1,0 +1,67 @@
+"""cargo's tests of RDMA with a device under them, in virtual machines (scripts/rdma-vm): the transport by itself, shards
+and clients over it, and the suite that all channels pass. On hosts without a device cargo passes them over.
+
+Skipped with the reason where such machines cannot be had, or RDMA's libraries.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from conftest import REPOSITORY
+from rdmavm import vm  # noqa: F401
+
+pytestmark = pytest.mark.rdma_vm
+
+both_providers = pytest.mark.parametrize("provider", ["rxe", "siw"])
+TARGETS = ["conformance", "network", "rdma"]
+BUILD_DEADLINE = 1800
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """The test programs, by name, as `scripts/test` builds them."""
+    cargo = shutil.which("cargo") or os.path.expanduser("~/.cargo/bin/cargo")
+    words = [cargo, "test", "--workspace", "--locked", "--features", "fs-daemon/rdma", "--no-run"]
+    words += ["--message-format", "json"] + [word for target in TARGETS for word in ("--test", target)]
+    done = subprocess.run(
+        words, cwd=REPOSITORY, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=BUILD_DEADLINE, check=False
+    )
+    if done.returncode and "libibverbs" in done.stderr and "pkg-config" in done.stderr:
+        pytest.skip("RDMA's libraries are missing: scripts/setup rdma")
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found = {one["target"]["name"]: one["executable"] for one in told if one.get("executable")}
+    assert set(TARGETS) <= set(found), found
+    return found
+
+
+def passed(vm, provider, script, time_limit):  # noqa: F811
+    """How many tests went well; all of them must."""
+    done = vm.run("export GRADFS_RDMA_ADDRESS=$HOST_ADDRESS\n" + script, provider=provider, time_limit=time_limit)
+    assert done.code == 0, done
+    assert "skipped:" not in done.err, done
+    summaries = re.findall(r"^test result: ok\. (\d+) passed; 0 failed", done.out, re.MULTILINE)
+    return [int(count) for count in summaries]
+
+
+@both_providers
+def test_the_transport_over_a_device(vm, programs, provider):  # noqa: F811
+    """Lines and their settings, and shards and clients that use them in every way."""
+    some = "" if provider == "rxe" else "sums blocks_are flags hostile goes_without"
+    script = f"""
+        {programs["rdma"]} --test-threads 1 || exit 3
+        {programs["network"]} --test-threads 2 {'rdma::' if provider == "rxe" else some} || exit 4
+    """
+    transport, network = passed(vm, provider, script, 300)
+    assert transport >= 3 and network >= (15 if provider == "rxe" else 6)
+
+
+@both_providers
+def test_channels_by_rdma_conform(vm, programs, provider):  # noqa: F811
+    """The suite that runs unchanged over channels in process, through shared memory and by TCP."""
+    [count] = passed(vm, provider, f"{programs['conformance']} --test-threads 2 rdma", 300)
+    assert count >= 10
