@@ -116,7 +116,7 @@ pub fn too_few_learners_stop_the_job(way: &Way) {
     let mut contribution = stays.open();
     contribution.offer_all_of(0, 1.0);
     goes.leave(LeaveReason::Asked);
-    until("the job stops", || end.job.status().state == "stopped");
+    until("the job stops", || stays.ask_to_open().is_err());
     let stopped = ShardError::Stopped { active: 1, needed: 2 };
     assert_eq!(stays.ask_to_open().unwrap_err(), stopped);
     assert_eq!(contribution.offer(1, &contribution.filled(1, 1.0)), Err(stopped.clone()));
