@@ -13,6 +13,7 @@ use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
 use crate::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use crate::layout::ModelLayout;
 use crate::mmap::Mapping;
 
 /// Which way the bytes go. Named at start, in `status.json` and in messages.
@@ -129,6 +130,22 @@ pub struct CommitNotice {
     pub lendable: bool,
 }
 
+impl CommitNotice {
+    /// Whether it can be looked at without harm.
+    ///
+    /// # Errors
+    /// [`ShardError::OutOfRange`] when it names other blocks than `layout` has, sets are not part of each other, or the
+    /// staging region is shorter than the model.
+    pub fn check(&self, layout: &ModelLayout) -> Result<(), ShardError> {
+        let blocks = layout.blocks() as usize;
+        let fits = [&self.sent, &self.deferred, &self.unchecked].iter().all(|set| set.len() == blocks)
+            && self.deferred.is_subset(&self.sent)
+            && self.unchecked.is_subset(&self.deferred)
+            && self.staging.memory().len() as u64 >= layout.size();
+        if fits { Ok(()) } else { Err(ShardError::OutOfRange) }
+    }
+}
+
 /// Requests that are not bulk data. Each gets exactly one [`Reply`] before its deadline.
 #[derive(Debug)]
 pub enum Message {
@@ -183,7 +200,7 @@ pub enum Message {
     Allocate,
     /// Publish the buffer as the next version; bytes outside `written` keep their value.
     Assign {
-        /// From [`Message::Allocate`].
+        /// From [`Message::Allocate`]. It is assigned once, whatever the outcome.
         buffer: Region,
         /// Sorted, disjoint byte ranges that were written.
         written: Vec<std::ops::Range<u64>>,

@@ -4,7 +4,9 @@
 //! It answers from what its [`Client`] mirrors. A block that a program has written whole is put into the learner's
 //! staging region, from which the client sends it when the lead says so.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod offers;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -28,6 +30,7 @@ use crate::core::{LastCommit, MemberView};
 use crate::job::{Event, Job, JobStatus, Listener, SetDone, ShardView, VersionMemory, VersionView};
 use crate::reducer::Reducer;
 use crate::region_store;
+use offers::Offers;
 
 /// For requests that nobody waits for.
 const BESIDE: Duration = Duration::from_secs(30);
@@ -35,8 +38,6 @@ const BESIDE: Duration = Duration::from_secs(30);
 #[derive(Default)]
 struct Names {
     of: BTreeMap<LearnerId, (String, Incarnation)>,
-    /// Those with an open contribution.
-    writing: BTreeSet<LearnerId>,
     /// Those that leave: nobody begins anything with them any more, though the lead may not have heard of it.
     leaving: BTreeSet<LearnerId>,
 }
@@ -50,7 +51,12 @@ pub struct RemoteJob {
     rejects: AtomicBool,
     /// The job has too few learners, for the hot path.
     stopped: AtomicBool,
+    /// It is shut down.
+    ends: AtomicBool,
     names: Mutex<Names>,
+    offers: Mutex<Offers>,
+    /// Buffers for new weights that were handed out and have not come back.
+    lent: Mutex<HashMap<RegionKey, Weak<Mapping>>>,
     listener: Mutex<Option<Arc<Listener>>>,
     next_key: AtomicU64,
     this: Weak<RemoteJob>,
@@ -65,7 +71,10 @@ impl RemoteJob {
             controls: Mutex::new(Controls::default()),
             rejects: AtomicBool::new(true),
             stopped: AtomicBool::new(false),
+            ends: AtomicBool::new(false),
             names: Mutex::default(),
+            offers: Mutex::default(),
+            lent: Mutex::default(),
             listener: Mutex::new(None),
             next_key: AtomicU64::new(1 << 32),
             this: this.clone(),
@@ -94,8 +103,9 @@ impl RemoteJob {
             ClientEvent::Left(learner, reason) => {
                 let mut names = self.names.lock();
                 names.of.remove(&learner);
-                names.writing.remove(&learner);
                 names.leaving.remove(&learner);
+                drop(names);
+                self.offers.lock().left(learner);
                 Event::Left(learner, reason)
             }
         };
@@ -118,6 +128,10 @@ impl RemoteJob {
             Err(error) => tracing::warn!(%error, "a setting of the job is not known here"),
         }
         self.stopped.store(state.state == "stopped", Ordering::Relaxed);
+    }
+
+    fn refuse_if_ending(&self) -> Result<(), ShardError> {
+        if self.ends.load(Ordering::Relaxed) { Err(ShardError::Unreachable) } else { Ok(()) }
     }
 
     fn refuse_if_stopped(&self) -> Result<(), ShardError> {
@@ -146,6 +160,7 @@ impl RemoteJob {
                 Ok(wire::Message::Joined { learner, incarnation, .. }) => {
                     if let Some(job) = this.upgrade() {
                         job.names.lock().of.insert(learner, (of_reply, incarnation));
+                        job.offers.lock().joined(learner, incarnation);
                     }
                     Ok(Reply::Joined { learner, incarnation })
                 }
@@ -162,16 +177,22 @@ impl RemoteJob {
         if !self.has_learner(learner) {
             return done(Err(ShardError::UnknownLearner(learner)));
         }
-        self.names.lock().writing.insert(learner);
         let open = wire::Message::Open { learner };
         if let Some((step, staging_lent)) = self.client.next_step(learner) {
+            self.offers.lock().opened(learner, step, self.layout.blocks());
             self.ask_beside(open);
             return done(Ok(Reply::Opened { step, staging_lent }));
         }
         // Whether the last commit was taken is not known here.
+        let this = self.this.clone();
         let opened = move |result| {
             done(match result {
-                Ok(wire::Message::Opened { step, staging_lent }) => Ok(Reply::Opened { step, staging_lent }),
+                Ok(wire::Message::Opened { step, staging_lent }) => {
+                    if let Some(job) = this.upgrade() {
+                        job.offers.lock().opened(learner, step, job.layout.blocks());
+                    }
+                    Ok(Reply::Opened { step, staging_lent })
+                }
                 other => Err(unexpected(other)),
             });
         };
@@ -193,6 +214,10 @@ impl RemoteJob {
                 let last = self.layout.block_of(range.end - 1).index();
                 blocks.insert_range(self.layout.block_of(range.start).index()..last + 1);
             }
+        }
+        if !self.claim(&buffer) {
+            let why = "the buffer was not allocated for new weights, or is used up";
+            return done(Err(ShardError::NotAllowed(why.into())));
         }
         let deadline = Instant::now() + timeout;
         let left = move || deadline.saturating_duration_since(Instant::now());
@@ -218,6 +243,17 @@ impl RemoteJob {
         self.client.await_newest(timeout, Box::new(newest_is_here));
     }
 
+    /// Whether `buffer` was handed out for new weights and comes back for the first time.
+    fn claim(&self, buffer: &Region) -> bool {
+        let is_it = |memory: &Weak<Mapping>| memory.as_ptr() == Arc::as_ptr(buffer.memory());
+        let mut lent = self.lent.lock();
+        let claimed = lent.get(&buffer.key()).is_some_and(is_it);
+        if claimed {
+            lent.remove(&buffer.key());
+        }
+        claimed
+    }
+
     /// Bytes of `blocks` that were not written get their present values.
     fn complete(
         &self,
@@ -225,10 +261,7 @@ impl RemoteJob {
         written: &[Range<u64>],
         blocks: &FixedBitSet,
     ) -> Result<(), ShardError> {
-        let newest = self.client.version();
-        if !self.client.pin(newest) {
-            return Err(ShardError::Unreachable);
-        }
+        let newest = self.client.pin_newest().ok_or(ShardError::Unreachable)?;
         if let Some((weights, _)) = self.client.get(newest) {
             for block in blocks.ones().map(|block| BlockId(block as u32)) {
                 let extent = self.layout.block_bytes(block);
@@ -280,25 +313,30 @@ impl Channel for RemoteJob {
         if room.is_some_and(|room| (room.memory().len() as u64) < extent.end) {
             return Err(ShardError::OutOfRange);
         }
+        self.refuse_if_ending()?;
         self.refuse_if_stopped()?;
         if !self.client.has_learner(slot.learner) {
             return Err(ShardError::UnknownLearner(slot.learner));
+        }
+        if !self.offers.lock().take(slot)? {
+            return Ok(Placement::Duplicate);
         }
         let check = self.rejects.load(Ordering::Relaxed);
         let finite = match room {
             Some(room) => region_store::place(&self.layout, slot.block, payload, room, check),
             None => !check || region_store::is_finite(&self.layout, slot.block, payload),
         };
-        if finite { Ok(Placement::Deferred) } else { Err(ShardError::NonFinite(slot.block)) }
+        if !finite {
+            self.offers.lock().give_back(slot);
+            return Err(ShardError::NonFinite(slot.block));
+        }
+        Ok(Placement::Deferred)
     }
 
     fn read(&self, offset: u64, local: &mut [u8]) -> Result<Version, ShardError> {
         let end = offset.checked_add(local.len() as u64).filter(|&end| end <= self.layout.size());
         let end = end.ok_or(ShardError::OutOfRange)?;
-        let version = self.client.version();
-        if !self.client.pin(version) {
-            return Err(ShardError::Unreachable);
-        }
+        let version = self.client.pin_newest().ok_or(ShardError::Unreachable)?;
         let found = Job::get(self, version);
         if let Some(view) = &found {
             local.copy_from_slice(view.memory.bytes(offset..end));
@@ -308,6 +346,9 @@ impl Channel for RemoteJob {
     }
 
     fn send(&self, message: Message, timeout: Duration, done: Completion) {
+        if let Err(error) = self.refuse_if_ending() {
+            return done(Err(error));
+        }
         let plain = |done: Completion| -> client::Answered {
             Box::new(move |result| {
                 done(match result {
@@ -331,14 +372,27 @@ impl Channel for RemoteJob {
             }
             Message::Open { learner } => self.open(learner, timeout, done),
             Message::Commit { learner, step, notice } => {
-                self.names.lock().writing.remove(&learner);
+                let fits = notice.check(&self.layout);
+                if let Err(error) = fits.and_then(|()| self.offers.lock().ends(learner, step)) {
+                    return done(Err(error));
+                }
                 let CommitNotice { sent, staging, lendable, .. } = notice;
                 let staged = client::Staged { region: staging, steady: lendable };
-                self.client.commit(learner, step, &sent, staged, timeout, plain(done));
+                let this = self.this.clone();
+                let ended: Completion = Box::new(move |result| {
+                    if let Some(job) = this.upgrade() {
+                        job.offers.lock().ended(learner, step, result.is_ok());
+                    }
+                    done(result);
+                });
+                self.client.commit(learner, step, &sent, staged, timeout, plain(ended));
+            }
+            Message::Abort { learner } | Message::Withdraw { learner } if !self.has_learner(learner) => {
+                done(Err(ShardError::UnknownLearner(learner)));
             }
             // What follows is answered at once; the outcome is that of the request it ends.
             Message::Abort { learner } => {
-                self.names.lock().writing.remove(&learner);
+                self.offers.lock().dropped(learner);
                 self.ask_beside(wire::Message::Abort { learner });
                 done(Ok(Reply::Done));
             }
@@ -354,7 +408,15 @@ impl Channel for RemoteJob {
                 let awaited = move |result: Result<Version, ShardError>| done(result.map(Reply::Version));
                 self.client.await_step(learner, timeout, Box::new(awaited));
             }
-            Message::Allocate => done(self.client.take_buffer().map(Reply::Buffer)),
+            Message::Allocate => {
+                let buffer = self.client.take_buffer();
+                if let Ok(buffer) = &buffer {
+                    let mut lent = self.lent.lock();
+                    lent.retain(|_, memory| memory.strong_count() > 0);
+                    lent.insert(buffer.key(), Arc::downgrade(buffer.memory()));
+                }
+                done(buffer.map(Reply::Buffer));
+            }
             Message::Assign { buffer, written } => self.assign(buffer, &written, timeout, done),
         }
     }
@@ -508,6 +570,7 @@ impl Job for RemoteJob {
     fn status(&self) -> JobStatus {
         let state = self.client.state();
         let names = self.names.lock();
+        let offers = self.offers.lock();
         let member = |learner: &wire::LearnerState| {
             let (name, incarnation) = names.of.get(&learner.learner).cloned()?;
             Some(MemberView {
@@ -517,7 +580,7 @@ impl Job for RemoteJob {
                 step: learner.step,
                 unpublished: learner.unpublished,
                 published_in: learner.published_in,
-                phase: match names.writing.contains(&learner.learner) {
+                phase: match offers.is_writing(learner.learner) {
                     true => "writing",
                     false if learner.unpublished => "committed",
                     false => "idle",
@@ -561,6 +624,7 @@ impl Job for RemoteJob {
     }
 
     fn shut_down(&self) {
+        self.ends.store(true, Ordering::Relaxed);
         self.client.shut_down();
     }
 }

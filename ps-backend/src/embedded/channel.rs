@@ -105,16 +105,6 @@ impl EmbeddedShard {
         }
     }
 
-    /// Whether a commit can be looked at without harm.
-    fn check_notice(&self, notice: &CommitNotice) -> Result<(), ShardError> {
-        let blocks = self.layout.blocks() as usize;
-        let fits = notice.deferred.len() == blocks
-            && notice.unchecked.len() == blocks
-            && notice.unchecked.is_subset(&notice.deferred)
-            && notice.staging.memory().len() as u64 >= self.layout.size();
-        if fits { Ok(()) } else { Err(ShardError::OutOfRange) }
-    }
-
     /// Looks for NaN and Inf where nobody has yet, on the workers, and goes on with `then`. A contribution
     /// that is not lent is answered only after its payload was read, and is looked at then.
     fn check_then(
@@ -122,7 +112,7 @@ impl EmbeddedShard {
         notice: CommitNotice,
         then: impl FnOnce(Result<CommitNotice, ShardError>) + Send + 'static,
     ) {
-        if let Err(error) = self.check_notice(&notice) {
+        if let Err(error) = notice.check(&self.layout) {
             return then(Err(error));
         }
         let reject = self.inner.lock().core.controls().nonfinite == NonFinite::Reject;

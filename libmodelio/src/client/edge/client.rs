@@ -313,6 +313,13 @@ impl Client {
         self.shared.inner.lock().versions.pin(version)
     }
 
+    /// The newest version that is here, pinned: between asking for it and pinning it, it might be gone.
+    pub fn pin_newest(&self) -> Option<Version> {
+        let mut inner = self.shared.inner.lock();
+        let version = inner.core.version();
+        inner.versions.pin(version).then_some(version)
+    }
+
     /// Takes pins back; a pull that waits for a buffer may go on then.
     pub fn unpin(&self, version: Version, count: u64) {
         let mut inner = self.shared.inner.lock();
@@ -348,6 +355,8 @@ impl Client {
     /// Leaves: tells the lead that its learners go, answers what waits, ends all connections.
     pub fn shut_down(&self) {
         let shared = &self.shared;
+        // Before their learners leave, which would be their answer otherwise.
+        shared.dismiss();
         let learners: Vec<LearnerId> =
             shared.inner.lock().core.state().learners.iter().map(|learner| learner.learner).collect();
         let (sender, receiver) = std::sync::mpsc::channel();

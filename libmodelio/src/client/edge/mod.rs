@@ -145,21 +145,28 @@ impl Shared {
         self.stopping.load(Ordering::Relaxed)
     }
 
+    /// Answers all who wait: nothing comes any more.
+    fn dismiss(&self) {
+        let mut after = After::default();
+        let mut inner = self.inner.lock();
+        let gone = || Refusal::Shard(ShardError::Unreachable);
+        after.answers = inner.answers.drain().map(|(_, done)| (done, Err(gone()))).collect();
+        after.waits = inner.waits.drain().map(|(_, done)| (done, Err(ShardError::Unreachable))).collect();
+        drop(inner);
+        self.finish(after);
+    }
+
     fn stop(&self) {
         self.stopping.store(true, Ordering::Relaxed);
-        let mut after = After::default();
         let threads = {
-            let mut inner = self.inner.lock();
-            let gone = || Refusal::Shard(ShardError::Unreachable);
-            after.answers = inner.answers.drain().map(|(_, done)| (done, Err(gone()))).collect();
-            after.waits = inner.waits.drain().map(|(_, done)| (done, Err(ShardError::Unreachable))).collect();
+            let inner = self.inner.lock();
             let links = inner.parts.iter().chain([&inner.lead]).flat_map(|peer| &peer.links);
             links.for_each(|link| link.close(Close::ShutDown));
             Arc::clone(&inner.map.threads)
         };
         // Their threads end soon.
         let _ = threads.shut_down(Duration::ZERO);
-        self.finish(after);
+        self.dismiss();
         self.changed.notify_all();
     }
 

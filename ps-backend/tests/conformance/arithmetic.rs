@@ -1,0 +1,108 @@
+//! What becomes of numbers: halves are added up in full, reducers do what is said of them.
+
+use half::{bf16, f16};
+use libmodelio::layout::{DType, ModelLayout};
+
+use crate::site::{BLOCK, Learner, Way, done};
+
+/// fp32 and halves, and what is no number, in blocks that hold several of them.
+fn mixed() -> ModelLayout {
+    let tensors = vec![
+        ("full".to_owned(), DType::F32, vec![20_003]),
+        ("ids".to_owned(), DType::parse("I32").unwrap(), vec![101]),
+        ("brain".to_owned(), DType::BF16, vec![30_002]),
+        ("half".to_owned(), DType::F16, vec![17_010]),
+    ];
+    ModelLayout::new(tensors, BLOCK as u32).unwrap()
+}
+
+/// Bytes of the model in which each number is `value`, and each other byte `other`.
+fn bytes(layout: &ModelLayout, value: f32, other: u8) -> Vec<u8> {
+    let mut all = Vec::new();
+    for tensor in layout.tensors() {
+        all.resize(tensor.bytes.start as usize, other);
+        let count: usize = tensor.shape.iter().product();
+        all.extend(match tensor.dtype {
+            DType::F32 => value.to_le_bytes().repeat(count),
+            DType::BF16 => bf16::from_f32(value).to_le_bytes().repeat(count),
+            DType::F16 => f16::from_f32(value).to_le_bytes().repeat(count),
+            _ => vec![other; 4 * count],
+        });
+    }
+    assert_eq!(all.len() as u64, layout.size());
+    all
+}
+
+fn contribute(learner: &Learner, bytes: &[u8]) {
+    let mut contribution = learner.open();
+    for (block, bytes) in (0..).zip(bytes.chunks(BLOCK)) {
+        contribution.offer(block, bytes).unwrap();
+    }
+    done(contribution.commit());
+}
+
+pub fn halves_are_added_up_in_full(way: &Way) {
+    let site = way.job_of(mixed(), &[("reducer", "sum"), ("learners", "2")]);
+    let [a, b] = site.two_ends();
+    let layout = a.job.layout();
+    let (one, other) = (a.join("a"), b.join("b"));
+    // What a half does not have is kept all the same: fp16 has nothing between 2048 and 2050, bf16 nothing to 2064.
+    let steps = [2047.0, 0.25, 0.25, 8.0];
+    let (mut sum, mut version) = (0.0, 0);
+    for step in steps {
+        contribute(&one, &bytes(layout, step, 0x5a));
+        contribute(&other, &bytes(layout, 0.5, 0xa5));
+        sum += step + 0.5;
+        version += 1;
+        for learner in [&one, &other] {
+            assert_eq!(learner.pull(), version);
+            let (_, weights) = learner.end.bytes();
+            // bf16 does not have 2047 itself.
+            let expected = bytes(layout, sum, 0);
+            let brain = layout.tensors().iter().find(|tensor| tensor.dtype == DType::BF16).unwrap();
+            let brain = brain.bytes.start as usize..brain.bytes.end as usize;
+            for (i, (got, wanted)) in weights.iter().zip(&expected).enumerate() {
+                assert!(got == wanted || brain.contains(&i), "byte {i} of version {version}");
+            }
+            let in_full = f32::from(bf16::from_f32(2047.0)) + sum - 2047.0;
+            let in_full = bf16::from_f32(in_full).to_le_bytes();
+            assert!(weights[brain].chunks(2).all(|weight| weight == in_full), "bf16 in version {version}");
+        }
+    }
+    assert_eq!(sum, 2057.5);
+}
+
+pub fn reducers_do_what_they_say(way: &Way) {
+    let site = way.job(&[("reducer", "sum"), ("learners", "2"), ("learning_rate", "0.5")]);
+    let [a, b] = site.two_ends();
+    let (one, other) = (a.join("a"), b.join("b"));
+    let mut version = 0;
+    // Both contribute, 2 and 6 times the factor: what is shown then.
+    let mut step = |settings: &[(&str, &str)], factor: f32, expected: f32| {
+        for (name, value) in settings {
+            a.set(name, value).unwrap();
+        }
+        // One after the other: of several values the last one counts then, as they come or by the order of learners.
+        one.push(2.0 * factor);
+        other.push(6.0 * factor);
+        version += 1;
+        for learner in [&one, &other] {
+            assert_eq!(learner.pull(), version);
+            learner.end.shows(version, expected);
+        }
+    };
+    step(&[], 1.0, 8.0);
+    step(&[("carry", "0.5")], 1.0, 12.0);
+    // The mean of them, and their sum.
+    step(&[("reducer", "sgd")], 1.0, 10.0);
+    step(&[("weight_decay", "0.5")], 1.0, 5.5);
+    step(&[("weight_decay", "0"), ("aggregation", "sum")], 1.0, 1.5);
+    // The first gradient counts whole, then half of what was there with it.
+    step(&[("aggregation", "mean"), ("reducer", "momentum"), ("momentum", "0.5")], 1.0, -0.5);
+    step(&[], 1.0, -3.5);
+    step(&[("reducer", "nesterov")], 1.0, -6.5);
+    step(&[], 0.5, -8.5);
+    // Values instead of gradients.
+    step(&[("reducer", "assign")], 1.0, 6.0);
+    step(&[("reducer", "sum"), ("carry", "1")], 1.0, 14.0);
+}

@@ -1,0 +1,68 @@
+//! Devices: what they are, memory that is registered with them, channels that they open.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use libmodelio::mmap::Mapping;
+use libmodelio::transport::{Message, Placement, ShardError};
+
+use crate::site::{BLOCKS, LONG, Way, done, store};
+
+pub fn each_is_of_its_kind(way: &Way) {
+    let site = way.striped_job(&[]);
+    let end = site.end();
+    assert_eq!(end.device.kind(), site.kind);
+    let shards = end.job.status().shards;
+    assert!(shards.iter().all(|shard| shard.transport == site.kind && shard.connected), "{shards:?}");
+    assert_eq!(shards.iter().map(|shard| shard.blocks).sum::<u32>(), BLOCKS);
+    let numbers: BTreeSet<_> = shards.iter().map(|shard| shard.shard).collect();
+    assert_eq!(numbers.len(), shards.len());
+}
+
+pub fn memory_that_is_registered_is_the_same_at_both_ends(way: &Way) {
+    let site = way.job(&[("reducer", "sum")]);
+    let end = site.end();
+    let size = end.job.layout().size() as usize;
+    let memories: Vec<_> = (0..4).map(|_| Arc::new(Mapping::memfd("registered", size).unwrap())).collect();
+    let regions: Vec<_> =
+        memories.iter().map(|memory| end.device.register(Arc::clone(memory)).unwrap()).collect();
+    let keys: BTreeSet<u64> = regions.iter().map(|region| region.key().0).collect();
+    assert_eq!(keys.len(), regions.len(), "a key names one region");
+    assert!(regions.iter().zip(&memories).all(|(region, memory)| Arc::ptr_eq(region.memory(), memory)));
+    // What is stored after it was registered is what the other end reads, from whichever region is named.
+    let learner = end.join("a");
+    let mut sum = 0.0;
+    for (region, value) in regions.iter().rev().zip([1.0, 2.0, 4.0, 8.0]) {
+        let mut contribution = learner.open();
+        contribution.notice.staging = region.clone();
+        (0..BLOCKS).for_each(|block| contribution.stage_all_of(block, value));
+        done(contribution.commit());
+        let version = learner.pull();
+        sum += value;
+        end.shows(version, sum);
+        // It is the learner's again.
+        store(region, 0, &vec![0xff; size]);
+        end.shows(version, sum);
+    }
+}
+
+pub fn channels_of_a_device_lead_to_one_job(way: &Way) {
+    let site = way.job(&[("reducer", "sum")]);
+    let end = site.end();
+    let learner = end.join("a");
+    let other = end.device.connect().unwrap();
+    let join = Message::Join { name: "a".into() };
+    let refused = libmodelio::contributor::request(&*other, join, LONG);
+    assert_eq!(refused.unwrap_err(), ShardError::NameTaken("a".into()));
+    // A contribution may be made through both.
+    let mut contribution = learner.all_of(1.0);
+    let again = contribution.filled(0, 2.0);
+    let slot = learner.slot(contribution.step, 0);
+    assert_eq!(other.write(&again, slot, Some(&contribution.notice.staging)), Ok(Placement::Duplicate));
+    assert_eq!(contribution.offer(1, &contribution.filled(1, 2.0)), Ok(Placement::Duplicate));
+    done(contribution.commit());
+    assert_eq!(learner.pull(), 1);
+    let mut first = [0; 4];
+    assert_eq!(other.read(0, &mut first), end.channel.read(0, &mut [0; 4]));
+    assert_eq!(f32::from_le_bytes(first), 1.0);
+}

@@ -1,0 +1,77 @@
+//! Learners that leave: what they have committed counts, what they were writing does not, and nobody waits for them.
+
+use std::sync::Mutex;
+use std::sync::mpsc::channel;
+
+use libmodelio::ids::Step;
+use libmodelio::transport::{LeaveReason, Message, Placement, ShardError};
+use ps_backend::job::Event;
+
+use crate::site::{BLOCKS, LONG, Way, answer, is_unknown};
+
+pub fn who_leaves_in_the_middle_is_not_waited_for(way: &Way) {
+    let site = way.striped_job(&[("reducer", "sum"), ("learners", "2")]);
+    let [a, b] = site.two_ends();
+    let stays = a.join("stays");
+    let goes = b.join("goes");
+    let mut half = goes.open();
+    half.offer_all_of(0, 64.0);
+    half.stage_all_of(2, 64.0);
+    stays.push(1.0);
+    // It is the last one that is missing, so that its blocks may go straight into what is computed.
+    half.offer_all_of(1, 64.0);
+    goes.leave(LeaveReason::Died);
+    assert_eq!(stays.pull(), 1);
+    a.shows(1, 1.0);
+    // Nothing more is taken from it.
+    let slot = goes.slot(Step(1), 3);
+    let late = b.channel.write(&half.filled(3, 64.0), slot, Some(&half.notice.staging));
+    assert_eq!(late, Err(ShardError::UnknownLearner(goes.id)));
+    is_unknown(half.commit(), goes.id);
+    stays.push(1.0);
+    assert_eq!(stays.pull(), 2);
+    a.shows(2, 2.0);
+    // Under its old name it is somebody else, and begins anew.
+    let again = b.join("goes");
+    let old = b.channel.write(&half.filled(3, 64.0), slot, Some(&half.notice.staging));
+    assert_eq!(old, Err(ShardError::UnknownLearner(goes.id)));
+    stays.push(4.0);
+    again.push(8.0);
+    assert_eq!((stays.pull(), again.pull()), (3, 3));
+    a.shows(3, 14.0);
+    b.shows(3, 14.0);
+}
+
+pub fn what_a_leaver_has_committed_stays(way: &Way) {
+    let site = way.job(&[("reducer", "sum"), ("learners", "3")]);
+    let [a, b] = site.two_ends();
+    let (first, second, goes) = (a.join("first"), b.join("second"), b.join("goes"));
+    goes.push(1.0);
+    first.push(2.0);
+    goes.leave(LeaveReason::Asked);
+    second.push(4.0);
+    assert_eq!((first.pull(), second.pull()), (1, 1));
+    a.shows(1, 7.0);
+    b.shows(1, 7.0);
+}
+
+pub fn who_waits_for_a_leaver_is_told(way: &Way) {
+    let site = way.job(&[("reducer", "sum"), ("learners", "2")]);
+    let end = site.end();
+    let (told, events) = channel();
+    let (a, _b) = (end.join("a"), end.join("b"));
+    let tell = Mutex::new(told);
+    end.job.subscribe(Box::new(move |event| tell.lock().unwrap().send(event).unwrap_or_default()));
+    a.push(1.0);
+    let step = end.send(Message::AwaitStep { learner: a.id }, LONG);
+    let mut ahead = a.open();
+    for block in 0..BLOCKS {
+        assert_ne!(ahead.offer(block, &ahead.filled(block, 1.0)), Ok(Placement::Duplicate));
+    }
+    let commit = ahead.send(LONG);
+    a.leave(LeaveReason::Asked);
+    is_unknown(answer(&step), a.id);
+    is_unknown(answer(&commit), a.id);
+    let left = Event::Left(a.id, LeaveReason::Asked);
+    while events.recv_timeout(LONG).expect("word of who has left") != left {}
+}

@@ -1,0 +1,195 @@
+//! What a job, its device and its channel promise, whichever way the bytes go: in this process, in shared memory, over
+//! TCP, by RDMA. Each test is written once against the traits, does not ask which way it is on, and is run for every
+//! way under that way's name; by RDMA with static placement, and what depends on it once more with dynamic placement and
+//! with flags.
+//!
+//! Ways by RDMA need an address that leads over a device in `GRADFS_RDMA_ADDRESS`; without, they are skipped, which is
+//! said.
+
+mod arithmetic;
+mod devices;
+mod leavers;
+mod members;
+mod refusals;
+mod rounds;
+mod settings;
+mod site;
+mod steps;
+mod versions;
+mod waits;
+mod weights;
+#[path = "../network/world.rs"]
+#[allow(dead_code, reason = "what only the tests of a network use")]
+mod world;
+
+/// A module for each subject with its tests, on the way that the expression gives, if there is one.
+macro_rules! on {
+    ($way:expr, $($subject:ident: [$($test:ident),+ $(,)?],)+) => {
+        $(mod $subject {
+            $(#[test]
+            fn $test() {
+                if let Some(way) = $way {
+                    crate::$subject::$test(&way);
+                }
+            })+
+        })+
+    };
+}
+
+/// All tests.
+macro_rules! conforms {
+    ($way:expr) => {
+        on! {
+            $way,
+            devices: [
+                each_is_of_its_kind,
+                memory_that_is_registered_is_the_same_at_both_ends,
+                channels_of_a_device_lead_to_one_job,
+            ],
+            members: [
+                a_name_is_one_learners_at_a_time,
+                strangers_are_unknown,
+                who_is_in_the_job_is_shown,
+            ],
+            steps: [
+                steps_follow_each_other,
+                contributions_of_several_ends_are_added,
+                blocks_come_early_or_late_and_in_any_order,
+                blocks_come_from_several_threads,
+                a_contributor_writes_at_any_offset,
+                what_is_not_sent_counts_as_zero,
+                a_block_that_is_offered_twice_counts_once,
+                a_commit_that_is_sent_again_counts_once,
+                a_learner_may_be_a_step_ahead,
+                mapped_memory_is_committed_as_it_is,
+            ],
+            refusals: [
+                what_does_not_fit_changes_nothing,
+                commits_that_make_no_sense_change_nothing,
+                what_is_not_finite_is_refused_when_offered,
+                what_is_not_finite_is_refused_at_the_commit,
+                what_is_not_finite_counts_if_it_may,
+            ],
+            waits: [
+                a_commit_that_waits_for_others_ends_at_its_deadline,
+                waiting_for_a_step_ends_at_its_deadline,
+                a_wait_is_withdrawn,
+                what_is_aborted_is_dropped,
+                what_is_aborted_while_its_commit_waits_is_dropped,
+                an_end_that_shuts_down_answers_everybody,
+            ],
+            leavers: [
+                who_leaves_in_the_middle_is_not_waited_for,
+                what_a_leaver_has_committed_stays,
+                who_waits_for_a_leaver_is_told,
+            ],
+            versions: [
+                a_pinned_version_stays_as_it_is,
+                no_read_is_torn,
+                any_range_is_read,
+                versions_are_told_of,
+            ],
+            weights: [
+                new_weights_appear_whole_everywhere,
+                what_is_not_written_keeps_its_value,
+                weights_are_written_when_they_may_be,
+                a_buffer_is_assigned_once,
+                new_weights_that_are_withdrawn_count_wholly_or_not_at_all,
+                buffers_are_bounded,
+            ],
+            settings: [
+                settings_show_and_count,
+                bad_settings_change_nothing,
+                async_makes_a_version_of_each,
+                a_quorum_is_enough,
+                the_lead_of_the_fastest_is_bounded,
+                too_few_learners_stop_the_job,
+            ],
+            arithmetic: [halves_are_added_up_in_full, reducers_do_what_they_say],
+            rounds: [random_rounds_count_exactly_once],
+        }
+    };
+}
+
+/// Limits, which take long to reach. Where a job is on a network its lead is asked in one and the same way, whichever way
+/// blocks go.
+macro_rules! limits {
+    ($way:expr) => {
+        mod limits {
+            on! { $way, members: [there_are_only_so_many_learners], }
+        }
+    };
+}
+
+mod in_process {
+    conforms!(crate::site::Way::in_process());
+    limits!(crate::site::Way::in_process());
+}
+
+mod shm {
+    conforms!(crate::site::Way::shm());
+}
+
+mod tcp_io_uring {
+    conforms!(crate::site::Way::tcp(libmodelio::net::Choice::Auto));
+    limits!(crate::site::Way::tcp(libmodelio::net::Choice::Auto));
+}
+
+mod tcp_plain {
+    conforms!(crate::site::Way::tcp(libmodelio::net::Choice::Poll));
+}
+
+/// Those that depend on how blocks move. The others need not be run for each option of a way.
+#[cfg(feature = "rdma")]
+macro_rules! moves {
+    ($way:expr) => {
+        on! {
+            $way,
+            devices: [each_is_of_its_kind, memory_that_is_registered_is_the_same_at_both_ends],
+            steps: [
+                contributions_of_several_ends_are_added,
+                blocks_come_early_or_late_and_in_any_order,
+                mapped_memory_is_committed_as_it_is,
+            ],
+            refusals: [what_is_not_finite_is_refused_at_the_commit],
+            leavers: [who_leaves_in_the_middle_is_not_waited_for],
+            versions: [a_pinned_version_stays_as_it_is, no_read_is_torn],
+            weights: [what_is_not_written_keeps_its_value],
+            arithmetic: [halves_are_added_up_in_full],
+        }
+    };
+}
+
+#[cfg(feature = "rdma")]
+mod rdma {
+    use libmodelio::rdma::{Notice, Placement};
+
+    use crate::site::Way;
+
+    /// Enough for four connections, and not more than is soon registered where devices are software.
+    const ARENA: usize = 8 << 20;
+
+    fn placed() -> Option<Way> {
+        Way::rdma(|options| (options.arena, options.placement) = (ARENA, Placement::Static))
+    }
+
+    fn fetched() -> Option<Way> {
+        Way::rdma(|options| (options.arena, options.placement) = (ARENA, Placement::Dynamic))
+    }
+
+    fn flags() -> Option<Way> {
+        Way::rdma(|options| (options.arena, options.notice) = (ARENA, Notice::Flag))
+    }
+
+    mod placed {
+        conforms!(crate::rdma::placed());
+    }
+
+    mod fetched {
+        moves!(crate::rdma::fetched());
+    }
+
+    mod flags {
+        moves!(crate::rdma::flags());
+    }
+}

@@ -1,0 +1,136 @@
+//! Settings: they are the whole job's, count from the next version, and decide what a version waits for.
+
+use libmodelio::ids::Version;
+use libmodelio::transport::{LeaveReason, ShardError};
+use ps_backend::controls::{ControlError, Controls, SETTINGS};
+use ps_backend::job::SetError;
+
+use crate::site::{BLOCKS, LONG, SHORT, Way, answer, done, timed_out, until};
+
+pub fn settings_show_and_count(way: &Way) {
+    let site = way.job(&[("reducer", "sgd"), ("learning_rate", "0.5"), ("retain", "3")]);
+    let [a, b] = site.two_ends();
+    for end in [&a, &b] {
+        let controls = end.job.controls();
+        assert_eq!(controls.get("learning_rate").as_deref(), Some("0.5"));
+        assert_eq!(controls.get("retain").as_deref(), Some("3"));
+    }
+    let learner = a.join("a");
+    learner.push(1.0);
+    assert_eq!(learner.pull(), 1);
+    a.shows(1, -0.5);
+    b.set("learning_rate", " 2\n").unwrap();
+    assert_eq!(b.job.controls().get("learning_rate").as_deref(), Some("2"));
+    learner.push(1.0);
+    assert_eq!(learner.pull(), 2);
+    a.shows(2, -2.5);
+    until("it shows at the other end", || a.job.controls().get("learning_rate").as_deref() == Some("2"));
+}
+
+pub fn bad_settings_change_nothing(way: &Way) {
+    let site = way.job(&[("reducer", "sgd")]);
+    let end = site.end();
+    let all = |controls: &Controls| {
+        SETTINGS.iter().map(|(name, _)| controls.get(name).unwrap()).collect::<Vec<_>>()
+    };
+    let before = all(&end.job.controls());
+    for (name, value) in
+        [("learning_rate", "fast"), ("reducer", "sgdd"), ("max_versions", "-1"), ("retain", "")]
+    {
+        let refused = end.set(name, value);
+        assert!(matches!(refused, Err(SetError::Refused(ControlError::Invalid { .. }))), "{refused:?}");
+    }
+    let refused = end.set("nothing", "1");
+    assert!(matches!(refused, Err(SetError::Refused(ControlError::Unknown(_)))), "{refused:?}");
+    end.set("consistency", "async").unwrap();
+    let refused = end.set("deterministic", "true");
+    assert!(matches!(refused, Err(SetError::Refused(ControlError::Conflict(_)))), "{refused:?}");
+    end.set("consistency", "sync").unwrap();
+    assert_eq!(all(&end.job.controls()), before);
+}
+
+pub fn async_makes_a_version_of_each(way: &Way) {
+    let site = way.job(&[("reducer", "sum"), ("consistency", "async"), ("learners", "2")]);
+    let [a, b] = site.two_ends();
+    let (one, other) = (a.join("a"), b.join("b"));
+    for step in 1..=3 {
+        one.push(1.0);
+        assert_eq!(one.pull(), step);
+        a.shows(step, step as f32);
+    }
+    other.push(10.0);
+    assert_eq!(other.pull(), 4);
+    b.shows(4, 13.0);
+    let both = [one.all_of(100.0).send(LONG), other.all_of(1000.0).send(LONG)];
+    both.iter().for_each(|commit| done(answer(commit)));
+    a.sees(6);
+    b.sees(6);
+    a.shows(6, 1113.0);
+    b.shows(6, 1113.0);
+}
+
+pub fn a_quorum_is_enough(way: &Way) {
+    let site = way.job(&[("reducer", "sum"), ("consistency", "quorum(2)"), ("learners", "3")]);
+    let [a, b] = site.two_ends();
+    let (first, second, late) = (a.join("first"), b.join("second"), b.join("late"));
+    first.push(1.0);
+    assert_eq!(a.job.version(), Version(0));
+    second.push(2.0);
+    assert_eq!((first.pull(), second.pull()), (1, 1));
+    a.shows(1, 3.0);
+    // Who is late counts in the next one, which again takes two.
+    late.push(4.0);
+    assert_eq!(b.job.version(), Version(1));
+    first.push(8.0);
+    assert_eq!((first.pull(), late.pull()), (2, 2));
+    a.shows(2, 15.0);
+    b.shows(2, 15.0);
+}
+
+pub fn the_lead_of_the_fastest_is_bounded(way: &Way) {
+    let site = way.job(&[("reducer", "sum"), ("consistency", "ssp(1)"), ("learners", "2")]);
+    let [a, b] = site.two_ends();
+    let (fast, slow) = (a.join("fast"), b.join("slow"));
+    for step in 1..=2 {
+        fast.push(1.0);
+        assert_eq!(fast.pull(), step);
+    }
+    let third = fast.all_of(1.0);
+    timed_out(answer(&third.send(SHORT)));
+    assert_eq!(a.job.version(), Version(2));
+    let waits = third.send(LONG);
+    slow.push(10.0);
+    done(answer(&waits));
+    assert_eq!(fast.pull(), 4);
+    a.shows(4, 13.0);
+}
+
+pub fn too_few_learners_stop_the_job(way: &Way) {
+    let settings = [("reducer", "sum"), ("learners", "2"), ("min_learners", "2")];
+    let site = way.job(&settings);
+    let end = site.end();
+    let (stays, goes) = (end.join("stays"), end.join("goes"));
+    stays.push(1.0);
+    goes.push(1.0);
+    assert_eq!(stays.pull(), 1);
+    let mut contribution = stays.open();
+    contribution.offer_all_of(0, 1.0);
+    goes.leave(LeaveReason::Asked);
+    until("the job stops", || stays.ask_to_open().is_err());
+    let stopped = ShardError::Stopped { active: 1, needed: 2 };
+    assert_eq!(stays.ask_to_open().unwrap_err(), stopped);
+    assert_eq!(contribution.offer(1, &contribution.filled(1, 1.0)), Err(stopped.clone()));
+    assert_eq!(contribution.commit().unwrap_err(), stopped);
+    end.shows(1, 2.0);
+    // It goes on where it was. Who comes in the middle of a step takes part from the next one on.
+    let comes = end.join("comes");
+    until("the job goes on", || end.job.status().state != "stopped");
+    (1..BLOCKS).for_each(|block| contribution.offer_all_of(block, 1.0));
+    done(contribution.commit());
+    assert_eq!(stays.pull(), 2);
+    end.shows(2, 3.0);
+    comes.push(4.0);
+    stays.push(8.0);
+    assert_eq!((comes.pull(), stays.pull()), (3, 3));
+    end.shows(3, 15.0);
+}

@@ -1,0 +1,369 @@
+//! What the tests need of a way: a job on it, ends of that job, learners, and what they contribute.
+
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use fixedbitset::FixedBitSet;
+use libmodelio::contributor::request;
+use libmodelio::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::mmap::Mapping;
+use libmodelio::net::Choice;
+#[cfg(feature = "rdma")]
+use libmodelio::rdma::RdmaOptions;
+use libmodelio::transport::{
+    BlockSlot, Channel, CommitNotice, Device, Message, Placement, Region, Reply, ShardError, TransportKind,
+};
+use ps_backend::controls::Controls;
+use ps_backend::embedded::{EmbeddedShard, InProcess};
+use ps_backend::job::{Job, SetError};
+use ps_backend::remote::RemoteJob;
+
+use crate::world::{self, World};
+
+/// For what has to come. Devices in software on emulated machines take their time.
+pub const LONG: Duration = Duration::from_secs(90);
+
+/// For what does not come.
+pub const SHORT: Duration = Duration::from_millis(100);
+
+pub const BLOCK: usize = 64 << 10;
+
+/// Of most models here, the last one shorter than the others.
+pub const BLOCKS: u32 = 5;
+const BYTES: u64 = 4 * BLOCK as u64 + 20_004;
+
+/// A way for the bytes to go.
+pub struct Way {
+    kind: TransportKind,
+    /// None if that is none.
+    over: Option<world::Way>,
+}
+
+impl Way {
+    pub fn in_process() -> Option<Way> {
+        Some(Way { kind: TransportKind::InProcess, over: None })
+    }
+
+    pub fn shm() -> Option<Way> {
+        Some(Way { kind: TransportKind::SharedMemory, over: Some(world::Way::Memory) })
+    }
+
+    pub fn tcp(io: Choice) -> Option<Way> {
+        Some(Way { kind: TransportKind::Tcp, over: Some(world::Way::Tcp(io)) })
+    }
+
+    #[cfg(feature = "rdma")]
+    pub fn rdma(change: fn(&mut RdmaOptions)) -> Option<Way> {
+        Some(Way { kind: TransportKind::Rdma, over: Some(world::Way::rdma_with(change)?) })
+    }
+
+    /// A job with a small fp32 model of zeros.
+    pub fn job(&self, settings: &[(&str, &str)]) -> Site {
+        self.job_of(ModelLayout::blank(BYTES, DType::F32, BLOCK as u32).unwrap(), settings)
+    }
+
+    pub fn job_of(&self, layout: ModelLayout, settings: &[(&str, &str)]) -> Site {
+        self.start(1, layout, settings)
+    }
+
+    /// The same on as many as two shards, where a job can have several.
+    pub fn striped_job(&self, settings: &[(&str, &str)]) -> Site {
+        self.start(2, ModelLayout::blank(BYTES, DType::F32, BLOCK as u32).unwrap(), settings)
+    }
+
+    fn start(&self, shards: usize, layout: ModelLayout, settings: &[(&str, &str)]) -> Site {
+        // A machine that is slow is not dead.
+        let settings = [&[("lease", "0")], settings].concat();
+        let place = match self.over {
+            None => {
+                let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
+                let shard = EmbeddedShard::new(Arc::new(layout), controls, 2).unwrap();
+                shard.initialised().unwrap();
+                Place::Here(shard)
+            }
+            Some(way) => Place::There(Box::new(World::of(shards, &layout, &settings, way))),
+        };
+        Site { kind: self.kind, place, ends: Mutex::default() }
+    }
+}
+
+enum Place {
+    Here(Arc<EmbeddedShard>),
+    There(Box<World>),
+}
+
+/// A job, wherever it is.
+pub struct Site {
+    pub kind: TransportKind,
+    place: Place,
+    ends: Mutex<Vec<Arc<End>>>,
+}
+
+impl Site {
+    /// One more end of the job.
+    pub fn end(&self) -> Arc<End> {
+        let end = Arc::new(match &self.place {
+            Place::Here(shard) => {
+                let device = Arc::new(InProcess::new(Arc::clone(shard)));
+                End { job: Arc::clone(shard) as Arc<dyn Job>, channel: device.connect().unwrap(), device }
+            }
+            Place::There(world) => {
+                let job = RemoteJob::new(world.connect(&world.shards(), world.transport).unwrap());
+                End { channel: job.connect().unwrap(), device: Arc::clone(&job) as Arc<dyn Device>, job }
+            }
+        });
+        self.ends.lock().unwrap().push(Arc::clone(&end));
+        end
+    }
+
+    pub fn two_ends(&self) -> [Arc<End>; 2] {
+        [self.end(), self.end()]
+    }
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        self.ends.get_mut().unwrap().iter().for_each(|end| end.job.shut_down());
+    }
+}
+
+/// The answer to a message, when it comes.
+pub type Answer = Receiver<Result<Reply, ShardError>>;
+
+pub fn answer(answer: &Answer) -> Result<Reply, ShardError> {
+    answer.recv_timeout(2 * LONG).expect("an answer")
+}
+
+#[track_caller]
+pub fn done(result: Result<Reply, ShardError>) {
+    assert!(matches!(result, Ok(Reply::Done)), "{result:?}");
+}
+
+#[track_caller]
+pub fn timed_out(result: Result<Reply, ShardError>) {
+    assert!(matches!(result, Err(ShardError::TimedOut(_))), "{result:?}");
+}
+
+#[track_caller]
+pub fn is_unknown(result: Result<Reply, ShardError>, learner: LearnerId) {
+    assert_eq!(result.unwrap_err(), ShardError::UnknownLearner(learner));
+}
+
+/// Waits until something is so.
+#[track_caller]
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !is_so() {
+        assert!(Instant::now() < deadline, "it does not come about: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// An end of a job: what a mount has of it.
+pub struct End {
+    pub job: Arc<dyn Job>,
+    pub device: Arc<dyn Device>,
+    pub channel: Arc<dyn Channel>,
+}
+
+impl End {
+    pub fn send(&self, message: Message, timeout: Duration) -> Answer {
+        let (sender, receiver) = channel();
+        // Nobody need listen.
+        self.channel.send(message, timeout, Box::new(move |result| drop(sender.send(result))));
+        receiver
+    }
+
+    pub fn ask(&self, message: Message) -> Result<Reply, ShardError> {
+        request(&*self.channel, message, LONG)
+    }
+
+    pub fn region(&self, name: &str) -> Region {
+        let memory = Mapping::memfd(name, self.job.layout().size() as usize).unwrap();
+        self.device.register(Arc::new(memory)).unwrap()
+    }
+
+    pub fn try_join(&self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
+        match self.ask(Message::Join { name: name.into() })? {
+            Reply::Joined { learner, incarnation } => Ok((learner, incarnation)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn join(self: &Arc<Self>, name: &str) -> Learner {
+        let (id, incarnation) = self.try_join(name).unwrap();
+        let rooms = ["even", "odd"].map(|name| self.region(name));
+        Learner { end: Arc::clone(self), id, incarnation, rooms }
+    }
+
+    pub fn set(&self, name: &str, value: &str) -> Result<(), SetError> {
+        let (sender, receiver) = channel();
+        self.job.set_control(name, value, LONG, Box::new(move |result| sender.send(result).unwrap()));
+        receiver.recv_timeout(2 * LONG).expect("an answer")
+    }
+
+    /// The newest version here, and its bytes.
+    pub fn bytes(&self) -> (Version, Vec<u8>) {
+        let mut bytes = vec![0; self.job.layout().size() as usize];
+        (self.channel.read(0, &mut bytes).unwrap(), bytes)
+    }
+
+    pub fn weights(&self) -> (Version, Vec<f32>) {
+        let (version, bytes) = self.bytes();
+        (version, floats(&bytes))
+    }
+
+    /// All weights of the newest version are `value`.
+    #[track_caller]
+    pub fn shows(&self, version: u64, value: f32) {
+        let (shown, weights) = self.weights();
+        assert_eq!(shown, Version(version));
+        let other = weights.iter().position(|&weight| weight != value);
+        assert_eq!(other.map(|at| (at, weights[at])), None, "not {value} in version {version}");
+    }
+
+    /// Waits until a version is here.
+    #[track_caller]
+    pub fn sees(&self, version: u64) {
+        until("a version", || self.job.version() >= Version(version));
+    }
+}
+
+pub fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+}
+
+/// A learner of an end.
+pub struct Learner {
+    pub end: Arc<End>,
+    pub id: LearnerId,
+    pub incarnation: Incarnation,
+    /// What one step has staged may be needed while the next one is.
+    rooms: [Region; 2],
+}
+
+impl Learner {
+    pub fn ask_to_open(&self) -> Result<(Step, bool), ShardError> {
+        match self.end.ask(Message::Open { learner: self.id })? {
+            Reply::Opened { step, staging_lent } => Ok((step, staging_lent)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Begins a contribution.
+    pub fn open(&self) -> Contribution<'_> {
+        let (step, _) = self.ask_to_open().unwrap();
+        let none = FixedBitSet::with_capacity(self.end.job.layout().blocks() as usize);
+        let notice = CommitNotice {
+            sent: none.clone(),
+            deferred: none.clone(),
+            unchecked: none,
+            staging: self.rooms[step.0 as usize % 2].clone(),
+            lendable: true,
+        };
+        Contribution { learner: self, step, notice }
+    }
+
+    /// A contribution of `value` everywhere, all of it offered.
+    pub fn all_of(&self, value: f32) -> Contribution<'_> {
+        let mut contribution = self.open();
+        for block in 0..self.end.job.layout().blocks() {
+            contribution.offer_all_of(block, value);
+        }
+        contribution
+    }
+
+    /// Contributes `value` everywhere.
+    #[track_caller]
+    pub fn push(&self, value: f32) {
+        done(self.all_of(value).commit());
+    }
+
+    /// Waits for the version with the last step.
+    #[track_caller]
+    pub fn pull(&self) -> u64 {
+        match self.end.ask(Message::AwaitStep { learner: self.id }) {
+            Ok(Reply::Version(version)) => {
+                assert!(self.end.job.version() >= version);
+                version.0
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn leave(&self, reason: libmodelio::transport::LeaveReason) {
+        done(self.end.ask(Message::Leave { learner: self.id, reason }));
+    }
+
+    pub fn slot(&self, step: Step, block: u32) -> BlockSlot {
+        BlockSlot { learner: self.id, incarnation: self.incarnation, step, block: BlockId(block) }
+    }
+}
+
+/// What a learner contributes to a step.
+pub struct Contribution<'a> {
+    pub learner: &'a Learner,
+    pub step: Step,
+    /// With what was offered and staged so far.
+    pub notice: CommitNotice,
+}
+
+impl Contribution<'_> {
+    /// Bytes of a block in which all is `value`.
+    pub fn filled(&self, block: u32, value: f32) -> Vec<u8> {
+        let extent = self.learner.end.job.layout().block_bytes(BlockId(block));
+        value.to_le_bytes().repeat((extent.end - extent.start) as usize / 4)
+    }
+
+    /// Offers a block; staged by the channel, if it is to be.
+    pub fn offer(&mut self, block: u32, bytes: &[u8]) -> Result<Placement, ShardError> {
+        let slot = self.learner.slot(self.step, block);
+        let placement = self.learner.end.channel.write(bytes, slot, Some(&self.notice.staging))?;
+        if placement != Placement::Duplicate {
+            self.notice.sent.insert(block as usize);
+            self.notice.deferred.set(block as usize, placement == Placement::Deferred);
+        }
+        Ok(placement)
+    }
+
+    #[track_caller]
+    pub fn offer_all_of(&mut self, block: u32, value: f32) {
+        let placement = self.offer(block, &self.filled(block, value)).unwrap();
+        assert_ne!(placement, Placement::Duplicate);
+    }
+
+    /// Puts a block where it is read at the commit, which nobody looks at before.
+    pub fn stage(&mut self, block: u32, bytes: &[u8]) {
+        store(&self.notice.staging, block as usize * BLOCK, bytes);
+        for set in [&mut self.notice.sent, &mut self.notice.deferred, &mut self.notice.unchecked] {
+            set.insert(block as usize);
+        }
+    }
+
+    pub fn stage_all_of(&mut self, block: u32, value: f32) {
+        let bytes = self.filled(block, value);
+        self.stage(block, &bytes);
+    }
+
+    /// Sends the commit.
+    pub fn send(&self, timeout: Duration) -> Answer {
+        let (learner, step, notice) = (self.learner.id, self.step, self.notice.clone());
+        self.learner.end.send(Message::Commit { learner, step, notice }, timeout)
+    }
+
+    pub fn commit(&self) -> Result<Reply, ShardError> {
+        answer(&self.send(LONG))
+    }
+
+    pub fn abort(self) {
+        done(self.learner.end.ask(Message::Abort { learner: self.learner.id }));
+    }
+}
+
+/// Stores bytes into memory that is the test's just now.
+pub fn store(region: &Region, at: usize, bytes: &[u8]) {
+    // SAFETY: no commit of what lies there is under way, so nobody reads it.
+    unsafe { region.memory().write(at, bytes) };
+}
