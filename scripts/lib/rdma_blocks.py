@@ -18,10 +18,16 @@ RINGS = 8
 
 
 class Quiet:
-    """Nothing else runs in the machine."""
+    """Nothing else runs in the machine: it only tells how far it is."""
+
+    def __init__(self, rounds):
+        self.rounds = rounds
+        self.begun = 0
 
     def wait(self):
-        say("another round")
+        """A round begins."""
+        self.begun += 1
+        say(f"round {self.begun} of {self.rounds}")
 
 
 def _arena(name, size, slots):
@@ -42,6 +48,6 @@ def measure(job):
     found = {}
     for name, way in WAYS.items():
         say(f"throughput against block size, {name}")
-        found[name] = net_blocks.race(TRANSPORTS, start, way, Quiet())
+        found[name] = net_blocks.race(TRANSPORTS, start, way, Quiet(net_blocks.WARM_UP + way.rounds))
     series = net_blocks.medians(found, TRANSPORTS)
     return [[*key, {size: rate * 1e3 for size, rate in rates.items()}] for key, rates in series.items()]
