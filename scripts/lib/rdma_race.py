@@ -21,6 +21,8 @@ from report import Figure  # noqa: E402
 
 SHARE = Path("/share")
 WARM_UP = 1
+# One whose contribution goes into the sum, and one whose contribution makes the version, too.
+LEARNERS = 2
 # Until a shard has nothing left to do of the push before.
 SETTLED = 0.3
 RATE_TARGET, CPU_TARGET = 0.9, 0.05
@@ -39,23 +41,25 @@ def options_of(name, job):
     return [*shard, *job["shard_options"]], [*learner, *job["learner_options"]]
 
 
-def start(stack, name, job, size, block, more=()):
-    """A shard with a model, and a learner of it."""
+def start(stack, name, job, size, block, more=(), learners=1):
+    """A shard with a model, and its learners, each a net_gradfs.Gradfs of its own."""
     shard, learner = options_of(name, job)
     address = os.environ["HOST_ADDRESS"]
     shard = [*shard, *more] if name != "tcp" else shard
     # Between two rounds of a learner others have theirs, and the machine is slow.
-    cluster = net_gradfs.Cluster(job["gradfs"], size, 1, 1, block, address, shard, lease=0)
+    cluster = net_gradfs.Cluster(job["gradfs"], size, learners, 1, block, address, shard, lease=0)
     cluster = stack.enter_context(cluster)
-    command = [job["learner"], "--registry", cluster.registry, "--model", net_gradfs.MODEL, *learner]
-    return stack.enter_context(net_gradfs.Gradfs(cluster, [command]))
+    common = [job["learner"], "--registry", cluster.registry, "--model", net_gradfs.MODEL, "--learners", learners]
+    commands = [[*common, "--rank", rank, *learner] for rank in range(learners)]
+    return [stack.enter_context(net_gradfs.Gradfs(cluster, [command])) for command in commands]
 
 
-def readers(stack, name, job, cluster):
-    """Processes that only pull."""
+def reader(stack, name, job, cluster):
+    """A process that only pulls."""
     _, options = options_of(name, job)
-    command = [job["learner"], "--registry", cluster.registry, "--model", net_gradfs.MODEL, "--here", 0, *options]
-    return [stack.enter_context(net_gradfs.Gradfs(cluster, [command])) for _ in range(job["readers"])]
+    command = [job["learner"], "--registry", cluster.registry, "--model", net_gradfs.MODEL, "--here", 0]
+    command += ["--learners", LEARNERS, *options]
+    return stack.enter_context(net_gradfs.Gradfs(cluster, [command]))
 
 
 class Race:
@@ -69,9 +73,9 @@ class Race:
         self.ends = {}
         self.readers = {}
         for name in job["contenders"]:
-            self.ends[name] = start(stack, name, job, job["size"], job["block"])
+            self.ends[name] = start(stack, name, job, job["size"], job["block"], learners=LEARNERS)
             if name in ("rdma", "tcp"):
-                self.readers[name] = readers(stack, name, job, self.ends[name].cluster)
+                self.readers[name] = reader(stack, name, job, self.ends[name][0].cluster)
         self.turns = [lambda name=name: self.gradfs(name) for name in self.ends]
         for program in ("ib_write_bw", "ib_read_bw"):
             self.turns += [lambda p=program, w=way: self.perftest(p, w) for way in rdma_perftest.WAYS]
@@ -87,16 +91,16 @@ class Race:
         self.add(f"{program}, {way}", value, "MB/s")
 
     def gradfs(self, name):
-        end = self.ends[name]
-        for what in ("push", "pull"):
+        first, last = self.ends[name]
+        for end, what, key in (first, "push", "push"), (last, "push", "last push"), (first, "pull", "pull"):
             took = end.round(what)
-            self.add(f"{name} {what}", took.bytes / took.seconds / 1e6, "MB/s")
+            self.add(f"{name} {key}", took.bytes / took.seconds / 1e6, "MB/s")
+        last.round("pull")
         if name in self.readers:
             time.sleep(SETTLED)
-            [shard] = end.cluster.shard_pids()
-            before, moved = net_gradfs.cpu_seconds(shard), 0
-            for reader in self.readers[name]:
-                moved += reader.round("newest").bytes
+            [shard] = first.cluster.shard_pids()
+            before = net_gradfs.cpu_seconds(shard)
+            moved = self.readers[name].round("newest").bytes
             took = net_gradfs.cpu_seconds(shard) - before
             self.add(f"{name} shard's CPU of pulls", took / moved * 1e12, "ms/GB")
 
@@ -113,11 +117,14 @@ class Race:
             for do in self.turns:
                 do()
             turn += 1
-        for name, end in self.ends.items():
-            end.check()
-            for reader in self.readers.get(name, []):
-                reader.pushes = end.pushes
-                reader.check()
+        for name, ends in self.ends.items():
+            for end in self.all(name):
+                end.pushes = ends[0].pushes
+                end.check()
+
+    def all(self, name):
+        """All clients of a contender."""
+        return [*self.ends[name], *filter(None, [self.readers.get(name)])]
 
     def median(self, name):
         return statistics.median(self.found[name])
@@ -128,10 +135,10 @@ class Race:
 
     def copies(self, name, flow):
         """Bytes that CPUs have copied at both ends, for each byte of payload that went."""
-        end = self.ends[name]
-        ours = [count for process in [end, *self.readers.get(name, [])] for count in process.payload()]
-        moved = sum(one[f"{flow}ed_bytes"] for one in ours)
-        copied = sum(one[f"{flow}_copied_bytes"] for one in ours) + end.cluster.payload()[f"{flow}_copied_bytes"]
+        shards = self.ends[name][0].cluster.payload()
+        clients = [count for client in self.all(name) for count in client.payload()]
+        moved = sum(one[f"{flow}ed_bytes"] for one in clients)
+        copied = sum(one[f"{flow}_copied_bytes"] for one in [shards, *clients])
         if moved == 0:
             raise Failed(f"{name}: nothing was counted as {flow}ed")
         return copied / moved
@@ -159,12 +166,13 @@ def figures_of(race):
         Figure(
             "rdma_pull_shard_cpu_vs_tcp", cpu / tcp, "ratio", CPU_TARGET, "<=", f"{cpu:.0f} ms/GB", f"{tcp:.0f} ms/GB (TCP)"
         ),
-        rate("rdma_push_static_vs_ib_write_bw", "static push", "ib_write_bw"),
+        rate("rdma_last_push_vs_ib_write_bw", "rdma last push", "ib_write_bw"),
         copied("tcp", "pull"),
         copied("tcp", "push"),
     ]
-    if "dynamic" in race.ends:
-        figures.append(rate("rdma_push_dynamic_vs_ib_read_bw", "dynamic push", "ib_read_bw"))
+    for name, program in ("static", "ib_write_bw"), ("dynamic", "ib_read_bw"):
+        if name in race.ends:
+            figures.append(rate(f"rdma_push_{name}_vs_{program}", f"{name} push", program))
     for name in race.found:
         key = name.replace("'s", "").replace(",", "").replace(" ", "_").lower()
         figures.append(Figure(key, race.median(name), race.units[name]))
