@@ -9,7 +9,7 @@ from machine import MIB, say
 # dynamic: the shard fetches blocks. static: learners place them. Pulls are the same with both.
 TRANSPORTS = ("tcp", "dynamic", "static")
 # The slow machine has time for 16 blocks of up to 512 KiB on their way, of larger ones for as many as there are.
-WAYS = {"aio": net_blocks.Way(8 * MIB, 6, 0, 1), "sync": net_blocks.Way(None, 6, 0, 2)}
+WAYS = {"aio": net_blocks.Way(8 * MIB, 5, 0, 1), "sync": net_blocks.Way(None, 5, 0, 2)}
 SLOTS = 16
 # Slots that a shard grants to a connection, and how many a learner has.
 GRANTED, CONNECTIONS = 8, 2
@@ -18,10 +18,16 @@ RINGS = 8
 
 
 class Quiet:
-    """Nothing else runs in the machine."""
+    """Nothing else runs in the machine: it only tells how far it is."""
+
+    def __init__(self, rounds):
+        self.rounds = rounds
+        self.begun = 0
 
     def wait(self):
-        say("another round")
+        """A round begins."""
+        self.begun += 1
+        say(f"round {self.begun} of {self.rounds}")
 
 
 def _arena(name, size, slots):
@@ -37,11 +43,11 @@ def measure(job):
     def start(stack, name, size, model):
         slots = min(SLOTS, max(1, model // size))
         more = ["--rdma-slots", slots, "--rdma-arena", f"{_arena(name, size, slots)}MiB"]
-        return rdma_race.start(stack, name, job, model, size, more)
+        return rdma_race.start(stack, name, job, model, size, more)[0]
 
     found = {}
     for name, way in WAYS.items():
         say(f"throughput against block size, {name}")
-        found[name] = net_blocks.race(TRANSPORTS, start, way, Quiet())
+        found[name] = net_blocks.race(TRANSPORTS, start, way, Quiet(net_blocks.WARM_UP + way.rounds))
     series = net_blocks.medians(found, TRANSPORTS)
     return [[*key, {size: rate * 1e3 for size, rate in rates.items()}] for key, rates in series.items()]

@@ -21,6 +21,8 @@ from report import Figure  # noqa: E402
 
 SHARE = Path("/share")
 WARM_UP = 1
+# One whose contribution goes into the sum, and one whose contribution makes the version, too.
+LEARNERS = 2
 # Until a shard has nothing left to do of the push before.
 SETTLED = 0.3
 RATE_TARGET, CPU_TARGET = 0.9, 0.05
@@ -39,23 +41,25 @@ def options_of(name, job):
     return [*shard, *job["shard_options"]], [*learner, *job["learner_options"]]
 
 
-def start(stack, name, job, size, block, more=()):
-    """A shard with a model, and a learner of it."""
+def start(stack, name, job, size, block, more=(), learners=1):
+    """A shard with a model, and its learners, each a net_gradfs.Gradfs of its own."""
     shard, learner = options_of(name, job)
     address = os.environ["HOST_ADDRESS"]
     shard = [*shard, *more] if name != "tcp" else shard
     # Between two rounds of a learner others have theirs, and the machine is slow.
-    cluster = net_gradfs.Cluster(job["gradfs"], size, 1, 1, block, address, shard, lease=0)
+    cluster = net_gradfs.Cluster(job["gradfs"], size, learners, 1, block, address, shard, lease=0)
     cluster = stack.enter_context(cluster)
-    command = [job["learner"], "--registry", cluster.registry, "--model", net_gradfs.MODEL, *learner]
-    return stack.enter_context(net_gradfs.Gradfs(cluster, [command]))
+    common = [job["learner"], "--registry", cluster.registry, "--model", net_gradfs.MODEL, "--learners", learners]
+    commands = [[*common, "--rank", rank, *learner] for rank in range(learners)]
+    return [stack.enter_context(net_gradfs.Gradfs(cluster, [command])) for command in commands]
 
 
-def readers(stack, name, job, cluster):
-    """Processes that only pull."""
+def reader(stack, name, job, cluster):
+    """A process that only pulls."""
     _, options = options_of(name, job)
-    command = [job["learner"], "--registry", cluster.registry, "--model", net_gradfs.MODEL, "--here", 0, *options]
-    return [stack.enter_context(net_gradfs.Gradfs(cluster, [command])) for _ in range(job["readers"])]
+    command = [job["learner"], "--registry", cluster.registry, "--model", net_gradfs.MODEL, "--here", 0]
+    command += ["--learners", LEARNERS, *options]
+    return stack.enter_context(net_gradfs.Gradfs(cluster, [command]))
 
 
 class Race:
@@ -68,10 +72,10 @@ class Race:
         self.counting = False
         self.ends = {}
         self.readers = {}
-        for name in ("rdma", "static", "dynamic", "tcp"):
-            self.ends[name] = start(stack, name, job, job["size"], job["block"])
+        for name in job["contenders"]:
+            self.ends[name] = start(stack, name, job, job["size"], job["block"], learners=LEARNERS)
             if name in ("rdma", "tcp"):
-                self.readers[name] = readers(stack, name, job, self.ends[name].cluster)
+                self.readers[name] = reader(stack, name, job, self.ends[name][0].cluster)
         self.turns = [lambda name=name: self.gradfs(name) for name in self.ends]
         for program in ("ib_write_bw", "ib_read_bw"):
             self.turns += [lambda p=program, w=way: self.perftest(p, w) for way in rdma_perftest.WAYS]
@@ -87,83 +91,92 @@ class Race:
         self.add(f"{program}, {way}", value, "MB/s")
 
     def gradfs(self, name):
-        end = self.ends[name]
-        for what in ("push", "pull"):
+        first, last = self.ends[name]
+        for end, what, key in (first, "push", "push"), (last, "push", "last push"), (first, "pull", "pull"):
             took = end.round(what)
-            self.add(f"{name} {what}", took.bytes / took.seconds / 1e6, "MB/s")
+            self.add(f"{name} {key}", took.bytes / took.seconds / 1e6, "MB/s")
+        last.round("pull")
         if name in self.readers:
             time.sleep(SETTLED)
-            [shard] = end.cluster.shard_pids()
-            before, moved = net_gradfs.cpu_seconds(shard), 0
-            for reader in self.readers[name]:
-                moved += reader.round("newest").bytes
+            [shard] = first.cluster.shard_pids()
+            before = net_gradfs.cpu_seconds(shard)
+            moved = self.readers[name].round("newest").bytes
             took = net_gradfs.cpu_seconds(shard) - before
             self.add(f"{name} shard's CPU of pulls", took / moved * 1e12, "ms/GB")
 
-    def run(self, rounds):
+    def run(self, rounds, seconds):
+        """So many rounds at least, and as many as begin within the time."""
         # The order differs from round to round, and is the same in every run.
         shuffle = random.Random(0).shuffle
-        for turn in range(WARM_UP + rounds):
+        enough = time.monotonic() + seconds
+        turn = 0
+        while turn < WARM_UP + rounds or time.monotonic() < enough:
             self.counting = turn >= WARM_UP
+            say(f"round {turn} of {rounds} or more" if self.counting else "a round to warm up")
             shuffle(self.turns)
             for do in self.turns:
                 do()
-            say(f"round {turn + 1} of {WARM_UP + rounds}, the first of them warms up" if turn == 0 else
-                f"round {turn + 1} of {WARM_UP + rounds}")
-        for name, end in self.ends.items():
-            end.check()
-            for reader in self.readers.get(name, []):
-                reader.pushes = end.pushes
-                reader.check()
+            turn += 1
+        for name, ends in self.ends.items():
+            for end in self.all(name):
+                end.pushes = ends[0].pushes
+                end.check()
+
+    def all(self, name):
+        """All clients of a contender."""
+        return [*self.ends[name], *filter(None, [self.readers.get(name)])]
 
     def median(self, name):
         return statistics.median(self.found[name])
 
+    def best(self, program):
+        """The faster way of a program of perftest."""
+        return max((f"{program}, {way}" for way in rdma_perftest.WAYS), key=self.median)
+
     def copies(self, name, flow):
         """Bytes that CPUs have copied at both ends, for each byte of payload that went."""
-        end = self.ends[name]
-        ours = [count for process in [end, *self.readers.get(name, [])] for count in process.payload()]
-        moved = sum(one[f"{flow}ed_bytes"] for one in ours)
-        copied = sum(one[f"{flow}_copied_bytes"] for one in ours) + end.cluster.payload()[f"{flow}_copied_bytes"]
+        shards = self.ends[name][0].cluster.payload()
+        clients = [count for client in self.all(name) for count in client.payload()]
+        moved = sum(one[f"{flow}ed_bytes"] for one in clients)
+        copied = sum(one[f"{flow}_copied_bytes"] for one in [shards, *clients])
         if moved == 0:
             raise Failed(f"{name}: nothing was counted as {flow}ed")
         return copied / moved
 
 
-def figures_of(race, depth):
+def figures_of(race):
     """What has a target, and what is told besides."""
-    best = {
-        program: max((race.median(f"{program}, {way}"), way) for way in rdma_perftest.WAYS)
-        for program in ("ib_write_bw", "ib_read_bw")
-    }
 
     def rate(key, ours, program, target=None):
-        value, (bare, way) = race.median(ours), best[program]
-        words = f"{value:.1f} MB/s", f"{bare:.1f} MB/s ({program}, {way})"
-        return Figure(key, value / bare, "ratio", target, target and ">=", *words)
+        bare = race.best(program)
+        words = f"{race.median(ours):.1f} MB/s", f"{race.median(bare):.1f} MB/s ({bare})"
+        return Figure(key, race.median(ours) / race.median(bare), "ratio", target, target and ">=", *words)
 
     def copied(name, flow, target=None):
         value = race.copies(name, flow)
-        words = f"{value:.4f}", f"a byte {flow}ed, in user space"
-        return Figure(f"{name}_{flow}_cpu_copies_per_byte", value, "copies/byte", target, None if target is None
-                      else "<=", *words)
+        key, op = f"{name}_{flow}_cpu_copies_per_byte", None if target is None else "<="
+        return Figure(key, value, "copies/byte", target, op, f"{value:.4f}", f"a byte {flow}ed, in user space")
 
-    ours, other = (race.median(f"{name} shard's CPU of pulls") for name in ("rdma", "tcp"))
+    cpu, tcp = (race.median(f"{name} shard's CPU of pulls") for name in ("rdma", "tcp"))
     figures = [
         rate("rdma_push_vs_ib_write_bw", "rdma push", "ib_write_bw", RATE_TARGET),
         rate("rdma_pull_vs_ib_read_bw", "rdma pull", "ib_read_bw", RATE_TARGET),
         copied("rdma", "pull", 0),
         copied("rdma", "push", 0),
-        Figure("rdma_pull_shard_cpu_vs_tcp", ours / other, "ratio", CPU_TARGET, "<=", f"{ours:.1f} ms/GB",
-               f"{other:.1f} ms/GB (TCP)"),
-        rate("rdma_push_static_vs_ib_write_bw", "static push", "ib_write_bw"),
-        rate("rdma_push_dynamic_vs_ib_read_bw", "dynamic push", "ib_read_bw"),
+        Figure(
+            "rdma_pull_shard_cpu_vs_tcp", cpu / tcp, "ratio", CPU_TARGET, "<=", f"{cpu:.0f} ms/GB", f"{tcp:.0f} ms/GB (TCP)"
+        ),
+        rate("rdma_last_push_vs_ib_write_bw", "rdma last push", "ib_write_bw"),
         copied("tcp", "pull"),
         copied("tcp", "push"),
     ]
-    measured = [Figure(name.replace("'s", "").replace(",", "").replace(" ", "_").lower(), race.median(name),
-                       race.units[name]) for name in race.found]
-    return figures + measured
+    for name, program in ("static", "ib_write_bw"), ("dynamic", "ib_read_bw"):
+        if name in race.ends:
+            figures.append(rate(f"rdma_push_{name}_vs_{program}", f"{name} push", program))
+    for name in race.found:
+        key = name.replace("'s", "").replace(",", "").replace(" ", "_").lower()
+        figures.append(Figure(key, race.median(name), race.units[name]))
+    return figures
 
 
 def run():
@@ -173,8 +186,8 @@ def run():
     with ExitStack() as stack:
         say("shards and learners start")
         race = Race(stack, job)
-        race.run(job["rounds"])
-        result["figures"] = [asdict(figure) for figure in figures_of(race, job["depth"])]
+        race.run(job["rounds"], job["seconds"])
+        result["figures"] = [asdict(figure) for figure in figures_of(race)]
         result["measured"] = {
             name: {"median": race.median(name), "all": values, "unit": race.units[name]}
             for name, values in race.found.items()

@@ -29,8 +29,10 @@ const MAGIC: [u8; 4] = *b"GFRD";
 const OFFER: usize = 24;
 /// Requests that may wait to be taken.
 const BACKLOG: i32 = 128;
-/// Time is looked at no more seldom than this.
-const LOOK: Duration = Duration::from_millis(100);
+/// Lines that are gone are looked for no more seldom than this. All else wakes the thread, or has a deadline.
+const LOOK: Duration = Duration::from_secs(2);
+/// After a failure that may last.
+const PAUSE: Duration = Duration::from_millis(100);
 /// Longest wait for a connection that was taken to come about.
 const ACCEPTING: Duration = Duration::from_secs(5);
 
@@ -141,6 +143,17 @@ enum State {
     Connecting { line: Arc<Line>, to: SocketAddr, deadline: Instant, number: usize, then: Then },
     Accepting { line: Arc<Line>, deadline: Instant, number: usize, listener: u64 },
     Up(std::sync::Weak<Line>),
+}
+
+impl State {
+    fn deadline(&self) -> Option<Instant> {
+        match self {
+            State::Resolving { deadline, .. }
+            | State::Connecting { deadline, .. }
+            | State::Accepting { deadline, .. } => Some(*deadline),
+            State::Listening { .. } | State::Up(_) => None,
+        }
+    }
 }
 
 /// A device with all of its lines.
@@ -288,7 +301,7 @@ impl Manager {
                     Ok(None) => break,
                     Err(error) => {
                         tracing::error!(%error, "no more RDMA connections can come about");
-                        std::thread::sleep(LOOK);
+                        std::thread::sleep(PAUSE);
                         break;
                     }
                 }
@@ -303,12 +316,16 @@ impl Manager {
     fn rest(&self) {
         let mut ready =
             [self.channel.as_fd(), self.wake.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
-        let timeout = PollTimeout::try_from(LOOK).unwrap_or(PollTimeout::MAX);
+        // Rounded up, so that a deadline is over when it wakes.
+        let left = self.states.values().filter_map(State::deadline).min().map_or(LOOK, |at| {
+            at.saturating_duration_since(Instant::now()).min(LOOK) + Duration::from_millis(1)
+        });
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
         if let Err(errno) = poll(&mut ready, timeout)
             && errno != Errno::EINTR
         {
             tracing::error!(%errno, "RDMA connections cannot be waited for");
-            std::thread::sleep(LOOK);
+            std::thread::sleep(PAUSE);
         }
         let _ = self.wake.read();
     }
@@ -548,11 +565,8 @@ impl Manager {
     /// Ends what takes too long, and forgets what is gone.
     fn look(&mut self, now: Instant) {
         let late = |state: &State| match state {
-            State::Resolving { deadline, .. }
-            | State::Connecting { deadline, .. }
-            | State::Accepting { deadline, .. } => now >= *deadline,
             State::Up(line) => line.strong_count() == 0,
-            State::Listening { .. } => false,
+            other => other.deadline().is_some_and(|deadline| now >= deadline),
         };
         let late: Vec<u64> =
             self.states.iter().filter(|(_, state)| late(state)).map(|(&token, _)| token).collect();

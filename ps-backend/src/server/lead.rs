@@ -384,8 +384,8 @@ fn patience(bytes: u64) -> Duration {
 }
 
 fn run_timer(lead: &Weak<Lead>) {
-    const IDLE: Duration = Duration::from_millis(100);
-    const STALLED: Duration = Duration::from_millis(400);
+    const IDLE: Duration = Duration::from_millis(200);
+    const STALLED: Duration = Duration::from_millis(500);
     let mut ticked = Instant::now();
     loop {
         let Some(lead) = lead.upgrade() else { return };

@@ -33,8 +33,8 @@ pub(super) const MAX_CONNECTIONS: usize = 512;
 const MAX_LENT: usize = 256;
 /// Bytes that are read from a ring at once: some frames, so that what they ask for is answered between.
 const AHEAD: usize = 512;
-/// Longest time in which it is not seen that the shard shuts down.
-const LOOK: Duration = Duration::from_millis(200);
+/// Longest time in which it is not seen that the shard shuts down, should nothing wake the thread.
+const LOOK: Duration = Duration::from_secs(2);
 /// Without a descriptor to spare, the next client is accepted after this time.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -219,7 +219,7 @@ impl Listening {
 
     /// Ends it, now that the shard stops. Its name is free then.
     pub(super) fn end(self) {
-        // It only wakes the thread, which looks soon anyway.
+        // It wakes the thread.
         let _ = shutdown(self.listener.as_raw_fd(), Shutdown::Both);
         if self.thread.join().is_err() {
             tracing::error!("the thread that meets clients on this host panicked");
