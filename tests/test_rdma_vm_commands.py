@@ -70,7 +70,8 @@ def test_a_machine_without_devices_says_so(vm):  # noqa: F811
 
 @both_providers
 def test_devices_that_cannot_be_used_are_clear_errors(vm, provider):  # noqa: F811
-    """With `on` the shard does not start; with `auto` it goes on, and its first line says why."""
+    """With `on` the shard does not start; with `auto` it goes on, and its first line says why. So it is with memory that
+    an ordinary user may not pin."""
     done = vm.run(
         begin()
         + """
@@ -81,6 +82,15 @@ def test_devices_that_cannot_be_used_are_clear_errors(vm, provider):  # noqa: F8
             kill $shard; wait $shard || exit 4
             rm shard.out
         done
+        # Not root, whose CAP_IPC_LOCK has no limit.
+        chmod 777 .
+        as_root=$gradfs
+        gradfs="setpriv --reuid 1000 --regid 1000 --clear-groups --inh-caps=-all $as_root"
+        ulimit -l 4096
+        $gradfs shard --listen $HOST_ADDRESS:0 --rdma on && exit 3
+        shard
+        head -n 1 shard.out
+        kill $shard; wait $shard || exit 4
         """,
         provider=provider,
         time_limit=180,
@@ -90,6 +100,8 @@ def test_devices_that_cannot_be_used_are_clear_errors(vm, provider):  # noqa: F8
         f'there is no RDMA device "mlx5_0"; there is {provider}0',
         f"port 7 of {provider}0 is not there: it has 1",
         f"GID index 200 of port 1 of {provider}0 holds no GID (`gradfs rdma devices` lists them)",
+        f"{64 << 20} bytes cannot be registered: RLIMIT_MEMLOCK is {4 << 20} bytes; raise it (ulimit -l unlimited, or "
+        "LimitMEMLOCK=infinity in a systemd unit)",
     ]
     started, failed = done.out.splitlines(), done.err.splitlines()
     assert len(started) == len(failed) == len(reasons), done
@@ -160,19 +172,46 @@ def test_a_mount_goes_by_rdma_or_says_why_not(vm, provider, tmp_path):  # noqa: 
     assert seen["tcp"]["shards"][0]["not_rdma_because"] == why, seen
 
 
-def test_a_shard_whose_registered_memory_is_full_says_what_to_set(vm):  # noqa: F811
+def test_a_shard_whose_registered_memory_is_full_says_what_to_set(vm, tmp_path):  # noqa: F811
+    """A mount on another host that may goes by TCP, and says why; one that may not does not come about."""
     done = vm.run(
         begin()
         + """
-        shard --rdma on --rdma-arena 4MiB
-        export GRADFS_REGISTRY=$HOST_ADDRESS
-        $gradfs create m --size 1MiB --block-size 256KiB --reducer sum >&2 || exit 3
-        mkdir m; $gradfs mount m --transport rdma && exit 4
-        $gradfs status
-        kill $shard; wait $shard || exit 5
+        case $HOST_NAME in
+        a)
+            shard --advertise a --rdma on --rdma-arena 4MiB
+            export GRADFS_REGISTRY=a
+            $gradfs create m --size 1MiB --block-size 256KiB --reducer sum >&2 || exit 3
+            meet shard; meet mounted
+            $gradfs status
+            meet over
+            kill $shard; wait $shard || exit 5 ;;
+        b)
+            export GRADFS_REGISTRY=a
+            meet shard
+            mkdir not auto
+            $gradfs mount not --transport rdma && exit 4
+            $gradfs mount auto >auto.out 2>auto.err &
+            waits grep -q 'gradfs: ready' auto.out
+            head -c 1048576 /dev/zero >auto/m/gradients || exit 6
+            cp auto/m/status.json /share/
+            head -n 1 auto.out
+            meet mounted
+            $gradfs unmount auto || exit 7
+            grep 'no RDMA with this shard, using TCP: ' auto.err || exit 8
+            meet over ;;
+        esac
         """,
+        two=True,
         time_limit=180,
+        share=tmp_path,
     )
     assert done.code == 0, done
-    assert "raise --rdma-arena, or lower --rdma-slots" in done.err, done
-    assert "shard 1 at 10.0.0.1:7070: " in done.out and ", rdma on rxe0 port 1 at 10.0.0.1:7070" in done.out, done
+    what_to_set = "raise --rdma-arena, or lower --rdma-slots"
+    assert what_to_set in done.of["b"].err and "gradfs: error: " in done.of["b"].err, done
+    assert "shard 1 at a:7070: " in done.out and ", rdma on rxe0 port 1 at a:7070" in done.out, done
+    seen = json.loads((tmp_path / "status.json").read_text())
+    [shard] = seen["shards"]
+    assert seen["transport"] == shard["transport"] == "tcp" and what_to_set in shard["not_rdma_because"], seen
+    first, log = done.of["b"].out.splitlines()
+    assert "; tcp shard, no rdma: " in first and what_to_set in first and what_to_set in log, done

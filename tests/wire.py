@@ -32,7 +32,7 @@ REFUSALS = {number: name for name, number in _numbers("refusal").items()}
 REFUSAL_FIELDS = {
     "Protocol": "uu", "NoModel": "s", "Generation": "suu", "Exists": "s", "Epoch": "uu", "NotMine": "u",
     "NoVersion": "uu", "Role": "s", "Control": "s", "Other": "s", "Frame": "sss",
-    "Deleted": "s", "NumberTaken": "us",
+    "Deleted": "s", "NumberTaken": "us", "NoRdma": "s",
 }
 SHARD_REFUSALS = [
     ("unknown learner", "u"), ("name taken", "s"), ("too many learners", "u"), ("step out of order", "uu"),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::core::Part;
-use super::edge::{Memory, Shared, Way};
+use super::edge::{Memory, Shared, Shortcut, Way};
 use crate::link::{Conversation, Link, Outgoing, Take};
 use crate::net::Close;
 use crate::payload::Flow;
@@ -138,6 +138,8 @@ pub(super) struct Data {
     due: usize,
     /// When one last came, or was first asked for.
     came: Instant,
+    /// Why the shard does not serve it by RDMA.
+    no_rdma: Option<String>,
 }
 
 /// Blocks that have not come after such a silence do not come any more: the shard did not have them.
@@ -146,7 +148,7 @@ const LOST: Duration = Duration::from_secs(1);
 impl Data {
     pub(super) fn new(shared: Arc<Shared>, way: Way, part: Part, memory: Option<Memory>) -> Data {
         let greeting = Greeting::new(shared, way);
-        Data { greeting, part, landing: None, memory, due: 0, came: Instant::now() }
+        Data { greeting, part, landing: None, memory, due: 0, came: Instant::now(), no_rdma: None }
     }
 
     fn landed(&mut self, whole: bool) {
@@ -170,6 +172,12 @@ impl Conversation for Data {
             // Its length is looked at below.
             Message::Block { .. } => {}
             _ => received.expect_payload(0).map_err(unfit)?,
+        }
+        if let Message::Refused(Refusal::NoRdma(why)) = &received.message
+            && self.greeting.silence.is_none()
+            && self.memory.as_ref().is_some_and(Memory::is_by_rdma)
+        {
+            self.no_rdma = Some(why.clone());
         }
         if self.greeting.welcomed(&received.message)? {
             let by_memory = self.memory.is_some();
@@ -284,7 +292,11 @@ impl Conversation for Data {
         if let Some(memory) = &mut self.memory {
             self.greeting.shared.rdma_is_over(memory);
         }
-        self.greeting.shared.ended(&self.greeting.way, &self.greeting.link, &why.to_string());
+        let Greeting { shared, way, link, .. } = &self.greeting;
+        match self.no_rdma.take() {
+            Some(why) => shared.without(Shortcut::Rdma, way.clone(), self.part, &why),
+            None => shared.ended(way, link, &why.to_string()),
+        }
     }
 }
 

@@ -18,7 +18,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
-use super::verbs::{CmChannel, CmEvent, CmKind, Endpoint, Notify, Parameters, Remote, VerbsError};
+use super::verbs::{CmChannel, CmEvent, CmKind, Endpoint, Notify, Parameters, Remote, Rings, VerbsError};
 use super::{Device, Line, Mtu, RdmaOptions};
 use crate::net::{Pollers, Stream};
 use crate::wire::Protocol;
@@ -33,6 +33,9 @@ const BACKLOG: i32 = 128;
 const LOOK: Duration = Duration::from_secs(2);
 /// After a failure that may last.
 const PAUSE: Duration = Duration::from_millis(100);
+/// Of a shard that has no rings for one more connection.
+const NO_ROOM: &str = "refused by the shard: its registered memory is full (its log says how much there is): raise its \
+                       --rdma-arena, or lower its --rdma-slots";
 /// Longest wait for a connection that was taken to come about.
 const ACCEPTING: Duration = Duration::from_secs(5);
 
@@ -382,7 +385,9 @@ impl Manager {
                     Err(strange @ (Strange::Protocol { .. } | Strange::Notify { .. } | Strange::Mtu(_))) => {
                         format!("refused by the shard: {strange}")
                     }
-                    _ => "refused: nobody listens there for RDMA".to_owned(),
+                    // They understand each other: it is short of something.
+                    Ok(_) => NO_ROOM.to_owned(),
+                    Err(Strange::Magic) => "refused: nobody listens there for RDMA".to_owned(),
                 };
                 self.failed(token, &why);
             }
@@ -442,7 +447,7 @@ impl Manager {
         else {
             return;
         };
-        match self.line(endpoint, number) {
+        match self.device.rings().and_then(|rings| self.line(endpoint, rings, number)) {
             Ok(line) => match line.endpoint().connect(&self.parameters(&line, self.device.options().mtu)) {
                 Ok(()) => {
                     self.states.insert(token, State::Connecting { line, to, deadline, number, then });
@@ -457,9 +462,9 @@ impl Manager {
     }
 
     /// A line whose news are heard.
-    fn line(&self, endpoint: Endpoint, number: usize) -> Result<Arc<Line>, VerbsError> {
+    fn line(&self, endpoint: Endpoint, rings: Rings, number: usize) -> Result<Arc<Line>, VerbsError> {
         let pollers = self.device.pollers();
-        let line = Line::new(&self.device, endpoint, &pollers[number % pollers.len()])?;
+        let line = Line::new(&self.device, endpoint, rings, &pollers[number % pollers.len()])?;
         self.pollers.lines(number).enter(&line);
         Ok(line)
     }
@@ -477,18 +482,19 @@ impl Manager {
             Ok(offer) => offer,
             Err(strange) => {
                 tracing::warn!(peer, "turned away: {strange}");
-                let ring = Remote { address: 0, key: 0 };
-                let (protocol, notify) = (Protocol::NEWEST.number(), self.device.notify());
-                let own = Offer { protocol, notify, mtu: self.device.options().mtu, ring };
-                if let Err(error) = endpoint.reject(&own.encode()) {
-                    tracing::debug!(%error, peer, "it was not told so");
-                }
-                return;
+                return self.turn_away(&endpoint, &peer);
+            }
+        };
+        let rings = match self.device.rings() {
+            Ok(rings) => rings,
+            Err(error) => {
+                tracing::warn!(peer, "turned away: {error}");
+                return self.turn_away(&endpoint, &peer);
             }
         };
         let number = self.next_poller;
         self.next_poller += 1;
-        let taken = self.line(endpoint, number).and_then(|line| {
+        let taken = self.line(endpoint, rings, number).and_then(|line| {
             line.invited(offer.ring);
             let mtu = shorter(offer.mtu, self.device.options().mtu);
             line.endpoint()
@@ -502,6 +508,16 @@ impl Manager {
                 self.states.insert(token, State::Accepting { line, deadline, number, listener });
             }
             Err(error) => tracing::warn!(%error, peer, "an RDMA connection is not taken"),
+        }
+    }
+
+    /// Refuses a connection, and says what this end would have taken.
+    fn turn_away(&self, endpoint: &Endpoint, peer: &str) {
+        let ring = Remote { address: 0, key: 0 };
+        let (protocol, notify) = (Protocol::NEWEST.number(), self.device.notify());
+        let own = Offer { protocol, notify, mtu: self.device.options().mtu, ring };
+        if let Err(error) = endpoint.reject(&own.encode()) {
+            tracing::debug!(%error, peer, "it was not told so");
         }
     }
 

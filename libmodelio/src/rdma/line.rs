@@ -30,13 +30,14 @@ pub struct Line {
 }
 
 impl Line {
-    /// Of a connection that knows its way.
+    /// Of a connection that knows its way, with `rings` of the device's.
     pub(super) fn new(
         device: &Arc<Device>,
         endpoint: Endpoint,
+        rings: Rings,
         poller: &Arc<Poller>,
     ) -> Result<Arc<Line>, VerbsError> {
-        let rings = Mutex::new(device.rings()?);
+        let rings = Mutex::new(rings);
         let pair = Pair::new(endpoint, poller, device.limits())?;
         let (peer, connection, gone) = (OnceLock::new(), OnceLock::new(), AtomicBool::new(false));
         Ok(Arc::new(Line { pair, rings, peer, device: Arc::clone(device), gone, connection }))

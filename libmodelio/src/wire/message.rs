@@ -677,4 +677,7 @@ pub enum Refusal {
         /// Whose.
         address: String,
     },
+    /// The shard cannot serve the connection by RDMA; by TCP it may.
+    #[error("{0}")]
+    NoRdma(String),
 }

@@ -96,6 +96,7 @@ fn refusal() -> impl Strategy<Value = Refusal> {
         (text(), text(), text()).prop_map(|(what, expected, got)| Refusal::Frame { what, expected, got }),
         text().prop_map(Refusal::Deleted),
         (shard(), text()).prop_map(|(shard, address)| Refusal::NumberTaken { shard, address }),
+        text().prop_map(Refusal::NoRdma),
     ]
 }
 

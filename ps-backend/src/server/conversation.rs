@@ -226,7 +226,7 @@ impl Peer {
         #[cfg(feature = "rdma")]
         if let Kind::Data(Data { part, remote: Some(remote), .. }) = &mut self.kind {
             let rdma = self.shared.rdma.get().ok_or_else(|| Refusal::other("the shard begins, or goes"))?;
-            remote.serve(part, rdma)?;
+            remote.serve(part, rdma).map_err(|refusal| Refusal::NoRdma(refusal.to_string()))?;
         }
         let silence_ms = SILENCE.as_millis() as u32;
         let (protocol, shard) = (Protocol::NEWEST.number(), *self.shared.shard.lock());

@@ -1,12 +1,15 @@
 //! By RDMA, over a real device (software RDMA will do): every way in which it can be used, ends that go, and peers that
 //! misuse it. Skipped, with the reason, where there is none.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver as News, Sender, channel};
 use std::time::{Duration, Instant};
 
+use libmodelio::client::TransportChoice;
 use libmodelio::ids::{BlockId, ClientId, PlanId};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
@@ -318,22 +321,99 @@ fn what_a_hostile_client_says_ends_its_connection_alone() {
 }
 
 #[test]
+fn a_shard_whose_arena_is_full_is_reached_over_tcp() {
+    // Not enough for slots, with which it refuses the greeting; not enough for rings, with which the connection.
+    let changes: [fn(&mut RdmaOptions); 2] =
+        [|options| options.arena = 1 << 20, |options| options.arena = 64 << 10];
+    for change in changes {
+        let Some(way) = Way::rdma_with(change) else { return };
+        let mut world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+        world.rdma = RdmaOptions { arena: 16 << 20, ..world.rdma };
+        let mut shards = world.shards();
+        shards[0].host = "another host".into();
+        let client = Arc::new(world.connect(&shards, TransportChoice::Auto).unwrap());
+        let peer = client.peers().remove(0);
+        assert_eq!(peer.transport, TransportKind::Tcp);
+        let why = peer.no_rdma.expect("a reason");
+        assert!(why.contains("raise ") && why.contains("--rdma-arena, or lower "), "{why}");
+        let learner = Learner::join(&client, "l");
+        assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        assert!(learner.pull().1.iter().all(|&weight| weight == 2.0));
+        client.shut_down();
+    }
+}
+
+/// What this process has of the device's and of the kernel's: objects by their kinds, pages that are pinned, descriptors.
+fn held() -> BTreeMap<&'static str, usize> {
+    let in_self = |folder: &str| std::fs::read_dir(format!("/proc/self/{folder}")).unwrap();
+    // The kernel names the thread that has made an object.
+    let threads: Vec<String> =
+        in_self("task").map(|t| t.unwrap().file_name().into_string().unwrap()).collect();
+    let is_own = |line: &&str| {
+        let mut words = line.split_whitespace().skip_while(|word| *word != "pid").skip(1);
+        words.next().is_some_and(|pid| threads.iter().any(|thread| thread == pid))
+    };
+    let mut held = BTreeMap::new();
+    for kind in ["qp", "mr", "cq", "pd", "srq", "cm_id"] {
+        let told =
+            Command::new("rdma").args(["resource", "show", kind]).output().expect("`rdma`, of iproute2");
+        assert!(told.status.success(), "{told:?}");
+        held.insert(kind, String::from_utf8_lossy(&told.stdout).lines().filter(is_own).count());
+    }
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let pinned = status.lines().find_map(|line| line.strip_prefix("VmPin:")).expect("VmPin");
+    held.insert("KiB pinned", pinned.trim().trim_end_matches(" kB").parse().unwrap());
+    held.insert("descriptors", in_self("fd").count());
+    held
+}
+
+/// Connections that have come and gone leave nothing. In a process of its own, for what is counted is the process's.
+#[test]
 fn many_come_and_go() {
+    const ALONE: &str = "GRADFS_RDMA_ALONE";
+    if Way::rdma().is_some() && std::env::var_os(ALONE).is_none() {
+        let mut again = Command::new(std::env::current_exe().unwrap());
+        again.args(["--exact", "--nocapture", "rdma::many_come_and_go"]).env(ALONE, "1");
+        assert!(again.status().unwrap().success());
+        return;
+    }
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
     let fabric = Fabric::open(&world.rdma).unwrap();
-    let times = std::env::var("GRADFS_RDMA_TIMES").map_or(50, |text| text.parse().expect("a number"));
+    let come_and_go = |times: usize| {
+        for _ in 0..times {
+            let heard = say(&fabric, &world, &[Message::Unshare { region: 1 }]);
+            while heard.recv_timeout(LONG).expect("an end").is_ok() {}
+        }
+        let until = Instant::now() + LONG;
+        while fabric.lines() > 0 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert_eq!(fabric.lines(), 0);
+    };
+    // What is made for the first ones, and kept.
+    come_and_go(3);
+    let settled = |expected: Option<&BTreeMap<_, _>>| {
+        let until = Instant::now() + LONG;
+        loop {
+            let (seen, pause) = (held(), Duration::from_millis(200));
+            // The shard's ends go a little later.
+            let is_settled = expected.map_or(seen["qp"] == 0, |expected| seen == *expected);
+            if is_settled || Instant::now() > until {
+                return seen;
+            }
+            std::thread::sleep(pause);
+        }
+    };
+    let before = settled(None);
+    assert!(before["qp"] == 0 && before["mr"] > 0 && before["cm_id"] > 0, "{before:?}");
+    let times = std::env::var("GRADFS_RDMA_TIMES").map_or(100, |text| text.parse().expect("a number"));
     let begun = Instant::now();
-    for _ in 0..times {
-        let heard = say(&fabric, &world, &[Message::Unshare { region: 1 }]);
-        while heard.recv_timeout(LONG).expect("an end").is_ok() {}
-    }
+    come_and_go(times);
     eprintln!("{times} connections in {:?}", begun.elapsed());
-    let until = Instant::now() + Duration::from_secs(10);
-    while fabric.lines() > 0 && Instant::now() < until {
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    assert_eq!(fabric.lines(), 0);
+    let after = settled(Some(&before));
+    eprintln!("before {before:?}\nafter  {after:?}");
+    assert_eq!(before, after);
     let client = world.client();
     let learner = Learner::join(&client, "l");
     assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));

@@ -69,6 +69,40 @@ impl Peer {
     }
 }
 
+/// A way to a shard that is better than TCP, where it comes about.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::client) enum Shortcut {
+    Memory,
+    Rdma,
+}
+
+impl Shortcut {
+    /// The choice that allows no other way.
+    fn alone(self) -> TransportChoice {
+        match self {
+            Shortcut::Memory => TransportChoice::SharedMemory,
+            Shortcut::Rdma => TransportChoice::Rdma,
+        }
+    }
+
+    /// Why `peer` is not reached so.
+    fn hindered(self, peer: &mut Peer) -> &mut Option<String> {
+        match self {
+            Shortcut::Memory => &mut peer.no_memory,
+            Shortcut::Rdma => &mut peer.no_rdma,
+        }
+    }
+}
+
+impl std::fmt::Display for Shortcut {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Shortcut::Memory => "shared memory",
+            Shortcut::Rdma => "RDMA",
+        })
+    }
+}
+
 impl Shared {
     /// The greeting of a connection.
     ///
@@ -192,19 +226,19 @@ impl Shared {
         let open = || crate::rdma::Fabric::open(&self.options.rdma).map_err(|error| error.to_string());
         match self.fabric.get_or_init(open) {
             Ok(fabric) => self.connect_by_rdma(fabric, way, part),
-            Err(why) => self.without_rdma(way, part, why),
+            Err(why) => self.without(Shortcut::Rdma, way, part, why),
         }
     }
 
     #[cfg(not(feature = "rdma"))]
     fn by_rdma(&self, way: Way, part: Part) {
-        self.without_rdma(way, part, crate::transport::NO_RDMA);
+        self.without(Shortcut::Rdma, way, part, crate::transport::NO_RDMA);
     }
 
-    /// A shard that takes RDMA connections cannot be reached so: another way is taken, if it may be.
-    pub(super) fn without_rdma(&self, way: Way, part: Part, why: &str) {
-        if self.options.transport == TransportChoice::Rdma {
-            return self.ended(&way, &Link::default(), &format!("RDMA: {why}"));
+    /// A shard cannot be reached by `shortcut`: TCP is taken in its place, if it may be.
+    pub(in crate::client) fn without(&self, shortcut: Shortcut, way: Way, part: Part, why: &str) {
+        if self.options.transport == shortcut.alone() {
+            return self.ended(&way, &Link::default(), &format!("{shortcut}: {why}"));
         }
         if self.is_stopping() {
             return;
@@ -214,11 +248,11 @@ impl Shared {
             if !inner.is_in_force(&way) {
                 return;
             }
-            inner.parts[part].no_rdma.replace(why.to_owned())
+            shortcut.hindered(&mut inner.parts[part]).replace(why.to_owned())
         };
         if before.as_deref() != Some(why) {
             let address = way.address();
-            tracing::warn!(model = %self.model, %address, "no RDMA with this shard, using TCP: {why}");
+            tracing::warn!(model = %self.model, %address, "no {shortcut} with this shard, using TCP: {why}");
         }
         self.connect_one(way);
     }

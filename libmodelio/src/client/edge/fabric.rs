@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::memory::{Common, Memory};
-use super::{Shared, Way};
+use super::{Shared, Shortcut, Way};
 use crate::client::conversation::Data;
 use crate::client::core::Part;
 use crate::ids::{BlockId, Version};
@@ -224,15 +224,15 @@ impl Shared {
             let address = way.map.parts[part].record.rdma.clone();
             let to = match address.to_socket_addrs().map(|mut all| all.next()) {
                 Ok(Some(to)) => to,
-                Ok(None) => return this.without_rdma(way, part, "its address leads nowhere"),
-                Err(error) => return this.without_rdma(way, part, &format!("{address}: {error}")),
+                Ok(None) => return this.without(Shortcut::Rdma, way, part, "its address leads nowhere"),
+                Err(error) => return this.without(Shortcut::Rdma, way, part, &format!("{address}: {error}")),
             };
             let number = part + way.number;
             fabric.connect(to, Instant::now() + patience, number, move |line| {
                 let line = match line {
                     Ok(line) => line,
                     Err(why) => {
-                        this.without_rdma(way, part, &why);
+                        this.without(Shortcut::Rdma, way, part, &why);
                         return None;
                     }
                 };
@@ -246,7 +246,7 @@ impl Shared {
                         Some(Box::new(Framed::new(conversation, Link::default(), AHEAD)) as Box<dyn Stream>)
                     }
                     Err(why) => {
-                        this.without_rdma(way, part, &why);
+                        this.without(Shortcut::Rdma, way, part, &why);
                         None
                     }
                 }

@@ -15,7 +15,7 @@ use parking_lot::MutexGuard;
 
 #[cfg(feature = "rdma")]
 use super::fabric::{self, Remote};
-use super::{Inner, Shared, Way};
+use super::{Inner, Shared, Shortcut, Way};
 use crate::client::conversation::Data;
 use crate::client::core::Part;
 use crate::client::sum;
@@ -128,6 +128,15 @@ impl Memory {
         Memory::with(way, Common::Fabric(remote))
     }
 
+    /// Whether devices reach it.
+    pub(in crate::client) fn is_by_rdma(&self) -> bool {
+        match self.common {
+            Common::Host { .. } => false,
+            #[cfg(feature = "rdma")]
+            Common::Fabric(_) => true,
+        }
+    }
+
     fn with(way: Way, common: Common) -> Memory {
         Memory {
             way,
@@ -211,14 +220,14 @@ impl Shared {
                     let why = format!("shared memory: {error}");
                     return this.ended(&way, &Link::default(), &why);
                 }
-                Err(error) => return this.without_memory(way, part, &error.to_string()),
+                Err(error) => return this.without(Shortcut::Memory, way, part, &error.to_string()),
             };
             let memory = Memory::new(way.clone(), &meeting, this.layout.size(), this.layout.block_size());
             let conversation = Data::new(this, way, part, Some(memory));
             threads.serve(meeting, Box::new(Framed::new(conversation, Link::default(), AHEAD)));
         });
         if let Err(error) = spawned {
-            self.without_memory(way, part, &error.to_string());
+            self.without(Shortcut::Memory, way, part, &error.to_string());
         }
     }
 
@@ -232,27 +241,6 @@ impl Shared {
         let peer = &mut inner.parts[part];
         peer.unmet += 1;
         peer.unmet < TRIES
-    }
-
-    fn without_memory(&self, way: Way, part: Part, why: &str) {
-        if self.options.transport == TransportChoice::SharedMemory {
-            return self.ended(&way, &Link::default(), &format!("shared memory: {why}"));
-        }
-        if self.is_stopping() {
-            return;
-        }
-        let before = {
-            let mut inner = self.inner.lock();
-            if !inner.is_in_force(&way) {
-                return;
-            }
-            inner.parts[part].no_memory.replace(why.to_owned())
-        };
-        if before.as_deref() != Some(why) {
-            let address = way.address();
-            tracing::warn!(model = %self.model, %address, "no shared memory with this shard, using TCP: {why}");
-        }
-        self.connect_one(way);
     }
 
     /// The next to say on a connection through shared memory, and how many blocks it asks for; `due` are those that

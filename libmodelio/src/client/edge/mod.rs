@@ -45,6 +45,7 @@ use crate::transport::{Region, ShardError};
 use crate::wire::{Message, ModelRecord, Moved, Refusal};
 pub use client::Client;
 use connections::Peer;
+pub(in crate::client) use connections::Shortcut;
 pub(super) use memory::Memory;
 pub use memory::TransportChoice;
 use moving::Inquiry;
