@@ -9,4 +9,6 @@ mod payload;
 mod rdma;
 mod resting;
 mod steps;
+#[cfg(feature = "rdma")]
+mod strangers;
 mod world;

@@ -1,0 +1,181 @@
+//! Peers by RDMA that speak something else, or want what there is not: they are told so, and others are served as before.
+//! Ends are made by hand here, of what the transport is made of. Skipped, with the reason, where there is no device.
+
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Instant;
+
+use libmodelio::rdma::verbs::{
+    CmChannel, CmEvent, CmKind, Domain, Endpoint, Notify, Pair, PairLimits, Parameters, Poller, Remote,
+};
+use libmodelio::rdma::{Fabric, Offer};
+use libmodelio::wire::{Message, Protocol};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use crate::world::{LONG, Learner, Way, World};
+
+const BYTES: u64 = 1_000_004;
+/// Nobody speaks it.
+const OTHER: u16 = 99;
+const NO_GRADFS: &str = "something else than gradfs is there";
+
+/// The next event, which comes soon.
+fn next(channel: &Arc<CmChannel>) -> CmEvent {
+    let until = Instant::now() + LONG;
+    loop {
+        if let Some(event) = channel.next().unwrap() {
+            return event;
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        assert!(!left.is_zero(), "no news of a connection");
+        let mut ready = [PollFd::new(channel.as_fd(), PollFlags::POLLIN)];
+        poll(&mut ready, PollTimeout::try_from(left).unwrap()).unwrap();
+    }
+}
+
+/// A queue pair for an end that knows its way.
+fn pair(endpoint: Endpoint) -> Arc<Pair> {
+    let domain = Domain::new(endpoint.context().expect("a device leads there")).unwrap();
+    let poller = Poller::new(&domain, 64, 0).unwrap();
+    let receives = if domain.context().is_iwarp() { 0 } else { 4 };
+    Pair::new(endpoint, &poller, PairLimits { depth: 16, inline: 0, report_every: 1, receives }).unwrap()
+}
+
+fn introducing(private: &[u8]) -> Parameters {
+    Parameters { private: private.to_vec(), reads: 1, retries: 7 }
+}
+
+fn offer(notify: Notify) -> Offer {
+    let ring = Remote { address: 0x1000, key: 1 };
+    Offer { protocol: Protocol::NEWEST.number(), notify, mtu: None, ring }
+}
+
+/// What is no offer that an end takes which is told by `notify`, and what it calls it.
+fn strange(notify: Notify) -> [(Vec<u8>, &'static str); 5] {
+    let other = match notify {
+        Notify::Immediate => Notify::Flag,
+        Notify::Flag => Notify::Immediate,
+    };
+    let mut no_mtu = offer(notify).encode();
+    no_mtu[7] = 6;
+    [
+        (Offer { protocol: OTHER, ..offer(notify) }.encode().to_vec(), "it speaks protocol 99, expected "),
+        (no_mtu.to_vec(), "it wants the MTU numbered 6, expected 0 to 5"),
+        (offer(other).encode().to_vec(), "set the same --rdma-notice for both"),
+        (b"GET / HTTP/1.1\r\nHost: example".to_vec(), NO_GRADFS),
+        (Vec::new(), NO_GRADFS),
+    ]
+}
+
+/// Asks for a connection, and introduces itself by `private`: what comes of it.
+fn ask(to: SocketAddr, private: &[u8]) -> CmEvent {
+    const TOKEN: u64 = 5;
+    const MILLIS: i32 = 5000;
+    let channel = CmChannel::new().unwrap();
+    let endpoint = Endpoint::new(&channel, TOKEN).unwrap();
+    endpoint.resolve_address(None, to, MILLIS).unwrap();
+    let event = next(&channel);
+    assert!(matches!(event, CmEvent { token: TOKEN, kind: CmKind::AddressResolved, .. }), "{event:?}");
+    endpoint.resolve_route(MILLIS).unwrap();
+    let event = next(&channel);
+    assert!(matches!(event.kind, CmKind::RouteResolved), "{event:?}");
+    let pair = pair(endpoint);
+    pair.endpoint().connect(&introducing(private)).unwrap();
+    next(&channel)
+}
+
+#[test]
+fn strangers_are_turned_away_by_a_shard_which_says_what_it_speaks() {
+    let Some(way) = Way::rdma() else { return };
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    let to: SocketAddr = world.shards()[0].rdma.parse().unwrap();
+    let notify = Fabric::open(&world.rdma).unwrap().device().notify();
+    let mut sum = 0.0;
+    for (private, what) in strange(notify) {
+        let event = ask(to, &private);
+        assert!(matches!(event.kind, CmKind::Rejected), "{event:?}, {what}");
+        let told = Offer::decode(&event.private, notify).expect(what);
+        let ring = Remote { address: 0, key: 0 };
+        assert_eq!(told, Offer { ring, ..offer(notify) }, "{what}");
+        sum += 1.0;
+        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        assert!(learner.pull().1.iter().all(|&weight| weight == sum), "after {what}");
+    }
+    // Who comes after them is served, too.
+    let another = world.client();
+    assert!(another.peers()[0].connected);
+    another.shut_down();
+    client.shut_down();
+}
+
+/// Takes one connection for each of `answers`: accepts it with that, or refuses it with that.
+fn listen(address: SocketAddr, answers: Vec<(bool, Vec<u8>)>) -> (SocketAddr, std::thread::JoinHandle<()>) {
+    let channel = CmChannel::new().unwrap();
+    let listener = Endpoint::new(&channel, 1).unwrap();
+    let to = listener.listen(address, 4).unwrap();
+    let thread = std::thread::spawn(move || {
+        let mut taken = Vec::new();
+        for (accepts, private) in answers {
+            let (endpoint, asked) = loop {
+                // Others are of those before it: they end.
+                if let CmEvent { token: 1, kind: CmKind::Request(endpoint), private } = next(&channel) {
+                    break (endpoint, private);
+                }
+            };
+            assert!(asked.starts_with(b"GFRD"), "{asked:?}");
+            if accepts {
+                let pair = pair(endpoint);
+                pair.endpoint().accept(&introducing(&private), None).unwrap();
+                taken.push(pair);
+            } else {
+                endpoint.reject(&private).unwrap();
+            }
+        }
+        drop(taken);
+        drop(listener);
+    });
+    (to, thread)
+}
+
+#[test]
+fn a_client_says_what_a_strange_shard_speaks() {
+    let Some(way) = Way::rdma() else { return };
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+    let fabric = Fabric::open(&world.rdma).unwrap();
+    let notify = fabric.device().notify();
+    let at: SocketAddr = world.shards()[0].rdma.parse().unwrap();
+    let mut answers = Vec::new();
+    let mut expected = Vec::new();
+    for (private, what) in strange(notify) {
+        let refused = match what {
+            NO_GRADFS => ["refused: nobody listens there for RDMA", ""],
+            _ => ["refused by the shard: it ", what],
+        };
+        answers.extend([(true, private.clone()), (false, private)]);
+        expected.extend([["", what], refused]);
+    }
+    answers.push((false, offer(notify).encode().to_vec()));
+    expected.push(["refused by the shard: its registered memory is full", "raise its --rdma-arena"]);
+    let (to, thread) = listen(SocketAddr::new(at.ip(), 0), answers);
+    for [begins, says] in expected {
+        let (sender, heard) = channel();
+        fabric.connect(to, Instant::now() + LONG, 0, move |line| {
+            sender.send(line.map(drop)).unwrap();
+            None
+        });
+        let why = heard.recv_timeout(LONG).expect("an answer").expect_err(says);
+        assert!(why.starts_with(&format!("{to}: {begins}")) && why.contains(says), "{why}: {begins}{says}");
+    }
+    thread.join().unwrap();
+    assert_eq!(fabric.lines(), 0);
+    // The device is none the worse for it.
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    assert!(learner.pull().1.iter().all(|&weight| weight == 2.0));
+    client.shut_down();
+}
