@@ -70,8 +70,8 @@ def test_a_machine_without_devices_says_so(vm):  # noqa: F811
 
 @both_providers
 def test_devices_that_cannot_be_used_are_clear_errors(vm, provider):  # noqa: F811
-    """With `on` the shard does not start; with `auto` it goes on, and its first line says why. So it is with memory that
-    an ordinary user may not pin."""
+    """With `on` the shard does not start; with `auto` it goes on, and its first line says why. So it is with memory
+    that an ordinary user may not pin."""
     done = vm.run(
         begin()
         + """

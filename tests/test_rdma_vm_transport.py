@@ -51,13 +51,13 @@ def passed(vm, provider, script, time_limit):  # noqa: F811
 @both_providers
 def test_the_transport_over_a_device(vm, programs, provider):  # noqa: F811
     """Lines and their settings, and shards and clients that use them in every way."""
-    some = "" if provider == "rxe" else "sums blocks_are flags hostile goes_without"
+    some = "rdma::" if provider == "rxe" else "sums blocks_are flags hostile goes_without many_come arena_is_full"
     script = f"""
         {programs["rdma"]} --test-threads 1 || exit 3
-        {programs["network"]} --test-threads 2 {'rdma::' if provider == "rxe" else some} || exit 4
+        {programs["network"]} --test-threads 2 {some} strangers:: || exit 4
     """
     transport, network = passed(vm, provider, script, 300)
-    assert transport >= 3 and network >= (15 if provider == "rxe" else 6)
+    assert transport >= 3 and network >= (19 if provider == "rxe" else 10)
 
 
 @both_providers
