@@ -33,10 +33,16 @@ wait()
 """
 
 
-def stopped(place, length, then=""):
-    """A program that has written and is stopped, alive."""
+def holding(place, length, then=""):
+    """A program that has written, and holds its contribution."""
     holder = program(HOLDER, place / "gradients", length, then)
     assert hear(holder) == "written"
+    return holder
+
+
+def stopped(place, length, then=""):
+    """The same, stopped, alive."""
+    holder = holding(place, length, then)
     holder.send_signal(signal.SIGSTOP)
     return holder
 
@@ -64,16 +70,21 @@ def tried(call, *arguments):
 @pytest.mark.parametrize("consistency", ["sync", "async"])
 def test_leases_expire__of_who_stops_in_a_contribution(start_mount, shards, consistency):
     """Also while those who wait for it time out and come again. All jobs at the same time."""
-    jobs, options = [], {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "consistency": consistency}
+    options = {"size": SIZE, "block_size": BLOCK, "reducer": "sum", "consistency": consistency}
     cases = [*itertools.product([0.7 * LEASE, LEASE, 4 * LEASE], [4, BLOCK, SIZE])]
     mounts = [start_mount(timeout=timeout, lease=LEASE, **options) for timeout, _ in cases]
-    for (timeout, length), mount in zip(cases, mounts):
-        holder = stopped(mount.join("a"), length)
+
+    holders = [holding(mount.join("a"), length) for (_, length), mount in zip(cases, mounts)]
+
+    def both(mount, holder):
+        """One stops, and at once the other one begins: no lease is used up by the other jobs."""
+        holder.send_signal(signal.SIGSTOP)
         mount.join("b")
-        jobs.append((mount, holder, timeout, length))
+        return tried(mount.contribute, filled(mount, 1), 0, "b")
+
     threads = Threads()
-    waits = [threads.start(tried, mount.contribute, filled(mount, 1), 0, "b") for mount, *_ in jobs]
-    for (mount, holder, timeout, length), wait in zip(jobs, waits):
+    waits = [threads.start(both, *job) for job in zip(mounts, holders)]
+    for (timeout, length), mount, holder, wait in zip(cases, mounts, holders, waits):
         job = f"{consistency}, {length} bytes, timeout {timeout}"
         timeouts, took = wait.result(20)
         assert took < 3.5 * LEASE, job

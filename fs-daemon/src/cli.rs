@@ -138,6 +138,9 @@ pub struct UpArgs {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
           hide_possible_values = true, help_heading = "Daemon")]
     no_passthrough: Option<String>,
+    /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, help_heading = "Daemon")]
+    metrics: Option<String>,
 }
 
 /// The settings of a job.
@@ -248,6 +251,7 @@ impl UpArgs {
             ("threads", self.threads),
             ("allow_other", self.allow_other),
             ("no_passthrough", self.no_passthrough),
+            ("metrics", self.metrics),
         ] {
             layer.set(key, value);
         }
@@ -373,7 +377,8 @@ mod tests {
 
     #[test]
     fn every_option_reaches_the_configuration() {
-        let mut words = String::from("--size 1MiB --block-size 64KiB --threads 3 --allow-other /mnt");
+        let mut words =
+            String::from("--size 1MiB --block-size 64KiB --threads 3 --allow-other --metrics [::1]:1 /mnt");
         let texts = [
             ("reducer", "adamw"),
             ("consistency", "quorum(3)"),
@@ -406,6 +411,7 @@ mod tests {
         }
         assert_eq!((config.block_size, config.threads), (64 << 10, 3));
         assert!(config.allow_other && config.passthrough);
+        assert_eq!(config.metrics.unwrap().to_string(), "[::1]:1");
     }
 
     #[test]

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use libmodelio::layout::{DType, MAX_BLOCKS};
 use ps_backend::controls::{Consistency, ControlError, Controls};
 
+use self::endpoint::{Endpoint, METRICS_PORT};
 pub use self::layer::{
     AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPES, KEYS, Kind, Layer, NONFINITES, REDUCERS, UP,
     Vocabulary,
@@ -50,6 +51,8 @@ pub struct UpConfig {
     pub allow_other: bool,
     /// Whether reads may bypass the daemon (FUSE passthrough) where the system allows it.
     pub passthrough: bool,
+    /// Where metrics are served, if they are.
+    pub metrics: Option<Endpoint>,
     /// Control-file name to text, for what the user gave, plus `reducer` and `consistency` always.
     pub settings: BTreeMap<String, String>,
     /// Control-file name to where its text came from (`--learning-rate`, `GRADFS_LEARNING_RATE`, …).
@@ -92,6 +95,7 @@ impl UpConfig {
             threads: merged.threads(THREADS_OF_MOUNT)?,
             allow_other: merged.switch("allow_other")?,
             passthrough: !merged.switch("no_passthrough")?,
+            metrics: merged.metrics()?,
             settings,
             origins,
         })
@@ -157,6 +161,11 @@ impl<'a> Merged<'a> {
                     .hint("use true or false"))
             }
         }
+    }
+
+    fn metrics(&self) -> Result<Option<Endpoint>, Error> {
+        let Some((origin, text)) = self.text("metrics")? else { return Ok(None) };
+        Endpoint::parse(&origin, text, METRICS_PORT).map(Some)
     }
 
     fn threads(&self, what_for: &str) -> Result<usize, Error> {

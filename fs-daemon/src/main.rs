@@ -8,6 +8,7 @@ mod fs;
 mod fuse;
 mod logging;
 mod memory;
+mod metrics;
 mod mountpoint;
 mod process;
 mod progress;

@@ -8,11 +8,13 @@ use std::time::Duration;
 
 use ps_backend::job::ShardView;
 
+use crate::config::endpoint::Endpoint;
 use crate::error::{self, Error};
 use crate::fs::Fs;
 use crate::fs::model::Model;
 use crate::fuse::{self, MountSettings};
 use crate::memory;
+use crate::metrics::{self, Serving};
 use crate::mountpoint::Mountpoint;
 use crate::signals;
 
@@ -29,6 +31,8 @@ pub struct Mounting<'a> {
     pub allow_other: bool,
     /// Whether reads may bypass the daemon where the system allows it.
     pub passthrough: bool,
+    /// Where metrics are served, if they are.
+    pub metrics: Option<&'a Endpoint>,
 }
 
 /// Mounts what `load` brings and serves it until told to stop.
@@ -41,7 +45,8 @@ pub fn serve(
 ) -> Result<(), Error> {
     let stops = signals::install()?;
     memory::raise_file_limit();
-    // The mountpoint first: a mistake there should not cost the loading of a model.
+    // These first: a mistake there should not cost the loading of a model.
+    let bound = mounting.metrics.map(metrics::bind).transpose()?;
     let mountpoint = Mountpoint::prepare(mounting.mountpoint)?;
     let detach = mountpoint.detacher();
     stops.before_forced_exit(move || {
@@ -56,6 +61,9 @@ pub fn serve(
     let started = Fs::start(models, passthrough, owner)
         .map_err(|error| Error::new("cannot start the filesystem's threads").caused_by(error))?;
     let fs = Arc::clone(&started.fs);
+    let of_metrics = Arc::clone(&fs);
+    let scraped =
+        bound.map(|bound| bound.serve(move || metrics::mount::page(of_metrics.models()))).transpose()?;
     let settings = MountSettings { threads: mounting.threads, allow_other: mounting.allow_other };
     let mounted = fuse::mount(Arc::clone(&fs), mountpoint.path(), &settings).map_err(|error| {
         Error::new(format!("cannot mount on {}", mountpoint.path().display())).caused_by(error).hint(
@@ -78,9 +86,10 @@ pub fn serve(
             "{why}: weights are read through the daemon (--no-passthrough says that this is meant)"
         );
     }
-    announce(&fs, &mountpoint, passthrough);
+    announce(&fs, &mountpoint, passthrough, scraped.as_ref());
     let why = stops.wait();
     tracing::info!("stopping: {why}");
+    drop(scraped);
     fs.shut_down();
     mountpoint.detach()?;
     // Files may still be open; their programs get errors once the process is gone.
@@ -115,7 +124,7 @@ fn not_by_rdma(shards: &[ShardView]) -> String {
 }
 
 /// Says what is mounted where. Printed when everything works, so that scripts can wait for it.
-fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool) {
+fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool, metrics: Option<&Serving>) {
     let mut out = std::io::stdout().lock();
     for model in fs.models() {
         let controls = model.job.controls();
@@ -134,6 +143,9 @@ fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool) {
             not_by_rdma(&model.job.status().shards),
             if passthrough { "bypass the daemon" } else { "go through the daemon" },
         );
+    }
+    if let Some(metrics) = metrics {
+        let _ = writeln!(out, "gradfs: {metrics}");
     }
     let _ = writeln!(out, "gradfs: ready (Ctrl-C or gradfs unmount {} ends it)", mountpoint.path().display());
     let _ = out.flush();

@@ -28,6 +28,7 @@ pub fn run(config: UpConfig) -> Result<(), Error> {
         threads: config.threads,
         allow_other: config.allow_other,
         passthrough: config.passthrough,
+        metrics: config.metrics.as_ref(),
     };
     serve::serve(&mounting, || {
         let mut models = Vec::new();

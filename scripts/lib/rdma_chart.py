@@ -39,7 +39,7 @@ def draw(found, path, provider):
         lines.writerows([size >> 10, *row] for size, row in zip(sizes, rows))
     # Of pulls one line by RDMA is enough: it is the same way.
     shown = {
-        (what, "rdma" if what == "pull" else name, way): rates
+        (what, "rdma" if (what, name) == ("pull", "dynamic") else name, way): rates
         for (what, name, way), rates in series.items()
         if (what, name) != ("pull", "static")
     }

@@ -187,6 +187,9 @@ pub struct ShardArgs {
     /// How bytes go through sockets [default: auto]
     #[arg(long, value_parser = PossibleValuesParser::new(IOS))]
     io: Option<String>,
+    /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
+    metrics: Option<String>,
     #[command(flatten)]
     common: CommonArgs,
     #[command(flatten)]
@@ -207,6 +210,7 @@ impl ShardArgs {
             ("advertise", self.advertise),
             ("threads", self.threads),
             ("io", self.io),
+            ("metrics", self.metrics),
         ] {
             flags.set(key, value);
         }
@@ -293,6 +297,9 @@ pub struct MountArgs {
     /// How bytes go through sockets [default: auto]
     #[arg(long, value_parser = PossibleValuesParser::new(IOS))]
     io: Option<String>,
+    /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
+    metrics: Option<String>,
     #[command(flatten)]
     common: CommonArgs,
     #[command(flatten)]
@@ -314,6 +321,7 @@ impl MountArgs {
             ("no_passthrough", self.no_passthrough),
             ("transport", self.transport),
             ("io", self.io),
+            ("metrics", self.metrics),
         ] {
             flags.set(key, value);
         }

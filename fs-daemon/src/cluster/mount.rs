@@ -34,6 +34,7 @@ pub fn run(config: &MountConfig) -> Result<(), Error> {
         threads: config.threads,
         allow_other: config.allow_other,
         passthrough: config.passthrough,
+        metrics: config.metrics.as_ref(),
     };
     serve::serve(&mounting, || {
         let registry: Arc<dyn Registry> = Arc::new(registry(&config.registry));

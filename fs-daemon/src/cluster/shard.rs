@@ -1,6 +1,7 @@
 //! `gradfs shard` and `gradfs registry`: processes that listen until they are told to stop.
 
 use std::io::Write as _;
+use std::sync::Arc;
 
 use libmodelio::net::Choice;
 use libmodelio::rdma::RdmaOptions;
@@ -10,6 +11,7 @@ use crate::config::cluster::{Io, RegistryConfig, ShardConfig};
 use crate::config::endpoint::Endpoint;
 use crate::error::Error;
 use crate::memory;
+use crate::metrics;
 use crate::signals;
 
 /// Which way bytes are moved.
@@ -45,7 +47,7 @@ pub fn run(config: ShardConfig) -> Result<(), Error> {
         rdma_options: config.rdma_options,
         device_memory: None,
     };
-    serve(options, |server| {
+    serve(options, config.metrics.as_ref(), |server| {
         let registry = match &config.registry {
             Some(registry) => format!("registry {registry}"),
             None => "and is the registry".to_owned(),
@@ -71,24 +73,38 @@ pub fn run_registry(config: RegistryConfig) -> Result<(), Error> {
         rdma_options: RdmaOptions::default(),
         device_memory: None,
     };
-    serve(options, |server| format!("the registry listens on {}; {}", server.address(), server.backend()))
+    serve(options, None, |server| {
+        format!("the registry listens on {}; {}", server.address(), server.backend())
+    })
 }
 
-fn serve(options: ServerOptions, describe: impl FnOnce(&Server) -> String) -> Result<(), Error> {
+fn serve(
+    options: ServerOptions,
+    metrics: Option<&Endpoint>,
+    describe: impl FnOnce(&Server) -> String,
+) -> Result<(), Error> {
     let stops = signals::install()?;
     memory::raise_file_limit();
     if options.rdma != RdmaUse::Off {
         memory::raise_lock_limit();
     }
-    let server = Server::start(options).map_err(|error| Error::new(error.to_string()))?;
+    let bound = metrics.map(metrics::bind).transpose()?;
+    let server = Arc::new(Server::start(options).map_err(|error| Error::new(error.to_string()))?);
+    let of_metrics = Arc::clone(&server);
+    let scraped =
+        bound.map(|bound| bound.serve(move || metrics::shard::page(&of_metrics.status()))).transpose()?;
     {
         let mut out = std::io::stdout().lock();
         let _ = writeln!(out, "gradfs: {}", describe(&server));
+        if let Some(metrics) = &scraped {
+            let _ = writeln!(out, "gradfs: {metrics}");
+        }
         let _ = writeln!(out, "gradfs: ready (Ctrl-C ends it)");
         let _ = out.flush();
     }
     let why = stops.wait();
     tracing::info!("stopping: {why}");
+    drop(scraped);
     server.shut_down();
     Ok(())
 }

@@ -93,6 +93,8 @@ pub struct ShardConfig {
     pub advertise: Endpoint,
     /// The registry; `None`: it serves that itself, where it listens.
     pub registry: Option<Endpoint>,
+    /// Where metrics are served, if they are.
+    pub metrics: Option<Endpoint>,
     /// Threads that add contributions up, at least one.
     pub threads: usize,
     /// How bytes are moved.
@@ -137,6 +139,8 @@ pub struct MountConfig {
     pub allow_other: bool,
     /// Whether reads may bypass the daemon (FUSE passthrough) where the system allows it.
     pub passthrough: bool,
+    /// Where metrics are served, if they are.
+    pub metrics: Option<Endpoint>,
     /// Which way bytes go.
     pub transport: Transport,
     /// How they are moved.
@@ -241,6 +245,7 @@ impl ShardConfig {
             listen,
             advertise,
             registry,
+            metrics: merged.metrics()?,
             threads: merged.threads(THREADS_OF_SHARD)?,
             io: merged.io()?,
             rdma: merged.rdma_use()?,
@@ -300,6 +305,7 @@ impl MountConfig {
             threads: merged.threads(super::THREADS_OF_MOUNT)?,
             allow_other: merged.switch("allow_other")?,
             passthrough: !merged.switch("no_passthrough")?,
+            metrics: merged.metrics()?,
             transport: merged.transport()?,
             io: merged.io()?,
             rdma: merged.rdma()?,

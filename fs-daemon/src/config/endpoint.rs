@@ -10,6 +10,9 @@ use crate::error::Error;
 /// The port where none is given.
 pub const DEFAULT_PORT: u16 = 7070;
 
+/// That of metrics: the one that exporters for Prometheus have by custom.
+pub const METRICS_PORT: u16 = 9464;
+
 /// A host and a port of it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Endpoint {

@@ -70,6 +70,7 @@ pub const KEYS: &[Key] = &[
     key("threads", Kind::Whole(1)),
     key("allow_other", Kind::Switch),
     key("no_passthrough", Kind::Switch),
+    key("metrics", Kind::Address),
     setting("reducer", Kind::Word(REDUCERS)),
     setting("consistency", Kind::Consistency),
     setting("deterministic", Kind::Word(TRUTHS)),

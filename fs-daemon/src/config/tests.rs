@@ -48,6 +48,7 @@ fn defaults() {
             threads: 2,
             allow_other: false,
             passthrough: true,
+            metrics: None,
             settings: [("reducer", "sgd"), ("consistency", "sync")].map(|(k, v)| (k.into(), v.into())).into(),
             origins: BTreeMap::new(),
         }

@@ -322,6 +322,11 @@ impl Handle {
         self.threads.len()
     }
 
+    /// Connections that there are, those on their way here and listeners included.
+    pub fn connections(&self) -> usize {
+        self.threads.iter().map(|thread| thread.load().1).sum()
+    }
+
     /// Serves a connected stream socket. Its options are left as they are (see [`SocketOptions::apply`]), but for
     /// O_NONBLOCK, which is set.
     ///

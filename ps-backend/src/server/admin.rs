@@ -159,6 +159,10 @@ impl Shared {
             "address": self.address,
             "not_listed": self.why_not_listed(),
             "io": self.net.backend().to_string(),
+            "tcp": {
+                // All but the listener.
+                "connections": self.net.connections().saturating_sub(1),
+            },
             "shared_memory": {
                 "connections": self.memory.connections(),
                 "unavailable": self.no_memory.get(),

@@ -275,6 +275,11 @@ impl Server {
         *self.shared.shard.lock()
     }
 
+    /// What it holds and does, as `gradfs status` shows it.
+    pub fn status(&self) -> serde_json::Value {
+        self.shared.status()
+    }
+
     /// What moves the bytes, and why not io_uring, shared memory or a device that there is, to be named loudly.
     pub fn backend(&self) -> String {
         let backend = self.shared.net.backend();

@@ -130,11 +130,13 @@ fn flags_reach_the_configuration() {
     let registry = config!(Registry, "registry --listen [::1]:1").unwrap();
     assert_eq!(registry.listen.to_string(), "[::1]:1");
 
-    let words = "shard --listen 0.0.0.0:1 --advertise node2 --registry node1 --threads 3 --io uring";
+    let words =
+        "shard --listen 0.0.0.0:1 --advertise node2 --registry node1 --threads 3 --io uring --metrics node2";
     let shard = config!(Shard, words).unwrap();
     assert_eq!((shard.listen.port, shard.advertise.to_string()), (1, "node2:1".into()));
     assert_eq!(shard.registry.unwrap().to_string(), "node1:7070");
     assert_eq!((shard.threads, shard.io), (3, Io::Uring));
+    assert_eq!(shard.metrics.unwrap().to_string(), "node2:9464");
     let words = "shard --listen node1 --rdma on --rdma-port 7071 --rdma-device mlx5_0/2 --rdma-notice flag";
     let shard = config!(Shard, words).unwrap();
     assert_eq!((shard.rdma, shard.rdma_port), (RdmaUse::On, Some(7071)));
@@ -152,11 +154,12 @@ fn flags_reach_the_configuration() {
     assert_eq!(create.source, ModelSource::File("a.safetensors".into()));
 
     let words = "mount /mnt/job a b --registry node1 --threads 4 --allow-other --no-passthrough \
-                 --transport tcp --io poll";
+                 --transport tcp --io poll --metrics 0.0.0.0:0";
     let mount = config!(Mount, words).unwrap();
     assert_eq!((mount.mountpoint, mount.models), ("/mnt/job".into(), vec!["a".into(), "b".into()]));
     assert_eq!((mount.threads, mount.allow_other, mount.passthrough), (4, true, false));
     assert_eq!((mount.transport, mount.io), (Transport::Tcp, Io::Poll));
+    assert_eq!(mount.metrics.unwrap().to_string(), "0.0.0.0:0");
 
     let status = config!(Status, "status --registry node1:9 --json").unwrap();
     assert_eq!((status.registry.port, status.json), (9, true));

@@ -1,0 +1,127 @@
+//! What a mount tells of its models: of `gradfs mount`, and of `gradfs up`, where the only shard is in the process.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use libmodelio::transport::TransportKind;
+use ps_backend::job::ShardView;
+
+use super::page::{Page, Payload};
+use crate::fs::model::Model;
+
+/// The page, from what `status.json` is made of.
+///
+/// # Errors
+/// None, unless names or labels here are wrong.
+pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
+    let page = Page::new()?;
+    let of_model = &["model"];
+    let of_shard = &["model", "shard"];
+    let version =
+        page.gauge("gradfs_model_version", "The newest version that can be read here.", of_model)?;
+    let learners =
+        page.gauge("gradfs_learners", "Learners in the job, those of other mounts included.", of_model)?;
+    let transport = page.gauge(
+        "gradfs_transport_info",
+        "1 for the transport by which bytes go to a shard and come from it.",
+        &["model", "shard", "address", "transport"],
+    )?;
+    let fallback = page.gauge(
+        "gradfs_transport_fallback",
+        "1 if another transport was taken than was looked for first; status.json and the log tell why.",
+        &["model", "shard", "wanted"],
+    )?;
+    let connected =
+        page.gauge("gradfs_shard_connected", "1 if there is a connection to a shard.", of_shard)?;
+    let contributions = page.counter(
+        "gradfs_contributions_total",
+        "Contributions that are part of a version, those of other mounts included.",
+        of_model,
+    )?;
+    let written =
+        page.counter("gradfs_written_bytes_total", "Bytes that programs have written here.", of_model)?;
+    let reduced = page.counter(
+        "gradfs_reduced_on_arrival_bytes_total",
+        "Bytes that were reduced straight from where the program had them.",
+        of_model,
+    )?;
+    let staged =
+        page.counter("gradfs_staged_bytes_total", "Bytes that were copied into staging memory.", of_model)?;
+    let blocks = page.counter(
+        "gradfs_blocks_reduced_on_arrival_total",
+        "Blocks that were reduced straight from the buffer that they came in.",
+        of_model,
+    )?;
+    let payload = Payload::new(&page)?;
+    for model in models {
+        let name = model.name.as_str();
+        let status = model.job.status();
+        version.set(&[name], status.version.0)?;
+        learners.set(&[name], status.members.len() as u64)?;
+        contributions.total(&[name], status.contributions)?;
+        blocks.total(&[name], status.blocks_on_arrival)?;
+        written.total(&[name], model.traffic.written.load(Ordering::Relaxed))?;
+        reduced.total(&[name], model.traffic.reduced_on_arrival.load(Ordering::Relaxed))?;
+        staged.total(&[name], model.traffic.staged.load(Ordering::Relaxed))?;
+        if let Some(payloads) = model.job.payload() {
+            payload.total(name, &payloads)?;
+        }
+        for view in &status.shards {
+            let shard = view.shard.to_string();
+            let address = view.address.as_deref().unwrap_or_default();
+            transport.set(&[name, &shard, address, &view.transport.to_string()], 1)?;
+            connected.set(&[name, &shard], view.connected.into())?;
+            for (wanted, fell_back) in fallbacks(view) {
+                fallback.set(&[name, &shard, wanted], fell_back.into())?;
+            }
+        }
+    }
+    page.text()
+}
+
+/// Which transports were looked for before the one that was taken. One that must be taken, and cannot, is not replaced.
+fn fallbacks(view: &ShardView) -> [(&'static str, bool); 2] {
+    let is_memory = view.transport == TransportKind::SharedMemory;
+    [
+        ("shm", view.no_memory.is_some() && !is_memory),
+        // Shared memory comes before it.
+        ("rdma", view.no_rdma.is_some() && !is_memory && view.transport != TransportKind::Rdma),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use libmodelio::ids::ShardId;
+
+    use super::*;
+
+    #[test]
+    fn a_fallback_is_what_was_looked_for_and_not_taken() {
+        use TransportKind::{InProcess, Rdma, SharedMemory, Tcp};
+        for (transport, no_memory, no_rdma, shm, rdma) in [
+            (InProcess, false, false, false, false),
+            (Tcp, false, false, false, false),
+            (Tcp, true, false, true, false),
+            (Tcp, false, true, false, true),
+            (Tcp, true, true, true, true),
+            (Rdma, true, false, true, false),
+            // With `--transport rdma` or `shm` there is no other way: nothing was taken in its place.
+            (Rdma, false, true, false, false),
+            (SharedMemory, true, false, false, false),
+            (SharedMemory, false, true, false, false),
+        ] {
+            let why = |is: bool| is.then(|| "so".to_owned());
+            let view = ShardView {
+                shard: ShardId(1),
+                address: None,
+                transport,
+                blocks: 1,
+                no_memory: why(no_memory),
+                no_rdma: why(no_rdma),
+                lost: None,
+                connected: true,
+            };
+            assert_eq!(fallbacks(&view), [("shm", shm), ("rdma", rdma)], "{view:?}");
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! What a shard tells of itself.
+
+use libmodelio::payload::Payloads;
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::page::{Page, Payload};
+
+/// What of a shard's status is told.
+#[derive(Deserialize)]
+struct Status {
+    tcp: Connections,
+    shared_memory: Connections,
+    rdma: Rdma,
+    models: Vec<Model>,
+}
+
+#[derive(Deserialize)]
+struct Connections {
+    connections: u64,
+}
+
+#[derive(Deserialize)]
+struct Rdma {
+    connections: u64,
+    address: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Model {
+    name: String,
+    version: u64,
+    blocks: u64,
+    memory_bytes: u64,
+    payload: Payloads,
+    lead: Option<Lead>,
+}
+
+#[derive(Deserialize)]
+struct Lead {
+    learners: Vec<serde::de::IgnoredAny>,
+    contributions: u64,
+}
+
+/// The page, from the status that `gradfs status --json` shows.
+///
+/// # Errors
+/// None, unless names, labels or what is read of the status are wrong here.
+pub fn page(status: &Value) -> Result<String, prometheus::Error> {
+    let status = Status::deserialize(status).map_err(|error| {
+        prometheus::Error::Msg(format!("the shard's status is not what is expected: {error}"))
+    })?;
+    let page = Page::new()?;
+    let of_model = &["model"];
+    let connections = page.gauge(
+        "gradfs_connections",
+        "Connections of this shard: by tcp those to and from mounts, shards and commands, by shm and rdma from mounts.",
+        &["transport"],
+    )?;
+    let rdma = page.gauge("gradfs_rdma_available", "1 if this shard takes connections by RDMA.", &[])?;
+    let version =
+        page.gauge("gradfs_part_version", "The newest version of this shard's part of a model.", of_model)?;
+    let blocks = page.gauge("gradfs_part_blocks", "Blocks of a model that this shard owns.", of_model)?;
+    let memory =
+        page.gauge("gradfs_part_memory_bytes", "Memory of this shard's part of a model.", of_model)?;
+    let learners =
+        page.gauge("gradfs_learners", "Learners in the job of a model that this shard leads.", of_model)?;
+    let contributions = page.counter(
+        "gradfs_contributions_total",
+        "Contributions that are part of a version, of a model that this shard leads.",
+        of_model,
+    )?;
+    let payload = Payload::new(&page)?;
+    connections.set(&["tcp"], status.tcp.connections)?;
+    connections.set(&["shm"], status.shared_memory.connections)?;
+    connections.set(&["rdma"], status.rdma.connections)?;
+    rdma.set(&[], status.rdma.address.is_some().into())?;
+    for model in &status.models {
+        let name = model.name.as_str();
+        version.set(&[name], model.version)?;
+        blocks.set(&[name], model.blocks)?;
+        memory.set(&[name], model.memory_bytes)?;
+        payload.total(name, &model.payload)?;
+        if let Some(lead) = &model.lead {
+            learners.set(&[name], lead.learners.len() as u64)?;
+            contributions.total(&[name], lead.contributions)?;
+        }
+    }
+    page.text()
+}
