@@ -342,10 +342,9 @@ impl Manager {
         let token = self.token();
         match command {
             Command::Listen { at, accept, answer } => {
-                let made = Endpoint::new(&self.channel, token).and_then(|endpoint| {
-                    let at = endpoint.listen(at, BACKLOG)?;
+                let made = self.listen(at, token).map(|(endpoint, at)| {
                     self.states.insert(token, State::Listening { _endpoint: endpoint, accept });
-                    Ok(at)
+                    at
                 });
                 // Whoever asked may have given up.
                 let _ = answer.send(made);
@@ -369,6 +368,23 @@ impl Manager {
                 }
             }
         }
+    }
+
+    /// What listens. Any free port of rdma_cm's may be one that a TCP socket has, which iWARP cannot have, too: then
+    /// another one is tried.
+    fn listen(&self, at: SocketAddr, token: u64) -> Result<(Endpoint, SocketAddr), VerbsError> {
+        let tries = if at.port() == 0 { 16 } else { 1 };
+        let mut outcome = Err(VerbsError::Broken("it was not tried".into()));
+        for _ in 0..tries {
+            outcome = Endpoint::new(&self.channel, token).and_then(|endpoint| {
+                let at = endpoint.listen(at, BACKLOG)?;
+                Ok((endpoint, at))
+            });
+            if !matches!(outcome, Err(VerbsError::Call { errno: Errno::EADDRINUSE, .. })) {
+                break;
+            }
+        }
+        outcome
     }
 
     fn hear(&mut self, event: CmEvent) {
