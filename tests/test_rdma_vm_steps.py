@@ -134,10 +134,10 @@ def test_a_link_that_is_down_for_a_while_costs_no_step(vm, provider):  # noqa: F
         assert "connection lost: RDMA: " in done.of["b"].err, done
 
 
-# Kills a mount when it has sent between an eighth and a half of a push of 8 MiB; says how much.
+# Kills a mount when it has sent between an eighth and a half of a push of 4 MiB; says how much.
 KILL = """
 import json, os, sys, time
-mount, status, size, until = int(sys.argv[1]), sys.argv[2], 8 << 20, time.monotonic() + 60
+mount, status, size, until = int(sys.argv[1]), sys.argv[2], 4 << 20, time.monotonic() + 60
 while time.monotonic() < until:
     with open(status) as file:
         sent = json.load(file)["payload"]["pushed_bytes"] % size
@@ -166,7 +166,7 @@ END
             how=$GRADFS_RDMA_PLACEMENT
             case $HOST_NAME in
             a)
-                shard --size 8MiB --reducer sum --lease 1 --timeout 60
+                shard --size 4MiB --reducer sum --lease 1 --timeout 60
                 echo $(registered)
                 meet $how-shard; meet $how-over
                 soon gone || {{ rdma resource show qp >&2; exit 8; }}
@@ -200,14 +200,15 @@ END
     for before, after in (held[:2], held[2:]):
         # What is the shard's own stays: its arena; what is the model's, too: the directory, and buffers of versions. No
         # rings, and no slots.
-        arena, directory, version = 64 << 20, 4096, 8 << 20
+        arena, directory, version = 64 << 20, 4096, 4 << 20
         assert before == Counter([arena]) and 1 <= after.pop(version) <= 4, done
         assert after == Counter([arena, directory]), done
     said = [float(line) for line in done.of["b"].out.split()]
     assert len(said) == 8, done
     for first, told, *after in (said[:4], said[4:]):
-        # What was taken before the mount died counts; the push that it died in does not, nor any part of it.
-        assert first == 1 and after == [told + 2, told + 3], done
+        # What was taken before the mount died counts, whether it was told or not (a slow machine kills late); the rest
+        # does not, nor any part of it.
+        assert first == 1 and told + 2 <= after[0] <= told + 3 and after[1] == after[0] + 1, done
 
 
 def test_digits_are_learned_on_two_hosts(vm, tmp_path):  # noqa: F811
