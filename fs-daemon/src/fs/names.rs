@@ -35,19 +35,17 @@ impl Fs {
     /// ENOENT.
     pub fn lookup(&self, parent: u64, name: &OsStr) -> FsResult<Attributes> {
         let name = name.to_str().ok_or_else(FsError::not_found)?;
-        let node = match self.node(parent)? {
-            Node::Root if name == "README" => Node::Readme,
-            Node::Root => {
-                let model = self.models.iter().find(|model| model.name == name);
-                Node::Model(model.ok_or_else(FsError::not_found)?.index, File::Dir)
+        let mut node = self.named(parent, name)?;
+        let pinned = loop {
+            if let Some(pinned) = self.pin(node)? {
+                break pinned;
             }
-            Node::Readme => return Err(FsError::new(libc::ENOTDIR, "README is no directory")),
-            Node::Model(index, dir) => {
-                let model = self.model(index)?;
-                Node::Model(index, lookup_in(model, dir, name).ok_or_else(FsError::not_found)?)
+            // The version has gone since. A name of the newest one leads to another one now.
+            match self.named(parent, name)? {
+                other if other != node => node = other,
+                _ => return Err(FsError::not_found()),
             }
         };
-        let pinned = self.pin(node)?;
         let attributes = self.attributes(node.ino()).inspect_err(|_| {
             if pinned {
                 self.forget(node.ino(), 1);
@@ -64,11 +62,27 @@ impl Fs {
         Ok(attributes)
     }
 
-    /// Pins the version that an inode shows.
-    fn pin(&self, node: Node) -> FsResult<bool> {
-        let Node::Model(index, file) = node else { return Ok(false) };
-        let Some(version) = file.version() else { return Ok(false) };
-        if self.model(index)?.job.pin(version) { Ok(true) } else { Err(FsError::not_found()) }
+    /// What a name leads to at this moment.
+    fn named(&self, parent: u64, name: &str) -> FsResult<Node> {
+        match self.node(parent)? {
+            Node::Root if name == "README" => Ok(Node::Readme),
+            Node::Root => {
+                let model = self.models.iter().find(|model| model.name == name);
+                Ok(Node::Model(model.ok_or_else(FsError::not_found)?.index, File::Dir))
+            }
+            Node::Readme => Err(FsError::new(libc::ENOTDIR, "README is no directory")),
+            Node::Model(index, dir) => {
+                let model = self.model(index)?;
+                Ok(Node::Model(index, lookup_in(model, dir, name).ok_or_else(FsError::not_found)?))
+            }
+        }
+    }
+
+    /// Pins the version that an inode shows, if it shows one; `None` if that has gone.
+    fn pin(&self, node: Node) -> FsResult<Option<bool>> {
+        let Node::Model(index, file) = node else { return Ok(Some(false)) };
+        let Some(version) = file.version() else { return Ok(Some(false)) };
+        Ok(self.model(index)?.job.pin(version).then_some(true))
     }
 
     /// All names in a directory, `.` and `..` first.

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, channel};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
 use libmodelio::transport::{
-    BlockSlot, Channel, Completion, Device, Message, Placement, Region, ShardError, TransportKind,
+    BlockSlot, Channel, Completion, Device, Message, Placement, Region, Reply, ShardError, TransportKind,
 };
 use ps_backend::controls::{Controls, SETTINGS};
 use ps_backend::core::LastCommit;
@@ -29,6 +29,8 @@ struct Late {
     held: mpsc::Sender<Held>,
     /// A setting is not answered at all, but with this.
     fault: Mutex<Option<ShardError>>,
+    /// Whoever wants this version is too late: there is another one.
+    goes: Mutex<Option<Version>>,
     this: std::sync::Weak<Late>,
 }
 
@@ -42,6 +44,10 @@ impl Job for Late {
     }
 
     fn pin(&self, version: Version) -> bool {
+        if *self.goes.lock() == Some(version) {
+            self.publish();
+            return false;
+        }
         self.shard.pin(version)
     }
 
@@ -108,6 +114,19 @@ impl Job for Late {
     }
 }
 
+impl Late {
+    /// A version more.
+    fn publish(&self) {
+        let ask = |message| {
+            let (sender, answer) = channel();
+            self.shard.send(message, PATIENCE, Box::new(move |reply| sender.send(reply).unwrap()));
+            answer.recv_timeout(PATIENCE).unwrap().unwrap()
+        };
+        let Reply::Buffer(buffer) = ask(Message::Allocate) else { panic!("no buffer") };
+        ask(Message::Assign { buffer, written: vec![0..1 << 16] });
+    }
+}
+
 impl Device for Late {
     fn kind(&self) -> TransportKind {
         TransportKind::Tcp
@@ -161,6 +180,7 @@ impl Mounted {
             shard,
             held: sender,
             fault: Mutex::default(),
+            goes: Mutex::default(),
             this: this.clone(),
         });
         let device: Arc<dyn Device> = Arc::clone(&job) as _;
@@ -221,6 +241,24 @@ fn a_setting_that_nobody_answers_for_is_no_success() {
         mounted.answer();
         assert_eq!(written.recv_timeout(PATIENCE).unwrap().unwrap_err().errno, errno);
     }
+}
+
+#[test]
+fn a_version_that_goes_while_its_name_is_looked_up_gives_way_to_the_next_one() {
+    let mounted = Mounted::new();
+    let set = Box::new(|outcome: Result<(), SetError>| outcome.unwrap());
+    Job::set_control(&*mounted.job.shard, "reducer", "assign", PATIENCE, set);
+    let dir = Node::Model(0, File::Dir).ino();
+    *mounted.job.goes.lock() = Some(Version(0));
+    let found = mounted.fs.lookup(dir, OsStr::new("weights")).unwrap();
+    assert_eq!(mounted.job.shard.version(), Version(1));
+    assert_eq!(Node::from_ino(found.ino), Some(Node::Model(0, File::Weights(Version(1)))));
+    mounted.fs.forget(found.ino, 1);
+    // What names one version ends with it.
+    *mounted.job.goes.lock() = Some(Version(1));
+    let versions = Node::Model(0, File::Versions).ino();
+    let gone = mounted.fs.lookup(versions, OsStr::new("1")).unwrap_err();
+    assert_eq!(gone.errno, libc::ENOENT);
 }
 
 #[test]
