@@ -305,14 +305,10 @@ impl RegionStore {
         self.has_buffer() && !(fresh && self.slots_used) && self.state.iter().all(is_there)
     }
 
-    /// Whether a spare buffer would save the next version from first touches.
-    pub fn wants_spare(&mut self, max: usize) -> bool {
-        self.free.is_empty() && self.may_add_spare(max)
-    }
-
-    /// Whether one more buffer may be made, and none is on its way.
-    pub fn may_add_spare(&mut self, max: usize) -> bool {
-        self.coming == 0 && self.total() < max
+    /// Whether one more spare buffer is to be made: fewer than `count` are free and none is on its way. They save the
+    /// next versions from first touches.
+    pub fn wants_spares(&mut self, count: usize, max: usize) -> bool {
+        self.free.len() < count && self.coming == 0 && self.total() < max
     }
 
     /// A new buffer to pre-fault outside and hand to [`Self::add_spare`].

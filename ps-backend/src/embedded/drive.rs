@@ -40,7 +40,7 @@ impl EmbeddedShard {
         inner.core.set_buffer_ready(ready, self.now(), actions);
     }
 
-    /// Allocates and pre-faults up to `count` more buffers on a worker, one after the other.
+    /// Allocates and pre-faults buffers on a worker, one after the other, until `count` are free.
     pub(super) fn add_spares(&self, count: usize) {
         let Some(this) = self.this.upgrade() else { return };
         self.pool.spawn(move || {
@@ -48,7 +48,8 @@ impl EmbeddedShard {
                 let spare = {
                     let mut inner = this.inner.lock();
                     let max = inner.core.controls().max_versions as usize;
-                    if !inner.store.may_add_spare(max) {
+                    // Several may have been asked for the same while the workers were busy.
+                    if !inner.store.wants_spares(count, max) {
                         return;
                     }
                     inner.store.new_spare()
@@ -256,7 +257,7 @@ impl EmbeddedShard {
         let controls = inner.core.controls();
         let (retain, max) = (controls.retain as usize, controls.max_versions as usize);
         let ready = inner.store.recycle(retain, max);
-        if inner.store.wants_spare(max) {
+        if inner.store.wants_spares(1, max) {
             self.add_spares(1);
         }
         inner.core.reduced(ready, self.now(), actions);

@@ -417,7 +417,7 @@ impl PartStore {
     pub fn wants_spare(&self) -> bool {
         let mut inner = self.shared.inner.lock();
         let max = inner.limits.max();
-        inner.store.wants_spare(max)
+        inner.store.wants_spares(1, max)
     }
 
     /// Makes a buffer for the next version but one where there is none, and takes its pages. False if none was wanted.
@@ -428,7 +428,7 @@ impl PartStore {
         let buffer = {
             let mut inner = self.shared.inner.lock();
             let max = inner.limits.max();
-            if !inner.store.wants_spare(max) {
+            if !inner.store.wants_spares(1, max) {
                 return Ok(false);
             }
             inner.store.new_spare()?
