@@ -131,10 +131,12 @@ def test_a_mount_goes_by_rdma_or_says_why_not(vm, provider, tmp_path):  # noqa: 
             meet shard
             mounted() { # $1: name; then options
                 name=$1; shift; mkdir $name
-                $gradfs mount $name "$@" >$name.out 2>$name.err &
+                $gradfs mount $name --metrics 127.0.0.1:0 "$@" >$name.out 2>$name.err &
                 waits grep -q 'gradfs: ready' $name.out
                 cp $name/m/status.json /share/$name.json
-                head -n 1 $name.out
+                /usr/bin/python3 -c 'import sys, urllib.request as web; print(web.urlopen(sys.argv[1]).read().decode())' \
+                    $(sed -n 's/^gradfs: metrics at //p' $name.out) >/share/$name.metrics || exit 8
+                grep -v '^gradfs: metrics at ' $name.out | head -n 1
             }
             mounted rdma --transport rdma
             meet mounted; meet asked
@@ -170,6 +172,10 @@ def test_a_mount_goes_by_rdma_or_says_why_not(vm, provider, tmp_path):  # noqa: 
     assert "not_rdma_because" not in seen["rdma"]["shards"][0], seen
     assert seen["tcp"]["transport"] == seen["tcp"]["shards"][0]["transport"] == "tcp", seen
     assert seen["tcp"]["shards"][0]["not_rdma_because"] == why, seen
+    for name, fell_back in [("rdma", 0), ("tcp", 1)]:
+        metrics = (tmp_path / f"{name}.metrics").read_text()
+        assert f'gradfs_transport_fallback{{model="m",shard="1",wanted="rdma"}} {fell_back}\n' in metrics, metrics
+        assert f'transport="{name}"}} 1\n' in metrics, metrics
 
 
 def test_a_shard_whose_registered_memory_is_full_says_what_to_set(vm, tmp_path):  # noqa: F811
