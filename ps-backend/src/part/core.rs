@@ -293,10 +293,22 @@ impl PartCore {
 
     /// A block of `client` is about to come. Hot path: allocates nothing.
     pub fn arrive(&mut self, client: ClientId, plan: PlanId, block: u32) -> Placement {
+        let placement = self.look(client, plan, block);
+        if let (Placement::Store { .. } | Placement::Add { .. } | Placement::Finish { .. }, Some(running)) =
+            (placement, &mut self.running)
+        {
+            running.busy.insert(block as usize);
+            running.in_flight += 1;
+        }
+        placement
+    }
+
+    /// What [`Self::arrive`] would say just now; nothing comes yet.
+    pub fn look(&self, client: ClientId, plan: PlanId, block: u32) -> Placement {
         if plan > self.newest {
             return Placement::Later;
         }
-        let Some(running) = self.running.as_mut().filter(|running| running.plan.id == plan) else {
+        let Some(running) = self.running.as_ref().filter(|running| running.plan.id == plan) else {
             return Placement::Unwanted;
         };
         match running.stage {
@@ -320,8 +332,6 @@ impl PartCore {
                 return Placement::Later;
             }
         }
-        running.busy.insert(b);
-        running.in_flight += 1;
         let check = running.plan.sources[at].check;
         let first = running.landed[b] == 0;
         let last = running.plan.kind != Kind::Add && running.landed[b] + 1 == running.wanted[b];

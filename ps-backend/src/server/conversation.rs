@@ -226,7 +226,7 @@ impl Peer {
         #[cfg(feature = "rdma")]
         if let Kind::Data(Data { part, remote: Some(remote), .. }) = &mut self.kind {
             let rdma = self.shared.rdma.get().ok_or_else(|| Refusal::other("the shard begins, or goes"))?;
-            remote.serve(part, rdma).map_err(|refusal| Refusal::NoRdma(refusal.to_string()))?;
+            remote.serve(part, rdma, &self.link).map_err(|refusal| Refusal::NoRdma(refusal.to_string()))?;
         }
         let silence_ms = SILENCE.as_millis() as u32;
         let (protocol, shard) = (Protocol::NEWEST.number(), *self.shared.shard.lock());
@@ -391,14 +391,14 @@ impl Data {
         if let Some(memory) = &mut self.memory {
             memory.again(self.client, &self.part, &mut self.unheard, link)?;
         }
-        #[cfg(feature = "rdma")]
-        if let Some(remote) = &mut self.remote {
-            remote.again(self.client, &self.part, &mut self.unheard, link)?;
-            self.rouse_at = self.unheard.until(now);
-        }
         if self.rouse_at.take_if(|at| *at <= now).is_some() {
             // What is received is asked for again after that.
             link.wake();
+        }
+        #[cfg(feature = "rdma")]
+        if let Some(remote) = &mut self.remote {
+            remote.again(self.client, &self.part, link)?;
+            return Ok(self.rouse_at.into_iter().chain(remote.until(now)).min());
         }
         Ok(self.rouse_at)
     }
@@ -414,8 +414,7 @@ impl Data {
         if let Some(remote) = &mut self.remote
             && let Some(take) = remote.message(&self.part, received)?
         {
-            remote.again(self.client, &self.part, &mut self.unheard, link)?;
-            self.rouse_at = self.unheard.until(Instant::now());
+            remote.again(self.client, &self.part, link)?;
             return Ok(take);
         }
         match &received.message {

@@ -1,35 +1,41 @@
 //! Clients elsewhere, by RDMA: blocks that they push are fetched from their memory when there is room for them, or lie in
 //! slots that they were granted; versions are theirs to fetch, without a word to this shard.
 //!
+//! | module | holds |
+//! |---|---|
+//! | `slots` | slots that connections have in common |
+//! | `shown` | versions, for clients to fetch |
+//!
 //! One of the modules that hold `unsafe`: slots that a client writes are read.
+
+mod shown;
+mod slots;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use libmodelio::ids::{ClientId, Version};
+use libmodelio::ids::ClientId;
 use libmodelio::link::{Framed, Link, Outgoing, Take};
-use libmodelio::mmap::Mapping;
 use libmodelio::net::Stream;
-use libmodelio::published::Directory;
 use libmodelio::rdma::verbs::{Done, Finished, Pool, Registration, Remote as Place, Slot, VerbsError, Work};
 use libmodelio::rdma::{Buffers, Device, DeviceMemory, Fabric, Line, Placement, RdmaOptions};
 use libmodelio::shm::{MAX_REGIONS, longest_region, longest_sum};
-use libmodelio::transport::Region;
 use libmodelio::wire::{Message, Received, Refusal};
 use parking_lot::Mutex;
 
 use super::Shared;
 use super::conversation::Peer;
 use super::part::Part;
-use crate::part::store::{Payload, VersionWatch};
+use crate::part::fetches::{Edge, Fetches, Turn};
+use crate::part::store::Payload;
 use crate::part::unheard::Unheard;
+pub(super) use shown::Shown;
+use slots::{Seat, Slots};
 
 /// Bytes that are read from a ring at once.
 const AHEAD: usize = 512;
-/// Fetches that are under way on one connection, at most.
-const FETCHES: usize = 16;
 /// Slots that a client is granted.
 const GRANTED: usize = 8;
 /// Blocks longer than this are not placed: no slots are granted for them, unless that is the only way.
@@ -41,7 +47,7 @@ pub(super) struct Rdma {
     /// Where it listens.
     address: SocketAddr,
     /// Slots that all connections have in common, by their size.
-    pools: Mutex<HashMap<usize, Arc<Pool>>>,
+    slots: Mutex<HashMap<usize, Arc<Slots>>>,
 }
 
 impl Rdma {
@@ -63,7 +69,7 @@ impl Rdma {
             Some(Box::new(Framed::new(peer, Link::default(), AHEAD)))
         };
         let address = fabric.listen(listen, accept)?;
-        Ok(Rdma { fabric, address, pools: Mutex::default() })
+        Ok(Rdma { fabric, address, slots: Mutex::default() })
     }
 
     /// Where it listens.
@@ -91,73 +97,30 @@ impl Rdma {
     }
 
     /// Slots that blocks of such a size are fetched into.
-    fn pool(&self, bytes: usize) -> Result<Arc<Pool>, VerbsError> {
+    fn slots(&self, bytes: usize) -> Result<Arc<Slots>, VerbsError> {
         let options = self.fabric.device().options();
         let make = || {
             let chunk = self.fabric.device().payload_arena().take(bytes * options.slots.max(1))?;
-            Ok(Pool::new(&chunk, bytes, options.buffers == Buffers::Looped))
+            Ok(Slots::new(Pool::new(&chunk, bytes, options.buffers == Buffers::Looped)))
         };
         if options.buffers == Buffers::Own {
             return make();
         }
-        let mut pools = self.pools.lock();
-        if let Some(pool) = pools.get(&bytes) {
-            return Ok(Arc::clone(pool));
+        let mut all = self.slots.lock();
+        if let Some(slots) = all.get(&bytes) {
+            return Ok(Arc::clone(slots));
         }
-        let pool = make()?;
-        pools.insert(bytes, Arc::clone(&pool));
-        Ok(pool)
+        let slots = make()?;
+        all.insert(bytes, Arc::clone(&slots));
+        Ok(slots)
     }
 }
 
-/// The versions of a part, as clients find them.
-#[derive(Debug)]
-pub(super) struct Shown {
-    device: Arc<Device>,
-    directory: Mutex<Directory>,
-    memory: Arc<Mapping>,
-}
-
-impl Shown {
-    /// Shows the versions of `part` from now on.
-    pub(super) fn of(part: &Part, device: &Arc<Device>) -> Result<Arc<Shown>, Refusal> {
-        let directory = Directory::new().map_err(Refusal::other)?;
-        let memory = Arc::clone(directory.memory());
-        device.register(&memory).map_err(Refusal::other)?;
-        let shown = Arc::new(Shown { device: Arc::clone(device), directory: Mutex::new(directory), memory });
-        part.store().watch(Arc::clone(&shown) as Arc<dyn VersionWatch>);
-        Ok(shown)
-    }
-
-    fn place(&self) -> Result<Place, Refusal> {
-        self.device.register(&self.memory).map(|registration| registration.remote()).map_err(Refusal::other)
-    }
-}
-
-impl VersionWatch for Shown {
-    fn published(&self, version: Version, memory: &Region) {
-        match self.device.register(memory.memory()) {
-            Ok(registration) => {
-                let Place { address, key } = registration.remote();
-                let bytes = memory.memory().len() as u64;
-                self.directory.lock().publish(version, address, key, bytes);
-            }
-            // Clients look for it in vain, and say so.
-            Err(error) => tracing::error!(%version, %error, "a version cannot be fetched by RDMA"),
-        }
-    }
-
-    fn retired(&self, version: Version) {
-        self.directory.lock().retire(version);
-    }
-}
-
-/// Where a payload is.
-enum Payloads {
-    /// It was fetched.
-    Fetched(Slot),
-    /// The client has put it into a slot that it was granted.
-    Placed(u32),
+/// A block that lies with a client.
+struct Named {
+    received: Received,
+    from: Place,
+    len: usize,
 }
 
 /// What one connection has in common with a client elsewhere.
@@ -166,18 +129,18 @@ pub(super) struct Remote {
     /// The client's memory, by its numbers.
     regions: HashMap<u32, (Place, u64)>,
     most_bytes: u64,
-    pool: Option<Arc<Pool>>,
+    seat: Option<Seat>,
     granted: Option<Granted>,
-    /// Named, and not being fetched yet.
-    named: VecDeque<(Received, Place, usize)>,
-    /// Being fetched, in order.
-    fetching: VecDeque<(Received, usize)>,
-    /// There, in order.
-    there: VecDeque<(Received, Payloads, usize)>,
+    /// What is fetched.
+    fetches: Fetches<Named, Slot>,
+    /// What the client has put into slots that it was granted, in order: which slot, and how many bytes.
+    placed: VecDeque<(Received, u32, usize)>,
     ready: VecDeque<Outgoing>,
     done: Done,
     /// For what is copied out of another device's memory.
     room: Vec<u8>,
+    /// Plans that what was named waits for, and nothing else.
+    unheard: Unheard,
 }
 
 struct Granted {
@@ -193,22 +156,22 @@ impl Remote {
             line: Arc::clone(line),
             regions: HashMap::new(),
             most_bytes: 0,
-            pool: None,
+            seat: None,
             granted: None,
-            named: VecDeque::new(),
-            fetching: VecDeque::new(),
-            there: VecDeque::new(),
+            fetches: Fetches::default(),
+            placed: VecDeque::new(),
             ready: VecDeque::new(),
             done: Vec::new(),
             room: Vec::new(),
+            unheard: Unheard::default(),
         }
     }
 
     /// It is of this model: the client hears where versions are, and which slots are its own.
-    pub(super) fn serve(&mut self, part: &Part, rdma: &Rdma) -> Result<(), Refusal> {
+    pub(super) fn serve(&mut self, part: &Part, rdma: &Rdma, link: &Link) -> Result<(), Refusal> {
         let block = part.layout().block_size();
         self.most_bytes = longest_region(part.model_bytes(), block);
-        self.pool = Some(rdma.pool(longest_sum(block)).map_err(Refusal::other)?);
+        self.seat = Some(rdma.slots(longest_sum(block)).map_err(Refusal::other)?.join(link));
         let Place { address, key } = part.shown(self.line.device())?.place()?;
         self.ready.push_back(saying(part, 0, Message::Directory { address, key }));
         let bytes = block as usize;
@@ -225,6 +188,11 @@ impl Remote {
             self.granted = Some(granted);
         }
         Ok(())
+    }
+
+    /// When it is to go on at the latest, if anything of it waits for word of a plan.
+    pub(super) fn until(&self, now: Instant) -> Option<Instant> {
+        self.unheard.until(now)
     }
 
     fn grant(&self, bytes: usize) -> Result<Granted, VerbsError> {
@@ -271,7 +239,7 @@ impl Remote {
                     return Err(Refusal::other(format!("{len} bytes at {offset} leave region {region}")));
                 }
                 self.is_bounded(part)?;
-                self.named.push_back((received.clone(), start.at(offset), len));
+                self.fetches.name(Named { received: received.clone(), from: start.at(offset), len });
             }
             Message::PushIn { block, wide, slot, .. } => {
                 let len = wanted(part, block, wide)?;
@@ -282,7 +250,7 @@ impl Remote {
                     Some(busy) if !*busy && len <= part.layout().block_size() as usize => *busy = true,
                     _ => return Err(Refusal::other(format!("slot {slot} is not the client's to fill"))),
                 }
-                self.there.push_back((received.clone(), Payloads::Placed(slot), len));
+                self.placed.push_back((received.clone(), slot, len));
             }
             _ => return Ok(None),
         }
@@ -292,7 +260,7 @@ impl Remote {
     /// A client names each block of a plan once, and once more when it has looked after it.
     fn is_bounded(&self, part: &Part) -> Result<(), Refusal> {
         let most = 2 * part.store().part().blocks().len();
-        match self.named.len() + self.fetching.len() + self.there.len() < most {
+        match self.fetches.len() + self.placed.len() < most {
             true => Ok(()),
             false => Err(Refusal::other(format!("more than {most} blocks of plans to come"))),
         }
@@ -300,67 +268,123 @@ impl Remote {
 
     /// Goes on: fetches what was named, as there is room, and reduces what is there. The first one that has to wait
     /// holds up the others.
-    pub(super) fn again(
-        &mut self,
-        client: ClientId,
-        part: &Arc<Part>,
-        unheard: &mut Unheard,
-        link: &Link,
-    ) -> Result<(), Refusal> {
+    pub(super) fn again(&mut self, client: ClientId, part: &Arc<Part>, link: &Link) -> Result<(), Refusal> {
+        let Some(seat) = &self.seat else { return Ok(()) };
         self.line.take(&mut self.done);
         for Finished { work, .. } in self.done.drain(..) {
-            if let (Work::Read { slot, .. }, Some((received, len))) = (work, self.fetching.pop_front()) {
-                self.there.push_back((received, Payloads::Fetched(slot), len));
+            if let Work::Read { slot, .. } = work {
+                self.fetches.came(slot);
             }
         }
-        self.fetch()?;
-        while let Some((received, payload, len)) = self.there.front() {
-            let slot = match payload {
-                Payloads::Fetched(slot) => slot,
-                Payloads::Placed(slot) => {
-                    match self.granted.as_ref().map(|granted| &granted.slots[*slot as usize]) {
-                        Some(slot) => slot,
-                        None => return Err(Refusal::other("no slots were granted")),
-                    }
-                }
+        let (line, room, unheard) = (&self.line, &mut self.room, &mut self.unheard);
+        let mut at_work = AtWork { client, part, unheard, link, line, seat, room, waits: false, any: false };
+        let stand = self.fetches.advance(&mut at_work)?;
+        if at_work.any {
+            line.post().map_err(Refusal::other)?;
+        }
+        if seat.stands(stand) {
+            drop(self.fetches.give_back());
+        }
+        while !at_work.waits
+            && let Some((received, slot, len)) = self.placed.front()
+        {
+            let Some(granted) = &mut self.granted else {
+                return Err(Refusal::other("no slots were granted"));
             };
-            match part.arrive(client, received, unheard, link)? {
-                (Take::Later, _) => break,
-                (_, Some(landing)) => {
-                    let bytes = match slot.copied_out(*len, &mut self.room).map_err(Refusal::other)? {
-                        Some(copied) => copied,
-                        // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through
-                        // it are those of its length.
-                        None => unsafe { slot.bytes(*len) },
-                    };
-                    part.landed(landing, bytes, link)?;
-                }
-                (_, None) => {}
+            if !at_work.reduce(received, &granted.slots[*slot as usize], *len)? {
+                break;
             }
-            let request = received.header.request();
-            if let (Payloads::Placed(slot), Some(granted)) = (payload, &mut self.granted) {
-                granted.busy[*slot as usize] = false;
-            }
-            self.there.pop_front();
-            if request != 0 {
-                link.send(saying(part, request, Message::Done));
-            }
+            granted.busy[*slot as usize] = false;
+            at_work.is_done(received);
+            self.placed.pop_front();
         }
-        // There may be slots now.
-        self.fetch()
+        Ok(())
+    }
+}
+
+/// A connection that goes on.
+struct AtWork<'a> {
+    client: ClientId,
+    part: &'a Arc<Part>,
+    unheard: &'a mut Unheard,
+    link: &'a Link,
+    line: &'a Line,
+    seat: &'a Seat,
+    room: &'a mut Vec<u8>,
+    /// What it has named first has to wait.
+    waits: bool,
+    /// Something is to be posted.
+    any: bool,
+}
+
+impl AtWork<'_> {
+    /// Does with a block what is to be done with it. False if it cannot be done yet.
+    fn reduce(&mut self, received: &Received, slot: &Slot, len: usize) -> Result<bool, Refusal> {
+        match self.part.arrive(self.client, received, self.unheard, self.link)? {
+            (Take::Later, _) => return Ok(false),
+            (_, Some(landing)) => {
+                let bytes = match slot.copied_out(len, self.room).map_err(Refusal::other)? {
+                    Some(copied) => copied,
+                    // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through
+                    // it are those of its length.
+                    None => unsafe { slot.bytes(len) },
+                };
+                self.part.landed(landing, bytes, self.link)?;
+            }
+            (_, None) => {}
+        }
+        Ok(true)
     }
 
-    fn fetch(&mut self) -> Result<(), Refusal> {
-        let Some(pool) = &self.pool else { return Ok(()) };
-        let mut any = false;
-        while self.fetching.len() < FETCHES && self.line.room() > 0 && !self.named.is_empty() {
-            let Some(slot) = pool.take(self.line.connection()) else { break };
-            let Some((received, from, len)) = self.named.pop_front() else { break };
-            self.line.read(0, slot, len, from, false).map_err(|(error, _)| Refusal::other(error))?;
-            self.fetching.push_back((received, len));
-            any = true;
+    /// The client hears that its memory is not needed any more, if it wants to.
+    fn is_done(&self, received: &Received) {
+        let request = received.header.request();
+        if request != 0 {
+            self.link.send(saying(self.part, request, Message::Done));
         }
-        if any { self.line.post().map_err(Refusal::other) } else { Ok(()) }
+    }
+}
+
+impl Edge<Named, Slot> for AtWork<'_> {
+    type Error = Refusal;
+
+    fn turn(&mut self, what: &Named) -> Result<Turn, Refusal> {
+        let turn = self.part.turn(self.client, &what.received, self.unheard, self.link)?;
+        self.waits = turn == Turn::Later;
+        Ok(turn)
+    }
+
+    fn is_due(&mut self, what: &Named) -> bool {
+        self.part.is_due(self.client, &what.received)
+    }
+
+    fn land(&mut self, what: &Named, slot: &Slot) -> Result<bool, Refusal> {
+        let landed = self.reduce(&what.received, slot, what.len)?;
+        self.waits = !landed;
+        Ok(landed)
+    }
+
+    fn over(&mut self, what: Named) {
+        self.is_done(&what.received);
+    }
+
+    fn has_room(&self) -> bool {
+        self.line.room() > 0
+    }
+
+    fn is_pressed(&self) -> bool {
+        self.seat.is_pressed()
+    }
+
+    fn slot(&mut self) -> Option<Slot> {
+        self.seat.take(self.line.connection())
+    }
+
+    fn fetch(&mut self, what: &Named, slot: Slot) -> Result<(), Refusal> {
+        let read = self.line.read(0, slot, what.len, what.from, false);
+        read.map_err(|(error, _)| Refusal::other(error))?;
+        self.any = true;
+        Ok(())
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::mpsc::{Receiver as News, Sender, channel};
 use std::time::{Duration, Instant};
 
 use libmodelio::client::TransportChoice;
-use libmodelio::ids::{BlockId, ClientId, PlanId};
+use libmodelio::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
 use libmodelio::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
@@ -78,6 +78,43 @@ fn blocks_are_fetched_into_slots_of_each_queue_pair() {
 #[test]
 fn two_slots_will_do() {
     sums(|options| (options.placement, options.slots) = (Placement::Dynamic, 2));
+}
+
+/// What is added up in a fixed order waits for what comes before it, in slots that this one wants, too.
+fn in_order_through_two_slots(change: fn(&mut RdmaOptions)) {
+    let Some(way) = Way::rdma_with(change) else { return };
+    let settings = [("reducer", "sum"), ("learners", "3"), ("deterministic", "true")];
+    let world = World::new(1, BYTES, &settings, way);
+    let clients = [(); 3].map(|()| world.client());
+    let learners: Vec<Learner> =
+        clients.iter().zip(["a", "b", "c"]).map(|(client, name)| Learner::join(client, name)).collect();
+    for step in 1..=5 {
+        // The first one is the last to push.
+        let pushed: Vec<_> = learners.iter().zip([1.0, 2.0, 4.0]).rev().map(|(l, n)| l.push(n)).collect();
+        for answer in pushed {
+            assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        }
+        for learner in &learners {
+            let (version, weights) = learner.pull();
+            assert_eq!(version, Version(step));
+            let expected = 7.0 * step as f32;
+            assert!(weights.iter().all(|&weight| weight == expected), "{} != {expected}", weights[0]);
+        }
+    }
+    clients.iter().for_each(|client| client.shut_down());
+}
+
+#[test]
+fn contributions_in_a_fixed_order_share_two_slots() {
+    in_order_through_two_slots(|options| (options.placement, options.slots) = (Placement::Dynamic, 2));
+}
+
+#[test]
+fn contributions_in_a_fixed_order_share_two_slots_in_turn() {
+    in_order_through_two_slots(|options| {
+        (options.placement, options.slots) = (Placement::Dynamic, 2);
+        options.buffers = Buffers::Looped;
+    });
 }
 
 #[test]

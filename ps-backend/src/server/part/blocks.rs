@@ -12,6 +12,8 @@ use libmodelio::wire::{self, Message, Received, Refusal};
 
 use super::Part;
 use crate::part::core::Placement;
+#[cfg(feature = "rdma")]
+use crate::part::fetches::Turn;
 use crate::part::store::{self, PartJob, Payload, PinnedVersion};
 use crate::part::unheard::Unheard;
 
@@ -37,13 +39,8 @@ impl Part {
         unheard: &mut Unheard,
         link: &Link,
     ) -> Result<(Take, Option<Landing>), Refusal> {
-        let (plan, global, wide, comes) = match received.message {
-            Message::Push { plan, block, wide } => (plan, block, wide, true),
-            Message::PushAt { plan, block, wide, .. } | Message::PushIn { plan, block, wide, .. } => {
-                (plan, block, wide, false)
-            }
-            _ => return Ok((Take::Nothing, None)),
-        };
+        let Some((plan, global, wide)) = named(received) else { return Ok((Take::Nothing, None)) };
+        let comes = matches!(received.message, Message::Push { .. });
         let block = self.store.part().local(global).ok_or(Refusal::NotMine { block: global })?;
         let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
         let wanted = payload.wanted_len(self.layout(), block) as u32;
@@ -90,6 +87,42 @@ impl Part {
         // there or the connection over; the memory is the part's, which the guard keeps.
         let into = unsafe { Target::new(bytes.as_mut_ptr(), bytes.len(), Arc::clone(self) as Guard) };
         Ok((Take::Into(into), Some(landing)))
+    }
+
+    /// What [`Self::arrive`] would do with a block that nothing comes of yet: so that nothing need. One that has to wait
+    /// waits as there.
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn turn(
+        &self,
+        client: ClientId,
+        received: &Received,
+        unheard: &mut Unheard,
+        link: &Link,
+    ) -> Result<Turn, Refusal> {
+        let Some((plan, global, _)) = named(received) else { return Ok(Turn::Never) };
+        let block = self.store.part().local(global).ok_or(Refusal::NotMine { block: global })?;
+        let mut state = self.state.lock();
+        match state.core.look(client, plan, block.0) {
+            Placement::Duplicate | Placement::Unwanted => Ok(Turn::Never),
+            Placement::Later if !state.core.has_heard_of(plan) && !unheard.waits(plan, Instant::now()) => {
+                tracing::debug!(model = %self.model, %plan, block = global.0, "passed over: no word of its plan");
+                Ok(Turn::Never)
+            }
+            Placement::Later => {
+                state.wait(link);
+                Ok(Turn::Later)
+            }
+            Placement::Store { .. } | Placement::Add { .. } | Placement::Finish { .. } => Ok(Turn::Now),
+        }
+    }
+
+    /// Whether a block would be taken at once.
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn is_due(&self, client: ClientId, received: &Received) -> bool {
+        let Some((plan, global, _)) = named(received) else { return false };
+        let Some(block) = self.store.part().local(global) else { return false };
+        let placement = self.state.lock().core.look(client, plan, block.0);
+        matches!(placement, Placement::Store { .. } | Placement::Add { .. } | Placement::Finish { .. })
     }
 
     /// Its payload is there; `bytes` unless it was received where it belongs.
@@ -191,5 +224,15 @@ impl Part {
         self.store.tally().moved(Flow::Pull, version.block(local).len());
         let message = Message::Block { version: version.version(), block };
         Some(Outgoing { message, request: 0, epoch: self.epoch, payload: Some(piece) })
+    }
+}
+
+/// The plan and the block of a push, and whether it is wide.
+fn named(received: &Received) -> Option<(PlanId, BlockId, bool)> {
+    match received.message {
+        Message::Push { plan, block, wide }
+        | Message::PushAt { plan, block, wide, .. }
+        | Message::PushIn { plan, block, wide, .. } => Some((plan, block, wide)),
+        _ => None,
     }
 }

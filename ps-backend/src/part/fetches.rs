@@ -1,0 +1,266 @@
+//! Payloads that lie with clients, and the slots into which they are fetched before they are used. Pure.
+//!
+//! What a connection names is used in the order in which it was named. It is fetched ahead of its turn, as long as
+//! nobody lacks a slot for something whose turn it is: such a connection is *short*. Then those that have fetched what
+//! has to wait, as contributions that are added up in a fixed order do, give their slots back, and fetch again what was
+//! in them when its turn has come, and not before. So there is always a slot for what others wait for, and a payload is
+//! fetched in vain once at most, unless something else of its block has landed meanwhile.
+
+use std::collections::{HashSet, VecDeque};
+
+/// Fetches that are under way on one connection, at most.
+const UNDER_WAY: usize = 16;
+
+/// What is to become of a payload that is not here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// It would be used at once.
+    Now,
+    /// It would have to wait. Its connection goes on when that may have changed.
+    Later,
+    /// Nobody wants it.
+    Never,
+}
+
+/// What the queue of a connection asks, and has done.
+pub trait Edge<T, S> {
+    /// What ends the connection.
+    type Error;
+
+    /// What is to become of the next one.
+    ///
+    /// # Errors
+    /// [`Self::Error`].
+    fn turn(&mut self, what: &T) -> Result<Turn, Self::Error>;
+
+    /// Whether [`Self::turn`] would say [`Turn::Now`] of one that is not the next.
+    fn is_due(&mut self, what: &T) -> bool;
+
+    /// Uses it, or sees that nobody wants it. False if it has to wait: then as with [`Turn::Later`].
+    ///
+    /// # Errors
+    /// [`Self::Error`].
+    fn land(&mut self, what: &T, slot: &S) -> Result<bool, Self::Error>;
+
+    /// Nothing more becomes of it.
+    fn over(&mut self, what: T);
+
+    /// Whether a fetch more can be under way.
+    fn has_room(&self) -> bool;
+
+    /// Whether another connection is short.
+    fn is_pressed(&self) -> bool;
+
+    /// A free slot. If there is none, the connection goes on when there may be one.
+    fn slot(&mut self) -> Option<S>;
+
+    /// Begins to fetch it; [`Fetches::came`] says that it is there.
+    ///
+    /// # Errors
+    /// [`Self::Error`].
+    fn fetch(&mut self, what: &T, slot: S) -> Result<(), Self::Error>;
+}
+
+/// How it stands with a connection that can do no more just now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stand {
+    /// It has what it needs, or waits without a slot.
+    Well,
+    /// It is its turn, and it finds no slot.
+    Short,
+    /// What it has in slots has to wait.
+    Idle,
+}
+
+#[derive(Debug)]
+enum Where<S> {
+    /// With the client; it may be fetched ahead of its turn.
+    Named {
+        ahead: bool,
+    },
+    /// Being fetched; not `wanted` when it comes.
+    Coming {
+        wanted: bool,
+    },
+    Here(S),
+}
+
+/// What one connection has named, in order. Whatever is here, or comes and is wanted, has nothing before it that is not.
+#[derive(Debug)]
+pub struct Fetches<T, S> {
+    queue: VecDeque<(T, Where<S>)>,
+    /// The number of the first of them.
+    first: u64,
+    /// The numbers of those that come, in the order in which they were asked for.
+    coming: VecDeque<u64>,
+}
+
+impl<T, S> Default for Fetches<T, S> {
+    fn default() -> Fetches<T, S> {
+        Fetches { queue: VecDeque::new(), first: 0, coming: VecDeque::new() }
+    }
+}
+
+impl<T, S> Fetches<T, S> {
+    /// One more.
+    pub fn name(&mut self, what: T) {
+        self.queue.push_back((what, Where::Named { ahead: true }));
+    }
+
+    /// How many there are.
+    pub fn len(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// What was asked for first has come, into `slot`.
+    pub fn came(&mut self, slot: S) {
+        let Some(number) = self.coming.pop_front() else { return };
+        if let Some((_, state)) = self.queue.get_mut((number - self.first) as usize) {
+            *state = match state {
+                Where::Coming { wanted: true } => Where::Here(slot),
+                _ => Where::Named { ahead: false },
+            };
+        }
+    }
+
+    /// Uses what can be used, and fetches what can be fetched. What it stands like then is everybody's business: see
+    /// [`Turns::stands`].
+    ///
+    /// # Errors
+    /// Those of `edge`.
+    pub fn advance<E: Edge<T, S>>(&mut self, edge: &mut E) -> Result<Stand, E::Error> {
+        loop {
+            let Some((what, state)) = self.queue.front() else { return Ok(Stand::Well) };
+            match state {
+                Where::Coming { .. } => break,
+                Where::Here(slot) if edge.land(what, slot)? => self.pop(edge),
+                Where::Here(_) => {
+                    self.fetch_ahead(edge)?;
+                    return Ok(Stand::Idle);
+                }
+                Where::Named { .. } => match edge.turn(what)? {
+                    Turn::Never => self.pop(edge),
+                    Turn::Later => break,
+                    Turn::Now if !self.has_room(edge) => return Ok(Stand::Well),
+                    Turn::Now => match edge.slot() {
+                        Some(slot) => {
+                            self.fetch(0, slot, edge)?;
+                            break;
+                        }
+                        None => return Ok(Stand::Short),
+                    },
+                },
+            }
+        }
+        self.fetch_ahead(edge)?;
+        Ok(Stand::Well)
+    }
+
+    /// Gives back all slots that it has. Those that are being filled are free when they are full.
+    pub fn give_back(&mut self) -> Vec<S> {
+        let mut slots = Vec::new();
+        for (_, state) in &mut self.queue {
+            match state {
+                Where::Named { .. } => {}
+                Where::Coming { wanted } => *wanted = false,
+                Where::Here(_) => {
+                    if let Where::Here(slot) = std::mem::replace(state, Where::Named { ahead: false }) {
+                        slots.push(slot);
+                    }
+                }
+            }
+        }
+        slots
+    }
+
+    fn pop<E: Edge<T, S>>(&mut self, edge: &mut E) {
+        if let Some((what, _)) = self.queue.pop_front() {
+            self.first += 1;
+            edge.over(what);
+        }
+    }
+
+    fn has_room<E: Edge<T, S>>(&self, edge: &E) -> bool {
+        self.coming.len() < UNDER_WAY && edge.has_room()
+    }
+
+    fn fetch_ahead<E: Edge<T, S>>(&mut self, edge: &mut E) -> Result<(), E::Error> {
+        let is_here = |state: &Where<S>| matches!(state, Where::Here(_) | Where::Coming { wanted: true });
+        let all = self.queue.len();
+        let missing = self.queue.iter().position(|(_, state)| !is_here(state)).unwrap_or(all);
+        for index in missing..all {
+            let (what, state) = &self.queue[index];
+            let may = match state {
+                Where::Named { ahead: true } => !edge.is_pressed(),
+                Where::Named { ahead: false } => edge.is_due(what),
+                Where::Coming { .. } | Where::Here(_) => false,
+            };
+            if !may || !self.has_room(edge) {
+                break;
+            }
+            let Some(slot) = edge.slot() else { break };
+            self.fetch(index, slot, edge)?;
+        }
+        Ok(())
+    }
+
+    fn fetch<E: Edge<T, S>>(&mut self, index: usize, slot: S, edge: &mut E) -> Result<(), E::Error> {
+        let (what, state) = &mut self.queue[index];
+        edge.fetch(what, slot)?;
+        *state = Where::Coming { wanted: true };
+        self.coming.push_back(self.first + index as u64);
+        Ok(())
+    }
+}
+
+/// What a connection is to do about others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// Give its slots back.
+    GiveBack,
+    /// Have these go on: they have slots that they cannot use.
+    Wake(Vec<u64>),
+}
+
+/// Those who have slots in common, by their numbers: who is short, and who has slots that it cannot use.
+#[derive(Debug, Default)]
+pub struct Turns {
+    short: HashSet<u64>,
+    idle: HashSet<u64>,
+}
+
+impl Turns {
+    /// Whether one other than `who` is short.
+    pub fn is_pressed(&self, who: u64) -> bool {
+        self.short.iter().any(|&short| short != who)
+    }
+
+    /// It stands so with `who` from now on.
+    pub fn stands(&mut self, who: u64, stand: Stand) -> Then {
+        self.gone(who);
+        match stand {
+            Stand::Idle if self.is_pressed(who) => return Then::GiveBack,
+            Stand::Idle => drop(self.idle.insert(who)),
+            Stand::Short => {
+                self.short.insert(who);
+                return Then::Wake(self.idle.drain().collect());
+            }
+            Stand::Well => {}
+        }
+        Then::Wake(Vec::new())
+    }
+
+    /// It needs nothing any more.
+    pub fn gone(&mut self, who: u64) {
+        self.short.remove(&who);
+        self.idle.remove(&who);
+    }
+}
+
+#[cfg(test)]
+mod tests;

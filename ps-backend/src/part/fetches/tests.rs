@@ -1,0 +1,366 @@
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::ids::{ClientId, PlanId, Version};
+use proptest::prelude::*;
+
+use super::*;
+use crate::part::core::{Action, Kind, PartCore, Placement, Plan, Source};
+
+const PLAN: PlanId = PlanId(1);
+
+/// Slots, and whether one was given back since that was last looked at.
+#[derive(Clone)]
+struct Slots {
+    free: Rc<RefCell<Vec<bool>>>,
+    freed: Rc<Cell<bool>>,
+}
+
+impl Slots {
+    fn new(count: usize) -> Slots {
+        Slots { free: Rc::new(RefCell::new(vec![true; count])), freed: Rc::default() }
+    }
+
+    fn take(&self, next: &mut usize, in_turn: bool) -> Option<Slot> {
+        let mut free = self.free.borrow_mut();
+        let count = free.len();
+        let tries = if in_turn { 1 } else { count };
+        let index = (0..tries).map(|n| (*next + n) % count).find(|&index| free[index])?;
+        free[index] = false;
+        *next = (index + 1) % count;
+        Some(Slot { slots: self.clone(), index })
+    }
+
+    fn count_free(&self) -> usize {
+        self.free.borrow().iter().filter(|&&free| free).count()
+    }
+}
+
+struct Slot {
+    slots: Slots,
+    index: usize,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.slots.free.borrow_mut()[self.index] = true;
+        self.slots.freed.set(true);
+    }
+}
+
+/// A connection of one of the models' clients.
+struct Connection {
+    model: usize,
+    client: ClientId,
+    to_name: VecDeque<u32>,
+    fetches: Fetches<u32, Slot>,
+    /// The device is at work on these.
+    under_way: VecDeque<(u32, Slot)>,
+    landed: Vec<u32>,
+    reads: HashMap<u32, usize>,
+    woken: bool,
+    waits_for_core: bool,
+    waits_for_slot: bool,
+}
+
+struct World {
+    cores: Vec<PartCore>,
+    slots: Slots,
+    next: usize,
+    in_turn: bool,
+    turns: Turns,
+    connections: Vec<Connection>,
+}
+
+struct Sides<'a> {
+    who: u64,
+    client: ClientId,
+    core: &'a mut PartCore,
+    slots: &'a Slots,
+    next: &'a mut usize,
+    in_turn: bool,
+    turns: &'a Turns,
+    under_way: &'a mut VecDeque<(u32, Slot)>,
+    landed: &'a mut Vec<u32>,
+    reads: &'a mut HashMap<u32, usize>,
+    waits_for_core: &'a mut bool,
+    waits_for_slot: &'a mut bool,
+    moved: bool,
+}
+
+impl Edge<u32, Slot> for Sides<'_> {
+    type Error = std::convert::Infallible;
+
+    fn turn(&mut self, &block: &u32) -> Result<Turn, Self::Error> {
+        Ok(match self.core.look(self.client, PLAN, block) {
+            Placement::Later => {
+                *self.waits_for_core = true;
+                Turn::Later
+            }
+            Placement::Duplicate | Placement::Unwanted => Turn::Never,
+            _ => Turn::Now,
+        })
+    }
+
+    fn is_due(&mut self, &block: &u32) -> bool {
+        let placement = self.core.look(self.client, PLAN, block);
+        !matches!(placement, Placement::Later | Placement::Duplicate | Placement::Unwanted)
+    }
+
+    fn land(&mut self, &block: &u32, _: &Slot) -> Result<bool, Self::Error> {
+        match self.core.arrive(self.client, PLAN, block) {
+            Placement::Later => {
+                *self.waits_for_core = true;
+                Ok(false)
+            }
+            Placement::Duplicate | Placement::Unwanted => Ok(true),
+            _ => {
+                self.core.landed(self.client, PLAN, block, true, &mut Vec::new());
+                self.moved = true;
+                Ok(true)
+            }
+        }
+    }
+
+    fn over(&mut self, block: u32) {
+        self.landed.push(block);
+    }
+
+    fn has_room(&self) -> bool {
+        true
+    }
+
+    fn is_pressed(&self) -> bool {
+        self.turns.is_pressed(self.who)
+    }
+
+    fn slot(&mut self) -> Option<Slot> {
+        let slot = self.slots.take(self.next, self.in_turn);
+        *self.waits_for_slot |= slot.is_none();
+        slot
+    }
+
+    fn fetch(&mut self, &block: &u32, slot: Slot) -> Result<(), Self::Error> {
+        self.under_way.push_back((block, slot));
+        *self.reads.entry(block).or_default() += 1;
+        Ok(())
+    }
+}
+
+impl World {
+    /// `models` models of `blocks` blocks, each of `clients` clients with a connection or two, which add up in order.
+    fn new(models: usize, clients: u64, blocks: u32, connections: u64, slots: usize, in_turn: bool) -> World {
+        let mut all = Vec::new();
+        let mut cores = Vec::new();
+        for model in 0..models {
+            let mut core = PartCore::new(blocks, Version(0));
+            let mut every = FixedBitSet::with_capacity(blocks as usize);
+            every.insert_range(..);
+            let source = |client| Source { client: ClientId(client), blocks: every.clone(), check: false };
+            let sources = (0..clients).map(source).collect();
+            let plan = Plan { id: PLAN, kind: Kind::Reduce, base: Version(0), sources, ordered: true };
+            let mut actions = Vec::new();
+            core.start(plan, &mut actions).unwrap();
+            assert_eq!(actions, [Action::Begin(PLAN)]);
+            core.begun(PLAN, &mut actions);
+            cores.push(core);
+            for client in 0..clients {
+                for number in 0..connections {
+                    all.push(Connection {
+                        model,
+                        client: ClientId(client),
+                        to_name: (0..blocks)
+                            .filter(|block| u64::from(*block) % connections == number)
+                            .collect(),
+                        fetches: Fetches::default(),
+                        under_way: VecDeque::new(),
+                        landed: Vec::new(),
+                        reads: HashMap::new(),
+                        woken: false,
+                        waits_for_core: false,
+                        waits_for_slot: false,
+                    });
+                }
+            }
+        }
+        let (slots, turns) = (Slots::new(slots), Turns::default());
+        World { cores, slots, next: 0, in_turn, turns, connections: all }
+    }
+
+    /// A connection goes on, as one of a shard does.
+    fn again(&mut self, who: usize) {
+        let connection = &mut self.connections[who];
+        connection.woken = false;
+        (connection.waits_for_core, connection.waits_for_slot) = (false, false);
+        let mut sides = Sides {
+            who: who as u64,
+            client: connection.client,
+            core: &mut self.cores[connection.model],
+            slots: &self.slots,
+            next: &mut self.next,
+            in_turn: self.in_turn,
+            turns: &self.turns,
+            under_way: &mut connection.under_way,
+            landed: &mut connection.landed,
+            reads: &mut connection.reads,
+            waits_for_core: &mut connection.waits_for_core,
+            waits_for_slot: &mut connection.waits_for_slot,
+            moved: false,
+        };
+        let Ok(stand) = connection.fetches.advance(&mut sides);
+        let moved = sides.moved;
+        match self.turns.stands(who as u64, stand) {
+            Then::GiveBack => drop(connection.fetches.give_back()),
+            Then::Wake(idle) => idle.iter().for_each(|&who| self.connections[who as usize].woken = true),
+        }
+        let model = self.connections[who].model;
+        let freed = self.slots.freed.take();
+        for other in &mut self.connections {
+            other.woken |= moved && other.model == model && other.waits_for_core;
+            other.woken |= freed && other.waits_for_slot;
+        }
+    }
+
+    /// Goes on in any order until nothing happens any more. Clients of `silent` never name anything.
+    fn run(&mut self, random: &mut fastrand::Rng, silent: impl Fn(&Connection) -> bool) {
+        let all: usize = self.connections.iter().map(|connection| connection.to_name.len()).sum();
+        // Named, used, woken by each landing and by each slot that is given back: far more means that it goes on for ever.
+        let most = 100 + 8 * all * self.connections.len().max(4);
+        for _ in 0..most {
+            let may = |connection: &Connection| {
+                connection.woken
+                    || !connection.under_way.is_empty()
+                    || !connection.to_name.is_empty() && !silent(connection)
+            };
+            let can: Vec<usize> =
+                (0..self.connections.len()).filter(|&who| may(&self.connections[who])).collect();
+            let Some(&who) = (!can.is_empty()).then(|| &can[random.usize(..can.len())]) else { return };
+            let connection = &mut self.connections[who];
+            if !silent(connection)
+                && random.bool()
+                && let Some(block) = connection.to_name.pop_front()
+            {
+                connection.fetches.name(block);
+                connection.woken = true;
+            }
+            if random.bool()
+                && let Some((_, slot)) = connection.under_way.pop_front()
+            {
+                connection.fetches.came(slot);
+                connection.woken = true;
+            }
+            if connection.woken {
+                self.again(who);
+            }
+        }
+        panic!("it goes on for ever");
+    }
+
+    fn check(&self, expected: impl Fn(&Connection) -> bool) {
+        for (who, connection) in self.connections.iter().enumerate().filter(|(_, of)| expected(of)) {
+            let Connection { model, client, .. } = connection;
+            let what = format!("connection {who}, of {client:?} of model {model}");
+            assert!(connection.to_name.is_empty() && connection.fetches.is_empty(), "{what} is not through");
+            assert!(connection.landed.is_sorted(), "{what}: {:?}", connection.landed);
+            // In vain once at most.
+            assert!(connection.reads.values().all(|&reads| reads <= 2), "{what}: {:?}", connection.reads);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn few_slots_are_enough_for_all(
+        seed: u64,
+        models in 1..3usize,
+        clients in 1..5u64,
+        blocks in 1..20u32,
+        connections in 1..3u64,
+        slots in 1..8usize,
+        in_turn: bool,
+    ) {
+        let mut world = World::new(models, clients, blocks, connections, slots, in_turn);
+        world.run(&mut fastrand::Rng::with_seed(seed), |_| false);
+        world.check(|_| true);
+        prop_assert_eq!(world.slots.count_free(), slots);
+        for core in &world.cores {
+            prop_assert_eq!(core.running(), Some((PLAN, 0)));
+        }
+    }
+
+    #[test]
+    fn a_model_whose_first_client_is_silent_holds_up_no_other(
+        seed: u64,
+        clients in 2..4u64,
+        blocks in 1..20u32,
+        slots in 1..8usize,
+        in_turn: bool,
+    ) {
+        let silent = |connection: &Connection| connection.model == 0 && connection.client == ClientId(0);
+        let mut world = World::new(2, clients, blocks, 2, slots, in_turn);
+        world.run(&mut fastrand::Rng::with_seed(seed), silent);
+        world.check(|connection| connection.model == 1);
+        prop_assert_eq!(world.cores[1].running(), Some((PLAN, 0)));
+        prop_assert_eq!(world.cores[0].running(), Some((PLAN, clients * u64::from(blocks))));
+    }
+}
+
+#[test]
+fn where_there_are_slots_for_all_each_is_fetched_once() {
+    for seed in 0..50 {
+        let mut world = World::new(1, 3, 8, 1, 24, false);
+        world.run(&mut fastrand::Rng::with_seed(seed), |_| false);
+        world.check(|_| true);
+        for connection in &world.connections {
+            assert!(connection.reads.values().all(|&reads| reads == 1), "{:?}", connection.reads);
+        }
+    }
+}
+
+#[test]
+fn what_waits_keeps_its_slots_until_another_is_short() {
+    let mut world = World::new(1, 3, 4, 1, 2, false);
+    let name = |world: &mut World, who: usize| {
+        while let Some(block) = world.connections[who].to_name.pop_front() {
+            world.connections[who].fetches.name(block);
+        }
+        world.again(who);
+    };
+    let come = |world: &mut World, who: usize| {
+        while let Some((_, slot)) = world.connections[who].under_way.pop_front() {
+            world.connections[who].fetches.came(slot);
+        }
+        world.again(who);
+    };
+    // The second has both slots, and waits; nobody wants them.
+    name(&mut world, 1);
+    come(&mut world, 1);
+    for _ in 0..3 {
+        world.again(1);
+    }
+    assert_eq!((world.slots.count_free(), &world.connections[1].landed[..]), (0, &[][..]));
+    // Until the first comes.
+    name(&mut world, 0);
+    assert!(world.connections[1].woken);
+    world.again(1);
+    assert_eq!(world.slots.count_free(), 2);
+    assert!(world.connections[0].woken);
+    // It comes before those who only fetch ahead.
+    name(&mut world, 2);
+    assert!(world.connections[2].under_way.is_empty());
+    world.again(0);
+    assert_eq!(world.connections[0].under_way.len(), 2);
+    // What was given back is not fetched before its turn, though there may be slots.
+    world.again(1);
+    assert!(world.connections[1].under_way.is_empty());
+    come(&mut world, 0);
+    assert_eq!(world.connections[0].landed, [0, 1]);
+    come(&mut world, 0);
+    assert_eq!(world.connections[0].landed, [0, 1, 2, 3]);
+    world.again(1);
+    assert_eq!(world.connections[1].under_way.len(), 2);
+}
