@@ -143,6 +143,11 @@ impl Directory {
         words[0].store(sequence.to_le(), Ordering::Release);
     }
 
+    /// `version` is there until it is retired, and cannot be read past the shard's CPU: it is to be asked for.
+    pub fn publish_unreadable(&mut self, version: Version) {
+        self.publish(version, 0, 0, 0);
+    }
+
     /// The buffer of `version` is about to be used for something else. When this returns, whoever then finds anything
     /// new in there finds the entry gone. Nothing happens if it is not in the directory.
     pub fn retire(&mut self, version: Version) {
@@ -242,6 +247,11 @@ impl Seen {
             key: raw.key.get(),
             bytes: raw.bytes.get(),
         })
+    }
+
+    /// Whether the version can be read where it lies. If not, its blocks are to be asked for.
+    pub fn is_readable(&self) -> bool {
+        self.bytes > 0
     }
 
     /// Where its entry begins in the directory, in bytes.

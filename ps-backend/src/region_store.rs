@@ -214,6 +214,12 @@ impl RegionStore {
         (self.live + lent, self.free.len())
     }
 
+    /// The memory of versions, of the next one, and of those to come, but for what is lent or on its way.
+    pub fn memory(&self) -> impl Iterator<Item = &Arc<Mapping>> {
+        let shown = self.versions.values().map(|published| &published.buffer);
+        shown.chain(&self.back).chain(&self.free).map(|buffer| buffer.region.memory())
+    }
+
     /// Buffers in existence.
     fn total(&mut self) -> usize {
         self.lent.retain(|lent| lent.memory.strong_count() > 0);

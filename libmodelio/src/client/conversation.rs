@@ -177,7 +177,7 @@ impl Conversation for Data {
             && self.greeting.silence.is_none()
             && self.memory.as_ref().is_some_and(Memory::is_by_rdma)
         {
-            self.no_rdma = Some(why.clone());
+            self.no_rdma = Some(format!("refused by the shard: {why}"));
         }
         if self.greeting.welcomed(&received.message)? {
             let by_memory = self.memory.is_some();

@@ -121,6 +121,12 @@ impl Versions {
         Ok(self.back.clone())
     }
 
+    /// What the next version is pulled into, as far as that is there.
+    #[cfg(feature = "rdma")]
+    pub fn next_memory(&self) -> Option<Arc<Mapping>> {
+        self.back.as_ref().or(self.free.last()).map(|region| Arc::clone(region.memory()))
+    }
+
     /// Frees versions that are neither among the newest and the `retain` before it, nor pinned.
     pub fn recycle(&mut self, retain: usize, max: usize) {
         let keep = self.shown.keys().rev().nth(retain).copied().unwrap_or(Version(0));

@@ -307,6 +307,22 @@ fn read(
 }
 
 #[test]
+fn a_version_may_be_there_and_not_readable() {
+    let mut directory = Directory::new().unwrap();
+    directory.publish_unreadable(Version(3));
+    let copied = bytes(copy(words(directory.memory()), 0));
+    let seen = find(&copied, Version(3)).unwrap();
+    assert!(!seen.is_readable() && seen.place(0, 1).is_none());
+    // It can be read later, after all.
+    directory.publish(Version(3), 4096, 7, 100);
+    let copied = bytes(copy(words(directory.memory()), 0));
+    let again = find(&copied, Version(3)).unwrap();
+    assert!(again.is_readable() && again != seen);
+    directory.retire(Version(3));
+    assert!(find(&bytes(copy(words(directory.memory()), 0)), Version(3)).is_err());
+}
+
+#[test]
 fn a_copy_of_a_buffer_that_was_used_again_is_never_accepted() {
     let buffers: Vec<_> = (0..BUFFERS).map(|_| Mapping::memfd("test", 8 * BUFFER_WORDS).unwrap()).collect();
     let mut directory = Directory::new().unwrap();

@@ -88,9 +88,22 @@ impl Device {
     /// # Errors
     /// [`VerbsError::Memlock`], [`VerbsError::Call`].
     pub fn register(self: &Arc<Device>, memory: &Mapping) -> Result<Arc<Registration>, VerbsError> {
-        // The domain's address, which is no other's as long as its registrations live.
-        let key = Arc::as_ptr(&self.domain).addr();
-        memory.attached(key, || Registration::new(&self.domain, memory, 0..memory.len(), Access::Read))
+        memory.attached(self.key(), || Registration::new(&self.domain, memory, 0..memory.len(), Access::Read))
+    }
+
+    /// Whether `memory` is registered.
+    pub fn knows(&self, memory: &Mapping) -> bool {
+        memory.attached::<Registration, ()>(self.key(), || Err(())).is_ok()
+    }
+
+    /// `memory` is not registered any more, once what uses its registration has gone.
+    pub fn forget(&self, memory: &Mapping) {
+        memory.detach(self.key());
+    }
+
+    /// The domain's address, which is no other's as long as its registrations live.
+    fn key(&self) -> usize {
+        Arc::as_ptr(&self.domain).addr()
     }
 
     /// Its name and port, for people.

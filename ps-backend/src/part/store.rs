@@ -24,6 +24,7 @@ use std::sync::{Arc, Weak};
 
 use libmodelio::ids::{BlockId, Version};
 use libmodelio::layout::{ModelLayout, PartLayout};
+use libmodelio::mmap::Mapping;
 use libmodelio::payload::Tally;
 use parking_lot::Mutex;
 
@@ -452,6 +453,11 @@ impl PartStore {
     /// Versions in memory, rising.
     pub fn versions(&self) -> Vec<Version> {
         self.shared.inner.lock().store.versions().collect()
+    }
+
+    /// The memory of versions, of the next one, and of those to come.
+    pub fn buffers(&self) -> Vec<Arc<Mapping>> {
+        self.shared.inner.lock().store.memory().map(Arc::clone).collect()
     }
 
     /// From now on `watch` is told which versions there are, those that are there now first. While version 0 is being

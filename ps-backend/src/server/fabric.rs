@@ -172,7 +172,7 @@ impl Remote {
         let block = part.layout().block_size();
         self.most_bytes = longest_region(part.model_bytes(), block);
         self.seat = Some(rdma.slots(longest_sum(block)).map_err(Refusal::other)?.join(link));
-        let Place { address, key } = part.shown(self.line.device())?.place()?;
+        let Place { address, key } = part.shown(self.line.device())?.place(part.store())?;
         self.ready.push_back(saying(part, 0, Message::Directory { address, key }));
         let bytes = block as usize;
         let grant = match self.line.device().options().placement {

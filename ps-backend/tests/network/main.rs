@@ -6,6 +6,8 @@ mod moved;
 mod moving;
 mod payload;
 #[cfg(feature = "rdma")]
+mod pinned;
+#[cfg(feature = "rdma")]
 mod rdma;
 mod resting;
 mod steps;

@@ -34,7 +34,7 @@ fn counted(way: Way) -> (Payloads, Payloads) {
     (ours, of_shard(&world))
 }
 
-fn of_shard(world: &World) -> Payloads {
+pub fn of_shard(world: &World) -> Payloads {
     let deadline = Instant::now() + LONG;
     let mut peer = AdminPeer::connect(&world.servers[0].address().to_string(), deadline).unwrap();
     let (answer, payload) = peer.request(&Message::Status, &[], deadline).unwrap();

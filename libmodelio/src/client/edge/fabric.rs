@@ -60,6 +60,8 @@ pub(in crate::client) struct Remote {
     granted: Option<Granted>,
     pull: Pull,
     done: Done,
+    /// It was said that versions come through the ring.
+    said: bool,
 }
 
 /// Slots of the shard's that this end writes.
@@ -83,6 +85,8 @@ struct Pull {
     asked: VecDeque<BlockId>,
     /// Being fetched, and not checked.
     batches: VecDeque<Batch>,
+    /// It cannot be read, or not to where it belongs: the shard is asked for its blocks, which come through the ring.
+    by_ring: bool,
 }
 
 struct Batch {
@@ -105,6 +109,7 @@ impl Remote {
             granted: None,
             pull: Pull::default(),
             done: Vec::new(),
+            said: false,
         })
     }
 
@@ -161,9 +166,10 @@ impl Remote {
         }
     }
 
-    /// Whether a payload of so many bytes is to be placed, and whether it must be.
-    pub(super) fn places(&self, len: usize) -> (bool, bool) {
-        let fits = self.granted.as_ref().is_some_and(|granted| len <= granted.bytes as usize);
+    /// Whether so many bytes of `memory` are to be placed, and whether they must be.
+    pub(super) fn places(&self, len: usize, memory: &Arc<Mapping>) -> (bool, bool) {
+        let fits = self.granted.as_ref().is_some_and(|granted| len <= granted.bytes as usize)
+            && self.line.device().register(memory).is_ok();
         match self.line.device().options().placement {
             Placement::Static => (fits, fits),
             Placement::Dynamic => (false, false),
@@ -221,6 +227,9 @@ impl Shared {
         let patience = self.options.patience.min(Duration::from_secs(5));
         let of_failure = way.clone();
         let begin = move || {
+            if let Err(why) = this.register_next(&fabric) {
+                return this.without(Shortcut::Rdma, way, part, &why);
+            }
             let address = way.map.parts[part].record.rdma.clone();
             let to = match address.to_socket_addrs().map(|mut all| all.next()) {
                 Ok(Some(to)) => to,
@@ -258,20 +267,29 @@ impl Shared {
         }
     }
 
+    /// Registers what the next version is pulled into. If that cannot be, it is better known before the shard is spoken to.
+    fn register_next(&self, fabric: &Fabric) -> Result<(), String> {
+        let next = self.inner.lock().versions.next_memory();
+        next.map_or(Ok(()), |next| {
+            fabric.device().register(&next).map(drop).map_err(|error| error.to_string())
+        })
+    }
+
     fn part_layout(&self, way: &Way, part: Part) -> Result<PartLayout, String> {
         let blocks: Vec<BlockId> =
             way.map.parts[part].owned.iter().flat_map(|run| run.clone().map(BlockId)).collect();
         self.layout.part(&blocks).map_err(|error| error.to_string())
     }
 
-    /// Fetches what the core wants of a version.
-    pub(super) fn pull_by_rdma(&self, memory: &mut Memory, part: Part) {
+    /// Fetches what the core wants of a version. True if the shard is to be asked for it instead.
+    pub(super) fn pull_by_rdma(&self, memory: &mut Memory, part: Part) -> bool {
         let way = memory.way.clone();
-        let Common::Fabric(remote) = &mut memory.common else { return };
-        let Some(directory) = remote.directory else { return };
+        let Common::Fabric(remote) = &mut memory.common else { return false };
+        let Some(directory) = remote.directory else { return false };
         if let Err(error) = self.fetch(&way, part, remote, directory) {
             remote.line.give_up(&error);
         }
+        remote.pull.by_ring
     }
 
     fn fetch(&self, way: &Way, part: Part, remote: &mut Remote, directory: Place) -> Result<(), VerbsError> {
@@ -281,10 +299,19 @@ impl Shared {
             self.not_fetched(remote.pull.version, asked);
             remote.pull = Pull { version, ..Pull::default() };
         }
-        if remote.pull.version != version {
+        if remote.pull.version != version || remote.pull.by_ring {
             return Ok(());
         }
         let Some(seen) = remote.pull.seen else { return look(remote, directory) };
+        if !seen.is_readable() {
+            self.pull_by_ring(way, remote, &"the shard's memory cannot be read (its log says why)");
+            return Ok(());
+        }
+        let back = self.back_buffer();
+        if let Some(Err(error)) = back.map(|back| remote.line.device().register(&back)) {
+            self.pull_by_ring(way, remote, &error);
+            return Ok(());
+        }
         loop {
             // One more for the look after them.
             let room = remote.line.room().saturating_sub(1).min(BATCH);
@@ -332,6 +359,17 @@ impl Shared {
             // Fenced: the device asks for it when it has the blocks, and no sooner.
             remote.line.read(CHECK, slot, ENTRY, entry, true).map_err(|(error, _)| error)?;
             remote.line.post()?;
+        }
+    }
+
+    /// The version that is being pulled is asked for from now on.
+    fn pull_by_ring(&self, way: &Way, remote: &mut Remote, why: &dyn std::fmt::Display) {
+        remote.pull.by_ring = true;
+        let asked = std::mem::take(&mut remote.pull.asked);
+        self.not_fetched(remote.pull.version, asked);
+        if !std::mem::replace(&mut remote.said, true) {
+            let (model, address, version) = (&self.model, way.address(), remote.pull.version);
+            tracing::warn!(%model, address, %version, "is not read by RDMA, but sent, as others may be: {why}");
         }
     }
 

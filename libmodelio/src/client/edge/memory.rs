@@ -78,6 +78,8 @@ pub(in crate::client) struct Memory {
     unsaid: VecDeque<u64>,
     /// Of pushes from slots are those up to [`SLOTS`].
     last_request: u64,
+    /// It was said that contributions go through the ring.
+    said: bool,
 }
 
 /// How the two ends come by each other's memory.
@@ -148,6 +150,7 @@ impl Memory {
             since_asked: 0,
             unsaid: VecDeque::new(),
             last_request: u64::from(SLOTS),
+            said: false,
         }
     }
 
@@ -285,8 +288,7 @@ impl Shared {
                 memory.tidy();
                 let ready = memory.ready.pop_front().map(|ready| (ready, 0));
                 #[cfg(feature = "rdma")]
-                if matches!(memory.common, Common::Fabric(_)) {
-                    self.pull_by_rdma(memory, part);
+                if matches!(memory.common, Common::Fabric(_)) && !self.pull_by_rdma(memory, part) {
                     return ready;
                 }
                 let most = ASKED / self.layout.block_size();
@@ -349,19 +351,17 @@ impl Shared {
                 return Named::Dropped;
             }
         };
-        let region = memory.lend(&slots.memory);
-        let slot = slots.free.pop();
-        let (Ok(region), Some(slot)) = (&region, slot) else {
-            if let Err(error) = region {
-                tracing::error!(error, "the memory of sums cannot be shared");
-                slots.free.extend(slot);
+        let region = match memory.lend(&slots.memory) {
+            Ok(region) => region,
+            Err(error) => {
                 memory.slots = Some(slots);
-                return Named::Dropped;
+                return self.send_by_ring(memory, plan, block, &error);
             }
+        };
+        let Some(slot) = slots.free.pop() else {
             memory.slots = Some(slots);
             return Named::Held;
         };
-        let region = *region;
         let start = slot as usize * slots.bytes;
         let span = extent.start as usize..extent.end as usize;
         // SAFETY: a committed payload stays untouched until the plan that sends it is over.
@@ -390,6 +390,21 @@ impl Shared {
         named
     }
 
+    /// Has a block sent through the connection's ring: there is no memory for it that the shard could get at.
+    fn send_by_ring(&self, memory: &mut Memory, plan: PlanId, block: BlockId, why: &str) -> Named {
+        if !std::mem::replace(&mut memory.said, true) {
+            let (model, address) = (&self.model, memory.way.address());
+            tracing::warn!(%model, address, "contributions are sent, for their memory cannot be shared: {why}");
+        }
+        let Some(Some((wide, piece))) = self.push(self.inner.lock(), plan, block) else {
+            return Named::Dropped;
+        };
+        self.tally.copied(Flow::Push, piece.len());
+        let push = memory.saying(0, Message::Push { plan, block, wide });
+        memory.ready.push_back(Outgoing { payload: Some(piece), ..push });
+        Named::Ready
+    }
+
     /// Puts a block of `from`, which lies at an offset there, into a slot of the shard's, if that is the way for it.
     /// `None` if it is not.
     #[cfg(feature = "rdma")]
@@ -403,7 +418,7 @@ impl Shared {
         let Common::Fabric(remote) = &mut memory.common else { return None };
         let extent = self.layout.block_bytes(block);
         let len = (extent.end - extent.start) as usize;
-        let (may, must) = remote.places(len);
+        let (may, must) = remote.places(len, from);
         if !may {
             return None;
         }

@@ -1,57 +1,117 @@
 //! The versions of a part, as clients find them: in a directory, with the keys to their memory.
+//!
+//! Memory that there is when a client greets must be registered, or the client is refused and goes another way. Memory
+//! that is taken later may be refused by the system, for how much of it a process may pin is limited. A version that
+//! lies there is in the directory with no place, and clients ask for its blocks, which come through their connections'
+//! rings: slower, and whole.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use libmodelio::ids::Version;
 use libmodelio::mmap::Mapping;
 use libmodelio::published::Directory;
 use libmodelio::rdma::Device;
-use libmodelio::rdma::verbs::Remote as Place;
+use libmodelio::rdma::verbs::{Remote as Place, VerbsError};
 use libmodelio::transport::Region;
 use libmodelio::wire::Refusal;
 use parking_lot::Mutex;
 
-use super::Part;
-use crate::part::store::VersionWatch;
+use crate::part::store::{PartStore, VersionWatch};
 
-/// The versions of a part, as clients find them.
+/// The versions of a part.
 #[derive(Debug)]
 pub(in crate::server) struct Shown {
     device: Arc<Device>,
-    directory: Mutex<Directory>,
     memory: Arc<Mapping>,
+    /// For people.
+    model: String,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    directory: Directory,
+    /// Versions whose memory could not be registered.
+    asked_for: BTreeMap<Version, Region>,
+    /// It was said.
+    said: bool,
 }
 
 impl Shown {
-    /// Shows the versions of `part` from now on.
-    pub(in crate::server) fn of(part: &Part, device: &Arc<Device>) -> Result<Arc<Shown>, Refusal> {
+    /// Shows the versions of the store from now on.
+    pub(in crate::server) fn of(
+        model: &str,
+        store: &PartStore,
+        device: &Arc<Device>,
+    ) -> Result<Arc<Shown>, Refusal> {
         let directory = Directory::new().map_err(Refusal::other)?;
         let memory = Arc::clone(directory.memory());
         device.register(&memory).map_err(Refusal::other)?;
-        let shown = Arc::new(Shown { device: Arc::clone(device), directory: Mutex::new(directory), memory });
-        part.store().watch(Arc::clone(&shown) as Arc<dyn VersionWatch>);
+        register_all(&store.buffers(), device)?;
+        let inner = Inner { directory, asked_for: BTreeMap::new(), said: false };
+        let (device, model) = (Arc::clone(device), model.to_owned());
+        let shown = Arc::new(Shown { device, memory, model, inner: Mutex::new(inner) });
+        store.watch(Arc::clone(&shown) as Arc<dyn VersionWatch>);
         Ok(shown)
     }
 
-    pub(super) fn place(&self) -> Result<Place, Refusal> {
+    /// Where the directory is, for one more client: all memory that versions may lie in can be read just now.
+    pub(super) fn place(&self, store: &PartStore) -> Result<Place, Refusal> {
+        // The store tells of versions under its lock, so that one comes first.
+        let buffers = store.buffers();
+        let mut inner = self.inner.lock();
+        register_all(&buffers, &self.device)?;
+        let Inner { directory, asked_for, said } = &mut *inner;
+        while let Some((&version, memory)) = asked_for.first_key_value() {
+            show(&self.device, directory, version, memory).map_err(Refusal::other)?;
+            asked_for.remove(&version);
+        }
+        *said = false;
         self.device.register(&self.memory).map(|registration| registration.remote()).map_err(Refusal::other)
     }
 }
 
+/// All memory of versions that there is. If it is too much, what was not registered before is given up again. Nobody else
+/// registers any of it meanwhile.
+fn register_all(buffers: &[Arc<Mapping>], device: &Arc<Device>) -> Result<(), Refusal> {
+    let new: Vec<_> = buffers.iter().filter(|buffer| !device.knows(buffer)).collect();
+    for buffer in &new {
+        if let Err(error) = device.register(buffer) {
+            new.iter().for_each(|buffer| device.forget(buffer));
+            return Err(Refusal::other(error));
+        }
+    }
+    Ok(())
+}
+
+fn show(
+    device: &Arc<Device>,
+    directory: &mut Directory,
+    version: Version,
+    memory: &Region,
+) -> Result<(), VerbsError> {
+    let Place { address, key } = device.register(memory.memory())?.remote();
+    directory.publish(version, address, key, memory.memory().len() as u64);
+    Ok(())
+}
+
 impl VersionWatch for Shown {
     fn published(&self, version: Version, memory: &Region) {
-        match self.device.register(memory.memory()) {
-            Ok(registration) => {
-                let Place { address, key } = registration.remote();
-                let bytes = memory.memory().len() as u64;
-                self.directory.lock().publish(version, address, key, bytes);
-            }
-            // Clients look for it in vain, and say so.
-            Err(error) => tracing::error!(%version, %error, "a version cannot be fetched by RDMA"),
+        let mut inner = self.inner.lock();
+        let Inner { directory, asked_for, said } = &mut *inner;
+        let Err(error) = show(&self.device, directory, version, memory) else { return };
+        directory.publish_unreadable(version);
+        asked_for.insert(version, memory.clone());
+        if !std::mem::replace(said, true) {
+            let model = &self.model;
+            tracing::warn!(%model, %version, "is sent, as are others that cannot be read by RDMA: {error}");
         }
     }
 
     fn retired(&self, version: Version) {
-        self.directory.lock().retire(version);
+        let mut inner = self.inner.lock();
+        inner.asked_for.remove(&version);
+        inner.directory.retire(version);
     }
 }

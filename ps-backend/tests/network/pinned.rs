@@ -1,0 +1,258 @@
+//! By RDMA, where not all memory may be pinned (RLIMIT_MEMLOCK): what is known when a connection begins sends it another
+//! way; what comes later goes through the connection's ring. Each test is a process of its own, without the capability to
+//! pin what it likes, for the limit is the process's.
+
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use libmodelio::client::{Client, TransportChoice};
+use libmodelio::ids::{ClientId, Version};
+use libmodelio::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
+use libmodelio::rdma::{Fabric, Placement, RdmaOptions};
+use libmodelio::transport::TransportKind;
+use libmodelio::wire::{Message, Protocol, Role, frame};
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
+
+use crate::payload::of_shard;
+use crate::world::{LONG, Learner, Way, World};
+
+const BYTES: u64 = 1_000_004;
+/// Of a version, in pages.
+const VERSION: u64 = BYTES.div_ceil(4096);
+/// A client's arena, in bytes and in pages.
+const ARENA: usize = 4 << 20;
+const ARENA_PAGES: u64 = ARENA as u64 / 4096;
+/// More pages than all rings of a client and a shard, and less than a version.
+const RINGS: u64 = 120;
+
+/// True in a process to which limits apply. Otherwise the test is run in one.
+fn is_limited(test: &str) -> bool {
+    const LIMITED: &str = "GRADFS_RDMA_LIMITED";
+    if std::env::var_os(LIMITED).is_some() {
+        let (_, hard) = getrlimit(Resource::RLIMIT_MEMLOCK).unwrap();
+        // Who may raise it does.
+        let raised = setrlimit(Resource::RLIMIT_MEMLOCK, RLIM_INFINITY, RLIM_INFINITY);
+        raised.or_else(|_| setrlimit(Resource::RLIMIT_MEMLOCK, hard, hard)).unwrap();
+        return true;
+    }
+    if Way::rdma().is_some() {
+        let this = std::env::current_exe().unwrap();
+        let mut again = match nix::unistd::geteuid().is_root() {
+            true => {
+                let mut command = Command::new("setpriv");
+                command.args(["--inh-caps=-ipc_lock", "--bounding-set=-ipc_lock"]).arg(this);
+                command
+            }
+            false => Command::new(this),
+        };
+        again.args(["--exact", "--nocapture", &format!("pinned::{test}")]).env(LIMITED, "1");
+        let done = again.output().unwrap();
+        eprint!("{}{}", String::from_utf8_lossy(&done.stdout), String::from_utf8_lossy(&done.stderr));
+        assert!(done.status.success(), "{}", done.status);
+    }
+    false
+}
+
+/// From now on so many pages more may be pinned than are; `None` for no limit.
+fn limit(more: Option<u64>) {
+    let (_, hard) = getrlimit(Resource::RLIMIT_MEMLOCK).unwrap();
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let pinned = status.lines().find_map(|line| line.strip_prefix("VmPin:")).expect("VmPin");
+    let pinned: u64 = pinned.trim().trim_end_matches(" kB").parse().unwrap();
+    let soft = more.map_or(hard, |more| (pinned << 10) + more * 4096);
+    setrlimit(Resource::RLIMIT_MEMLOCK, soft, hard).unwrap();
+}
+
+fn world(change: fn(&mut RdmaOptions)) -> World {
+    let way = Way::rdma_with(change).expect("there is a device");
+    let mut world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+    world.rdma = RdmaOptions { arena: ARENA, ..world.rdma };
+    world
+}
+
+fn steps(learner: &Learner, steps: std::ops::RangeInclusive<u64>) {
+    for step in steps {
+        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        let (version, weights) = learner.pull();
+        assert_eq!(version, Version(step));
+        assert!(weights.iter().all(|&weight| weight == step as f32), "{} in step {step}", weights[0]);
+    }
+}
+
+fn connect(world: &World, transport: TransportChoice) -> Result<Arc<Client>, String> {
+    let mut shards = world.shards();
+    shards[0].host = "another host".into();
+    world.connect(&shards, transport).map(Arc::new).map_err(|error| error.to_string())
+}
+
+/// A client's greeting finds so many pages: by `auto` it goes by TCP, by `rdma` not at all, and says why.
+fn is_turned_away(pages: u64, expected: &str) {
+    let world = world(|_| {});
+    let names_the_limit = |why: &str| {
+        assert!(why.contains(expected) && why.contains("RLIMIT_MEMLOCK is "), "{why}");
+        assert!(why.contains("ulimit -l unlimited"), "{why}");
+    };
+    limit(Some(pages));
+    let refused = connect(&world, TransportChoice::Rdma).err().expect("no client");
+    names_the_limit(&refused);
+    // Its arena goes with it, soon.
+    let until = Instant::now() + LONG;
+    let client = loop {
+        limit(Some(pages));
+        let client = connect(&world, TransportChoice::Auto).unwrap();
+        let why = client.peers()[0].no_rdma.clone();
+        if why.as_ref().is_some_and(|why| why.contains(expected)) || Instant::now() > until {
+            break client;
+        }
+        client.shut_down();
+    };
+    let peer = client.peers().remove(0);
+    assert_eq!(peer.transport, TransportKind::Tcp);
+    names_the_limit(&peer.no_rdma.expect("a reason"));
+    let learner = Learner::join(&client, "l");
+    steps(&learner, 1..=3);
+    // Now there is room for others.
+    limit(None);
+    let by_rdma = connect(&world, TransportChoice::Rdma).unwrap();
+    assert_eq!(by_rdma.peers()[0].transport, TransportKind::Rdma);
+    assert_eq!(by_rdma.version(), Version(3));
+    by_rdma.shut_down();
+    client.shut_down();
+}
+
+#[test]
+fn a_client_that_may_not_pin_a_version_goes_by_tcp() {
+    if is_limited("a_client_that_may_not_pin_a_version_goes_by_tcp") {
+        is_turned_away(ARENA_PAGES + RINGS, "1000004 bytes cannot be registered");
+    }
+}
+
+#[test]
+fn a_shard_that_may_not_pin_its_versions_is_reached_over_tcp() {
+    if is_limited("a_shard_that_may_not_pin_its_versions_is_reached_over_tcp") {
+        // The client's version and one of the shard's, which has three.
+        is_turned_away(ARENA_PAGES + RINGS + 2 * VERSION, "refused by the shard: ");
+    }
+}
+
+#[test]
+fn what_a_client_may_not_pin_later_goes_through_the_ring() {
+    if !is_limited("what_a_client_may_not_pin_later_goes_through_the_ring") {
+        return;
+    }
+    let world = world(|options| options.placement = Placement::Static);
+    // So that the shard has all that it needs.
+    let first = connect(&world, TransportChoice::Rdma).unwrap();
+    let learner = Learner::join(&first, "first");
+    steps(&learner, 1..=4);
+    learner.leave();
+    let client = connect(&world, TransportChoice::Rdma).unwrap();
+    limit(Some(0));
+    let learner = Learner::join(&client, "second");
+    steps(&learner, 5..=10);
+    let counts = client.payload();
+    assert_eq!(client.peers()[0].transport, TransportKind::Rdma);
+    assert!(counts.push_copied_bytes >= 6 * BYTES, "{counts:?}");
+    // It has memory for one version that may be pinned.
+    assert!((BYTES..counts.pulled_bytes).contains(&counts.pull_copied_bytes), "{counts:?}");
+    client.shut_down();
+    first.shut_down();
+}
+
+/// Greets a shard, asks for a version, and listens to nothing.
+struct Deaf {
+    out: Buffer,
+    len: usize,
+    sent: usize,
+}
+
+impl Stream for Deaf {
+    fn opened(&mut self, _: &Connection) {}
+
+    fn receive(&mut self, _: &mut ReceiveSlices) -> Receive {
+        Receive::Paused
+    }
+
+    fn received(&mut self, _: usize) -> Result<(), Close> {
+        unreachable!("nothing is received")
+    }
+
+    fn transmit(&mut self, out: &mut SendSlices) {
+        if self.sent < self.len {
+            // SAFETY: the buffer is this stream's, long enough, and left alone.
+            unsafe { out.push(self.out.start().add(self.sent), self.len - self.sent) };
+        }
+    }
+
+    fn transmitted(&mut self, bytes: usize) -> Result<(), Close> {
+        self.sent += bytes;
+        Ok(())
+    }
+
+    fn closed(&mut self, _: &Close) {}
+}
+
+/// Has the shard hold a version that is not fetched.
+fn hold(fabric: &Fabric, world: &World, version: Version) {
+    let record = &world.record;
+    let hello = Message::Hello {
+        protocol: Protocol::NEWEST.number(),
+        role: Role::Data,
+        model: record.name.clone(),
+        generation: record.generation,
+        client: ClientId(7),
+    };
+    let pull = Message::Pull { version, blocks: 0..16 };
+    let frames = [hello, pull];
+    let said: Vec<u8> =
+        frames.iter().flat_map(|message| frame(message, 0, record.epoch, &[]).unwrap()).collect();
+    let before = of_shard(world).pulled_bytes;
+    fabric.connect(world.shards()[0].rdma.parse().unwrap(), Instant::now() + LONG, 0, move |line| {
+        line.expect("a line");
+        let out = Buffer::zeroed(said.len());
+        // SAFETY: it is as long, and nobody else knows it yet.
+        unsafe { out.start().copy_from_nonoverlapping(said.as_ptr(), said.len()) };
+        Some(Box::new(Deaf { out, len: said.len(), sent: 0 }) as Box<dyn Stream>)
+    });
+    let until = Instant::now() + LONG;
+    while of_shard(world).pulled_bytes == before {
+        assert!(Instant::now() < until, "it is not asked");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn what_a_shard_may_not_pin_later_goes_through_the_ring() {
+    if !is_limited("what_a_shard_may_not_pin_later_goes_through_the_ring") {
+        return;
+    }
+    // What is granted to a connection is pinned as long as that lasts.
+    let world = world(|options| options.placement = Placement::Dynamic);
+    let client = connect(&world, TransportChoice::Rdma).unwrap();
+    let learner = Learner::join(&client, "l");
+    steps(&learner, 1..=4);
+    assert_eq!(client.payload().pull_copied_bytes, 0);
+    // It takes more buffers, and uses them, when two versions are held.
+    let fabric = Fabric::open(&world.rdma).unwrap();
+    hold(&fabric, &world, Version(3));
+    hold(&fabric, &world, Version(4));
+    let (before, of_shard_before) = (client.payload(), of_shard(&world));
+    limit(Some(0));
+    steps(&learner, 5..=10);
+    let (after, of_shard_after) = (client.payload(), of_shard(&world));
+    assert_eq!(after.push_copied_bytes, 0, "{after:?}");
+    assert!(after.pull_copied_bytes >= before.pull_copied_bytes + BYTES, "{after:?}");
+    let sent = of_shard_after.pull_copied_bytes - of_shard_before.pull_copied_bytes;
+    assert!(sent >= BYTES, "{of_shard_after:?}");
+    // What lies there can be read when it may be pinned; that is found out with the next greeting.
+    limit(None);
+    let another = connect(&world, TransportChoice::Rdma).unwrap();
+    let before = client.payload();
+    steps(&learner, 11..=16);
+    let after = client.payload();
+    assert_eq!(after.pull_copied_bytes, before.pull_copied_bytes, "{after:?}");
+    another.shut_down();
+    client.shut_down();
+    fabric.shut_down(LONG);
+}
