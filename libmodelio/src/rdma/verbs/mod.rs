@@ -42,10 +42,11 @@ use nix::errno::Errno;
 
 pub use arena::{Arena, Chunk, Pool, Slot};
 pub use cm::{CmChannel, CmEvent, CmKind, Endpoint, PRIVATE_DATA, Parameters};
+pub(crate) use context::Trouble;
 pub use context::{Context, DeviceInfo, GidInfo, PortInfo, contexts, devices};
 pub use memory::{Access, Domain, Registration, Remote};
 pub use pair::{Done, Finished, Pair, PairLimits, Work};
-pub use queue::{Completion, Outcome, Poller, Receives};
+pub use queue::{Completion, Outcome, Poller, Receives, Reserved};
 pub use ring::{Broken, Notify, RING, Rings};
 
 /// What libibverbs or librdmacm refuse.
@@ -96,6 +97,16 @@ pub enum VerbsError {
         port: u8,
         /// Which.
         index: u32,
+    },
+    /// A completion queue has no room for one more queue pair.
+    #[error(
+        "a completion queue holds {all} entries, and {wanted} are wanted: raise --rdma-queues, or lower --rdma-depth"
+    )]
+    QueueFull {
+        /// As many as it holds.
+        all: u32,
+        /// As many as might wait at once.
+        wanted: u32,
     },
     /// The kernel does not let so much memory be pinned.
     #[error(
