@@ -54,13 +54,17 @@ fn is_limited(test: &str) -> bool {
     false
 }
 
+/// Bytes that are pinned.
+fn pinned() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let pinned = status.lines().find_map(|line| line.strip_prefix("VmPin:")).expect("VmPin");
+    pinned.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
 /// From now on so many pages more may be pinned than are; `None` for no limit.
 fn limit(more: Option<u64>) {
     let (_, hard) = getrlimit(Resource::RLIMIT_MEMLOCK).unwrap();
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let pinned = status.lines().find_map(|line| line.strip_prefix("VmPin:")).expect("VmPin");
-    let pinned: u64 = pinned.trim().trim_end_matches(" kB").parse().unwrap();
-    let soft = more.map_or(hard, |more| (pinned << 10) + more * 4096);
+    let soft = more.map_or(hard, |more| pinned() + more * 4096);
     setrlimit(Resource::RLIMIT_MEMLOCK, soft, hard).unwrap();
 }
 
@@ -93,20 +97,17 @@ fn is_turned_away(pages: u64, expected: &str) {
         assert!(why.contains(expected) && why.contains("RLIMIT_MEMLOCK is "), "{why}");
         assert!(why.contains("ulimit -l unlimited"), "{why}");
     };
+    let before = pinned();
     limit(Some(pages));
     let refused = connect(&world, TransportChoice::Rdma).err().expect("no client");
     names_the_limit(&refused);
-    // Its arena goes with it, soon.
+    // All that it had goes with it, and nothing is left of it at the shard.
     let until = Instant::now() + LONG;
-    let client = loop {
-        limit(Some(pages));
-        let client = connect(&world, TransportChoice::Auto).unwrap();
-        let why = client.peers()[0].no_rdma.clone();
-        if why.as_ref().is_some_and(|why| why.contains(expected)) || Instant::now() > until {
-            break client;
-        }
-        client.shut_down();
-    };
+    while pinned() != before {
+        assert!(Instant::now() < until, "{} bytes are pinned, {before} were before", pinned());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let client = connect(&world, TransportChoice::Auto).unwrap();
     let peer = client.peers().remove(0);
     assert_eq!(peer.transport, TransportKind::Tcp);
     names_the_limit(&peer.no_rdma.expect("a reason"));

@@ -372,7 +372,7 @@ fn a_shard_whose_arena_is_full_is_reached_over_tcp() {
         let peer = client.peers().remove(0);
         assert_eq!(peer.transport, TransportKind::Tcp);
         let why = peer.no_rdma.expect("a reason");
-        assert!(why.contains("raise ") && why.contains("--rdma-arena, or lower "), "{why}");
+        assert!(why.contains("raise ") && why.contains("--rdma-arena") && why.contains("or lower "), "{why}");
         let learner = Learner::join(&client, "l");
         assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
         assert!(learner.pull().1.iter().all(|&weight| weight == 2.0));
