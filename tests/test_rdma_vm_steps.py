@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cluster import run
 from conftest import REPOSITORY, gradfs_binary
-from rdmavm import vm  # noqa: F401
+from rdmavm import lasts, vm  # noqa: F401
 
 pytestmark = pytest.mark.rdma_vm
 
@@ -70,11 +70,11 @@ moved() {
     sed -n 's/^gradfs_payload_bytes_total{.*direction="push".*} //p' <&3
     exec 3>&-
 }
-part() { # push or pull, BASE, SIZE: waits until a sixteenth to a half of SIZE has moved since BASE; says how much it is
+part() { # push or pull, BASE, SIZE: waits until a sixteenth to three quarters of SIZE has moved since BASE; says how much it is
     local now until=$((SECONDS + 60))
     while [ $SECONDS -lt $until ]; do
         now=$(($(moved $1) - $2))
-        [ $now -le $(($3 / 2)) ] || { echo "$now of $3 bytes had moved when it was looked" >&2; return 1; }
+        [ $now -le $(($3 / 4 * 3)) ] || { echo "$now of $3 bytes had moved when it was looked" >&2; return 1; }
         [ $now -lt $(($3 / 16)) ] || { echo $now; return; }
         sleep 0.05
     done
@@ -131,13 +131,14 @@ LINK = {
         up() { :; }
     """,
     "siw": """
-        down() { [ $HOST_NAME = a ] || ip link set eth0 down; }
-        up() { [ $HOST_NAME = a ] || ip link set eth0 up; }
+        down() { ip link set eth0 down; }
+        up() { ip link set eth0 up; }
     """,
 }
 
 
 @both_providers
+@lasts(seconds=70)
 def test_a_link_that_is_down_for_a_while_costs_no_step(vm, provider):  # noqa: F811
     """Five seconds in the middle of a push, and of a pull: nothing moves, then the step goes on. Of soft-RoCE queue pairs
     break by that, and others take their place; those of soft-iWARP, over TCP, are there when the link is up again."""
@@ -146,9 +147,10 @@ def test_a_link_that_is_down_for_a_while_costs_no_step(vm, provider):  # noqa: F
         begin()
         + LINK[provider]
         + f"""
-        two_pairs() {{ [ $(rdma resource show qp | grep -c " type RC ") = 2 ]; }}
-        lost() {{ grep -c "connection lost: ${{1:-}}" /tmp/mount.err; }}
-        up_to() {{ # SECONDS since the link went down
+        # A connection is known by the port that rdma_cm has opened it from.
+        ports() {{ rdma resource show cm_id | sed -n 's/.* state CONNECT .* src-addr [^ ]*:\\([0-9]*\\) .*/\\1/p' | sort; }}
+        two() {{ [ $(ports | wc -l) = 2 ]; }}
+        up_to() {{ # SECONDS since the link went down at both ends
             local left=$((gone + $1 * 1000000 - ${{EPOCHREALTIME/./}}))
             [ $left -le 0 ] || sleep $((left / 1000000)).$(printf %06d $((left % 1000000)))
         }}
@@ -159,10 +161,13 @@ def test_a_link_that_is_down_for_a_while_costs_no_step(vm, provider):  # noqa: F
             [ $HOST_NAME != $2 ] || base=$(moved $1) || exit 96
             meet $1-begin
             if [ $HOST_NAME = b ]; then $python /tmp/learner.py /tmp/mnt/m 1 >/tmp/step 2>/tmp/step.err & learner=$!; fi
-            [ $HOST_NAME != $2 ] || parts=$(part $1 $base {size}) || exit 7
+            if [ $HOST_NAME = $2 ]; then
+                parts=$(part $1 $base {size}) || exit 7
+                down || exit 97
+            fi
             meet $1-part
+            [ $HOST_NAME = $2 ] || down || exit 97
             gone=${{EPOCHREALTIME/./}}
-            down || exit 97
             for second in 2 4; do
                 up_to $second
                 [ $HOST_NAME != $2 ] || parts="$parts $(($(moved $1) - base))"
@@ -170,15 +175,16 @@ def test_a_link_that_is_down_for_a_while_costs_no_step(vm, provider):  # noqa: F
             up_to 5
             if [ $HOST_NAME = b ]; then
                 [ ! -s /tmp/step ] || {{ echo "the step was over before the link was up" >&2; exit 8; }}
-                echo lost $(lost) $(lost RDMA)
+                echo broken $1 $(grep -c "connection lost: RDMA: " /tmp/mount.err)
+                echo ports $(ports)
             fi
             up && fast || exit 97
             [ $HOST_NAME != $2 ] || echo $1 $parts
             [ $HOST_NAME = b ] || return
             wait $learner || {{ cat /tmp/step.err /tmp/mount.err >&2; exit 5; }}
             sed 's/^/step /' /tmp/step
-            waits two_pairs
-            echo lost $(lost) $(lost RDMA)
+            waits two
+            echo ports $(ports)
         }}
         case $HOST_NAME in
         a)
@@ -189,6 +195,7 @@ def test_a_link_that_is_down_for_a_while_costs_no_step(vm, provider):  # noqa: F
             meet shard; mounted /tmp/mnt
             learn() {{ $python /tmp/learner.py /tmp/mnt/m 1 | sed 's/^/step /'; [ ${{PIPESTATUS[0]}} = 0 ] || exit 5; }}
             learn
+            echo ports $(ports)
             outage push a; outage pull b
             learn
             cat /tmp/mount.err >&2
@@ -208,16 +215,19 @@ def test_a_link_that_is_down_for_a_while_costs_no_step(vm, provider):  # noqa: F
     steps = [tuple(map(float, words)) for what, *words in told if what == "step"]
     assert [weight for weight, _ in steps] == [1, 2, 3, 4], str(done)
     assert all(seconds > 5 for _, seconds in steps[1:3]), str(done)
-    # At the end of each outage, and when its step is over: connections lost until then, and of them by the device's word.
-    lost = [tuple(map(int, words)) for what, *words in told if what == "lost"]
-    in_push, after_push, in_pull, _ = lost
+    # Connections: at first, and for push and pull at the end of the outage, and when its step is over.
+    at_first, in_push, after_push, in_pull, _ = [words for what, *words in told if what == "ports"]
+    assert len(set(at_first)) == len(set(after_push)) == 2, str(done)
     if provider == "rxe":
-        assert in_push[1] > 0 and in_pull[1] > after_push[1], str(done)
+        # That of a pull comes only with the next packet, if it has been lost at the wrong moment.
+        [[_, broken]] = [words for what, *words in told if what == "broken" and words[0] == "push"]
+        assert int(broken) > 0 and at_first != after_push, str(done)
     else:
         # When TCP sends again, up to 5 s after the link is up, it may have been silent for too long.
-        assert in_push == (0, 0) and in_pull == after_push and "connection lost: RDMA" not in done.of["b"].err, str(done)
+        assert at_first == in_push and after_push == in_pull, str(done)
 
 
+@lasts(seconds=60)
 def test_a_mount_that_is_killed_in_a_push_leaves_no_part_of_it(vm):  # noqa: F811
     """Neither of its contribution nor of its connections, be blocks written to the shard or fetched by it."""
     size = 4 << 20
@@ -280,12 +290,13 @@ def test_a_mount_that_is_killed_in_a_push_leaves_no_part_of_it(vm):  # noqa: F81
         assert before == Counter([arena]) and 1 <= after.pop(size) <= 4, str(done)
         assert after == Counter([arena, directory]), str(done)
     parts = [tuple(map(int, words)) for what, *words in told if what == "part"]
-    assert len(parts) == 2 and all(0 < seen <= size // 2 and seen <= came < size for seen, came in parts), str(done)
+    assert len(parts) == 2 and all(0 < seen <= came < size for seen, came in parts), str(done)
     # The learners before and after it count, each step once.
     weights = [float(line.split()[0]) for line in done.of["b"].out.splitlines()]
     assert weights == [1, 2, 3, 4] * 2, str(done)
 
 
+@lasts(seconds=90)
 def test_digits_are_learned_on_two_hosts(vm, tmp_path):  # noqa: F811
     """A learner on each host, one beside the shard and one that has it by RDMA: what is learned is what one process
     learns alone, within rounding."""
@@ -296,7 +307,8 @@ def test_digits_are_learned_on_two_hosts(vm, tmp_path):  # noqa: F811
     model = tmp_path / "m.safetensors"
     make = [sys.executable, REPOSITORY / "examples/make_digits_model.py", model, "--hidden", "256"]
     subprocess.run(make, check=True, capture_output=True, timeout=60)
-    job = "--learners 2 --epochs 5 --lr 0.3"
+    # Few steps, and long ones.
+    job = "--learners 2 --epochs 4 --batch 128 --lr 0.5"
     done = vm.run(
         begin()
         + f"""
@@ -304,7 +316,7 @@ def test_digits_are_learned_on_two_hosts(vm, tmp_path):  # noqa: F811
         work() {{ {sys.executable} {REPOSITORY}/scripts/lib/netns_work.py "$@"; }}
         case $HOST_NAME in
         a)
-            shard --model /share/m.safetensors --reducer sgd --learning-rate 0.3 --learners 2 --timeout 60
+            shard --model /share/m.safetensors --reducer sgd --learning-rate 0.5 --learners 2 --timeout 60
             meet shard; mounted /tmp/mnt auto
             work /tmp/mnt/m digits --rank 0 {job} || exit 5
             meet learned; meet over
