@@ -9,7 +9,12 @@ use std::time::{Duration, Instant};
 
 use libmodelio::net::Buffer;
 use libmodelio::net::{Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
-use libmodelio::rdma::{Fabric, Line, Mtu, RdmaOptions};
+use libmodelio::rdma::verbs::{
+    Arena, Chunk, CmChannel, CmEvent, CmKind, Context, Domain, Endpoint, Notify, Pair, PairLimits,
+    Parameters, Poller, Remote, Rings, VerbsError, Work,
+};
+use libmodelio::rdma::{Fabric, Line, Mtu, Offer, RdmaOptions};
+use libmodelio::wire::Protocol;
 
 /// An address that leads over the device, as `GRADFS_RDMA_ADDRESS` says.
 fn address() -> Option<SocketAddr> {
@@ -191,4 +196,199 @@ fn nobody_listens() {
     });
     let why = hear(&client);
     assert!(why.contains(&at.to_string()), "{why}");
+}
+
+#[test]
+fn who_asks_after_the_end_is_told() {
+    let Some(at) = address() else { return };
+    let fabric = Fabric::open(&options()).unwrap();
+    fabric.shut_down(Duration::from_secs(2));
+    let begun = Instant::now();
+    let (sender, client) = channel();
+    fabric.connect(at, begun + Duration::from_secs(5), 0, move |line| {
+        sender.send(line.map(drop).unwrap_err()).unwrap();
+        None
+    });
+    let why = hear(&client);
+    assert!(why.contains("RDMA is shut down"), "{why}");
+    let error = fabric.listen(at, |_, _| None).unwrap_err();
+    assert!(error.to_string().contains("RDMA is shut down"), "{error}");
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_stream_may_end_what_it_is_served_by() {
+    let Some(at) = address() else { return };
+    let fabric = Fabric::open(&options()).unwrap();
+    let (sender, server) = channel();
+    let to = fabric
+        .listen(at, move |_: &Arc<Line>, _| {
+            Some(Box::new(Pattern::new(0, usize::MAX, sender.clone())) as Box<dyn Stream>)
+        })
+        .unwrap();
+    let other = Fabric::open(&options()).unwrap();
+    let held = Arc::clone(&other);
+    let (told, ended) = channel();
+    other.connect(to, Instant::now() + Duration::from_secs(5), 0, move |line| {
+        line.expect("a line");
+        // The last one who holds it is on its own thread.
+        drop(held);
+        told.send("dropped".to_owned()).unwrap();
+        None
+    });
+    drop(other);
+    let begun = Instant::now();
+    assert_eq!(hear(&ended), "dropped");
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    // The server's end, if it has one, ends with it.
+    let why = server.recv_timeout(Duration::from_secs(20));
+    assert!(why.is_err() || why.unwrap().starts_with("closed: "));
+}
+
+/// A peer that does not stick to the rules.
+struct Stranger {
+    pair: Arc<Pair>,
+    /// Where the other end has its ring.
+    ring: Remote,
+    chunk: Arc<Chunk>,
+    _rings: Rings,
+    channel: Arc<CmChannel>,
+}
+
+const DEPTH: u32 = 128;
+
+impl Stranger {
+    fn connect(to: SocketAddr) -> Stranger {
+        let channel = CmChannel::new().unwrap();
+        let next = |wanted: fn(&CmKind) -> bool| -> CmEvent {
+            let begun = Instant::now();
+            loop {
+                match channel.next().unwrap() {
+                    Some(event) if wanted(&event.kind) => return event,
+                    Some(event) => panic!("{event:?}"),
+                    None => assert!(begun.elapsed() < Duration::from_secs(10), "no event in time"),
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        let endpoint = Endpoint::new(&channel, 1).unwrap();
+        endpoint.resolve_address(None, to, 5000).unwrap();
+        next(|kind| matches!(kind, CmKind::AddressResolved));
+        endpoint.resolve_route(5000).unwrap();
+        next(|kind| matches!(kind, CmKind::RouteResolved));
+        let domain = Domain::new(endpoint.context().unwrap()).unwrap();
+        let arena = Arena::new(&domain, 1 << 20).unwrap();
+        let poller = Poller::new(&domain, 2 * DEPTH, 0).unwrap();
+        let limits = PairLimits { depth: DEPTH, inline: 0, report_every: 1, receives: 16 };
+        let reserved = Pair::reserve(&poller, limits).unwrap();
+        let pair = Pair::new(endpoint, reserved, limits).unwrap();
+        let rings = Rings::new(&arena, Notify::Immediate).unwrap();
+        let (protocol, notify) = (Protocol::NEWEST.number(), Notify::Immediate);
+        let offer = Offer { protocol, notify, mtu: None, ring: rings.invitation() };
+        let parameters = Parameters { private: offer.encode().to_vec(), reads: 1, retries: 7 };
+        pair.endpoint().connect(&parameters).unwrap();
+        let answer = next(|kind| matches!(kind, CmKind::Answered));
+        pair.endpoint().establish(None).unwrap();
+        let ring = Offer::decode(&answer.private, notify).unwrap().ring;
+        let chunk = arena.take(4096).unwrap();
+        Stranger { pair, ring, chunk, _rings: rings, channel }
+    }
+
+    /// Says words, as fast as can be, until it is thrown out. How many were taken.
+    fn say(&self, words: u32) -> u32 {
+        let mut taken = 0;
+        for _ in 0..words {
+            let (chunk, to) = (Arc::clone(&self.chunk), self.ring);
+            // As if so many bytes had been read that were never sent.
+            let work = Work::Ring { chunk, start: 0, len: 0, to, word: Some(1 << 30 | 777_777) };
+            if self.pair.add(0, work).is_err() {
+                break;
+            }
+        }
+        self.pair.post().unwrap();
+        let begun = Instant::now();
+        let mut news = Vec::new();
+        let mut over = false;
+        while taken < words && !over && begun.elapsed() < Duration::from_secs(10) {
+            over =
+                self.channel.next().unwrap().is_some_and(|event| matches!(event.kind, CmKind::Disconnected));
+            self.pair.poller().poll(&mut news).unwrap();
+            for completion in news.drain(..) {
+                taken += u32::from(self.pair.hear(completion.outcome).is_ok());
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        taken
+    }
+}
+
+#[test]
+fn words_that_nobody_hears_use_nothing_up() {
+    let Some(at) = address() else { return };
+    let options = RdmaOptions { queues: 1, shared_receives: 8, ..options() };
+    let fabric = Fabric::open(&options).unwrap();
+    if fabric.device().is_iwarp() {
+        eprintln!("skipped: with iWARP there are flags, and no words");
+        return;
+    }
+    let (sender, server) = channel();
+    let to = fabric
+        .listen(at, move |_: &Arc<Line>, _| {
+            Some(Box::new(Pattern::new(20_000, 20_000, sender.clone())) as Box<dyn Stream>)
+        })
+        .unwrap();
+    let mut taken = 0;
+    for _ in 0..16 {
+        taken += Stranger::connect(to).say(DEPTH - 8);
+        let why = loop {
+            let news = hear(&server);
+            if news.starts_with("closed: ") {
+                break news;
+            }
+        };
+        assert!(why.contains("777777 bytes"), "{why}");
+    }
+    assert!(taken > 16 * 8, "{taken} words were taken: too few to use up what waits for them");
+    let (news, heard) = channel();
+    fabric.connect(to, Instant::now() + Duration::from_secs(5), 0, move |line| {
+        line.expect("a line");
+        Some(Box::new(Pattern::new(20_000, 20_000, news)) as Box<dyn Stream>)
+    });
+    assert_eq!([hear(&heard), hear(&server)], ["all", "all"]);
+}
+
+#[test]
+fn a_completion_queue_takes_no_more_than_it_holds() {
+    let Some(at) = address() else { return };
+    let channel = CmChannel::new().unwrap();
+    let endpoint = Endpoint::new(&channel, 1).unwrap();
+    endpoint.resolve_address(None, at, 5000).unwrap();
+    let begun = Instant::now();
+    let context: Context = loop {
+        if let Some(context) = endpoint.context() {
+            break context;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(10), "no device in time");
+        channel.next().unwrap();
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    let domain = Domain::new(context).unwrap();
+    let poller = Poller::new(&domain, 64, 0).unwrap();
+    let first = poller.reserve(64).unwrap();
+    match poller.reserve(u32::MAX) {
+        Err(VerbsError::QueueFull { all, wanted }) => assert!(wanted > all, "{wanted} of {all}"),
+        other => panic!("{other:?}"),
+    }
+    // It grows, where the device can.
+    match poller.reserve(200) {
+        Ok(second) => {
+            let third = poller.reserve(200).unwrap();
+            drop((second, third));
+        }
+        Err(VerbsError::QueueFull { all, wanted: 264 }) => assert!(all < 264, "{all}"),
+        other => panic!("{other:?}"),
+    }
+    // What is given back is there again.
+    drop(first);
+    drop(poller.reserve(64).unwrap());
 }

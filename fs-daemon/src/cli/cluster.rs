@@ -294,6 +294,9 @@ pub struct MountArgs {
     /// tcp to others [default: auto]
     #[arg(long, value_parser = PossibleValuesParser::new(TRANSPORTS))]
     transport: Option<String>,
+    /// Connections for blocks to each shard, 1 to 16; with RDMA, queue pairs [default: 2]
+    #[arg(long, value_name = "N")]
+    connections: Option<String>,
     /// How bytes go through sockets [default: auto]
     #[arg(long, value_parser = PossibleValuesParser::new(IOS))]
     io: Option<String>,
@@ -320,6 +323,7 @@ impl MountArgs {
             ("allow_other", self.allow_other),
             ("no_passthrough", self.no_passthrough),
             ("transport", self.transport),
+            ("connections", self.connections),
             ("io", self.io),
             ("metrics", self.metrics),
         ] {

@@ -89,8 +89,9 @@ fn connect(
     let io = choice(config.io);
     let registry = Some(Arc::clone(registry));
     let rdma = config.rdma.clone();
+    let MountConfig { threads, connections, .. } = *config;
     let options =
-        ClientOptions { threads: config.threads, io, transport, rdma, registry, ..ClientOptions::default() };
+        ClientOptions { threads, io, transport, connections, rdma, registry, ..ClientOptions::default() };
     let client = Client::connect(record, shards, options)
         .map_err(|error| Error::new(format!("cannot take part in {name}")).caused_by(error))?;
     let job = RemoteJob::new(client);

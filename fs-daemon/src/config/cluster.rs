@@ -30,6 +30,7 @@ const CLUSTER_KEYS: &[Key] = &[
     key("advertise", Kind::Address),
     key("io", Kind::Word(IOS)),
     key("transport", Kind::Word(TRANSPORTS)),
+    key("connections", Kind::Whole(1)),
     key("shards", Kind::Whole(1)),
     key("model", Kind::Path),
     key("models", Kind::Names),
@@ -43,6 +44,9 @@ pub static CLUSTER: Vocabulary =
 const MAX_SHARDS: u16 = 1024;
 const THREADS_OF_SHARD: &str =
     "threads add contributions up; one for each core that the shard may use is most";
+const DEFAULT_CONNECTIONS: usize = 2;
+const MAX_CONNECTIONS: usize = 16;
+const CONNECTIONS: &str = "connections to each shard carry blocks; as many are busy as there are threads";
 const MOUNT_USAGE: &str = "name the directory to mount on: gradfs mount /mnt/job --registry node1";
 const CREATE_USAGE: &str =
     "load it with --model FILE.safetensors, or make a blank one with --size 1GiB --dtype bf16";
@@ -143,6 +147,8 @@ pub struct MountConfig {
     pub metrics: Option<Endpoint>,
     /// Which way bytes go.
     pub transport: Transport,
+    /// Connections for blocks to each shard, at least one.
+    pub connections: usize,
     /// How they are moved.
     pub io: Io,
     /// How RDMA is used, where it is.
@@ -307,6 +313,9 @@ impl MountConfig {
             passthrough: !merged.switch("no_passthrough")?,
             metrics: merged.metrics()?,
             transport: merged.transport()?,
+            connections: merged
+                .whole("connections", 1..=MAX_CONNECTIONS, CONNECTIONS)?
+                .unwrap_or(DEFAULT_CONNECTIONS),
             io: merged.io()?,
             rdma: merged.rdma()?,
         })

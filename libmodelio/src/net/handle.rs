@@ -290,18 +290,35 @@ pub(super) fn add(
     pick(threads, at).place(|connection| Command::Add { fd, stream, connection })
 }
 
-/// Serves a connection on a thread of another kind than a reactor's. `known` hears of it before the thread does.
+/// Serves a connection on a thread of another kind than a reactor's. `known` hears of it before the thread does. If it
+/// is refused, the stream comes back.
 #[cfg(feature = "rdma")]
 pub(super) fn place(
     thread: &Arc<ThreadState>,
     fd: OwnedFd,
     stream: Box<dyn Stream>,
     known: impl FnOnce(&Connection),
-) -> Result<Connection, Refused> {
-    thread.place(|connection| {
-        known(&connection);
-        Command::Add { fd, stream, connection }
-    })
+) -> Result<Connection, (Refused, Box<dyn Stream>)> {
+    if let Err(refused) = thread.reserve() {
+        return Err((refused, stream));
+    }
+    let connection = Connection::new(thread);
+    known(&connection);
+    let mut whole = Some((fd, stream));
+    thread.post(|inbox| {
+        let added = whole.take();
+        inbox.commands.extend(added.map(|(fd, stream)| {
+            let connection = connection.clone();
+            Command::Add { fd, stream, connection }
+        }));
+    });
+    match whole {
+        None => Ok(connection),
+        Some((_, stream)) => {
+            connection.state().ended();
+            Err((Refused::ShutDown, stream))
+        }
+    }
 }
 
 /// Adds connections to a reactor, from any thread. Cheap to clone; it does not keep the reactor going.

@@ -17,7 +17,7 @@ use super::handle::{Refused, ThreadState, place};
 use super::port::{Completion, Op, Phase, Port, Readiness, Table, Token};
 use super::stream::{Close, Stream};
 use super::{Connection, StillRunning};
-use crate::rdma::verbs::{Completion as News, Poller};
+use crate::rdma::verbs::{Completion as News, Poller, VerbsError};
 use crate::rdma::{Line, Polling};
 
 const WAKEUP: u64 = u64::MAX;
@@ -85,6 +85,8 @@ struct Moving {
     news: Vec<News>,
     /// Something happened then.
     last: Instant,
+    /// The queue tells nothing any more.
+    lost: bool,
 }
 
 impl Pollers {
@@ -113,6 +115,7 @@ impl Pollers {
                 flags,
                 news: Vec::with_capacity(64),
                 last: Instant::now(),
+                lost: false,
             };
             let of_thread = Arc::clone(&state);
             let thread = std::thread::Builder::new().name(format!("rdma-{number}")).spawn(move || {
@@ -134,7 +137,7 @@ impl Pollers {
     /// Serves a line, which was entered before.
     ///
     /// # Errors
-    /// [`Refused`]; then the stream is dropped, without a call.
+    /// [`Refused`]; then the stream's only call was [`Stream::closed`].
     pub(crate) fn serve(
         &self,
         number: usize,
@@ -142,12 +145,27 @@ impl Pollers {
         stream: Box<dyn Stream>,
     ) -> Result<Connection, Refused> {
         let thread = &self.0[number % self.0.len()];
-        let (ours, said) =
-            UnixStream::pair().map_err(|error| Refused::Socket(super::sockets::errno(&error)))?;
-        said.set_nonblocking(true).map_err(|error| Refused::Socket(super::sockets::errno(&error)))?;
-        let fd = OwnedFd::from(ours);
-        thread.expected.lock().insert(fd.as_raw_fd(), (Arc::clone(line), said));
-        place(&thread.state, fd, stream, |connection| line.attach(connection))
+        let pair =
+            UnixStream::pair().and_then(|(ours, said)| said.set_nonblocking(true).map(|()| (ours, said)));
+        let (refused, mut stream) = match pair {
+            Err(error) => (Refused::Socket(super::sockets::errno(&error)), stream),
+            Ok((ours, said)) => {
+                let fd = OwnedFd::from(ours);
+                let known_by = fd.as_raw_fd();
+                thread.expected.lock().insert(known_by, (Arc::clone(line), said));
+                match place(&thread.state, fd, stream, |connection| line.attach(connection)) {
+                    Ok(connection) => return Ok(connection),
+                    Err(unserved) => {
+                        thread.expected.lock().remove(&known_by);
+                        unserved
+                    }
+                }
+            }
+        };
+        thread.lines.leave(line);
+        line.end();
+        stream.closed(&Close::Asked(format!("RDMA: {refused}").into()));
+        Err(refused)
     }
 
     /// Ends all connections and the threads, up to `patience`.
@@ -162,6 +180,10 @@ impl Pollers {
         let mut left = 0;
         for thread in &self.0 {
             let Some(running) = thread.running.lock().take() else { continue };
+            if running.thread().id() == std::thread::current().id() {
+                // It ends when it is asked next.
+                continue;
+            }
             while !running.is_finished() && Instant::now() < deadline + Duration::from_millis(50) {
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -184,6 +206,9 @@ impl Drop for Pollers {
 impl Moving {
     /// The line of a connection, which is known from when it is first used.
     fn bind(&mut self, token: Token, port: &Port) -> Result<u32, Errno> {
+        if self.lost {
+            return Err(Errno::EIO);
+        }
         if let Some(&number) = self.by_token.get(&token) {
             return Ok(number);
         }
@@ -196,16 +221,34 @@ impl Moving {
         Ok(number)
     }
 
+    /// The queue fails: all that is served by it ends, and what is to be, at once. Others of the process go on.
+    fn lose(&mut self, error: &VerbsError) {
+        tracing::error!(%error, "a completion queue is lost: its connections end, and new ones on it until a restart");
+        self.lost = true;
+        for served in self.served.values() {
+            served.line.break_off(format!("a completion queue is lost: {error}"));
+        }
+    }
+
     /// Takes what the queue has. True if there was something.
-    fn hear(&mut self) -> Result<bool, Errno> {
+    fn hear(&mut self) -> bool {
         let mut any = false;
+        if self.lost {
+            return any;
+        }
         loop {
-            let more = self.poller.poll(&mut self.news).map_err(|error| {
-                tracing::error!(%error, "a completion queue is lost");
-                Errno::EIO
-            })?;
+            let more = match self.poller.poll(&mut self.news) {
+                Ok(more) => more,
+                Err(error) => {
+                    self.lose(&error);
+                    return true;
+                }
+            };
             any |= !self.news.is_empty();
-            for News { pair, outcome } in self.news.drain(..) {
+            for News { pair, outcome, is_receive } in self.news.drain(..) {
+                if is_receive && let Err(error) = self.poller.wait_for_another() {
+                    tracing::error!(%error, "a message less is waited for by RDMA");
+                }
                 let Some(line) = self.lines.get(pair) else { continue };
                 match line.hear(outcome) {
                     Ok(true) => {
@@ -214,7 +257,7 @@ impl Moving {
                         }
                     }
                     Ok(false) => {}
-                    Err(why) => broken(&line, why),
+                    Err(why) => line.break_off(why),
                 }
             }
             if !more {
@@ -228,13 +271,13 @@ impl Moving {
                 .filter_map(|served| Some((Arc::clone(&served.line), served.line.look().err()?)))
                 .collect();
             for (line, why) in looked {
-                broken(&line, why);
+                line.break_off(why);
             }
         }
         if any {
             self.last = Instant::now();
         }
-        Ok(any)
+        any
     }
 
     fn progress(&mut self, table: &mut Table, done: &mut Vec<Completion>) {
@@ -317,13 +360,6 @@ impl Moving {
     }
 }
 
-fn broken(line: &Line, why: String) {
-    match line.connection() {
-        Some(connection) => connection.close(Close::Asked(format!("RDMA: {why}").into())),
-        None => tracing::debug!(why, "an RDMA connection broke before it began"),
-    }
-}
-
 impl Driver for Moving {
     fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         let number = self.bind(token, port)?;
@@ -351,7 +387,10 @@ impl Driver for Moving {
     fn cancel(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         (port.receiving, port.sending) = (Phase::Idle, Phase::Idle);
         // It may not have got as far as to be bound.
-        self.expected.lock().remove(&port.fd.as_raw_fd());
+        if let Some((line, _)) = self.expected.lock().remove(&port.fd.as_raw_fd()) {
+            self.lines.leave(&line);
+            line.end();
+        }
         if let Some(served) = self.by_token.remove(&token).and_then(|number| self.served.remove(&number)) {
             let _ = self.epoll.delete(&served.said);
             self.lines.leave(&served.line);
@@ -370,7 +409,7 @@ impl Driver for Moving {
         done: &mut Vec<Completion>,
         timeout: Duration,
     ) -> Result<(), Errno> {
-        self.hear()?;
+        self.hear();
         self.progress(table, done);
         if !done.is_empty() || timeout.is_zero() {
             // What was said is looked for now and then, even if there is always something to do.
@@ -386,7 +425,7 @@ impl Driver for Moving {
         };
         let spun = Instant::now() + spins;
         while Instant::now() < spun {
-            if self.hear()? || self.possible() || self.thread.is_notified() {
+            if self.hear() || self.possible() || self.thread.is_notified() {
                 break;
             }
             std::hint::spin_loop();
@@ -396,13 +435,13 @@ impl Driver for Moving {
             && Instant::now() < until
             && self.polling != Polling::Busy
         {
-            let armed = self.poller.arm();
-            armed.map_err(|error| {
-                tracing::error!(%error, "a completion queue is lost");
-                Errno::EIO
-            })?;
+            if !self.lost
+                && let Err(error) = self.poller.arm()
+            {
+                self.lose(&error);
+            }
             // What was done before it was armed rings no bell.
-            if !self.hear()? && !self.possible() {
+            if !self.hear() && !self.possible() {
                 let left = until.saturating_duration_since(Instant::now());
                 if self.flags && !self.served.is_empty() {
                     // Nobody rings a bell for a flag.
@@ -412,7 +451,7 @@ impl Driver for Moving {
                 } else {
                     self.sleep(left)?;
                 }
-                self.hear()?;
+                self.hear();
             }
         } else {
             self.rest(EpollTimeout::ZERO)?;

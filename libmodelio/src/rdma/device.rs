@@ -1,11 +1,13 @@
 //! A device in use: its arena, its completion queues, and which memory is registered with it (RPCH §3.1).
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use super::device_memory::DeviceMemory;
 use super::options::{Notice, RdmaOptions};
 use super::verbs::{
-    Access, Arena, Context, Domain, Notify, PairLimits, Poller, Registration, Rings, VerbsError, contexts,
+    Access, Arena, Context, Domain, Notify, Pair, PairLimits, Poller, Registration, Reserved, Rings, Trouble,
+    VerbsError, contexts,
 };
 use crate::mmap::Mapping;
 
@@ -72,6 +74,7 @@ impl Device {
             Notice::Immediate => Notify::Immediate,
             Notice::Flag => Notify::Flag,
         };
+        context.listen_for_trouble()?;
         let domain = Domain::new(context)?;
         let arena = Arena::new(&domain, options.arena)?;
         let far = far.map(|memory| Arena::on_device(&domain, memory)).transpose()?;
@@ -91,6 +94,28 @@ impl Device {
         // The domain's address, which is no other's as long as its registrations live.
         let key = Arc::as_ptr(&self.domain).addr();
         memory.attached(key, || Registration::new(&self.domain, memory, 0..memory.len(), Access::Read))
+    }
+
+    /// Room for one more queue pair on the completion queue of that number.
+    pub(super) fn reserve(&self, number: usize) -> Result<Reserved, VerbsError> {
+        Pair::reserve(&self.pollers[number % self.pollers.len()], self.limits())
+    }
+
+    /// Becomes readable when there is trouble to hear of.
+    pub(super) fn trouble(&self) -> BorrowedFd<'_> {
+        self.context.trouble()
+    }
+
+    /// Says in the log what the device reports that is no outcome of work: ports that go down, queues that fail. What
+    /// it costs is noticed by each connection itself, at the latest by its peer's silence.
+    pub(super) fn hear_trouble(&self) {
+        while let Some(Trouble { what, is_bad }) = self.context.next_trouble() {
+            let device = self.context.name();
+            match is_bad {
+                true => tracing::warn!(device, "the RDMA device reports: {what}"),
+                false => tracing::debug!(device, "the RDMA device reports: {what}"),
+            }
+        }
     }
 
     /// Its name and port, for people.

@@ -18,7 +18,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
-use super::verbs::{CmChannel, CmEvent, CmKind, Endpoint, Notify, Parameters, Remote, Rings, VerbsError};
+use super::verbs::{
+    CmChannel, CmEvent, CmKind, Endpoint, Notify, Parameters, Remote, Reserved, Rings, VerbsError,
+};
 use super::{Device, Line, Mtu, RdmaOptions};
 use crate::net::{Pollers, Stream};
 use crate::wire::Protocol;
@@ -33,9 +35,10 @@ const BACKLOG: i32 = 128;
 const LOOK: Duration = Duration::from_secs(2);
 /// After a failure that may last.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Of a shard that has no rings for one more connection.
-const NO_ROOM: &str = "refused by the shard: its registered memory is full (its log says how much there is): raise its \
-                       --rdma-arena, or lower its --rdma-slots";
+/// Of a shard that has no rings, or no completions, for one more connection.
+const NO_ROOM: &str = "refused by the shard: its registered memory is full, or its completion queues are (its log says \
+                       which): raise its --rdma-arena or --rdma-queues, or lower its --rdma-slots or --rdma-depth";
+const OVER: &str = "RDMA is shut down";
 /// Longest wait for a connection that was taken to come about.
 const ACCEPTING: Duration = Duration::from_secs(5);
 
@@ -163,7 +166,8 @@ impl State {
 pub struct Fabric {
     device: Arc<Device>,
     pollers: Arc<Pollers>,
-    commands: Mutex<Sender<Command>>,
+    /// `None` when nobody hears them any more.
+    commands: Arc<Mutex<Option<Sender<Command>>>>,
     wake: Arc<EventFd>,
     over: Arc<AtomicBool>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -190,14 +194,16 @@ impl Fabric {
             Arc::new(Pollers::start(device.pollers(), device.options().polling, flags).map_err(start)?);
         let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let wake = Arc::new(wake.map_err(start)?);
-        let (sender, commands) = channel();
+        let (sender, heard) = channel();
+        let commands = Arc::new(Mutex::new(Some(sender)));
         let over = Arc::new(AtomicBool::new(false));
         let lines = Arc::new(AtomicUsize::new(0));
         let manager = Manager {
             device: Arc::clone(&device),
             pollers: Arc::clone(&pollers),
             channel: CmChannel::new()?,
-            commands,
+            heard,
+            commands: Arc::clone(&commands),
             wake: Arc::clone(&wake),
             over: Arc::clone(&over),
             states: HashMap::new(),
@@ -208,7 +214,7 @@ impl Fabric {
         let thread = std::thread::Builder::new().name("rdma-cm".into()).spawn(move || manager.run());
         let thread =
             thread.map_err(|error| start(Errno::from_raw(error.raw_os_error().unwrap_or(libc::EAGAIN))))?;
-        let (commands, thread) = (Mutex::new(sender), Mutex::new(Some(thread)));
+        let thread = Mutex::new(Some(thread));
         Ok(Arc::new(Fabric { device, pollers, commands, wake, over, thread, lines }))
     }
 
@@ -223,9 +229,14 @@ impl Fabric {
     }
 
     fn command(&self, command: Command) {
-        // Without the thread, what waits for an answer hears that there is none.
-        let _ = self.commands.lock().send(command);
-        let _ = self.wake.write(1);
+        let refused = match &*self.commands.lock() {
+            Some(sender) => sender.send(command).err().map(|unsent| unsent.0),
+            None => Some(command),
+        };
+        match refused {
+            Some(command) => refuse(command),
+            None => drop(self.wake.write(1)),
+        }
     }
 
     /// Takes connections: `accept` says what is served on each; `None` hangs up. The address, with the port that was found.
@@ -256,7 +267,7 @@ impl Fabric {
         self.command(Command::Connect { to, deadline, number, then: Box::new(then) });
     }
 
-    /// Ends all connections, and the threads.
+    /// Ends all connections, and the threads. On one of them, nobody waits for it.
     pub fn shut_down(&self, patience: Duration) {
         self.over.store(true, Ordering::Release);
         let _ = self.wake.write(1);
@@ -264,6 +275,7 @@ impl Fabric {
             tracing::warn!(%error, "RDMA");
         }
         if let Some(thread) = self.thread.lock().take()
+            && thread.thread().id() != std::thread::current().id()
             && thread.join().is_err()
         {
             tracing::error!("the thread of RDMA connections panicked");
@@ -282,7 +294,8 @@ struct Manager {
     device: Arc<Device>,
     pollers: Arc<Pollers>,
     channel: Arc<CmChannel>,
-    commands: Receiver<Command>,
+    heard: Receiver<Command>,
+    commands: Arc<Mutex<Option<Sender<Command>>>>,
     wake: Arc<EventFd>,
     over: Arc<AtomicBool>,
     states: HashMap<u64, State>,
@@ -295,9 +308,10 @@ impl Manager {
     fn run(mut self) {
         while !self.over.load(Ordering::Acquire) {
             self.rest();
-            while let Ok(command) = self.commands.try_recv() {
+            while let Ok(command) = self.heard.try_recv() {
                 self.obey(command);
             }
+            self.device.hear_trouble();
             loop {
                 match self.channel.next() {
                     Ok(Some(event)) => self.hear(event),
@@ -311,14 +325,17 @@ impl Manager {
             }
             self.look(Instant::now());
         }
-        for (_, state) in self.states.drain() {
-            end(state, "the program shuts down");
+        let all: Vec<State> = self.states.drain().map(|(_, state)| state).collect();
+        all.into_iter().for_each(|state| self.give_up(state, OVER));
+        drop(self.commands.lock().take());
+        while let Ok(command) = self.heard.try_recv() {
+            refuse(command);
         }
     }
 
     fn rest(&self) {
-        let mut ready =
-            [self.channel.as_fd(), self.wake.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        let mut ready = [self.channel.as_fd(), self.wake.as_fd(), self.device.trouble()]
+            .map(|fd| PollFd::new(fd, PollFlags::POLLIN));
         // Rounded up, so that a deadline is over when it wakes.
         let left = self.states.values().filter_map(State::deadline).min().map_or(LOOK, |at| {
             at.saturating_duration_since(Instant::now()).min(LOOK) + Duration::from_millis(1)
@@ -463,7 +480,11 @@ impl Manager {
         else {
             return;
         };
-        match self.device.rings().and_then(|rings| self.line(endpoint, rings, number)) {
+        let made = self.device.rings().and_then(|rings| {
+            let reserved = self.device.reserve(number)?;
+            self.line(endpoint, rings, (number, reserved))
+        });
+        match made {
             Ok(line) => match line.endpoint().connect(&self.parameters(&line, self.device.options().mtu)) {
                 Ok(()) => {
                     self.states.insert(token, State::Connecting { line, to, deadline, number, then });
@@ -477,10 +498,28 @@ impl Manager {
         }
     }
 
-    /// A line whose news are heard.
-    fn line(&self, endpoint: Endpoint, rings: Rings, number: usize) -> Result<Arc<Line>, VerbsError> {
-        let pollers = self.device.pollers();
-        let line = Line::new(&self.device, endpoint, rings, &pollers[number % pollers.len()])?;
+    /// Room for one more on the queue whose turn it is, or the next that has some.
+    fn reserve(&mut self) -> Result<(usize, Reserved), VerbsError> {
+        let mut outcome = Err(VerbsError::Broken("there is no completion queue".into()));
+        for _ in self.device.pollers() {
+            let number = self.next_poller;
+            self.next_poller += 1;
+            outcome = self.device.reserve(number).map(|reserved| (number, reserved));
+            if outcome.is_ok() {
+                break;
+            }
+        }
+        outcome
+    }
+
+    /// A line whose news are heard, by the queue of that number.
+    fn line(
+        &self,
+        endpoint: Endpoint,
+        rings: Rings,
+        (number, reserved): (usize, Reserved),
+    ) -> Result<Arc<Line>, VerbsError> {
+        let line = Line::new(&self.device, endpoint, rings, reserved)?;
         self.pollers.lines(number).enter(&line);
         Ok(line)
     }
@@ -508,9 +547,14 @@ impl Manager {
                 return self.turn_away(&endpoint, &peer);
             }
         };
-        let number = self.next_poller;
-        self.next_poller += 1;
-        let taken = self.line(endpoint, rings, number).and_then(|line| {
+        let (number, reserved) = match self.reserve() {
+            Ok(found) => found,
+            Err(error) => {
+                tracing::warn!(peer, "turned away: {error}");
+                return self.turn_away(&endpoint, &peer);
+            }
+        };
+        let taken = self.line(endpoint, rings, (number, reserved)).and_then(|line| {
             line.invited(offer.ring);
             let mtu = shorter(offer.mtu, self.device.options().mtu);
             line.endpoint()
@@ -567,11 +611,13 @@ impl Manager {
             }
             Some(State::Accepting { line, number, listener, .. }) => {
                 let peer = line.endpoint().peer();
-                if let Some(State::Listening { accept, .. }) = self.states.get_mut(&listener) {
-                    match accept(&line, peer) {
-                        Some(stream) => self.serve(token, &line, number, stream),
-                        None => self.pollers.lines(number).leave(&line),
-                    }
+                let stream = match self.states.get_mut(&listener) {
+                    Some(State::Listening { accept, .. }) => accept(&line, peer),
+                    _ => None,
+                };
+                match stream {
+                    Some(stream) => self.serve(token, &line, number, stream),
+                    None => self.pollers.lines(number).leave(&line),
                 }
             }
             Some(other) => {
@@ -587,10 +633,7 @@ impl Manager {
                 self.lines.fetch_add(1, Ordering::Relaxed);
                 self.states.insert(token, State::Up(Arc::downgrade(line)));
             }
-            Err(error) => {
-                tracing::warn!(%error, "an RDMA connection is not served");
-                self.pollers.lines(number).leave(line);
-            }
+            Err(error) => tracing::warn!(%error, "an RDMA connection is not served"),
         }
     }
 
@@ -605,6 +648,14 @@ impl Manager {
         for token in late {
             self.failed(token, "no answer before the deadline");
         }
+    }
+}
+
+/// Tells whoever asks that nobody hears.
+fn refuse(command: Command) {
+    match command {
+        Command::Listen { answer, .. } => drop(answer.send(Err(VerbsError::Broken(OVER.into())))),
+        Command::Connect { to, then, .. } => drop(then(Err(format!("{to}: {OVER}")))),
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use super::verbs::{
-    Done, Endpoint, Outcome, Pair, Poller, Registration, Remote, Rings, Slot, VerbsError, Work,
+    Done, Endpoint, Outcome, Pair, Registration, Remote, Reserved, Rings, Slot, VerbsError, Work,
 };
 use super::{Device, Mtu};
 use crate::link::{Piece, Target};
@@ -20,32 +20,42 @@ const KEPT: usize = 8;
 #[derive(Debug)]
 pub struct Line {
     pair: Arc<Pair>,
-    rings: Mutex<Rings>,
+    talk: Mutex<Talk>,
     /// Where the peer's ring is.
     peer: OnceLock<Remote>,
     device: Arc<Device>,
     /// The peer is gone, or its network is.
     gone: AtomicBool,
     connection: OnceLock<Connection>,
+    /// Why it is to end, if that was found before there was a connection, too.
+    broken: OnceLock<String>,
+}
+
+#[derive(Debug)]
+struct Talk {
+    rings: Rings,
+    /// What they want done; empty but while it is being asked for.
+    work: Vec<Work>,
 }
 
 impl Line {
-    /// Of a connection that knows its way, with `rings` of the device's.
+    /// Of a connection that knows its way, with `rings` of the device's, and room that was reserved there.
     pub(super) fn new(
         device: &Arc<Device>,
         endpoint: Endpoint,
         rings: Rings,
-        poller: &Arc<Poller>,
+        reserved: Reserved,
     ) -> Result<Arc<Line>, VerbsError> {
-        let rings = Mutex::new(rings);
-        let pair = Pair::new(endpoint, poller, device.limits())?;
-        let (peer, connection, gone) = (OnceLock::new(), OnceLock::new(), AtomicBool::new(false));
-        Ok(Arc::new(Line { pair, rings, peer, device: Arc::clone(device), gone, connection }))
+        let talk = Mutex::new(Talk { rings, work: Vec::new() });
+        let pair = Pair::new(endpoint, reserved, device.limits())?;
+        let (peer, connection, broken) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
+        let (device, gone) = (Arc::clone(device), AtomicBool::new(false));
+        Ok(Arc::new(Line { pair, talk, peer, device, gone, connection, broken }))
     }
 
     /// Where the peer is to write what it says.
     pub(super) fn invitation(&self) -> Remote {
-        self.rings.lock().invitation()
+        self.talk.lock().rings.invitation()
     }
 
     /// Where this end writes what it says.
@@ -150,7 +160,17 @@ impl Line {
 
     /// Ends the connection, for something on it went wrong.
     pub fn give_up(&self, why: &VerbsError) {
-        if let Some(connection) = self.connection.get() {
+        self.break_off(why.to_string());
+    }
+
+    /// The same, for any reason, and also before it is served: then it ends as soon as it is.
+    pub(crate) fn break_off(&self, why: String) {
+        let _ = self.broken.set(why);
+        self.close_if_broken();
+    }
+
+    fn close_if_broken(&self) {
+        if let (Some(why), Some(connection)) = (self.broken.get(), self.connection.get()) {
             connection.close(Close::Asked(format!("RDMA: {why}").into()));
         }
     }
@@ -160,6 +180,7 @@ impl Line {
     /// It is served by this connection.
     pub(crate) fn attach(&self, connection: &Connection) {
         let _ = self.connection.set(connection.clone());
+        self.close_if_broken();
     }
 
     /// The connection is over, or its peer is.
@@ -180,7 +201,7 @@ impl Line {
     pub(crate) fn hear(&self, outcome: Outcome) -> Result<bool, String> {
         match self.pair.hear(outcome) {
             Ok(Some(word)) => {
-                self.rings.lock().hear(word).map(|()| false).map_err(|broken| broken.to_string())
+                self.talk.lock().rings.hear(word).map(|()| false).map_err(|broken| broken.to_string())
             }
             Ok(None) => Ok(self.pair.has_finished()),
             Err(error) => Err(error.to_string()),
@@ -194,18 +215,22 @@ impl Line {
 
     /// Looks at what the peer has written, where that is not told.
     pub(crate) fn look(&self) -> Result<(), String> {
-        self.rings.lock().look().map_err(|broken| broken.to_string())
+        self.talk.lock().rings.look().map_err(|broken| broken.to_string())
     }
 
     /// Copies what has come. `Some(0)` is the end, `None` nothing.
     pub(crate) fn receive(&self, into: &ReceiveSlices) -> Result<Option<usize>, VerbsError> {
-        let mut rings = self.rings.lock();
-        let bytes = rings.read(into);
+        if self.broken.get().is_some() {
+            // It is about to be closed, for that reason and no other.
+            return Ok(None);
+        }
+        let mut talk = self.talk.lock();
+        let bytes = talk.rings.read(into);
         if bytes == 0 {
-            let over = rings.is_ended() || self.gone.load(Ordering::Acquire);
+            let over = talk.rings.is_ended() || self.gone.load(Ordering::Acquire);
             return Ok(over.then_some(0));
         }
-        drop(rings);
+        drop(talk);
         self.acknowledge()?;
         Ok(Some(bytes))
     }
@@ -216,9 +241,7 @@ impl Line {
         if self.pair.room() < 1 {
             return Ok(());
         }
-        let mut work = Vec::new();
-        self.rings.lock().tell(peer, &mut work);
-        self.say(work)
+        self.say(|rings, work| rings.tell(peer, work))
     }
 
     /// Sends as much as there is room for. `None` if there is none.
@@ -231,35 +254,38 @@ impl Line {
         if self.pair.room() < 4 {
             return Ok(None);
         }
-        let mut work = Vec::new();
-        let bytes = self.rings.lock().write(out, peer, &mut work);
-        self.say(work)?;
+        let bytes = self.say(|rings, work| rings.write(out, peer, work))?;
         Ok((bytes > 0).then_some(bytes))
     }
 
     /// Tells the peer that nothing more comes.
     pub(crate) fn finish(&self) -> Result<(), VerbsError> {
         let Some(&peer) = self.peer.get() else { return Ok(()) };
-        let mut work = Vec::new();
-        self.rings.lock().end(peer, &mut work);
-        self.say(work)
+        self.say(|rings, work| rings.end(peer, work))
     }
 
-    fn say(&self, work: Vec<Work>) -> Result<(), VerbsError> {
-        if work.is_empty() {
-            return Ok(());
+    /// Has done what the rings want.
+    fn say<T>(&self, what: impl FnOnce(&mut Rings, &mut Vec<Work>) -> T) -> Result<T, VerbsError> {
+        let talk = &mut *self.talk.lock();
+        let said = what(&mut talk.rings, &mut talk.work);
+        if talk.work.is_empty() {
+            return Ok(said);
         }
-        work.into_iter().try_for_each(|work| self.pair.add(0, work).map_err(|(error, _)| error))?;
-        self.pair.post()
+        talk.work.drain(..).try_for_each(|work| self.pair.add(0, work).map_err(|(error, _)| error))?;
+        self.pair.post()?;
+        Ok(said)
     }
 
     /// Whether it can go on: bytes to take, or room to send.
     pub(crate) fn possible(&self, receiving: bool, sending: bool) -> bool {
+        if self.broken.get().is_some() {
+            return false;
+        }
         let gone = self.gone.load(Ordering::Acquire);
-        let rings = self.rings.lock();
-        let readable = rings.readable() > 0 || rings.is_ended() || gone;
-        let room = gone || rings.room() > 0 && self.peer.get().is_some();
-        drop(rings);
+        let talk = self.talk.lock();
+        let readable = talk.rings.readable() > 0 || talk.rings.is_ended() || gone;
+        let room = gone || talk.rings.room() > 0 && self.peer.get().is_some();
+        drop(talk);
         receiving && readable || sending && room && self.pair.room() >= 4
     }
 }

@@ -23,7 +23,7 @@ use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, R
 use ps_backend::server::{Server, ServerOptions};
 
 use crate::living::{SHORT_COURSE, lived_through};
-use crate::steps::{THREE_ARE_SUMMED, a_late_one, sums_in, sums_of_two_clients};
+use crate::steps::{THREE_ARE_SUMMED, a_late_one, one_connection_or_many, sums_in, sums_of_two_clients};
 use crate::world::{LONG, Learner, Way, World};
 
 const BYTES: u64 = 1_000_004;
@@ -93,6 +93,17 @@ fn each_queue_pair_may_wait_for_its_own_messages() {
 #[test]
 fn short_queues_without_inline_data_will_do() {
     sums(|options| (options.depth, options.inline, options.report_every) = (16, 0, 1));
+}
+
+#[test]
+fn a_client_has_one_queue_pair_or_many() {
+    let ways: [fn(&mut RdmaOptions); 2] =
+        [|options| options.placement = Placement::Static, |options| options.placement = Placement::Dynamic];
+    for change in ways {
+        if let Some(way) = Way::rdma_with(change) {
+            one_connection_or_many(way);
+        }
+    }
 }
 
 #[test]

@@ -40,6 +40,33 @@ pub fn sums_in(world: &World) {
     b.shut_down();
 }
 
+/// Clients with one connection to each shard, and with more than there are threads.
+pub fn one_connection_or_many(way: Way) {
+    let world = World::new(2, BYTES, &[("reducer", "sum"), ("learners", "2")], way);
+    let clients = [1, 7].map(|connections| world.client_with(|options| options.connections = connections));
+    let learners = [Learner::join(&clients[0], "a"), Learner::join(&clients[1], "b")];
+    for step in 1..=4 {
+        let pushed = learners.each_ref().map(|learner| learner.push(1.0));
+        for answer in pushed {
+            assert_eq!(answer.recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        }
+        for learner in &learners {
+            let (version, weights) = learner.pull();
+            assert_eq!(version, Version(step));
+            assert!(weights.iter().all(|&weight| weight == 2.0 * step as f32), "{:?}", &weights[..4]);
+        }
+    }
+    learners.iter().for_each(Learner::leave);
+    clients.iter().for_each(|client| client.shut_down());
+}
+
+#[test]
+fn a_client_has_one_connection_or_many() {
+    for way in [Way::Tcp(Choice::Auto), Way::Tcp(Choice::Poll), Way::Memory] {
+        one_connection_or_many(way);
+    }
+}
+
 #[test]
 fn learners_on_two_clients_are_summed_over_io_uring() {
     sums_of_two_clients(Way::Tcp(Choice::Auto), 2);

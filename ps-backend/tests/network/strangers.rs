@@ -40,7 +40,8 @@ fn pair(endpoint: Endpoint) -> Arc<Pair> {
     let domain = Domain::new(endpoint.context().expect("a device leads there")).unwrap();
     let poller = Poller::new(&domain, 64, 0).unwrap();
     let receives = if domain.context().is_iwarp() { 0 } else { 4 };
-    Pair::new(endpoint, &poller, PairLimits { depth: 16, inline: 0, report_every: 1, receives }).unwrap()
+    let limits = PairLimits { depth: 16, inline: 0, report_every: 1, receives };
+    Pair::new(endpoint, Pair::reserve(&poller, limits).unwrap(), limits).unwrap()
 }
 
 fn introducing(private: &[u8]) -> Parameters {

@@ -171,7 +171,12 @@ impl World {
     }
 
     pub fn client_that(&self, pulls: Pulls) -> Arc<Client> {
-        let options = ClientOptions { pulls, ..self.client_options() };
+        self.client_with(|options| options.pulls = pulls)
+    }
+
+    pub fn client_with(&self, change: impl FnOnce(&mut ClientOptions)) -> Arc<Client> {
+        let mut options = self.client_options();
+        change(&mut options);
         Arc::new(Client::connect(&self.record, &self.shards(), options).unwrap())
     }
 }

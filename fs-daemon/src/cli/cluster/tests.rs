@@ -154,11 +154,11 @@ fn flags_reach_the_configuration() {
     assert_eq!(create.source, ModelSource::File("a.safetensors".into()));
 
     let words = "mount /mnt/job a b --registry node1 --threads 4 --allow-other --no-passthrough \
-                 --transport tcp --io poll --metrics 0.0.0.0:0";
+                 --transport tcp --connections 5 --io poll --metrics 0.0.0.0:0";
     let mount = config!(Mount, words).unwrap();
     assert_eq!((mount.mountpoint, mount.models), ("/mnt/job".into(), vec!["a".into(), "b".into()]));
     assert_eq!((mount.threads, mount.allow_other, mount.passthrough), (4, true, false));
-    assert_eq!((mount.transport, mount.io), (Transport::Tcp, Io::Poll));
+    assert_eq!((mount.transport, mount.connections, mount.io), (Transport::Tcp, 5, Io::Poll));
     assert_eq!(mount.metrics.unwrap().to_string(), "0.0.0.0:0");
 
     let status = config!(Status, "status --registry node1:9 --json").unwrap();

@@ -135,7 +135,7 @@ impl Merged<'_> {
     }
 
     /// A whole number, if one is given.
-    fn whole<T: FromStr + PartialOrd + Display>(
+    pub(super) fn whole<T: FromStr + PartialOrd + Display>(
         &self,
         key: &str,
         range: RangeInclusive<T>,

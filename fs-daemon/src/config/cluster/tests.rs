@@ -92,6 +92,7 @@ fn defaults() {
             passthrough: true,
             metrics: None,
             transport: Transport::Auto,
+            connections: 2,
             io: Io::Auto,
             rdma: RdmaOptions::default(),
         }
@@ -234,6 +235,9 @@ fn numbers_and_words_are_checked() {
     assert_eq!(create(&[("shards", "8")]).unwrap().shards, Some(8));
     assert!(said(shard(&[("listen", "node1"), ("threads", "0")])).contains("contributions"));
     assert!(said(mount(&[("threads", "999")])).contains("filesystem"));
+    for bad in ["0", "17", "many"] {
+        assert!(said(mount(&[("connections", bad)])).contains("carry blocks"), "{bad}");
+    }
     assert!(said(mount(&[("io", "epoll")])).contains("auto, uring, poll"));
     assert!(said(mount(&[("transport", "ib")])).contains("auto, tcp, shm, rdma"));
     assert_eq!(mount(&[("transport", "rdma")]).unwrap().transport, Transport::Rdma);

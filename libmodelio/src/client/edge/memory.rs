@@ -16,6 +16,7 @@ use parking_lot::MutexGuard;
 #[cfg(feature = "rdma")]
 use super::fabric::{self, Remote};
 use super::{Inner, Shared, Shortcut, Way};
+use crate::client::ClientOptions;
 use crate::client::conversation::Data;
 use crate::client::core::Part;
 use crate::client::sum;
@@ -135,6 +136,11 @@ impl Memory {
             #[cfg(feature = "rdma")]
             Common::Fabric(_) => true,
         }
+    }
+
+    /// Threads that serve connections of its kind.
+    fn threads(&self, options: &ClientOptions) -> usize {
+        if self.is_by_rdma() { options.rdma.queues } else { options.threads }
     }
 
     fn with(way: Way, common: Common) -> Memory {
@@ -268,7 +274,7 @@ impl Shared {
                 return None;
             }
             // What it holds is this connection's own; all else is taken by those that are used.
-            if memory.held.is_none() && !inner.uses(part, link, self.options.threads) {
+            if memory.held.is_none() && !inner.uses(part, link, memory.threads(&self.options)) {
                 memory.named = 0;
                 drop(inner);
                 memory.tidy();

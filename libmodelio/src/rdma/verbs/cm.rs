@@ -380,6 +380,15 @@ impl Endpoint {
         VerbsError::check("refusing an RDMA connection", result)
     }
 
+    /// Its queue pair, if it has one, does nothing more: what is outstanding is flushed.
+    ///
+    /// # Safety
+    /// Nobody destroys the queue pair meanwhile.
+    pub(super) unsafe fn fail_pair(&self) {
+        // SAFETY: as the caller promises.
+        unsafe { self.joint.fail() };
+    }
+
     /// Destroys its queue pair, if it has one.
     ///
     /// # Safety

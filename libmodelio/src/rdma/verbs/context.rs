@@ -1,10 +1,12 @@
 //! Which devices there are, and what they can do.
 
 use std::ffi::CStr;
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use rdma_sys as sys;
 
 use super::VerbsError;
@@ -63,6 +65,15 @@ pub struct DeviceInfo {
     pub max_registration: u64,
     /// Its ports.
     pub ports: Vec<PortInfo>,
+}
+
+/// What a device reports that is no outcome of work.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Trouble {
+    /// As libibverbs names it.
+    pub(crate) what: String,
+    /// Something fails, or is going to.
+    pub(crate) is_bad: bool,
 }
 
 /// All devices, whether librdmacm can use them or not.
@@ -153,6 +164,46 @@ impl Context {
     pub fn is_iwarp(self) -> bool {
         // SAFETY: an open context has its device.
         unsafe { (*(*self.raw()).device).transport_type == sys::ibv_transport_type::IBV_TRANSPORT_IWARP }
+    }
+
+    /// Has [`Self::next_trouble`] not wait.
+    pub(crate) fn listen_for_trouble(self) -> Result<(), VerbsError> {
+        let fd = self.trouble();
+        let flags = fcntl(fd, FcntlArg::F_GETFL).map(OFlag::from_bits_retain);
+        let set = flags.and_then(|flags| fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK)));
+        set.map(drop).map_err(|errno| VerbsError::Call { doing: "listening to an RDMA device", errno })
+    }
+
+    /// Becomes readable when there is trouble.
+    pub(crate) fn trouble<'a>(self) -> BorrowedFd<'a> {
+        // SAFETY: an open context has it, and is never closed.
+        unsafe { BorrowedFd::borrow_raw((*self.raw()).async_fd) }
+    }
+
+    /// What it reports that is no outcome of work. Everybody in the process who uses the device hears some of it.
+    pub(crate) fn next_trouble(self) -> Option<Trouble> {
+        let mut event = std::mem::MaybeUninit::<sys::ibv_async_event>::zeroed();
+        // SAFETY: the call fills the event if it says so; each is acknowledged once, as destroying what it is of asks.
+        let (kind, text) = unsafe {
+            if sys::ibv_get_async_event(self.raw(), event.as_mut_ptr()) != 0 {
+                return None;
+            }
+            let kind = event.assume_init_ref().event_type;
+            sys::ibv_ack_async_event(event.as_mut_ptr());
+            (kind, CStr::from_ptr(sys::ibv_event_type_str(kind)))
+        };
+        use sys::ibv_event_type as kinds;
+        let is_bad = matches!(
+            kind,
+            kinds::IBV_EVENT_CQ_ERR
+                | kinds::IBV_EVENT_QP_FATAL
+                | kinds::IBV_EVENT_QP_REQ_ERR
+                | kinds::IBV_EVENT_QP_ACCESS_ERR
+                | kinds::IBV_EVENT_SRQ_ERR
+                | kinds::IBV_EVENT_PORT_ERR
+                | kinds::IBV_EVENT_DEVICE_FATAL
+        );
+        Some(Trouble { what: text.to_string_lossy().into_owned(), is_bad })
     }
 
     fn attributes(self) -> Result<sys::ibv_device_attr, VerbsError> {

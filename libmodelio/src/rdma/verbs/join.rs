@@ -11,6 +11,10 @@ use rdma_sys as sys;
 use super::{Context, Domain, VerbsError};
 use crate::rdma::Mtu;
 
+/// After how long a peer tries again when no message was waited for: 0.64 ms, as InfiniBand numbers it. The connection
+/// manager's 0 stands for 655 ms.
+const NOT_READY: u8 = 12;
+
 /// The queue pair of an endpoint, once it has one.
 #[derive(Debug, Default)]
 pub(super) struct Joint {
@@ -79,6 +83,7 @@ impl Joint {
                 if let Some(mtu) = mtu {
                     attributes.path_mtu = attributes.path_mtu.min(mtu.code().into());
                 }
+                attributes.min_rnr_timer = NOT_READY;
                 if let Some((_, answered)) = reads {
                     attributes.max_dest_rd_atomic = answered;
                 }
@@ -104,6 +109,27 @@ impl Joint {
     /// Whether there is one.
     pub(super) fn is_made(&self) -> bool {
         !self.pair.load(Ordering::Acquire).is_null()
+    }
+
+    /// Has it do nothing more, if there is one: its work is flushed.
+    ///
+    /// # Safety
+    /// Nobody destroys it meanwhile.
+    pub(super) unsafe fn fail(&self) {
+        let pair = self.pair.load(Ordering::Acquire);
+        if pair.is_null() {
+            return;
+        }
+        // SAFETY: all of it is numbers, for which zero is a value.
+        let mut attributes: sys::ibv_qp_attr = unsafe { std::mem::zeroed() };
+        attributes.qp_state = sys::ibv_qp_state::IBV_QPS_ERR;
+        let mask = sys::ibv_qp_attr_mask::IBV_QP_STATE.0.cast_signed();
+        // SAFETY: it lives, as the caller promises; the attributes are read during the call.
+        let result = unsafe { sys::ibv_modify_qp(pair, &raw mut attributes, mask) };
+        if let Err(error) = VerbsError::check_number("ending a queue pair", result) {
+            // It may be in that state by itself.
+            tracing::debug!(%error, "RDMA");
+        }
     }
 
     /// Destroys it, if there is one.

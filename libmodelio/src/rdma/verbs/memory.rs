@@ -119,11 +119,12 @@ unsafe impl Sync for Registration {}
 
 impl Registration {
     /// Registers `range` of `memory`. Whoever lets work be done on it holds the memory, too: see
-    /// [`Mapping::attach`](crate::mmap::Mapping::attach).
+    /// [`Mapping::attach`](crate::mmap::Mapping::attach). Whoever lets peers write it sees to it that nobody here takes it
+    /// for memory that stays as it is.
     ///
     /// # Errors
     /// [`VerbsError::Memlock`], [`VerbsError::OutOfRange`], [`VerbsError::Call`].
-    pub fn new(
+    pub(in crate::rdma) fn new(
         domain: &Arc<Domain>,
         memory: &Mapping,
         range: Range<usize>,

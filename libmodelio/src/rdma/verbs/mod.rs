@@ -1,6 +1,9 @@
 //! libibverbs and librdmacm: devices, memory, queues and connections, each an object that gives back what it took.
 //!
-//! All `unsafe` of RDMA is in this folder, and what is outside of it is safe. It rests on this:
+//! All calls of these libraries, and all else that is `unsafe` about RDMA, is in this folder, and what it offers is safe,
+//! but for [`Slot::bytes`]. Whoever hands memory to it says so as to any transport, by
+//! [`Piece::new`](crate::link::Piece::new) and [`Target::new`](crate::link::Target::new), where its owner is: in
+//! `client/edge`, and in the shard's `part/blocks` and `fabric`. It rests on this:
 //!
 //! * **Objects outlive what is made of them.** Each holds the one that it was made of by an `Arc`, and is destroyed
 //!   when the last holder lets go: a queue pair before its queues, a registration before its protection domain. Contexts
@@ -42,10 +45,11 @@ use nix::errno::Errno;
 
 pub use arena::{Arena, Chunk, Pool, Slot};
 pub use cm::{CmChannel, CmEvent, CmKind, Endpoint, PRIVATE_DATA, Parameters};
+pub(crate) use context::Trouble;
 pub use context::{Context, DeviceInfo, GidInfo, PortInfo, contexts, devices};
 pub use memory::{Access, Domain, Registration, Remote};
 pub use pair::{Done, Finished, Pair, PairLimits, Work};
-pub use queue::{Completion, Outcome, Poller, Receives};
+pub use queue::{Completion, Outcome, Poller, Receives, Reserved};
 pub use ring::{Broken, Notify, RING, Rings};
 
 /// What libibverbs or librdmacm refuse.
@@ -96,6 +100,16 @@ pub enum VerbsError {
         port: u8,
         /// Which.
         index: u32,
+    },
+    /// A completion queue has no room for one more queue pair.
+    #[error(
+        "a completion queue holds {all} entries, and {wanted} are wanted: raise --rdma-queues, or lower --rdma-depth"
+    )]
+    QueueFull {
+        /// As many as it holds.
+        all: u32,
+        /// As many as might wait at once.
+        wanted: u32,
     },
     /// The kernel does not let so much memory be pinned.
     #[error(

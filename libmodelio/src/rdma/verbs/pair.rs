@@ -14,7 +14,7 @@ use rdma_sys as sys;
 
 use super::join::mtu_of;
 use super::queue::{Receives, nothing};
-use super::{Chunk, Endpoint, Outcome, Poller, Registration, Remote, Slot, VerbsError};
+use super::{Chunk, Endpoint, Outcome, Poller, Registration, Remote, Reserved, Slot, VerbsError};
 use crate::link::{Piece, Target};
 use crate::rdma::Mtu;
 
@@ -106,13 +106,27 @@ struct State {
     sent: VecDeque<Sent>,
     /// Of them, those that are not posted yet.
     waiting: usize,
-    /// The next piece's.
+    /// The first piece's; and the next one's.
+    first: u64,
     number: u64,
     since_report: u32,
     requests: Vec<sys::ibv_send_wr>,
     pieces: Vec<sys::ibv_sge>,
     finished: Done,
     broken: Option<String>,
+}
+
+/// Work of all queue pairs has numbers of its own, so that late news of one that is gone are not taken for those of another
+/// that got its number: so many bits of them are a queue pair's.
+const WORK_BITS: u32 = 36;
+const MOST_PAIRS: u64 = (1 << (63 - WORK_BITS)) - 1;
+static PAIRS: AtomicU64 = AtomicU64::new(0);
+
+impl State {
+    /// Whether it is work of this queue pair.
+    fn has_posted(&self, number: u64) -> bool {
+        (self.first..self.number).contains(&number)
+    }
 }
 
 // SAFETY: the pointers in `requests` are written just before they are posted, under the lock, and mean nothing after.
@@ -123,7 +137,7 @@ unsafe impl Send for State {}
 pub struct Pair {
     // Goes first: with it, the device lets go of the memory of all work.
     endpoint: Endpoint,
-    poller: Arc<Poller>,
+    reserved: Reserved,
     raw: *mut sys::ibv_qp,
     number: u32,
     limits: PairLimits,
@@ -145,15 +159,22 @@ impl std::fmt::Debug for State {
 }
 
 impl Pair {
-    /// A queue pair for a connection that knows its way. What is done is reported to `poller`.
+    /// What [`Self::new`] takes of `poller`'s room.
+    ///
+    /// # Errors
+    /// [`VerbsError::QueueFull`].
+    pub fn reserve(poller: &Arc<Poller>, limits: PairLimits) -> Result<Reserved, VerbsError> {
+        let own = matches!(poller.receives(), Receives::Own);
+        poller.reserve(limits.depth.saturating_add(if own { limits.receives } else { 0 }))
+    }
+
+    /// A queue pair for a connection that knows its way. What is done is reported where room was reserved, for the same
+    /// limits.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
-    pub fn new(
-        endpoint: Endpoint,
-        poller: &Arc<Poller>,
-        limits: PairLimits,
-    ) -> Result<Arc<Pair>, VerbsError> {
+    pub fn new(endpoint: Endpoint, reserved: Reserved, limits: PairLimits) -> Result<Arc<Pair>, VerbsError> {
+        let poller = reserved.poller();
         let (most, _, _) = poller.context().depths()?;
         let depth = limits.depth.min(most).max(1);
         let own = matches!(poller.receives(), Receives::Own);
@@ -183,11 +204,13 @@ impl Pair {
         };
         // SAFETY: it was just made.
         let number = unsafe { (*raw).qp_num };
+        let first = (PAIRS.fetch_add(1, Ordering::Relaxed) & MOST_PAIRS) << WORK_BITS;
         let inline = init.cap.max_inline_data.min(limits.inline);
         let state = State {
             sent: VecDeque::with_capacity(depth as usize),
             waiting: 0,
-            number: 0,
+            first,
+            number: first,
             since_report: 0,
             requests: Vec::with_capacity(depth as usize),
             pieces: Vec::with_capacity(depth as usize),
@@ -196,7 +219,7 @@ impl Pair {
         };
         let pair = Pair {
             endpoint,
-            poller: Arc::clone(poller),
+            reserved,
             raw,
             number,
             limits: PairLimits { depth, inline, receives, ..limits },
@@ -222,7 +245,7 @@ impl Pair {
 
     /// Whom its news come from.
     pub fn poller(&self) -> &Arc<Poller> {
-        &self.poller
+        self.reserved.poller()
     }
 
     /// As the device has granted them.
@@ -239,7 +262,7 @@ impl Pair {
         match &state.broken {
             Some(why) => Err(VerbsError::Broken(why.clone())),
             // SAFETY: it lives, as it is not ended under the lock.
-            None => unsafe { mtu_of(self.raw, self.poller.context()) },
+            None => unsafe { mtu_of(self.raw, self.poller().context()) },
         }
     }
 
@@ -262,6 +285,10 @@ impl Pair {
     pub fn end(&self) {
         let mut state = self.state.lock();
         state.broken.get_or_insert_with(|| "the connection is over".to_owned());
+        // Nothing more comes in, and what has come is told.
+        // SAFETY: it is destroyed here only, under the lock.
+        unsafe { self.endpoint.fail_pair() };
+        self.poller().take_early();
         // SAFETY: whoever uses it has the lock and has seen that it is not broken.
         unsafe { self.endpoint.end_pair() };
     }
@@ -318,7 +345,7 @@ impl Pair {
         state.requests.clear();
         state.pieces.clear();
         let first = state.sent.len() - count;
-        let iwarp = self.poller.context().is_iwarp();
+        let iwarp = self.poller().context().is_iwarp();
         for (index, sent) in state.sent.iter().skip(first).enumerate() {
             state.since_report += 1;
             let every = if iwarp { 1 } else { self.limits.report_every };
@@ -369,7 +396,10 @@ impl Pair {
             Outcome::Sent(number) => {
                 let mut state = self.state.lock();
                 let state = &mut *state;
-                let last = match self.poller.context().is_iwarp() {
+                if !state.has_posted(number) {
+                    return Ok(None);
+                }
+                let last = match self.poller().context().is_iwarp() {
                     // A write may be done, and be reported, before a READ that was posted earlier: each tells of itself
                     // alone. It is held until those before it are done.
                     true => {
@@ -389,14 +419,17 @@ impl Pair {
                 Ok(None)
             }
             Outcome::Heard(word) => {
-                match self.poller.receives() {
-                    Receives::Own => self.post_receive()?,
-                    Receives::Shared(shared) => shared.post()?,
+                if matches!(self.poller().receives(), Receives::Own) {
+                    self.post_receive()?;
                 }
                 Ok(Some(word))
             }
-            Outcome::Failed(why) => {
+            Outcome::Strange => Err(VerbsError::Broken("the peer sends what is no word".into())),
+            Outcome::Failed { work, why } => {
                 let mut state = self.state.lock();
+                if work.is_some_and(|number| !state.has_posted(number)) {
+                    return Ok(None);
+                }
                 // The first one says why; those after it, that they were flushed.
                 let why = state.broken.get_or_insert(why).clone();
                 Err(VerbsError::Broken(why))
@@ -412,6 +445,12 @@ impl Pair {
     /// Whether there is something to take.
     pub fn has_finished(&self) -> bool {
         !self.state.lock().finished.is_empty()
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 

@@ -7,6 +7,7 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use parking_lot::Mutex;
 use rdma_sys as sys;
 
 use super::{Context, Domain, VerbsError};
@@ -15,6 +16,8 @@ use super::{Context, Domain, VerbsError};
 pub(super) const RECEIVE: u64 = 1 << 63;
 /// Completions that are taken from the queue at once.
 const BATCH: usize = 32;
+/// A message came with immediate data.
+const WITH_IMMEDIATE: u32 = sys::ibv_wc_flags::IBV_WC_WITH_IMM.0;
 
 /// What became of a piece of work.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,16 +27,25 @@ pub enum Outcome {
     /// A peer has written, and says so by this number.
     Heard(u32),
     /// It failed, and with it the queue pair.
-    Failed(String),
+    Failed {
+        /// Which; `None` for waiting for a message.
+        work: Option<u64>,
+        /// As libibverbs names it.
+        why: String,
+    },
+    /// A peer has sent what nobody sends.
+    Strange,
 }
 
 /// News of a queue pair.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// Which, by its number.
+    /// Which, by its number. A later pair may have the number of one that is gone.
     pub pair: u32,
     /// What.
     pub outcome: Outcome,
+    /// It took one of the messages that are waited for.
+    pub is_receive: bool,
 }
 
 #[derive(Debug)]
@@ -54,6 +66,37 @@ pub struct Poller {
     channel: Channel,
     receives: Receives,
     domain: Arc<Domain>,
+    /// Taken from the queue before queue pairs were destroyed, and not told yet. Held while the queue is asked, so that
+    /// what is told stays in order.
+    early: Mutex<Vec<Completion>>,
+    room: Mutex<Room>,
+}
+
+/// Completions that a queue holds, and those that may come at once.
+#[derive(Debug)]
+struct Room {
+    all: u32,
+    reserved: u32,
+}
+
+/// A part of a queue's room, for the completions of one queue pair.
+#[derive(Debug)]
+pub struct Reserved {
+    poller: Arc<Poller>,
+    count: u32,
+}
+
+impl Reserved {
+    /// Of which queue.
+    pub fn poller(&self) -> &Arc<Poller> {
+        &self.poller
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        self.poller.room.lock().reserved -= self.count;
+    }
 }
 
 // SAFETY: libibverbs allows calls on a queue and its channel from all threads.
@@ -88,8 +131,12 @@ impl Poller {
             count => Receives::shared(domain, count.min(most_shared)),
         };
         let domain = Arc::clone(domain);
+        // SAFETY: it was just made.
+        let all = unsafe { queue.as_ref().cqe }.max(0).cast_unsigned();
+        let room = Mutex::new(Room { all, reserved: shared.min(most_shared) });
+        let early = Mutex::default();
         match receives {
-            Ok(receives) => Ok(Arc::new(Poller { queue, channel, receives, domain })),
+            Ok(receives) => Ok(Arc::new(Poller { queue, channel, receives, domain, early, room })),
             Err(error) => {
                 // SAFETY: nothing was made of it.
                 unsafe { sys::ibv_destroy_cq(queue.as_ptr()) };
@@ -102,9 +149,48 @@ impl Poller {
         self.queue.as_ptr()
     }
 
+    /// Room for `count` more completions that may wait at once; a full queue would be lost. It grows where the device
+    /// lets it.
+    ///
+    /// # Errors
+    /// [`VerbsError::QueueFull`].
+    pub fn reserve(self: &Arc<Poller>, count: u32) -> Result<Reserved, VerbsError> {
+        let mut room = self.room.lock();
+        let wanted = room.reserved.saturating_add(count);
+        if wanted > room.all {
+            let most = self.context().depths()?.1;
+            let larger = room.all.saturating_mul(2).max(wanted).min(most);
+            let grown = wanted <= larger
+                && libc::c_int::try_from(larger).is_ok_and(|larger| {
+                    // SAFETY: the queue lives; libibverbs allows it while it is asked.
+                    unsafe { sys::ibv_resize_cq(self.raw(), larger) == 0 }
+                });
+            // SAFETY: as above.
+            room.all = unsafe { self.queue.as_ref().cqe }.max(0).cast_unsigned();
+            if !grown || wanted > room.all {
+                return Err(VerbsError::QueueFull { all: room.all, wanted });
+            }
+        }
+        room.reserved = wanted;
+        drop(room);
+        Ok(Reserved { poller: Arc::clone(self), count })
+    }
+
     /// What its queue pairs wait for messages by.
     pub fn receives(&self) -> &Receives {
         &self.receives
+    }
+
+    /// Waits for one message more, after one was taken, where all of its queue pairs wait together: whose it was does not
+    /// matter, and may be gone.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn wait_for_another(&self) -> Result<(), VerbsError> {
+        match &self.receives {
+            Receives::Own => Ok(()),
+            Receives::Shared(shared) => shared.post(),
+        }
     }
 
     /// Its device.
@@ -144,6 +230,20 @@ impl Poller {
     /// # Errors
     /// [`VerbsError::Call`]: the queue is lost.
     pub fn poll(&self, done: &mut Vec<Completion>) -> Result<bool, VerbsError> {
+        let mut early = self.early.lock();
+        done.append(&mut early);
+        self.take(done)
+    }
+
+    /// Takes what there is now, to be told by [`Self::poll`]: a queue pair that is destroyed may take its news along, and
+    /// with them how many messages are waited for.
+    pub(super) fn take_early(&self) {
+        let mut early = self.early.lock();
+        // That the queue is lost is told by the next who asks.
+        while let Ok(true) = self.take(&mut early) {}
+    }
+
+    fn take(&self, done: &mut Vec<Completion>) -> Result<bool, VerbsError> {
         let mut news: [MaybeUninit<sys::ibv_wc>; BATCH] = [const { MaybeUninit::uninit() }; BATCH];
         // SAFETY: the queue lives; the call fills as many entries as it says, at most so many.
         let count = unsafe { sys::ibv_poll_cq(self.raw(), BATCH as i32, news.as_mut_ptr().cast()) };
@@ -153,18 +253,22 @@ impl Poller {
         for entry in &news[..count] {
             // SAFETY: filled by the call.
             let entry = unsafe { entry.assume_init_ref() };
+            let is_receive = entry.wr_id & RECEIVE != 0;
             let outcome = if entry.status != sys::ibv_wc_status::IBV_WC_SUCCESS {
                 // SAFETY: it returns a constant string for any number.
                 let text = unsafe { CStr::from_ptr(sys::ibv_wc_status_str(entry.status)) };
-                Outcome::Failed(text.to_string_lossy().into_owned())
-            } else if entry.wr_id & RECEIVE != 0 {
-                // SAFETY: such messages carry immediate data; others never come.
+                let work = (!is_receive).then_some(entry.wr_id);
+                Outcome::Failed { work, why: text.to_string_lossy().into_owned() }
+            } else if is_receive && entry.wc_flags & WITH_IMMEDIATE != 0 {
+                // SAFETY: it came with immediate data.
                 let word = unsafe { entry.imm_data_invalidated_rkey_union.imm_data };
                 Outcome::Heard(u32::from_be(word))
+            } else if is_receive {
+                Outcome::Strange
             } else {
                 Outcome::Sent(entry.wr_id)
             };
-            done.push(Completion { pair: entry.qp_num, outcome });
+            done.push(Completion { pair: entry.qp_num, outcome, is_receive });
         }
         Ok(count == BATCH)
     }
