@@ -60,7 +60,7 @@ def test_the_transport_over_a_device(vm, programs, provider):  # noqa: F811
         {programs["network"]} --test-threads {2 if provider == "rxe" else 1} {some} strangers:: --skip many_come || exit 4
     """
     [transport, network], _ = passed(vm, provider, script, 300)
-    assert transport >= 3 and network >= (18 if provider == "rxe" else 9)
+    assert transport >= 3 and network >= (19 if provider == "rxe" else 10)
 
 
 @both_providers
