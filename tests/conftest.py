@@ -306,6 +306,8 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if marked(item, "one_process")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+    # Those in virtual machines have their time together; the longest first, so that workers end at once.
+    items.sort(key=lambda item: -max((mark.kwargs.get("seconds", 1) for mark in item.iter_markers("rdma_vm")), default=0))
 
 
 def pytest_generate_tests(metafunc):

@@ -152,7 +152,8 @@ def main():
     tasks = parser.add_subparsers(required=True)
     for name, task in {"digits": digits, "digits-check": digits_check}.items():
         one = tasks.add_parser(name)
-        one.set_defaults(task=task, seed=0, batch=64)
+        one.set_defaults(task=task, seed=0)
+        one.add_argument("--batch", type=int, default=64)
         one.add_argument("--lr", type=float, default=0.1)
         one.add_argument("--learners", type=int, default=2)
         one.add_argument("--epochs", type=int, default=25)
