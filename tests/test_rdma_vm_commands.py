@@ -187,7 +187,7 @@ def test_a_shard_whose_registered_memory_is_full_says_what_to_set(vm, tmp_path):
         a)
             shard --advertise a --rdma on --rdma-arena 4MiB
             export GRADFS_REGISTRY=a
-            $gradfs create m --size 1MiB --block-size 256KiB --reducer sum >&2 || exit 3
+            $gradfs create m --size 1MiB --block-size 1MiB --reducer sum >&2 || exit 3
             meet shard; meet mounted
             $gradfs status
             meet over

@@ -13,7 +13,7 @@ mod slots;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::ids::ClientId;
@@ -46,8 +46,8 @@ pub(super) struct Rdma {
     fabric: Arc<Fabric>,
     /// Where it listens.
     address: SocketAddr,
-    /// Slots that all connections have in common, by their size.
-    slots: Mutex<HashMap<usize, Arc<Slots>>>,
+    /// Slots that all connections have in common, by their size, as long as there are some.
+    slots: Mutex<HashMap<usize, Weak<Slots>>>,
 }
 
 impl Rdma {
@@ -96,22 +96,32 @@ impl Rdma {
         self.fabric.shut_down(patience);
     }
 
-    /// Slots that blocks of such a size are fetched into.
+    /// Slots that blocks of such a size are fetched into: as many as are wanted, or fewer, of half of the memory that is
+    /// left, and never fewer than two.
     fn slots(&self, bytes: usize) -> Result<Arc<Slots>, VerbsError> {
+        const LEAST: usize = 2;
         let options = self.fabric.device().options();
         let make = || {
-            let chunk = self.fabric.device().payload_arena().take(bytes * options.slots.max(1))?;
+            let arena = self.fabric.device().payload_arena();
+            let fit = (arena.available() / 2) as usize / bytes.max(1);
+            let count = options.slots.min(fit.max(LEAST)).max(1);
+            if count < options.slots {
+                let wanted = options.slots;
+                tracing::info!(count, wanted, bytes, "fewer slots than --rdma-slots fit into --rdma-arena");
+            }
+            let chunk = arena.take(bytes * count)?;
             Ok(Slots::new(Pool::new(&chunk, bytes, options.buffers == Buffers::Looped)))
         };
         if options.buffers == Buffers::Own {
             return make();
         }
         let mut all = self.slots.lock();
-        if let Some(slots) = all.get(&bytes) {
-            return Ok(Arc::clone(slots));
+        all.retain(|_, slots| slots.strong_count() > 0);
+        if let Some(slots) = all.get(&bytes).and_then(Weak::upgrade) {
+            return Ok(slots);
         }
         let slots = make()?;
-        all.insert(bytes, Arc::clone(&slots));
+        all.insert(bytes, Arc::downgrade(&slots));
         Ok(slots)
     }
 }
@@ -175,13 +185,20 @@ impl Remote {
         let Place { address, key } = part.shown(self.line.device())?.place(part.store())?;
         self.ready.push_back(saying(part, 0, Message::Directory { address, key }));
         let bytes = block as usize;
-        let grant = match self.line.device().options().placement {
-            Placement::Dynamic => false,
-            Placement::Static => true,
-            Placement::Auto => bytes <= GRANT_UP_TO,
+        let granted = match self.line.device().options().placement {
+            Placement::Dynamic => None,
+            Placement::Static => Some(self.grant(bytes).map_err(Refusal::other)?),
+            Placement::Auto if bytes > GRANT_UP_TO => None,
+            Placement::Auto => match self.grant(bytes) {
+                Err(error @ VerbsError::Arena { .. }) => {
+                    let model = &part.model;
+                    tracing::info!(%model, %error, "no slots are granted: blocks of a connection are fetched");
+                    None
+                }
+                granted => Some(granted.map_err(Refusal::other)?),
+            },
         };
-        if grant {
-            let granted = self.grant(bytes).map_err(Refusal::other)?;
+        if let Some(granted) = granted {
             let Place { address, key } = granted.registration.remote();
             let (count, bytes) = (granted.slots.len() as u32, bytes as u32);
             self.ready.push_back(saying(part, 0, Message::Slots { count, bytes, address, key }));

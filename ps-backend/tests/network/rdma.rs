@@ -369,10 +369,20 @@ fn what_a_hostile_client_says_ends_its_connection_alone() {
 }
 
 #[test]
+fn fewer_slots_will_do_where_no_more_fit() {
+    // Rings of two connections for each client, two slots of twice a block, and none for blocks that are placed.
+    let Some(way) = Way::rdma_with(|options| options.arena = 1 << 20) else { return };
+    let world = World::new(1, BYTES, &THREE_ARE_SUMMED, way);
+    sums_in(&world);
+    // What the connections had is there again.
+    sums_in(&world);
+}
+
+#[test]
 fn a_shard_whose_arena_is_full_is_reached_over_tcp() {
-    // Not enough for slots, with which it refuses the greeting; not enough for rings, with which the connection.
+    // Not enough for two slots, with which it refuses the greeting; not enough for rings, with which the connection.
     let changes: [fn(&mut RdmaOptions); 2] =
-        [|options| options.arena = 1 << 20, |options| options.arena = 64 << 10];
+        [|options| options.arena = 256 << 10, |options| options.arena = 64 << 10];
     for change in changes {
         let Some(way) = Way::rdma_with(change) else { return };
         let mut world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
