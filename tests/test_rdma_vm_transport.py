@@ -51,16 +51,17 @@ def passed(vm, provider, script, time_limit):  # noqa: F811
 
 
 @both_providers
-@lasts(seconds=100)
+@lasts(seconds=130)
 def test_the_transport_over_a_device(vm, programs, provider):  # noqa: F811
     """Lines and their settings, and shards and clients that use them in every way."""
-    some = "rdma::" if provider == "rxe" else "sums blocks_are flags hostile goes_without arena_is_full"
+    some = "rdma::" if provider == "rxe" else "sums blocks_are flags hostile goes_without arena_is_full fixed_order"
     script = f"""
         {programs["rdma"]} --test-threads 1 || exit 3
-        {programs["network"]} --test-threads {2 if provider == "rxe" else 1} {some} strangers:: --skip many_come || exit 4
+        {programs["network"]} --test-threads {2 if provider == "rxe" else 1} {some} pinned:: strangers:: \
+            --skip many_come || exit 4
     """
     [transport, network], _ = passed(vm, provider, script, 300)
-    assert transport >= 3 and network >= (19 if provider == "rxe" else 10)
+    assert transport >= 3 and network >= (25 if provider == "rxe" else 16)
 
 
 @both_providers
