@@ -578,7 +578,7 @@ def test_status_tells_of_a_move(apart):
         mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
         mount.stop()
         assert drains.result(60).returncode == 0
-    assert one.part(lead, "m")["lead"]["moving"] is None
+    eventually(lambda: one.part(lead, "m")["lead"]["moving"] is None)
 
 
 # -- mounts that live through it

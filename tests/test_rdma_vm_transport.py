@@ -18,7 +18,7 @@ pytestmark = pytest.mark.rdma_vm
 
 both_providers = pytest.mark.parametrize("provider", ["rxe", "siw"])
 # Connections that come and go.
-TIMES = int(os.environ.get("GRADFS_RDMA_TIMES", 1000))
+TIMES = int(os.environ.get("GRADFS_RDMA_TIMES", 300))
 TARGETS = ["conformance", "network", "rdma"]
 BUILD_DEADLINE = 1800
 
@@ -65,7 +65,7 @@ def test_the_transport_over_a_device(vm, programs, provider):  # noqa: F811
 
 
 @both_providers
-@lasts(seconds=60)
+@lasts(seconds=30)
 def test_many_connections_come_and_go_and_leave_nothing(vm, programs, provider):  # noqa: F811
     """No queue pair, registration, completion queue, protection domain, shared receive queue or identifier of rdma_cm, no
     page that is pinned, no descriptor: the program looks before and after (`many_come_and_go`)."""

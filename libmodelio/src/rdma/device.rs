@@ -91,22 +91,35 @@ impl Device {
     /// # Errors
     /// [`VerbsError::Memlock`], [`VerbsError::Call`].
     pub fn register(self: &Arc<Device>, memory: &Mapping) -> Result<Arc<Registration>, VerbsError> {
-        memory.attached(self.key(), || Registration::new(&self.domain, memory, 0..memory.len(), Access::Read))
+        self.registered(memory, Access::Read)
     }
 
-    /// Whether `memory` is registered.
+    /// The same for memory that this end's READs fill, and no peer has a key to.
+    ///
+    /// # Errors
+    /// [`VerbsError::Memlock`], [`VerbsError::Call`].
+    pub fn register_to_fill(self: &Arc<Device>, memory: &Mapping) -> Result<Arc<Registration>, VerbsError> {
+        self.registered(memory, Access::Local)
+    }
+
+    fn registered(&self, memory: &Mapping, access: Access) -> Result<Arc<Registration>, VerbsError> {
+        let make = || Registration::new(&self.domain, memory, 0..memory.len(), access);
+        memory.attached(self.key(access), make)
+    }
+
+    /// Whether `memory` is registered for peers.
     pub fn knows(&self, memory: &Mapping) -> bool {
-        memory.attached::<Registration, ()>(self.key(), || Err(())).is_ok()
+        memory.attached::<Registration, ()>(self.key(Access::Read), || Err(())).is_ok()
     }
 
-    /// `memory` is not registered any more, once what uses its registration has gone.
+    /// `memory` is not registered for peers any more, once what uses its registration has gone.
     pub fn forget(&self, memory: &Mapping) {
-        memory.detach(self.key());
+        memory.detach(self.key(Access::Read));
     }
 
-    /// The domain's address, which is no other's as long as its registrations live.
-    fn key(&self) -> usize {
-        Arc::as_ptr(&self.domain).addr()
+    /// Within the domain, which is nobody else's as long as its registrations live.
+    fn key(&self, access: Access) -> usize {
+        Arc::as_ptr(&self.domain).addr() + access as usize
     }
 
     /// Room for one more queue pair on the completion queue of that number.

@@ -29,6 +29,8 @@ use crate::wire::Protocol;
 const MAGIC: [u8; 4] = *b"GFRD";
 /// Bytes of it.
 const OFFER: usize = 24;
+/// Free ports that are tried, where rdma_cm chooses.
+const PORTS: u32 = 16;
 /// Requests that may wait to be taken.
 const BACKLOG: i32 = 128;
 /// Lines that are gone are looked for no more seldom than this. All else wakes the thread, or has a deadline.
@@ -139,24 +141,40 @@ type Then = Box<dyn FnOnce(Result<&Arc<Line>, String>) -> Option<Box<dyn Stream>
 
 enum Command {
     Listen { at: SocketAddr, accept: Accept, answer: Sender<Result<SocketAddr, VerbsError>> },
-    Connect { to: SocketAddr, deadline: Instant, number: usize, then: Then },
+    Connect(Wish),
+}
+
+/// A connection that somebody wants.
+struct Wish {
+    to: SocketAddr,
+    deadline: Instant,
+    /// Which queue's.
+    number: usize,
+    /// How often it may be asked for from another port.
+    ports: u32,
+    then: Then,
 }
 
 /// A connection, as far as it has got.
 enum State {
     Listening { _endpoint: Endpoint, accept: Accept },
-    Resolving { endpoint: Endpoint, to: SocketAddr, deadline: Instant, number: usize, then: Then },
-    Connecting { line: Arc<Line>, to: SocketAddr, deadline: Instant, number: usize, then: Then },
+    Resolving { endpoint: Endpoint, wish: Wish },
+    Connecting { line: Arc<Line>, wish: Wish },
     Accepting { line: Arc<Line>, deadline: Instant, number: usize, listener: u64 },
     Up(std::sync::Weak<Line>),
+}
+
+impl Wish {
+    fn fail(self, why: impl std::fmt::Display) {
+        drop((self.then)(Err(format!("{}: {why}", self.to))));
+    }
 }
 
 impl State {
     fn deadline(&self) -> Option<Instant> {
         match self {
-            State::Resolving { deadline, .. }
-            | State::Connecting { deadline, .. }
-            | State::Accepting { deadline, .. } => Some(*deadline),
+            State::Resolving { wish, .. } | State::Connecting { wish, .. } => Some(wish.deadline),
+            State::Accepting { deadline, .. } => Some(*deadline),
             State::Listening { .. } | State::Up(_) => None,
         }
     }
@@ -264,7 +282,7 @@ impl Fabric {
         number: usize,
         then: impl FnOnce(Result<&Arc<Line>, String>) -> Option<Box<dyn Stream>> + Send + 'static,
     ) {
-        self.command(Command::Connect { to, deadline, number, then: Box::new(then) });
+        self.command(Command::Connect(Wish { to, deadline, number, ports: PORTS, then: Box::new(then) }));
     }
 
     /// Ends all connections, and the threads. On one of them, nobody waits for it.
@@ -366,31 +384,30 @@ impl Manager {
                 // Whoever asked may have given up.
                 let _ = answer.send(made);
             }
-            Command::Connect { to, deadline, number, then } => {
-                let begun = Endpoint::new(&self.channel, token).and_then(|endpoint| {
-                    let options = self.device.options();
-                    if let Some(class) = options.traffic_class {
-                        endpoint.set_traffic_class(class)?;
-                    }
-                    let from = self.device.source().map(|address| SocketAddr::new(address, 0));
-                    endpoint.resolve_address(from, to, millis(deadline))?;
-                    Ok(endpoint)
-                });
-                match begun {
-                    Ok(endpoint) => {
-                        let state = State::Resolving { endpoint, to, deadline, number, then };
-                        self.states.insert(token, state);
-                    }
-                    Err(error) => drop(then(Err(format!("{to}: {error}")))),
-                }
-            }
+            Command::Connect(wish) => self.begin(token, wish),
         }
     }
 
-    /// What listens. Any free port of rdma_cm's may be one that a TCP socket has, which iWARP cannot have, too: then
+    fn begin(&mut self, token: u64, wish: Wish) {
+        let begun = Endpoint::new(&self.channel, token).and_then(|endpoint| {
+            let options = self.device.options();
+            if let Some(class) = options.traffic_class {
+                endpoint.set_traffic_class(class)?;
+            }
+            let from = self.device.source().map(|address| SocketAddr::new(address, 0));
+            endpoint.resolve_address(from, wish.to, millis(wish.deadline))?;
+            Ok(endpoint)
+        });
+        match begun {
+            Ok(endpoint) => drop(self.states.insert(token, State::Resolving { endpoint, wish })),
+            Err(error) => wish.fail(&error),
+        }
+    }
+
+    /// What listens. A port that rdma_cm chooses may be one that a TCP socket has, which iWARP cannot have, too: then
     /// another one is tried.
     fn listen(&self, at: SocketAddr, token: u64) -> Result<(Endpoint, SocketAddr), VerbsError> {
-        let tries = if at.port() == 0 { 16 } else { 1 };
+        let tries = if at.port() == 0 { PORTS } else { 1 };
         let mut outcome = Err(VerbsError::Broken("it was not tried".into()));
         for _ in 0..tries {
             outcome = Endpoint::new(&self.channel, token).and_then(|endpoint| {
@@ -451,17 +468,19 @@ impl Manager {
 
     /// Ends what did not come about.
     fn give_up(&self, state: State, why: &str) {
-        if let State::Connecting { line, number, .. } | State::Accepting { line, number, .. } = &state {
-            self.pollers.lines(*number).leave(line);
+        match &state {
+            State::Connecting { line, wish } => self.pollers.lines(wish.number).leave(line),
+            State::Accepting { line, number, .. } => self.pollers.lines(*number).leave(line),
+            State::Listening { .. } | State::Resolving { .. } | State::Up(_) => {}
         }
         end(state, why);
     }
 
     fn resolved(&mut self, token: u64) {
-        let Some(State::Resolving { endpoint, deadline, .. }) = self.states.get(&token) else { return };
+        let Some(State::Resolving { endpoint, wish }) = self.states.get(&token) else { return };
         let outcome = match endpoint.context() {
             Some(context) if context == self.device.context() => {
-                endpoint.resolve_route(millis(*deadline)).map_err(|error| error.to_string())
+                endpoint.resolve_route(millis(wish.deadline)).map_err(|error| error.to_string())
             }
             Some(context) => Err(format!(
                 "the way leads over {}, and {} is used (--rdma-device names another one)",
@@ -476,25 +495,26 @@ impl Manager {
     }
 
     fn routed(&mut self, token: u64) {
-        let Some(State::Resolving { endpoint, to, deadline, number, then }) = self.states.remove(&token)
-        else {
-            return;
-        };
+        let Some(State::Resolving { endpoint, wish }) = self.states.remove(&token) else { return };
         let made = self.device.rings().and_then(|rings| {
-            let reserved = self.device.reserve(number)?;
-            self.line(endpoint, rings, (number, reserved))
+            let reserved = self.device.reserve(wish.number)?;
+            self.line(endpoint, rings, (wish.number, reserved))
         });
-        match made {
-            Ok(line) => match line.endpoint().connect(&self.parameters(&line, self.device.options().mtu)) {
-                Ok(()) => {
-                    self.states.insert(token, State::Connecting { line, to, deadline, number, then });
-                }
-                Err(error) => {
-                    self.pollers.lines(number).leave(&line);
-                    drop(then(Err(format!("{to}: {error}"))));
-                }
-            },
-            Err(error) => drop(then(Err(format!("{to}: {error}")))),
+        let asked = made.and_then(|line| {
+            let parameters = self.parameters(&line, self.device.options().mtu);
+            line.endpoint()
+                .connect(&parameters)
+                .inspect_err(|_| self.pollers.lines(wish.number).leave(&line))?;
+            Ok(line)
+        });
+        match asked {
+            Ok(line) => drop(self.states.insert(token, State::Connecting { line, wish })),
+            // The port that rdma_cm has chosen is a TCP socket's, which iWARP cannot have, too.
+            Err(VerbsError::Call { errno: Errno::EADDRINUSE, .. }) if wish.ports > 1 => {
+                let token = self.token();
+                self.begin(token, Wish { ports: wish.ports - 1, ..wish });
+            }
+            Err(error) => wish.fail(&error),
         }
     }
 
@@ -594,7 +614,7 @@ impl Manager {
 
     fn established(&mut self, token: u64, private: &[u8]) {
         match self.states.remove(&token) {
-            Some(State::Connecting { line, to, number, then, .. }) => {
+            Some(State::Connecting { line, wish: Wish { to, number, then, .. } }) => {
                 match Offer::decode(private, self.device.notify()) {
                     Ok(offer) => {
                         line.invited(offer.ring);
@@ -655,16 +675,14 @@ impl Manager {
 fn refuse(command: Command) {
     match command {
         Command::Listen { answer, .. } => drop(answer.send(Err(VerbsError::Broken(OVER.into())))),
-        Command::Connect { to, then, .. } => drop(then(Err(format!("{to}: {OVER}")))),
+        Command::Connect(wish) => wish.fail(OVER),
     }
 }
 
 /// Tells whoever waits for a connection that there is none.
 fn end(state: State, why: &str) {
     match state {
-        State::Resolving { then, to, .. } | State::Connecting { then, to, .. } => {
-            drop(then(Err(format!("{to}: {why}"))));
-        }
+        State::Resolving { wish, .. } | State::Connecting { wish, .. } => wish.fail(why),
         State::Accepting { .. } | State::Listening { .. } | State::Up(_) => {}
     }
 }

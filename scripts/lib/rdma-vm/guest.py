@@ -94,7 +94,8 @@ class Guest:
         image, settings = self._image, self._settings
         serial = "stdio,signal=off" if settings.interactive else f"file,path={self.job}/console"
         words, more = image.qemu()
-        words += ["-M", "q35", "-accel", "tcg,thread=multi,tb-size=256", "-cpu", "max,-la57"]
+        # Without checks that cost an emulation much.
+        words += ["-M", "q35", "-accel", "tcg,thread=multi,tb-size=256", "-cpu", "max,-la57,-smap,-smep"]
         words += ["-smp", settings.cpus, "-m", settings.memory]
         words += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-monitor", "none"]
         words += ["-kernel", image.kernel, "-initrd", image.initramfs]

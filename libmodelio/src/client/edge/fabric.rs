@@ -271,7 +271,7 @@ impl Shared {
     fn register_next(&self, fabric: &Fabric) -> Result<(), String> {
         let next = self.inner.lock().versions.next_memory();
         next.map_or(Ok(()), |next| {
-            fabric.device().register(&next).map(drop).map_err(|error| error.to_string())
+            fabric.device().register_to_fill(&next).map(drop).map_err(|error| error.to_string())
         })
     }
 
@@ -308,7 +308,7 @@ impl Shared {
             return Ok(());
         }
         let back = self.back_buffer();
-        if let Some(Err(error)) = back.map(|back| remote.line.device().register(&back)) {
+        if let Some(Err(error)) = back.map(|back| remote.line.device().register_to_fill(&back)) {
             self.pull_by_ring(way, remote, &error);
             return Ok(());
         }
@@ -383,7 +383,7 @@ impl Shared {
         let back = self
             .back_buffer()
             .ok_or_else(|| VerbsError::Broken("the version is not wanted any more".into()))?;
-        let registration = remote.line.device().register(&back)?;
+        let registration = remote.line.device().register_to_fill(&back)?;
         remote.line.read_to(BLOCK | u64::from(block.0), target, registration, from)
     }
 

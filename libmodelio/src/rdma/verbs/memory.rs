@@ -57,7 +57,8 @@ impl Drop for Domain {
     }
 }
 
-/// What peers may do with registered memory. This end's device may always write it.
+/// What peers may do with registered memory. This end's device may always write it. What its READs fill is `Local`: with
+/// iWARP, where they are answered by writes of the peer's, peers may write that, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// Nothing.
@@ -76,10 +77,9 @@ impl Access {
             Access::Read => local | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ,
             Access::Write => local | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE,
         };
-        // An iWARP READ is answered by a write of the peer's.
-        let flags = match context.is_iwarp() {
-            true => flags | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE,
-            false => flags,
+        let flags = match self {
+            Access::Local if context.is_iwarp() => flags | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE,
+            _ => flags,
         };
         flags.0.cast_signed()
     }
