@@ -87,9 +87,17 @@ impl Versions {
         wants
     }
 
-    /// Takes memory of [`spare`] in.
-    pub fn add_spare(&mut self, memory: Mapping) {
+    /// None comes after all.
+    pub fn no_spare(&mut self) {
         self.coming = false;
+    }
+
+    /// Takes memory of [`spare`] in, unless there are `max` buffers meanwhile.
+    pub fn add_spare(&mut self, memory: Mapping, max: usize) {
+        self.coming = false;
+        if self.total() >= max {
+            return;
+        }
         let region = self.region(memory);
         self.free.push(region);
     }
@@ -218,6 +226,24 @@ mod tests {
         assert!(versions.back(1, 3).unwrap().is_some());
         assert_eq!(versions.numbers().collect::<Vec<_>>(), [2, 3].map(Version));
         assert!(!versions.pin(Version(1)));
+    }
+
+    #[test]
+    fn a_spare_buffer_that_comes_late_is_not_one_too_many() {
+        let mut versions = Versions::new(4096);
+        versions.back(0, 2).unwrap();
+        versions.publish(Version(1));
+        assert!(versions.wants_spare(0, 2) && !versions.wants_spare(0, 2));
+        let lent = versions.take_buffer(2).unwrap();
+        versions.add_spare(spare(4096).unwrap(), 2);
+        assert_eq!(versions.buffers(), (2, 0));
+        drop(lent);
+        // One that does not come is asked for again.
+        assert!(versions.wants_spare(0, 2));
+        versions.no_spare();
+        assert!(versions.wants_spare(0, 2));
+        versions.add_spare(spare(4096).unwrap(), 2);
+        assert_eq!(versions.buffers(), (2, 1));
     }
 
     #[test]

@@ -67,13 +67,21 @@ impl Shared {
         }
         let (this, size) = (self.this.clone(), self.layout.size() as usize);
         let take = move || match (versions::spare(size), this.upgrade()) {
-            (Ok(memory), Some(shared)) => shared.inner.lock().versions.add_spare(memory),
+            (Ok(memory), Some(shared)) => {
+                let mut inner = shared.inner.lock();
+                let (_, max) = inner.bounds();
+                inner.versions.add_spare(memory, max);
+            }
             // Pulls make do with what there is, or say so.
-            (Err(error), _) => tracing::warn!(%error, "no memory for a version ahead"),
+            (Err(error), shared) => {
+                tracing::warn!(%error, "no memory for a version ahead");
+                shared.iter().for_each(|shared| shared.inner.lock().versions.no_spare());
+            }
             (Ok(_), None) => {}
         };
         if let Err(error) = std::thread::Builder::new().name("client-memory".into()).spawn(take) {
             tracing::warn!(%error, "no thread to take memory for a version ahead");
+            self.inner.lock().versions.no_spare();
         }
     }
 

@@ -75,7 +75,7 @@ impl Client {
             let _ = fabric.set(Ok(opened));
         }
         let mut versions = Versions::new(size);
-        versions.add_spare(versions::spare(size).map_err(|error| start(&error))?);
+        versions.add_spare(versions::spare(size).map_err(|error| start(&error))?, usize::MAX);
         let inner = Inner {
             versions,
             answers: HashMap::new(),
