@@ -123,7 +123,7 @@ impl Late {
             answer.recv_timeout(PATIENCE).unwrap().unwrap()
         };
         let Reply::Buffer(buffer) = ask(Message::Allocate) else { panic!("no buffer") };
-        ask(Message::Assign { buffer, written: vec![0..1 << 16] });
+        ask(Message::Assign { buffer, written: std::iter::once(0..1 << 16).collect() });
     }
 }
 
