@@ -201,6 +201,7 @@ def test_metrics_tell_of_a_fallback(cluster):
             one.create("m", size=4 * BLOCK, block_size=BLOCK, reducer="sum", shards=2)
             mount = one.mount(transport="auto", metrics=ANY)
             mount.contribute(np.ones(BLOCK, "<f4"))
+            assert mount.weights() == np.ones(BLOCK, "<f4").tobytes()
             status, seen = are_those_of(mount, "m")
     by_address = {shard["address"]: shard for shard in status["shards"]}
     (other,) = set(by_address) - {address}
