@@ -63,8 +63,15 @@ class Metrics:
 
 
 def are_those_of(mount, name):
-    """Holds the metrics of a mount to its status."""
-    status, seen = mount.status(), Metrics(mount)
+    """Holds the metrics of a mount to its status, once nothing changes between the one and the other."""
+
+    def at_rest():
+        status, seen = mount.status(), Metrics(mount)
+        later = mount.status()
+        same = all(status.get(key) == later.get(key) for key in ("version", "contributions", "traffic", "payload"))
+        return (status, seen) if same else None
+
+    status, seen = eventually(at_rest)
     ((build, one),) = seen.all("gradfs_build_info")
     version = subprocess.run([gradfs_binary(), "--version"], capture_output=True, text=True, check=True).stdout
     assert one == 1 and build["version"] == version.split()[1] and build["rdma"] in ("true", "false")
