@@ -21,7 +21,7 @@ machine has crashed; what is kept is said by the last try. `scripts/rdma-vm --he
 built on this machine runs in the guest: `{gradfs_binary()}` is its path there, too.
 
 Setting up takes a minute and downloads, once. Where that cannot be had, these tests are skipped with the reason. All of
-them together have GRADFS_RDMA_VM_BUDGET seconds (570) from when the first one begins: what is under way then fails, and so
+them together have GRADFS_RDMA_VM_BUDGET seconds (780) from when the first one begins: what is under way then fails, and so
 does what is left.
 """
 
@@ -42,7 +42,7 @@ OUT_OF_TIME = 124
 CRASHED = 125
 
 SETUP_DEADLINE = 1800
-BUDGET = float(os.environ.get("GRADFS_RDMA_VM_BUDGET", 570))
+BUDGET = float(os.environ.get("GRADFS_RDMA_VM_BUDGET", 780))
 # What scripts/rdma-vm waits for at most besides the command: two boots, and the end of a host after another's.
 MARGIN = 300
 STOP_DEADLINE = 20

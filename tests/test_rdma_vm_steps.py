@@ -17,6 +17,7 @@ from rdmavm import lasts, vm  # noqa: F401
 pytestmark = pytest.mark.rdma_vm
 
 both_providers = pytest.mark.parametrize("provider", ["rxe", "siw"])
+rxe_or_in_full = pytest.mark.parametrize("provider", ["rxe", pytest.param("siw", marks=pytest.mark.rdma_vm_full)])
 
 # A learner with the standard library alone: contributes ones, and says what the weights are afterwards, and how many
 # seconds that has taken.
@@ -137,7 +138,7 @@ LINK = {
 }
 
 
-@both_providers
+@rxe_or_in_full
 @lasts(seconds=70)
 def test_a_link_that_is_down_for_a_while_costs_no_step(vm, provider):  # noqa: F811
     """Five seconds in the middle of a push, and of a pull: nothing moves, then the step goes on. Of soft-RoCE queue pairs

@@ -17,6 +17,7 @@ from rdmavm import lasts, vm  # noqa: F401
 pytestmark = pytest.mark.rdma_vm
 
 both_providers = pytest.mark.parametrize("provider", ["rxe", "siw"])
+rxe_or_in_full = pytest.mark.parametrize("provider", ["rxe", pytest.param("siw", marks=pytest.mark.rdma_vm_full)])
 # Connections that come and go.
 TIMES = int(os.environ.get("GRADFS_RDMA_TIMES", 300))
 TARGETS = ["conformance", "network", "rdma"]
@@ -65,7 +66,7 @@ def test_the_transport_over_a_device(vm, programs, provider):  # noqa: F811
     assert transport >= 3 and network >= (25 if provider == "rxe" else 16)
 
 
-@both_providers
+@rxe_or_in_full
 @lasts(seconds=30)
 def test_many_connections_come_and_go_and_leave_nothing(vm, programs, provider):  # noqa: F811
     """No queue pair, registration, completion queue, protection domain, shared receive queue or identifier of rdma_cm, no
@@ -75,7 +76,7 @@ def test_many_connections_come_and_go_and_leave_nothing(vm, programs, provider):
     assert count == 1 and f"{TIMES} connections in " in done.err, str(done)
 
 
-@both_providers
+@rxe_or_in_full
 @lasts(seconds=120)
 def test_channels_by_rdma_conform(vm, programs, provider):  # noqa: F811
     """The suite that runs unchanged over channels in process, through shared memory and by TCP."""
