@@ -85,6 +85,11 @@ class Outcome:
         return "\n".join(part for part in parts if part)
 
 
+both_providers = pytest.mark.parametrize("provider", ["rxe", "siw"])
+# What is long over both: siw only where all is asked for (scripts/test --all-rdma-vm).
+rxe_or_in_full = pytest.mark.parametrize("provider", ["rxe", pytest.param("siw", marks=pytest.mark.rdma_vm_full)])
+
+
 def lasts(seconds):
     """Marks a test that takes long, so that it begins early and several workers end at the same time (conftest.py)."""
     return pytest.mark.rdma_vm(seconds=seconds)

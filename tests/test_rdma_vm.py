@@ -11,11 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from rdmavm import CANNOT_BE_HAD, CRASHED, OUT_OF_TIME, SCRIPT, vm  # noqa: F401
+from rdmavm import CANNOT_BE_HAD, CRASHED, OUT_OF_TIME, SCRIPT, both_providers, vm  # noqa: F401
 
 pytestmark = pytest.mark.rdma_vm
-
-both_providers = pytest.mark.parametrize("provider", ["rxe", "siw"])
 
 
 def call(*words, timeout=60, **environment):

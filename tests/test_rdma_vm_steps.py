@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 from cluster import run
 from conftest import REPOSITORY, gradfs_binary
-from rdmavm import lasts, vm  # noqa: F401
+from rdmavm import both_providers, lasts, rxe_or_in_full, vm  # noqa: F401
 
 pytestmark = pytest.mark.rdma_vm
 
-both_providers = pytest.mark.parametrize("provider", ["rxe", "siw"])
-rxe_or_in_full = pytest.mark.parametrize("provider", ["rxe", pytest.param("siw", marks=pytest.mark.rdma_vm_full)])
 
 # A learner with the standard library alone: contributes ones, and says what the weights are afterwards, and how many
 # seconds that has taken.

@@ -72,6 +72,12 @@ impl fmt::Debug for Connection {
 }
 
 impl Connection {
+    /// Whether it is the same one.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn is(&self, other: &Connection) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     pub(super) fn new(thread: &Arc<ThreadState>) -> Connection {
         Connection(Arc::new(ConnectionState {
             thread: Arc::clone(thread),

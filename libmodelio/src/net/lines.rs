@@ -66,9 +66,20 @@ struct Served {
     token: Token,
     receiving: bool,
     sending: bool,
+    /// The peer was gone when the queue was last asked: what it has said before was heard then.
+    gone: bool,
     /// The other end of what stands for its socket: closed when all is said.
     said: UnixStream,
-    finished: bool,
+    finished: Finished,
+}
+
+/// Whether a stream has said all, and its peer knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Finished {
+    Not,
+    /// There was no room to tell.
+    Untold,
+    Told,
 }
 
 struct Moving {
@@ -216,15 +227,20 @@ impl Moving {
         let number = line.number();
         self.epoll.add(&said, EpollEvent::new(EpollFlags::EPOLLRDHUP, u64::from(number)))?;
         self.by_token.insert(token, number);
-        let served = Served { line, token, receiving: false, sending: false, said, finished: false };
+        let [receiving, sending, gone] = [false; 3];
+        let served = Served { line, token, receiving, sending, gone, said, finished: Finished::Not };
         self.served.insert(number, served);
         Ok(number)
     }
 
     /// The queue fails: all that is served by it ends, and what is to be, at once. Others of the process go on.
     fn lose(&mut self, error: &VerbsError) {
+        if std::mem::replace(&mut self.lost, true) {
+            return;
+        }
         tracing::error!(%error, "a completion queue is lost: its connections end, and new ones on it until a restart");
-        self.lost = true;
+        // What it has to tell nobody asks for any more.
+        let _ = self.epoll.delete(self.poller.as_ref().as_fd());
         for served in self.served.values() {
             served.line.break_off(format!("a completion queue is lost: {error}"));
         }
@@ -233,6 +249,7 @@ impl Moving {
     /// Takes what the queue has. True if there was something.
     fn hear(&mut self) -> bool {
         let mut any = false;
+        self.served.values_mut().for_each(|served| served.gone = served.line.is_gone());
         if self.lost {
             return any;
         }
@@ -245,12 +262,14 @@ impl Moving {
                 }
             };
             any |= !self.news.is_empty();
-            for News { pair, outcome, is_receive } in self.news.drain(..) {
-                if is_receive && let Err(error) = self.poller.wait_for_another() {
+            for news in self.news.drain(..) {
+                if news.is_receive()
+                    && let Err(error) = self.poller.wait_for_another()
+                {
                     tracing::error!(%error, "a message less is waited for by RDMA");
                 }
-                let Some(line) = self.lines.get(pair) else { continue };
-                match line.hear(outcome) {
+                let Some(line) = news.pair().and_then(|pair| self.lines.get(pair)) else { continue };
+                match line.hear(news) {
                     Ok(true) => {
                         if let Some(connection) = line.connection() {
                             connection.wake();
@@ -288,8 +307,16 @@ impl Moving {
                 tracing::debug!(%error, "an RDMA connection is over");
                 Errno::ECONNRESET
             };
+            if served.line.owes()
+                && let Err(error) = served.line.acknowledge()
+            {
+                tracing::debug!(%error, "an RDMA connection is over");
+            }
+            if served.finished == Finished::Untold {
+                served.finish();
+            }
             if served.receiving {
-                let result = match served.line.receive(&port.receive) {
+                let result = match served.line.receive(&port.receive, served.gone) {
                     Ok(None) => None,
                     Ok(Some(bytes)) => Some(Ok(bytes)),
                     Err(error) => Some(Err(failed(&error))),
@@ -301,7 +328,7 @@ impl Moving {
                 }
             }
             if served.sending {
-                let result = match served.line.send(&port.send) {
+                let result = match served.line.send(&port.send, served.receiving, served.gone) {
                     Ok(None) => None,
                     Ok(Some(bytes)) => Some(Ok(bytes)),
                     Err(error) => Some(Err(failed(&error))),
@@ -319,7 +346,7 @@ impl Moving {
     }
 
     fn possible(&self) -> bool {
-        self.served.values().any(|served| served.line.possible(served.receiving, served.sending))
+        self.served.values().any(|served| served.line.possible(served.receiving, served.sending, served.gone))
     }
 
     fn sleep(&mut self, timeout: Duration) -> Result<(), Errno> {
@@ -341,6 +368,9 @@ impl Moving {
                     Ok(_) | Err(Errno::EAGAIN | Errno::EINTR) => {}
                     Err(errno) => return Err(errno),
                 },
+                QUEUE if event.events().intersects(EpollFlags::EPOLLERR | EpollFlags::EPOLLHUP) => {
+                    self.lose(&VerbsError::Broken("its device is gone".into()));
+                }
                 QUEUE => self.poller.disarm(),
                 number => self.said(number as u32),
             }
@@ -350,13 +380,26 @@ impl Moving {
 
     /// A stream has said all.
     fn said(&mut self, number: u32) {
-        let Some(served) = self.served.get_mut(&number).filter(|served| !served.finished) else { return };
-        served.finished = true;
-        // It is reported as long as it is watched.
-        let _ = self.epoll.delete(&served.said);
-        if let Err(error) = served.line.finish() {
-            tracing::debug!(%error, "an RDMA connection ended before its end was said");
+        let Some(served) = self.served.get_mut(&number) else { return };
+        if served.finished == Finished::Not {
+            // It is reported as long as it is watched.
+            let _ = self.epoll.delete(&served.said);
+            served.finish();
         }
+    }
+}
+
+impl Served {
+    /// Tells the peer that all is said.
+    fn finish(&mut self) {
+        self.finished = match self.line.finish() {
+            Ok(true) => Finished::Told,
+            Ok(false) => Finished::Untold,
+            Err(error) => {
+                tracing::debug!(%error, "an RDMA connection ended before its end was said");
+                Finished::Told
+            }
+        };
     }
 }
 
@@ -424,9 +467,16 @@ impl Driver for Moving {
             Polling::Event => Duration::ZERO,
         };
         let spun = Instant::now() + spins;
-        while Instant::now() < spun {
-            if self.hear() || self.possible() || self.thread.is_notified() {
+        let mut rested = Instant::now();
+        loop {
+            let now = Instant::now();
+            if now >= spun || self.hear() || self.possible() || self.thread.is_notified() {
                 break;
+            }
+            if now.duration_since(rested) >= LOOK {
+                // What streams have said is told by nobody else.
+                self.rest(EpollTimeout::ZERO)?;
+                rested = now;
             }
             std::hint::spin_loop();
         }

@@ -53,6 +53,17 @@ impl Device {
         {
             return Err(VerbsError::Gid { device: context.name(), port, index });
         }
+        if let Some(gid) = options.gid_index.and_then(|index| context.gid(port, index))
+            && (context.is_iwarp()
+                || !gid.kind.is_empty() && !gid.kind.contains("RoCE")
+                || gid.is_link_local())
+        {
+            let why = format!(
+                "has no IP address that a connection could come from at GID {}: leave --rdma-gid-index out",
+                gid.index
+            );
+            return Err(VerbsError::Port { device: context.name(), port, why });
+        }
         if let Some(mtu) = options.mtu {
             let down = |why| Err(VerbsError::Port { device: context.name(), port, why });
             let most = context.port(port)?.mtu;

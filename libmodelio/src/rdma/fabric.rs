@@ -1,8 +1,7 @@
 //! How lines come about: one thread asks for them, is asked for them, and hears of their ends. What is served on them
 //! is its callers' business.
 //!
-//! Both ends introduce themselves by private data of rdma_cm: which protocol they speak, how they learn of what was
-//! written, and where their ring is.
+//! What both ends say of themselves is in `offer`.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -18,6 +17,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
+use super::offer::{Lack, Offer, Strange};
 use super::verbs::{
     CmChannel, CmEvent, CmKind, Endpoint, Notify, Parameters, Remote, Reserved, Rings, VerbsError,
 };
@@ -25,10 +25,6 @@ use super::{Device, Line, Mtu, RdmaOptions};
 use crate::net::{Pollers, Stream};
 use crate::wire::Protocol;
 
-/// Begins what an end says of itself.
-const MAGIC: [u8; 4] = *b"GFRD";
-/// Bytes of it.
-const OFFER: usize = 24;
 /// Free ports that are tried, where rdma_cm chooses.
 const PORTS: u32 = 16;
 /// Requests that may wait to be taken.
@@ -37,102 +33,9 @@ const BACKLOG: i32 = 128;
 const LOOK: Duration = Duration::from_secs(2);
 /// After a failure that may last.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Of a shard that has no rings, or no completions, for one more connection.
-const NO_ROOM: &str = "refused by the shard: its registered memory is full, or its completion queues are (its log says \
-                       which): raise its --rdma-arena or --rdma-queues, or lower its --rdma-slots or --rdma-depth";
 const OVER: &str = "RDMA is shut down";
 /// Longest wait for a connection that was taken to come about.
 const ACCEPTING: Duration = Duration::from_secs(5);
-
-/// What an end says of itself when a connection begins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Offer {
-    /// Which protocol it speaks.
-    pub protocol: u16,
-    /// How it is to be told of what was written.
-    pub notify: Notify,
-    /// Bytes of payload in a packet that it wants at most; an answer's are what both use. `None`: as many as the path
-    /// allows.
-    pub mtu: Option<Mtu>,
-    /// Its ring.
-    pub ring: Remote,
-}
-
-/// Why an offer is not taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Strange {
-    /// It is something else.
-    #[error("something else than gradfs is there")]
-    Magic,
-    /// It speaks another protocol.
-    #[error("it speaks protocol {got}, expected {expected}")]
-    Protocol {
-        /// This end's.
-        expected: u16,
-        /// The peer's.
-        got: u16,
-    },
-    /// It wants to be told otherwise than this end does.
-    #[error(
-        "it is told of what was written by {got:?}, this end by {expected:?}: set the same --rdma-notice for both"
-    )]
-    Notify {
-        /// This end's.
-        expected: Notify,
-        /// The peer's.
-        got: Notify,
-    },
-    /// There is no such MTU.
-    #[error("it wants the MTU numbered {0}, expected 0 to 5")]
-    Mtu(u8),
-}
-
-impl Offer {
-    fn of(line: &Line, mtu: Option<Mtu>) -> Offer {
-        let protocol = Protocol::NEWEST.number();
-        Offer { protocol, notify: line.device().notify(), mtu, ring: line.invitation() }
-    }
-
-    /// As it is sent: magic, protocol u16, notice u8, MTU u8, key u32, address u64 from byte 16, little-endian.
-    pub fn encode(&self) -> [u8; OFFER] {
-        let mut bytes = [0; OFFER];
-        bytes[..4].copy_from_slice(&MAGIC);
-        bytes[4..6].copy_from_slice(&self.protocol.to_le_bytes());
-        bytes[6] = u8::from(self.notify == Notify::Flag);
-        bytes[7] = self.mtu.map_or(0, Mtu::code);
-        bytes[8..12].copy_from_slice(&self.ring.key.to_le_bytes());
-        bytes[16..24].copy_from_slice(&self.ring.address.to_le_bytes());
-        bytes
-    }
-
-    /// What a peer has sent, if this end, which is told by `notify`, can do with it.
-    ///
-    /// # Errors
-    /// [`Strange`].
-    pub fn decode(bytes: &[u8], notify: Notify) -> Result<Offer, Strange> {
-        let Some(bytes) = bytes.first_chunk::<OFFER>().filter(|bytes| bytes[..4] == MAGIC) else {
-            return Err(Strange::Magic);
-        };
-        let (got, expected) = (u16::from_le_bytes([bytes[4], bytes[5]]), Protocol::NEWEST.number());
-        if got != expected {
-            return Err(Strange::Protocol { expected, got });
-        }
-        let told = if bytes[6] == 0 { Notify::Immediate } else { Notify::Flag };
-        if told != notify {
-            return Err(Strange::Notify { expected: notify, got: told });
-        }
-        let mtu = match bytes[7] {
-            0 => None,
-            code => Some(Mtu::from_code(code).ok_or(Strange::Mtu(code))?),
-        };
-        let mut key = [0; 4];
-        key.copy_from_slice(&bytes[8..12]);
-        let mut address = [0; 8];
-        address.copy_from_slice(&bytes[16..24]);
-        let ring = Remote { address: u64::from_le_bytes(address), key: u32::from_le_bytes(key) };
-        Ok(Offer { protocol: got, notify: told, mtu, ring })
-    }
-}
 
 /// What is served on a line that somebody has asked for.
 type Accept = Box<dyn FnMut(&Arc<Line>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send>;
@@ -228,6 +131,7 @@ impl Fabric {
             next_token: 1,
             next_poller: 0,
             lines: Arc::clone(&lines),
+            is_there: true,
         };
         let thread = std::thread::Builder::new().name("rdma-cm".into()).spawn(move || manager.run());
         let thread =
@@ -292,10 +196,17 @@ impl Fabric {
         if let Err(error) = self.pollers.shut_down(patience) {
             tracing::warn!(%error, "RDMA");
         }
-        if let Some(thread) = self.thread.lock().take()
-            && thread.thread().id() != std::thread::current().id()
-            && thread.join().is_err()
-        {
+        let Some(thread) = self.thread.lock().take() else { return };
+        if thread.thread().id() == std::thread::current().id() {
+            return;
+        }
+        let deadline = Instant::now() + patience;
+        while !thread.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if !thread.is_finished() {
+            tracing::error!("the thread of RDMA connections does not end");
+        } else if thread.join().is_err() {
             tracing::error!("the thread of RDMA connections panicked");
         }
     }
@@ -320,6 +231,8 @@ struct Manager {
     next_token: u64,
     next_poller: usize,
     lines: Arc<AtomicUsize>,
+    /// The device has not been removed.
+    is_there: bool,
 }
 
 impl Manager {
@@ -351,19 +264,30 @@ impl Manager {
         }
     }
 
-    fn rest(&self) {
-        let mut ready = [self.channel.as_fd(), self.wake.as_fd(), self.device.trouble()]
+    fn rest(&mut self) {
+        let device = Arc::clone(&self.device);
+        let mut ready = [self.channel.as_fd(), self.wake.as_fd(), device.trouble()]
             .map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        // A device that is gone would wake it for ever.
+        let watched = if self.is_there { &mut ready[..] } else { &mut ready[..2] };
         // Rounded up, so that a deadline is over when it wakes.
         let left = self.states.values().filter_map(State::deadline).min().map_or(LOOK, |at| {
             at.saturating_duration_since(Instant::now()).min(LOOK) + Duration::from_millis(1)
         });
         let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
-        if let Err(errno) = poll(&mut ready, timeout)
+        if let Err(errno) = poll(watched, timeout)
             && errno != Errno::EINTR
         {
             tracing::error!(%errno, "RDMA connections cannot be waited for");
             std::thread::sleep(PAUSE);
+        }
+        let gone = PollFlags::POLLERR | PollFlags::POLLHUP | PollFlags::POLLNVAL;
+        if self.is_there && ready[2].revents().is_some_and(|seen| seen.intersects(gone)) {
+            tracing::error!(
+                device = device.name(),
+                "the RDMA device is gone: no connections over it until a restart"
+            );
+            self.is_there = false;
         }
         let _ = self.wake.read();
     }
@@ -381,19 +305,22 @@ impl Manager {
                     self.states.insert(token, State::Listening { _endpoint: endpoint, accept });
                     at
                 });
-                // Whoever asked may have given up.
-                let _ = answer.send(made);
+                if answer.send(made).is_err() {
+                    // Whoever asked has given up, and knows nothing of it.
+                    self.states.remove(&token);
+                }
             }
             Command::Connect(wish) => self.begin(token, wish),
         }
     }
 
     fn begin(&mut self, token: u64, wish: Wish) {
-        let begun = Endpoint::new(&self.channel, token).and_then(|endpoint| {
+        let begun = Endpoint::new(&self.channel, token).and_then(|mut endpoint| {
             let options = self.device.options();
             if let Some(class) = options.traffic_class {
                 endpoint.set_traffic_class(class)?;
             }
+            endpoint.must_come_from(options.gid_index);
             let from = self.device.source().map(|address| SocketAddr::new(address, 0));
             endpoint.resolve_address(from, wish.to, millis(wish.deadline))?;
             Ok(endpoint)
@@ -436,7 +363,7 @@ impl Manager {
                         format!("refused by the shard: {strange}")
                     }
                     // They understand each other: it is short of something.
-                    Ok(_) => NO_ROOM.to_owned(),
+                    Ok(_) => format!("refused by the shard: {}", Lack::decode(&private)),
                     Err(Strange::Magic) => "refused: nobody listens there for RDMA".to_owned(),
                 };
                 self.failed(token, &why);
@@ -479,12 +406,13 @@ impl Manager {
     fn resolved(&mut self, token: u64) {
         let Some(State::Resolving { endpoint, wish }) = self.states.get(&token) else { return };
         let outcome = match endpoint.context() {
-            Some(context) if context == self.device.context() => {
+            Some(_) if self.is_by(endpoint) => {
                 endpoint.resolve_route(millis(wish.deadline)).map_err(|error| error.to_string())
             }
             Some(context) => Err(format!(
-                "the way leads over {}, and {} is used (--rdma-device names another one)",
+                "the way leads over {} port {}, and {} is used (--rdma-device names another one)",
                 context.name(),
+                endpoint.port(),
                 self.device.name()
             )),
             None => Err("no device leads there".to_owned()),
@@ -498,7 +426,7 @@ impl Manager {
         let Some(State::Resolving { endpoint, wish }) = self.states.remove(&token) else { return };
         let made = self.device.rings().and_then(|rings| {
             let reserved = self.device.reserve(wish.number)?;
-            self.line(endpoint, rings, (wish.number, reserved))
+            self.line(endpoint, rings, (wish.number, reserved)).map_err(|(error, _)| error)
         });
         let asked = made.and_then(|line| {
             let parameters = self.parameters(&line, self.device.options().mtu);
@@ -532,13 +460,20 @@ impl Manager {
         outcome
     }
 
+    /// Whether a connection goes by this device, and by its port, if one was asked for.
+    fn is_by(&self, endpoint: &Endpoint) -> bool {
+        let port = self.device.options().port;
+        endpoint.context() == Some(self.device.context()) && port.is_none_or(|port| port == endpoint.port())
+    }
+
     /// A line whose news are heard, by the queue of that number.
+    #[allow(clippy::result_large_err)] // Seldom.
     fn line(
         &self,
         endpoint: Endpoint,
         rings: Rings,
         (number, reserved): (usize, Reserved),
-    ) -> Result<Arc<Line>, VerbsError> {
+    ) -> Result<Arc<Line>, (VerbsError, Endpoint)> {
         let line = Line::new(&self.device, endpoint, rings, reserved)?;
         self.pollers.lines(number).enter(&line);
         Ok(line)
@@ -556,47 +491,45 @@ impl Manager {
         let offer = match Offer::decode(private, self.device.notify()) {
             Ok(offer) => offer,
             Err(strange) => {
-                tracing::warn!(peer, "turned away: {strange}");
-                return self.turn_away(&endpoint, &peer);
+                return self.turn_away(&endpoint, &peer, &strange, Lack::Other);
             }
         };
+        if !self.is_by(&endpoint) {
+            let by = endpoint.context().map_or_else(|| "no device".to_owned(), |context| context.name());
+            let why =
+                format!("it comes by {by} port {}, and {} is used", endpoint.port(), self.device.name());
+            return self.turn_away(&endpoint, &peer, &why, Lack::Device);
+        }
         let rings = match self.device.rings() {
             Ok(rings) => rings,
-            Err(error) => {
-                tracing::warn!(peer, "turned away: {error}");
-                return self.turn_away(&endpoint, &peer);
-            }
+            Err(error) => return self.turn_away(&endpoint, &peer, &error, Lack::Rings),
         };
         let (number, reserved) = match self.reserve() {
             Ok(found) => found,
-            Err(error) => {
-                tracing::warn!(peer, "turned away: {error}");
-                return self.turn_away(&endpoint, &peer);
-            }
+            Err(error) => return self.turn_away(&endpoint, &peer, &error, Lack::Completions),
         };
-        let taken = self.line(endpoint, rings, (number, reserved)).and_then(|line| {
-            line.invited(offer.ring);
-            let mtu = shorter(offer.mtu, self.device.options().mtu);
-            line.endpoint()
-                .accept(&self.parameters(&line, mtu), mtu)
-                .inspect_err(|_| self.pollers.lines(number).leave(&line))?;
-            Ok(line)
-        });
-        match taken {
-            Ok(line) => {
-                let deadline = Instant::now() + ACCEPTING;
-                self.states.insert(token, State::Accepting { line, deadline, number, listener });
-            }
-            Err(error) => tracing::warn!(%error, peer, "an RDMA connection is not taken"),
+        let line = match self.line(endpoint, rings, (number, reserved)) {
+            Ok(line) => line,
+            Err((error, endpoint)) => return self.turn_away(&endpoint, &peer, &error, Lack::Other),
+        };
+        line.invited(offer.ring);
+        let mtu = shorter(offer.mtu, self.device.options().mtu);
+        if let Err(error) = line.endpoint().accept(&self.parameters(&line, mtu), mtu) {
+            self.pollers.lines(number).leave(&line);
+            return self.turn_away(line.endpoint(), &peer, &error, Lack::Other);
         }
+        let deadline = Instant::now() + ACCEPTING;
+        self.states.insert(token, State::Accepting { line, deadline, number, listener });
     }
 
-    /// Refuses a connection, and says what this end would have taken.
-    fn turn_away(&self, endpoint: &Endpoint, peer: &str) {
+    /// Refuses a connection, and says what this end would have taken, and what it lacks.
+    fn turn_away(&self, endpoint: &Endpoint, peer: &str, why: &dyn std::fmt::Display, lack: Lack) {
+        tracing::warn!(peer, "turned away: {why}");
         let ring = Remote { address: 0, key: 0 };
         let (protocol, notify) = (Protocol::NEWEST.number(), self.device.notify());
-        let own = Offer { protocol, notify, mtu: self.device.options().mtu, ring };
-        if let Err(error) = endpoint.reject(&own.encode()) {
+        let mut own = Offer { protocol, notify, mtu: self.device.options().mtu, ring }.encode();
+        own[12..16].copy_from_slice(&lack.code().to_le_bytes());
+        if let Err(error) = endpoint.reject(&own) {
             tracing::debug!(%error, peer, "it was not told so");
         }
     }
@@ -695,32 +628,4 @@ fn shorter(one: Option<Mtu>, other: Option<Mtu>) -> Option<Mtu> {
 fn millis(deadline: Instant) -> i32 {
     let left = deadline.saturating_duration_since(Instant::now()).as_millis().max(1);
     i32::try_from(left).unwrap_or(i32::MAX)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn offers_are_understood_or_refused() {
-        let ring = Remote { address: 0x1234_5678_9abc, key: 77 };
-        let offer = Offer {
-            protocol: Protocol::NEWEST.number(),
-            notify: Notify::Immediate,
-            mtu: Mtu::from_bytes(1024),
-            ring,
-        };
-        let mut sent = offer.encode().to_vec();
-        sent.resize(56, 0);
-        assert_eq!(Offer::decode(&sent, Notify::Immediate), Ok(offer));
-        assert!(matches!(Offer::decode(&sent, Notify::Flag), Err(Strange::Notify { .. })));
-        sent[7] = 6;
-        assert_eq!(Offer::decode(&sent, Notify::Immediate), Err(Strange::Mtu(6)));
-        sent[4] = 99;
-        let got = Offer::decode(&sent, Notify::Immediate);
-        assert_eq!(got, Err(Strange::Protocol { expected: offer.protocol, got: 99 }));
-        for bytes in [&b""[..], b"GFRD", b"GET / HTTP/1.1\r\nHost: example"] {
-            assert_eq!(Offer::decode(bytes, Notify::Immediate), Err(Strange::Magic));
-        }
-    }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use super::verbs::{
-    Done, Endpoint, Outcome, Pair, Registration, Remote, Reserved, Rings, Slot, VerbsError, Work,
+    Completion, Done, Endpoint, Pair, Registration, Remote, Reserved, Rings, Slot, VerbsError, Work,
 };
 use super::{Device, Mtu};
 use crate::link::{Piece, Target};
@@ -27,6 +27,10 @@ pub struct Line {
     /// The peer is gone, or its network is.
     gone: AtomicBool,
     connection: OnceLock<Connection>,
+    /// Its conversation has found no room for work, and goes on when there is some.
+    lacks_room: AtomicBool,
+    /// The peer was not told how much was read, for want of room.
+    owes: AtomicBool,
     /// Why it is to end, if that was found before there was a connection, too.
     broken: OnceLock<String>,
 }
@@ -39,18 +43,21 @@ struct Talk {
 }
 
 impl Line {
-    /// Of a connection that knows its way, with `rings` of the device's, and room that was reserved there.
+    /// Of a connection that knows its way, with `rings` of the device's, and room that was reserved there. If it cannot be,
+    /// the endpoint comes back.
+    #[allow(clippy::result_large_err)] // Seldom.
     pub(super) fn new(
         device: &Arc<Device>,
         endpoint: Endpoint,
         rings: Rings,
         reserved: Reserved,
-    ) -> Result<Arc<Line>, VerbsError> {
+    ) -> Result<Arc<Line>, (VerbsError, Endpoint)> {
         let talk = Mutex::new(Talk { rings, work: Vec::new() });
         let pair = Pair::new(endpoint, reserved, device.limits())?;
         let (peer, connection, broken) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
-        let (device, gone) = (Arc::clone(device), AtomicBool::new(false));
-        Ok(Arc::new(Line { pair, talk, peer, device, gone, connection, broken }))
+        let [gone, lacks_room, owes] = [(); 3].map(|()| AtomicBool::new(false));
+        let device = Arc::clone(device);
+        Ok(Arc::new(Line { pair, talk, peer, device, gone, connection, lacks_room, owes, broken }))
     }
 
     /// Where the peer is to write what it says.
@@ -92,9 +99,16 @@ impl Line {
 
     // What a conversation does with it.
 
-    /// Pieces of work that [`Self::read`] and the like take just now.
-    pub fn room(&self) -> usize {
-        self.pair.room().saturating_sub(KEPT)
+    /// Pieces of work that [`Self::read`] and the like take just now. If fewer than `least`, the conversation is woken when
+    /// it may be otherwise.
+    pub fn room(&self, least: usize) -> usize {
+        // Before it is looked at, so that what is done meanwhile sees it.
+        self.lacks_room.store(true, Ordering::SeqCst);
+        let room = self.pair.room().saturating_sub(KEPT);
+        if room >= least {
+            self.lacks_room.store(false, Ordering::SeqCst);
+        }
+        room
     }
 
     /// Fetches `len` bytes of the peer's into a slot. With `fence`, not before all READs that were added earlier.
@@ -197,13 +211,18 @@ impl Line {
         self.pair.end();
     }
 
+    /// Whether the connection is over, or its peer is.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
     /// News of it. True if its conversation has something to take.
-    pub(crate) fn hear(&self, outcome: Outcome) -> Result<bool, String> {
-        match self.pair.hear(outcome) {
+    pub(crate) fn hear(&self, news: Completion) -> Result<bool, String> {
+        match self.pair.hear(news) {
             Ok(Some(word)) => {
                 self.talk.lock().rings.hear(word).map(|()| false).map_err(|broken| broken.to_string())
             }
-            Ok(None) => Ok(self.pair.has_finished()),
+            Ok(None) => Ok(self.lacks_room.swap(false, Ordering::SeqCst) || self.pair.has_finished()),
             Err(error) => Err(error.to_string()),
         }
     }
@@ -218,8 +237,9 @@ impl Line {
         self.talk.lock().rings.look().map_err(|broken| broken.to_string())
     }
 
-    /// Copies what has come. `Some(0)` is the end, `None` nothing.
-    pub(crate) fn receive(&self, into: &ReceiveSlices) -> Result<Option<usize>, VerbsError> {
+    /// Copies what has come, of a peer that may have been `gone` before that was looked at. `Some(0)` is the end, `None`
+    /// nothing.
+    pub(crate) fn receive(&self, into: &ReceiveSlices, gone: bool) -> Result<Option<usize>, VerbsError> {
         if self.broken.get().is_some() {
             // It is about to be closed, for that reason and no other.
             return Ok(None);
@@ -227,27 +247,37 @@ impl Line {
         let mut talk = self.talk.lock();
         let bytes = talk.rings.read(into);
         if bytes == 0 {
-            let over = talk.rings.is_ended() || self.gone.load(Ordering::Acquire);
-            return Ok(over.then_some(0));
+            return Ok((talk.rings.is_ended() || gone).then_some(0));
         }
         drop(talk);
         self.acknowledge()?;
         Ok(Some(bytes))
     }
 
-    /// Tells the peer how much was read, if that is due.
+    /// Tells the peer how much was read, if that is due; later ([`Self::owes`]), if there is no room.
     pub(crate) fn acknowledge(&self) -> Result<(), VerbsError> {
         let Some(&peer) = self.peer.get() else { return Ok(()) };
-        if self.pair.room() < 1 {
+        let has_room = self.pair.room() > 0;
+        self.owes.store(!has_room, Ordering::Relaxed);
+        if !has_room {
             return Ok(());
         }
         self.say(|rings, work| rings.tell(peer, work))
     }
 
-    /// Sends as much as there is room for. `None` if there is none.
-    pub(crate) fn send(&self, out: &SendSlices) -> Result<Option<usize>, VerbsError> {
+    /// Sends as much as there is room for. `None` if there is none, or the peer is `gone` and what it has said is yet to be
+    /// read, by who is `receiving`.
+    pub(crate) fn send(
+        &self,
+        out: &SendSlices,
+        receiving: bool,
+        gone: bool,
+    ) -> Result<Option<usize>, VerbsError> {
         let Some(&peer) = self.peer.get() else { return Ok(None) };
-        if self.gone.load(Ordering::Acquire) {
+        if gone {
+            if receiving && self.talk.lock().rings.readable() > 0 {
+                return Ok(None);
+            }
             return Err(VerbsError::Broken("the peer is gone".into()));
         }
         // Two parts of the ring and a flag.
@@ -258,10 +288,19 @@ impl Line {
         Ok((bytes > 0).then_some(bytes))
     }
 
-    /// Tells the peer that nothing more comes.
-    pub(crate) fn finish(&self) -> Result<(), VerbsError> {
-        let Some(&peer) = self.peer.get() else { return Ok(()) };
-        self.say(|rings, work| rings.end(peer, work))
+    /// Whether [`Self::acknowledge`] has something left to do.
+    pub(crate) fn owes(&self) -> bool {
+        self.owes.load(Ordering::Relaxed)
+    }
+
+    /// Tells the peer that nothing more comes. False if there is no room to say so.
+    pub(crate) fn finish(&self) -> Result<bool, VerbsError> {
+        let Some(&peer) = self.peer.get() else { return Ok(true) };
+        if self.pair.room() < 1 {
+            return Ok(false);
+        }
+        self.say(|rings, work| rings.end(peer, work))?;
+        Ok(true)
     }
 
     /// Has done what the rings want.
@@ -277,15 +316,16 @@ impl Line {
     }
 
     /// Whether it can go on: bytes to take, or room to send.
-    pub(crate) fn possible(&self, receiving: bool, sending: bool) -> bool {
+    pub(crate) fn possible(&self, receiving: bool, sending: bool, gone: bool) -> bool {
         if self.broken.get().is_some() {
             return false;
         }
-        let gone = self.gone.load(Ordering::Acquire);
         let talk = self.talk.lock();
-        let readable = talk.rings.readable() > 0 || talk.rings.is_ended() || gone;
-        let room = gone || talk.rings.room() > 0 && self.peer.get().is_some();
+        let left = talk.rings.readable() > 0;
+        let readable = left || talk.rings.is_ended() || gone;
+        let room = talk.rings.room() > 0 && self.peer.get().is_some();
         drop(talk);
-        receiving && readable || sending && room && self.pair.room() >= 4
+        let goes_out = if gone { !(receiving && left) } else { room && self.pair.room() >= 4 };
+        receiving && readable || sending && goes_out
     }
 }

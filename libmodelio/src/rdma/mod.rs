@@ -11,6 +11,7 @@
 //! | `device_memory` | memory of GPUs and the like |
 //! | `device` | a device in use |
 //! | `line` | one connection |
+//! | `offer` | what both ends say of themselves when a connection begins |
 //! | `fabric` | how connections come about |
 //! | `verbs` | libibverbs and librdmacm (all `unsafe`) |
 //!
@@ -24,6 +25,8 @@ mod device_memory;
 mod fabric;
 #[cfg(feature = "rdma")]
 mod line;
+#[cfg(feature = "rdma")]
+mod offer;
 mod options;
 #[cfg(feature = "rdma")]
 pub mod verbs;
@@ -32,7 +35,9 @@ pub mod verbs;
 pub use device::Device;
 pub use device_memory::{DeviceMemory, Export};
 #[cfg(feature = "rdma")]
-pub use fabric::{Fabric, Offer};
+pub use fabric::Fabric;
 #[cfg(feature = "rdma")]
 pub use line::Line;
+#[cfg(feature = "rdma")]
+pub use offer::{Lack, Offer};
 pub use options::{Buffers, Mtu, NoChoice, Notice, Placement, Polling, RdmaOptions};

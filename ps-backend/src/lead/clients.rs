@@ -7,7 +7,7 @@ use libmodelio::transport::ShardError;
 use libmodelio::wire::{BlockRanges, JobState, LearnerState, Message, Refusal};
 use serde::{Deserialize, Serialize};
 
-use super::{Action, LeadCore, MAX_CLIENTS, Source};
+use super::{Action, LeadCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
 use crate::controls::Controls;
 use crate::core::{Contribution, Now, Ticket};
 
@@ -32,6 +32,17 @@ pub(super) struct Client {
     heard: u64,
     /// Requests up to this one were made in a time after which it was given up.
     before: u64,
+    #[serde(skip)]
+    told: Option<Told>,
+}
+
+/// The state that a client was told last, but for its number.
+#[derive(Debug)]
+struct Told {
+    state: JobState,
+    at: Now,
+    /// When it was first told the same.
+    since: Now,
 }
 
 impl Client {
@@ -50,6 +61,19 @@ impl Client {
     pub(super) fn taken_over(&mut self, now: Now) {
         self.connected = false;
         self.last_seen = now;
+    }
+
+    /// Whether it has to be told: that is news to it, or it was told long enough ago.
+    fn must_hear(&self, state: &JobState, now: Now) -> bool {
+        self.told.as_ref().is_none_or(|told| {
+            let known = told.at.saturating_sub(told.since);
+            told.state != *state || now >= told.at + known.clamp(REPEAT, REPEAT_SELDOM)
+        })
+    }
+
+    fn hears(&mut self, state: JobState, now: Now) {
+        let since = self.told.as_ref().filter(|told| told.state == state).map_or(now, |told| told.since);
+        self.told = Some(Told { state, at: now, since });
     }
 
     pub(super) fn forget(&mut self, learner: LearnerId) {
@@ -329,8 +353,8 @@ impl LeadCore {
         actions.push(Action::Close(id, Refusal::Other("silent past the lease".into())));
     }
 
-    /// The state of the job, as one client is to see it.
-    fn state(&self, id: ClientId, now: Now) -> Message {
+    /// The state of the job, as one client is to see it, but for its number.
+    fn state(&self, id: ClientId, now: Now) -> JobState {
         let learners = self.clients.get(&id).map(|client| client.learners.keys());
         let view = |learner: &LearnerId| {
             self.core.member(*learner, now).map(|view| LearnerState {
@@ -342,8 +366,8 @@ impl LeadCore {
                 joined_at: view.joined_at,
             })
         };
-        Message::State(JobState {
-            sequence: self.sequence,
+        JobState {
+            sequence: 0,
             version: self.core.version(),
             over: self.over(),
             heard: self.clients.get(&id).map_or(0, |client| client.heard),
@@ -353,20 +377,46 @@ impl LeadCore {
             members: self.core.members(now).len() as u32,
             committed: self.core.committed() as u32,
             contributions: self.core.contributions_taken(),
-        })
+        }
     }
 
     fn tell(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         self.sequence += 1;
-        actions.push(Action::ToClient(id, 0, self.state(id, now)));
+        self.tell_those(&[id], |_, _| true, now, actions);
     }
 
     pub(super) fn tell_all(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.told_at = now;
         self.sequence += 1;
-        for (&id, client) in &self.clients {
-            if client.connected {
-                actions.push(Action::ToClient(id, 0, self.state(id, now)));
+        self.tell_those(&self.connected(), |_, _| true, now, actions);
+    }
+
+    /// Tells those to whom it is news, and repeats it to the others ever more seldom.
+    pub(super) fn tell_again(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.told_at = now;
+        self.sequence += 1;
+        self.tell_those(&self.connected(), |client, state| client.must_hear(state, now), now, actions);
+    }
+
+    fn connected(&self) -> Vec<ClientId> {
+        self.clients.iter().filter(|(_, client)| client.connected).map(|(&id, _)| id).collect()
+    }
+
+    fn tell_those(
+        &mut self,
+        clients: &[ClientId],
+        whether: impl Fn(&Client, &JobState) -> bool,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        for &id in clients {
+            let state = self.state(id, now);
+            if let Some(client) = self.clients.get_mut(&id)
+                && whether(client, &state)
+            {
+                let numbered = JobState { sequence: self.sequence, ..state.clone() };
+                actions.push(Action::ToClient(id, 0, Message::State(numbered)));
+                client.hears(state, now);
             }
         }
     }

@@ -52,8 +52,11 @@ pub enum Action {
     Published(Version),
 }
 
-/// What is repeated until it is answered is repeated this often; so is the state, in case it was lost.
+/// What is repeated until it is answered is repeated this often, and so often it is looked whether the state is another one
+/// than clients were told. It is repeated, too, in case it was lost: after this at first,
 const REPEAT: Now = Now::from_millis(500);
+/// and after this at last, if it stays the same.
+const REPEAT_SELDOM: Now = Now::from_secs(4);
 
 /// Clients of one model.
 pub const MAX_CLIENTS: usize = 4096;
@@ -190,7 +193,7 @@ impl LeadCore {
         self.perform(wanted, now, actions);
         self.repeat(now, actions);
         if now >= self.told_at + REPEAT {
-            self.tell_all(now, actions);
+            self.tell_again(now, actions);
         }
     }
 

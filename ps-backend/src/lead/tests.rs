@@ -90,6 +90,42 @@ fn grant(plan: PlanId, of: &[(u32, u64)]) -> (u64, Message) {
     (0, Message::Grant { plan, payload: Granted::Contributions { of, replaces: false } })
 }
 
+/// When a client is told the state, in milliseconds from now, and what it says of commits, if it is looked every 100 ms.
+fn told(bench: &mut Bench, client: ClientId, millis: u64) -> Vec<(u64, u32)> {
+    let begun = bench.now;
+    let mut told = Vec::new();
+    while bench.now < begun + Now::from_millis(millis) {
+        for alive in [A, B] {
+            bench.lead.client_alive(alive, bench.now);
+        }
+        bench.pass(Now::from_millis(100));
+        told.extend(bench.said.drain(..).filter_map(|action| match action {
+            Action::ToClient(id, _, Message::State(state)) if id == client => {
+                Some(((bench.now - begun).as_millis() as u64, state.committed))
+            }
+            _ => None,
+        }));
+    }
+    told
+}
+
+#[test]
+fn a_state_that_stays_the_same_is_repeated_ever_more_seldom() {
+    let mut bench = Bench::new();
+    let repeated = told(&mut bench, A, 20_000);
+    assert_eq!(repeated, [500, 1000, 2000, 4000, 8000, 12_000, 16_000, 20_000].map(|at| (at, 0)));
+    // News are told within half a second, and once more soon.
+    bench.commit(B, 2, 1, 2);
+    let news = told(&mut bench, A, 4_000);
+    assert!(news[0].0 <= 500 && news.iter().all(|&(_, committed)| committed == 1), "{news:?}");
+    assert!(news[1].0 <= news[0].0 + 500 && news.len() <= 5, "{news:?}");
+    // Who comes back is told at once.
+    bench.lead.client_down(A, bench.now, &mut bench.said);
+    bench.said.clear();
+    bench.lead.client_up(A, bench.now, &mut bench.said).unwrap();
+    assert!(bench.said.iter().any(|said| matches!(said, Action::ToClient(A, 0, Message::State(_)))));
+}
+
 #[test]
 fn a_step_of_two_clients() {
     let mut bench = Bench::new();

@@ -4,9 +4,12 @@
 //! nobody lacks a slot for something whose turn it is: such a connection is *short*. Then those that have fetched what
 //! has to wait, as contributions that are added up in a fixed order do, give their slots back, and fetch again what was
 //! in them when its turn has come, and not before. So there is always a slot for what others wait for, and a payload is
-//! fetched in vain once at most, unless something else of its block has landed meanwhile.
+//! fetched in vain once at most, unless something else of its block has landed meanwhile. Half of the slots at most are
+//! under way for one client: if it stalls, others have the rest.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
+
+use libmodelio::ids::ClientId;
 
 /// Fetches that are under way on one connection, at most.
 const UNDER_WAY: usize = 16;
@@ -45,7 +48,7 @@ pub trait Edge<T, S> {
     /// Nothing more becomes of it.
     fn over(&mut self, what: T);
 
-    /// Whether a fetch more can be under way.
+    /// Whether a fetch more can be under way. If not, the connection goes on when one may.
     fn has_room(&self) -> bool;
 
     /// Whether another connection is short.
@@ -227,14 +230,52 @@ pub enum Then {
     Wake(Vec<u64>),
 }
 
-/// Those who have slots in common, by their numbers: who is short, and who has slots that it cannot use.
-#[derive(Debug, Default)]
+/// Those who have slots in common, by their numbers: who is short, and who has slots that it cannot use; and what is under
+/// way for each client.
+#[derive(Debug)]
 pub struct Turns {
     short: HashSet<u64>,
     idle: HashSet<u64>,
+    /// Fetches that may be under way for a client.
+    most: usize,
+    under_way: HashMap<ClientId, usize>,
+    /// Connections that would fetch more if less were under way for their client.
+    barred: HashMap<u64, ClientId>,
 }
 
 impl Turns {
+    /// Of so many slots that clients have in common; or that one has for itself.
+    pub fn new(slots: usize, in_common: bool) -> Turns {
+        let most = if in_common { (slots / 2).max(1) } else { slots };
+        let (short, idle) = (HashSet::new(), HashSet::new());
+        Turns { short, idle, most, under_way: HashMap::new(), barred: HashMap::new() }
+    }
+
+    /// Whether a fetch more may be under way for the client of `who`. If not, [`Self::came`] says when it may.
+    pub fn may_begin(&mut self, who: u64, client: ClientId) -> bool {
+        if self.under_way.get(&client).is_none_or(|&count| count < self.most) {
+            return true;
+        }
+        self.barred.insert(who, client);
+        false
+    }
+
+    /// One more is.
+    pub fn began(&mut self, client: ClientId) {
+        *self.under_way.entry(client).or_default() += 1;
+    }
+
+    /// So many are not any more: who is to go on.
+    pub fn came(&mut self, client: ClientId, count: usize) -> Vec<u64> {
+        if let Some(left) = self.under_way.get_mut(&client) {
+            *left = left.saturating_sub(count);
+            if *left == 0 {
+                self.under_way.remove(&client);
+            }
+        }
+        self.barred.extract_if(|_, of| *of == client).map(|(who, _)| who).collect()
+    }
+
     /// Whether one other than `who` is short.
     pub fn is_pressed(&self, who: u64) -> bool {
         self.short.iter().any(|&short| short != who)
@@ -242,7 +283,8 @@ impl Turns {
 
     /// It stands so with `who` from now on.
     pub fn stands(&mut self, who: u64, stand: Stand) -> Then {
-        self.gone(who);
+        self.short.remove(&who);
+        self.idle.remove(&who);
         match stand {
             Stand::Idle if self.is_pressed(who) => return Then::GiveBack,
             Stand::Idle => drop(self.idle.insert(who)),
@@ -259,6 +301,7 @@ impl Turns {
     pub fn gone(&mut self, who: u64) {
         self.short.remove(&who);
         self.idle.remove(&who);
+        self.barred.remove(&who);
     }
 }
 

@@ -224,9 +224,10 @@ impl Peer {
 
     fn welcome(&mut self) -> Result<(), Refusal> {
         #[cfg(feature = "rdma")]
-        if let Kind::Data(Data { part, remote: Some(remote), .. }) = &mut self.kind {
+        if let Kind::Data(Data { client, part, remote: Some(remote), .. }) = &mut self.kind {
             let rdma = self.shared.rdma.get().ok_or_else(|| Refusal::other("the shard begins, or goes"))?;
-            remote.serve(part, rdma, &self.link).map_err(|refusal| Refusal::NoRdma(refusal.to_string()))?;
+            let served = remote.serve(*client, part, rdma, &self.link);
+            served.map_err(|refusal| Refusal::NoRdma(refusal.to_string()))?;
         }
         let silence_ms = SILENCE.as_millis() as u32;
         let (protocol, shard) = (Protocol::NEWEST.number(), *self.shared.shard.lock());

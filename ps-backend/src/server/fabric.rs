@@ -110,7 +110,8 @@ impl Rdma {
                 tracing::info!(count, wanted, bytes, "fewer slots than --rdma-slots fit into --rdma-arena");
             }
             let chunk = arena.take(bytes * count)?;
-            Ok(Slots::new(Pool::new(&chunk, bytes, options.buffers == Buffers::Looped)))
+            let pool = Pool::new(chunk, bytes, options.buffers == Buffers::Looped);
+            Ok(Slots::new(pool, options.buffers != Buffers::Own))
         };
         if options.buffers == Buffers::Own {
             return make();
@@ -178,10 +179,16 @@ impl Remote {
     }
 
     /// It is of this model: the client hears where versions are, and which slots are its own.
-    pub(super) fn serve(&mut self, part: &Part, rdma: &Rdma, link: &Link) -> Result<(), Refusal> {
+    pub(super) fn serve(
+        &mut self,
+        client: ClientId,
+        part: &Part,
+        rdma: &Rdma,
+        link: &Link,
+    ) -> Result<(), Refusal> {
         let block = part.layout().block_size();
         self.most_bytes = longest_region(part.model_bytes(), block);
-        self.seat = Some(rdma.slots(longest_sum(block)).map_err(Refusal::other)?.join(link));
+        self.seat = Some(rdma.slots(longest_sum(block)).map_err(Refusal::other)?.join(client, link));
         let Place { address, key } = part.shown(self.line.device())?.place(part.store())?;
         self.ready.push_back(saying(part, 0, Message::Directory { address, key }));
         let bytes = block as usize;
@@ -215,7 +222,7 @@ impl Remote {
     fn grant(&self, bytes: usize) -> Result<Granted, VerbsError> {
         let chunk = self.line.device().payload_arena().take(bytes * GRANTED)?;
         let registration = chunk.open()?;
-        let pool = Pool::new(&chunk, bytes, false);
+        let pool = Pool::new(chunk, bytes, false);
         // In order, as the client counts them.
         let slots: Vec<Slot> = (0..GRANTED).filter_map(|_| pool.take(None)).collect();
         Ok(Granted { registration, busy: vec![false; slots.len()], slots })
@@ -288,10 +295,15 @@ impl Remote {
     pub(super) fn again(&mut self, client: ClientId, part: &Arc<Part>, link: &Link) -> Result<(), Refusal> {
         let Some(seat) = &self.seat else { return Ok(()) };
         self.line.take(&mut self.done);
+        let mut came = 0;
         for Finished { work, .. } in self.done.drain(..) {
             if let Work::Read { slot, .. } = work {
                 self.fetches.came(slot);
+                came += 1;
             }
+        }
+        if came > 0 {
+            seat.came(came);
         }
         let (line, room, unheard) = (&self.line, &mut self.room, &mut self.unheard);
         let mut at_work = AtWork { client, part, unheard, link, line, seat, room, waits: false, any: false };
@@ -386,7 +398,7 @@ impl Edge<Named, Slot> for AtWork<'_> {
     }
 
     fn has_room(&self) -> bool {
-        self.line.room() > 0
+        self.line.room(1) > 0 && self.seat.may_begin()
     }
 
     fn is_pressed(&self) -> bool {
@@ -400,6 +412,7 @@ impl Edge<Named, Slot> for AtWork<'_> {
     fn fetch(&mut self, what: &Named, slot: Slot) -> Result<(), Refusal> {
         let read = self.line.read(0, slot, what.len, what.from, false);
         read.map_err(|(error, _)| Refusal::other(error))?;
+        self.seat.began();
         self.any = true;
         Ok(())
     }

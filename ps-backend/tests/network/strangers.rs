@@ -41,7 +41,8 @@ fn pair(endpoint: Endpoint) -> Arc<Pair> {
     let poller = Poller::new(&domain, 64, 0).unwrap();
     let receives = if domain.context().is_iwarp() { 0 } else { 4 };
     let limits = PairLimits { depth: 16, inline: 0, report_every: 1, receives };
-    Pair::new(endpoint, Pair::reserve(&poller, limits).unwrap(), limits).unwrap()
+    let reserved = Pair::reserve(&poller, limits).unwrap();
+    Pair::new(endpoint, reserved, limits).map_err(|(error, _)| error).unwrap()
 }
 
 fn introducing(private: &[u8]) -> Parameters {
@@ -159,8 +160,18 @@ fn a_client_says_what_a_strange_shard_speaks() {
         answers.extend([(true, private.clone()), (false, private)]);
         expected.extend([["", what], refused]);
     }
-    answers.push((false, offer(notify).encode().to_vec()));
-    expected.push(["refused by the shard: its registered memory is full", "raise its --rdma-arena"]);
+    for (code, why) in [
+        (1, "its registered memory is full: raise its --rdma-arena"),
+        (2, "its completion queues are full: raise its --rdma-queues"),
+        (3, "it uses another device, or another port, than the way leads to"),
+        (0, "its log says why"),
+        (77, "its log says why"),
+    ] {
+        let mut private = offer(notify).encode();
+        private[12] = code;
+        answers.push((false, private.to_vec()));
+        expected.push(["refused by the shard: ", why]);
+    }
     let (to, thread) = listen(SocketAddr::new(at.ip(), 0), answers);
     for [begins, says] in expected {
         let (sender, heard) = channel();

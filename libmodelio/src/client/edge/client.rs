@@ -13,7 +13,7 @@ use super::memory::TransportChoice;
 use super::moving::Inquiry;
 use super::whereabouts::{Place, Whereabouts};
 use super::{Answered, Awaited, ClientError, ClientListener, ClientOptions, PeerView, Pulls, Staged};
-use super::{Inner, Shared, keep};
+use super::{Inner, Shared, Shortcut, keep};
 use crate::client::core::{Action, ClientCore, LastCommit, Now, Token};
 use crate::client::versions::{self, Versions};
 use crate::ids::{ClientId, LearnerId, Step, Version};
@@ -65,14 +65,14 @@ impl Client {
         let reactor = Reactor::start(&reactor).map_err(|error| start(&error))?;
         let size = layout.size() as usize;
         #[cfg(feature = "rdma")]
-        let fabric = std::sync::OnceLock::new();
+        let mut fabric = None;
         #[cfg(feature = "rdma")]
         if transport == TransportChoice::Rdma {
             // What must be is found out at once.
             let opened = crate::rdma::Fabric::open(&options.rdma);
             let opened = opened
                 .map_err(|error| ClientError::Transport { model: model.clone(), why: error.to_string() })?;
-            let _ = fabric.set(Ok(opened));
+            fabric = Some(Ok(opened));
         }
         let mut versions = Versions::new(size);
         versions.add_spare(versions::spare(size).map_err(|error| start(&error))?, usize::MAX);
@@ -106,7 +106,7 @@ impl Client {
             stopping: AtomicBool::new(false),
             tally: Tally::default(),
             #[cfg(feature = "rdma")]
-            fabric,
+            fabric: Mutex::new(fabric),
             this: this.clone(),
             options,
         });
@@ -163,8 +163,9 @@ impl Client {
             // What must not go another way does not.
             let must = self.shared.options.transport;
             let barred = |way| place.barred.clone().filter(|_| must == way);
-            let no_memory = barred(TransportChoice::SharedMemory).or_else(|| peer.no_memory.clone());
-            let no_rdma = barred(TransportChoice::Rdma).or_else(|| peer.no_rdma.clone());
+            let detour = |shortcut| peer.detours.why(shortcut).map(str::to_owned);
+            let no_memory = barred(TransportChoice::SharedMemory).or_else(|| detour(Shortcut::Memory));
+            let no_rdma = barred(TransportChoice::Rdma).or_else(|| detour(Shortcut::Rdma));
             let by_memory = place.by_memory && no_memory.is_none() || must == TransportChoice::SharedMemory;
             let by_rdma = place.by_rdma && no_rdma.is_none() || must == TransportChoice::Rdma;
             let transport = match (by_memory, by_rdma) {
@@ -377,7 +378,9 @@ impl Client {
             tracing::warn!(%error, "connections through shared memory");
         }
         #[cfg(feature = "rdma")]
-        if let Some(Ok(fabric)) = shared.fabric.get() {
+        let fabric = shared.fabric.lock().clone();
+        #[cfg(feature = "rdma")]
+        if let Some(Ok(fabric)) = fabric {
             fabric.shut_down(Duration::from_secs(2));
         }
         if let Some(reactor) = self.reactor.lock().take()

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Shared;
+use super::detours::{Detours, Due};
 use super::memory::TransportChoice;
 use super::moving::{IN_QUESTION, overtaken};
 use super::usage::Usage;
@@ -30,10 +31,8 @@ pub(super) struct Peer {
     pub(super) usage: Usage,
     /// Which of `links` is next.
     pub(super) turn: usize,
-    /// Why there is no memory in common with it, though it is on this host.
-    pub(super) no_memory: Option<String>,
-    /// Why there is no RDMA with it, though it takes such connections.
-    pub(super) no_rdma: Option<String>,
+    /// Which of them go by TCP though there is a better way.
+    pub(super) detours: Detours,
     /// Times in a row that it did not answer on its Unix socket.
     pub(super) unmet: u32,
     /// Since when it cannot be reached.
@@ -54,8 +53,7 @@ impl Peer {
             lost: None,
             turn: 0,
             usage: Usage::default(),
-            no_memory: None,
-            no_rdma: None,
+            detours: Detours::default(),
             unmet: 0,
             gone_since: (!barred).then(Instant::now),
             barred,
@@ -69,8 +67,11 @@ impl Peer {
     }
 }
 
+/// Why a connection that goes by TCP is closed when there is one that goes a better way.
+const OVERCOME: &str = "another connection has come about in its place, by a better way";
+
 /// A way to a shard that is better than TCP, where it comes about.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::client) enum Shortcut {
     Memory,
     Rdma,
@@ -82,14 +83,6 @@ impl Shortcut {
         match self {
             Shortcut::Memory => TransportChoice::SharedMemory,
             Shortcut::Rdma => TransportChoice::Rdma,
-        }
-    }
-
-    /// Why `peer` is not reached so.
-    fn hindered(self, peer: &mut Peer) -> &mut Option<String> {
-        match self {
-            Shortcut::Memory => &mut peer.no_memory,
-            Shortcut::Rdma => &mut peer.no_rdma,
         }
     }
 }
@@ -126,10 +119,18 @@ impl Shared {
                 peer.greeted();
                 if by_memory {
                     peer.unmet = 0;
-                    peer.no_memory = None;
-                    peer.no_rdma = None;
+                    if let Some(leaving) = peer.detours.overcome(way.number, Instant::now()) {
+                        let address = way.address();
+                        tracing::info!(model = %self.model, %address, "in place of one by TCP there is a better way");
+                        peer.usage.rest(&leaving);
+                    }
+                } else {
+                    peer.detours.greeted(way.number, link);
                 }
-                peer.links.push(link.clone());
+                // Those that come first are used.
+                let better = |other: &Link| by_memory && peer.detours.is_one(other);
+                let at = peer.links.iter().position(better).unwrap_or(peer.links.len());
+                peer.links.insert(at, link.clone());
                 inner.core.shard_up(part, now, &mut actions);
                 // For the next connection.
                 self.changed.notify_all();
@@ -152,6 +153,11 @@ impl Shared {
             Some(part) => &mut inner.parts[part],
         };
         peer.opened.retain(|&number| number != way.number);
+        if peer.detours.ended(way.number, link, Instant::now()) {
+            // There are others, and all is as before.
+            tracing::debug!(model = %self.model, address = %way.address(), "no better way than TCP yet: {why}");
+            return;
+        }
         let before = peer.links.len();
         peer.links.retain(|known| !known.is(link));
         peer.usage.forget(link);
@@ -160,16 +166,19 @@ impl Shared {
         if alone {
             peer.gone_since.get_or_insert_with(Instant::now);
         }
-        if why.contains(IN_QUESTION) {
+        let replaced = why.contains(OVERCOME);
+        if replaced || why.contains(IN_QUESTION) {
             tracing::debug!(model = %self.model, address = %way.address(), "connection ended: {why}");
         } else if !self.is_stopping() && (was_up || peer.trouble.as_deref() != Some(why)) {
             tracing::warn!(model = %self.model, address = %way.address(), "connection lost: {why}");
         }
-        peer.trouble = Some(why.to_owned());
-        peer.lost = peer.trouble.clone();
-        let pause = Duration::from_millis(50 << peer.tries.min(5));
-        peer.tries += 1;
-        peer.retry_at = Some(Instant::now() + pause);
+        if !replaced {
+            peer.trouble = Some(why.to_owned());
+            peer.lost = peer.trouble.clone();
+            let pause = Duration::from_millis(50 << peer.tries.min(5));
+            peer.tries += 1;
+            peer.retry_at = Some(Instant::now() + pause);
+        }
         match way.part {
             None if was_up => inner.core.lead_down(),
             Some(part) if was_up && alone => inner.core.shard_down(part),
@@ -188,18 +197,33 @@ impl Shared {
             let mut inner = self.inner.lock();
             let connections = self.options.connections;
             let now = Instant::now();
+            let mut later = |at: Instant| next = Some(next.map_or(at, |next: Instant| next.min(at)));
             let mut look = |peer: &mut Peer, wanted: usize, part: Option<Part>| {
-                if peer.opened.len() >= wanted || peer.barred {
+                if peer.barred {
                     return;
                 }
-                match peer.retry_at.filter(|&at| at > now) {
-                    Some(at) => next = Some(next.map_or(at, |next: Instant| next.min(at))),
-                    None => {
-                        let free = |number: &usize| !peer.opened.contains(number);
-                        let free: Vec<usize> = (0..).filter(free).take(wanted - peer.opened.len()).collect();
-                        missing.extend(free.iter().map(|&number| (part, number)));
-                        peer.opened.extend(free);
+                let free = |peer: &Peer, count: usize| -> Vec<usize> {
+                    (0..).filter(|number| !peer.opened.contains(number)).take(count).collect()
+                };
+                let open = |peer: &mut Peer, numbers: Vec<usize>, missing: &mut Vec<_>| {
+                    missing.extend(numbers.iter().map(|&number| (part, number)));
+                    peer.opened.extend(numbers);
+                };
+                // One that only tries is one more.
+                let wanted = wanted + usize::from(peer.detours.is_trying());
+                if peer.opened.len() < wanted {
+                    match peer.retry_at.filter(|&at| at > now) {
+                        Some(at) => later(at),
+                        None => open(peer, free(peer, wanted - peer.opened.len()), &mut missing),
                     }
+                    return;
+                }
+                let number = free(peer, 1)[0];
+                match peer.detours.due(now, number) {
+                    Some(Due::Try(number)) => open(peer, vec![number], &mut missing),
+                    Some(Due::Close(link)) => link.close(Close::Asked(OVERCOME.into())),
+                    Some(Due::At(at)) => later(at),
+                    None => {}
                 }
             };
             look(&mut inner.lead, 1, None);
@@ -223,11 +247,25 @@ impl Shared {
 
     #[cfg(feature = "rdma")]
     fn by_rdma(&self, way: Way, part: Part) {
-        let open = || crate::rdma::Fabric::open(&self.options.rdma).map_err(|error| error.to_string());
-        match self.fabric.get_or_init(open) {
-            Ok(fabric) => self.connect_by_rdma(fabric, way, part),
-            Err(why) => self.without(Shortcut::Rdma, way, part, why),
+        match self.open_fabric() {
+            Ok(fabric) => self.connect_by_rdma(&fabric, way, part),
+            Err(why) => self.without(Shortcut::Rdma, way, part, &why),
         }
+    }
+
+    /// The device, which is opened when it is first wanted; if it cannot be, when it is wanted a while later.
+    #[cfg(feature = "rdma")]
+    fn open_fabric(&self) -> Result<Arc<crate::rdma::Fabric>, String> {
+        const AGAIN: Duration = Duration::from_secs(2);
+        let mut known = self.fabric.lock();
+        match &*known {
+            Some(Ok(fabric)) => return Ok(Arc::clone(fabric)),
+            Some(Err((why, at))) if at.elapsed() < AGAIN => return Err(why.clone()),
+            Some(Err(_)) | None => {}
+        }
+        let opened = crate::rdma::Fabric::open(&self.options.rdma).map_err(|error| error.to_string());
+        *known = Some(opened.clone().map_err(|why| (why, Instant::now())));
+        opened
     }
 
     #[cfg(not(feature = "rdma"))]
@@ -243,14 +281,19 @@ impl Shared {
         if self.is_stopping() {
             return;
         }
-        let before = {
+        let is_news = {
             let mut inner = self.inner.lock();
             if !inner.is_in_force(&way) {
                 return;
             }
-            shortcut.hindered(&mut inner.parts[part]).replace(why.to_owned())
+            let detours = &mut inner.parts[part].detours;
+            if detours.is_trial(way.number) {
+                drop(inner);
+                return self.ended(&way, &Link::default(), &format!("{shortcut}: {why}"));
+            }
+            detours.take(way.number, shortcut, why, Instant::now())
         };
-        if before.as_deref() != Some(why) {
+        if is_news {
             let address = way.address();
             tracing::warn!(model = %self.model, %address, "no {shortcut} with this shard, using TCP: {why}");
         }

@@ -105,7 +105,7 @@ impl Remote {
             shared: HashMap::new(),
             last: 0,
             directory: None,
-            looks: Pool::new(&chunk, DIRECTORY, false),
+            looks: Pool::new(chunk, DIRECTORY, false),
             granted: None,
             pull: Pull::default(),
             done: Vec::new(),
@@ -148,7 +148,7 @@ impl Remote {
         memory: &Arc<Mapping>,
     ) -> Result<Option<u32>, String> {
         let Some(granted) = &mut self.granted else { return Ok(None) };
-        if self.line.room() == 0 {
+        if self.line.room(1) == 0 {
             return Ok(None);
         }
         let Some(slot) = granted.free.pop() else { return Ok(None) };
@@ -314,7 +314,7 @@ impl Shared {
         }
         loop {
             // One more for the look after them.
-            let room = remote.line.room().saturating_sub(1).min(BATCH);
+            let room = remote.line.room(2).saturating_sub(1).min(BATCH);
             if room == 0 || remote.pull.batches.len() >= LOOKS - 1 {
                 return Ok(());
             }
@@ -494,7 +494,7 @@ impl Shared {
 fn look(remote: &mut Remote, directory: Place) -> Result<(), VerbsError> {
     if remote.pull.looking
         || remote.pull.again.is_some_and(|at| at > Instant::now())
-        || remote.line.room() == 0
+        || remote.line.room(1) == 0
     {
         return Ok(());
     }

@@ -19,6 +19,7 @@
 mod blocks;
 mod client;
 mod connections;
+mod detours;
 #[cfg(feature = "rdma")]
 mod fabric;
 mod memory;
@@ -54,6 +55,10 @@ pub use options::{
 };
 pub(super) use whereabouts::Way;
 use whereabouts::Whereabouts;
+
+/// A device for RDMA, or why it could not be opened, and when.
+#[cfg(feature = "rdma")]
+type Opened = Result<Arc<crate::rdma::Fabric>, (String, Instant)>;
 
 struct Inner {
     core: ClientCore,
@@ -98,9 +103,9 @@ pub(super) struct Shared {
     listener: Mutex<Option<Arc<ClientListener>>>,
     stopping: AtomicBool,
     pub(in crate::client) tally: Tally,
-    /// The device for RDMA, opened when it is first wanted, or why it cannot be.
+    /// The device for RDMA, once it is wanted.
     #[cfg(feature = "rdma")]
-    fabric: std::sync::OnceLock<Result<Arc<crate::rdma::Fabric>, String>>,
+    fabric: Mutex<Option<Opened>>,
     this: Weak<Shared>,
 }
 

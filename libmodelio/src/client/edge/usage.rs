@@ -36,6 +36,13 @@ impl Usage {
         }
     }
 
+    /// It is to be used only if need be.
+    pub(super) fn rest(&mut self, link: &Link) {
+        if !is_in(&self.resting, link) {
+            self.resting.push(link.clone());
+        }
+    }
+
     /// It is over.
     pub(super) fn forget(&mut self, link: &Link) {
         self.resting.retain(|known| !known.is(link));
@@ -56,8 +63,7 @@ impl Shared {
     /// The shard wants a connection to be used only if need be, or as the others.
     pub(in crate::client) fn rest(&self, way: &Way, part: Part, link: &Link, rests: bool) {
         self.change_usage(way, part, |usage, _| match rests {
-            true if is_in(&usage.resting, link) => {}
-            true => usage.resting.push(link.clone()),
+            true => usage.rest(link),
             false => usage.resting.retain(|resting| !resting.is(link)),
         });
     }

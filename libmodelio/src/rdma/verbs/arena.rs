@@ -8,6 +8,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use range_alloc::RangeAllocator;
@@ -74,7 +75,7 @@ impl Arena {
     ///
     /// # Errors
     /// When there is none that large: [`VerbsError::Arena`].
-    pub fn take(self: &Arc<Arena>, bytes: usize) -> Result<Arc<Chunk>, VerbsError> {
+    pub fn take(self: &Arc<Arena>, bytes: usize) -> Result<Chunk, VerbsError> {
         let len = (bytes.max(1) as u64).next_multiple_of(PAGE);
         let mut free = self.free.lock();
         let range = free.allocate_range(len).map_err(|_| VerbsError::Arena {
@@ -83,7 +84,7 @@ impl Arena {
             all: self.memory.bytes() as u64,
         })?;
         drop(free);
-        Ok(Arc::new(Chunk { arena: Arc::clone(self), range }))
+        Ok(Chunk { arena: Arc::clone(self), range, is_opened: AtomicBool::new(false) })
     }
 
     /// Bytes that are not handed out.
@@ -97,6 +98,8 @@ impl Arena {
 pub struct Chunk {
     arena: Arc<Arena>,
     range: Range<u64>,
+    /// Peers may have a key to it.
+    is_opened: AtomicBool,
 }
 
 impl Chunk {
@@ -127,6 +130,7 @@ impl Chunk {
     /// # Errors
     /// As of [`Registration::new`].
     pub fn open(&self) -> Result<Arc<Registration>, VerbsError> {
+        self.is_opened.store(true, Ordering::Relaxed);
         let range = self.range.start as usize..self.range.end as usize;
         let domain = self.arena.registration.domain();
         match &self.arena.memory {
@@ -151,7 +155,8 @@ impl Drop for Chunk {
 /// Slots of one size, cut from a chunk. Who waits for one is woken when there is one.
 #[derive(Debug)]
 pub struct Pool {
-    chunk: Arc<Chunk>,
+    /// Nobody else's: what its slots name is theirs alone.
+    chunk: Chunk,
     bytes: usize,
     count: usize,
     /// They are used one after the other, even if one further on is free earlier.
@@ -169,10 +174,10 @@ struct Free {
 
 impl Pool {
     /// As many slots of `bytes` bytes as a chunk has room for.
-    pub fn new(chunk: &Arc<Chunk>, bytes: usize, in_turn: bool) -> Arc<Pool> {
+    pub fn new(chunk: Chunk, bytes: usize, in_turn: bool) -> Arc<Pool> {
         let count = chunk.len() / bytes.max(1);
         let free = Free { free: vec![true; count], next: 0, waiting: Vec::new() };
-        Arc::new(Pool { chunk: Arc::clone(chunk), bytes, count, in_turn, state: Mutex::new(free) })
+        Arc::new(Pool { chunk, bytes, count, in_turn, state: Mutex::new(free) })
     }
 
     /// How many slots there are.
@@ -195,7 +200,9 @@ impl Pool {
             false => turns.find(|&index| state.free[index]),
         };
         let Some(index) = found else {
-            state.waiting.extend(waits.cloned());
+            if let Some(waits) = waits.filter(|waits| !state.waiting.iter().any(|known| known.is(waits))) {
+                state.waiting.push(waits.clone());
+            }
             return None;
         };
         state.free[index] = false;
@@ -274,9 +281,10 @@ impl Slot {
     /// A copy of the first bytes, of a slot that no peer has the key to.
     ///
     /// # Panics
-    /// If it is not as long.
+    /// If it is not as long, or peers may write it (see [`Chunk::open`]).
     pub fn copy<const N: usize>(&self) -> [u8; N] {
-        // SAFETY: nobody else writes it; what is copied is the holder's.
+        assert!(!self.pool.chunk.is_opened.load(Ordering::Relaxed), "peers may write this slot");
+        // SAFETY: no peer writes it, and here only work does that has it.
         unsafe { self.bytes(N) }.try_into().unwrap_or([0; N])
     }
 }

@@ -11,7 +11,7 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use rdma_sys as sys;
 use socket2::{SockAddr, SockAddrStorage};
 
-use super::join::Joint;
+use super::join::{Joint, Wanted};
 use super::{Context, Domain, VerbsError};
 use crate::rdma::Mtu;
 
@@ -149,9 +149,12 @@ impl CmChannel {
             kinds::RDMA_CM_EVENT_ADDR_RESOLVED => CmKind::AddressResolved,
             kinds::RDMA_CM_EVENT_ROUTE_RESOLVED => CmKind::RouteResolved,
             kinds::RDMA_CM_EVENT_CONNECT_REQUEST => match NonNull::new(event.id) {
-                Some(id) => {
-                    CmKind::Request(Endpoint { id, joint: Joint::default(), channel: Arc::clone(self) })
-                }
+                Some(id) => CmKind::Request(Endpoint {
+                    id,
+                    joint: Joint::default(),
+                    gid: None,
+                    channel: Arc::clone(self),
+                }),
                 None => CmKind::Other,
             },
             kinds::RDMA_CM_EVENT_CONNECT_RESPONSE => CmKind::Answered,
@@ -190,6 +193,8 @@ impl Drop for CmChannel {
 pub struct Endpoint {
     id: NonNull<sys::rdma_cm_id>,
     joint: Joint,
+    /// The index of the GID that its packets are to come from.
+    gid: Option<u32>,
     channel: Arc<CmChannel>,
 }
 
@@ -212,7 +217,7 @@ impl Endpoint {
         };
         VerbsError::check("making an RDMA connection", result)?;
         let id = NonNull::new(id).ok_or(VerbsError::Broken("librdmacm made nothing".into()))?;
-        Ok(Endpoint { id, joint: Joint::default(), channel: Arc::clone(channel) })
+        Ok(Endpoint { id, joint: Joint::default(), gid: None, channel: Arc::clone(channel) })
     }
 
     fn raw(&self) -> *mut sys::rdma_cm_id {
@@ -235,6 +240,12 @@ impl Endpoint {
     pub fn port(&self) -> u8 {
         // SAFETY: as above.
         unsafe { self.id.as_ref().port_num }
+    }
+
+    /// Packets come from the GID of that index, or not at all: which one the connection manager takes for an address, of
+    /// RoCE v1 or v2, is its own choice.
+    pub fn must_come_from(&mut self, gid: Option<u32>) {
+        self.gid = gid;
     }
 
     /// Which class of traffic its packets are of (RoCE: DSCP and ECN; InfiniBand: by the subnet manager).
@@ -347,7 +358,7 @@ impl Endpoint {
             return Err(VerbsError::Broken("the connection leads nowhere".into()));
         };
         // SAFETY: it lives, and has been answered.
-        unsafe { self.joint.ready(self.raw(), context, mtu, None)? };
+        unsafe { self.joint.ready(self.raw(), context, Wanted { mtu, reads: None, gid: self.gid })? };
         // SAFETY: a single call.
         VerbsError::check("taking an RDMA connection's answer", unsafe { sys::rdma_establish(self.raw()) })
     }
@@ -361,7 +372,10 @@ impl Endpoint {
         if let Some(context) = self.context() {
             let reads = (raw.initiator_depth, raw.responder_resources);
             // SAFETY: it lives, and the peer asks for it.
-            unsafe { self.joint.ready(self.raw(), context, mtu, Some(reads))? };
+            unsafe {
+                let reads = Some(reads);
+                self.joint.ready(self.raw(), context, Wanted { mtu, reads, gid: self.gid })?;
+            };
         }
         // SAFETY: as above.
         VerbsError::check("accepting an RDMA connection", unsafe {

@@ -48,6 +48,13 @@ pub struct GidInfo {
     pub kind: String,
 }
 
+impl GidInfo {
+    /// Whether it is an address that means something on one link only, and which one it does not say.
+    pub fn is_link_local(&self) -> bool {
+        self.address.parse::<std::net::Ipv6Addr>().is_ok_and(|address| address.is_unicast_link_local())
+    }
+}
+
 /// A device, for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {

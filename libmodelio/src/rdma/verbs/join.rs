@@ -21,6 +21,16 @@ pub(super) struct Joint {
     pair: AtomicPtr<sys::ibv_qp>,
 }
 
+/// How a queue pair is to be used.
+pub(super) struct Wanted {
+    /// Packets are no longer than this, or than the path allows.
+    pub(super) mtu: Option<Mtu>,
+    /// READs outstanding at most, asked for and answered; `None` is as much as was agreed.
+    pub(super) reads: Option<(u8, u8)>,
+    /// The index of the GID that packets come from; `None` is the connection manager's choice.
+    pub(super) gid: Option<u32>,
+}
+
 impl Joint {
     /// Makes a queue pair for `id`, ready for receives to be posted.
     ///
@@ -49,7 +59,7 @@ impl Joint {
         }
         self.pair.store(pair, Ordering::Release);
         // SAFETY: both live.
-        let begun = unsafe { step(id, pair, sys::ibv_qp_state::IBV_QPS_INIT, |_| {}) };
+        let begun = unsafe { step(id, pair, sys::ibv_qp_state::IBV_QPS_INIT, |_| Ok(())) };
         if begun.is_err() {
             // SAFETY: nobody else knows of it.
             unsafe { self.destroy(id) };
@@ -57,8 +67,7 @@ impl Joint {
         begun.map(|()| pair)
     }
 
-    /// Makes it ready to receive and to send, with packets of `mtu` if the path allows so much, and so many READs
-    /// outstanding at most. `None` is as much as was agreed. Nothing to do with iWARP.
+    /// Makes it ready to receive and to send. Nothing to do with iWARP.
     ///
     /// # Safety
     /// `id` lives, and is one that the peer has answered, or asked.
@@ -66,9 +75,9 @@ impl Joint {
         &self,
         id: *mut sys::rdma_cm_id,
         context: Context,
-        mtu: Option<Mtu>,
-        reads: Option<(u8, u8)>,
+        wanted: Wanted,
     ) -> Result<(), VerbsError> {
+        let Wanted { mtu, reads, gid } = wanted;
         if context.is_iwarp() {
             return Ok(());
         }
@@ -78,8 +87,13 @@ impl Joint {
         }
         // SAFETY: both live. The first step is taken again, for now the path is known.
         unsafe {
-            step(id, pair, sys::ibv_qp_state::IBV_QPS_INIT, |_| {})?;
+            step(id, pair, sys::ibv_qp_state::IBV_QPS_INIT, |_| Ok(()))?;
             step(id, pair, sys::ibv_qp_state::IBV_QPS_RTR, |attributes| {
+                let way = &attributes.ah_attr;
+                let from = (way.is_global != 0).then_some(u32::from(way.grh.sgid_index));
+                if let Some(wanted) = gid.filter(|&wanted| Some(wanted) != from) {
+                    return Err(VerbsError::OtherGid { wanted, from });
+                }
                 if let Some(mtu) = mtu {
                     attributes.path_mtu = attributes.path_mtu.min(mtu.code().into());
                 }
@@ -87,11 +101,13 @@ impl Joint {
                 if let Some((_, answered)) = reads {
                     attributes.max_dest_rd_atomic = answered;
                 }
+                Ok(())
             })?;
             step(id, pair, sys::ibv_qp_state::IBV_QPS_RTS, |attributes| {
                 if let Some((asked, _)) = reads {
                     attributes.max_rd_atomic = attributes.max_rd_atomic.min(asked);
                 }
+                Ok(())
             })
         }
     }
@@ -162,7 +178,7 @@ unsafe fn step(
     id: *mut sys::rdma_cm_id,
     pair: *mut sys::ibv_qp,
     to: sys::ibv_qp_state::Type,
-    change: impl FnOnce(&mut sys::ibv_qp_attr),
+    change: impl FnOnce(&mut sys::ibv_qp_attr) -> Result<(), VerbsError>,
 ) -> Result<(), VerbsError> {
     const DOING: &str = "getting a queue pair ready";
     // SAFETY: all of it is numbers, for which zero is a value.
@@ -174,7 +190,7 @@ unsafe fn step(
     VerbsError::check(DOING, known)?;
     // Kernels also set bits for the addresses of RoCE, which are not among those of verbs.
     const ROCE: libc::c_int = 0x00e0_0000;
-    change(&mut attributes);
+    change(&mut attributes)?;
     // SAFETY: the attributes are read during the call.
     let result = unsafe { sys::ibv_modify_qp(pair, &raw mut attributes, mask & !ROCE) };
     VerbsError::check_number(DOING, result)

@@ -49,7 +49,7 @@ pub(crate) use context::Trouble;
 pub use context::{Context, DeviceInfo, GidInfo, PortInfo, contexts, devices};
 pub use memory::{Access, Domain, Registration, Remote};
 pub use pair::{Done, Finished, Pair, PairLimits, Work};
-pub use queue::{Completion, Outcome, Poller, Receives, Reserved};
+pub use queue::{Completion, Poller, Receives, Reserved};
 pub use ring::{Broken, Notify, RING, Rings};
 
 /// What libibverbs or librdmacm refuse.
@@ -100,6 +100,18 @@ pub enum VerbsError {
         port: u8,
         /// Which.
         index: u32,
+    },
+    /// Packets would come from another GID than was asked for.
+    #[error(
+        "{}, and --rdma-gid-index asks for GID {wanted}: choose one of the kind that rdma_cm takes (default_roce_mode), or \
+         none",
+        from.map_or_else(|| "packets come from no GID".to_owned(), |from| format!("packets come from GID {from}"))
+    )]
+    OtherGid {
+        /// Its index.
+        wanted: u32,
+        /// That of the one that rdma_cm takes; none within a subnet of InfiniBand.
+        from: Option<u32>,
     },
     /// A completion queue has no room for one more queue pair.
     #[error(

@@ -13,8 +13,8 @@ use parking_lot::Mutex;
 use rdma_sys as sys;
 
 use super::join::mtu_of;
-use super::queue::{Receives, nothing};
-use super::{Chunk, Endpoint, Outcome, Poller, Registration, Remote, Reserved, Slot, VerbsError};
+use super::queue::{Outcome, Receives, nothing};
+use super::{Chunk, Completion, Endpoint, Poller, Registration, Remote, Reserved, Slot, VerbsError};
 use crate::link::{Piece, Target};
 use crate::rdma::Mtu;
 
@@ -114,6 +114,8 @@ struct State {
     pieces: Vec<sys::ibv_sge>,
     finished: Done,
     broken: Option<String>,
+    /// It is destroyed, and another one may have its number.
+    ended: bool,
 }
 
 /// Work of all queue pairs has numbers of its own, so that late news of one that is gone are not taken for those of another
@@ -172,9 +174,25 @@ impl Pair {
     /// limits.
     ///
     /// # Errors
-    /// [`VerbsError::Call`].
-    pub fn new(endpoint: Endpoint, reserved: Reserved, limits: PairLimits) -> Result<Arc<Pair>, VerbsError> {
-        let poller = reserved.poller();
+    /// [`VerbsError::Call`]; the endpoint comes back, so that its peer can be told.
+    #[allow(clippy::result_large_err)] // Seldom.
+    pub fn new(
+        endpoint: Endpoint,
+        reserved: Reserved,
+        limits: PairLimits,
+    ) -> Result<Arc<Pair>, (VerbsError, Endpoint)> {
+        match Pair::begin(&endpoint, reserved.poller(), limits) {
+            Ok((raw, limits)) => Ok(Arc::new(Pair::with(endpoint, reserved, raw, limits))),
+            Err(error) => Err((error, endpoint)),
+        }
+    }
+
+    /// The queue pair itself, which waits for messages if it has its own, and what the device has granted.
+    fn begin(
+        endpoint: &Endpoint,
+        poller: &Arc<Poller>,
+        limits: PairLimits,
+    ) -> Result<(*mut sys::ibv_qp, PairLimits), VerbsError> {
         let (most, _, _) = poller.context().depths()?;
         let depth = limits.depth.min(most).max(1);
         let own = matches!(poller.receives(), Receives::Own);
@@ -194,18 +212,30 @@ impl Pair {
             qp_type: sys::ibv_qp_type::IBV_QPT_RC,
             sq_sig_all: 0,
         };
-        let raw = match endpoint.make_pair(poller.domain(), &mut init) {
-            Err(VerbsError::Call { .. }) if limits.inline > 0 => {
-                // The device refuses as a whole what is too much for it.
-                init.cap.max_inline_data = 0;
-                endpoint.make_pair(poller.domain(), &mut init)?
+        let mut inline = limits.inline;
+        let raw = loop {
+            match endpoint.make_pair(poller.domain(), &mut init) {
+                Err(VerbsError::Call { .. }) if inline > 0 => {
+                    // The device refuses as a whole what is too much for it, and does not say what it takes.
+                    inline /= 2;
+                    init.cap.max_inline_data = inline;
+                }
+                made => break made?,
             }
-            made => made?,
         };
+        for _ in 0..receives {
+            // SAFETY: it was just made, and the endpoint that will destroy it lives.
+            unsafe { post_receive(raw)? };
+        }
+        let inline = init.cap.max_inline_data.min(inline);
+        Ok((raw, PairLimits { depth, inline, receives, ..limits }))
+    }
+
+    fn with(endpoint: Endpoint, reserved: Reserved, raw: *mut sys::ibv_qp, limits: PairLimits) -> Pair {
+        let depth = limits.depth;
         // SAFETY: it was just made.
         let number = unsafe { (*raw).qp_num };
         let first = (PAIRS.fetch_add(1, Ordering::Relaxed) & MOST_PAIRS) << WORK_BITS;
-        let inline = init.cap.max_inline_data.min(limits.inline);
         let state = State {
             sent: VecDeque::with_capacity(depth as usize),
             waiting: 0,
@@ -216,21 +246,10 @@ impl Pair {
             pieces: Vec::with_capacity(depth as usize),
             finished: Vec::new(),
             broken: None,
+            ended: false,
         };
-        let pair = Pair {
-            endpoint,
-            reserved,
-            raw,
-            number,
-            limits: PairLimits { depth, inline, receives, ..limits },
-            state: Mutex::new(state),
-            doorbells: AtomicU64::new(0),
-            posted: AtomicU64::new(0),
-        };
-        if own {
-            (0..receives).try_for_each(|_| pair.post_receive())?;
-        }
-        Ok(Arc::new(pair))
+        let [doorbells, posted] = [(); 2].map(|()| AtomicU64::new(0));
+        Pair { endpoint, reserved, raw, number, limits, state: Mutex::new(state), doorbells, posted }
     }
 
     /// Its number, which no other one of the device has.
@@ -284,25 +303,29 @@ impl Pair {
     /// Ends it now: the device touches none of its memory any more when this returns.
     pub fn end(&self) {
         let mut state = self.state.lock();
+        if std::mem::replace(&mut state.ended, true) {
+            return;
+        }
         state.broken.get_or_insert_with(|| "the connection is over".to_owned());
         // Nothing more comes in, and what has come is told.
         // SAFETY: it is destroyed here only, under the lock.
         unsafe { self.endpoint.fail_pair() };
-        self.poller().take_early();
+        self.poller().take_early(self.number);
         // SAFETY: whoever uses it has the lock and has seen that it is not broken.
         unsafe { self.endpoint.end_pair() };
+        let sent = std::mem::take(&mut state.sent);
+        drop(state);
+        // Whoever waits for a slot of theirs is woken.
+        drop(sent);
     }
 
     fn post_receive(&self) -> Result<(), VerbsError> {
-        let mut work = nothing();
-        let mut bad = ptr::null_mut();
         let state = self.state.lock();
         if state.broken.is_some() {
             return Ok(());
         }
-        // SAFETY: the queue pair lives, as it is not ended under the lock, and the work names no memory.
-        let result = unsafe { sys::ibv_post_recv(self.raw, &raw mut work, &raw mut bad) };
-        VerbsError::check_number("waiting for messages", result)
+        // SAFETY: the queue pair lives, as it is not ended under the lock.
+        unsafe { post_receive(self.raw) }
     }
 
     /// Adds to the chain that [`Self::post`] posts.
@@ -391,8 +414,8 @@ impl Pair {
     ///
     /// # Errors
     /// [`VerbsError::Broken`] if it is a failure. Others before it have been told then.
-    pub fn hear(&self, outcome: Outcome) -> Result<Option<u32>, VerbsError> {
-        match outcome {
+    pub fn hear(&self, news: Completion) -> Result<Option<u32>, VerbsError> {
+        match news.outcome {
             Outcome::Sent(number) => {
                 let mut state = self.state.lock();
                 let state = &mut *state;
@@ -446,6 +469,18 @@ impl Pair {
     pub fn has_finished(&self) -> bool {
         !self.state.lock().finished.is_empty()
     }
+}
+
+/// Waits for one message more.
+///
+/// # Safety
+/// The queue pair lives.
+unsafe fn post_receive(pair: *mut sys::ibv_qp) -> Result<(), VerbsError> {
+    let mut work = nothing();
+    let mut bad = ptr::null_mut();
+    // SAFETY: as the caller promises; the work names no memory.
+    let result = unsafe { sys::ibv_post_recv(pair, &raw mut work, &raw mut bad) };
+    VerbsError::check_number("waiting for messages", result)
 }
 
 impl Drop for Pair {

@@ -20,8 +20,8 @@ const BATCH: usize = 32;
 const WITH_IMMEDIATE: u32 = sys::ibv_wc_flags::IBV_WC_WITH_IMM.0;
 
 /// What became of a piece of work.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Outcome {
     /// All work of the queue pair up to this one is done.
     Sent(u64),
     /// A peer has written, and says so by this number.
@@ -37,15 +37,24 @@ pub enum Outcome {
     Strange,
 }
 
-/// News of a queue pair.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// News of a queue pair. Only the device has any: memory is given back for them.
+#[derive(Debug, PartialEq, Eq)]
 pub struct Completion {
-    /// Which, by its number. A later pair may have the number of one that is gone.
-    pub pair: u32,
-    /// What.
-    pub outcome: Outcome,
-    /// It took one of the messages that are waited for.
-    pub is_receive: bool,
+    pair: Option<u32>,
+    pub(super) outcome: Outcome,
+    is_receive: bool,
+}
+
+impl Completion {
+    /// Of which queue pair, by its number; `None` of one that has ended meanwhile. A later pair may have its number.
+    pub fn pair(&self) -> Option<u32> {
+        self.pair
+    }
+
+    /// Whether it took one of the messages that are waited for.
+    pub fn is_receive(&self) -> bool {
+        self.is_receive
+    }
 }
 
 #[derive(Debug)]
@@ -126,14 +135,16 @@ impl Poller {
         let queue =
             unsafe { sys::ibv_create_cq(context.raw(), depth, ptr::null_mut(), channel.0.as_ptr(), 0) };
         let queue = NonNull::new(queue).ok_or_else(|| VerbsError::last("making a completion queue"))?;
-        let receives = match shared {
-            0 => Ok(Receives::Own),
-            count => Receives::shared(domain, count.min(most_shared)),
-        };
-        let domain = Arc::clone(domain);
         // SAFETY: it was just made.
         let all = unsafe { queue.as_ref().cqe }.max(0).cast_unsigned();
-        let room = Mutex::new(Room { all, reserved: shared.min(most_shared) });
+        // Queue pairs need room, too.
+        let shared = shared.min(most_shared).min(all / 2);
+        let receives = match shared {
+            0 => Ok(Receives::Own),
+            count => Receives::shared(domain, count),
+        };
+        let domain = Arc::clone(domain);
+        let room = Mutex::new(Room { all, reserved: shared });
         let early = Mutex::default();
         match receives {
             Ok(receives) => Ok(Arc::new(Poller { queue, channel, receives, domain, early, room })),
@@ -235,12 +246,15 @@ impl Poller {
         self.take(done)
     }
 
-    /// Takes what there is now, to be told by [`Self::poll`]: a queue pair that is destroyed may take its news along, and
-    /// with them how many messages are waited for.
-    pub(super) fn take_early(&self) {
+    /// Takes what there is now, to be told by [`Self::poll`]: the queue pair of that number, which ends, may take its news
+    /// along when it is destroyed, and with them how many messages are waited for. They are nobody's from now on.
+    pub(super) fn take_early(&self, ended: u32) {
         let mut early = self.early.lock();
         // That the queue is lost is told by the next who asks.
         while let Ok(true) = self.take(&mut early) {}
+        for news in early.iter_mut().filter(|news| news.pair == Some(ended)) {
+            news.pair = None;
+        }
     }
 
     fn take(&self, done: &mut Vec<Completion>) -> Result<bool, VerbsError> {
@@ -268,7 +282,7 @@ impl Poller {
             } else {
                 Outcome::Sent(entry.wr_id)
             };
-            done.push(Completion { pair: entry.qp_num, outcome, is_receive });
+            done.push(Completion { pair: Some(entry.qp_num), outcome, is_receive });
         }
         Ok(count == BATCH)
     }

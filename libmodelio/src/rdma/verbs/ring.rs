@@ -39,8 +39,9 @@ pub enum Notify {
 /// One end of both rings.
 #[derive(Debug)]
 pub struct Rings {
-    incoming: Arc<Chunk>,
+    // Goes before the memory, which is another one's then.
     opened: Arc<Registration>,
+    incoming: Chunk,
     outgoing: Arc<Chunk>,
     notify: Notify,
     /// Of the ring that the peer writes: bytes that are there, that were read, that it was told were read.
@@ -66,7 +67,7 @@ impl Rings {
     /// When there is none, or it cannot be registered.
     pub fn new(arena: &Arc<Arena>, notify: Notify) -> Result<Rings, VerbsError> {
         let incoming = arena.take(RING + WORDS)?;
-        let outgoing = arena.take(RING + WORDS)?;
+        let outgoing = Arc::new(arena.take(RING + WORDS)?);
         let opened = incoming.open()?;
         let rings = Rings {
             incoming,
@@ -136,11 +137,13 @@ impl Rings {
     /// [`Broken`].
     pub fn look(&mut self) -> Result<(), Broken> {
         if self.notify == Notify::Flag {
+            // It is written last: what comes before it is there, too, when it is.
+            let ended = self.word(END).load(Ordering::Acquire) != 0;
             for kind in [WRITTEN, READ] {
                 let word = self.word(kind).load(Ordering::Acquire);
                 self.hear(kind | (word & COUNT))?;
             }
-            self.ended |= self.word(END).load(Ordering::Acquire) != 0;
+            self.ended |= ended;
         }
         Ok(())
     }

@@ -70,24 +70,36 @@ struct World {
     slots: Slots,
     next: usize,
     in_turn: bool,
-    turns: Turns,
+    turns: RefCell<Turns>,
     connections: Vec<Connection>,
 }
 
 struct Sides<'a> {
     who: u64,
+    model: usize,
     client: ClientId,
     core: &'a mut PartCore,
     slots: &'a Slots,
     next: &'a mut usize,
     in_turn: bool,
-    turns: &'a Turns,
+    turns: &'a RefCell<Turns>,
     under_way: &'a mut VecDeque<(u32, Slot)>,
     landed: &'a mut Vec<u32>,
     reads: &'a mut HashMap<u32, usize>,
     waits_for_core: &'a mut bool,
     waits_for_slot: &'a mut bool,
     moved: bool,
+}
+
+/// Clients of different models are different ones.
+fn client_of(model: usize, client: ClientId) -> ClientId {
+    ClientId(client.0 + 100 * model as u64)
+}
+
+impl Sides<'_> {
+    fn client(&self) -> ClientId {
+        client_of(self.model, self.client)
+    }
 }
 
 impl Edge<u32, Slot> for Sides<'_> {
@@ -129,11 +141,11 @@ impl Edge<u32, Slot> for Sides<'_> {
     }
 
     fn has_room(&self) -> bool {
-        true
+        self.turns.borrow_mut().may_begin(self.who, self.client())
     }
 
     fn is_pressed(&self) -> bool {
-        self.turns.is_pressed(self.who)
+        self.turns.borrow().is_pressed(self.who)
     }
 
     fn slot(&mut self) -> Option<Slot> {
@@ -144,6 +156,7 @@ impl Edge<u32, Slot> for Sides<'_> {
 
     fn fetch(&mut self, &block: &u32, slot: Slot) -> Result<(), Self::Error> {
         self.under_way.push_back((block, slot));
+        self.turns.borrow_mut().began(self.client());
         *self.reads.entry(block).or_default() += 1;
         Ok(())
     }
@@ -185,8 +198,15 @@ impl World {
                 }
             }
         }
-        let (slots, turns) = (Slots::new(slots), Turns::default());
+        let (slots, turns) = (Slots::new(slots), RefCell::new(Turns::new(slots, true)));
         World { cores, slots, next: 0, in_turn, turns, connections: all }
+    }
+
+    /// Who is to go on since something of a connection's has come.
+    fn came(&mut self, who: usize) {
+        let client = client_of(self.connections[who].model, self.connections[who].client);
+        let barred = self.turns.get_mut().came(client, 1);
+        barred.iter().for_each(|&who| self.connections[who as usize].woken = true);
     }
 
     /// A connection goes on, as one of a shard does.
@@ -196,6 +216,7 @@ impl World {
         (connection.waits_for_core, connection.waits_for_slot) = (false, false);
         let mut sides = Sides {
             who: who as u64,
+            model: connection.model,
             client: connection.client,
             core: &mut self.cores[connection.model],
             slots: &self.slots,
@@ -211,7 +232,8 @@ impl World {
         };
         let Ok(stand) = connection.fetches.advance(&mut sides);
         let moved = sides.moved;
-        match self.turns.stands(who as u64, stand) {
+        let then = self.turns.get_mut().stands(who as u64, stand);
+        match then {
             Then::GiveBack => drop(connection.fetches.give_back()),
             Then::Wake(idle) => idle.iter().for_each(|&who| self.connections[who as usize].woken = true),
         }
@@ -225,13 +247,23 @@ impl World {
 
     /// Goes on in any order until nothing happens any more. Clients of `silent` never name anything.
     fn run(&mut self, random: &mut fastrand::Rng, silent: impl Fn(&Connection) -> bool) {
+        self.run_with(random, silent, |_| false);
+    }
+
+    /// The same; what is fetched from clients of `stalled` never comes.
+    fn run_with(
+        &mut self,
+        random: &mut fastrand::Rng,
+        silent: impl Fn(&Connection) -> bool,
+        stalled: impl Fn(&Connection) -> bool,
+    ) {
         let all: usize = self.connections.iter().map(|connection| connection.to_name.len()).sum();
         // Named, used, woken by each landing and by each slot that is given back: far more means that it goes on for ever.
         let most = 100 + 8 * all * self.connections.len().max(4);
         for _ in 0..most {
             let may = |connection: &Connection| {
                 connection.woken
-                    || !connection.under_way.is_empty()
+                    || !connection.under_way.is_empty() && !stalled(connection)
                     || !connection.to_name.is_empty() && !silent(connection)
             };
             let can: Vec<usize> =
@@ -246,12 +278,14 @@ impl World {
                 connection.woken = true;
             }
             if random.bool()
+                && !stalled(connection)
                 && let Some((_, slot)) = connection.under_way.pop_front()
             {
                 connection.fetches.came(slot);
                 connection.woken = true;
+                self.came(who);
             }
-            if connection.woken {
+            if self.connections[who].woken {
                 self.again(who);
             }
         }
@@ -309,6 +343,25 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn a_client_that_stalls_leaves_slots_to_others(
+        seed: u64,
+        clients in 1..4u64,
+        blocks in 1..20u32,
+        connections in 1..3u64,
+        slots in 4..16usize,
+    ) {
+        let stalled = |connection: &Connection| connection.model == 0 && connection.client == ClientId(0);
+        let mut world = World::new(2, clients, blocks, connections, slots, false);
+        world.run_with(&mut fastrand::Rng::with_seed(seed), |_| false, stalled);
+        world.check(|connection| connection.model == 1);
+        prop_assert_eq!(world.cores[1].running(), Some((PLAN, 0)));
+    }
+}
+
 #[test]
 fn where_there_are_slots_for_all_each_is_fetched_once() {
     for seed in 0..50 {
@@ -324,6 +377,7 @@ fn where_there_are_slots_for_all_each_is_fetched_once() {
 #[test]
 fn what_waits_keeps_its_slots_until_another_is_short() {
     let mut world = World::new(1, 3, 4, 1, 2, false);
+    *world.turns.get_mut() = Turns::new(2, false);
     let name = |world: &mut World, who: usize| {
         while let Some(block) = world.connections[who].to_name.pop_front() {
             world.connections[who].fetches.name(block);
@@ -333,6 +387,7 @@ fn what_waits_keeps_its_slots_until_another_is_short() {
     let come = |world: &mut World, who: usize| {
         while let Some((_, slot)) = world.connections[who].under_way.pop_front() {
             world.connections[who].fetches.came(slot);
+            world.came(who);
         }
         world.again(who);
     };

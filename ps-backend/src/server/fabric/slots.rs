@@ -2,7 +2,9 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
+use libmodelio::ids::ClientId;
 use libmodelio::link::Link;
 use libmodelio::net::Connection;
 use libmodelio::rdma::verbs::{Pool, Slot};
@@ -16,38 +18,69 @@ pub(super) struct Slots {
     all: Mutex<All>,
 }
 
-#[derive(Default)]
 struct All {
     turns: Turns,
-    links: HashMap<u64, Link>,
+    members: HashMap<u64, (ClientId, Link)>,
     last: u64,
 }
 
 impl Slots {
-    pub(super) fn new(pool: Arc<Pool>) -> Arc<Slots> {
-        Arc::new(Slots { pool, all: Mutex::default() })
+    /// Of clients that have them `in_common`; or of one connection.
+    pub(super) fn new(pool: Arc<Pool>, in_common: bool) -> Arc<Slots> {
+        let turns = Turns::new(pool.count(), in_common);
+        Arc::new(Slots { pool, all: Mutex::new(All { turns, members: HashMap::new(), last: 0 }) })
     }
 
-    /// One more connection has them, too.
-    pub(super) fn join(self: &Arc<Slots>, link: &Link) -> Seat {
+    /// One more connection has them, too, of that client.
+    pub(super) fn join(self: &Arc<Slots>, client: ClientId, link: &Link) -> Seat {
         let mut all = self.all.lock();
         all.last += 1;
         let number = all.last;
-        all.links.insert(number, link.clone());
-        Seat { slots: Arc::clone(self), number }
+        all.members.insert(number, (client, link.clone()));
+        Seat { slots: Arc::clone(self), client, number, under_way: AtomicUsize::new(0) }
     }
 }
 
 /// A connection among those that have slots in common.
 pub(super) struct Seat {
     slots: Arc<Slots>,
+    client: ClientId,
     number: u64,
+    /// Fetches of its own.
+    under_way: AtomicUsize,
+}
+
+impl All {
+    fn links(&self, numbers: &[u64]) -> Vec<Link> {
+        numbers.iter().filter_map(|number| self.members.get(number)).map(|(_, link)| link.clone()).collect()
+    }
 }
 
 impl Seat {
     /// A free slot. If there is none, `waits` is woken when there is one.
     pub(super) fn take(&self, waits: Option<&Connection>) -> Option<Slot> {
         self.slots.pool.take(waits)
+    }
+
+    /// Whether a fetch more may be under way. If not, the connection is woken when it may.
+    pub(super) fn may_begin(&self) -> bool {
+        self.slots.all.lock().turns.may_begin(self.number, self.client)
+    }
+
+    /// One more is.
+    pub(super) fn began(&self) {
+        self.under_way.fetch_add(1, Ordering::Relaxed);
+        self.slots.all.lock().turns.began(self.client);
+    }
+
+    /// So many are not any more.
+    pub(super) fn came(&self, count: usize) {
+        self.under_way.fetch_sub(count, Ordering::Relaxed);
+        let mut all = self.slots.all.lock();
+        let barred = all.turns.came(self.client, count);
+        let woken = all.links(&barred);
+        drop(all);
+        woken.iter().for_each(Link::wake);
     }
 
     /// Whether another connection lacks a slot for what would be used at once.
@@ -58,9 +91,9 @@ impl Seat {
     /// It stands so with the connection. True if it is to give its slots back.
     pub(super) fn stands(&self, stand: Stand) -> bool {
         let mut all = self.slots.all.lock();
-        let woken: Vec<Link> = match all.turns.stands(self.number, stand) {
+        let woken = match all.turns.stands(self.number, stand) {
             Then::GiveBack => return true,
-            Then::Wake(idle) => idle.iter().filter_map(|number| all.links.get(number).cloned()).collect(),
+            Then::Wake(idle) => all.links(&idle),
         };
         drop(all);
         woken.iter().for_each(Link::wake);
@@ -70,8 +103,9 @@ impl Seat {
 
 impl Drop for Seat {
     fn drop(&mut self) {
+        self.came(self.under_way.load(Ordering::Relaxed));
         let mut all = self.slots.all.lock();
         all.turns.gone(self.number);
-        all.links.remove(&self.number);
+        all.members.remove(&self.number);
     }
 }
