@@ -24,6 +24,9 @@ pub struct Payloads {
     pub pushed_bytes: u64,
     /// Of pushes, those that were copied here.
     pub push_copied_bytes: u64,
+    /// Of pushes, those that came straight into a sum, as the first of their blocks can.
+    #[serde(default)]
+    pub push_stored_bytes: u64,
     /// That have come from shards, or gone to learners. A shard knows nothing of what is read by RDMA.
     pub pulled_bytes: u64,
     /// Of pulls, those that were copied here.
@@ -41,6 +44,7 @@ struct Count {
 pub struct Tally {
     push: Count,
     pull: Count,
+    stored: AtomicU64,
 }
 
 impl Tally {
@@ -63,12 +67,21 @@ impl Tally {
         }
     }
 
+    /// A pushed block has come straight into a sum.
+    pub fn stored(&self, bytes: usize) {
+        self.stored.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     /// All that was counted.
     pub fn read(&self) -> Payloads {
-        let [pushed_bytes, push_copied_bytes, pulled_bytes, pull_copied_bytes] =
-            [&self.push.moved, &self.push.copied, &self.pull.moved, &self.pull.copied]
-                .map(|count| count.load(Ordering::Relaxed));
-        Payloads { pushed_bytes, push_copied_bytes, pulled_bytes, pull_copied_bytes }
+        let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        Payloads {
+            pushed_bytes: read(&self.push.moved),
+            push_copied_bytes: read(&self.push.copied),
+            push_stored_bytes: read(&self.stored),
+            pulled_bytes: read(&self.pull.moved),
+            pull_copied_bytes: read(&self.pull.copied),
+        }
     }
 }
 
@@ -81,11 +94,17 @@ mod tests {
         let tally = Tally::default();
         tally.moved(Flow::Push, 3);
         tally.copied(Flow::Push, 2);
+        tally.stored(1);
         tally.moved(Flow::Pull, 7);
         tally.copied(Flow::Pull, 5);
         tally.copied(Flow::Pull, 1);
-        let expected =
-            Payloads { pushed_bytes: 3, push_copied_bytes: 2, pulled_bytes: 7, pull_copied_bytes: 6 };
+        let expected = Payloads {
+            pushed_bytes: 3,
+            push_copied_bytes: 2,
+            push_stored_bytes: 1,
+            pulled_bytes: 7,
+            pull_copied_bytes: 6,
+        };
         assert_eq!(tally.read(), expected);
     }
 }

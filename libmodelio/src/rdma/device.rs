@@ -128,6 +128,11 @@ impl Device {
         memory.detach(self.key(Access::Read));
     }
 
+    /// The same for memory that READs fill.
+    pub fn forget_to_fill(&self, memory: &Mapping) {
+        memory.detach(self.key(Access::Local));
+    }
+
     /// Within the domain, which is nobody else's as long as its registrations live.
     fn key(&self, access: Access) -> usize {
         Arc::as_ptr(&self.domain).addr() + access as usize

@@ -206,7 +206,7 @@ impl Line {
     }
 
     /// Ends it, for the peer, too: the device touches no memory for it any more when this returns.
-    pub(crate) fn end(&self) {
+    pub fn end(&self) {
         self.endpoint().disconnect();
         self.pair.end();
     }

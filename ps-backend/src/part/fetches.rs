@@ -6,6 +6,9 @@
 //! in them when its turn has come, and not before. So there is always a slot for what others wait for, and a payload is
 //! fetched in vain once at most, unless something else of its block has landed meanwhile. Half of the slots at most are
 //! under way for one client: if it stalls, others have the rest.
+//!
+//! What can be fetched to where it belongs, as the first contribution to a block can, takes no slot, and is used as soon as
+//! it comes, whatever waits before it.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -48,7 +51,14 @@ pub trait Edge<T, S> {
     /// Nothing more becomes of it.
     fn over(&mut self, what: T);
 
-    /// Whether a fetch more can be under way. If not, the connection goes on when one may.
+    /// Begins to fetch it to where it belongs, if it may come there at once and there is room for a fetch;
+    /// [`Fetches::came`] says that it is there, and used. False if it needs a slot, or has to wait.
+    ///
+    /// # Errors
+    /// [`Self::Error`].
+    fn fetch_home(&mut self, what: &T) -> Result<bool, Self::Error>;
+
+    /// Whether a fetch more into a slot can be under way. If not, the connection goes on when one may.
     fn has_room(&self) -> bool;
 
     /// Whether another connection is short.
@@ -86,9 +96,14 @@ enum Where<S> {
         wanted: bool,
     },
     Here(S),
+    /// Being fetched to where it belongs.
+    ComingHome,
+    /// Used.
+    Home,
 }
 
-/// What one connection has named, in order. Whatever is here, or comes and is wanted, has nothing before it that is not.
+/// What one connection has named, in order. Whatever is in a slot, or comes there and is wanted, has nothing before it that is
+/// not here, and does not come.
 #[derive(Debug)]
 pub struct Fetches<T, S> {
     queue: VecDeque<(T, Where<S>)>,
@@ -120,12 +135,13 @@ impl<T, S> Fetches<T, S> {
         self.queue.is_empty()
     }
 
-    /// What was asked for first has come, into `slot`.
-    pub fn came(&mut self, slot: S) {
+    /// What was asked for first has come, into a slot, or to where it belongs.
+    pub fn came(&mut self, slot: Option<S>) {
         let Some(number) = self.coming.pop_front() else { return };
         if let Some((_, state)) = self.queue.get_mut((number - self.first) as usize) {
-            *state = match state {
-                Where::Coming { wanted: true } => Where::Here(slot),
+            *state = match (&state, slot) {
+                (Where::Coming { wanted: true }, Some(slot)) => Where::Here(slot),
+                (Where::ComingHome, None) => Where::Home,
                 _ => Where::Named { ahead: false },
             };
         }
@@ -140,7 +156,8 @@ impl<T, S> Fetches<T, S> {
         loop {
             let Some((what, state)) = self.queue.front() else { return Ok(Stand::Well) };
             match state {
-                Where::Coming { .. } => break,
+                Where::Coming { .. } | Where::ComingHome => break,
+                Where::Home => self.pop(edge),
                 Where::Here(slot) if edge.land(what, slot)? => self.pop(edge),
                 Where::Here(_) => {
                     self.fetch_ahead(edge)?;
@@ -149,6 +166,7 @@ impl<T, S> Fetches<T, S> {
                 Where::Named { .. } => match edge.turn(what)? {
                     Turn::Never => self.pop(edge),
                     Turn::Later => break,
+                    Turn::Now if self.fetch_home(0, edge)? => break,
                     Turn::Now if !self.has_room(edge) => return Ok(Stand::Well),
                     Turn::Now => match edge.slot() {
                         Some(slot) => {
@@ -169,7 +187,7 @@ impl<T, S> Fetches<T, S> {
         let mut slots = Vec::new();
         for (_, state) in &mut self.queue {
             match state {
-                Where::Named { .. } => {}
+                Where::Named { .. } | Where::ComingHome | Where::Home => {}
                 Where::Coming { wanted } => *wanted = false,
                 Where::Here(_) => {
                     if let Where::Here(slot) = std::mem::replace(state, Where::Named { ahead: false }) {
@@ -192,15 +210,33 @@ impl<T, S> Fetches<T, S> {
         self.coming.len() < UNDER_WAY && edge.has_room()
     }
 
+    fn fetch_home<E: Edge<T, S>>(&mut self, index: usize, edge: &mut E) -> Result<bool, E::Error> {
+        if self.coming.len() >= UNDER_WAY {
+            return Ok(false);
+        }
+        let (what, state) = &mut self.queue[index];
+        let goes = edge.fetch_home(what)?;
+        if goes {
+            *state = Where::ComingHome;
+            self.coming.push_back(self.first + index as u64);
+        }
+        Ok(goes)
+    }
+
     fn fetch_ahead<E: Edge<T, S>>(&mut self, edge: &mut E) -> Result<(), E::Error> {
-        let is_here = |state: &Where<S>| matches!(state, Where::Here(_) | Where::Coming { wanted: true });
+        let is_named =
+            |state: &Where<S>| matches!(state, Where::Named { .. } | Where::Coming { wanted: false });
         let all = self.queue.len();
-        let missing = self.queue.iter().position(|(_, state)| !is_here(state)).unwrap_or(all);
+        let missing = self.queue.iter().position(|(_, state)| is_named(state)).unwrap_or(all);
         for index in missing..all {
+            if matches!(self.queue[index].1, Where::Named { .. }) && self.fetch_home(index, edge)? {
+                continue;
+            }
             let (what, state) = &self.queue[index];
             let may = match state {
                 Where::Named { ahead: true } => !edge.is_pressed(),
                 Where::Named { ahead: false } => edge.is_due(what),
+                Where::ComingHome | Where::Home => continue,
                 Where::Coming { .. } | Where::Here(_) => false,
             };
             if !may || !self.has_room(edge) {

@@ -460,6 +460,11 @@ impl PartStore {
         self.shared.inner.lock().store.memory().map(Arc::clone).collect()
     }
 
+    /// The memory of sums, into which payloads can come (see [`PartJob::destination`]).
+    pub fn sum_memory(&self) -> [Arc<Mapping>; 2] {
+        self.shared.sums.memory().map(Arc::clone)
+    }
+
     /// From now on `watch` is told which versions there are, those that are there now first. While version 0 is being
     /// loaded there are none.
     pub fn watch(&self, watch: Arc<dyn VersionWatch>) {

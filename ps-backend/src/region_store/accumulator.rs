@@ -142,6 +142,11 @@ impl Accumulator {
         self.sum.prefault()
     }
 
+    /// The memory of the sums.
+    pub(crate) fn memory(&self) -> &Arc<Mapping> {
+        &self.sum
+    }
+
     /// Sums, by element.
     ///
     /// # Safety

@@ -567,6 +567,10 @@ impl Conversation for Peer {
                 if let Some(landing) = data.landing.take() {
                     data.part.lost(landing, &self.link);
                 }
+                #[cfg(feature = "rdma")]
+                if let Some(remote) = &mut data.remote {
+                    remote.closed(&data.part, &self.link);
+                }
             }
             _ => {}
         }

@@ -3,11 +3,13 @@
 //!
 //! | module | holds |
 //! |---|---|
+//! | `homes` | where blocks are fetched to that need no slot |
 //! | `slots` | slots that connections have in common |
 //! | `shown` | versions, for clients to fetch |
 //!
 //! One of the modules that hold `unsafe`: slots that a client writes are read.
 
+mod homes;
 mod shown;
 mod slots;
 
@@ -27,10 +29,11 @@ use parking_lot::Mutex;
 
 use super::Shared;
 use super::conversation::Peer;
-use super::part::Part;
+use super::part::{Homing, Part};
 use crate::part::fetches::{Edge, Fetches, Turn};
 use crate::part::store::Payload;
 use crate::part::unheard::Unheard;
+use homes::Homes;
 pub(super) use shown::Shown;
 use slots::{Seat, Slots};
 
@@ -144,6 +147,10 @@ pub(super) struct Remote {
     granted: Option<Granted>,
     /// What is fetched.
     fetches: Fetches<Named, Slot>,
+    /// What is fetched to where it belongs, in order, by the token of the work.
+    homing: VecDeque<(u64, Homing)>,
+    /// Versions, and where they are made.
+    shown: Option<Arc<Shown>>,
     /// What the client has put into slots that it was granted, in order: which slot, and how many bytes.
     placed: VecDeque<(Received, u32, usize)>,
     ready: VecDeque<Outgoing>,
@@ -170,6 +177,8 @@ impl Remote {
             seat: None,
             granted: None,
             fetches: Fetches::default(),
+            homing: VecDeque::new(),
+            shown: None,
             placed: VecDeque::new(),
             ready: VecDeque::new(),
             done: Vec::new(),
@@ -189,7 +198,9 @@ impl Remote {
         let block = part.layout().block_size();
         self.most_bytes = longest_region(part.model_bytes(), block);
         self.seat = Some(rdma.slots(longest_sum(block)).map_err(Refusal::other)?.join(client, link));
-        let Place { address, key } = part.shown(self.line.device())?.place(part.store())?;
+        let shown = part.shown(self.line.device())?;
+        let Place { address, key } = shown.place(part.store())?;
+        self.shown = Some(shown);
         self.ready.push_back(saying(part, 0, Message::Directory { address, key }));
         let bytes = block as usize;
         let granted = match self.line.device().options().placement {
@@ -293,20 +304,32 @@ impl Remote {
     /// Goes on: fetches what was named, as there is room, and reduces what is there. The first one that has to wait
     /// holds up the others.
     pub(super) fn again(&mut self, client: ClientId, part: &Arc<Part>, link: &Link) -> Result<(), Refusal> {
-        let Some(seat) = &self.seat else { return Ok(()) };
+        let (Some(seat), Some(shown)) = (&self.seat, &self.shown) else { return Ok(()) };
         self.line.take(&mut self.done);
         let mut came = 0;
-        for Finished { work, .. } in self.done.drain(..) {
-            if let Work::Read { slot, .. } = work {
-                self.fetches.came(slot);
-                came += 1;
+        for Finished { token, work } in self.done.drain(..) {
+            match work {
+                Work::Read { slot, .. } => {
+                    self.fetches.came(Some(slot));
+                    came += 1;
+                }
+                Work::ReadTo { target, .. } => {
+                    drop(target);
+                    if let Some((_, homing)) = self.homing.pop_front_if(|(of, _)| *of == token) {
+                        part.came_home(homing, link)?;
+                    }
+                    self.fetches.came(None);
+                }
+                Work::Write { .. } | Work::Ring { .. } => {}
             }
         }
         if came > 0 {
             seat.came(came);
         }
         let (line, room, unheard) = (&self.line, &mut self.room, &mut self.unheard);
-        let mut at_work = AtWork { client, part, unheard, link, line, seat, room, waits: false, any: false };
+        let (homes, homing) = (shown.homes(), &mut self.homing);
+        let (waits, any) = (false, false);
+        let mut at_work = AtWork { client, part, unheard, link, line, seat, homes, homing, room, waits, any };
         let stand = self.fetches.advance(&mut at_work)?;
         if at_work.any {
             line.post().map_err(Refusal::other)?;
@@ -329,6 +352,15 @@ impl Remote {
         }
         Ok(())
     }
+
+    /// The connection is over: what was on its way does not come.
+    pub(super) fn closed(&mut self, part: &Arc<Part>, link: &Link) {
+        // Before anybody else may have that memory.
+        self.line.end();
+        self.line.take(&mut self.done);
+        self.done.clear();
+        self.homing.drain(..).for_each(|(_, homing)| part.lost_on_the_way(homing, link));
+    }
 }
 
 /// A connection that goes on.
@@ -339,6 +371,8 @@ struct AtWork<'a> {
     link: &'a Link,
     line: &'a Line,
     seat: &'a Seat,
+    homes: &'a Homes,
+    homing: &'a mut VecDeque<(u64, Homing)>,
     room: &'a mut Vec<u8>,
     /// What it has named first has to wait.
     waits: bool,
@@ -395,6 +429,36 @@ impl Edge<Named, Slot> for AtWork<'_> {
 
     fn over(&mut self, what: Named) {
         self.is_done(&what.received);
+    }
+
+    fn fetch_home(&mut self, what: &Named) -> Result<bool, Refusal> {
+        if !self.homes.are_there() || self.line.room(1) == 0 {
+            return Ok(false);
+        }
+        let Some((target, homing)) = self.part.home(self.client, &what.received)? else { return Ok(false) };
+        let token = self.homing.back().map_or(0, |(token, _)| token + 1);
+        let added = match self.homes.around(&target) {
+            Some(registration) => {
+                self.line.read_to(token, target, registration, what.from).map_err(Refusal::other)
+            }
+            // It was given up meanwhile.
+            None => {
+                drop(target);
+                self.part.lost_on_the_way(homing, self.link);
+                return Ok(false);
+            }
+        };
+        match added {
+            Ok(()) => {
+                self.homing.push_back((token, homing));
+                self.any = true;
+                Ok(true)
+            }
+            Err(refusal) => {
+                self.part.lost_on_the_way(homing, self.link);
+                Err(refusal)
+            }
+        }
     }
 
     fn has_room(&self) -> bool {

@@ -28,6 +28,8 @@ use crate::controls::Controls;
 use crate::memory;
 use crate::part::core::PartCore;
 use crate::part::store::{Limits, PartError, PartJob, PartStore, PartWork};
+#[cfg(feature = "rdma")]
+pub(super) use blocks::Homing;
 pub(super) use blocks::Landing;
 use resting::Connected;
 

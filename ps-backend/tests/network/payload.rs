@@ -45,6 +45,7 @@ pub fn of_shard(world: &World) -> Payloads {
     Payloads {
         pushed_bytes: count("pushed_bytes"),
         push_copied_bytes: count("push_copied_bytes"),
+        push_stored_bytes: count("push_stored_bytes"),
         pulled_bytes: count("pulled_bytes"),
         pull_copied_bytes: count("pull_copied_bytes"),
     }
@@ -74,6 +75,44 @@ fn over_tcp_the_kernel_copies_all_but_what_comes_with_the_head_of_a_frame() {
     for copied in [ours.pull_copied_bytes, shards.push_copied_bytes] {
         assert!(copied < ALL / 200, "{copied} of {ALL}");
     }
+}
+
+/// What a shard has counted of steps to which two clients contribute: the first of them to a sum.
+fn of_two(way: Way) -> Payloads {
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], way);
+    let clients = [(); 2].map(|()| world.client());
+    let learners = [Learner::join(&clients[0], "a"), Learner::join(&clients[1], "b")];
+    for step in 1..=STEPS {
+        for learner in &learners {
+            assert_eq!(learner.push(step as f32).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        }
+        let expected = (step * (step + 1)) as f32;
+        assert!(learners[0].pull().1.iter().all(|&weight| weight == expected), "step {step}");
+        // A step is over for the other one when that has its version.
+        learners[1].pull();
+    }
+    clients.iter().for_each(|client| client.shut_down());
+    of_shard(&world)
+}
+
+#[test]
+fn the_first_contribution_comes_straight_into_the_sum() {
+    for way in [Way::Tcp(Choice::Auto), Way::Tcp(Choice::Poll)] {
+        assert_eq!(of_two(way).push_stored_bytes, ALL, "{way:?}");
+    }
+    // It is read where it lies.
+    assert_eq!(of_two(Way::Memory).push_stored_bytes, 0);
+}
+
+#[cfg(feature = "rdma")]
+#[test]
+fn the_first_contribution_is_fetched_straight_into_the_sum() {
+    use libmodelio::rdma::{Fabric, Placement};
+
+    let Some(way) = Way::rdma_with(|options| options.placement = Placement::Dynamic) else { return };
+    // With iWARP peers may write what READs fill.
+    let is_iwarp = Fabric::open(&way.options().0.rdma_options).unwrap().device().is_iwarp();
+    assert_eq!(of_two(way).push_stored_bytes, if is_iwarp { 0 } else { ALL });
 }
 
 #[cfg(feature = "rdma")]

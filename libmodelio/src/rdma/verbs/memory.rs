@@ -11,6 +11,7 @@ use nix::sys::resource::{Resource, getrlimit};
 use rdma_sys as sys;
 
 use super::{Context, VerbsError};
+use crate::link::Target;
 use crate::mmap::Mapping;
 
 /// What of a device belongs together: its queue pairs use its registrations.
@@ -203,6 +204,12 @@ impl Registration {
     /// Its domain.
     pub fn domain(&self) -> &Arc<Domain> {
         &self.domain
+    }
+
+    /// Whether all of a target is within it.
+    pub fn is_around(&self, target: &Target) -> bool {
+        let (start, len) = target.raw();
+        self.holds(start as u64, len)
     }
 
     /// Whether `len` bytes from `start` on, as the device sees them, are within it.

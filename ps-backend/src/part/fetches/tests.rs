@@ -57,7 +57,7 @@ struct Connection {
     to_name: VecDeque<u32>,
     fetches: Fetches<u32, Slot>,
     /// The device is at work on these.
-    under_way: VecDeque<(u32, Slot)>,
+    under_way: VecDeque<(u32, Option<Slot>)>,
     landed: Vec<u32>,
     reads: HashMap<u32, usize>,
     woken: bool,
@@ -70,6 +70,8 @@ struct World {
     slots: Slots,
     next: usize,
     in_turn: bool,
+    /// First contributions are fetched to where they belong.
+    homes: bool,
     turns: RefCell<Turns>,
     connections: Vec<Connection>,
 }
@@ -82,8 +84,9 @@ struct Sides<'a> {
     slots: &'a Slots,
     next: &'a mut usize,
     in_turn: bool,
+    homes: bool,
     turns: &'a RefCell<Turns>,
-    under_way: &'a mut VecDeque<(u32, Slot)>,
+    under_way: &'a mut VecDeque<(u32, Option<Slot>)>,
     landed: &'a mut Vec<u32>,
     reads: &'a mut HashMap<u32, usize>,
     waits_for_core: &'a mut bool,
@@ -140,6 +143,17 @@ impl Edge<u32, Slot> for Sides<'_> {
         self.landed.push(block);
     }
 
+    fn fetch_home(&mut self, &block: &u32) -> Result<bool, Self::Error> {
+        let is_first = matches!(self.core.look(self.client, PLAN, block), Placement::Store { .. });
+        if !self.homes || !is_first {
+            return Ok(false);
+        }
+        self.core.arrive(self.client, PLAN, block);
+        self.under_way.push_back((block, None));
+        *self.reads.entry(block).or_default() += 1;
+        Ok(true)
+    }
+
     fn has_room(&self) -> bool {
         self.turns.borrow_mut().may_begin(self.who, self.client())
     }
@@ -155,7 +169,7 @@ impl Edge<u32, Slot> for Sides<'_> {
     }
 
     fn fetch(&mut self, &block: &u32, slot: Slot) -> Result<(), Self::Error> {
-        self.under_way.push_back((block, slot));
+        self.under_way.push_back((block, Some(slot)));
         self.turns.borrow_mut().began(self.client());
         *self.reads.entry(block).or_default() += 1;
         Ok(())
@@ -199,11 +213,20 @@ impl World {
             }
         }
         let (slots, turns) = (Slots::new(slots), RefCell::new(Turns::new(slots, true)));
-        World { cores, slots, next: 0, in_turn, turns, connections: all }
+        World { cores, slots, next: 0, in_turn, homes: false, turns, connections: all }
     }
 
-    /// Who is to go on since something of a connection's has come.
-    fn came(&mut self, who: usize) {
+    /// What was asked for first on a connection has come; who is to go on since.
+    fn came(&mut self, who: usize, (block, slot): (u32, Option<Slot>)) {
+        let connection = &mut self.connections[who];
+        let (model, is_home) = (connection.model, slot.is_none());
+        connection.fetches.came(slot);
+        if is_home {
+            self.cores[model].landed(connection.client, PLAN, block, true, &mut Vec::new());
+            let others = self.connections.iter_mut().filter(|other| other.model == model);
+            others.for_each(|other| other.woken |= other.waits_for_core);
+            return;
+        }
         let client = client_of(self.connections[who].model, self.connections[who].client);
         let barred = self.turns.get_mut().came(client, 1);
         barred.iter().for_each(|&who| self.connections[who as usize].woken = true);
@@ -222,6 +245,7 @@ impl World {
             slots: &self.slots,
             next: &mut self.next,
             in_turn: self.in_turn,
+            homes: self.homes,
             turns: &self.turns,
             under_way: &mut connection.under_way,
             landed: &mut connection.landed,
@@ -279,11 +303,10 @@ impl World {
             }
             if random.bool()
                 && !stalled(connection)
-                && let Some((_, slot)) = connection.under_way.pop_front()
+                && let Some(what) = connection.under_way.pop_front()
             {
-                connection.fetches.came(slot);
                 connection.woken = true;
-                self.came(who);
+                self.came(who, what);
             }
             if self.connections[who].woken {
                 self.again(who);
@@ -316,8 +339,10 @@ proptest! {
         connections in 1..3u64,
         slots in 1..8usize,
         in_turn: bool,
+        homes: bool,
     ) {
         let mut world = World::new(models, clients, blocks, connections, slots, in_turn);
+        world.homes = homes;
         world.run(&mut fastrand::Rng::with_seed(seed), |_| false);
         world.check(|_| true);
         prop_assert_eq!(world.slots.count_free(), slots);
@@ -333,9 +358,11 @@ proptest! {
         blocks in 1..20u32,
         slots in 1..8usize,
         in_turn: bool,
+        homes: bool,
     ) {
         let silent = |connection: &Connection| connection.model == 0 && connection.client == ClientId(0);
         let mut world = World::new(2, clients, blocks, 2, slots, in_turn);
+        world.homes = homes;
         world.run(&mut fastrand::Rng::with_seed(seed), silent);
         world.check(|connection| connection.model == 1);
         prop_assert_eq!(world.cores[1].running(), Some((PLAN, 0)));
@@ -353,9 +380,11 @@ proptest! {
         blocks in 1..20u32,
         connections in 1..3u64,
         slots in 4..16usize,
+        homes: bool,
     ) {
         let stalled = |connection: &Connection| connection.model == 0 && connection.client == ClientId(0);
         let mut world = World::new(2, clients, blocks, connections, slots, false);
+        world.homes = homes;
         world.run_with(&mut fastrand::Rng::with_seed(seed), |_| false, stalled);
         world.check(|connection| connection.model == 1);
         prop_assert_eq!(world.cores[1].running(), Some((PLAN, 0)));
@@ -375,6 +404,39 @@ fn where_there_are_slots_for_all_each_is_fetched_once() {
 }
 
 #[test]
+fn what_goes_home_takes_no_slot_and_waits_for_nobody() {
+    let mut world = World::new(1, 2, 3, 1, 1, false);
+    world.homes = true;
+    let name = |world: &mut World, who: usize, block: u32| {
+        world.connections[who].fetches.name(block);
+        world.again(who);
+    };
+    // Somebody else has the only slot.
+    let mut next = 0;
+    let slot = world.slots.take(&mut next, false);
+    // The second learner's first block has to wait for the first's; of the first learner's, all are fetched at once.
+    name(&mut world, 1, 0);
+    assert!(world.connections[1].under_way.is_empty());
+    for block in 0..3 {
+        name(&mut world, 0, block);
+    }
+    assert_eq!(world.connections[0].under_way.len(), 3);
+    for landed in 1..=3 {
+        let what = world.connections[0].under_way.pop_front().expect("a fetch");
+        world.came(0, what);
+        world.again(0);
+        assert_eq!(world.connections[0].landed.len(), landed);
+        assert_eq!(world.cores[0].running(), Some((PLAN, 6 - landed as u64)));
+    }
+    assert!(world.connections[1].woken);
+    // It does not go home: it makes the version.
+    drop(slot);
+    world.again(1);
+    assert_eq!(world.connections[1].under_way.len(), 1);
+    assert!(world.connections[1].under_way[0].1.is_some());
+}
+
+#[test]
 fn what_waits_keeps_its_slots_until_another_is_short() {
     let mut world = World::new(1, 3, 4, 1, 2, false);
     *world.turns.get_mut() = Turns::new(2, false);
@@ -385,9 +447,8 @@ fn what_waits_keeps_its_slots_until_another_is_short() {
         world.again(who);
     };
     let come = |world: &mut World, who: usize| {
-        while let Some((_, slot)) = world.connections[who].under_way.pop_front() {
-            world.connections[who].fetches.came(slot);
-            world.came(who);
+        while let Some(what) = world.connections[who].under_way.pop_front() {
+            world.came(who, what);
         }
         world.again(who);
     };

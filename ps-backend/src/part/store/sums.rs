@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 use libmodelio::ids::BlockId;
 use libmodelio::layout::ModelLayout;
+use libmodelio::mmap::Mapping;
 
 use super::PartJob;
 use crate::region_store::accumulator::{Accumulator, has_opaque};
@@ -53,6 +54,11 @@ impl Sums {
             self.used[at].store(true, Ordering::Relaxed);
         }
         &self.accumulators[at]
+    }
+
+    /// The memory of both.
+    pub(super) fn memory(&self) -> [&Arc<Mapping>; 2] {
+        self.accumulators.each_ref().map(Accumulator::memory)
     }
 
     /// From now on, bytes that are not reduced are kept besides.

@@ -17,6 +17,7 @@ use libmodelio::transport::Region;
 use libmodelio::wire::Refusal;
 use parking_lot::Mutex;
 
+use super::homes::Homes;
 use crate::part::store::{PartStore, VersionWatch};
 
 /// The versions of a part.
@@ -26,6 +27,8 @@ pub(in crate::server) struct Shown {
     memory: Arc<Mapping>,
     /// For people.
     model: String,
+    /// Where what others send can be fetched to.
+    homes: Homes,
     inner: Mutex<Inner>,
 }
 
@@ -49,9 +52,10 @@ impl Shown {
         let memory = Arc::clone(directory.memory());
         device.register(&memory).map_err(Refusal::other)?;
         register_all(&store.buffers(), device)?;
+        let homes = Homes::of(model, store, device);
         let inner = Inner { directory, asked_for: BTreeMap::new(), said: false };
         let (device, model) = (Arc::clone(device), model.to_owned());
-        let shown = Arc::new(Shown { device, memory, model, inner: Mutex::new(inner) });
+        let shown = Arc::new(Shown { device, memory, model, homes, inner: Mutex::new(inner) });
         store.watch(Arc::clone(&shown) as Arc<dyn VersionWatch>);
         Ok(shown)
     }
@@ -61,7 +65,10 @@ impl Shown {
         // The store tells of versions under its lock, so that one comes first.
         let buffers = store.buffers();
         let mut inner = self.inner.lock();
-        register_all(&buffers, &self.device)?;
+        register_all(&buffers, &self.device).or_else(|refusal| match self.homes.give_up() {
+            true => register_all(&buffers, &self.device),
+            false => Err(refusal),
+        })?;
         let Inner { directory, asked_for, said } = &mut *inner;
         while let Some((&version, memory)) = asked_for.first_key_value() {
             show(&self.device, directory, version, memory).map_err(Refusal::other)?;
@@ -69,6 +76,11 @@ impl Shown {
         }
         *said = false;
         self.device.register(&self.memory).map(|registration| registration.remote()).map_err(Refusal::other)
+    }
+
+    /// Where what others send can be fetched to.
+    pub(super) fn homes(&self) -> &Homes {
+        &self.homes
     }
 }
 
@@ -100,7 +112,11 @@ impl VersionWatch for Shown {
     fn published(&self, version: Version, memory: &Region) {
         let mut inner = self.inner.lock();
         let Inner { directory, asked_for, said } = &mut *inner;
-        let Err(error) = show(&self.device, directory, version, memory) else { return };
+        let mut shown = show(&self.device, directory, version, memory);
+        if shown.is_err() && self.homes.give_up() {
+            shown = show(&self.device, directory, version, memory);
+        }
+        let Err(error) = shown else { return };
         directory.publish_unreadable(version);
         asked_for.insert(version, memory.clone());
         if !std::mem::replace(said, true) {

@@ -16,6 +16,8 @@ use crate::part::core::Placement;
 use crate::part::fetches::Turn;
 use crate::part::store::{self, PartJob, Payload, PinnedVersion};
 use crate::part::unheard::Unheard;
+#[cfg(feature = "rdma")]
+use crate::region_store::accumulator::is_direct;
 
 /// A payload on its way into the part.
 pub(in crate::server) struct Landing {
@@ -27,6 +29,13 @@ pub(in crate::server) struct Landing {
     how: Placement,
     job: Arc<PartJob>,
     target: Option<store::Target>,
+}
+
+/// A payload that is being fetched to where it belongs. Who fetches it holds its memory, too.
+#[cfg(feature = "rdma")]
+pub(in crate::server) struct Homing {
+    landing: Landing,
+    target: Arc<store::Target>,
 }
 
 impl Part {
@@ -125,6 +134,59 @@ impl Part {
         matches!(placement, Placement::Store { .. } | Placement::Add { .. } | Placement::Finish { .. })
     }
 
+    /// The memory of a block's sum, for a payload that is fetched straight into it; the block is `client`'s until
+    /// [`Self::came_home`] or [`Self::lost_on_the_way`]. `None` if it has to be elsewhere first, or to wait, or is not wanted:
+    /// nothing has changed then.
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn home(
+        self: &Arc<Part>,
+        client: ClientId,
+        received: &Received,
+    ) -> Result<Option<(Target, Homing)>, Refusal> {
+        let Some((plan, global, wide)) = named(received) else { return Ok(None) };
+        let block = self.store.part().local(global).ok_or(Refusal::NotMine { block: global })?;
+        if !is_direct(self.layout(), block, wide) {
+            return Ok(None);
+        }
+        let mut state = self.state.lock();
+        let how = state.core.look(client, plan, block.0);
+        let job = state.job.as_ref().filter(|(of, _)| *of == plan).map(|(_, job)| Arc::clone(job));
+        let (Placement::Store { .. }, Some(job)) = (how, job) else { return Ok(None) };
+        let taken = job.destination(block, wide).map_err(Refusal::other)?;
+        let Some(mut target) = taken else { return Ok(None) };
+        state.core.arrive(client, plan, block.0);
+        drop(state);
+        let bytes = target.bytes();
+        let (start, len) = (bytes.as_mut_ptr(), bytes.len());
+        let target = Arc::new(target);
+        // SAFETY: the block is claimed, and its memory there, as long as the guard lives, and nobody else asks for its
+        // bytes: `came_home` does only once the guard is gone.
+        let into = unsafe { Target::new(start, len, Arc::clone(&target) as Guard) };
+        let landing = Landing { plan, client, block, wide, how, job, target: None };
+        Ok(Some((into, Homing { landing, target })))
+    }
+
+    /// All of it is there. Whoever has put it there has let go of the memory.
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn came_home(self: &Arc<Part>, homing: Homing, link: &Link) -> Result<(), Refusal> {
+        let Homing { landing, target } = homing;
+        match Arc::into_inner(target) {
+            Some(target) => self.landed(Landing { target: Some(target), ..landing }, &[], link),
+            None => {
+                self.lost(landing, link);
+                Err(Refusal::other("a block that has come is still being fetched"))
+            }
+        }
+    }
+
+    /// It does not come, and whoever was to put it there has let go of the memory.
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn lost_on_the_way(self: &Arc<Part>, homing: Homing, link: &Link) {
+        let Homing { landing, target } = homing;
+        drop(target);
+        self.lost(landing, link);
+    }
+
     /// Its payload is there; `bytes` unless it was received where it belongs.
     pub(in crate::server) fn landed(
         self: &Arc<Part>,
@@ -134,7 +196,11 @@ impl Part {
     ) -> Result<(), Refusal> {
         let Landing { plan, client, block, wide, how, job, target } = landing;
         let payload = if wide { Payload::Wide(bytes) } else { Payload::Plain(bytes) };
-        self.store.tally().moved(Flow::Push, payload.wanted_len(self.layout(), block));
+        let len = payload.wanted_len(self.layout(), block);
+        self.store.tally().moved(Flow::Push, len);
+        if target.is_some() {
+            self.store.tally().stored(len);
+        }
         let (fine, check) = match (how, target) {
             (Placement::Store { check }, Some(target)) => (Ok(target.complete()), check),
             (Placement::Store { check } | Placement::Add { check }, None) => (job.add(block, payload), check),
@@ -236,3 +302,6 @@ fn named(received: &Received) -> Option<(PlanId, BlockId, bool)> {
         _ => None,
     }
 }
+
+#[cfg(all(test, feature = "rdma"))]
+mod tests;

@@ -1,0 +1,146 @@
+use std::time::Duration;
+
+use libmodelio::ids::{Epoch, Generation, ShardId};
+use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::wire::{self, Limits, ModelRecord, PlanSource, Receiver, Work, frame};
+
+use super::*;
+
+const BLOCK: u32 = 64 << 10;
+const BLOCKS: u32 = 3;
+const CLIENTS: [ClientId; 2] = [ClientId(1), ClientId(2)];
+
+/// A part of fp32 zeros, on which a plan has begun that adds up what both clients send.
+fn begun() -> Arc<Part> {
+    let layout = ModelLayout::blank(u64::from(BLOCK * BLOCKS), DType::F32, BLOCK).unwrap();
+    let record = ModelRecord {
+        name: "m".into(),
+        generation: Generation(1),
+        tensors: layout
+            .tensors()
+            .iter()
+            .map(|tensor| {
+                (tensor.name.to_string(), "F32".to_owned(), tensor.shape.iter().map(|&n| n as u64).collect())
+            })
+            .collect(),
+        metadata: Default::default(),
+        block_size: BLOCK,
+        epoch: Epoch(1),
+        owners: vec![(ShardId(1), BLOCKS)],
+        lead: ShardId(1),
+        controls: vec![("reducer".into(), "sum".into()), ("learners".into(), "2".into())],
+        ready: true,
+    };
+    let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap());
+    let part = Part::new(&record, ShardId(1), &pool).unwrap();
+    for block in 0..BLOCKS {
+        part.load(BlockId(block), &[0; BLOCK as usize]).unwrap();
+    }
+    part.store().finish_loading().unwrap();
+    let refused = |request, message| {
+        assert!(!matches!(message, Message::Refused(_)), "{message:?} to {request}");
+    };
+    part.follow(Arc::new(refused), None);
+    let source = |client| PlanSource { client, blocks: std::iter::once(0..BLOCKS).collect(), check: true };
+    part.from_lead(
+        1,
+        Message::Start(wire::Plan {
+            plan: PlanId(1),
+            work: Work::Add { replaces: false },
+            base: Version(0),
+            ordered: false,
+            sources: CLIENTS.map(source).to_vec(),
+        }),
+    );
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while part.missing(CLIENTS[0], PlanId(1)).is_none() {
+        assert!(Instant::now() < deadline, "the plan does not begin");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    part
+}
+
+fn named(block: u32) -> Received {
+    let (plan, block, wide) = (PlanId(1), BlockId(block), false);
+    let message = Message::PushAt { plan, block, wide, region: 1, offset: 0 };
+    let bytes = frame(&message, 0, Epoch(1), &[]).unwrap();
+    Receiver::new(Limits::MAX).push(&bytes).unwrap().1.expect("a frame")
+}
+
+fn is_due(part: &Part, client: ClientId, block: u32) -> bool {
+    part.is_due(client, &named(block))
+}
+
+/// What a device does.
+fn fill(mut target: Target, with: f32) {
+    let from = [with; BLOCK as usize / 4];
+    // SAFETY: it is as long, and elsewhere.
+    unsafe { target.copy_from(from.as_ptr().cast(), BLOCK as usize).unwrap() };
+}
+
+fn left(part: &Part) -> u64 {
+    part.progress().1.expect("a plan").1
+}
+
+#[test]
+fn a_block_that_is_fetched_home_is_nobody_elses_until_it_is_there() {
+    let (part, link) = (begun(), Link::default());
+    let (target, homing) = part.home(CLIENTS[0], &named(0)).unwrap().expect("room");
+    assert!(part.home(CLIENTS[0], &named(0)).unwrap().is_none());
+    assert!(part.home(CLIENTS[1], &named(0)).unwrap().is_none());
+    assert!(!is_due(&part, CLIENTS[1], 0) && is_due(&part, CLIENTS[1], 1));
+    fill(target, 2.5);
+    part.came_home(homing, &link).unwrap();
+    assert_eq!((left(&part), part.store().tally().read().push_stored_bytes), (5, u64::from(BLOCK)));
+    // The second is added to it, and is no first one.
+    assert!(part.home(CLIENTS[1], &named(0)).unwrap().is_none());
+    assert!(is_due(&part, CLIENTS[1], 0) && !is_due(&part, CLIENTS[0], 0));
+}
+
+#[test]
+fn a_block_that_is_lost_on_its_way_home_can_come_again() {
+    let (part, link) = (begun(), Link::default());
+    let (target, homing) = part.home(CLIENTS[0], &named(1)).unwrap().expect("room");
+    fill(target, f32::NAN);
+    part.lost_on_the_way(homing, &link);
+    assert_eq!(left(&part), 6);
+    let (target, homing) = part.home(CLIENTS[1], &named(1)).unwrap().expect("room");
+    fill(target, 1.0);
+    part.came_home(homing, &link).unwrap();
+    assert_eq!(left(&part), 5);
+}
+
+#[test]
+fn what_is_still_being_fetched_does_not_count() {
+    let (part, link) = (begun(), Link::default());
+    let (target, homing) = part.home(CLIENTS[0], &named(2)).unwrap().expect("room");
+    let refusal = part.came_home(homing, &link).unwrap_err();
+    assert!(refusal.to_string().contains("still being fetched"), "{refusal}");
+    assert_eq!(left(&part), 6);
+    // Whoever fetches it has its memory as long as that lasts.
+    assert!(part.home(CLIENTS[1], &named(2)).is_err());
+    drop(target);
+    assert!(part.home(CLIENTS[1], &named(2)).unwrap().is_some());
+}
+
+#[test]
+fn a_plan_that_is_dropped_waits_for_what_is_on_its_way_home() {
+    let (part, link) = (begun(), Link::default());
+    let (target, homing) = part.home(CLIENTS[0], &named(0)).unwrap().expect("room");
+    part.from_lead(2, Message::Drop { plan: PlanId(1) });
+    assert!(part.progress().1.is_some());
+    assert!(part.home(CLIENTS[0], &named(1)).unwrap().is_none());
+    drop(target);
+    part.came_home(homing, &link).unwrap();
+    assert!(part.progress().1.is_none());
+}
+
+#[test]
+fn nan_that_comes_home_spoils_the_plan() {
+    let (part, link) = (begun(), Link::default());
+    let (target, homing) = part.home(CLIENTS[0], &named(0)).unwrap().expect("room");
+    fill(target, f32::NAN);
+    part.came_home(homing, &link).unwrap();
+    assert_eq!(left(&part), 6);
+    assert!(part.home(CLIENTS[1], &named(0)).unwrap().is_none(), "nothing more is wanted");
+}
