@@ -15,8 +15,8 @@ use libmodelio::wire::{Limits, Message, Protocol, Received};
 use crate::world::{LONG, Learner, Way, World};
 
 const BYTES: u64 = 1_000_004;
-/// That is as a rule enough to find out, and else this is.
-const PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(15)];
+/// That is as a rule enough to find out, and else these are, where others are busy.
+const PATIENCE: [Duration; 3] = [Duration::from_secs(2), Duration::from_secs(8), Duration::from_secs(15)];
 
 /// What follows the greeting, and under which number of a request.
 type Lie = (u64, Message);
@@ -101,10 +101,9 @@ fn a_shard_that_lies_harms_no_client() {
                 panic!("{what} was believed")
             };
             assert!(begun.elapsed() < LONG, "{what}: {:?}", begun.elapsed());
-            Some(error.to_string()).filter(|why| !why.contains("no version came"))
+            Some(error.to_string()).filter(|why| why.contains(says))
         });
-        let why = found.expect("it is found out");
-        assert!(why.contains(says), "{what}: {why}");
+        assert!(found.is_some(), "{what} is not found out");
     }
     // Those of an honest one are none the worse for it.
     let client = world.client();

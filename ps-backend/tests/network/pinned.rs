@@ -19,12 +19,12 @@ use crate::world::{LONG, Learner, Way, World};
 
 const BYTES: u64 = 1_000_004;
 /// Of a version, in pages.
-const VERSION: u64 = BYTES.div_ceil(4096);
+const VERSION: i64 = BYTES.div_ceil(4096) as i64;
 /// A client's arena, in bytes and in pages.
 const ARENA: usize = 4 << 20;
-const ARENA_PAGES: u64 = ARENA as u64 / 4096;
+const ARENA_PAGES: i64 = ARENA as i64 / 4096;
 /// More pages than all rings of a client and a shard, and less than a version.
-const RINGS: u64 = 120;
+const RINGS: i64 = 120;
 
 /// True in a process to which limits apply. Otherwise the test is run in one.
 fn is_limited(test: &str) -> bool {
@@ -61,10 +61,10 @@ fn pinned() -> u64 {
     pinned.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }
 
-/// From now on so many pages more may be pinned than are; `None` for no limit.
-fn limit(more: Option<u64>) {
+/// From now on so many pages more may be pinned than are, or so many less; `None` for no limit.
+fn limit(more: Option<i64>) {
     let (_, hard) = getrlimit(Resource::RLIMIT_MEMLOCK).unwrap();
-    let soft = more.map_or(hard, |more| pinned() + more * 4096);
+    let soft = more.map_or(hard, |more| pinned().saturating_add_signed(more * 4096));
     setrlimit(Resource::RLIMIT_MEMLOCK, soft, hard).unwrap();
 }
 
@@ -91,7 +91,7 @@ fn connect(world: &World, transport: TransportChoice) -> Result<Arc<Client>, Str
 }
 
 /// A client's greeting finds so many pages: by `auto` it goes by TCP, by `rdma` not at all, and says why.
-fn is_turned_away(pages: u64, expected: &str) {
+fn is_turned_away(pages: i64, expected: &str) {
     let world = world(|_| {});
     let names_the_limit = |why: &str| {
         assert!(why.contains(expected) && why.contains("RLIMIT_MEMLOCK is "), "{why}");
@@ -239,7 +239,8 @@ fn what_a_shard_may_not_pin_later_goes_through_the_ring() {
     hold(&fabric, &world, Version(3));
     hold(&fabric, &world, Version(4));
     let (before, of_shard_before) = (client.payload(), of_shard(&world));
-    limit(Some(0));
+    // Not even if sums give way.
+    limit(Some(-2 * VERSION));
     steps(&learner, 5..=10);
     let (after, of_shard_after) = (client.payload(), of_shard(&world));
     assert_eq!(after.push_copied_bytes, 0, "{after:?}");
@@ -255,5 +256,45 @@ fn what_a_shard_may_not_pin_later_goes_through_the_ring() {
     assert_eq!(after.pull_copied_bytes, before.pull_copied_bytes, "{after:?}");
     another.shut_down();
     client.shut_down();
+    fabric.shut_down(LONG);
+}
+
+#[test]
+fn sums_give_way_to_versions() {
+    if !is_limited("sums_give_way_to_versions") {
+        return;
+    }
+    let way = Way::rdma_with(|options| options.placement = Placement::Dynamic).expect("there is a device");
+    let mut world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], way);
+    world.rdma = RdmaOptions { arena: ARENA, ..world.rdma };
+    let clients = [(); 2].map(|()| connect(&world, TransportChoice::Rdma).unwrap());
+    let learners = [Learner::join(&clients[0], "a"), Learner::join(&clients[1], "b")];
+    let steps = |steps: std::ops::RangeInclusive<u64>| {
+        let before = of_shard(&world).push_stored_bytes;
+        for step in steps {
+            for learner in &learners {
+                assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+            }
+            for learner in &learners {
+                assert!(learner.pull().1.iter().all(|&weight| weight == 2.0 * step as f32), "step {step}");
+            }
+        }
+        of_shard(&world).push_stored_bytes - before
+    };
+    let fabric = Fabric::open(&world.rdma).unwrap();
+    // With iWARP nothing is fetched into sums, and they give nothing.
+    if fabric.device().is_iwarp() {
+        assert_eq!(steps(1..=4), 0);
+        return;
+    }
+    assert_eq!(steps(1..=4), 4 * BYTES);
+    hold(&fabric, &world, Version(3));
+    hold(&fabric, &world, Version(4));
+    let of_shard_before = of_shard(&world);
+    limit(Some(0));
+    assert!(steps(5..=10) < 6 * BYTES);
+    assert_eq!(steps(11..=12), 0);
+    assert_eq!(of_shard(&world).pull_copied_bytes, of_shard_before.pull_copied_bytes);
+    clients.iter().for_each(|client| client.shut_down());
     fabric.shut_down(LONG);
 }

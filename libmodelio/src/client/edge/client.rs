@@ -126,14 +126,23 @@ impl Client {
                 let map = &inner.map;
                 let peers = std::iter::once((map.address(map.lead), &inner.lead));
                 let parts = inner.parts.iter().enumerate();
-                let peers = peers.chain(parts.map(|(part, peer)| (map.address(part), peer)));
-                let troubled = peers.filter(|(_, peer)| peer.links.is_empty());
-                let why: Vec<String> = troubled
+                let peers: Vec<_> =
+                    peers.chain(parts.map(|(part, peer)| (map.address(part), peer))).collect();
+                let mut why: Vec<String> = peers
+                    .iter()
+                    .filter(|(_, peer)| peer.links.is_empty())
                     .map(|(address, peer)| {
                         format!("{address}: {}", peer.trouble.as_deref().unwrap_or("no answer"))
                     })
                     .collect();
-                let why = if why.is_empty() { "no version came".to_owned() } else { why.join("; ") };
+                if why.is_empty() {
+                    // Connections may come about again and again, only to be lost before it has come.
+                    why.push("no version came".to_owned());
+                    let lost =
+                        peers.iter().filter_map(|(address, peer)| Some((address, peer.lost.as_ref()?)));
+                    why.extend(lost.map(|(address, lost)| format!("{address}: connection lost: {lost}")));
+                }
+                let why = why.join("; ");
                 let why = format!("{why} (waited {:?})", self.shared.options.patience);
                 return Err(ClientError::Unreachable { model: self.shared.model.clone(), why });
             }
