@@ -112,7 +112,9 @@ fn the_first_contribution_is_fetched_straight_into_the_sum() {
     let Some(way) = Way::rdma_with(|options| options.placement = Placement::Dynamic) else { return };
     // With iWARP peers may write what READs fill.
     let is_iwarp = Fabric::open(&way.options().0.rdma_options).unwrap().device().is_iwarp();
-    assert_eq!(of_two(way).push_stored_bytes, if is_iwarp { 0 } else { ALL });
+    let stored = of_two(way).push_stored_bytes;
+    // What is named before the shard has heard of its plan may be in a slot when that begins.
+    assert!(if is_iwarp { stored == 0 } else { (1..=ALL).contains(&stored) }, "{stored} of {ALL}");
 }
 
 #[cfg(feature = "rdma")]
