@@ -90,6 +90,13 @@ def test_devices_that_cannot_be_used_are_clear_errors(vm, provider):  # noqa: F8
         shard
         head -n 1 shard.out
         kill $shard; wait $shard || exit 4
+        rm shard.out
+        gradfs=$as_root
+        ip link set $RDMA_NETDEV down || exit 5
+        $gradfs shard --listen $HOST_ADDRESS:0 --rdma on && exit 3
+        shard
+        head -n 1 shard.out
+        kill $shard; wait $shard || exit 4
         """,
         provider=provider,
         time_limit=180,
@@ -101,6 +108,7 @@ def test_devices_that_cannot_be_used_are_clear_errors(vm, provider):  # noqa: F8
         f"GID index 200 of port 1 of {provider}0 holds no GID (`gradfs rdma devices` lists them)",
         f"{64 << 20} bytes cannot be registered: RLIMIT_MEMLOCK is {4 << 20} bytes; raise it (ulimit -l unlimited, or "
         "LimitMEMLOCK=infinity in a systemd unit)",
+        f"port 1 of {provider}0 is down",
     ]
     started, failed = done.out.splitlines(), done.err.splitlines()
     assert len(started) == len(failed) == len(reasons), done

@@ -1,13 +1,13 @@
 //! A device in use: its arena, its completion queues, and which memory is registered with it (RPCH §3.1).
 
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::device_memory::DeviceMemory;
 use super::options::{Notice, RdmaOptions};
 use super::verbs::{
-    Access, Arena, Context, Domain, Notify, Pair, PairLimits, Poller, Registration, Reserved, Rings, Trouble,
-    VerbsError, contexts,
+    Access, Arena, Context, Domain, Notify, Pair, PairLimits, Poller, Registration, Reserved, Rings, Spare,
+    Trouble, VerbsError, contexts,
 };
 use crate::mmap::Mapping;
 
@@ -116,6 +116,11 @@ impl Device {
     fn registered(&self, memory: &Mapping, access: Access) -> Result<Arc<Registration>, VerbsError> {
         let make = || Registration::new(&self.domain, memory, 0..memory.len(), access);
         memory.attached(self.key(access), make)
+    }
+
+    /// These registrations give way where no more memory may be pinned.
+    pub fn spare(&self, what: Weak<dyn Spare>) {
+        self.domain.spare(what);
     }
 
     /// Whether `memory` is registered for peers.
@@ -249,7 +254,8 @@ fn port_of(context: Context, wanted: Option<u8>) -> Result<u8, VerbsError> {
         },
         None => match info.ports.iter().find(|port| port.active) {
             Some(port) => Ok(port.number),
-            None => Err(down(1, "is down, and so are the others".into())),
+            None if info.ports.len() > 1 => Err(down(1, "is down, and so are the others".into())),
+            None => Err(down(1, "is down".into())),
         },
     }
 }

@@ -8,7 +8,7 @@
 //! under way for one client: if it stalls, others have the rest.
 //!
 //! What can be fetched to where it belongs, as the first contribution to a block can, takes no slot, and is used as soon as
-//! it comes, whatever waits before it.
+//! it comes, though what was named before it may still wait in a slot.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 

@@ -551,10 +551,14 @@ impl Conversation for Peer {
     }
 
     fn given_up(&mut self) {
-        if let Kind::Data(data) = &mut self.kind
-            && let Some(landing) = data.landing.take()
-        {
-            data.part.lost(landing, &self.link);
+        if let Kind::Data(data) = &mut self.kind {
+            if let Some(landing) = data.landing.take() {
+                data.part.lost(landing, &self.link);
+            }
+            #[cfg(feature = "rdma")]
+            if let Some(remote) = &mut data.remote {
+                remote.given_up(&data.part, &self.link);
+            }
         }
     }
 

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::ids::ClientId;
 use libmodelio::link::{Framed, Link, Outgoing, Take};
-use libmodelio::net::Stream;
+use libmodelio::net::{Close, Stream};
 use libmodelio::rdma::verbs::{Done, Finished, Pool, Registration, Remote as Place, Slot, VerbsError, Work};
 use libmodelio::rdma::{Buffers, Device, DeviceMemory, Fabric, Line, Placement, RdmaOptions};
 use libmodelio::shm::{MAX_REGIONS, longest_region, longest_sum};
@@ -43,6 +43,9 @@ const AHEAD: usize = 512;
 const GRANTED: usize = 8;
 /// Blocks longer than this are not placed: no slots are granted for them, unless that is the only way.
 const GRANT_UP_TO: usize = 1 << 20;
+
+/// What is fetched for a plan that is given up has this time to come: until then no other plan begins.
+const OVERDUE: Duration = Duration::from_millis(500);
 
 /// RDMA of a shard.
 pub(super) struct Rdma {
@@ -149,6 +152,8 @@ pub(super) struct Remote {
     fetches: Fetches<Named, Slot>,
     /// What is fetched to where it belongs, in order, by the token of the work.
     homing: VecDeque<(u64, Homing)>,
+    /// When what is still on its way home then ends the connection: its plan was given up.
+    overdue: Option<Instant>,
     /// Versions, and where they are made.
     shown: Option<Arc<Shown>>,
     /// What the client has put into slots that it was granted, in order: which slot, and how many bytes.
@@ -178,6 +183,7 @@ impl Remote {
             granted: None,
             fetches: Fetches::default(),
             homing: VecDeque::new(),
+            overdue: None,
             shown: None,
             placed: VecDeque::new(),
             ready: VecDeque::new(),
@@ -227,7 +233,7 @@ impl Remote {
 
     /// When it is to go on at the latest, if anything of it waits for word of a plan.
     pub(super) fn until(&self, now: Instant) -> Option<Instant> {
-        self.unheard.until(now)
+        self.unheard.until(now).into_iter().chain(self.overdue).min()
     }
 
     fn grant(&self, bytes: usize) -> Result<Granted, VerbsError> {
@@ -315,9 +321,10 @@ impl Remote {
                 }
                 Work::ReadTo { target, .. } => {
                     drop(target);
-                    if let Some((_, homing)) = self.homing.pop_front_if(|(of, _)| *of == token) {
-                        part.came_home(homing, link)?;
-                    }
+                    let homing = self.homing.pop_front_if(|(of, _)| *of == token);
+                    let (_, homing) =
+                        homing.ok_or_else(|| Refusal::other("a block came that was not fetched"))?;
+                    part.came_home(homing, link)?;
                     self.fetches.came(None);
                 }
                 Work::Write { .. } | Work::Ring { .. } => {}
@@ -325,6 +332,11 @@ impl Remote {
         }
         if came > 0 {
             seat.came(came);
+        }
+        let given_up = self.homing.front().and_then(|(_, homing)| part.given_up(homing));
+        self.overdue = given_up.map(|at| at + OVERDUE);
+        if self.overdue.is_some_and(|at| at <= Instant::now()) {
+            link.close(Close::Asked("a plan was given up in mid-block".into()));
         }
         let (line, room, unheard) = (&self.line, &mut self.room, &mut self.unheard);
         let (homes, homing) = (shown.homes(), &mut self.homing);
@@ -351,6 +363,18 @@ impl Remote {
             self.placed.pop_front();
         }
         Ok(())
+    }
+
+    /// Nothing more is taken here, and the connection goes on for a while: what has come counts, so that nobody waits
+    /// for it.
+    pub(super) fn given_up(&mut self, part: &Arc<Part>, link: &Link) {
+        self.line.take(&mut self.done);
+        for Finished { token, work } in self.done.drain(..) {
+            drop(work);
+            if let Some((_, homing)) = self.homing.pop_front_if(|(of, _)| *of == token) {
+                let _ = part.came_home(homing, link);
+            }
+        }
     }
 
     /// The connection is over: what was on its way does not come.
@@ -432,23 +456,14 @@ impl Edge<Named, Slot> for AtWork<'_> {
     }
 
     fn fetch_home(&mut self, what: &Named) -> Result<bool, Refusal> {
-        if !self.homes.are_there() || self.line.room(1) == 0 {
+        if self.line.room(1) == 0 {
             return Ok(false);
         }
-        let Some((target, homing)) = self.part.home(self.client, &what.received)? else { return Ok(false) };
+        let registered = |start, len| self.homes.around(start, len);
+        let found = self.part.home(self.client, &what.received, self.link, registered);
+        let Some((target, registration, homing)) = found else { return Ok(false) };
         let token = self.homing.back().map_or(0, |(token, _)| token + 1);
-        let added = match self.homes.around(&target) {
-            Some(registration) => {
-                self.line.read_to(token, target, registration, what.from).map_err(Refusal::other)
-            }
-            // It was given up meanwhile.
-            None => {
-                drop(target);
-                self.part.lost_on_the_way(homing, self.link);
-                return Ok(false);
-            }
-        };
-        match added {
+        match self.line.read_to(token, target, registration, what.from).map_err(Refusal::other) {
             Ok(()) => {
                 self.homing.push_back((token, homing));
                 self.any = true;

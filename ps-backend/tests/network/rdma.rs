@@ -295,15 +295,20 @@ impl Stream for Raw {
     }
 }
 
-/// Connects, and says `messages` after a greeting: what comes back.
-fn say(fabric: &Fabric, world: &World, messages: &[Message]) -> News<Result<Received, String>> {
+/// Connects, and says `messages` after a greeting as `client`: what comes back.
+fn say(
+    fabric: &Fabric,
+    world: &World,
+    client: ClientId,
+    messages: &[Message],
+) -> News<Result<Received, String>> {
     let record = &world.record;
     let hello = Message::Hello {
         protocol: Protocol::NEWEST.number(),
         role: Role::Data,
         model: record.name.clone(),
         generation: record.generation,
-        client: ClientId(7),
+        client,
     };
     let frames = std::iter::once(&hello).chain(messages);
     let to_send = frames.flat_map(|message| frame(message, 0, record.epoch, &[]).unwrap()).collect();
@@ -320,7 +325,10 @@ fn say(fabric: &Fabric, world: &World, messages: &[Message]) -> News<Result<Rece
 
 /// How the shard ends a connection on which these were said.
 fn ends(fabric: &Fabric, world: &World, messages: &[Message]) -> String {
-    let heard = say(fabric, world, messages);
+    ended(&say(fabric, world, ClientId(7), messages))
+}
+
+fn ended(heard: &News<Result<Received, String>>) -> String {
     let mut refused = None;
     loop {
         match heard.recv_timeout(LONG).expect("an end") {
@@ -366,6 +374,57 @@ fn what_a_hostile_client_says_ends_its_connection_alone() {
     assert_eq!(learner.push(2.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
     assert!(learner.pull().1.iter().all(|&weight| weight == 2.0));
     client.shut_down();
+}
+
+#[test]
+fn what_cannot_be_fetched_into_a_sum_leaves_nothing_of_it() {
+    let Some(way) = Way::rdma_with(|options| {
+        (options.placement, options.slots) = (Placement::Dynamic, 2);
+    }) else {
+        return;
+    };
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "2")], way);
+    let clients = [(); 2].map(|()| world.client());
+    let learners = [Learner::join(&clients[0], "a"), Learner::join(&clients[1], "b")];
+    let step = |step: u32| {
+        for learner in &learners {
+            assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        }
+        for learner in &learners {
+            let (version, weights) = learner.pull();
+            assert_eq!(version, Version(u64::from(step)));
+            assert!(
+                weights.iter().all(|&weight| weight == 2.0 * step as f32),
+                "{} in step {step}",
+                weights[0]
+            );
+        }
+    };
+    step(1);
+    let fabric = Fabric::open(&world.rdma).unwrap();
+    let memory = Mapping::memfd("held", BYTES as usize).unwrap();
+    let held = fabric.device().register(&memory).unwrap().remote();
+    let share = |address, key| Message::ShareAt { region: 1, bytes: BYTES, address, key };
+    let push = |plan, block| {
+        let (block, offset) = (BlockId(block), u64::from(block) * (64 << 10));
+        Message::PushAt { plan: PlanId(plan), block, wide: false, region: 1, offset }
+    };
+    for round in 2..=4 {
+        // So that there is no slot to fetch ahead into, somebody has what will never have its turn in them.
+        let holder = [share(held.address, held.key), push(99, 0), push(99, 1)];
+        let _holder = say(&fabric, &world, ClientId(8), &holder);
+        std::thread::sleep(Duration::from_millis(300));
+        // The first one's contribution is the plan after the two of each step. Somebody else says where it lies, and lies.
+        let mut lies = vec![share(held.address, held.key ^ 0x0505_0500)];
+        lies.extend((0..BYTES.div_ceil(64 << 10) as u32).map(|block| push(u64::from(2 * round - 1), block)));
+        let liar = say(&fabric, &world, clients[0].id(), &lies);
+        std::thread::sleep(Duration::from_millis(100));
+        step(round);
+        let why = ended(&liar);
+        assert!(why.contains("RDMA: ") || why.contains("closed by the peer"), "{why}");
+    }
+    fabric.shut_down(LONG);
+    clients.iter().for_each(|client| client.shut_down());
 }
 
 #[test]
@@ -444,7 +503,7 @@ fn many_come_and_go() {
         for begun in (0..times).step_by(AT_ONCE) {
             let some = begun..times.min(begun + AT_ONCE);
             let heard: Vec<_> =
-                some.map(|_| say(&fabric, &world, &[Message::Unshare { region: 1 }])).collect();
+                some.map(|_| say(&fabric, &world, ClientId(7), &[Message::Unshare { region: 1 }])).collect();
             for heard in heard {
                 while heard.recv_timeout(LONG).expect("an end").is_ok() {}
             }

@@ -1,24 +1,38 @@
 //! Protection domains, and memory that is registered with a device.
 
+use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use nix::errno::Errno;
 use nix::sys::resource::{Resource, getrlimit};
+use parking_lot::Mutex;
 use rdma_sys as sys;
 
 use super::{Context, VerbsError};
-use crate::link::Target;
 use crate::mmap::Mapping;
 
+/// Registrations that are good to have, and can be done without.
+pub trait Spare: Send + Sync {
+    /// Gives up what there is of them, as far as nothing uses it just now. False if there is nothing.
+    fn give_up(&self) -> bool;
+}
+
 /// What of a device belongs together: its queue pairs use its registrations.
-#[derive(Debug)]
 pub struct Domain {
     raw: NonNull<sys::ibv_pd>,
     context: Context,
+    spare: Mutex<Vec<Weak<dyn Spare>>>,
+}
+
+impl fmt::Debug for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Domain { raw, context, .. } = self;
+        f.debug_struct("Domain").field("raw", raw).field("context", context).finish_non_exhaustive()
+    }
 }
 
 // SAFETY: libibverbs allows calls on a protection domain from all threads.
@@ -35,7 +49,7 @@ impl Domain {
         // SAFETY: the context is open.
         let raw = NonNull::new(unsafe { sys::ibv_alloc_pd(context.raw()) });
         let raw = raw.ok_or_else(|| VerbsError::last("making a protection domain"))?;
-        Ok(Arc::new(Domain { raw, context }))
+        Ok(Arc::new(Domain { raw, context, spare: Mutex::default() }))
     }
 
     pub(super) fn raw(&self) -> *mut sys::ibv_pd {
@@ -45,6 +59,19 @@ impl Domain {
     /// Of which device.
     pub fn context(&self) -> Context {
         self.context
+    }
+
+    /// These give way where no more memory may be pinned.
+    pub(in crate::rdma) fn spare(&self, what: Weak<dyn Spare>) {
+        let mut spare = self.spare.lock();
+        spare.retain(|one| one.strong_count() > 0);
+        spare.push(what);
+    }
+
+    fn reclaim(&self) -> bool {
+        let spare: Vec<_> = self.spare.lock().iter().filter_map(Weak::upgrade).collect();
+        // All of them: how much each has is not known.
+        spare.iter().filter(|one| one.give_up()).count() > 0
     }
 }
 
@@ -119,7 +146,7 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// Registers `range` of `memory`. Whoever lets work be done on it holds the memory, too: see
+    /// Registers `range` of `memory`; what is [`Spare`] gives way, but not to what this end's READs fill. Whoever lets work be done on it holds the memory, too: see
     /// [`Mapping::attach`](crate::mmap::Mapping::attach). Whoever lets peers write it sees to it that nobody here takes it
     /// for memory that stays as it is.
     ///
@@ -137,10 +164,17 @@ impl Registration {
             return Err(VerbsError::OutOfRange { offset, len, of: "memory", all: all as u64 });
         }
         let (address, len) = (memory.start().as_ptr().wrapping_add(range.start), range.len());
-        // SAFETY: the range is mapped and writable. The kernel pins its pages: should the mapping go first, the device
-        // works on pages that nobody else has, until the registration goes, too.
-        let raw = unsafe { sys::ibv_reg_mr(domain.raw(), address.cast(), len, access.flags(domain.context)) };
-        let raw = NonNull::new(raw).ok_or_else(|| refused(Errno::last(), len))?;
+        let register = || {
+            let flags = access.flags(domain.context);
+            // SAFETY: the range is mapped and writable. The kernel pins its pages: should the mapping go first, the device
+            // works on pages that nobody else has, until the registration goes, too.
+            let raw = unsafe { sys::ibv_reg_mr(domain.raw(), address.cast(), len, flags) };
+            NonNull::new(raw).ok_or_else(|| refused(Errno::last(), len))
+        };
+        let raw = match register() {
+            Err(VerbsError::Memlock { .. }) if access != Access::Local && domain.reclaim() => register()?,
+            outcome => outcome?,
+        };
         Ok(Arc::new(Registration { raw, address: address as u64, len, access, domain: Arc::clone(domain) }))
     }
 
@@ -204,12 +238,6 @@ impl Registration {
     /// Its domain.
     pub fn domain(&self) -> &Arc<Domain> {
         &self.domain
-    }
-
-    /// Whether all of a target is within it.
-    pub fn is_around(&self, target: &Target) -> bool {
-        let (start, len) = target.raw();
-        self.holds(start as u64, len)
     }
 
     /// Whether `len` bytes from `start` on, as the device sees them, are within it.

@@ -47,7 +47,7 @@ pub use arena::{Arena, Chunk, Pool, Slot};
 pub use cm::{CmChannel, CmEvent, CmKind, Endpoint, PRIVATE_DATA, Parameters};
 pub(crate) use context::Trouble;
 pub use context::{Context, DeviceInfo, GidInfo, PortInfo, contexts, devices};
-pub use memory::{Access, Domain, Registration, Remote};
+pub use memory::{Access, Domain, Registration, Remote, Spare};
 pub use pair::{Done, Finished, Pair, PairLimits, Work};
 pub use queue::{Completion, Poller, Receives, Reserved};
 pub use ring::{Broken, Notify, RING, Rings};

@@ -393,8 +393,9 @@ proptest! {
 
 #[test]
 fn where_there_are_slots_for_all_each_is_fetched_once() {
-    for seed in 0..50 {
+    for seed in 0..100 {
         let mut world = World::new(1, 3, 8, 1, 24, false);
+        world.homes = seed % 2 == 1;
         world.run(&mut fastrand::Rng::with_seed(seed), |_| false);
         world.check(|_| true);
         for connection in &world.connections {

@@ -28,7 +28,7 @@ pub(in crate::server) struct Shown {
     /// For people.
     model: String,
     /// Where what others send can be fetched to.
-    homes: Homes,
+    homes: Arc<Homes>,
     inner: Mutex<Inner>,
 }
 
@@ -47,12 +47,13 @@ impl Shown {
         model: &str,
         store: &PartStore,
         device: &Arc<Device>,
+        pool: &Arc<rayon::ThreadPool>,
     ) -> Result<Arc<Shown>, Refusal> {
         let directory = Directory::new().map_err(Refusal::other)?;
         let memory = Arc::clone(directory.memory());
         device.register(&memory).map_err(Refusal::other)?;
         register_all(&store.buffers(), device)?;
-        let homes = Homes::of(model, store, device);
+        let homes = Homes::of(model, store, device, pool);
         let inner = Inner { directory, asked_for: BTreeMap::new(), said: false };
         let (device, model) = (Arc::clone(device), model.to_owned());
         let shown = Arc::new(Shown { device, memory, model, homes, inner: Mutex::new(inner) });
@@ -65,16 +66,14 @@ impl Shown {
         // The store tells of versions under its lock, so that one comes first.
         let buffers = store.buffers();
         let mut inner = self.inner.lock();
-        register_all(&buffers, &self.device).or_else(|refusal| match self.homes.give_up() {
-            true => register_all(&buffers, &self.device),
-            false => Err(refusal),
-        })?;
+        register_all(&buffers, &self.device)?;
         let Inner { directory, asked_for, said } = &mut *inner;
         while let Some((&version, memory)) = asked_for.first_key_value() {
             show(&self.device, directory, version, memory).map_err(Refusal::other)?;
             asked_for.remove(&version);
         }
         *said = false;
+        self.homes.try_again();
         self.device.register(&self.memory).map(|registration| registration.remote()).map_err(Refusal::other)
     }
 
@@ -112,11 +111,7 @@ impl VersionWatch for Shown {
     fn published(&self, version: Version, memory: &Region) {
         let mut inner = self.inner.lock();
         let Inner { directory, asked_for, said } = &mut *inner;
-        let mut shown = show(&self.device, directory, version, memory);
-        if shown.is_err() && self.homes.give_up() {
-            shown = show(&self.device, directory, version, memory);
-        }
-        let Err(error) = shown else { return };
+        let Err(error) = show(&self.device, directory, version, memory) else { return };
         directory.publish_unreadable(version);
         asked_for.insert(version, memory.clone());
         if !std::mem::replace(said, true) {

@@ -134,36 +134,39 @@ impl Part {
         matches!(placement, Placement::Store { .. } | Placement::Add { .. } | Placement::Finish { .. })
     }
 
-    /// The memory of a block's sum, for a payload that is fetched straight into it; the block is `client`'s until
-    /// [`Self::came_home`] or [`Self::lost_on_the_way`]. `None` if it has to be elsewhere first, or to wait, or is not wanted:
-    /// nothing has changed then.
+    /// The memory of a block's sum, for a payload that is fetched straight into it over `link`, and what `registered` says
+    /// of that memory; the block is `client`'s until [`Self::came_home`] or [`Self::lost_on_the_way`]. `None` if the payload
+    /// has to be elsewhere first, or to wait, or is not wanted: nothing has changed then.
     #[cfg(feature = "rdma")]
-    pub(in crate::server) fn home(
+    pub(in crate::server) fn home<R>(
         self: &Arc<Part>,
         client: ClientId,
         received: &Received,
-    ) -> Result<Option<(Target, Homing)>, Refusal> {
-        let Some((plan, global, wide)) = named(received) else { return Ok(None) };
-        let block = self.store.part().local(global).ok_or(Refusal::NotMine { block: global })?;
+        link: &Link,
+        registered: impl FnOnce(*const u8, usize) -> Option<R>,
+    ) -> Option<(Target, R, Homing)> {
+        let (plan, global, wide) = named(received)?;
+        let block = self.store.part().local(global)?;
         if !is_direct(self.layout(), block, wide) {
-            return Ok(None);
+            return None;
         }
         let mut state = self.state.lock();
         let how = state.core.look(client, plan, block.0);
         let job = state.job.as_ref().filter(|(of, _)| *of == plan).map(|(_, job)| Arc::clone(job));
-        let (Placement::Store { .. }, Some(job)) = (how, job) else { return Ok(None) };
-        let taken = job.destination(block, wide).map_err(Refusal::other)?;
-        let Some(mut target) = taken else { return Ok(None) };
-        state.core.arrive(client, plan, block.0);
-        drop(state);
+        let (Placement::Store { .. }, Some(job)) = (how, job) else { return None };
+        let mut target = job.destination(block, wide).ok()??;
         let bytes = target.bytes();
         let (start, len) = (bytes.as_mut_ptr(), bytes.len());
+        let registration = registered(start, len)?;
+        state.core.arrive(client, plan, block.0);
+        state.homing.wait_for(plan, link);
+        drop(state);
         let target = Arc::new(target);
         // SAFETY: the block is claimed, and its memory there, as long as the guard lives, and nobody else asks for its
         // bytes: `came_home` does only once the guard is gone.
         let into = unsafe { Target::new(start, len, Arc::clone(&target) as Guard) };
         let landing = Landing { plan, client, block, wide, how, job, target: None };
-        Ok(Some((into, Homing { landing, target })))
+        Some((into, registration, Homing { landing, target }))
     }
 
     /// All of it is there. Whoever has put it there has let go of the memory.
@@ -177,6 +180,13 @@ impl Part {
                 Err(Refusal::other("a block that has come is still being fetched"))
             }
         }
+    }
+
+    /// When plans that are waited for by what is fetched home were given up: what is still on its way a while later need
+    /// not be waited for.
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn given_up(&self, homing: &Homing) -> Option<Instant> {
+        self.state.lock().homing.given_up(homing.landing.plan)
     }
 
     /// It does not come, and whoever was to put it there has let go of the memory.

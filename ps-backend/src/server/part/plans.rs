@@ -134,6 +134,8 @@ impl Part {
                     for (_, link) in state.landing.iter().filter(|(of, _)| *of == plan) {
                         link.close(Close::Asked(format!("plan {plan} was given up in mid-block").into()));
                     }
+                    #[cfg(feature = "rdma")]
+                    state.homing.give_up(plan, Instant::now());
                 }
             }
         }
