@@ -100,14 +100,20 @@ def begin():
 
 @both_providers
 def test_steps_between_two_hosts_count_once(vm, provider):  # noqa: F811
+    """And what the mount's host sends has the traffic class that was asked for."""
     done = vm.run(
         begin()
         + """
         case $HOST_NAME in
         a) shard --size 1000004 --reducer sum; meet shard; meet over; kill $shard; wait $shard || exit 4 ;;
         b)
+            # Packets of DSCP 26 have a class of their own.
+            tc qdisc add dev eth0 root handle 1: prio bands 4 priomap 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 || exit 97
+            tc filter add dev eth0 parent 1: protocol ip u32 match ip tos 104 0xfc flowid 1:4 || exit 97
+            export GRADFS_RDMA_TRAFFIC_CLASS=104
             meet shard; mounted /tmp/mnt
             $python /tmp/learner.py /tmp/mnt/m 4 || exit 5
+            tc -s class show dev eth0 | sed -n '/prio 1:4 /{n;s/.*Sent \([0-9]*\) bytes.*/marked \1/p}'
             $gradfs unmount /tmp/mnt || exit 6
             meet over ;;
         esac
@@ -117,7 +123,9 @@ def test_steps_between_two_hosts_count_once(vm, provider):  # noqa: F811
         time_limit=240,
     )
     assert done.code == 0, str(done)
-    assert [float(line.split()[0]) for line in done.of["b"].out.splitlines()] == [1, 2, 3, 4], str(done)
+    *steps, [what, marked] = [line.split() for line in done.of["b"].out.splitlines()]
+    assert [float(weight) for weight, _ in steps] == [1, 2, 3, 4], str(done)
+    assert what == "marked" and int(marked) > 4_000_000, str(done)
 
 
 # How the link goes and comes, on both hosts. With rxe all packets are lost instead: the GSI queue pair of Linux 6.12's

@@ -456,7 +456,7 @@ impl Edge<Named, Slot> for AtWork<'_> {
     }
 
     fn fetch_home(&mut self, what: &Named) -> Result<bool, Refusal> {
-        if self.line.room(1) == 0 {
+        if !self.homes.may_be() || self.line.room(1) == 0 {
             return Ok(false);
         }
         let registered = |start, len| self.homes.around(start, len);

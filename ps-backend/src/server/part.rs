@@ -218,7 +218,7 @@ impl Part {
         if let Some(shown) = &*shown {
             return Ok(Arc::clone(shown));
         }
-        let made = super::fabric::Shown::of(&self.model, &self.store, device, &self.pool)?;
+        let made = super::fabric::Shown::of(&self.model, &self.store, device)?;
         *shown = Some(Arc::clone(&made));
         Ok(made)
     }

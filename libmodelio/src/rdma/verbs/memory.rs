@@ -17,8 +17,8 @@ use crate::mmap::Mapping;
 
 /// Registrations that are good to have, and can be done without.
 pub trait Spare: Send + Sync {
-    /// Gives up what there is of them, as far as nothing uses it just now. False if there is nothing.
-    fn give_up(&self) -> bool;
+    /// Gives up what there is of them: it goes when nothing uses it any more.
+    fn give_up(&self);
 }
 
 /// What of a device belongs together: its queue pairs use its registrations.
@@ -26,6 +26,7 @@ pub struct Domain {
     raw: NonNull<sys::ibv_pd>,
     context: Context,
     spare: Mutex<Vec<Weak<dyn Spare>>>,
+    reclaiming: Mutex<()>,
 }
 
 impl fmt::Debug for Domain {
@@ -49,7 +50,7 @@ impl Domain {
         // SAFETY: the context is open.
         let raw = NonNull::new(unsafe { sys::ibv_alloc_pd(context.raw()) });
         let raw = raw.ok_or_else(|| VerbsError::last("making a protection domain"))?;
-        Ok(Arc::new(Domain { raw, context, spare: Mutex::default() }))
+        Ok(Arc::new(Domain { raw, context, spare: Mutex::default(), reclaiming: Mutex::default() }))
     }
 
     pub(super) fn raw(&self) -> *mut sys::ibv_pd {
@@ -68,10 +69,14 @@ impl Domain {
         spare.push(what);
     }
 
-    fn reclaim(&self) -> bool {
+    /// Has what is spare give way, and then does it. One after the other, so that nobody is refused what another one has
+    /// just been given.
+    fn reclaimed<T>(&self, then: impl FnOnce() -> T) -> T {
+        let _alone = self.reclaiming.lock();
         let spare: Vec<_> = self.spare.lock().iter().filter_map(Weak::upgrade).collect();
         // All of them: how much each has is not known.
-        spare.iter().filter(|one| one.give_up()).count() > 0
+        spare.iter().for_each(|one| one.give_up());
+        then()
     }
 }
 
@@ -172,7 +177,7 @@ impl Registration {
             NonNull::new(raw).ok_or_else(|| refused(Errno::last(), len))
         };
         let raw = match register() {
-            Err(VerbsError::Memlock { .. }) if access != Access::Local && domain.reclaim() => register()?,
+            Err(VerbsError::Memlock { .. }) if access != Access::Local => domain.reclaimed(register)?,
             outcome => outcome?,
         };
         Ok(Arc::new(Registration { raw, address: address as u64, len, access, domain: Arc::clone(domain) }))

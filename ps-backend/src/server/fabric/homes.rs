@@ -1,11 +1,12 @@
 //! The memory of a part's sums, registered for READs to fill: a first contribution is where it belongs when it is there.
 //!
 //! It is registered when it is first wanted, by a thread that may take its time; what comes until then goes into slots. All
-//! else that is registered comes first: where no more memory may be pinned, sums give way ([`Spare`]). Nor are there homes
-//! with iWARP, where peers may write what READs fill: a sum is everybody's.
+//! else that is registered comes first: where no more memory may be pinned, sums give way ([`Spare`]) and are tried again
+//! later. There are no homes with iWARP, where peers may write what READs fill: a sum is everybody's.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use libmodelio::mmap::Mapping;
 use libmodelio::rdma::Device;
@@ -14,15 +15,28 @@ use parking_lot::Mutex;
 
 use crate::part::store::PartStore;
 
+/// After this time what could not be registered, or gave way, is tried again.
+const AGAIN: Duration = Duration::from_secs(60);
+
 /// Where first contributions are fetched to.
 pub(in crate::server) struct Homes {
     device: Arc<Device>,
     /// For people.
     model: String,
     sums: [Arc<Mapping>; 2],
-    states: Mutex<[State; 2]>,
-    pool: Arc<rayon::ThreadPool>,
+    /// Empty where there are never any.
+    states: Mutex<Vec<State>>,
     this: Weak<Homes>,
+}
+
+enum State {
+    /// Nobody has wanted it yet.
+    Idle,
+    /// Somebody is at it; who it is tells whether it is still wanted.
+    Registering(Arc<()>),
+    Registered(Arc<Registration>),
+    /// It could not be, or has given way, at that time.
+    None(Instant),
 }
 
 impl fmt::Debug for Homes {
@@ -31,45 +45,27 @@ impl fmt::Debug for Homes {
     }
 }
 
-enum State {
-    /// Nobody has wanted it yet.
-    Idle,
-    Registering,
-    Registered(Arc<Registration>),
-    /// It could not be, gave way, or is not to be.
-    None,
-}
-
 impl Homes {
     /// The sums of a part. There are none where payload is to go into another device's memory.
-    pub(super) fn of(
-        model: &str,
-        store: &PartStore,
-        device: &Arc<Device>,
-        pool: &Arc<rayon::ThreadPool>,
-    ) -> Arc<Homes> {
+    pub(super) fn of(model: &str, store: &PartStore, device: &Arc<Device>) -> Arc<Homes> {
+        let never = device.is_iwarp() || !Arc::ptr_eq(device.payload_arena(), device.arena());
+        let states = if never { Vec::new() } else { vec![State::Idle, State::Idle] };
         let homes = Arc::new_cyclic(|this: &Weak<Homes>| Homes {
             device: Arc::clone(device),
             model: model.to_owned(),
             sums: store.sum_memory(),
-            states: Mutex::new([State::None, State::None]),
-            pool: Arc::clone(pool),
+            states: Mutex::new(states),
             this: this.clone(),
         });
         let weak: Weak<Homes> = Arc::downgrade(&homes);
         device.spare(weak);
-        homes.try_again();
         homes
     }
 
-    /// What had no place may have one now.
-    pub(super) fn try_again(&self) {
-        if self.device.is_iwarp() || !Arc::ptr_eq(self.device.payload_arena(), self.device.arena()) {
-            return;
-        }
-        for state in self.states.lock().iter_mut().filter(|state| matches!(state, State::None)) {
-            *state = State::Idle;
-        }
+    /// Whether there may be any just now.
+    pub(super) fn may_be(&self) -> bool {
+        let is_there = |state: &State| !matches!(state, State::None(at) if at.elapsed() < AGAIN);
+        self.states.lock().iter().any(is_there)
     }
 
     /// The registration of that memory. If there is none yet, there may be one later.
@@ -79,47 +75,62 @@ impl Homes {
             offset.is_some_and(|offset| offset + len <= sum.len())
         })?;
         let mut states = self.states.lock();
-        match &states[index] {
+        let state = states.get_mut(index)?;
+        match state {
             State::Registered(registration) => return Some(Arc::clone(registration)),
-            State::Registering | State::None => return None,
-            State::Idle => states[index] = State::Registering,
+            State::Registering(_) => return None,
+            State::None(at) if at.elapsed() < AGAIN => return None,
+            State::Idle | State::None(_) => {}
         }
+        let who = Arc::new(());
+        *state = State::Registering(Arc::clone(&who));
         drop(states);
         let homes = self.this.upgrade()?;
-        self.pool.spawn(move || homes.register(index));
+        let registers = move || homes.register(index, &who);
+        if let Err(error) = std::thread::Builder::new().name("homes".into()).spawn(registers) {
+            tracing::debug!(model = self.model, %error, "no thread that registers sums");
+            self.give_up();
+        }
         None
     }
 
-    fn register(&self, index: usize) {
+    fn register(&self, index: usize, who: &Arc<()>) {
+        let is_wanted = |state: &State| matches!(state, State::Registering(other) if Arc::ptr_eq(who, other));
+        if !self.states.lock().get(index).is_some_and(is_wanted) {
+            return;
+        }
         let registered = self.device.register_to_fill(&self.sums[index]);
         let mut states = self.states.lock();
-        if !matches!(states[index], State::Registering) {
-            // It has given way meanwhile.
-            drop(states);
+        let Some(state) = states.get_mut(index).filter(|state| is_wanted(state)) else {
+            // It has given way meanwhile; if somebody else is at it, it is registered anew for that one.
             return self.device.forget_to_fill(&self.sums[index]);
-        }
-        states[index] = match registered {
-            Ok(registration) => State::Registered(registration),
-            Err(error) => {
-                let model = &self.model;
-                tracing::info!(
-                    model,
-                    "first contributions go into slots, and not straight into sums: {error}"
-                );
-                State::None
-            }
         };
+        let (next, error) = match registered {
+            Ok(registration) => (State::Registered(registration), None),
+            Err(error) => (State::None(Instant::now()), Some(error)),
+        };
+        *state = next;
+        drop(states);
+        if let Some(error) = error {
+            let model = &self.model;
+            tracing::info!(model, "first contributions go into slots, and not straight into sums: {error}");
+        }
     }
 }
 
 impl Spare for Homes {
-    fn give_up(&self) -> bool {
+    fn give_up(&self) {
         let mut any = false;
-        let states = std::mem::replace(&mut *self.states.lock(), [State::None, State::None]);
-        for (state, sum) in states.iter().zip(&self.sums) {
-            if let State::Registered(_) = state {
-                any = true;
-                self.device.forget_to_fill(sum);
+        let mut states = self.states.lock();
+        for (state, sum) in states.iter_mut().zip(&self.sums) {
+            match std::mem::replace(state, State::None(Instant::now())) {
+                State::Idle => *state = State::Idle,
+                State::Registering(_) => any = true,
+                State::Registered(_) => {
+                    any = true;
+                    self.device.forget_to_fill(sum);
+                }
+                State::None(at) => *state = State::None(at),
             }
         }
         drop(states);
@@ -127,6 +138,5 @@ impl Spare for Homes {
             let model = &self.model;
             tracing::info!(model, "no more memory may be pinned: sums give way, contributions go into slots");
         }
-        any
     }
 }

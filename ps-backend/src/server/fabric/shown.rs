@@ -47,13 +47,12 @@ impl Shown {
         model: &str,
         store: &PartStore,
         device: &Arc<Device>,
-        pool: &Arc<rayon::ThreadPool>,
     ) -> Result<Arc<Shown>, Refusal> {
         let directory = Directory::new().map_err(Refusal::other)?;
         let memory = Arc::clone(directory.memory());
         device.register(&memory).map_err(Refusal::other)?;
         register_all(&store.buffers(), device)?;
-        let homes = Homes::of(model, store, device, pool);
+        let homes = Homes::of(model, store, device);
         let inner = Inner { directory, asked_for: BTreeMap::new(), said: false };
         let (device, model) = (Arc::clone(device), model.to_owned());
         let shown = Arc::new(Shown { device, memory, model, homes, inner: Mutex::new(inner) });
@@ -73,7 +72,6 @@ impl Shown {
             asked_for.remove(&version);
         }
         *said = false;
-        self.homes.try_again();
         self.device.register(&self.memory).map(|registration| registration.remote()).map_err(Refusal::other)
     }
 
