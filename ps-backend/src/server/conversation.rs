@@ -404,6 +404,17 @@ impl Data {
         Ok(self.rouse_at)
     }
 
+    /// Nothing more is taken.
+    fn given_up(&mut self, link: &Link) {
+        if let Some(landing) = self.landing.take() {
+            self.part.lost(landing, link);
+        }
+        #[cfg(feature = "rdma")]
+        if let Some(remote) = &mut self.remote {
+            remote.given_up(&self.part, link);
+        }
+    }
+
     fn message(&mut self, received: &Received, link: &Link) -> Result<Take, Refusal> {
         if let Some(memory) = &mut self.memory
             && let Some(take) = memory.message(self.client, &self.part, received, &mut self.unheard, link)?
@@ -552,13 +563,7 @@ impl Conversation for Peer {
 
     fn given_up(&mut self) {
         if let Kind::Data(data) = &mut self.kind {
-            if let Some(landing) = data.landing.take() {
-                data.part.lost(landing, &self.link);
-            }
-            #[cfg(feature = "rdma")]
-            if let Some(remote) = &mut data.remote {
-                remote.given_up(&data.part, &self.link);
-            }
+            data.given_up(&self.link);
         }
     }
 
