@@ -263,6 +263,7 @@ def test_a_mount_that_fell_back_goes_back_to_rdma(vm, tmp_path):  # noqa: F811
             $gradfs unmount first || exit 7
             waits sh -c '! grep -q not_rdma_because second/m/status.json'
             head -c 1048576 /dev/zero >second/m/gradients || exit 8
+            waits sh -c '[ "$(cat second/m/version)" = 2 ]'
             look after
             cat second.err
             $gradfs unmount second || exit 9
