@@ -395,7 +395,7 @@ struct AtWork<'a> {
     link: &'a Link,
     line: &'a Line,
     seat: &'a Seat,
-    homes: &'a Homes,
+    homes: &'a Arc<Homes>,
     homing: &'a mut VecDeque<(u64, Homing)>,
     room: &'a mut Vec<u8>,
     /// What it has named first has to wait.

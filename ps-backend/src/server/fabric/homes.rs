@@ -5,6 +5,7 @@
 //! later. There are no homes with iWARP, where peers may write what READs fill: a sum is everybody's.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,8 @@ pub(in crate::server) struct Homes {
     sums: [Arc<Mapping>; 2],
     /// Empty where there are never any.
     states: Mutex<Vec<State>>,
-    this: Weak<Homes>,
+    /// That there are none was said.
+    said: AtomicBool,
 }
 
 enum State {
@@ -50,15 +52,11 @@ impl Homes {
     pub(super) fn of(model: &str, store: &PartStore, device: &Arc<Device>) -> Arc<Homes> {
         let never = device.is_iwarp() || !Arc::ptr_eq(device.payload_arena(), device.arena());
         let states = if never { Vec::new() } else { vec![State::Idle, State::Idle] };
-        let homes = Arc::new_cyclic(|this: &Weak<Homes>| Homes {
-            device: Arc::clone(device),
-            model: model.to_owned(),
-            sums: store.sum_memory(),
-            states: Mutex::new(states),
-            this: this.clone(),
-        });
-        let weak: Weak<Homes> = Arc::downgrade(&homes);
-        device.spare(weak);
+        let (device, model) = (Arc::clone(device), model.to_owned());
+        let (sums, states, said) = (store.sum_memory(), Mutex::new(states), AtomicBool::new(false));
+        let homes = Arc::new(Homes { device, model, sums, states, said });
+        let spare: Weak<Homes> = Arc::downgrade(&homes);
+        homes.device.spare(spare);
         homes
     }
 
@@ -69,7 +67,7 @@ impl Homes {
     }
 
     /// The registration of that memory. If there is none yet, there may be one later.
-    pub(super) fn around(&self, start: *const u8, len: usize) -> Option<Arc<Registration>> {
+    pub(super) fn around(self: &Arc<Homes>, start: *const u8, len: usize) -> Option<Arc<Registration>> {
         let index = self.sums.iter().position(|sum| {
             let offset = start.addr().checked_sub(sum.start().as_ptr().addr());
             offset.is_some_and(|offset| offset + len <= sum.len())
@@ -85,13 +83,21 @@ impl Homes {
         let who = Arc::new(());
         *state = State::Registering(Arc::clone(&who));
         drop(states);
-        let homes = self.this.upgrade()?;
+        let homes = Arc::clone(self);
         let registers = move || homes.register(index, &who);
         if let Err(error) = std::thread::Builder::new().name("homes".into()).spawn(registers) {
-            tracing::debug!(model = self.model, %error, "no thread that registers sums");
+            self.say(&format!("no thread that registers them: {error}"));
             self.give_up();
         }
         None
+    }
+
+    /// Once.
+    fn say(&self, why: &str) {
+        if !self.said.swap(true, Ordering::Relaxed) {
+            let model = &self.model;
+            tracing::warn!(model, "sums are not registered, and all contributions go into slots: {why}");
+        }
     }
 
     fn register(&self, index: usize, who: &Arc<()>) {
@@ -112,8 +118,7 @@ impl Homes {
         *state = next;
         drop(states);
         if let Some(error) = error {
-            let model = &self.model;
-            tracing::info!(model, "first contributions go into slots, and not straight into sums: {error}");
+            self.say(&error.to_string());
         }
     }
 }
@@ -135,8 +140,7 @@ impl Spare for Homes {
         }
         drop(states);
         if any {
-            let model = &self.model;
-            tracing::info!(model, "no more memory may be pinned: sums give way, contributions go into slots");
+            self.say("they give way to what else is pinned, as RLIMIT_MEMLOCK allows no more");
         }
     }
 }

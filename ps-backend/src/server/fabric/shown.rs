@@ -76,7 +76,7 @@ impl Shown {
     }
 
     /// Where what others send can be fetched to.
-    pub(super) fn homes(&self) -> &Homes {
+    pub(super) fn homes(&self) -> &Arc<Homes> {
         &self.homes
     }
 }
