@@ -56,7 +56,7 @@ pub trait Edge<T, S> {
     ///
     /// # Errors
     /// [`Self::Error`].
-    fn fetch_home(&mut self, what: &T) -> Result<bool, Self::Error>;
+    fn fetch_direct(&mut self, what: &T) -> Result<bool, Self::Error>;
 
     /// Whether a fetch more into a slot can be under way. If not, the connection goes on when one may.
     fn has_room(&self) -> bool;
@@ -97,9 +97,9 @@ enum Where<S> {
     },
     Here(S),
     /// Being fetched to where it belongs.
-    ComingHome,
+    ComingDirect,
     /// Used.
-    Home,
+    Used,
 }
 
 /// What one connection has named, in order. Whatever is in a slot, or comes there and is wanted, has nothing before it that is
@@ -141,7 +141,7 @@ impl<T, S> Fetches<T, S> {
         if let Some((_, state)) = self.queue.get_mut((number - self.first) as usize) {
             *state = match (&state, slot) {
                 (Where::Coming { wanted: true }, Some(slot)) => Where::Here(slot),
-                (Where::ComingHome, None) => Where::Home,
+                (Where::ComingDirect, None) => Where::Used,
                 _ => Where::Named { ahead: false },
             };
         }
@@ -156,8 +156,8 @@ impl<T, S> Fetches<T, S> {
         loop {
             let Some((what, state)) = self.queue.front() else { return Ok(Stand::Well) };
             match state {
-                Where::Coming { .. } | Where::ComingHome => break,
-                Where::Home => self.pop(edge),
+                Where::Coming { .. } | Where::ComingDirect => break,
+                Where::Used => self.pop(edge),
                 Where::Here(slot) if edge.land(what, slot)? => self.pop(edge),
                 Where::Here(_) => {
                     self.fetch_ahead(edge)?;
@@ -166,7 +166,7 @@ impl<T, S> Fetches<T, S> {
                 Where::Named { .. } => match edge.turn(what)? {
                     Turn::Never => self.pop(edge),
                     Turn::Later => break,
-                    Turn::Now if self.fetch_home(0, edge)? => break,
+                    Turn::Now if self.fetch_direct(0, edge)? => break,
                     Turn::Now if !self.has_room(edge) => return Ok(Stand::Well),
                     Turn::Now => match edge.slot() {
                         Some(slot) => {
@@ -187,7 +187,7 @@ impl<T, S> Fetches<T, S> {
         let mut slots = Vec::new();
         for (_, state) in &mut self.queue {
             match state {
-                Where::Named { .. } | Where::ComingHome | Where::Home => {}
+                Where::Named { .. } | Where::ComingDirect | Where::Used => {}
                 Where::Coming { wanted } => *wanted = false,
                 Where::Here(_) => {
                     if let Where::Here(slot) = std::mem::replace(state, Where::Named { ahead: false }) {
@@ -210,14 +210,14 @@ impl<T, S> Fetches<T, S> {
         self.coming.len() < UNDER_WAY && edge.has_room()
     }
 
-    fn fetch_home<E: Edge<T, S>>(&mut self, index: usize, edge: &mut E) -> Result<bool, E::Error> {
+    fn fetch_direct<E: Edge<T, S>>(&mut self, index: usize, edge: &mut E) -> Result<bool, E::Error> {
         if self.coming.len() >= UNDER_WAY {
             return Ok(false);
         }
         let (what, state) = &mut self.queue[index];
-        let goes = edge.fetch_home(what)?;
+        let goes = edge.fetch_direct(what)?;
         if goes {
-            *state = Where::ComingHome;
+            *state = Where::ComingDirect;
             self.coming.push_back(self.first + index as u64);
         }
         Ok(goes)
@@ -229,14 +229,14 @@ impl<T, S> Fetches<T, S> {
         let all = self.queue.len();
         let missing = self.queue.iter().position(|(_, state)| is_named(state)).unwrap_or(all);
         for index in missing..all {
-            if matches!(self.queue[index].1, Where::Named { .. }) && self.fetch_home(index, edge)? {
+            if matches!(self.queue[index].1, Where::Named { .. }) && self.fetch_direct(index, edge)? {
                 continue;
             }
             let (what, state) = &self.queue[index];
             let may = match state {
                 Where::Named { ahead: true } => !edge.is_pressed(),
                 Where::Named { ahead: false } => edge.is_due(what),
-                Where::ComingHome | Where::Home => continue,
+                Where::ComingDirect | Where::Used => continue,
                 Where::Coming { .. } | Where::Here(_) => false,
             };
             if !may || !self.has_room(edge) {

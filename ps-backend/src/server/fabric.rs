@@ -3,15 +3,15 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `homes` | where blocks are fetched to that need no slot |
 //! | `slots` | slots that connections have in common |
+//! | `sum_memory` | where blocks are fetched to that need no slot |
 //! | `shown` | versions, for clients to fetch |
 //!
 //! One of the modules that hold `unsafe`: slots that a client writes are read.
 
-mod homes;
 mod shown;
 mod slots;
+mod sum_memory;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -29,13 +29,13 @@ use parking_lot::Mutex;
 
 use super::Shared;
 use super::conversation::Peer;
-use super::part::{Homing, Part};
+use super::part::{Fetching, Part};
 use crate::part::fetches::{Edge, Fetches, Turn};
 use crate::part::store::Payload;
 use crate::part::unheard::Unheard;
-use homes::Homes;
 pub(super) use shown::Shown;
 use slots::{Seat, Slots};
+use sum_memory::SumMemory;
 
 /// Bytes that are read from a ring at once.
 const AHEAD: usize = 512;
@@ -151,8 +151,8 @@ pub(super) struct Remote {
     /// What is fetched.
     fetches: Fetches<Named, Slot>,
     /// What is fetched to where it belongs, in order, by the token of the work.
-    homing: VecDeque<(u64, Homing)>,
-    /// When what is still on its way home then ends the connection: its plan was given up.
+    fetching: VecDeque<(u64, Fetching)>,
+    /// When the connection ends, if what is being fetched into sums is not there: its plan was given up.
     overdue: Option<Instant>,
     /// Versions, and where they are made.
     shown: Option<Arc<Shown>>,
@@ -182,7 +182,7 @@ impl Remote {
             seat: None,
             granted: None,
             fetches: Fetches::default(),
-            homing: VecDeque::new(),
+            fetching: VecDeque::new(),
             overdue: None,
             shown: None,
             placed: VecDeque::new(),
@@ -310,38 +310,18 @@ impl Remote {
     /// Goes on: fetches what was named, as there is room, and reduces what is there. The first one that has to wait
     /// holds up the others.
     pub(super) fn again(&mut self, client: ClientId, part: &Arc<Part>, link: &Link) -> Result<(), Refusal> {
+        self.take_finished(part, link)?;
         let (Some(seat), Some(shown)) = (&self.seat, &self.shown) else { return Ok(()) };
-        self.line.take(&mut self.done);
-        let mut came = 0;
-        for Finished { token, work } in self.done.drain(..) {
-            match work {
-                Work::Read { slot, .. } => {
-                    self.fetches.came(Some(slot));
-                    came += 1;
-                }
-                Work::ReadTo { target, .. } => {
-                    drop(target);
-                    let homing = self.homing.pop_front_if(|(of, _)| *of == token);
-                    let (_, homing) =
-                        homing.ok_or_else(|| Refusal::other("a block came that was not fetched"))?;
-                    part.came_home(homing, link)?;
-                    self.fetches.came(None);
-                }
-                Work::Write { .. } | Work::Ring { .. } => {}
-            }
-        }
-        if came > 0 {
-            seat.came(came);
-        }
-        let given_up = self.homing.front().and_then(|(_, homing)| part.given_up(homing));
+        let given_up = self.fetching.front().and_then(|(_, fetching)| part.given_up(fetching));
         self.overdue = given_up.map(|at| at + OVERDUE);
         if self.overdue.is_some_and(|at| at <= Instant::now()) {
             link.close(Close::Asked("a plan was given up in mid-block".into()));
         }
         let (line, room, unheard) = (&self.line, &mut self.room, &mut self.unheard);
-        let (homes, homing) = (shown.homes(), &mut self.homing);
+        let (sum_memory, fetching) = (shown.sum_memory(), &mut self.fetching);
         let (waits, any) = (false, false);
-        let mut at_work = AtWork { client, part, unheard, link, line, seat, homes, homing, room, waits, any };
+        let mut at_work =
+            AtWork { client, part, unheard, link, line, seat, sum_memory, fetching, room, waits, any };
         let stand = self.fetches.advance(&mut at_work)?;
         if at_work.any {
             line.post().map_err(Refusal::other)?;
@@ -365,16 +345,41 @@ impl Remote {
         Ok(())
     }
 
+    /// Takes what has come, into slots or sums: all of it, also if something is wrong with some.
+    fn take_finished(&mut self, part: &Arc<Part>, link: &Link) -> Result<(), Refusal> {
+        self.line.take(&mut self.done);
+        let (mut came, mut outcome) = (0, Ok(()));
+        for Finished { token, work } in self.done.drain(..) {
+            match work {
+                Work::Read { slot, .. } => {
+                    self.fetches.came(Some(slot));
+                    came += 1;
+                }
+                Work::ReadTo { target, .. } => {
+                    drop(target);
+                    let counts = match self.fetching.pop_front_if(|(of, _)| *of == token) {
+                        Some((_, fetching)) => part.fetched(fetching, link),
+                        None => Err(Refusal::other("a block came that was not fetched")),
+                    };
+                    self.fetches.came(None);
+                    outcome = outcome.and(counts);
+                }
+                Work::Write { .. } | Work::Ring { .. } => {}
+            }
+        }
+        if came > 0
+            && let Some(seat) = &self.seat
+        {
+            seat.came(came);
+        }
+        outcome
+    }
+
     /// Nothing more is taken here, and the connection goes on for a while: what has come counts, so that nobody waits
     /// for it.
     pub(super) fn given_up(&mut self, part: &Arc<Part>, link: &Link) {
-        self.line.take(&mut self.done);
-        for Finished { token, work } in self.done.drain(..) {
-            drop(work);
-            if let Some((_, homing)) = self.homing.pop_front_if(|(of, _)| *of == token) {
-                let _ = part.came_home(homing, link);
-            }
-        }
+        // It is being refused already.
+        drop(self.take_finished(part, link));
     }
 
     /// The connection is over: what was on its way does not come.
@@ -383,7 +388,7 @@ impl Remote {
         self.line.end();
         self.line.take(&mut self.done);
         self.done.clear();
-        self.homing.drain(..).for_each(|(_, homing)| part.lost_on_the_way(homing, link));
+        self.fetching.drain(..).for_each(|(_, fetching)| part.not_fetched(fetching, link));
     }
 }
 
@@ -395,8 +400,8 @@ struct AtWork<'a> {
     link: &'a Link,
     line: &'a Line,
     seat: &'a Seat,
-    homes: &'a Arc<Homes>,
-    homing: &'a mut VecDeque<(u64, Homing)>,
+    sum_memory: &'a Arc<SumMemory>,
+    fetching: &'a mut VecDeque<(u64, Fetching)>,
     room: &'a mut Vec<u8>,
     /// What it has named first has to wait.
     waits: bool,
@@ -455,22 +460,22 @@ impl Edge<Named, Slot> for AtWork<'_> {
         self.is_done(&what.received);
     }
 
-    fn fetch_home(&mut self, what: &Named) -> Result<bool, Refusal> {
-        if !self.homes.may_be() || self.line.room(1) == 0 {
+    fn fetch_direct(&mut self, what: &Named) -> Result<bool, Refusal> {
+        if !self.sum_memory.may_be() || self.line.room(1) == 0 {
             return Ok(false);
         }
-        let registered = |start, len| self.homes.around(start, len);
-        let found = self.part.home(self.client, &what.received, self.link, registered);
-        let Some((target, registration, homing)) = found else { return Ok(false) };
-        let token = self.homing.back().map_or(0, |(token, _)| token + 1);
+        let registered = |start, len| self.sum_memory.registration_of(start, len);
+        let found = self.part.fetch_direct(self.client, &what.received, self.link, registered);
+        let Some((target, registration, fetching)) = found else { return Ok(false) };
+        let token = self.fetching.back().map_or(0, |(token, _)| token + 1);
         match self.line.read_to(token, target, registration, what.from).map_err(Refusal::other) {
             Ok(()) => {
-                self.homing.push_back((token, homing));
+                self.fetching.push_back((token, fetching));
                 self.any = true;
                 Ok(true)
             }
             Err(refusal) => {
-                self.part.lost_on_the_way(homing, self.link);
+                self.part.not_fetched(fetching, self.link);
                 Err(refusal)
             }
         }

@@ -16,8 +16,6 @@ mod plans;
 mod resting;
 
 use std::sync::{Arc, OnceLock};
-#[cfg(feature = "rdma")]
-use std::time::Instant;
 
 use libmodelio::ids::{BlockId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::layout::{DType, ModelLayout};
@@ -31,7 +29,9 @@ use crate::memory;
 use crate::part::core::PartCore;
 use crate::part::store::{Limits, PartError, PartJob, PartStore, PartWork};
 #[cfg(feature = "rdma")]
-pub(super) use blocks::Homing;
+pub(super) use blocks::Fetching;
+#[cfg(feature = "rdma")]
+use blocks::FetchingPlan;
 pub(super) use blocks::Landing;
 use resting::Connected;
 
@@ -52,43 +52,10 @@ struct State {
     landing: Vec<(PlanId, Link)>,
     /// What is fetched straight into sums.
     #[cfg(feature = "rdma")]
-    homing: Homings,
+    fetching: FetchingPlan,
     lead: Option<ToLead>,
     /// What the lead is spoken to by, if it is elsewhere.
     lead_link: Option<Link>,
-}
-
-/// The plan of which payloads are being fetched straight into sums, and by which connections.
-#[cfg(feature = "rdma")]
-#[derive(Default)]
-struct Homings {
-    plan: PlanId,
-    links: Vec<Link>,
-    given_up: Option<Instant>,
-}
-
-#[cfg(feature = "rdma")]
-impl Homings {
-    fn wait_for(&mut self, plan: PlanId, link: &Link) {
-        if self.plan != plan {
-            *self = Homings { plan, ..Homings::default() };
-        }
-        if !self.links.iter().any(|known| known.is(link)) {
-            self.links.push(link.clone());
-        }
-    }
-
-    /// It was: they see to it that it need not be waited for long.
-    fn give_up(&mut self, plan: PlanId, now: Instant) {
-        if self.plan == plan {
-            self.given_up.get_or_insert(now);
-            self.links.iter().for_each(Link::wake);
-        }
-    }
-
-    fn given_up(&self, plan: PlanId) -> Option<Instant> {
-        self.given_up.filter(|_| self.plan == plan)
-    }
 }
 
 /// One shard's part of a model.
@@ -179,7 +146,7 @@ impl Part {
             waiting: Vec::new(),
             landing: Vec::new(),
             #[cfg(feature = "rdma")]
-            homing: Homings::default(),
+            fetching: FetchingPlan::default(),
             lead: None,
             lead_link: None,
         };

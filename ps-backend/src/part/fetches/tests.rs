@@ -71,7 +71,7 @@ struct World {
     next: usize,
     in_turn: bool,
     /// First contributions are fetched to where they belong.
-    homes: bool,
+    direct: bool,
     turns: RefCell<Turns>,
     connections: Vec<Connection>,
 }
@@ -84,7 +84,7 @@ struct Sides<'a> {
     slots: &'a Slots,
     next: &'a mut usize,
     in_turn: bool,
-    homes: bool,
+    direct: bool,
     turns: &'a RefCell<Turns>,
     under_way: &'a mut VecDeque<(u32, Option<Slot>)>,
     landed: &'a mut Vec<u32>,
@@ -143,9 +143,9 @@ impl Edge<u32, Slot> for Sides<'_> {
         self.landed.push(block);
     }
 
-    fn fetch_home(&mut self, &block: &u32) -> Result<bool, Self::Error> {
+    fn fetch_direct(&mut self, &block: &u32) -> Result<bool, Self::Error> {
         let is_first = matches!(self.core.look(self.client, PLAN, block), Placement::Store { .. });
-        if !self.homes || !is_first {
+        if !self.direct || !is_first {
             return Ok(false);
         }
         self.core.arrive(self.client, PLAN, block);
@@ -213,15 +213,15 @@ impl World {
             }
         }
         let (slots, turns) = (Slots::new(slots), RefCell::new(Turns::new(slots, true)));
-        World { cores, slots, next: 0, in_turn, homes: false, turns, connections: all }
+        World { cores, slots, next: 0, in_turn, direct: false, turns, connections: all }
     }
 
     /// What was asked for first on a connection has come; who is to go on since.
     fn came(&mut self, who: usize, (block, slot): (u32, Option<Slot>)) {
         let connection = &mut self.connections[who];
-        let (model, is_home) = (connection.model, slot.is_none());
+        let (model, is_direct) = (connection.model, slot.is_none());
         connection.fetches.came(slot);
-        if is_home {
+        if is_direct {
             self.cores[model].landed(connection.client, PLAN, block, true, &mut Vec::new());
             let others = self.connections.iter_mut().filter(|other| other.model == model);
             others.for_each(|other| other.woken |= other.waits_for_core);
@@ -245,7 +245,7 @@ impl World {
             slots: &self.slots,
             next: &mut self.next,
             in_turn: self.in_turn,
-            homes: self.homes,
+            direct: self.direct,
             turns: &self.turns,
             under_way: &mut connection.under_way,
             landed: &mut connection.landed,
@@ -339,10 +339,10 @@ proptest! {
         connections in 1..3u64,
         slots in 1..8usize,
         in_turn: bool,
-        homes: bool,
+        direct: bool,
     ) {
         let mut world = World::new(models, clients, blocks, connections, slots, in_turn);
-        world.homes = homes;
+        world.direct = direct;
         world.run(&mut fastrand::Rng::with_seed(seed), |_| false);
         world.check(|_| true);
         prop_assert_eq!(world.slots.count_free(), slots);
@@ -358,11 +358,11 @@ proptest! {
         blocks in 1..20u32,
         slots in 1..8usize,
         in_turn: bool,
-        homes: bool,
+        direct: bool,
     ) {
         let silent = |connection: &Connection| connection.model == 0 && connection.client == ClientId(0);
         let mut world = World::new(2, clients, blocks, 2, slots, in_turn);
-        world.homes = homes;
+        world.direct = direct;
         world.run(&mut fastrand::Rng::with_seed(seed), silent);
         world.check(|connection| connection.model == 1);
         prop_assert_eq!(world.cores[1].running(), Some((PLAN, 0)));
@@ -380,11 +380,11 @@ proptest! {
         blocks in 1..20u32,
         connections in 1..3u64,
         slots in 4..16usize,
-        homes: bool,
+        direct: bool,
     ) {
         let stalled = |connection: &Connection| connection.model == 0 && connection.client == ClientId(0);
         let mut world = World::new(2, clients, blocks, connections, slots, false);
-        world.homes = homes;
+        world.direct = direct;
         world.run_with(&mut fastrand::Rng::with_seed(seed), |_| false, stalled);
         world.check(|connection| connection.model == 1);
         prop_assert_eq!(world.cores[1].running(), Some((PLAN, 0)));
@@ -395,7 +395,7 @@ proptest! {
 fn where_there_are_slots_for_all_each_is_fetched_once() {
     for seed in 0..100 {
         let mut world = World::new(1, 3, 8, 1, 24, false);
-        world.homes = seed % 2 == 1;
+        world.direct = seed % 2 == 1;
         world.run(&mut fastrand::Rng::with_seed(seed), |_| false);
         world.check(|_| true);
         for connection in &world.connections {
@@ -407,7 +407,7 @@ fn where_there_are_slots_for_all_each_is_fetched_once() {
 #[test]
 fn what_goes_home_takes_no_slot_and_waits_for_nobody() {
     let mut world = World::new(1, 2, 3, 1, 1, false);
-    world.homes = true;
+    world.direct = true;
     let name = |world: &mut World, who: usize, block: u32| {
         world.connections[who].fetches.name(block);
         world.again(who);
@@ -430,7 +430,7 @@ fn what_goes_home_takes_no_slot_and_waits_for_nobody() {
         assert_eq!(world.cores[0].running(), Some((PLAN, 6 - landed as u64)));
     }
     assert!(world.connections[1].woken);
-    // It does not go home: it makes the version.
+    // It needs a slot: it makes the version.
     drop(slot);
     world.again(1);
     assert_eq!(world.connections[1].under_way.len(), 1);

@@ -17,7 +17,7 @@ use libmodelio::transport::Region;
 use libmodelio::wire::Refusal;
 use parking_lot::Mutex;
 
-use super::homes::Homes;
+use super::sum_memory::SumMemory;
 use crate::part::store::{PartStore, VersionWatch};
 
 /// The versions of a part.
@@ -28,7 +28,7 @@ pub(in crate::server) struct Shown {
     /// For people.
     model: String,
     /// Where what others send can be fetched to.
-    homes: Arc<Homes>,
+    sum_memory: Arc<SumMemory>,
     inner: Mutex<Inner>,
 }
 
@@ -52,10 +52,10 @@ impl Shown {
         let memory = Arc::clone(directory.memory());
         device.register(&memory).map_err(Refusal::other)?;
         register_all(&store.buffers(), device)?;
-        let homes = Homes::of(model, store, device);
+        let sum_memory = SumMemory::of(model, store, device);
         let inner = Inner { directory, asked_for: BTreeMap::new(), said: false };
         let (device, model) = (Arc::clone(device), model.to_owned());
-        let shown = Arc::new(Shown { device, memory, model, homes, inner: Mutex::new(inner) });
+        let shown = Arc::new(Shown { device, memory, model, sum_memory, inner: Mutex::new(inner) });
         store.watch(Arc::clone(&shown) as Arc<dyn VersionWatch>);
         Ok(shown)
     }
@@ -76,8 +76,8 @@ impl Shown {
     }
 
     /// Where what others send can be fetched to.
-    pub(super) fn homes(&self) -> &Arc<Homes> {
-        &self.homes
+    pub(super) fn sum_memory(&self) -> &Arc<SumMemory> {
+        &self.sum_memory
     }
 }
 

@@ -31,11 +31,44 @@ pub(in crate::server) struct Landing {
     target: Option<store::Target>,
 }
 
-/// A payload that is being fetched to where it belongs. Who fetches it holds its memory, too.
+/// A payload that is being fetched straight into its sum. Who fetches it holds its memory, too.
 #[cfg(feature = "rdma")]
-pub(in crate::server) struct Homing {
+pub(in crate::server) struct Fetching {
     landing: Landing,
     target: Arc<store::Target>,
+}
+
+/// The plan of which payloads are being fetched straight into sums, and by which connections.
+#[cfg(feature = "rdma")]
+#[derive(Default)]
+pub(super) struct FetchingPlan {
+    plan: PlanId,
+    links: Vec<Link>,
+    given_up: Option<Instant>,
+}
+
+#[cfg(feature = "rdma")]
+impl FetchingPlan {
+    pub(super) fn wait_for(&mut self, plan: PlanId, link: &Link) {
+        if self.plan != plan {
+            *self = FetchingPlan { plan, ..FetchingPlan::default() };
+        }
+        if !self.links.iter().any(|known| known.is(link)) {
+            self.links.push(link.clone());
+        }
+    }
+
+    /// It was: they see to it that it need not be waited for long.
+    pub(super) fn give_up(&mut self, plan: PlanId, now: Instant) {
+        if self.plan == plan {
+            self.given_up.get_or_insert(now);
+            self.links.iter().for_each(Link::wake);
+        }
+    }
+
+    fn given_up(&self, plan: PlanId) -> Option<Instant> {
+        self.given_up.filter(|_| self.plan == plan)
+    }
 }
 
 impl Part {
@@ -135,16 +168,16 @@ impl Part {
     }
 
     /// The memory of a block's sum, for a payload that is fetched straight into it over `link`, and what `registered` says
-    /// of that memory; the block is `client`'s until [`Self::came_home`] or [`Self::lost_on_the_way`]. `None` if the payload
+    /// of that memory; the block is `client`'s until [`Self::fetched`] or [`Self::not_fetched`]. `None` if the payload
     /// has to be elsewhere first, or to wait, or is not wanted: nothing has changed then.
     #[cfg(feature = "rdma")]
-    pub(in crate::server) fn home<R>(
+    pub(in crate::server) fn fetch_direct<R>(
         self: &Arc<Part>,
         client: ClientId,
         received: &Received,
         link: &Link,
         registered: impl FnOnce(*const u8, usize) -> Option<R>,
-    ) -> Option<(Target, R, Homing)> {
+    ) -> Option<(Target, R, Fetching)> {
         let (plan, global, wide) = named(received)?;
         let block = self.store.part().local(global)?;
         if !is_direct(self.layout(), block, wide) {
@@ -159,20 +192,24 @@ impl Part {
         let (start, len) = (bytes.as_mut_ptr(), bytes.len());
         let registration = registered(start, len)?;
         state.core.arrive(client, plan, block.0);
-        state.homing.wait_for(plan, link);
+        state.fetching.wait_for(plan, link);
         drop(state);
         let target = Arc::new(target);
         // SAFETY: the block is claimed, and its memory there, as long as the guard lives, and nobody else asks for its
-        // bytes: `came_home` does only once the guard is gone.
+        // bytes: `fetched` does only once the guard is gone.
         let into = unsafe { Target::new(start, len, Arc::clone(&target) as Guard) };
         let landing = Landing { plan, client, block, wide, how, job, target: None };
-        Some((into, registration, Homing { landing, target }))
+        Some((into, registration, Fetching { landing, target }))
     }
 
     /// All of it is there. Whoever has put it there has let go of the memory.
     #[cfg(feature = "rdma")]
-    pub(in crate::server) fn came_home(self: &Arc<Part>, homing: Homing, link: &Link) -> Result<(), Refusal> {
-        let Homing { landing, target } = homing;
+    pub(in crate::server) fn fetched(
+        self: &Arc<Part>,
+        fetching: Fetching,
+        link: &Link,
+    ) -> Result<(), Refusal> {
+        let Fetching { landing, target } = fetching;
         match Arc::into_inner(target) {
             Some(target) => self.landed(Landing { target: Some(target), ..landing }, &[], link),
             None => {
@@ -182,17 +219,16 @@ impl Part {
         }
     }
 
-    /// When plans that are waited for by what is fetched home were given up: what is still on its way a while later need
-    /// not be waited for.
+    /// When its plan was given up, if it was: what is still on its way a while later need not be waited for.
     #[cfg(feature = "rdma")]
-    pub(in crate::server) fn given_up(&self, homing: &Homing) -> Option<Instant> {
-        self.state.lock().homing.given_up(homing.landing.plan)
+    pub(in crate::server) fn given_up(&self, fetching: &Fetching) -> Option<Instant> {
+        self.state.lock().fetching.given_up(fetching.landing.plan)
     }
 
     /// It does not come, and whoever was to put it there has let go of the memory.
     #[cfg(feature = "rdma")]
-    pub(in crate::server) fn lost_on_the_way(self: &Arc<Part>, homing: Homing, link: &Link) {
-        let Homing { landing, target } = homing;
+    pub(in crate::server) fn not_fetched(self: &Arc<Part>, fetching: Fetching, link: &Link) {
+        let Fetching { landing, target } = fetching;
         drop(target);
         self.lost(landing, link);
     }

@@ -135,7 +135,7 @@ impl Part {
                         link.close(Close::Asked(format!("plan {plan} was given up in mid-block").into()));
                     }
                     #[cfg(feature = "rdma")]
-                    state.homing.give_up(plan, Instant::now());
+                    state.fetching.give_up(plan, Instant::now());
                 }
             }
         }

@@ -78,9 +78,10 @@ fn fill(mut target: Target, with: f32) {
     unsafe { target.copy_from(from.as_ptr().cast(), BLOCK as usize).unwrap() };
 }
 
-fn home(part: &Arc<Part>, client: ClientId, block: u32) -> Option<(Target, Homing)> {
-    let (target, (), homing) = part.home(client, &named(block), &Link::default(), |_, _| Some(()))?;
-    Some((target, homing))
+fn fetch(part: &Arc<Part>, client: ClientId, block: u32) -> Option<(Target, Fetching)> {
+    let (target, (), fetching) =
+        part.fetch_direct(client, &named(block), &Link::default(), |_, _| Some(()))?;
+    Some((target, fetching))
 }
 
 fn left(part: &Part) -> u64 {
@@ -90,72 +91,72 @@ fn left(part: &Part) -> u64 {
 #[test]
 fn a_block_that_is_fetched_home_is_nobody_elses_until_it_is_there() {
     let (part, link) = (begun(), Link::default());
-    let (target, homing) = home(&part, CLIENTS[0], 0).expect("room");
-    assert!(home(&part, CLIENTS[0], 0).is_none());
-    assert!(home(&part, CLIENTS[1], 0).is_none());
+    let (target, fetching) = fetch(&part, CLIENTS[0], 0).expect("room");
+    assert!(fetch(&part, CLIENTS[0], 0).is_none());
+    assert!(fetch(&part, CLIENTS[1], 0).is_none());
     assert!(!is_due(&part, CLIENTS[1], 0) && is_due(&part, CLIENTS[1], 1));
     fill(target, 2.5);
-    part.came_home(homing, &link).unwrap();
+    part.fetched(fetching, &link).unwrap();
     assert_eq!((left(&part), part.store().tally().read().push_stored_bytes), (5, u64::from(BLOCK)));
     // The second is added to it, and is no first one.
-    assert!(home(&part, CLIENTS[1], 0).is_none());
+    assert!(fetch(&part, CLIENTS[1], 0).is_none());
     assert!(is_due(&part, CLIENTS[1], 0) && !is_due(&part, CLIENTS[0], 0));
 }
 
 #[test]
 fn a_block_that_is_lost_on_its_way_home_can_come_again() {
     let (part, link) = (begun(), Link::default());
-    let (target, homing) = home(&part, CLIENTS[0], 1).expect("room");
+    let (target, fetching) = fetch(&part, CLIENTS[0], 1).expect("room");
     fill(target, f32::NAN);
-    part.lost_on_the_way(homing, &link);
+    part.not_fetched(fetching, &link);
     assert_eq!(left(&part), 6);
-    let (target, homing) = home(&part, CLIENTS[1], 1).expect("room");
+    let (target, fetching) = fetch(&part, CLIENTS[1], 1).expect("room");
     fill(target, 1.0);
-    part.came_home(homing, &link).unwrap();
+    part.fetched(fetching, &link).unwrap();
     assert_eq!(left(&part), 5);
 }
 
 #[test]
 fn what_is_still_being_fetched_does_not_count() {
     let (part, link) = (begun(), Link::default());
-    let (target, homing) = home(&part, CLIENTS[0], 2).expect("room");
-    let refusal = part.came_home(homing, &link).unwrap_err();
+    let (target, fetching) = fetch(&part, CLIENTS[0], 2).expect("room");
+    let refusal = part.fetched(fetching, &link).unwrap_err();
     assert!(refusal.to_string().contains("still being fetched"), "{refusal}");
     assert_eq!(left(&part), 6);
     // Whoever fetches it has its memory as long as that lasts.
-    assert!(home(&part, CLIENTS[1], 2).is_none());
+    assert!(fetch(&part, CLIENTS[1], 2).is_none());
     drop(target);
-    assert!(home(&part, CLIENTS[1], 2).is_some());
+    assert!(fetch(&part, CLIENTS[1], 2).is_some());
 }
 
 #[test]
-fn a_plan_that_is_dropped_waits_for_what_is_on_its_way_home() {
+fn a_plan_that_is_dropped_waits_for_what_is_being_fetched() {
     let (part, link) = (begun(), Link::default());
-    let (target, homing) = home(&part, CLIENTS[0], 0).expect("room");
-    assert!(part.given_up(&homing).is_none());
+    let (target, fetching) = fetch(&part, CLIENTS[0], 0).expect("room");
+    assert!(part.given_up(&fetching).is_none());
     part.from_lead(2, Message::Drop { plan: PlanId(1) });
     assert!(part.progress().1.is_some());
-    assert!(part.given_up(&homing).is_some());
-    assert!(home(&part, CLIENTS[0], 1).is_none());
+    assert!(part.given_up(&fetching).is_some());
+    assert!(fetch(&part, CLIENTS[0], 1).is_none());
     drop(target);
-    part.came_home(homing, &link).unwrap();
+    part.fetched(fetching, &link).unwrap();
     assert!(part.progress().1.is_none());
 }
 
 #[test]
 fn memory_that_is_not_registered_is_left_alone() {
     let part = begun();
-    assert!(part.home(CLIENTS[0], &named(0), &Link::default(), |_, _| None::<()>).is_none());
+    assert!(part.fetch_direct(CLIENTS[0], &named(0), &Link::default(), |_, _| None::<()>).is_none());
     assert!(is_due(&part, CLIENTS[0], 0) && is_due(&part, CLIENTS[1], 0));
-    assert!(home(&part, CLIENTS[0], 0).is_some());
+    assert!(fetch(&part, CLIENTS[0], 0).is_some());
 }
 
 #[test]
 fn nan_that_comes_home_spoils_the_plan() {
     let (part, link) = (begun(), Link::default());
-    let (target, homing) = home(&part, CLIENTS[0], 0).expect("room");
+    let (target, fetching) = fetch(&part, CLIENTS[0], 0).expect("room");
     fill(target, f32::NAN);
-    part.came_home(homing, &link).unwrap();
+    part.fetched(fetching, &link).unwrap();
     assert_eq!(left(&part), 6);
-    assert!(home(&part, CLIENTS[1], 0).is_none(), "nothing more is wanted");
+    assert!(fetch(&part, CLIENTS[1], 0).is_none(), "nothing more is wanted");
 }

@@ -2,7 +2,7 @@
 //!
 //! It is registered when it is first wanted, by a thread that may take its time; what comes until then goes into slots. All
 //! else that is registered comes first: where no more memory may be pinned, sums give way ([`Spare`]) and are tried again
-//! later. There are no homes with iWARP, where peers may write what READs fill: a sum is everybody's.
+//! later. With iWARP it never is: there peers may write what READs fill, and a sum is everybody's.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,15 +19,15 @@ use crate::part::store::PartStore;
 /// After this time what could not be registered, or gave way, is tried again.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// Where first contributions are fetched to.
-pub(in crate::server) struct Homes {
+/// The memory of a part's sums.
+pub(in crate::server) struct SumMemory {
     device: Arc<Device>,
     /// For people.
     model: String,
     sums: [Arc<Mapping>; 2],
-    /// Empty where there are never any.
+    /// Empty where it never is registered.
     states: Mutex<Vec<State>>,
-    /// That there are none was said.
+    /// That it is not was said.
     said: AtomicBool,
 }
 
@@ -41,33 +41,40 @@ enum State {
     None(Instant),
 }
 
-impl fmt::Debug for Homes {
+impl fmt::Debug for SumMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Homes").field("model", &self.model).field("sums", &self.sums).finish_non_exhaustive()
+        f.debug_struct("SumMemory")
+            .field("model", &self.model)
+            .field("sums", &self.sums)
+            .finish_non_exhaustive()
     }
 }
 
-impl Homes {
-    /// The sums of a part. There are none where payload is to go into another device's memory.
-    pub(super) fn of(model: &str, store: &PartStore, device: &Arc<Device>) -> Arc<Homes> {
+impl SumMemory {
+    /// Of a part. None of it is ever registered where payload is to go into another device's memory.
+    pub(super) fn of(model: &str, store: &PartStore, device: &Arc<Device>) -> Arc<SumMemory> {
         let never = device.is_iwarp() || !Arc::ptr_eq(device.payload_arena(), device.arena());
         let states = if never { Vec::new() } else { vec![State::Idle, State::Idle] };
         let (device, model) = (Arc::clone(device), model.to_owned());
         let (sums, states, said) = (store.sum_memory(), Mutex::new(states), AtomicBool::new(false));
-        let homes = Arc::new(Homes { device, model, sums, states, said });
-        let spare: Weak<Homes> = Arc::downgrade(&homes);
-        homes.device.spare(spare);
-        homes
+        let memory = Arc::new(SumMemory { device, model, sums, states, said });
+        let spare: Weak<SumMemory> = Arc::downgrade(&memory);
+        memory.device.spare(spare);
+        memory
     }
 
-    /// Whether there may be any just now.
+    /// Whether some of it may be registered just now.
     pub(super) fn may_be(&self) -> bool {
         let is_there = |state: &State| !matches!(state, State::None(at) if at.elapsed() < AGAIN);
         self.states.lock().iter().any(is_there)
     }
 
     /// The registration of that memory. If there is none yet, there may be one later.
-    pub(super) fn around(self: &Arc<Homes>, start: *const u8, len: usize) -> Option<Arc<Registration>> {
+    pub(super) fn registration_of(
+        self: &Arc<SumMemory>,
+        start: *const u8,
+        len: usize,
+    ) -> Option<Arc<Registration>> {
         let index = self.sums.iter().position(|sum| {
             let offset = start.addr().checked_sub(sum.start().as_ptr().addr());
             offset.is_some_and(|offset| offset + len <= sum.len())
@@ -83,9 +90,9 @@ impl Homes {
         let who = Arc::new(());
         *state = State::Registering(Arc::clone(&who));
         drop(states);
-        let homes = Arc::clone(self);
-        let registers = move || homes.register(index, &who);
-        if let Err(error) = std::thread::Builder::new().name("homes".into()).spawn(registers) {
+        let memory = Arc::clone(self);
+        let registers = move || memory.register(index, &who);
+        if let Err(error) = std::thread::Builder::new().name("sum-memory".into()).spawn(registers) {
             self.say(&format!("no thread that registers them: {error}"));
             self.give_up();
         }
@@ -123,7 +130,7 @@ impl Homes {
     }
 }
 
-impl Spare for Homes {
+impl Spare for SumMemory {
     fn give_up(&self) {
         let mut any = false;
         let mut states = self.states.lock();
