@@ -42,38 +42,13 @@ def begin():
 
 
 @both_providers
-def test_devices_are_listed(vm, provider):  # noqa: F811
-    done = vm.run(
-        begin() + "$gradfs rdma devices --json && $gradfs rdma devices >&2", provider=provider, time_limit=120
-    )
-    assert done.code == 0, done
-    listed = json.loads(done.out)
-    assert listed["cannot_connect_because"] is None, done
-    [device] = listed["devices"]
-    assert device["name"] == f"{provider}0" and device["limits"]["queue_pairs"] > 0, done
-    assert device["transport"] == ("iWARP" if provider == "siw" else "InfiniBand"), done
-    [port] = device["ports"]
-    assert port["active"] and port["state"] == "active" and port["link"] and port["mtu"] >= 256, done
-    assert [gid["index"] for gid in port["gids"]], done
-    if provider == "rxe":
-        assert any(gid["address"] == "10.0.0.1" and gid["kind"] == "RoCE v2" for gid in port["gids"]), done
-    assert f"{provider}0: " in done.err and "GID 0: " in done.err and "connections can come about" in done.err, done
-
-
-def test_a_machine_without_devices_says_so(vm):  # noqa: F811
-    script = "$gradfs rdma devices; $gradfs shard --listen 127.0.0.1:0 --rdma on; echo $?"
-    done = vm.run(begin() + script, provider="none", time_limit=120)
-    assert done.out.startswith("no RDMA devices\n") and done.out.endswith("\n1\n"), done
-    assert "RDMA: there is no RDMA device" in done.err and "rdma link add" in done.err, done
-
-
-@both_providers
-def test_devices_that_cannot_be_used_are_clear_errors(vm, provider):  # noqa: F811
+def test_devices_are_listed_and_those_that_cannot_be_used_are_clear_errors(vm, provider, tmp_path):  # noqa: F811
     """With `on` the shard does not start; with `auto` it goes on, and its first line says why. So it is with memory
-    that an ordinary user may not pin."""
+    that an ordinary user may not pin, and with a port that is down; last, when there is no device any more."""
     done = vm.run(
         begin()
         + """
+        $gradfs rdma devices --json >/share/devices.json && $gradfs rdma devices >/share/devices || exit 3
         for wrong in "--rdma-device mlx5_0" "--rdma-device $RDMA_DEVICE/7" "--rdma-gid-index 200"; do
             $gradfs shard --listen $HOST_ADDRESS:0 --rdma on $wrong && exit 3
             shard $wrong
@@ -97,11 +72,28 @@ def test_devices_that_cannot_be_used_are_clear_errors(vm, provider):  # noqa: F8
         shard
         head -n 1 shard.out
         kill $shard; wait $shard || exit 4
+        rdma link delete $RDMA_DEVICE || exit 6
+        $gradfs rdma devices >/share/none || exit 7
+        $gradfs shard --listen $HOST_ADDRESS:0 --rdma on 2>/share/none.err && exit 3
+        exit 0
         """,
         provider=provider,
-        time_limit=180,
+        time_limit=240,
+        share=tmp_path,
     )
     assert done.code == 0, done
+    listed = json.loads((tmp_path / "devices.json").read_text())
+    assert listed["cannot_connect_because"] is None, listed
+    [device] = listed["devices"]
+    assert device["name"] == f"{provider}0" and device["limits"]["queue_pairs"] > 0, device
+    assert device["transport"] == ("iWARP" if provider == "siw" else "InfiniBand"), device
+    [port] = device["ports"]
+    assert port["active"] and port["state"] == "active" and port["link"] and port["mtu"] >= 256, port
+    assert [gid["index"] for gid in port["gids"]], port
+    if provider == "rxe":
+        assert any(gid["address"] == "10.0.0.1" and gid["kind"] == "RoCE v2" for gid in port["gids"]), port
+    told = (tmp_path / "devices").read_text()
+    assert f"{provider}0: " in told and "GID 0: " in told and "connections can come about" in told, told
     reasons = [
         f'there is no RDMA device "mlx5_0"; there is {provider}0',
         f"port 7 of {provider}0 is not there: it has 1",
@@ -114,6 +106,9 @@ def test_devices_that_cannot_be_used_are_clear_errors(vm, provider):  # noqa: F8
     assert len(started) == len(failed) == len(reasons), done
     for reason, line, error in zip(reasons, started, failed, strict=True):
         assert line.endswith(f"; no rdma: {reason}") and error == f"gradfs: error: RDMA: {reason}", done
+    assert (tmp_path / "none").read_text().startswith("no RDMA devices\n")
+    none = (tmp_path / "none.err").read_text()
+    assert "RDMA: there is no RDMA device" in none and "rdma link add" in none, none
 
 
 @both_providers
@@ -185,106 +180,87 @@ def test_a_mount_goes_by_rdma_or_says_why_not(vm, provider, tmp_path):  # noqa: 
         assert f'transport="{name}"}} 1\n' in metrics, metrics
 
 
-def test_a_shard_whose_registered_memory_is_full_says_what_to_set(vm, tmp_path):  # noqa: F811
-    """A mount on another host that may goes by TCP, and says why; one that may not does not come about."""
+def test_a_mount_that_finds_no_room_says_what_to_set_and_goes_back_when_there_is(vm, tmp_path):  # noqa: F811
+    """A mount on another host that may goes by TCP, and says why; one that may not does not come about. Once there is room
+    for its connections, status, metrics and log say so, and the model is none the worse."""
     done = vm.run(
         begin()
         + """
+        export GRADFS_REGISTRY=a
         case $HOST_NAME in
         a)
-            shard --advertise a --rdma on --rdma-arena 4MiB
-            export GRADFS_REGISTRY=a
-            $gradfs create m --size 1MiB --block-size 1MiB --reducer sum >&2 || exit 3
-            meet shard; meet mounted
-            $gradfs status
-            meet over
-            kill $shard; wait $shard || exit 5 ;;
+            for block in 1MiB 256KiB; do
+                env -u GRADFS_REGISTRY $gradfs shard --listen $HOST_ADDRESS --advertise a --rdma on --rdma-arena 4MiB \
+                    >shard.out 2>shard.err &
+                shard=$!
+                waits grep -q 'gradfs: ready' shard.out
+                $gradfs create m --size 1MiB --block-size $block --reducer sum >&2 || exit 3
+                meet shard-$block; meet mounted-$block
+                $gradfs status
+                meet over-$block
+                kill $shard; wait $shard || exit 4
+                rm shard.out
+            done ;;
         b)
-            export GRADFS_REGISTRY=a
-            meet shard
-            mkdir not auto
-            $gradfs mount not --transport rdma && exit 4
+            meet shard-1MiB
+            mkdir not auto first second
+            $gradfs mount not --transport rdma && exit 5
             $gradfs mount auto >auto.out 2>auto.err &
             waits grep -q 'gradfs: ready' auto.out
             head -c 1048576 /dev/zero >auto/m/gradients || exit 6
-            cp auto/m/status.json /share/
-            head -n 1 auto.out
-            meet mounted
+            cp auto/m/status.json /share/full.json
+            meet mounted-1MiB
             $gradfs unmount auto || exit 7
-            grep 'no RDMA with this shard, using TCP: ' auto.err || exit 8
-            meet over ;;
-        esac
-        """,
-        two=True,
-        time_limit=180,
-        share=tmp_path,
-    )
-    assert done.code == 0, done
-    what_to_set = "raise --rdma-arena, or lower --rdma-slots"
-    assert what_to_set in done.of["b"].err and "gradfs: error: " in done.of["b"].err, done
-    assert "shard 1 at a:7070: " in done.out and ", rdma on rxe0 port 1 at a:7070" in done.out, done
-    seen = json.loads((tmp_path / "status.json").read_text())
-    [shard] = seen["shards"]
-    assert seen["transport"] == shard["transport"] == "tcp" and what_to_set in shard["not_rdma_because"], seen
-    # The connections may differ in how much was free when they were refused.
-    first, *log = done.of["b"].out.splitlines()
-    assert "; tcp shard, no rdma: " in first and what_to_set in first, done
-    assert 1 <= len(log) <= 2 and all(what_to_set in line for line in log), done
+            meet over-1MiB
 
-
-def test_a_mount_that_fell_back_goes_back_to_rdma(vm, tmp_path):  # noqa: F811
-    """Once there is room again for its connections: status, metrics and log say so, and the model is none the worse."""
-    done = vm.run(
-        begin()
-        + """
-        case $HOST_NAME in
-        a)
-            shard --advertise a --rdma on --rdma-arena 4MiB
-            export GRADFS_REGISTRY=a
-            $gradfs create m --size 1MiB --block-size 256KiB --reducer sum >&2 || exit 3
-            meet shard; meet over
-            kill $shard; wait $shard || exit 4 ;;
-        b)
-            export GRADFS_REGISTRY=a
-            meet shard
-            mkdir first second
+            meet shard-256KiB
             $gradfs mount first --transport rdma --connections 16 >first.out 2>first.err &
             waits grep -q 'gradfs: ready' first.out
             waits grep -q 'registered memory is full' first.err
             $gradfs mount second -v --metrics 127.0.0.1:0 >second.out 2>second.err &
             waits grep -q 'gradfs: ready' second.out
+            meet mounted-256KiB
             look() { # $1: what it is called
                 cp second/m/status.json /share/$1.json
                 /usr/bin/python3 -c 'import sys, urllib.request as web; print(web.urlopen(sys.argv[1]).read().decode())' \
-                    $(sed -n 's/^gradfs: metrics at //p' second.out) >/share/$1.metrics || exit 5
+                    $(sed -n 's/^gradfs: metrics at //p' second.out) >/share/$1.metrics || exit 8
             }
             look before
-            head -c 1048576 /dev/zero >second/m/gradients || exit 6
-            $gradfs unmount first || exit 7
+            head -c 1048576 /dev/zero >second/m/gradients || exit 9
+            $gradfs unmount first || exit 10
             waits sh -c '! grep -q not_rdma_because second/m/status.json'
-            head -c 1048576 /dev/zero >second/m/gradients || exit 8
+            head -c 1048576 /dev/zero >second/m/gradients || exit 11
             waits sh -c '[ "$(cat second/m/version)" = 2 ]'
             look after
-            cat second.err
-            $gradfs unmount second || exit 9
-            meet over ;;
+            $gradfs unmount second || exit 12
+            cp auto.out auto.err second.err /share/
+            meet over-256KiB ;;
         esac
         """,
         two=True,
-        time_limit=240,
+        time_limit=300,
         share=tmp_path,
     )
     assert done.code == 0, done
-    why = "refused by the shard: its registered memory is full: raise its --rdma-arena, or lower its --rdma-slots"
-    for name, transport, fell_back in [("before", "tcp", 1), ("after", "rdma", 0)]:
+    # For slots of such blocks there never is room; there is none for more connections.
+    for_slots, for_rings = "raise --rdma-arena, or lower --rdma-slots", "registered memory is full: raise its --rdma-arena"
+    assert "gradfs: error: " in done.of["b"].err and for_slots in done.of["b"].err, done
+    assert "shard 1 at a:7070: " in done.out and ", rdma on rxe0 port 1 at a:7070" in done.out, done
+    for name, transport, why in [("full", "tcp", for_slots), ("before", "tcp", for_rings), ("after", "rdma", None)]:
         seen = json.loads((tmp_path / f"{name}.json").read_text())
         [shard] = seen["shards"]
         assert seen["transport"] == shard["transport"] == transport and shard["connected"], seen
-        assert fell_back == (why in shard.get("not_rdma_because", "")), seen
-        metrics = (tmp_path / f"{name}.metrics").read_text()
-        assert f'gradfs_transport_fallback{{model="m",shard="1",wanted="rdma"}} {fell_back}\n' in metrics, metrics
+        assert (why is None) == ("not_rdma_because" not in shard) and (why or "") in shard.get("not_rdma_because", ""), seen
+        if name != "full":
+            metrics = (tmp_path / f"{name}.metrics").read_text()
+            assert f'gradfs_transport_fallback{{model="m",shard="1",wanted="rdma"}} {int(why is not None)}\n' in metrics, metrics
     assert seen["version"] == 2, seen
-    log = done.of["b"].out.splitlines()
-    assert sum("no RDMA with this shard, using TCP" in line for line in log) == 1, done
-    assert any("in place of one by TCP there is a better way" in line for line in log), done
-    assert not any("connection lost" in line for line in log), done
+    first = (tmp_path / "auto.out").read_text().splitlines()[0]
+    assert "; tcp shard, no rdma: " in first and for_slots in first, first
+    # The connections may differ in how much was free when they were refused.
+    logs = [(tmp_path / name).read_text().splitlines() for name in ("auto.err", "second.err")]
+    told = [[line for line in log if "no RDMA with this shard, using TCP: " in line] for log in logs]
+    assert 1 <= len(told[0]) <= 2 and all(for_slots in line for line in told[0]), told
+    assert len(told[1]) == 1, told
+    assert any("in place of one by TCP there is a better way" in line for line in logs[1]), logs
+    assert not any("connection lost" in line for line in logs[1]), logs
