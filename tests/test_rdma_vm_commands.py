@@ -44,7 +44,7 @@ def begin():
 @both_providers
 def test_devices_are_listed_and_those_that_cannot_be_used_are_clear_errors(vm, provider, tmp_path):  # noqa: F811
     """With `on` the shard does not start; with `auto` it goes on, and its first line says why. So it is with memory
-    that an ordinary user may not pin, and with a port that is down; last, when there is no device any more."""
+    that an ordinary user may not pin, and with a port that is down. Last, when there is no device any more, what to do."""
     done = vm.run(
         begin()
         + """
@@ -74,8 +74,8 @@ def test_devices_are_listed_and_those_that_cannot_be_used_are_clear_errors(vm, p
         kill $shard; wait $shard || exit 4
         rdma link delete $RDMA_DEVICE || exit 6
         $gradfs rdma devices >/share/none || exit 7
-        $gradfs shard --listen $HOST_ADDRESS:0 --rdma on 2>/share/none.err && exit 3
-        exit 0
+        $gradfs shard --listen $HOST_ADDRESS:0 --rdma on 2>/share/none.err
+        [ $? = 1 ] || exit 3
         """,
         provider=provider,
         time_limit=240,
@@ -106,7 +106,8 @@ def test_devices_are_listed_and_those_that_cannot_be_used_are_clear_errors(vm, p
     assert len(started) == len(failed) == len(reasons), done
     for reason, line, error in zip(reasons, started, failed, strict=True):
         assert line.endswith(f"; no rdma: {reason}") and error == f"gradfs: error: RDMA: {reason}", done
-    assert (tmp_path / "none").read_text().startswith("no RDMA devices\n")
+    listed = (tmp_path / "none").read_text()
+    assert listed.startswith("no RDMA devices\n"), listed
     none = (tmp_path / "none.err").read_text()
     assert "RDMA: there is no RDMA device" in none and "rdma link add" in none, none
 
@@ -195,8 +196,8 @@ def test_a_mount_that_finds_no_room_says_what_to_set_and_goes_back_when_there_is
                 shard=$!
                 waits grep -q 'gradfs: ready' shard.out
                 $gradfs create m --size 1MiB --block-size $block --reducer sum >&2 || exit 3
-                meet shard-$block; meet mounted-$block
-                $gradfs status
+                meet shard-$block
+                if [ $block = 1MiB ]; then meet mounted; $gradfs status; fi
                 meet over-$block
                 kill $shard; wait $shard || exit 4
                 rm shard.out
@@ -209,7 +210,7 @@ def test_a_mount_that_finds_no_room_says_what_to_set_and_goes_back_when_there_is
             waits grep -q 'gradfs: ready' auto.out
             head -c 1048576 /dev/zero >auto/m/gradients || exit 6
             cp auto/m/status.json /share/full.json
-            meet mounted-1MiB
+            meet mounted
             $gradfs unmount auto || exit 7
             meet over-1MiB
 
@@ -219,7 +220,6 @@ def test_a_mount_that_finds_no_room_says_what_to_set_and_goes_back_when_there_is
             waits grep -q 'registered memory is full' first.err
             $gradfs mount second -v --metrics 127.0.0.1:0 >second.out 2>second.err &
             waits grep -q 'gradfs: ready' second.out
-            meet mounted-256KiB
             look() { # $1: what it is called
                 cp second/m/status.json /share/$1.json
                 /usr/bin/python3 -c 'import sys, urllib.request as web; print(web.urlopen(sys.argv[1]).read().decode())' \
@@ -242,18 +242,20 @@ def test_a_mount_that_finds_no_room_says_what_to_set_and_goes_back_when_there_is
         share=tmp_path,
     )
     assert done.code == 0, done
-    # For slots of such blocks there never is room; there is none for more connections.
-    for_slots, for_rings = "raise --rdma-arena, or lower --rdma-slots", "registered memory is full: raise its --rdma-arena"
+    # Slots for blocks of 1 MiB never fit; with 256 KiB the first mount takes what there is for connections.
+    for_slots = "raise --rdma-arena, or lower --rdma-slots"
+    for_rings = "refused by the shard: its registered memory is full: raise its --rdma-arena, or lower its --rdma-slots"
     assert "gradfs: error: " in done.of["b"].err and for_slots in done.of["b"].err, done
     assert "shard 1 at a:7070: " in done.out and ", rdma on rxe0 port 1 at a:7070" in done.out, done
     for name, transport, why in [("full", "tcp", for_slots), ("before", "tcp", for_rings), ("after", "rdma", None)]:
         seen = json.loads((tmp_path / f"{name}.json").read_text())
         [shard] = seen["shards"]
         assert seen["transport"] == shard["transport"] == transport and shard["connected"], seen
-        assert (why is None) == ("not_rdma_because" not in shard) and (why or "") in shard.get("not_rdma_because", ""), seen
+        assert why in shard["not_rdma_because"] if why else "not_rdma_because" not in shard, seen
         if name != "full":
             metrics = (tmp_path / f"{name}.metrics").read_text()
-            assert f'gradfs_transport_fallback{{model="m",shard="1",wanted="rdma"}} {int(why is not None)}\n' in metrics, metrics
+            fell_back = f'gradfs_transport_fallback{{model="m",shard="1",wanted="rdma"}} {int(why is not None)}\n'
+            assert fell_back in metrics, metrics
     assert seen["version"] == 2, seen
     first = (tmp_path / "auto.out").read_text().splitlines()[0]
     assert "; tcp shard, no rdma: " in first and for_slots in first, first

@@ -152,7 +152,7 @@ pub(super) struct Remote {
     fetches: Fetches<Named, Slot>,
     /// What is fetched to where it belongs, in order, by the token of the work.
     fetching: VecDeque<(u64, Fetching)>,
-    /// When the connection ends, if what is being fetched into sums is not there: its plan was given up.
+    /// When the connection ends if what is being fetched into sums has not come by then: its plan was given up.
     overdue: Option<Instant>,
     /// Versions, and where they are made.
     shown: Option<Arc<Shown>>,
@@ -345,7 +345,7 @@ impl Remote {
         Ok(())
     }
 
-    /// Takes what has come, into slots or sums: all of it, also if something is wrong with some.
+    /// Takes what has come, into slots or sums: all of it, also if something is wrong with some. The first error is told.
     fn take_finished(&mut self, part: &Arc<Part>, link: &Link) -> Result<(), Refusal> {
         self.line.take(&mut self.done);
         let (mut came, mut outcome) = (0, Ok(()));
@@ -375,11 +375,12 @@ impl Remote {
         outcome
     }
 
-    /// Nothing more is taken here, and the connection goes on for a while: what has come counts, so that nobody waits
-    /// for it.
+    /// Nothing more is taken here, and the connection goes on for a while: what has come into sums counts, and slots are
+    /// given back, so that nobody waits for them.
     pub(super) fn given_up(&mut self, part: &Arc<Part>, link: &Link) {
         // It is being refused already.
         drop(self.take_finished(part, link));
+        drop(self.fetches.give_back());
     }
 
     /// The connection is over: what was on its way does not come.
@@ -461,7 +462,7 @@ impl Edge<Named, Slot> for AtWork<'_> {
     }
 
     fn fetch_direct(&mut self, what: &Named) -> Result<bool, Refusal> {
-        if !self.sum_memory.may_be() || self.line.room(1) == 0 {
+        if !self.sum_memory.may_be_registered() || self.line.room(1) == 0 {
             return Ok(false);
         }
         let registered = |start, len| self.sum_memory.registration_of(start, len);

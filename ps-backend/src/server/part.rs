@@ -50,7 +50,7 @@ struct State {
     waiting: Vec<Link>,
     /// Payloads that are landing, by their connections.
     landing: Vec<(PlanId, Link)>,
-    /// What is fetched straight into sums.
+    /// The plan of what is fetched straight into sums.
     #[cfg(feature = "rdma")]
     fetching: FetchingPlan,
     lead: Option<ToLead>,

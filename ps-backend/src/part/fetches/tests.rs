@@ -405,7 +405,7 @@ fn where_there_are_slots_for_all_each_is_fetched_once() {
 }
 
 #[test]
-fn what_goes_home_takes_no_slot_and_waits_for_nobody() {
+fn what_is_fetched_direct_takes_no_slot_and_waits_for_nobody() {
     let mut world = World::new(1, 2, 3, 1, 1, false);
     world.direct = true;
     let name = |world: &mut World, who: usize, block: u32| {

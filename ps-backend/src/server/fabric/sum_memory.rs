@@ -2,7 +2,7 @@
 //!
 //! It is registered when it is first wanted, by a thread that may take its time; what comes until then goes into slots. All
 //! else that is registered comes first: where no more memory may be pinned, sums give way ([`Spare`]) and are tried again
-//! later. With iWARP it never is: there peers may write what READs fill, and a sum is everybody's.
+//! later. With iWARP it is never registered: there peers may write what READs fill, and a sum is everybody's.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,7 +27,7 @@ pub(in crate::server) struct SumMemory {
     sums: [Arc<Mapping>; 2],
     /// Empty where it never is registered.
     states: Mutex<Vec<State>>,
-    /// That it is not was said.
+    /// Whether it was said that it is not registered.
     said: AtomicBool,
 }
 
@@ -51,7 +51,7 @@ impl fmt::Debug for SumMemory {
 }
 
 impl SumMemory {
-    /// Of a part. None of it is ever registered where payload is to go into another device's memory.
+    /// Of a part. It is never registered with iWARP, nor where payload is to go into another device's memory.
     pub(super) fn of(model: &str, store: &PartStore, device: &Arc<Device>) -> Arc<SumMemory> {
         let never = device.is_iwarp() || !Arc::ptr_eq(device.payload_arena(), device.arena());
         let states = if never { Vec::new() } else { vec![State::Idle, State::Idle] };
@@ -64,7 +64,7 @@ impl SumMemory {
     }
 
     /// Whether some of it may be registered just now.
-    pub(super) fn may_be(&self) -> bool {
+    pub(super) fn may_be_registered(&self) -> bool {
         let is_there = |state: &State| !matches!(state, State::None(at) if at.elapsed() < AGAIN);
         self.states.lock().iter().any(is_there)
     }

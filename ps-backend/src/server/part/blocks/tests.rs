@@ -89,7 +89,7 @@ fn left(part: &Part) -> u64 {
 }
 
 #[test]
-fn a_block_that_is_fetched_home_is_nobody_elses_until_it_is_there() {
+fn a_block_that_is_fetched_direct_is_nobody_elses_until_it_is_there() {
     let (part, link) = (begun(), Link::default());
     let (target, fetching) = fetch(&part, CLIENTS[0], 0).expect("room");
     assert!(fetch(&part, CLIENTS[0], 0).is_none());
@@ -104,7 +104,7 @@ fn a_block_that_is_fetched_home_is_nobody_elses_until_it_is_there() {
 }
 
 #[test]
-fn a_block_that_is_lost_on_its_way_home_can_come_again() {
+fn a_block_that_is_not_fetched_can_come_again() {
     let (part, link) = (begun(), Link::default());
     let (target, fetching) = fetch(&part, CLIENTS[0], 1).expect("room");
     fill(target, f32::NAN);
@@ -152,7 +152,7 @@ fn memory_that_is_not_registered_is_left_alone() {
 }
 
 #[test]
-fn nan_that_comes_home_spoils_the_plan() {
+fn nan_that_is_fetched_direct_spoils_the_plan() {
     let (part, link) = (begun(), Link::default());
     let (target, fetching) = fetch(&part, CLIENTS[0], 0).expect("room");
     fill(target, f32::NAN);
