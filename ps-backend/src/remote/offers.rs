@@ -41,10 +41,11 @@ impl Offers {
         self.of.remove(&learner);
     }
 
-    /// Its contribution to `step`, of a model of `blocks` blocks, is open; it may have been before.
+    /// Its contribution to `step`, of a model of `blocks` blocks, is open; it may have been before. That is the lead's word,
+    /// and holds also if the step was taken: the lead has taken it back then, as one that nobody waits for any more.
     pub(super) fn opened(&mut self, learner: LearnerId, step: Step, blocks: u32) {
         let Some(known) = self.of.get_mut(&learner) else { return };
-        known.taken = known.taken.max(Step(step.0.saturating_sub(1)));
+        known.taken = Step(step.0.saturating_sub(1));
         if known.open.as_ref().is_none_or(|open| open.step != step) {
             known.open =
                 Some(Open { step, received: FixedBitSet::with_capacity(blocks as usize), ends: false });
@@ -174,6 +175,27 @@ mod tests {
         offers.opened(A, Step(3), 3);
         assert_eq!(offers.take(slot(2, 1)), Ok(false));
         assert_eq!(offers.take(slot(3, 1)), Ok(true));
+    }
+
+    #[test]
+    fn a_step_that_the_lead_has_taken_back_is_offered_anew() {
+        let mut offers = offers();
+        offers.opened(A, Step(2), 3);
+        assert_eq!((offers.take(slot(2, 0)), offers.ends(A, Step(2))), (Ok(true), Ok(())));
+        // The commit has timed out, and the lead says that it was taken; then it finds that nothing of it came.
+        offers.ended(A, Step(2), false);
+        offers.opened(A, Step(3), 3);
+        assert_eq!((offers.take(slot(3, 0)), offers.ends(A, Step(3))), (Ok(true), Ok(())));
+        offers.ended(A, Step(3), false);
+        offers.dropped(A);
+        offers.opened(A, Step(2), 3);
+        assert_eq!((offers.take(slot(2, 0)), offers.take(slot(2, 0))), (Ok(true), Ok(false)));
+        let early = ShardError::StepOutOfOrder { got: Step(3), expected: Step(2) };
+        assert_eq!(offers.take(slot(3, 1)), Err(early));
+        assert_eq!(offers.ends(A, Step(2)), Ok(()));
+        offers.ended(A, Step(2), true);
+        offers.opened(A, Step(3), 3);
+        assert_eq!((offers.take(slot(2, 1)), offers.take(slot(3, 1))), (Ok(false), Ok(true)));
     }
 
     #[test]
