@@ -239,6 +239,16 @@ impl RegionStore {
         }
     }
 
+    /// Somebody outside of this process may go on reading the buffer of `version`, and nobody knows for how long. The
+    /// buffer is not used for another version: once this one is over, the store lets go of it, and the kernel keeps it
+    /// for whoever has it mapped. The caller holds a pin.
+    pub fn give_up(&mut self, version: Version) {
+        if let Some(published) = self.versions.get_mut(version) {
+            debug_assert!(published.pins > 0, "{version} may have been used again");
+            published.given_up = true;
+        }
+    }
+
     /// Recycles versions that are neither retained nor pinned, and finds the next version's buffer if
     /// it has none. Returns whether it has one now.
     pub fn recycle(&mut self, retain: usize, max: usize) -> bool {
@@ -250,7 +260,11 @@ impl RegionStore {
             .map(|(&version, _)| version)
             .collect();
         for version in idle {
-            self.free.extend(self.versions.remove(version));
+            match self.versions.remove(version) {
+                Some(published) if published.given_up => self.live -= 1,
+                Some(published) => self.free.push(published.buffer),
+                None => {}
+            }
         }
         if self.back.is_none() {
             self.back = self.free.pop();

@@ -32,11 +32,13 @@ pub(super) struct Published {
     pub(super) buffer: Arc<VersionBuffer>,
     pub(super) at: SystemTime,
     pub(super) pins: u64,
+    /// Somebody outside of this process may read the buffer for as long as it likes: it is never written again.
+    pub(super) given_up: bool,
 }
 
 impl Published {
     fn now(buffer: Arc<VersionBuffer>) -> Published {
-        Published { buffer, at: SystemTime::now(), pins: 0 }
+        Published { buffer, at: SystemTime::now(), pins: 0, given_up: false }
     }
 }
 
@@ -95,12 +97,12 @@ impl Versions {
         self.all.insert(version, Published::now(buffer));
     }
 
-    /// The buffer of a version that is no more.
-    pub(super) fn remove(&mut self, version: Version) -> Option<Arc<VersionBuffer>> {
+    /// What there was of a version that is no more.
+    pub(super) fn remove(&mut self, version: Version) -> Option<Published> {
         let published = self.all.get(&version)?;
         debug_assert!(self.complete && published.pins == 0, "{version} is needed");
         self.watches.iter().for_each(|watch| watch.retired(version));
-        self.all.remove(&version).map(|published| published.buffer)
+        self.all.remove(&version)
     }
 
     pub(super) fn get_mut(&mut self, version: Version) -> Option<&mut Published> {

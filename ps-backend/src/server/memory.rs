@@ -1,8 +1,9 @@
 //! Clients on this host: they are met on a Unix socket, and blocks are read where they lie.
 //!
 //! A block that a client pushes is named, and reduced straight out of the client's memory. A block of a version that it
-//! pulls is named, too, and the client copies it: the version is pinned until it says that it has. Nothing of a
-//! client's is ever written here.
+//! pulls is named, too, and the client copies it: the version is pinned until it says that it has. If the connection
+//! ends before, the client may be copying still, however long it was silent: the shard lets go of that version's buffer
+//! and never writes it again. Nothing of a client's is ever written here.
 //!
 //! One of the modules that hold `unsafe`: a client's memory is read.
 
@@ -192,6 +193,18 @@ fn reduce(
         link.send(saying(part, request, Message::Done));
     }
     Ok(true)
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let mut given_up = None;
+        for (_, version) in &self.copied {
+            if given_up.replace(version.version()) != Some(version.version()) {
+                tracing::info!(version = %version.version(), "a client may still read it: its buffer is not used again");
+                version.give_up();
+            }
+        }
+    }
 }
 
 fn saying(part: &Part, request: u64, message: Message) -> Outgoing {

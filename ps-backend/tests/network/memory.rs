@@ -12,7 +12,7 @@ use libmodelio::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
-use libmodelio::shm::{Descriptors, End, Meeting, meet};
+use libmodelio::shm::{Descriptors, End, Meeting, Piece, Regions, meet};
 use libmodelio::transport::TransportKind;
 use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, Role, frame};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -347,26 +347,87 @@ fn blocks_of_plans_that_never_come_do_not_wait_for_ever() {
     client.shut_down();
 }
 
-#[test]
-fn who_keeps_a_version_and_says_nothing_is_given_up() {
-    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
-    let mut raw = Raw::welcomed(&world);
-    let blocks = client_blocks(&world);
-    raw.say(Message::Pull { version: Version(0), blocks: 0..blocks });
-    assert!(matches!(raw.hear().unwrap().message, Message::Share { .. }));
-    for expected in 0..blocks {
-        let named = raw.hear().unwrap().message;
-        assert!(matches!(named, Message::BlockAt { block, .. } if block == BlockId(expected)), "{named:?}");
+impl Raw {
+    /// Pulls `version`, and says of none of its blocks that they are copied.
+    fn hold(&mut self, version: Version, blocks: u32) -> Vec<Piece> {
+        self.say(Message::Pull { version, blocks: 0..blocks });
+        let Message::Share { region, bytes } = self.hear().unwrap().message else { panic!("not shared") };
+        let mut regions = Regions::new(bytes);
+        regions.share(region, bytes, &self.descriptors).unwrap();
+        let place = |expected: u32| match self.hear().unwrap().message {
+            Message::BlockAt { version: of, block, region, offset } => {
+                assert_eq!((of, block), (version, BlockId(expected)));
+                regions.piece(region, offset, 4 * (((BYTES / 4).min((64 << 10) / 4)) as usize)).ok()
+            }
+            other => panic!("{other:?}"),
+        };
+        // All but the last, which is shorter.
+        (0..blocks).map(place).collect::<Vec<_>>().into_iter().flatten().collect()
     }
-    let begin = Instant::now();
-    // Meanwhile the job goes on beside it.
-    let client = world.client();
-    let learner = Learner::join(&client, "l");
-    for step in 1..=10 {
+}
+
+/// Whether all that a reader has mapped is `value`.
+fn all_are(pieces: &[Piece], value: f32) -> bool {
+    // SAFETY: what is read is compared, and nothing else.
+    let bytes = |piece| unsafe { Piece::bytes(piece) };
+    !pieces.is_empty()
+        && pieces.iter().flat_map(bytes).copied().eq(value
+            .to_le_bytes()
+            .into_iter()
+            .cycle()
+            .take(pieces.len() * (64 << 10)))
+}
+
+/// Makes the versions `from` to `to`.
+fn go_on(learner: &Learner, from: u64, to: u64) {
+    for step in from..=to {
         assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
         assert!(learner.pull().1.iter().all(|&w| w == step as f32));
     }
+}
+
+#[test]
+fn a_version_that_a_silent_reader_may_still_read_is_never_written_over() {
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    let mut raw = Raw::welcomed(&world);
+    let held = raw.hold(Version(1), client_blocks(&world));
+    let begin = Instant::now();
+    // The job goes on beside it.
+    go_on(&learner, 2, 12);
     assert!(raw.is_gone(LONG), "silent for {:?}", begin.elapsed());
+    // So it does when the shard waits for it no longer, and needs every buffer that it has.
+    let mut readers = Vec::new();
+    for version in 12..16 {
+        let mut raw = Raw::welcomed(&world);
+        raw.hold(Version(version), client_blocks(&world));
+        readers.push(raw);
+        go_on(&learner, version + 1, version + 1);
+    }
+    assert!(all_are(&held, 1.0), "the version that it reads was written over");
+    client.shut_down();
+}
+
+#[test]
+fn a_version_that_is_read_when_its_connection_ends_is_never_written_over() {
+    let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
+    let client = world.client();
+    let learner = Learner::join(&client, "l");
+    assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    let mut held = Vec::new();
+    for version in 1..=6 {
+        // Memory that several have let go of is taken anew each time.
+        let mut raw = Raw::welcomed(&world);
+        held.push(raw.hold(Version(version), client_blocks(&world)));
+        drop(raw);
+        assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
+    }
+    go_on(&learner, 8, 12);
+    for (held, version) in held.iter().zip(1..) {
+        assert!(all_are(held, version as f32), "version {version} was written over");
+    }
     client.shut_down();
 }
 

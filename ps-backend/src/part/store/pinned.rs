@@ -35,6 +35,11 @@ impl PinnedVersion {
         self.version
     }
 
+    /// Another process may read its memory for longer than this lives: that memory is never written again.
+    pub fn give_up(&self) {
+        self.shared.inner.lock().store.give_up(self.version);
+    }
+
     /// The bytes of a block of the part.
     ///
     /// # Panics
