@@ -190,12 +190,16 @@ fn reduce_as<O: Op, const N: usize>(
 }
 
 fn assign(wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'_>, check: bool) -> bool {
-    let finite = !check
-        || sources.iter().all(|source| match source {
+    let (last, before) = match sources.split_last() {
+        Some((last, before)) => (Some(last), before),
+        None => (None, sources),
+    };
+    let mut finite = !check
+        || before.iter().all(|source| match source {
             Source::Wire(src) => all_finite(wire, src),
             Source::Acc(acc) => all_finite(Wire::F32, bytes(acc)),
         });
-    match sources.last() {
+    match last {
         None => {
             stream_copy(input.weights, output.weights);
             if let (Some(old), Some(new)) = (input.master, output.master) {
@@ -203,13 +207,19 @@ fn assign(wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'
             }
         }
         Some(Source::Wire(src)) => {
-            stream_copy(src, output.weights);
+            // Others may be storing into the source: what counts is read once.
+            if check {
+                finite &= copy_checked(wire, src, output.weights);
+            } else {
+                stream_copy(src, output.weights);
+            }
             if let Some(master) = output.master {
-                widen(wire, src, master);
+                widen(wire, output.weights, master);
             }
         }
         Some(Source::Acc(_)) => {
-            reduce(ops::Replace, wire, &sources[sources.len() - 1..], input, output);
+            let fine = reduce(ops::Replace, wire, &sources[sources.len() - 1..], input, output);
+            finite &= fine || !check;
         }
     }
     finite
@@ -243,7 +253,8 @@ pub fn stream_copy(src: &[u8], dst: &mut [u8]) {
     dispatch(pass::Copy { src, dst });
 }
 
-/// Copy, past the caches when large, and tell whether all elements are finite.
+/// Copy, past the caches when large, and tell whether all elements of the copy are finite, whatever others store into the
+/// source meanwhile. Bits of NaN may change.
 ///
 /// # Panics
 /// If the lengths disagree or are not whole elements.
@@ -251,9 +262,17 @@ pub fn copy_checked(wire: Wire, src: &[u8], dst: &mut [u8]) -> bool {
     assert_eq!(src.len(), dst.len(), "copy");
     elements(wire, src);
     if wire != Wire::F32 {
-        // Twice over bytes that are in cache; the widening fold does not fit.
-        stream_copy(src, dst);
-        return all_finite(wire, src);
+        // Widened and narrowed again, which changes no finite number: each byte is read once.
+        return dispatch(pass::Reduce::<_, 0> {
+            op: ops::Replace,
+            wire,
+            sources: &[Source::Wire(src)],
+            plain: [],
+            weights: (src, dst),
+            master: None,
+            slots: [(&[], &mut []), (&[], &mut [])],
+            staged: [0; 32],
+        });
     }
     dispatch(pass::Fold { wire, src, acc: dst, first: true })
 }

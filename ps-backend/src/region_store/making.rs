@@ -71,26 +71,37 @@ impl Making {
         }
     }
 
-    /// Gives `block` new `values`, or carries it over without them. Optimizer state stays what it is.
+    /// Gives `block` new `values`, or carries it over without them. Optimizer state stays what it is. Returns whether all
+    /// that it has got is finite, if anybody wants to know; the block is void if not. Others may be storing into the
+    /// values meanwhile.
     ///
     /// # Safety
     /// The block is this thread's alone in the next version; `values` are as long as the block.
-    pub(crate) unsafe fn assign(&self, block: BlockId, values: Option<&[u8]>) {
+    pub(crate) unsafe fn assign(&self, block: BlockId, values: Option<&[u8]>) -> bool {
         let Some(values) = values else {
             // SAFETY: passed on to the caller.
-            return unsafe { self.carry(block) };
+            unsafe { self.carry(block) };
+            return true;
         };
         self.mark(block, VOID);
-        let range = span(&self.layout.block_bytes(block));
-        // SAFETY: this thread has the block of the next version to itself.
-        unsafe {
-            kernels::stream_copy(values, self.back.region.memory().bytes_mut(range));
-            self.carry_state(block, |_| false);
+        let start = self.layout.block_bytes(block).start;
+        for segment in self.layout.segments(block) {
+            let local = (segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize;
+            // SAFETY: this thread has the block of the next version to itself.
+            let output = unsafe { self.back.region.memory().bytes_mut(span(&segment.bytes)) };
+            match wire(segment.dtype).filter(|_| self.check) {
+                Some(wire) if !kernels::copy_checked(wire, &values[local.clone()], output) => return false,
+                Some(_) => {}
+                None => kernels::stream_copy(&values[local], output),
+            }
         }
+        // SAFETY: as above.
+        unsafe { self.carry_state(block, |_| false) };
         for segment in self.layout.segments(block) {
             widen(segment, &self.back, &self.state[1]);
         }
         self.approve(block);
+        true
     }
 
     /// The block belongs to the version as it was put together, finite or not.

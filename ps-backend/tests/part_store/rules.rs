@@ -1,10 +1,14 @@
 //! What is refused, what passes, what stays: one rule a test.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use common::{BLOCK, encode, floats_layout};
 use libmodelio::ids::{BlockId, Version};
 use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::mmap::Mapping;
 use ps_backend::part::store::{Limits, PartError, PartStore, PartWork, Payload};
 use ps_backend::reducer::{Hyper, Reducer, Step};
 
@@ -52,6 +56,92 @@ fn an_inf_of_a_sum_that_was_looked_at_is_nobodys_fault() {
     store.conclude(&job).unwrap();
     let newest = store.newest().unwrap();
     assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|&value| value == f32::INFINITY));
+}
+
+/// Memory in which another thread keeps storing 1 and NaN, as a client may over shared memory.
+struct Restless {
+    memory: Arc<Mapping>,
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Restless {
+    fn new(layout: &ModelLayout) -> Restless {
+        let ones = encode(layout, 0, |_| 1.0);
+        let nan = encode(layout, 0, |_| f32::NAN);
+        let memory = Arc::new(Mapping::anonymous(ones.len()).unwrap());
+        // SAFETY: nobody else knows the memory yet.
+        unsafe { memory.write(0, &ones) };
+        let (of_thread, over) = (Arc::clone(&memory), Arc::<AtomicBool>::default());
+        let ends = Arc::clone(&over);
+        let thread = std::thread::spawn(move || {
+            let at = (ones.len() / 2).next_multiple_of(4);
+            let word = |bytes: &[u8]| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+            // SAFETY: in bounds, and aligned as pages are.
+            let there = unsafe { AtomicU32::from_ptr(of_thread.start().as_ptr().add(at).cast()) };
+            while !ends.load(Ordering::Relaxed) {
+                for value in [&nan, &ones] {
+                    there.store(word(value), Ordering::Relaxed);
+                    // About as long as a block is read.
+                    (0..100).for_each(|_| std::hint::spin_loop());
+                }
+            }
+        });
+        Restless { memory, over, thread: Some(thread) }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: they are numbers to add up, whichever they are.
+        unsafe { self.memory.bytes(0..self.memory.len()) }
+    }
+}
+
+impl Drop for Restless {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+#[test]
+fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for reducer in [None, Some(Reducer::Assign), Some(Reducer::Sgd)] {
+            let model = ModelLayout::blank(u64::from(BLOCK), dtype, BLOCK).unwrap();
+            let held_by = reducer.unwrap_or(Reducer::Sum);
+            let store = PartStore::new(part_of(&model, |_| true), held_by, Limits::default()).unwrap();
+            store.load(BlockId(0), &encode(&model, 0, |_| 0.0)).unwrap();
+            store.finish_loading().unwrap();
+            let restless = Restless::new(&model);
+            let (mut taken, mut refused) = (0, 0);
+            let until = Instant::now() + Duration::from_secs(20);
+            while (taken < 200 || refused < 200) && Instant::now() < until {
+                let base = store.newest().unwrap().version();
+                let work = match reducer {
+                    None => PartWork::Assign,
+                    Some(reducer) => {
+                        let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1 };
+                        PartWork::Reduce { step, fresh_state: true }
+                    }
+                };
+                let job = store.begin(base, work, true).unwrap();
+                if job.finish(BlockId(0), Some(Payload::Plain(restless.bytes()))).unwrap() {
+                    store.conclude(&job).unwrap();
+                    let newest = store.newest().unwrap();
+                    let values = common::decode(&model, newest.block(BlockId(0)));
+                    assert!(
+                        values.iter().all(|value| value.is_finite()),
+                        "{dtype:?} {reducer:?}: NaN counts"
+                    );
+                    taken += 1;
+                } else {
+                    job.give_up();
+                    refused += 1;
+                }
+            }
+            assert!(taken > 0 && refused > 0, "{dtype:?} {reducer:?}: {taken} taken, {refused} refused");
+        }
+    }
 }
 
 #[test]
