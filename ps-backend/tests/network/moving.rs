@@ -13,7 +13,7 @@ use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::net::Choice;
 use libmodelio::registry::Registry;
 use libmodelio::wire::{
-    Limits, Message, ModelRecord, Moved, Protocol, Received, Receiver, Refusal, Role, frame,
+    Adoption, Limits, Message, ModelRecord, Moved, Protocol, Received, Receiver, Refusal, Role, frame,
 };
 
 use crate::world::{LONG, Learner, Way, World, server};
@@ -465,6 +465,54 @@ fn an_order_to_switch_that_the_registry_does_not_know_of_changes_nothing() {
     assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
     assert!(learner.pull().1.iter().all(|&w| w == 1.0));
     client.shut_down();
+}
+
+#[test]
+fn blocks_under_a_map_in_force_outlive_a_later_move_that_comes_to_nothing() {
+    let mut world = World::new(2, BYTES, &[("reducer", "sum")], TCP);
+    let first = world.servers[0].address().to_string();
+    world.servers.push(server(Some(first), world.io));
+    let (old, shards) = (world.record.clone(), world.shards());
+    let (off, new) = (not_the_lead(&old), world.servers[2].shard());
+    let without = |record: &ModelRecord, off: ShardId, to: ShardId| {
+        let map = record.block_map().unwrap().without(off, &[to]).unwrap();
+        let lead = if record.lead == off { to } else { record.lead };
+        record.moved(&map, lead).unwrap()
+    };
+    let adoption = |attempt, before: &ModelRecord, after: &ModelRecord| {
+        let (epoch, owners) = (before.epoch, before.owners.clone());
+        Adoption { attempt, record: after.clone(), epoch, owners, shards: shards.clone() }.encode().unwrap()
+    };
+    let mut peer = AdminPeer::connect(&world.address_of(new), Instant::now() + LONG).unwrap();
+    let mut ask = |message: Message, payload: &[u8]| peer.request(&message, payload, Instant::now() + LONG);
+    // A shard takes blocks, the registry puts the map in force, and nobody tells the shard.
+    let (generation, after) = (old.generation, without(&old, off, new));
+    ask(Message::Adopt, &adoption(1, &old, &after)).unwrap();
+    ask(Message::Fill { generation, attempt: 1, version: Version(0), reducer: "sum".into() }, &[]).unwrap();
+    let end = Instant::now() + LONG;
+    loop {
+        match ask(Message::Adopting { generation, attempt: 1 }, &[]).unwrap().0 {
+            Message::Adopted { blocks, of } if blocks == of => break,
+            _ => assert!(Instant::now() < end, "its blocks do not come"),
+        }
+    }
+    world.registry.put(&after, Some(old.epoch), Instant::now() + LONG).unwrap();
+    // Under the new map another move begins, and is given up.
+    let later = without(&after, after.lead, new);
+    match ask(Message::Adopt, &adoption(2, &after, &later)) {
+        Err(AdminError::Refusal(refusal)) => {
+            assert!(refusal.to_string().contains("has not switched to block map 2"), "{refusal}");
+        }
+        other => panic!("{other:?}"),
+    }
+    ask(Message::Abandon { generation, attempt: 2 }, &[]).unwrap();
+    // Then the shard hears of the first one.
+    let moved = Moved { record: after.clone(), shards: shards.clone() }.encode().unwrap();
+    ask(Message::Switch, &moved).unwrap();
+    let block = after.block_map().unwrap().blocks_of(new).next().unwrap();
+    let what = libmodelio::wire::Kept::Weights;
+    let fetch = Message::Fetch { generation, epoch: after.epoch, version: Version(0), block, what };
+    assert_eq!(ask(fetch, &[]).unwrap().0, Message::Fetched);
 }
 
 #[test]

@@ -341,7 +341,9 @@ impl Shared {
         let (name, generation) = (told.record.name.clone(), told.record.generation);
         let new = told.record.block_map().map_err(Refusal::other)?;
         let before = told.map_in_force().map_err(Refusal::other)?;
-        let Some(mut taking) = self.adopting.begin(generation, told.attempt)? else { return Ok(()) };
+        let Some(mut taking) = self.adopting.begin(generation, told.attempt, told.epoch)? else {
+            return Ok(());
+        };
         // From here on the number stays.
         let me = *self.shard.lock();
         let in_force = self.part_in_force(&name, &told, before.shares().contains_key(&me))?;

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::Generation;
+use libmodelio::ids::{Epoch, Generation};
 use libmodelio::wire::Refusal;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
@@ -74,8 +74,14 @@ impl Adoptions {
         self.known.lock().parts.values().cloned().collect()
     }
 
-    /// It is this attempt's turn to take memory; `None` if it has done so.
-    pub(super) fn begin(&self, generation: Generation, attempt: u64) -> Result<Option<Taking<'_>>, Refusal> {
+    /// It is this attempt's turn to take memory; `None` if it has done so. The attempt starts from the block map of
+    /// `in_force`: a part under that map is the model's, though nobody has told this shard yet.
+    pub(super) fn begin(
+        &self,
+        generation: Generation,
+        attempt: u64,
+        in_force: Epoch,
+    ) -> Result<Option<Taking<'_>>, Refusal> {
         let until = Instant::now() + PATIENCE;
         let mut known = self.known.lock();
         loop {
@@ -90,6 +96,12 @@ impl Adoptions {
             if there == Some(attempt) {
                 return Ok(None);
             }
+            let is_in_force = |part: &Arc<Adopting>| part.record().epoch <= in_force;
+            if known.parts.get(&generation).is_some_and(is_in_force) {
+                return Err(Refusal::other(format!(
+                    "this shard has not switched to block map {in_force} yet: run the command again"
+                )));
+            }
             let Some(newest) = known.taking.get_mut(&generation) else { break };
             *newest = attempt;
             if self.changed.wait_until(&mut known, until).timed_out() {
@@ -103,7 +115,8 @@ impl Adoptions {
         Ok(Some(Taking { of: self, generation, attempt, before }))
     }
 
-    /// Nothing is to come of this attempt, nor of those before it.
+    /// Nothing is to come of this attempt, nor of those before it. But an earlier part that is whole stays until the
+    /// registry has said what becomes of it: its map may be in force.
     pub(super) fn abandon(&self, generation: Generation, attempt: u64) {
         let mut known = self.known.lock();
         known.void.retain(|(of, _)| *of != generation);
@@ -111,7 +124,10 @@ impl Adoptions {
             known.void.pop_front();
         }
         known.void.push_back((generation, attempt));
-        if known.parts.get(&generation).is_some_and(|part| part.attempt() <= attempt) {
+        let is_void = |part: &Arc<Adopting>| {
+            part.attempt() == attempt || part.attempt() < attempt && part.filled().is_err()
+        };
+        if known.parts.get(&generation).is_some_and(is_void) {
             known.take_out(generation);
         }
         self.changed.notify_all();
@@ -135,11 +151,10 @@ impl Adoptions {
     /// The model is no more.
     pub(super) fn delete(&self, generation: Generation) {
         // A later attempt may have begun here only if its memory is being taken.
-        let is_taking = self.known.lock().taking.contains_key(&generation);
-        match is_taking {
-            true => self.abandon(generation, u64::MAX),
-            false => self.take_out(generation),
+        if self.known.lock().taking.contains_key(&generation) {
+            self.abandon(generation, u64::MAX);
         }
+        self.take_out(generation);
     }
 }
 
