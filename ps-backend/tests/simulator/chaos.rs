@@ -27,6 +27,8 @@ pub enum Fault {
     Slow(Now, Now),
     /// A process stops and goes on after so long.
     Hang(Now),
+    /// The clock of a process jumps.
+    Jump(Now),
     /// A client is killed; another one may come in its place.
     Crash { again: Option<Now> },
     /// A client starts.
@@ -64,6 +66,15 @@ impl World {
         for _ in 0..self.settings.moves {
             let at = Now::from_micros(self.rng.u64(0..chaos));
             self.at(at, Event::Fault(Fault::Move));
+            if self.settings.competes {
+                let after = self.some_time(2_000_000);
+                self.at(at + after, Event::Fault(Fault::Move));
+            }
+        }
+        for _ in 0..self.settings.jumps {
+            let at = Now::from_micros(self.rng.u64(0..chaos));
+            let by = self.some_time(self.settings.lease.as_micros() as u64 * 3 / 2);
+            self.at(at, Event::Fault(Fault::Jump(by)));
         }
     }
 
@@ -107,6 +118,7 @@ impl World {
                     self.after(time, Event::Fault(Fault::Starts(1)));
                 }
             }
+            Fault::Jump(time) => self.jump(node, time),
             Fault::Move => self.begin_move(),
             Fault::Kill => self.kill(),
             Fault::Starts(learners) => {
@@ -155,7 +167,7 @@ impl World {
         self.add_client(0);
         for (name, value) in [("min_learners", "1"), ("learners", "1")] {
             let message = Message::SetControl { name: name.to_owned(), value: value.to_owned() };
-            let deadline = self.now + PROGRESS;
+            let deadline = self.clock(Node::Client(operator)) + PROGRESS;
             self.on_client(operator, |core, now, actions| {
                 core.request(u64::MAX, message, deadline, now, actions);
             });
@@ -211,7 +223,8 @@ impl World {
         self.run_until(self.settings.chaos, |_| false);
         self.heal();
         if self.killed > 0 && self.settles() {
-            return;
+            self.ended = true;
+            return self.check_ended();
         }
         let longest = 3 * self.settings.lease + 4 * self.settings.timeout + PROGRESS;
         let all = |world: &World, f: &dyn Fn(&crate::programs::Program) -> bool| {

@@ -84,6 +84,11 @@ impl Client {
         }
     }
 
+    /// What it shows.
+    pub fn front(&self) -> &[Content] {
+        &self.front
+    }
+
     /// What `node` is to this client: one of its core's parts, or the lead (`Some(None)`). None for what is of
     /// another course.
     pub fn part_of(&self, courses: &[Course], node: Node) -> Option<Option<Part>> {
@@ -103,7 +108,8 @@ impl World {
         f: impl FnOnce(&mut ClientCore, Now, &mut Vec<Action>) -> R,
     ) -> R {
         let mut actions = Vec::new();
-        let result = f(&mut self.clients[index].core, self.now, &mut actions);
+        let now = self.clock(Node::Client(index));
+        let result = f(&mut self.clients[index].core, now, &mut actions);
         for action in actions {
             self.client_acts(index, action);
         }
@@ -171,8 +177,7 @@ impl World {
             ClientEvent::Landed { version, block, content } => {
                 let whole = !self.chance(self.settings.broken);
                 let client = &mut self.clients[index];
-                client.back[block.index()] =
-                    if whole { content } else { Content::default().with(&[GARBAGE]) };
+                client.back[block.index()] = if whole { content } else { Content::replaced(&[GARBAGE]) };
                 self.on_client(index, |core, now, actions| core.landed(version, block, whole, now, actions));
             }
             ClientEvent::Flipped(version) => {
@@ -218,7 +223,7 @@ impl World {
             return;
         }
         self.on_client(index, |core, now, actions| core.tick(now, actions));
-        let now = self.now;
+        let now = self.clock(Node::Client(index));
         for (token, (_, asked, deadline)) in &self.clients[index].tokens {
             assert!(
                 *deadline > now,

@@ -6,6 +6,9 @@ use libmodelio::ids::{ClientId, Incarnation, LearnerId, PlanId, Step, Version};
 use libmodelio::wire::{Granted, Work};
 use ps_backend::controls::Consistency;
 use ps_backend::core::MemberView;
+use ps_backend::reducer::Reducer;
+
+use crate::state::{Block, Step as OptimizerStep, mix};
 
 /// One contribution, or one write of weights.
 pub type Uid = u32;
@@ -21,18 +24,23 @@ pub struct Content {
 }
 
 impl Content {
-    /// The block of the next version, with these contributions, in this order.
-    pub fn with(&self, added: &[Uid]) -> Content {
-        let mix = |digest: u64, uid: &Uid| {
-            (digest ^ u64::from(*uid)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23)
-        };
-        let digest = added.iter().fold(self.digest.wrapping_add(1), mix);
+    /// These contributions were added, and this is all that there is then.
+    pub fn of(digest: u64, added: &[Uid]) -> Content {
         Content { digest, added: added.to_vec() }
     }
 
     /// The block of the next version, with other values.
     pub fn replaced(added: &[Uid]) -> Content {
-        Content::default().with(added)
+        Content::of(added.iter().fold(1, |digest, uid| mix(digest, u64::from(*uid))), added)
+    }
+
+    pub fn digest(&self) -> u64 {
+        self.digest
+    }
+
+    /// Whether this version has added it.
+    pub fn adds(&self, uid: Uid) -> bool {
+        self.added.contains(&uid)
     }
 
     /// The block of the next version where nothing happens to it.
@@ -61,6 +69,8 @@ pub struct Record {
     pub bad: Option<u32>,
     /// A commit of it was asked for.
     pub offered: bool,
+    /// A commit of it has ended without anybody's knowing whether it counts.
+    pub doubted: bool,
     pub outcome: Outcome,
     pub version: Option<Version>,
 }
@@ -75,13 +85,27 @@ struct Planned {
     granted: BTreeMap<ClientId, Granted>,
     /// Learners that took part, and had not committed, when it began.
     missing: usize,
+    /// The reducer was chosen anew before it, so that its optimizer may begin from zero though it is the same.
+    may_begin_anew: bool,
 }
 
 #[derive(Debug)]
 struct Made {
     plan: PlanId,
     parts: BTreeSet<usize>,
-    blocks: Vec<Option<Content>>,
+    blocks: Vec<Option<Block>>,
+}
+
+/// Where the optimizer is, as the model of the job has it.
+#[derive(Debug)]
+struct Optimizer {
+    reducer: Reducer,
+    /// Steps that it has made since it was chosen.
+    t: u64,
+    /// It was chosen since the last step was decided.
+    chosen: bool,
+    /// As it is set.
+    set: Reducer,
 }
 
 /// The record of a run.
@@ -109,14 +133,17 @@ pub struct History {
     paces: BTreeMap<(LearnerId, Incarnation), u64>,
     /// Where that is for one who joins now.
     slowest: u64,
+    optimizer: Optimizer,
+    /// The newest version that any client has shown.
+    shown: Version,
 }
 
 impl History {
-    pub fn new(blocks: u32, parts: usize) -> History {
+    pub fn new(blocks: u32, parts: usize, reducer: Reducer) -> History {
         let first = Made {
             plan: PlanId(0),
             parts: (0..parts).collect(),
-            blocks: vec![Some(Content::default()); blocks as usize],
+            blocks: vec![Some(Block::default()); blocks as usize],
         };
         History {
             blocks,
@@ -134,6 +161,8 @@ impl History {
             names: BTreeMap::new(),
             paces: BTreeMap::new(),
             slowest: 0,
+            optimizer: Optimizer { reducer, t: 0, chosen: false, set: reducer },
+            shown: Version(0),
         }
     }
 
@@ -150,6 +179,7 @@ impl History {
             blocks: BTreeSet::new(),
             bad: None,
             offered: false,
+            doubted: false,
             outcome: Outcome::Unknown,
             version: None,
         };
@@ -207,6 +237,7 @@ impl History {
             sources: plan.sources.iter().map(|source| source.client).collect(),
             granted: BTreeMap::new(),
             missing,
+            may_begin_anew: false,
         };
         self.plans.entry(plan.plan).or_insert(planned);
     }
@@ -215,6 +246,13 @@ impl History {
         let plan = self.plans.get_mut(&plan).expect("a grant belongs to a plan that has begun");
         assert!(plan.sources.contains(&client), "a grant to a client that the shards do not expect");
         plan.granted.insert(client, payload.clone());
+    }
+
+    /// The settings name this reducer from now on. The optimizer begins anew with the next version of which nothing is
+    /// computed yet.
+    pub fn sets(&mut self, reducer: Reducer) {
+        self.optimizer.chosen |= reducer != self.optimizer.set;
+        self.optimizer.set = reducer;
     }
 
     /// A learner asks to join these.
@@ -246,6 +284,13 @@ impl History {
         for member in members.iter().filter(|member| of.contains(&member.learner)) {
             *self.paces.entry((member.learner, member.incarnation)).or_default() += 1;
         }
+        let planned = self.plans.get_mut(&plan).expect("it has begun");
+        planned.may_begin_anew = self.optimizer.chosen;
+        if let Work::Reduce { step, .. } = &planned.work {
+            // What was set in the middle of a step counts from the next one.
+            let step: ps_backend::reducer::Step = serde_json::from_str(step).expect("a step");
+            self.optimizer.chosen = self.optimizer.set != step.reducer;
+        }
         let Some(Consistency::Ssp(most)) = self.consistency else { return };
         let pace = |member: &MemberView| self.paces.get(&(member.learner, member.incarnation)).copied();
         let slowest = members.iter().filter_map(pace).min().unwrap_or_default();
@@ -276,7 +321,7 @@ impl History {
     }
 
     /// A part has published a version.
-    pub fn published(&mut self, part: usize, version: Version, plan: PlanId, blocks: Vec<(u32, Content)>) {
+    pub fn published(&mut self, part: usize, version: Version, plan: PlanId, blocks: Vec<(u32, Block)>) {
         let at = version.0 as usize;
         if at == self.versions.len() {
             assert_eq!(
@@ -301,7 +346,7 @@ impl History {
     fn check_version(&mut self, version: Version) {
         let plan = self.versions[version.0 as usize].plan;
         let planned = self.plans.get(&plan).expect("a version is made by a plan").clone();
-        let blocks = |version: Version| -> Vec<Content> {
+        let blocks = |version: Version| -> Vec<Block> {
             self.versions[version.0 as usize]
                 .blocks
                 .iter()
@@ -310,22 +355,48 @@ impl History {
         };
         let (before, after) = (blocks(Version(version.0 - 1)), blocks(version));
         match &planned.work {
-            Work::Assign => self.check_assigned(version, &before, &after),
+            Work::Assign => self.check_assigned(version, planned.may_begin_anew, &before, &after),
             Work::Reduce { step, .. } => {
                 let step: ps_backend::reducer::Step = serde_json::from_str(step).expect("a step");
-                self.check_reduced(version, plan, &step, &before, &after);
+                let expected = self.next_step(version, step.reducer, step.t, planned.may_begin_anew);
+                self.check_reduced(version, plan, (&step, &expected), &before, &after);
             }
             Work::Add { .. } => panic!("version {version} is made by plan {plan}, which only adds"),
         }
     }
 
+    /// The optimizer's next step: it goes on, and begins anew only when its reducer is chosen.
+    fn next_step(
+        &mut self,
+        version: Version,
+        reducer: Reducer,
+        t: u64,
+        may_begin_anew: bool,
+    ) -> OptimizerStep {
+        let optimizer = &mut self.optimizer;
+        let goes_on = (reducer == optimizer.reducer).then_some(optimizer.t + 1);
+        let anew = (goes_on.is_none() || may_begin_anew).then_some(1);
+        assert!(
+            [goes_on, anew].contains(&Some(t)),
+            "version {version} is step {t} of {reducer}'s optimizer, not {goes_on:?}, or {anew:?} anew"
+        );
+        (optimizer.reducer, optimizer.t) = (reducer, t);
+        OptimizerStep { reducer, t, fresh: t == 1 }
+    }
+
     /// New weights: all of one write, everything else as it was.
-    fn check_assigned(&mut self, version: Version, before: &[Content], after: &[Content]) {
-        let uids: BTreeSet<Uid> = after.iter().flat_map(|content| content.added.iter().copied()).collect();
+    fn check_assigned(&mut self, version: Version, anew: bool, before: &[Block], after: &[Block]) {
+        let uids: BTreeSet<Uid> =
+            after.iter().flat_map(|block| block.weights.added.iter().copied()).collect();
         assert!(uids.len() <= 1, "version {version} is of several writes: {uids:?}");
         for (block, (before, after)) in before.iter().zip(after).enumerate() {
             let holds = uids.iter().find(|uid| self.records[uid].blocks.contains(&(block as u32)));
-            let expected = holds.map_or_else(|| before.same(), |uid| Content::replaced(&[*uid]));
+            let holds = holds.map(|uid| [*uid]);
+            let mut expected = before.assigned(holds.as_ref().map(<[Uid; 1]>::as_slice));
+            if anew && after.state.slots == 0 {
+                // They were of a reducer that is not chosen any more, and a move has left them behind.
+                expected.state.slots = 0;
+            }
             assert_eq!(*after, expected, "block {block} of version {version}, which is written by {uids:?}");
         }
         for uid in uids {
@@ -337,11 +408,11 @@ impl History {
         &mut self,
         version: Version,
         plan: PlanId,
-        step: &ps_backend::reducer::Step,
-        before: &[Content],
-        after: &[Content],
+        (step, expected): (&ps_backend::reducer::Step, &OptimizerStep),
+        before: &[Block],
+        after: &[Block],
     ) {
-        let replaces = step.reducer == ps_backend::reducer::Reducer::Assign;
+        let replaces = step.reducer == Reducer::Assign;
         let mut plans: Vec<PlanId> = Vec::new();
         for (kept, parts) in std::mem::take(&mut self.sealed) {
             assert_eq!(
@@ -375,27 +446,29 @@ impl History {
         }
         for (block, (before, after)) in before.iter().zip(after).enumerate() {
             let holds = |uid: &Uid| self.records[uid].blocks.contains(&(block as u32));
-            let bad = after.added.iter().find(|&&uid| uid == GARBAGE || !self.records.contains_key(&uid));
+            let added = &after.weights.added;
+            let bad = added.iter().find(|&&uid| uid == GARBAGE || !self.records.contains_key(&uid));
             assert_eq!(bad, None, "block {block} of version {version} holds memory that was given back");
             // Where blocks replace each other, NaN may be in one that does not count.
             let is_nan = |uid: &&Uid| self.records[uid].bad == Some(block as u32);
-            let bad = after.added.iter().find(is_nan).filter(|_| self.reject);
+            let bad = added.iter().find(is_nan).filter(|_| self.reject);
             assert_eq!(bad, None, "block {block} of version {version} holds NaN");
             if replaces {
                 // The last plan that holds the block counts, and of it the highest learner.
                 let last = of.iter().rev().find_map(|plan| {
                     plan.iter().flatten().copied().filter(holds).max_by_key(|uid| self.records[uid].of)
                 });
-                let expected = last.map_or_else(|| before.same(), |uid| Content::replaced(&[uid]));
+                let last = last.map(|uid| [uid]);
+                let expected = before.replaced(expected, last.as_ref().map(<[Uid; 1]>::as_slice));
                 assert_eq!(*after, expected, "block {block} of version {version}");
                 continue;
             }
             assert_eq!(
                 *after,
-                before.with(&after.added),
-                "block {block} of version {version} is not made from the one before"
+                before.stepped(expected, added),
+                "block {block} of version {version} is not made from the one before by {expected:?}"
             );
-            self.check_sum(version, block, &plans, &of, &after.added);
+            self.check_sum(version, block, &plans, &of, added);
         }
         for uid in all {
             self.goes_in(uid, version);
@@ -453,17 +526,25 @@ impl History {
     // -- what clients show
 
     /// A client shows these blocks as a version.
-    pub fn shows(&self, client: ClientId, version: Version, blocks: &[Content]) {
+    pub fn shows(&mut self, client: ClientId, version: Version, blocks: &[Content]) {
+        self.shown = self.shown.max(version);
         let made = self.versions.get(version.0 as usize);
         let made =
             made.unwrap_or_else(|| panic!("client {client} shows version {version}, which nobody has made"));
         for (block, (shown, made)) in blocks.iter().zip(&made.blocks).enumerate() {
             assert_eq!(
                 Some(shown),
-                made.as_ref(),
+                made.as_ref().map(|made| &made.weights),
                 "block {block} that client {client} shows as of version {version}"
             );
         }
+    }
+
+    /// A part has this block of a version that it has made.
+    pub fn made_block(&self, part: usize, version: Version, block: u32, found: &Block) {
+        let made =
+            self.versions.get(version.0 as usize).and_then(|made| made.blocks[block as usize].as_ref());
+        assert_eq!(Some(found), made, "block {block} of version {version} at part {part}");
     }
 
     /// A client that has committed `uid` is told that this version holds it.

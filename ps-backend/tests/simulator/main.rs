@@ -6,13 +6,16 @@
 
 mod chaos;
 mod client;
+mod clock;
 mod connections;
+mod ended;
 mod history;
 mod moving;
 mod network;
 mod programs;
 mod settings;
 mod shard;
+mod state;
 mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -29,23 +32,26 @@ fn number(name: &str) -> Option<u64> {
     Some(value.parse().unwrap_or_else(|_| panic!("{name}={value:?} is not a number")))
 }
 
-/// Versions that a run has made, events in it, moves, and processes of shards that have ended in it.
-fn run(seed: u64, printing: bool) -> [u64; 4] {
+/// Versions that a run has made, events in it, moves, processes of shards that have ended in it, and whether that has
+/// ended the job.
+fn run(seed: u64, printing: bool) -> [u64; 5] {
     let mut world = World::new(seed, printing);
     world.run();
-    [world.history.made() as u64, world.events, world.current() as u64, world.killed]
+    [world.history.made() as u64, world.events, world.current() as u64, world.killed, u64::from(world.ended)]
 }
 
 #[test]
 fn every_history_is_allowed() {
     if let Some(seed) = number("GRADFS_SIM_SEED") {
-        let [versions, events, moves, kills] = run(seed, true);
-        return println!("seed {seed}: {versions} versions, {events} events, {moves} moves, {kills} kills");
+        let [versions, events, moves, kills, ended] = run(seed, true);
+        return println!(
+            "seed {seed}: {versions} versions, {events} events, {moves} moves, {kills} kills, {ended} ended jobs"
+        );
     }
     let seeds = number("GRADFS_SIM_SEEDS").unwrap_or(SEEDS);
     let from = number("GRADFS_SIM_FROM").unwrap_or(0);
     let next = AtomicU64::new(from);
-    let totals = [const { AtomicU64::new(0) }; 4];
+    let totals = [const { AtomicU64::new(0) }; 5];
     let failed: Mutex<Vec<(u64, String)>> = Mutex::new(Vec::new());
     let work = || {
         loop {
@@ -82,9 +88,12 @@ fn every_history_is_allowed() {
         println!("  GRADFS_SIM_SEED={seed} cargo test -p ps-backend --test simulator -- --nocapture");
     }
     assert!(failed.is_empty(), "{} of {seeds} seeds failed", failed.len());
-    let [versions, events, moves, kills] = totals.map(AtomicU64::into_inner);
-    println!("{seeds} seeds: {versions} versions, {events} events, {moves} moves, {kills} kills");
+    let [versions, events, moves, kills, ended] = totals.map(AtomicU64::into_inner);
+    println!(
+        "{seeds} seeds: {versions} versions, {events} events, {moves} moves, {kills} kills, {ended} ended jobs"
+    );
     // What is not drawn is not checked.
     assert!(seeds < 100 || moves > seeds / 4, "{moves} moves in {seeds} runs");
     assert!(seeds < 100 || kills > seeds / 16, "{kills} kills in {seeds} runs");
+    assert!(seeds < 100 || ended > seeds / 64, "{ended} jobs were ended in {seeds} runs");
 }

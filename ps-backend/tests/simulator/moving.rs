@@ -11,16 +11,21 @@ use libmodelio::ids::{ClientId, ShardId, Version};
 use libmodelio::wire::{Message, ModelRecord, Refusal, RegistryRequest, ShardRecord};
 use ps_backend::lead::LeadCore;
 use ps_backend::moving::{Action, Job, Looked, MoveCore, Plan, Put, Sight, Tell, Told};
+use ps_backend::reducer::Reducer;
 
 use crate::chaos::Fault;
-use crate::history::Content;
 use crate::shard::Shard;
+use crate::state::Block;
 use crate::world::{Body, Event, Node, Now, World};
 
 /// How long a move may take, at most.
 const PATIENCE: u64 = 8_000_000;
+/// Moves that wait for another one.
+const MOST_WAITING: usize = 3;
 /// Numbers of shards.
 pub const SHARDS: u16 = 9;
+/// The registry may carry out what it was asked this much later, in microseconds.
+const LATEST: u64 = 10_000_000;
 /// A shard that nobody tells asks the registry after this time, and again.
 const ASK_AFTER: Now = Now::from_secs(5);
 const ASK_AGAIN: Now = Now::from_secs(2);
@@ -56,11 +61,17 @@ pub struct Course {
 /// One attempt to move the model, for those who hear of it.
 #[derive(Debug)]
 struct Attempt {
+    /// What time it was at the coordinator when it began: so are attempts numbered.
+    number: u64,
     plan: Arc<Plan>,
     /// From this course.
     from: usize,
     version: Version,
+    /// Whose optimizer state there is.
+    reducer: Reducer,
     state: Vec<u8>,
+    /// What time it was at the coordinator then.
+    frozen_at: Now,
 }
 
 /// The lead's process carries it out.
@@ -78,7 +89,7 @@ pub struct Mover {
 pub struct Adoption {
     of: usize,
     version: Option<Version>,
-    whole: Option<Vec<Content>>,
+    whole: Option<Vec<Block>>,
     failed: bool,
     handed: Option<Vec<u8>>,
 }
@@ -90,7 +101,9 @@ pub struct Moves {
     pub movers: Vec<Mover>,
     adoptions: std::collections::BTreeMap<ShardId, Adoption>,
     /// Attempts up to this one are abandoned, as far as a process knows.
-    void: std::collections::BTreeMap<ShardId, usize>,
+    void: std::collections::BTreeMap<ShardId, u64>,
+    /// Moves that wait for their turn.
+    waiting: usize,
     /// Clients whose connections came or went while the lead was frozen.
     pub missed: std::collections::BTreeSet<usize>,
 }
@@ -109,6 +122,8 @@ pub enum Moving {
     Filled(usize, ShardId),
     /// A shard that nobody tells looks at the registry.
     Asks(usize, ShardId),
+    /// One that waited for its turn begins.
+    Turn,
     /// Somebody wants it no more.
     Halt(usize),
     /// The shards of a course are stopped.
@@ -118,6 +133,24 @@ pub enum Moving {
 pub fn shard_record(number: u16) -> ShardRecord {
     let address = format!("node{number}:7070");
     ShardRecord { shard: ShardId(number), address, host: String::new(), draining: false, rdma: String::new() }
+}
+
+impl Moves {
+    /// Moves that a coordinator's process carries out.
+    pub fn of_lead(&self, node: Node) -> Vec<usize> {
+        let of = self.movers.iter().map(|mover| mover.of);
+        of.filter(|&of| Node::Lead(self.attempts[of].from) == node).collect()
+    }
+
+    /// Where it happens.
+    pub fn node_of(&self, moving: &Moving) -> Option<Node> {
+        match moving {
+            Moving::Tick(of) | Moving::Answered(of, ..) | Moving::Put(of, _) | Moving::Halt(of) => {
+                Some(Node::Lead(self.attempts[*of].from))
+            }
+            _ => None,
+        }
+    }
 }
 
 impl World {
@@ -170,7 +203,7 @@ impl World {
     }
 
     /// The first course: its lead and its parts begin at once.
-    pub fn begin(&mut self, record: ModelRecord, map: BlockMap, local: Option<usize>, whole: &[Content]) {
+    pub fn begin(&mut self, record: ModelRecord, map: BlockMap, local: Option<usize>) {
         for number in 1..=SHARDS {
             let announce =
                 RegistryRequest::Announce { record: shard_record(number), lease_ms: 3_600_000, bound: false };
@@ -180,18 +213,18 @@ impl World {
         self.registry.handle(&RegistryRequest::Put { replaces: None }, &bytes, Now::ZERO).expect("it is new");
         self.add_course(record, map, local, None);
         let owners: Vec<ShardId> = self.courses[0].map.shares().into_keys().collect();
-        owners.into_iter().for_each(|owner| self.activate(0, owner, Version(0), whole));
+        owners.into_iter().for_each(|owner| self.activate(0, owner, Version(0), &[]));
+        let shown = self.some_time(1_000_000_000);
+        self.starts_clock(Node::Lead(0), shown);
         self.courses[0].lead = Life::Live;
         self.lead_connects(0);
     }
 
     fn add_course(&mut self, record: ModelRecord, map: BlockMap, local: Option<usize>, by: Option<usize>) {
         let course = self.courses.len();
-        let blank = vec![Content::default(); self.settings.blocks as usize];
         let mut parts = Vec::new();
         for shard in map.shares().into_keys() {
-            let mut shard =
-                Shard::new(map.blocks_of(shard).collect(), Version(0), &blank, self.settings.keep);
+            let mut shard = Shard::new(map.blocks_of(shard).collect(), Version(0), &[], self.settings.keep);
             (shard.course, shard.life) = (course, Life::Coming);
             parts.push(self.shards.len());
             self.shards.push(shard);
@@ -200,7 +233,7 @@ impl World {
     }
 
     /// A shard's part of a course begins.
-    fn activate(&mut self, course: usize, shard: ShardId, version: Version, whole: &[Content]) {
+    fn activate(&mut self, course: usize, shard: ShardId, version: Version, whole: &[Block]) {
         let lead = Node::Lead(course);
         let Course { map, parts, local, .. } = &self.courses[course];
         let at = map.shares().into_keys().position(|owner| owner == shard).expect("an owner");
@@ -238,18 +271,35 @@ impl World {
 
     /// Whether somebody waits for a move.
     pub fn is_moving(&self) -> bool {
-        self.moves.movers.iter().any(|mover| !mover.finished)
+        self.moves.waiting > 0 || self.moves.movers.iter().any(|mover| !mover.finished)
     }
 
+    fn mover_node(&self, of: usize) -> Node {
+        Node::Lead(self.moves.attempts[of].from)
+    }
+
+    /// A coordinator moves its model once at a time; others wait for their turn. One that was frozen may still be at it
+    /// when the next one begins.
     pub fn begin_move(&mut self) {
-        if self.is_moving() || !self.is_led() || self.lead.failed().is_some() {
-            return;
+        match self.is_busy() {
+            true => self.moves.waiting = (self.moves.waiting + 1).min(MOST_WAITING),
+            false => self.begins_move(),
         }
+    }
+
+    /// Whether the one who coordinates moves its model already.
+    fn is_busy(&self) -> bool {
+        let goes_on = |mover: &Mover| !mover.finished && self.moves.attempts[mover.of].from == self.leads;
+        self.moves.movers.iter().any(goes_on)
+    }
+
+    fn begins_move(&mut self) {
         let from = self.leads;
-        let before = self.courses[from].record.clone();
-        if before.epoch != self.courses[self.current()].record.epoch {
+        if !self.is_led() || self.lead.failed().is_some() {
             return;
         }
+        let before = self.courses[self.current()].record.clone();
+        let epoch = self.courses[from].record.epoch;
         let owners: Vec<ShardId> = self.courses[from].map.shares().into_keys().collect();
         let off = owners[self.rng.usize(0..owners.len())];
         // Of the others some take blocks.
@@ -258,20 +308,32 @@ impl World {
             record.draining = record.shard == off || self.rng.u8(0..3) == 0;
         }
         let controls = self.lead.job().controls().clone();
-        let job = Job { generation: before.generation, epoch: before.epoch, controls: &controls };
+        let job = Job { generation: before.generation, epoch, controls: &controls };
         let of = self.moves.attempts.len();
+        let number = u64::try_from(self.clock(self.lead_node()).as_nanos()).expect("a short run");
+        let numbers = self.moves.attempts.iter().map(|attempt| attempt.number).max();
+        assert!(numbers < Some(number), "attempt {number} to move the model comes after {numbers:?}");
         let process = before.lead;
-        let plan = match Plan::new(off, before, &shards, &job, of as u64 + 1) {
+        let plan = match Plan::new(off, before, &shards, &job, number) {
             Ok(plan) => Arc::new(plan.expect("it has blocks")),
             Err(why) => return self.trace(|| format!("no move: {why}")),
         };
-        let attempt = Attempt { plan: Arc::clone(&plan), from, version: Version(0), state: Vec::new() };
+        let attempt = Attempt {
+            number,
+            plan: Arc::clone(&plan),
+            from,
+            version: Version(0),
+            reducer: controls.reducer,
+            state: Vec::new(),
+            frozen_at: Now::ZERO,
+        };
         self.moves.attempts.push(attempt);
-        let deadline = self.now + Now::from_secs(3) + self.some_time(PATIENCE);
+        let now = self.clock(self.lead_node());
+        let deadline = now + Now::from_secs(3) + self.some_time(PATIENCE);
         let hold = Duration::from_secs(1) + self.some_time(PATIENCE);
         self.trace(|| format!("move {of} off shard {off} to {:?}", plan.after.owners));
         let mut actions = Vec::new();
-        let core = MoveCore::new(plan, deadline, Some(hold), self.now, &mut actions);
+        let core = MoveCore::new(plan, deadline, Some(hold), now, &mut actions);
         self.moves.movers.push(Mover { of, process, core, finished: false, tick_at: None });
         self.mover_acts(of, actions);
         if self.chance(0.1) {
@@ -285,7 +347,7 @@ impl World {
     }
 
     fn on_mover(&mut self, of: usize, f: impl FnOnce(&mut MoveCore, Now, &mut Vec<Action>)) {
-        let now = self.now;
+        let now = self.clock(self.mover_node(of));
         let Some(mover) = self.moves.movers.iter_mut().find(|mover| mover.of == of) else { return };
         let mut actions = Vec::new();
         f(&mut mover.core, now, &mut actions);
@@ -298,7 +360,9 @@ impl World {
             match action {
                 Action::Tell { number, shard, what, .. } => {
                     if what == Tell::Fill {
-                        self.moves.attempts[of].version = self.lead.job().version();
+                        let attempt = &mut self.moves.attempts[of];
+                        (attempt.version, attempt.reducer) =
+                            (self.lead.job().version(), self.lead.job().state_of());
                     }
                     if !self.chance(0.01) {
                         let after = self.some_delay();
@@ -309,7 +373,9 @@ impl World {
                 Action::Freeze => {
                     let state = self.lead.hand_over().expect("it is held");
                     let length = state.len() as u64;
-                    self.moves.attempts[of].state = state;
+                    let now = self.clock(self.lead_node());
+                    let attempt = &mut self.moves.attempts[of];
+                    (attempt.state, attempt.frozen_at) = (state, now);
                     self.frozen = true;
                     self.on_mover(of, |core, now, actions| core.frozen(Ok(length), now, actions));
                 }
@@ -327,17 +393,21 @@ impl World {
                 Action::Finished(_) => {
                     let mover = self.moves.movers.iter_mut().find(|mover| mover.of == of);
                     mover.expect("it acts").finished = true;
+                    self.next_turn();
                 }
             }
         }
         self.moves.movers.retain(|mover| !mover.core.is_over());
-        let now = self.now;
-        if let Some(mover) = self.moves.movers.iter_mut().find(|mover| mover.of == of) {
-            let due = mover.core.next_deadline(now).max(now);
-            if mover.tick_at.is_none_or(|at| due < at || at <= now) && due < Now::MAX {
-                mover.tick_at = Some(due);
-                self.at(due, Event::Moves(Moving::Tick(of)));
-            }
+        let (node, world) = (self.mover_node(of), self.now);
+        let now = self.clock(node);
+        let due = |mover: &&Mover| mover.of == of && mover.core.next_deadline(now) < Now::MAX;
+        let due = self.moves.movers.iter().find(due).map(|mover| mover.core.next_deadline(now).max(now));
+        let Some(due) = due.map(|due| self.when(node, due).max(world)) else { return };
+        if let Some(mover) = self.moves.movers.iter_mut().find(|mover| mover.of == of)
+            && mover.tick_at.is_none_or(|at| due < at || at <= world)
+        {
+            mover.tick_at = Some(due);
+            self.at(due, Event::Moves(Moving::Tick(of)));
         }
     }
 
@@ -362,7 +432,7 @@ impl World {
 
     /// What was said while nobody listened counts as a sign of life.
     fn forgive_silence(&mut self) {
-        let learners: Vec<_> = self.lead.job().members(self.now).iter().map(|m| m.learner).collect();
+        let learners: Vec<_> = self.members().iter().map(|m| m.learner).collect();
         let lead = self.lead_node();
         let up =
             |world: &mut World, index: usize| world.network.connection(Node::Client(index), lead).acceptor_up;
@@ -391,11 +461,20 @@ impl World {
             0 => vec![answered(after, Put::NotSent("nobody listens".into()))],
             1 => vec![answered(after, lost())],
             2 => vec![comes(after), answered(after + after, lost())],
-            3 => vec![answered(after, lost()), comes(after + Now::from_secs(1))],
+            // It is carried out long after it was asked again.
+            3..5 => vec![answered(after, lost()), comes(after + self.some_time(LATEST))],
             // The answer is what is then.
             _ => vec![comes(after), answered(after, Put::Done)],
         };
         events.into_iter().for_each(|(after, event)| self.after(after, event));
+    }
+
+    /// Who waits for its turn has it soon.
+    fn next_turn(&mut self) {
+        if self.moves.waiting > 0 {
+            let after = self.some_time(20_000);
+            self.after(after, Event::Moves(Moving::Turn));
+        }
     }
 
     // -- what happens
@@ -410,8 +489,9 @@ impl World {
                 };
                 self.on_mover(of, |core, now, actions| core.tick(now, &sight, actions));
                 let mover = self.moves.movers.iter().find(|mover| mover.of == of);
-                let due = mover.map(|mover| mover.core.next_deadline(self.now));
-                assert!(due.is_none_or(|due| due > self.now), "move {of} does not rest");
+                let now = self.clock(self.mover_node(of));
+                let due = mover.map(|mover| mover.core.next_deadline(now));
+                assert!(due.is_none_or(|due| due > now), "move {of} does not rest");
             }
             Moving::Tell(of, number, shard, what) => {
                 let answer = self.told(of, shard, what);
@@ -436,6 +516,16 @@ impl World {
             Moving::Put(of, answer) => self.on_mover(of, |core, now, actions| core.put(answer, now, actions)),
             Moving::Filled(of, shard) => self.filled(of, shard),
             Moving::Asks(of, shard) => self.asks(of, shard),
+            Moving::Turn => {
+                if self.moves.waiting > 0 && !self.is_busy() {
+                    self.moves.waiting -= 1;
+                    self.begins_move();
+                    // If that came to nothing, it is the next one's turn.
+                    if !self.is_busy() {
+                        self.next_turn();
+                    }
+                }
+            }
             Moving::Halt(of) => self.on_mover(of, MoveCore::stop),
             Moving::Stop(course) => self.stop_course(course),
         }
@@ -463,6 +553,8 @@ impl World {
         if self.courses[self.current()].by == Some(of) {
             return Ok(());
         }
+        let stored = self.courses[self.current()].record.epoch;
+        assert_eq!(stored, plan.before.epoch, "the registry replaces a record of another epoch");
         assert!(self.frozen || self.courses[self.leads].lead != Life::Live, "two leads");
         self.trace(|| format!("move {of} is in force: {:?}", plan.after.owners));
         let map = plan.after.block_map().expect("a map");
@@ -476,20 +568,29 @@ impl World {
 
     /// A shard hears what it is to do.
     fn told(&mut self, of: usize, shard: ShardId, what: Tell) -> Result<Told, String> {
-        let Attempt { plan, from, version, state } = &self.moves.attempts[of];
-        let (plan, from, version) = (Arc::clone(plan), *from, *version);
+        let Attempt { number, plan, from, version, state, frozen_at, .. } = &self.moves.attempts[of];
+        let (plan, from, version, number) = (Arc::clone(plan), *from, *version, *number);
         let known = self.moves.adoptions.get(&shard).map(|adoption| adoption.of);
         let takes_part = || "it does not take part".to_owned();
         match what {
             Tell::Adopt => {
                 let own = self.part_of(from, shard);
-                if self.moves.void.get(&shard).is_some_and(|&void| of <= void) || known > Some(of) {
+                let earlier = known.map(|known| &self.moves.attempts[known]);
+                let is_void = self.moves.void.get(&shard).is_some_and(|&void| number <= void);
+                if is_void || earlier.is_some_and(|earlier| earlier.number > number) {
                     return Err("a later attempt, or none".into());
+                }
+                let in_force = |earlier: &Attempt| earlier.plan.after.epoch <= plan.before.epoch;
+                if known != Some(of) && earlier.is_some_and(in_force) {
+                    return Err("it has not switched yet".into());
+                }
+                if known != Some(of) {
+                    self.moves.adoptions.remove(&shard);
                 }
                 if own.is_some_and(|part| self.shards[part].life != Life::Live) {
                     return Err("no such model".into());
                 }
-                if known < Some(of) {
+                if known != Some(of) {
                     let adoption = Adoption { of, ..Adoption::default() };
                     self.moves.adoptions.insert(shard, adoption);
                 }
@@ -497,8 +598,12 @@ impl World {
             }
             Tell::Abandon => {
                 let void = self.moves.void.entry(shard).or_default();
-                *void = of.max(*void);
-                if known.is_some_and(|known| known <= of) {
+                *void = number.max(*void);
+                // One that is whole may be of the map in force.
+                let whole = |adoption: &&mut Adoption| adoption.whole.is_some();
+                let whole = self.moves.adoptions.get_mut(&shard).as_ref().is_some_and(whole);
+                let earlier = known.is_some_and(|known| self.moves.attempts[known].number < number);
+                if known == Some(of) || earlier && !whole {
                     self.moves.adoptions.remove(&shard);
                 }
                 Ok(Told::Done)
@@ -526,7 +631,7 @@ impl World {
             Tell::HandOver { at } => {
                 assert_eq!(at, 0, "a state of one piece");
                 let (blocks, parts) = (self.settings.blocks, self.courses[from].parts.len());
-                LeadCore::taken_over(state, blocks, parts, self.now).expect("what was handed over");
+                LeadCore::taken_over(state, blocks, parts, *frozen_at).expect("what was handed over");
                 let state = state.clone();
                 self.moves.adoptions.get_mut(&shard).ok_or_else(takes_part)?.handed = Some(state);
                 Ok(Told::Done)
@@ -551,9 +656,9 @@ impl World {
     }
 
     /// The version at which the job is held, of all shards, if they have it.
-    fn whole(&self, of: usize) -> Option<Vec<Content>> {
-        let Attempt { from, version: expected, .. } = self.moves.attempts[of];
-        let mut whole = vec![Content::default(); self.settings.blocks as usize];
+    fn whole(&self, of: usize) -> Option<Vec<Block>> {
+        let Attempt { from, version: expected, reducer, .. } = self.moves.attempts[of];
+        let mut whole = vec![Block::default(); self.settings.blocks as usize];
         for &part in &self.courses[from].parts {
             if self.shards[part].life != Life::Live {
                 return None;
@@ -562,7 +667,7 @@ impl World {
             if version != expected {
                 return None;
             }
-            blocks.for_each(|(block, content)| whole[block.index()] = content);
+            blocks.for_each(|(block, kept)| whole[block.index()] = kept.kept_for(reducer));
         }
         Some(whole)
     }
@@ -594,16 +699,19 @@ impl World {
         self.moves.adoptions.remove(&shard);
         self.retire(from, shard, old);
         if let Some(handed) = handed.filter(|_| record.lead == shard) {
-            self.takes_over(course, &handed);
+            self.takes_over(of, course, &handed);
         }
         Ok(())
     }
 
-    fn takes_over(&mut self, course: usize, handed: &[u8]) {
+    fn takes_over(&mut self, of: usize, course: usize, handed: &[u8]) {
         let before = self.courses[self.leads].lead;
         assert!(self.frozen || before == Life::Lost, "a lead begins while another one ({before:?}) goes on");
         let parts = self.courses[course].parts.len();
-        let taken = LeadCore::taken_over(handed, self.settings.blocks, parts, self.now);
+        // Its clock goes on from when the other one was frozen.
+        let frozen_at = self.moves.attempts[of].frozen_at;
+        self.starts_clock(Node::Lead(course), frozen_at);
+        let taken = LeadCore::taken_over(handed, self.settings.blocks, parts, frozen_at);
         self.lead = taken.expect("what was handed over");
         // Whoever led is frozen, and never hears anything again.
         (self.leads, self.frozen) = (course, false);
@@ -674,6 +782,10 @@ impl World {
         self.killed += 1;
         self.moves.adoptions.remove(&shard);
         self.moves.movers.retain(|mover| mover.process != shard);
+        if self.moves.movers.iter().all(|mover| mover.finished) {
+            // They waited there.
+            self.moves.waiting = 0;
+        }
         let mut nodes = Vec::new();
         for course in 0..self.courses.len() {
             let part = self.part_of(course, shard);

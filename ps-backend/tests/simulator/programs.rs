@@ -7,7 +7,7 @@ use libmodelio::wire::{Message, Refusal};
 
 use crate::client::{ClientEvent, Payload};
 use crate::history::Uid;
-use crate::world::{Event, Now, World};
+use crate::world::{Event, Node, Now, World};
 
 /// What a request was for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +53,8 @@ pub struct Program {
     uid: Option<Uid>,
     /// Steps acknowledged since the network is well.
     pub since: u32,
+    /// The coordinator may have carried out a join of which it does not know.
+    doubts_join: bool,
 }
 
 impl Program {
@@ -67,6 +69,7 @@ impl Program {
             slot: 0,
             uid: None,
             since: 0,
+            doubts_join: false,
         }
     }
 
@@ -110,7 +113,7 @@ impl World {
         client.next_token += 1;
         let timeout = self.settings.timeout / 4 + self.some_time(self.settings.timeout.as_micros() as u64);
         // The lead's answer may take a while: it says more than silence does.
-        let deadline = self.now + timeout + self.settings.grace;
+        let deadline = self.clock(Node::Client(index)) + timeout + self.settings.grace;
         self.clients[index].tokens.insert(token, (program, asked, deadline));
         let message = message(timeout.as_millis() as u32 + 1);
         self.on_client(index, |core, now, actions| core.request(token, message, deadline, now, actions));
@@ -250,6 +253,12 @@ impl World {
                 program.slot = 0;
                 program.uid = None;
             }
+            (Asked::Join, Err(_)) if timed_out => self.clients[index].programs[at].doubts_join = true,
+            // Nobody else has its name, and whatever it joined before it has left.
+            (Asked::Join, Err(Refusal::Shard(ShardError::NameTaken(name)))) => {
+                let doubts = self.clients[index].programs[at].doubts_join;
+                assert!(doubts, "client {index}: a join of {name} was carried out twice");
+            }
             (Asked::Open, Ok(Message::Opened { step, staging_lent })) => {
                 return self.opened(index, at, step, staging_lent);
             }
@@ -262,12 +271,19 @@ impl World {
                     return self.await_own_step(index, at, learner, uid);
                 }
             }
-            (Asked::Commit(_), Err(_)) if timed_out => {
+            (Asked::Commit(uid), Err(_)) if timed_out => {
+                self.history.record(uid).doubted = true;
                 self.clients[index].programs[at].doing = Doing::Doubting;
                 return self.program_rests(index, at, Now::from_millis(50));
             }
             // Its commit may have been taken before its learner was given up.
             (Asked::Commit(_), Err(_)) if unknown => self.clients[index].programs[at].learner = None,
+            // Where the job has failed, nobody says what has become of an earlier try.
+            (Asked::Commit(uid), Err(Refusal::Shard(ShardError::Lost(_))))
+                if self.history.records[&uid].doubted =>
+            {
+                return self.abort(index, at);
+            }
             (Asked::Commit(uid), Err(why)) => {
                 self.history.refused(uid, &why);
                 return self.abort(index, at);
@@ -289,11 +305,11 @@ impl World {
     }
 
     fn await_own_step(&mut self, index: usize, at: usize, learner: LearnerId, uid: Uid) {
+        let deadline = self.clock(Node::Client(index)) + self.settings.timeout;
         let client = &mut self.clients[index];
         let token = client.next_token;
         client.next_token += 1;
         client.programs[at].doing = Doing::Waiting;
-        let deadline = self.now + self.settings.timeout;
         client.tokens.insert(token, (at, Asked::Await(uid), deadline));
         self.on_client(index, |core, now, actions| core.await_step(token, learner, deadline, now, actions));
     }

@@ -51,6 +51,11 @@ pub struct Settings {
     pub faults: usize,
     /// How often the model's blocks go elsewhere.
     pub moves: usize,
+    /// Moves compete: another one is asked for while one is under way.
+    pub competes: bool,
+    /// How much faster or slower than others a clock may be, in millionths, and how often one jumps.
+    pub drift: u64,
+    pub jumps: usize,
     /// Processes of shards end.
     pub kills: bool,
 }
@@ -117,6 +122,9 @@ impl Settings {
             chaos: millis(rng.u64(3000..15_000)),
             faults: [0, 3, 8, 20][rough as usize],
             moves: one_of(rng, &[0, 0, 1, 2, 4]),
+            competes: rng.bool(),
+            drift: one_of(rng, &[0, 0, 10_000, 50_000]),
+            jumps: one_of(rng, &[0, 0, 0, 2, 6]),
             kills: rng.u8(0..4) == 0,
         }
     }

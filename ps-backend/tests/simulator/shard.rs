@@ -10,6 +10,7 @@ use ps_backend::reducer::{self, Reducer};
 
 use crate::history::{Content, Uid};
 use crate::moving::Life;
+use crate::state::{Block, Step};
 use crate::world::{Body, Event, Node, Now, World};
 
 /// Payloads that wait because the core has said later.
@@ -52,13 +53,19 @@ pub struct Shard {
     mine: Vec<BlockId>,
     /// The newest one last.
     versions: VecDeque<(Version, Vec<Content>)>,
+    /// The newest one with its optimizer state.
+    front: Vec<Block>,
     keep: usize,
+    /// Sums are values, the last of which counts.
+    values: bool,
     /// What concluded plans have added up, and what the running one has.
     sealed: Vec<Option<Vec<Uid>>>,
     open: Vec<Option<Vec<Uid>>>,
     /// The next version.
-    back: Vec<Option<Content>>,
+    back: Vec<Option<Block>>,
     plan: Option<Plan>,
+    /// What the plan does with the sum in the end.
+    step: Option<Step>,
     landing: BTreeMap<u64, Landing>,
     next_landing: u64,
     parked: VecDeque<(ClientId, PlanId, u32, Sum)>,
@@ -66,20 +73,24 @@ pub struct Shard {
 
 impl Shard {
     /// With its blocks of the whole of a version.
-    pub fn new(mine: Vec<BlockId>, version: Version, whole: &[Content], keep: usize) -> Shard {
-        let front = mine.iter().map(|block| whole.get(block.index()).cloned().unwrap_or_default()).collect();
+    pub fn new(mine: Vec<BlockId>, version: Version, whole: &[Block], keep: usize) -> Shard {
+        let front: Vec<Block> =
+            mine.iter().map(|block| whole.get(block.index()).cloned().unwrap_or_default()).collect();
         Shard {
             core: PartCore::new(mine.len() as u32, version),
             course: 0,
             life: Life::Live,
             process: None,
-            versions: VecDeque::from([(version, front)]),
+            versions: VecDeque::from([(version, weights(&front))]),
+            front,
             keep,
+            values: false,
             sealed: vec![None; mine.len()],
             open: vec![None; mine.len()],
             back: vec![None; mine.len()],
             mine,
             plan: None,
+            step: None,
             landing: BTreeMap::new(),
             next_landing: 0,
             parked: VecDeque::new(),
@@ -97,44 +108,93 @@ impl Shard {
         *self = Shard { course: self.course, life: Life::Lost, ..blank };
     }
 
-    /// The newest version, block by block; nothing while there is more than that: a plan, or sums that wait for the next
-    /// one.
-    pub fn front(&self) -> Option<(Version, impl Iterator<Item = (BlockId, Content)>)> {
+    /// The newest version with all that is kept of it, block by block; nothing while there is more than that: a plan, or
+    /// sums that wait for the next one.
+    pub fn front(&self) -> Option<(Version, impl Iterator<Item = (BlockId, Block)>)> {
         if self.core.running().is_some() || self.sealed.iter().any(Option::is_some) {
             return None;
         }
-        let (version, blocks) = self.versions.back().expect("a version");
-        Some((*version, self.mine.iter().copied().zip(blocks.iter().cloned())))
+        Some((self.newest(), self.mine.iter().copied().zip(self.front.iter().cloned())))
+    }
+
+    /// The newest version.
+    pub fn newest(&self) -> Version {
+        self.versions.back().expect("a version").0
+    }
+
+    /// Its blocks, and of each what there is: of the newest version, and in what was added up for the next one.
+    pub fn memory(&self) -> impl Iterator<Item = (BlockId, &Block, Memory<'_>)> {
+        let sums = self.sealed.iter().zip(&self.open).zip(&self.back);
+        let sums = sums.map(|((sealed, open), back)| Memory {
+            sums: [sealed.as_deref(), open.as_deref()],
+            replaces: self.values,
+            back: back.as_ref(),
+        });
+        self.mine
+            .iter()
+            .copied()
+            .zip(&self.front)
+            .zip(sums)
+            .map(|((block, front), memory)| (block, front, memory))
     }
 
     fn replaces(&self) -> bool {
         match self.plan.as_ref().map(|plan| &plan.work) {
             Some(Work::Add { replaces }) => *replaces,
-            Some(Work::Reduce { step, .. }) => {
-                let step: reducer::Step = serde_json::from_str(step).expect("a step");
-                step.reducer == Reducer::Assign
-            }
+            Some(Work::Reduce { .. }) => self.step.is_some_and(|step| step.reducer == Reducer::Assign),
             Some(Work::Assign) | None => true,
         }
     }
 
     /// The block of the next version, from what is there and `last`.
-    fn compute(&self, block: usize, with_sum: bool, last: Option<&[Uid]>) -> Content {
-        let front = &self.versions.back().expect("a version").1[block];
-        let plan = self.plan.as_ref().expect("a plan is under way");
+    fn compute(&self, block: usize, with_sum: bool, last: Option<&[Uid]>) -> Block {
+        let front = &self.front[block];
         let mut sums: Vec<&[Uid]> = Vec::new();
-        if !matches!(plan.work, Work::Assign) {
+        if self.step.is_some() {
             sums.extend(self.sealed[block].as_deref());
         }
         if with_sum {
             sums.extend(self.open[block].as_deref());
         }
         sums.extend(last);
-        if self.replaces() {
-            return sums.last().map_or_else(|| front.same(), |sum| Content::replaced(sum));
+        let last = sums.last().copied();
+        match &self.step {
+            None => front.assigned(last),
+            Some(step) if self.replaces() => front.replaced(step, last),
+            Some(step) => front.stepped(step, &sums.concat()),
         }
-        front.with(&sums.concat())
     }
+}
+
+/// What a shard has of a block besides the newest version.
+pub struct Memory<'a> {
+    sums: [Option<&'a [Uid]>; 2],
+    replaces: bool,
+    back: Option<&'a Block>,
+}
+
+impl Memory<'_> {
+    /// Whether a contribution is in it.
+    pub fn holds(&self, uid: Uid) -> bool {
+        self.sums.iter().flatten().any(|sum| sum.contains(&uid))
+            || self.back.is_some_and(|block| block.weights.adds(uid))
+    }
+
+    /// Whether it has values that have taken the place of earlier ones.
+    pub fn replaces(&self) -> bool {
+        self.replaces && (self.back.is_some() || self.sums.iter().any(Option::is_some))
+    }
+}
+
+fn weights(blocks: &[Block]) -> Vec<Content> {
+    blocks.iter().map(|block| block.weights.clone()).collect()
+}
+
+/// The step that a plan makes, if it makes one.
+fn step(plan: &Plan) -> Option<Step> {
+    let Work::Reduce { step, fresh_state } = &plan.work else { return None };
+    let step: reducer::Step = serde_json::from_str(step).expect("a step");
+    Some(Step { reducer: step.reducer, t: step.t, fresh: *fresh_state })
 }
 
 /// The plan as the core wants it.
@@ -189,7 +249,7 @@ impl World {
                     );
                     shard.open.fill(None);
                     shard.back.fill(None);
-                    shard.plan = None;
+                    (shard.plan, shard.step) = (None, None);
                 }
                 Action::Abandon(plan) => {
                     let of_plan =
@@ -214,7 +274,7 @@ impl World {
                     sealed => *sealed = Some(open),
                 }
             }
-            shard.plan = None;
+            (shard.plan, shard.step) = (None, None);
             return self.history.sealed(part, plan);
         }
         let version = shard.versions.back().expect("a version").0.next();
@@ -222,14 +282,15 @@ impl World {
         let missing =
             |block: usize| panic!("part {part}: plan {plan} counts, but block {block} is not computed");
         let back = shard.back.iter_mut().enumerate();
-        let blocks: Vec<Content> =
+        let blocks: Vec<Block> =
             back.map(|(at, content)| content.take().unwrap_or_else(|| missing(at))).collect();
         shard.open.fill(None);
         if kind == Kind::Reduce {
             shard.sealed.fill(None);
         }
-        shard.plan = None;
-        shard.versions.push_back((version, blocks.clone()));
+        (shard.plan, shard.step) = (None, None);
+        shard.versions.push_back((version, weights(&blocks)));
+        shard.front.clone_from(&blocks);
         while shard.versions.len() > shard.keep {
             shard.versions.pop_front();
         }
@@ -356,7 +417,11 @@ impl World {
             Message::Start(plan) => {
                 let result = shard.core.start(local(&plan, &shard.mine), &mut actions);
                 if actions.iter().any(|action| matches!(action, Action::Begin(_))) {
-                    shard.plan = Some(plan);
+                    let writes = matches!(plan.work, Work::Assign);
+                    (shard.step, shard.plan) = (step(&plan), Some(plan));
+                    if !writes {
+                        shard.values = shard.replaces();
+                    }
                 }
                 result
             }

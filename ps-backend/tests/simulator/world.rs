@@ -16,6 +16,7 @@ use ps_backend::registry::RegistryCore;
 
 use crate::chaos::Fault;
 use crate::client::{Client, ClientEvent};
+use crate::clock::Clock;
 use crate::history::{Content, History};
 use crate::moving::{Course, Life, Moves, Moving};
 use crate::network::Network;
@@ -110,12 +111,16 @@ pub struct World {
     pub moves: Moves,
     /// Processes that were killed.
     pub killed: u64,
+    /// That has ended the job.
+    pub ended: bool,
     /// The network is well again, and stays so.
     pub healed: bool,
     /// Programs end.
     pub ending: bool,
     queue: BTreeMap<(Now, u64), Event>,
     next_event: u64,
+    /// Of each process.
+    pub clocks: BTreeMap<Node, Clock>,
     /// Nodes that do nothing until then.
     pub hung: BTreeMap<Node, Now>,
     /// Events that wait for one of these.
@@ -133,11 +138,10 @@ impl World {
         let shards: Vec<ShardId> = (0..settings.parts).map(|i| ShardId(i * 2 + 1)).collect();
         let map = BlockMap::striped(settings.blocks, &shards).expect("a map");
         let parts = map.shares().len();
-        let mut history = History::new(settings.blocks, parts);
+        let mut history = History::new(settings.blocks, parts, settings.controls.reducer);
         history.sync_throughout = settings.sync_throughout();
         history.consistency = settings.consistency_throughout();
         let network = Network::new(settings.weather);
-        let first = history.first();
         let lead = LeadCore::new(settings.blocks, parts, settings.controls.clone(), settings.patience);
         let mut world = World {
             now: Now::ZERO,
@@ -152,10 +156,12 @@ impl World {
             registry: RegistryCore::new(),
             moves: Moves::default(),
             killed: 0,
+            ended: false,
             healed: false,
             ending: false,
             queue: BTreeMap::new(),
             next_event: 0,
+            clocks: BTreeMap::new(),
             hung: BTreeMap::new(),
             put_off: BTreeSet::new(),
             timers: BTreeMap::new(),
@@ -172,7 +178,7 @@ impl World {
         let record =
             ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, lead_at, Vec::new());
         let record = ModelRecord { ready: true, ..record.expect("a record") };
-        world.begin(record, map, local, &first);
+        world.begin(record, map, local);
         for learners in world.settings.clients.clone() {
             world.add_client(learners);
         }
@@ -187,7 +193,9 @@ impl World {
         // What it has been told of where the model is may be of the past.
         let course = if self.chance(0.3) { self.rng.usize(0..self.courses.len()) } else { self.current() };
         let mut core = ClientCore::new(&self.courses[course].map).apart(id);
-        core.shown(Version(0), self.now, &mut Vec::new());
+        let shown = self.some_time(1_000_000_000);
+        self.starts_clock(Node::Client(index), shown);
+        core.shown(Version(0), self.clock(Node::Client(index)), &mut Vec::new());
         let mut client = Client::new(id, core, course, self.history.first());
         client.programs.extend((0..learners).map(|at| Program::learner(format!("c{index}-{at}"))));
         if self.settings.operators {
@@ -232,7 +240,7 @@ impl World {
         }
     }
 
-    fn node_of(event: &Event) -> Option<Node> {
+    fn node_of(&self, event: &Event) -> Option<Node> {
         Some(match event {
             Event::Client(index, _) => Node::Client(*index),
             Event::Shard(part, _) => Node::Part(*part),
@@ -248,7 +256,8 @@ impl World {
             }
             Event::Timer(node, _) => *node,
             Event::Found(index, _) => Node::Client(*index),
-            Event::Fault(_) | Event::Moves(_) => return None,
+            Event::Moves(moving) => return self.moves.node_of(moving),
+            Event::Fault(_) => return None,
         })
     }
 
@@ -263,7 +272,7 @@ impl World {
             self.now = self.now.max(at);
             self.events += 1;
             assert!(self.events < 5_000_000, "the run does not end");
-            let node = World::node_of(&event);
+            let node = self.node_of(&event);
             if let Some(node) = node {
                 let hung = self.hung.get(&self.process(node)).copied().filter(|&until| until > self.now);
                 if let Some(until) = hung {
@@ -320,8 +329,8 @@ impl World {
                     self.timers.remove(&node);
                     if node == self.lead_node() && self.is_led() {
                         self.on_lead(|lead, now, actions| lead.tick(now, actions));
-                        let due = self.lead.job().next_deadline();
-                        assert!(due.is_none_or(|due| due > self.now), "the lead leaves a request unanswered");
+                        let (due, now) = (self.lead.job().next_deadline(), self.clock(node));
+                        assert!(due.is_none_or(|due| due > now), "the lead leaves a request unanswered");
                     }
                 }
             }
@@ -341,7 +350,7 @@ impl World {
             node if node == self.lead_node() && self.is_led() => Some(self.lead.next_deadline()),
             Node::Lead(_) | Node::Part(_) => None,
         };
-        let Some(due) = due else { return };
+        let Some(due) = due.map(|due| self.when(node, due)) else { return };
         if self.timers.get(&node).is_some_and(|(_, at)| *at == due) {
             return;
         }
@@ -392,7 +401,7 @@ impl World {
                 }
                 let id = self.clients[index].id;
                 if matches!(message, Message::Join { .. }) {
-                    self.history.joins(&self.lead.job().members(self.now));
+                    self.history.joins(&self.members());
                 }
                 self.on_lead(|lead, now, actions| lead.from_client(id, request, message, now, actions));
             }
@@ -430,7 +439,9 @@ impl World {
     pub fn on_lead<R>(&mut self, f: impl FnOnce(&mut LeadCore, Now, &mut Vec<lead::Action>) -> R) -> R {
         let mut actions = Vec::new();
         assert!(self.is_led(), "a lead that was handed over, or has ended, goes on");
-        let result = f(&mut self.lead, self.now, &mut actions);
+        let now = self.clock(self.lead_node());
+        let result = f(&mut self.lead, now, &mut actions);
+        self.history.sets(self.lead.job().controls().reducer);
         assert!(
             self.killed > 0 || self.lead.failed().is_none(),
             "the job has failed: {:?}",
@@ -440,6 +451,11 @@ impl World {
             self.lead_acts(action);
         }
         result
+    }
+
+    /// Who is in the job.
+    pub fn members(&self) -> Vec<MemberView> {
+        self.lead.job().members(self.clock(self.lead_node()))
     }
 
     fn client_index(&self, id: ClientId) -> Option<usize> {
@@ -462,7 +478,7 @@ impl World {
                 if let Message::Start(plan) = &message {
                     let is_missing =
                         |member: &&MemberView| member.joined_at <= plan.base && !member.unpublished;
-                    let missing = self.lead.job().members(self.now).iter().filter(is_missing).count();
+                    let missing = self.members().iter().filter(is_missing).count();
                     self.history.started(plan, missing);
                 }
                 let part = self.courses[self.leads].parts[part];
@@ -478,7 +494,7 @@ impl World {
             lead::Action::Published(version) => {
                 self.trace(|| format!("version {version} is published"));
                 let (plan, _) = self.lead.running().expect("the shards have to hear of it");
-                self.history.decided(version, plan, &self.lead.job().members(self.now));
+                self.history.decided(version, plan, &self.members());
             }
         }
     }

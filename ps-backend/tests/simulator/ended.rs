@@ -1,0 +1,73 @@
+//! What must be true of a job that a killed process has ended: its state is `failed`, or nobody leads it. Nothing
+//! restores it, but nothing that was acknowledged has vanished before, either.
+
+use libmodelio::ids::Version;
+
+use crate::history::Outcome;
+use crate::moving::Life;
+use crate::world::{Node, World};
+
+impl World {
+    /// Everybody has had time to hear of it.
+    pub fn check_ended(&mut self) {
+        self.check_shards();
+        self.check_mounts();
+    }
+
+    /// Every shard that lives has all that was acknowledged: in the newest version, or in what was added up for the
+    /// next one. What the killed one had of that is lost, and nothing else.
+    fn check_shards(&self) {
+        let course = &self.courses[self.current()];
+        let living = || {
+            course.parts.iter().map(|&part| (part, &self.shards[part])).filter(|(_, s)| s.life == Life::Live)
+        };
+        for (part, shard) in living() {
+            for (block, front, _) in shard.memory() {
+                self.history.made_block(part, shard.newest(), block.0, front);
+            }
+        }
+        for (uid, record) in self.history.records.iter().filter(|(_, r)| r.outcome == Outcome::Acknowledged) {
+            for (part, shard) in living() {
+                if let Some(version) = record.version {
+                    let newest = shard.newest();
+                    assert!(
+                        newest >= version,
+                        "part {part} is at version {newest}, contribution {uid} in {version}"
+                    );
+                    continue;
+                }
+                // Where values replace each other, an earlier one may be gone from what waits.
+                for (block, front, memory) in
+                    shard.memory().filter(|(block, ..)| record.blocks.contains(&block.0))
+                {
+                    let there = front.weights.adds(*uid) || memory.holds(*uid) || memory.replaces();
+                    assert!(
+                        there,
+                        "part {part} has lost block {block} of {uid}, which was acknowledged: {record:?}"
+                    );
+                }
+            }
+        }
+    }
+
+    /// Every mount shows a whole version, which holds all that its programs were told it holds; and says that the job
+    /// has failed, if somebody is left to tell it.
+    fn check_mounts(&mut self) {
+        let (leads, course) = (self.leads, self.current());
+        let failed = self.is_led() && self.lead.failed().is_some();
+        let whole = self.courses[course].parts.iter().all(|&part| self.life(Node::Part(part)) == Life::Live);
+        for index in (0..self.clients.len()).filter(|&index| self.clients[index].alive) {
+            let client = &self.clients[index];
+            let (id, version, state) = (client.id, client.core.version(), client.core.state());
+            let (told, said) = (state.version, state.state.clone());
+            self.history.shows(id, version, self.clients[index].front());
+            let here = self.clients[index].course == leads;
+            assert!(!failed || !here || said == "failed", "client {index} takes the job to be {said}");
+            let told = if whole && here { told } else { Version(0) };
+            assert!(
+                version >= told,
+                "client {index} shows version {version}, was told {told}, and all shards live"
+            );
+        }
+    }
+}

@@ -1,0 +1,78 @@
+//! What a shard keeps of a block besides the weights that it shows: masters, optimizer slots, and how many steps the
+//! optimizer has made. All of it stands for what would be there: digests of what it was made from.
+
+use ps_backend::reducer::Reducer;
+
+use crate::history::{Content, Uid};
+
+/// A block of the newest version.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Block {
+    pub weights: Content,
+    pub state: State,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct State {
+    /// What was added up, unrounded: weights are made from these.
+    pub masters: u64,
+    /// What the optimizer remembers; zero where it remembers nothing.
+    pub slots: u64,
+    /// Steps of the optimizer since its slots were zero.
+    pub t: u64,
+}
+
+/// One step of the optimizer, the same for all blocks of a version.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Step {
+    pub reducer: Reducer,
+    pub t: u64,
+    /// It begins with slots of zero, whatever there is.
+    pub fresh: bool,
+}
+
+pub fn mix(digest: u64, with: u64) -> u64 {
+    (digest ^ with).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(23)
+}
+
+impl Block {
+    /// The block of the next version, by a step with these contributions, in this order.
+    pub fn stepped(&self, step: &Step, added: &[Uid]) -> Block {
+        let masters =
+            added.iter().fold(self.state.masters.wrapping_add(1), |sum, uid| mix(sum, u64::from(*uid)));
+        self.with(step, Content::of(masters, added), added)
+    }
+
+    /// The same where the newest contribution replaces what is there; without one it stays.
+    pub fn replaced(&self, step: &Step, added: Option<&[Uid]>) -> Block {
+        let weights = added.map_or_else(|| self.weights.same(), Content::replaced);
+        self.with(step, weights, added.unwrap_or_default())
+    }
+
+    /// The block of the next version where only weights are written, or nothing: the optimizer is not asked.
+    pub fn assigned(&self, added: Option<&[Uid]>) -> Block {
+        let weights = added.map_or_else(|| self.weights.same(), Content::replaced);
+        let masters = weights.digest();
+        Block { weights, state: State { masters, ..self.state } }
+    }
+
+    fn with(&self, step: &Step, weights: Content, added: &[Uid]) -> Block {
+        let before = if step.fresh { 0 } else { self.state.slots };
+        let slots = match step.reducer.state_slots() {
+            0 => 0,
+            slots => added
+                .iter()
+                .fold(mix(mix(before, step.t), slots as u64), |all, uid| mix(all, u64::from(*uid))),
+        };
+        let masters = weights.digest();
+        Block { weights, state: State { masters, slots, t: step.t } }
+    }
+
+    /// As a part begins with it that has room for what this reducer keeps.
+    pub fn kept_for(mut self, reducer: Reducer) -> Block {
+        if reducer.state_slots() == 0 {
+            self.state.slots = 0;
+        }
+        self
+    }
+}
