@@ -18,16 +18,19 @@
 
 A script is bash, runs as root in the folder and with the environment of the tests, and may run a second time if its
 machine has crashed; what is kept is said by the last try. `scripts/rdma-vm --help` tells what it finds there. What was
-built on this machine runs in the guest: `{gradfs_binary()}` is its path there, too.
+built on this machine runs in the guest: `{gradfs_binary()}` is its path there, too. Machines stay up for the next script of
+their kind, which finds no trace of the one before.
 
 Setting up takes a minute and downloads, once. Where that cannot be had, these tests are skipped with the reason. All of
-them together have GRADFS_RDMA_VM_BUDGET seconds (780) from when the first one begins: what is under way then fails, and so
+them together have GRADFS_RDMA_VM_BUDGET seconds (1080) from when the first one begins: what is under way then fails, and so
 does what is left.
 """
 
+import contextlib
+import io
 import os
-import signal
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -36,16 +39,20 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
+# Behind the tests' own modules, some of which have the same names.
+sys.path += [str(REPOSITORY / "scripts/lib/rdma-vm"), str(REPOSITORY / "scripts/lib")]
+
+import image  # noqa: E402
+import runner  # noqa: E402
+from guest import Settings  # noqa: E402
+
 SCRIPT = REPOSITORY / "scripts/rdma-vm"
 CANNOT_BE_HAD = 77
 OUT_OF_TIME = 124
 CRASHED = 125
 
 SETUP_DEADLINE = 1800
-BUDGET = float(os.environ.get("GRADFS_RDMA_VM_BUDGET", 780))
-# What scripts/rdma-vm waits for at most besides the command: two boots, and the end of a host after another's.
-MARGIN = 300
-STOP_DEADLINE = 20
+BUDGET = float(os.environ.get("GRADFS_RDMA_VM_BUDGET", 1080))
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class Outcome:
 
     code    exit status; of two hosts that of the first one that failed
     of      what each host has said, by its name
-    notes   what scripts/rdma-vm said itself
+    notes   what was said of the machines themselves
     """
 
     code: int
@@ -106,53 +113,35 @@ def spent():
 class Machines:
     """Virtual machines, as many as one asks for and one after the other."""
 
-    def __init__(self):
+    def __init__(self, pool):
+        self._pool = pool
         self._until = time.monotonic() + BUDGET
 
-    def run(self, script, two=False, provider="rxe", time_limit=60, share=None, **options):
-        """Runs `script` in a fresh machine, or in two at the same time; gives the Outcome.
+    def run(self, script, two=False, provider="rxe", time_limit=60, share=None):
+        """Runs `script` in a machine, or in two at the same time; gives the Outcome.
 
         provider    rxe, siw, or none
-        time_limit  seconds from boot to end; exceeded is status 124
-        share       folder that is /share in all machines
-        options     become flags: memory=2048 is --memory 2048
+        time_limit  seconds from when all are up; exceeded is status 124
+        share       folder whose content is in /share in all machines, and which has what is there in the end
         """
         left = self._until - time.monotonic()
         if left <= 0:
             spent()
-        deadline = 2 * time_limit + MARGIN
-        with tempfile.TemporaryDirectory(prefix="gradfs-test-vm-") as scratch:
-            words = [SCRIPT, "run", "--provider", provider, "--time-limit", str(time_limit), "--output", scratch]
-            words += ["--two"] if two else []
-            words += ["--share", str(share)] if share else []
-            for name, value in options.items():
-                words += [f"--{name.replace('_', '-')}", str(value)]
-            code = None
-            try:
-                code, notes = self._call([*words, "--", "bash", "-c", script], min(deadline, left))
-            except subprocess.TimeoutExpired:
-                if left > deadline:
-                    raise
-            if code is None:
+        settings = Settings(provider, cpus=1 if two else 2)
+        with tempfile.TemporaryDirectory(prefix="gradfs-test-vm-") as scratch, io.StringIO() as notes:
+            wish = runner.Wish(["bash", "-c", script], two, min(time_limit, left), Path(scratch), settings=settings)
+            with contextlib.redirect_stderr(notes):
+                code = self._pool.run(wish, share)
+            if code == OUT_OF_TIME and left < time_limit:
                 spent()
             of = {}
             for name in ("a", "b") if two else ("a",):
                 files = [Path(scratch) / f"{name}.{stream}" for stream in ("out", "err")]
-                of[name] = Said(*(file.read_text(errors="replace") if file.exists() else "" for file in files))
+                of[name] = Said(*(file.read_text(errors="replace") for file in files))
+            outcome = Outcome(code, of, notes.getvalue())
         if code == CRASHED:
-            pytest.fail(f"no virtual machine, which tells nothing of what was tested:\n{notes}", pytrace=False)
-        return Outcome(code, of, notes)
-
-    def _call(self, words, deadline):
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        try:
-            notes = process.communicate(timeout=deadline)[1]
-        except BaseException:
-            # It ends its machines.
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=STOP_DEADLINE)
-            raise
-        return process.returncode, notes.decode(errors="replace")
+            pytest.fail(f"no virtual machine, which tells nothing of what was tested:\n{outcome.notes}", pytrace=False)
+        return outcome
 
 
 @pytest.fixture(scope="session")
@@ -164,4 +153,5 @@ def vm():
     if done.returncode == CANNOT_BE_HAD:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
-    return Machines()
+    with image.used(image.current()) as there, runner.Pool(there) as pool:
+        yield Machines(pool)

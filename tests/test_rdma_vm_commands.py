@@ -14,8 +14,9 @@ from rdmavm import both_providers, vm  # noqa: F401
 pytestmark = pytest.mark.rdma_vm
 
 
-# What the scripts have: $gradfs; `waits WORDS...`, until a command succeeds; `shard WORDS...`, one that is ready.
-BEGIN = """
+# What the scripts have: $gradfs; `waits WORDS...`, until a command succeeds; `shard WORDS...`, one that is ready; `metrics
+# FILE`, those of the mount that has said in FILE where they are.
+BEGIN = r"""
 set -u
 gradfs=%s
 mkdir /run/gradfs-test; cd /run/gradfs-test || exit 98
@@ -27,6 +28,13 @@ shard() {
     $gradfs shard --listen $HOST_ADDRESS "$@" >shard.out 2>shard.err &
     shard=$!
     waits grep -q 'gradfs: ready' shard.out
+}
+metrics() {
+    local at=$(sed -n 's|^gradfs: metrics at http://\([0-9.]*\):\([0-9]*\)/.*|/dev/tcp/\1/\2|p' $1)
+    exec 3<>$at || return
+    printf 'GET /metrics HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n' >&3
+    tr -d '\r' <&3
+    exec 3>&-
 }
 """
 
@@ -137,8 +145,7 @@ def test_a_mount_goes_by_rdma_or_says_why_not(vm, provider, tmp_path):  # noqa: 
                 $gradfs mount $name --metrics 127.0.0.1:0 "$@" >$name.out 2>$name.err &
                 waits grep -q 'gradfs: ready' $name.out
                 cp $name/m/status.json /share/$name.json
-                /usr/bin/python3 -c 'import sys, urllib.request as web; print(web.urlopen(sys.argv[1]).read().decode())' \
-                    $(sed -n 's/^gradfs: metrics at //p' $name.out) >/share/$name.metrics || exit 8
+                metrics $name.out >/share/$name.metrics || exit 8
                 grep -v '^gradfs: metrics at ' $name.out | head -n 1
             }
             mounted rdma --transport rdma
@@ -222,8 +229,7 @@ def test_a_mount_that_finds_no_room_says_what_to_set_and_goes_back_when_there_is
             waits grep -q 'gradfs: ready' second.out
             look() { # $1: what it is called
                 cp second/m/status.json /share/$1.json
-                /usr/bin/python3 -c 'import sys, urllib.request as web; print(web.urlopen(sys.argv[1]).read().decode())' \
-                    $(sed -n 's/^gradfs: metrics at //p' second.out) >/share/$1.metrics || exit 8
+                metrics second.out >/share/$1.metrics || exit 8
             }
             look before
             head -c 1048576 /dev/zero >second/m/gradients || exit 9

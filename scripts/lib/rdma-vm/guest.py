@@ -1,7 +1,8 @@
-"""One virtual machine: a qemu process, a folder for what host and guest tell each other, and pipes for its output.
+"""One virtual machine: a qemu process, and a folder for what host and guest tell each other.
 
-Files in the folder are the whole protocol. The host writes `settings`, `stage2` and `command`; the guest writes
-`ready`, waits for `go`, runs the command, and writes `status`, or `failed` with the reason. See `init` and `stage2`.
+Files in the folder are the whole protocol. The host writes `settings` and `stage2`, and a numbered folder for each job
+with `command`; the guest writes `ready` there, waits for `go`, runs the command, and writes what it says and its
+`status`; or `failed` with the reason. See `init` and `stage2`.
 """
 
 import ctypes
@@ -60,19 +61,67 @@ def script(command, environment, folder):
     return "\n".join(lines) + "\n"
 
 
-class Guest:
-    """A machine that runs `command` once. Start it in the main thread: qemu ends when the thread does that began it."""
+class Job:
+    """A command that a machine runs: a folder that both sides see, and what has been read of its output."""
 
-    def __init__(self, image, name, address, hosts, command, settings, link=None):
+    def __init__(self, path, command, share):
+        """`share` is the folder that the command sees as /share, below the one that the machine has."""
+        self.path = path
+        self._read = {"out": 0, "err": 0}
+        new = path.with_suffix(".new")
+        new.mkdir()
+        (new / "command").write_text(script(command, os.environ, Path.cwd()))
+        (new / "share").write_text(share)
+        new.rename(path)
+
+    def _said(self, name):
+        try:
+            return (self.path / name).read_text(errors="replace")
+        except FileNotFoundError:
+            return None
+
+    def ready(self):
+        return (self.path / "ready").exists()
+
+    def go(self):
+        """Lets the command begin."""
+        (self.path / "go").touch()
+
+    def status(self):
+        """The exit status of the command, or None."""
+        said = self._said("status")
+        return None if said is None else int(said)
+
+    def output(self):
+        """What it has said since the last call: pairs of stream and bytes."""
+        for stream, at in self._read.items():
+            try:
+                with open(self.path / stream, "rb") as file:
+                    file.seek(at)
+                    data = file.read()
+            except FileNotFoundError:
+                continue
+            if data:
+                self._read[stream] += len(data)
+                yield stream, data
+
+    def dmesg(self):
+        """What the kernel has said during the job, once that has ended."""
+        return self._said("dmesg") or ""
+
+
+class Guest:
+    """A machine that runs jobs, one after the other. Start it in the main thread: qemu ends when the thread does that
+    began it."""
+
+    def __init__(self, image, name, address, hosts, settings, link=None):
         """`hosts` are names and addresses of all; `link` is a socket to the other machine."""
         self.name = name
-        self.job = Path(tempfile.mkdtemp(prefix="gradfs-rdma-vm."))
+        self.folder = Path(tempfile.mkdtemp(prefix="gradfs-rdma-vm."))
         self._settings, self._link = settings, link
         self._image = image
+        self._jobs = 0
         self.process = None
-        # What it says: file descriptors to read.
-        self.pipes = {}
-        self.said_go = False
         values = {
             "NAME": name,
             "ADDRESS": address,
@@ -86,13 +135,17 @@ class Guest:
             "GUEST_BIN": HERE / "bin",
         }
         lines = (f"{key}={shlex.quote(str(value))}\n" for key, value in values.items())
-        (self.job / "settings").write_text("".join(lines))
-        (self.job / "command").write_text(script(command, os.environ, Path.cwd()))
-        shutil.copyfile(HERE / "stage2", self.job / "stage2")
+        (self.folder / "settings").write_text("".join(lines))
+        shutil.copyfile(HERE / "stage2", self.folder / "stage2")
 
-    def _command(self, out, err):
+    def job(self, command, share="."):
+        """Gives it a job; the guest begins with it when the one before has ended."""
+        self._jobs += 1
+        return Job(self.folder / str(self._jobs), command, share)
+
+    def _command(self):
         image, settings = self._image, self._settings
-        serial = "stdio,signal=off" if settings.interactive else f"file,path={self.job}/console"
+        serial = "stdio,signal=off" if settings.interactive else f"file,path={self.folder}/console"
         words, more = image.qemu()
         # Without checks that cost an emulation much.
         words += ["-M", "q35", "-accel", "tcg,thread=multi,tb-size=256", "-cpu", "max,-la57,-smap,-smep"]
@@ -100,13 +153,10 @@ class Guest:
         words += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-monitor", "none"]
         words += ["-kernel", image.kernel, "-initrd", image.initramfs]
         words += ["-append", " ".join(KERNEL_OPTIONS)]
-        words += ["-chardev", f"{serial},id=console", "-serial", "chardev:console", "-device", "virtio-serial-pci"]
-        for port, fd in (("out", out), ("err", err)):
-            words += ["-chardev", f"file,id={port},path=/dev/fd/{fd}"]
-            words += ["-device", f"virtserialport,chardev={port},name={port}"]
+        words += ["-chardev", f"{serial},id=console", "-serial", "chardev:console"]
         words += ["-object", "rng-random,id=random,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=random"]
         for tag, path, mode in (
-            ("hostroot", "/", ",readonly=on"), ("tools", image.tools, ",readonly=on"), ("job", self.job, ""),
+            ("hostroot", "/", ",readonly=on"), ("tools", image.tools, ",readonly=on"), ("job", self.folder, ""),
             ("share", settings.share, ""),
         ):
             # A comma is written twice in an option of qemu.
@@ -123,10 +173,7 @@ class Guest:
 
     def start(self):
         """Boots it."""
-        out, err = os.pipe(), os.pipe()
-        self.pipes = {"out": out[0], "err": err[0]}
-        theirs = out[1], err[1]
-        command, more = self._command(*theirs)
+        command, more = self._command()
         # A terminal's Ctrl-C is for this program, which ends the machines.
         interactive = self._settings.interactive
         parent = os.getpid()
@@ -137,42 +184,27 @@ class Guest:
                 os._exit(1)
 
         try:
-            with open(self.job / "qemu.log", "wb") as log:
+            with open(self.folder / "qemu.log", "wb") as log:
                 self.process = subprocess.Popen(
                     command, stdin=None if interactive else subprocess.DEVNULL,
                     stdout=None if interactive else log, stderr=log, env={**os.environ, **more},
-                    pass_fds=[*theirs, *([self._link.fileno()] if self._link else [])],
+                    pass_fds=[self._link.fileno()] if self._link else [],
                     start_new_session=not interactive, preexec_fn=before_exec,
                 )
         except FileNotFoundError as error:
             raise Failed(f"{error.filename} is not there any more: scripts/rdma-vm setup") from error
-        finally:
-            for fd in theirs:
-                os.close(fd)
 
     def _said(self, name):
         try:
-            return (self.job / name).read_text(errors="replace")
+            return (self.folder / name).read_text(errors="replace")
         except FileNotFoundError:
             return None
 
-    def ready(self):
-        return (self.job / "ready").exists()
-
-    def go(self):
-        """Lets the command begin."""
-        (self.job / "go").touch()
-
-    def status(self):
-        """The exit status of the command, or None."""
-        said = self._said("status")
-        return None if said is None else int(said)
-
     def trouble(self):
-        """Why it will give no status, or None as long as it may."""
+        """Why it will run no job any more, or None as long as it may."""
         if (said := self._said("failed")) is not None:
             return f"it could not be set up: {said.strip()}"
-        if self.process.poll() is None or self.status() is not None:
+        if self.process.poll() is None:
             return None
         log = (self._said("qemu.log") or "").strip().splitlines()
         return self.kernel_trouble() or (log and log[-1]) or f"qemu ended with {self.process.returncode}"
@@ -185,12 +217,8 @@ class Guest:
         """What its kernel has said of note."""
         return self._said("console") or ""
 
-    def dmesg(self):
-        """What its kernel has said in all, once the command has ended."""
-        return self._said("dmesg") or ""
-
     def stop(self):
-        """Ends the process; what it has said can still be read from the pipes."""
+        """Ends the process; what its jobs have said can still be read."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.terminate()
@@ -203,7 +231,4 @@ class Guest:
     def close(self):
         """Nothing of it is left."""
         self.stop()
-        for fd in self.pipes.values():
-            os.close(fd)
-        self.pipes = {}
-        shutil.rmtree(self.job, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,7 +1,5 @@
-"""Runs a command in one machine or in two that are joined by a link, and once more if a machine crashes."""
+"""Runs commands in one machine or in two that are joined by a link, and a command once more if a machine crashes."""
 
-import os
-import selectors
 import shutil
 import socket
 import sys
@@ -22,6 +20,8 @@ BOOT_DEADLINE = 120.0
 # When a host of two has failed, the other one may notice.
 GRACE = 30.0
 TRIES = 2
+# How often it is looked what the guests have written.
+PAUSE = 0.05
 # Where bin/meet keeps who has come.
 MEETINGS = ".meet"
 # Lines of a console after trouble.
@@ -64,6 +64,13 @@ class Sink:
                 # Nothing is kept back, so that what comes from several hosts and from here stays in order.
                 self._files[name, stream] = open(to, "wb", buffering=0, closefd=bool(wish.output))
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *failure):
+        for file in self._files.values():
+            file.close()
+
     def take(self, name, stream, data):
         if self._prefix:
             *lines, rest = (self._rests.pop((name, stream), b"") + data).split(b"\n")
@@ -81,67 +88,86 @@ class Sink:
         for name, stream in list(self._rests):
             self.take(name, stream, b"\n")
 
-    def close(self):
-        for file in self._files.values():
-            file.close()
 
+class Machines:
+    """One machine or two, which run one command after the other. Each finds them as if they had just been booted."""
 
-class Attempt:
-    """One try: the machines, from boot to end."""
-
-    def __init__(self, image, wish):
-        self.wish = wish
-        names = ["a", "b"] if wish.two else ["a"]
+    def __init__(self, image, two, settings):
+        """Boots them. Without `settings.share`, each command has a /share of its own."""
+        self.scratch = Path(tempfile.mkdtemp(prefix="gradfs-rdma-vm-share.")) if settings.share is None else None
+        self._share = settings.share or self.scratch
+        self._runs = 0
+        self._two = two
+        names = ["a", "b"] if two else ["a"]
         hosts = {name: ADDRESSES[name] for name in names}
-        self.links = socket.socketpair() if wish.two else (None,)
-        self.scratch = None
-        settings = wish.settings
-        if settings.share is None:
-            self.scratch = Path(tempfile.mkdtemp(prefix="gradfs-rdma-vm-share."))
-            settings = replace(settings, share=self.scratch)
-        self.share = settings.share
-        shutil.rmtree(self.share / MEETINGS, ignore_errors=True)
+        self._links = socket.socketpair() if two else (None,)
+        settings = replace(settings, share=self._share)
         self.guests = [
-            Guest(image, name, hosts[name], hosts, wish.command, settings, link)
-            for name, link in zip(names, self.links, strict=True)
+            Guest(image, name, hosts[name], hosts, settings, link)
+            for name, link in zip(names, self._links, strict=True)
         ]
-        self.sink = Sink(wish, names)
-        self.selector = selectors.DefaultSelector()
+        self._jobs = []
+        try:
+            for guest in self.guests:
+                guest.start()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self):
         return self
 
     def __exit__(self, *failure):
+        self.close()
+
+    def close(self):
+        """Ends them; nothing of them is left."""
         for guest in self.guests:
             guest.close()
-        self.selector.close()
-        self.sink.close()
-        for link in self.links:
+        for link in self._links:
             if link:
                 link.close()
-        shutil.rmtree(self.share / MEETINGS, ignore_errors=True)
         if self.scratch:
             shutil.rmtree(self.scratch, ignore_errors=True)
 
-    def run(self):
-        """Exit statuses of the hosts; None for one that was ended because the other had failed."""
-        for guest in self.guests:
-            guest.start()
-            for stream, fd in guest.pipes.items():
-                os.set_blocking(fd, False)
-                self.selector.register(fd, selectors.EVENT_READ, (guest, stream))
+    def run(self, wish, sink, files=None):
+        """Exit statuses of the hosts; None for one that was ended because the other had failed: these machines can run
+        nothing more then, nor after `Crashed` and `OutOfTime`.
+
+        `files` is a folder: its content is in the command's /share, and has what is there in the end.
+        """
+        self._runs += 1
+        where = str(self._runs) if self.scratch else "."
+        share = self._share / where
+        share.mkdir(exist_ok=True)
+        if files:
+            shutil.copytree(files, share, dirs_exist_ok=True)
+        shutil.rmtree(share / MEETINGS, ignore_errors=True)
+        self._jobs = [guest.job(wish.command, where) for guest in self.guests]
+        try:
+            return self._run(wish, sink)
+        finally:
+            self._pass_on(sink)
+            sink.end()
+            shutil.rmtree(share / MEETINGS, ignore_errors=True)
+            if files:
+                shutil.copytree(share, files, dirs_exist_ok=True)
+            if self.scratch:
+                shutil.rmtree(share, ignore_errors=True)
+
+    def _run(self, wish, sink):
         give_up = time.monotonic() + BOOT_DEADLINE
-        while not all(guest.ready() for guest in self.guests):
-            self._step()
+        while not all(job.ready() for job in self._jobs):
+            self._step(sink)
             if time.monotonic() > give_up:
-                slow = ", ".join(guest.name for guest in self.guests if not guest.ready())
+                slow = ", ".join(guest.name for guest, job in self._each() if not job.ready())
                 raise Crashed(f"host {slow} was not up within {BOOT_DEADLINE:.0f} s")
-        for guest in self.guests:
-            guest.go()
-        give_up = time.monotonic() + self.wish.time_limit
+        for job in self._jobs:
+            job.go()
+        give_up = time.monotonic() + wish.time_limit
         failed_at = None
-        while None in (statuses := [guest.status() for guest in self.guests]):
-            self._step()
+        while None in (statuses := [job.status() for job in self._jobs]):
+            self._step(sink)
             now = time.monotonic()
             if any(statuses):
                 failed_at = failed_at or now
@@ -149,98 +175,117 @@ class Attempt:
                     say(f"{self._running()} was ended {now - failed_at:.0f} s after the other host had failed")
                     break
             elif now > give_up:
-                raise OutOfTime(f"{self._running()} took longer than {self.wish.time_limit:g} s")
+                raise OutOfTime(f"{self._running()} took longer than {wish.time_limit:g} s")
         return statuses
 
-    def _running(self):
-        return " and ".join(f"host {guest.name}" for guest in self.guests if guest.status() is None)
+    def _each(self):
+        return zip(self.guests, self._jobs, strict=True)
 
-    def _step(self):
-        """Passes on what the hosts say, for a moment; fails when one can give no status any more."""
-        self._pass_on(0.05)
-        for guest in self.guests:
-            if why := guest.trouble():
+    def _running(self):
+        return " and ".join(f"host {guest.name}" for guest, job in self._each() if job.status() is None)
+
+    def _step(self, sink):
+        """Passes on what the hosts say, after a moment; fails when one can give no status any more."""
+        time.sleep(PAUSE)
+        self._pass_on(sink)
+        for guest, job in self._each():
+            if (why := guest.trouble()) and job.status() is None:
                 raise Crashed(f"host {guest.name}: {why}")
 
-    def _pass_on(self, patience):
-        if not self.selector.get_map():
-            time.sleep(patience)
-            return False
-        events = self.selector.select(patience)
-        for key, _ in events:
-            guest, stream = key.data
-            data = os.read(key.fd, 1 << 16)
-            if data:
-                self.sink.take(guest.name, stream, data)
-            else:
-                self.selector.unregister(key.fd)
-        return bool(events)
+    def _pass_on(self, sink):
+        for guest, job in self._each():
+            for stream, data in job.output():
+                sink.take(guest.name, stream, data)
 
-    def finish(self):
-        """Ends the machines, and passes on what they have said until then."""
-        for guest in self.guests:
-            guest.stop()
-        while self.selector.get_map() and self._pass_on(0):
-            pass
-        self.sink.end()
-
-    def tell(self, failed):
-        """What the kernels have said: when the attempt failed, and with --dmesg."""
-        for guest in self.guests:
+    def tell(self, wish, failed):
+        """What the kernels have said: when the command failed to run, and with --dmesg."""
+        for guest, job in self._each():
             console = guest.console()
-            if self.wish.output:
-                (self.wish.output / f"{guest.name}.console").write_text(console)
-                (self.wish.output / f"{guest.name}.dmesg").write_text(guest.dmesg())
+            if wish.output:
+                (wish.output / f"{guest.name}.console").write_text(console)
+                (wish.output / f"{guest.name}.dmesg").write_text(job.dmesg())
             lines = console.splitlines()
             if failed and lines:
                 first = next((number for number, line in enumerate(lines) if TROUBLE.search(line)), len(lines))
                 first = max(0, min(first - 1, len(lines) - SHOWN))
                 print(f"console of host {guest.name}:", *lines[first : first + SHOWN], sep="\n  ", file=sys.stderr)
-            elif self.wish.dmesg:
-                print(f"dmesg of host {guest.name}:", guest.dmesg() or console, sep="\n", file=sys.stderr)
+            elif wish.dmesg:
+                print(f"dmesg of host {guest.name}:", job.dmesg() or console, sep="\n", file=sys.stderr)
 
     def kernel_trouble(self):
         """A line that tells of a kernel that has gone wrong, or None."""
         return next((line for guest in self.guests if (line := guest.kernel_trouble())), None)
 
 
-def run(image, wish):
-    """The exit status: the command's, that of the first host that failed, or one of ours."""
-    for number in range(1, TRIES + 1):
-        begun = time.monotonic()
-        with Attempt(image, wish) as attempt:
-            why = None
+class Pool:
+    """Machines that stay up for the next command of their kind; as a context, ends them."""
+
+    def __init__(self, image):
+        self._image = image
+        self._up = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *failure):
+        for machines in self._up.values():
+            machines.close()
+        self._up = {}
+
+    def run(self, wish, files=None):
+        """The exit status: the command's, that of the first host that failed, or one of ours."""
+        kind = wish.two, wish.settings
+        for number in range(1, TRIES + 1):
+            begun = time.monotonic()
+            # They are in the pool only while nothing is wrong with them.
+            machines = self._up.pop(kind, None) or Machines(self._image, wish.two, wish.settings)
+            why, statuses = None, [None]
             try:
-                statuses = attempt.run()
-            except (Crashed, OutOfTime) as error:
-                why = error
-            attempt.finish()
-            attempt.tell(why is not None)
-            # A kernel that got stuck is no slow command.
-            if isinstance(why, OutOfTime) and (line := attempt.kernel_trouble()):
-                why = Crashed(line)
-        if why is None:
-            return next((status for status in statuses if status), 0)
-        if isinstance(why, OutOfTime):
-            say(f"out of time: {why}")
-            return OUT_OF_TIME
-        last = number == TRIES
-        say(f"crashed after {time.monotonic() - begun:.0f} s: {why}{'' if last else '; trying once more'}")
-    say(f"no exit status came back, {TRIES} times; this tells nothing of the command")
-    return NO_STATUS
+                with Sink(wish, [guest.name for guest in machines.guests]) as sink:
+                    try:
+                        statuses = machines.run(wish, sink, files)
+                    except (Crashed, OutOfTime) as error:
+                        why = error
+                machines.tell(wish, why is not None)
+                # A kernel that got stuck is no slow command.
+                if isinstance(why, OutOfTime) and (line := machines.kernel_trouble()):
+                    why = Crashed(line)
+            except BaseException:
+                machines.close()
+                raise
+            if None in statuses:
+                machines.close()
+            else:
+                self._up[kind] = machines
+            if why is None:
+                return next((status for status in statuses if status), 0)
+            if isinstance(why, OutOfTime):
+                say(f"out of time: {why}")
+                return OUT_OF_TIME
+            last = number == TRIES
+            say(f"crashed after {time.monotonic() - begun:.0f} s: {why}{'' if last else '; trying once more'}")
+        say(f"no exit status came back, {TRIES} times; this tells nothing of the command")
+        return NO_STATUS
 
 
-def interact(guest):
+def run(image, wish):
+    """Runs a command in machines that end with it; the exit status is as of `Pool.run`."""
+    with Pool(image) as pool:
+        return pool.run(wish)
+
+
+def interact(image, settings, command):
     """A machine at the terminal until its shell ends, or the machine."""
     saved = termios.tcgetattr(sys.stdin)
     try:
-        guest.start()
-        while guest.status() is None and not guest.trouble():
-            time.sleep(0.1)
-        guest.stop()
-        if guest.status() is None:
-            say(f"no exit status came back: {guest.trouble()}")
-        return NO_STATUS if guest.status() is None else guest.status()
+        with Machines(image, False, replace(settings, interactive=True)) as machines:
+            [guest] = machines.guests
+            job = guest.job(command)
+            job.go()
+            while job.status() is None and not guest.trouble():
+                time.sleep(0.1)
+            if job.status() is None:
+                say(f"no exit status came back: {guest.trouble()}")
+            return NO_STATUS if job.status() is None else job.status()
     finally:
-        guest.close()
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
