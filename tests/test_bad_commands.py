@@ -31,6 +31,7 @@ BAD_USES = {
     "dtype_with_a_file": (["--dtype", "f32", "m.safetensors"], ["--dtype", "of no use"]),
     "reducer": (["--size", "1MiB", "--reducer", "magic"], ["--reducer", "magic", "adamw"]),
     "consistency": (["--size", "1MiB", "--consistency", "sometimes"], ["--consistency", "sometimes", "async"]),
+    "consistency_in_the_wrong_form": (["--size", "1MiB", "--consistency", "quorum 2"], ["--consistency", '"quorum 2"', "did you mean quorum(2)?"]),
     "nonfinite": (["--size", "1MiB", "--nonfinite", "maybe"], ["--nonfinite", "maybe", "reject"]),
     "learning_rate": (["--size", "1MiB", "--learning-rate", "fast"], ["--learning-rate", '"fast"', "number"]),
     "learning_rate_nan": (["--size", "1MiB", "--learning-rate", "nan"], ["--learning-rate", "finite"]),
@@ -42,7 +43,7 @@ BAD_USES = {
     "beta2_rounds_to_one": (["--size", "1MiB", "--beta2", "0.999999999"], ["--beta2", "below 1"]),
     "learners_zero": (["--size", "1MiB", "--learners", "0"], ["--learners", '"0"']),
     "learners_fraction": (["--size", "1MiB", "--learners", "1.5"], ["--learners", '"1.5"']),
-    "learners_too_many": (["--size", "1MiB", "--learners", "70000"], ["--learners", "65536"]),
+    "learners_too_many": (["--size", "1MiB", "--learners", "70000"], ["--learners", "4096"]),
     "min_learners_above_learners": (["--size", "1MiB", "--learners", "2", "--min-learners", "3"], ["--min-learners", "learners is 2", "raise it"]),
     "max_versions_below_retain": (["--size", "1MiB", "--max-versions", "4", "--retain", "3"], ["max_versions (4)", "retain + 3"]),
     "timeout_zero": (["--size", "1MiB", "--timeout", "0"], ["--timeout", "0.001"]),
@@ -104,6 +105,7 @@ BAD_CONFIGURATIONS = {
     "wrong_word": ('size = "1MiB"\nreducer = "magic"\n', ["reducer", "magic", "adamw"]),
     "contradiction": ('size = "1MiB"\nlearners = 1\nmin_learners = 2\n', ["min_learners", "learners is 1"]),
     "files_and_size": ('size = "1MiB"\nmodels = ["a.safetensors"]\n', ["exclude each other"]),
+    "short_key": ('size = "1MiB"\nlr = 0.1\n', ["unknown key lr", "did you mean learning_rate?"]),
     "twice": ('size = "1MiB"\nsize = "2MiB"\n', ["not valid TOML", "size"]),
 }
 

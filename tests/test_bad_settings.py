@@ -17,14 +17,14 @@ BAD_VALUES = {
     "learning_rate": [b"fast", b"\n", b" ", b"nan", b"inf", b"-1", b"1e39", b"0.1 0.2", b"0.1\n0.2\n", b"0,1", b"0x10", b"\xff\xfe", b"0.1\0", b"\0" * 64, b"1" * 5000, b"1" * (2 << 20)],
     "momentum": [b"1.01", b"-0.1", b"x"],
     "beta1": [b"1", b"2"],
-    "learners": [b"0", b"-1", b"1.5", b"70000", b"18446744073709551617"],
+    "learners": [b"0", b"-1", b"1.5", b"4097", b"70000", b"18446744073709551617"],
     "min_learners": [b"0", b"2"],
     "max_versions": [b"0", b"3", b"x"],
     "retain": [b"-1", b"70000", b"14"],
     "timeout": [b"0", b"-1", b"never", b"1e300", b"nan", b"inf"],
     "lease": [b"-1", b"x"],
-    "reducer": [b"", b"magic", b"SGD", b"sgd adam", b"../../etc"],
-    "consistency": [b"maybe"],
+    "reducer": [b"", b"magic", b"SGD2", b"sgd adam", b"../../etc"],
+    "consistency": [b"maybe", b"quorum 2", b"ssp"],
     "aggregation": [b"max"],
     "nonfinite": [b"perhaps"],
 }
@@ -45,8 +45,16 @@ def test_bad_settings(start_mount):
                 assert (mount.model / "control" / name).read_bytes() == old, (name, value)
         said(mount, "control/learning_rate", '"fast"', "number")
         said(mount, "control/min_learners", "above learners")
+        said(mount, "control/learners", '"4097"', "from 1 to 4096")
+        said(mount, "control/consistency", '"quorum 2"', "did you mean quorum(2)?")
         for line in mount.stderr().splitlines():
             assert len(line) < 500, f"a line of {len(line)} bytes in the log: {line[:200]}…"
+
+
+def test_words_are_taken_in_any_case(start_mount):
+    mount = small(start_mount)
+    for name, value in {"reducer": "AdamW", "consistency": "Quorum(1)", "nonfinite": "Accept", "aggregation": "SUM"}.items():
+        assert mount.control(name, value) == value.lower()
 
 
 def test_shell_redirection_of_a_bad_setting(start_mount):

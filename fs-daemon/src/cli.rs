@@ -14,7 +14,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, Type
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueHint};
 
 use crate::config::{
-    AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPES, Layer, NONFINITES, REDUCERS, UP, UpConfig,
+    AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPE_ALIASES, Layer, NONFINITES, REDUCERS, UP, UpConfig,
     Vocabulary,
 };
 use crate::error::Error;
@@ -115,7 +115,7 @@ pub struct UpArgs {
     #[arg(long, value_name = "SIZE", help_heading = "Models")]
     size: Option<String>,
     /// Element type of the blank model [default: f32]
-    #[arg(long, value_parser = PossibleValuesParser::new(DTYPES), help_heading = "Models")]
+    #[arg(long, value_parser = element_types(), ignore_case = true, help_heading = "Models")]
     dtype: Option<String>,
     /// Directory of a model, once per model [default: the file's name; `model` if blank]
     #[arg(long, value_name = "NAME", help_heading = "Models")]
@@ -147,7 +147,7 @@ pub struct UpArgs {
 #[derive(Args, Debug, Default)]
 struct JobArgs {
     /// What becomes of contributions [default: sgd]
-    #[arg(long, value_parser = PossibleValuesParser::new(REDUCERS), help_heading = "Job")]
+    #[arg(long, value_parser = PossibleValuesParser::new(REDUCERS), ignore_case = true, help_heading = "Job")]
     reducer: Option<String>,
     /// What a version waits for: sync, all active learners; quorum, K of them; async and ssp, one contribution,
     /// and with ssp nobody runs more than S steps ahead of the slowest [default: sync]
@@ -176,11 +176,17 @@ struct JobArgs {
     #[arg(long, value_name = "N", help_heading = "Job")]
     max_versions: Option<String>,
     /// What to do with a contribution that holds NaN or Inf [default: reject]
-    #[arg(long, value_parser = PossibleValuesParser::new(NONFINITES), help_heading = "Job")]
+    #[arg(long, value_parser = PossibleValuesParser::new(NONFINITES), ignore_case = true, help_heading = "Job")]
     nonfinite: Option<String>,
 
     /// Step size of the optimizers [default: 0.01]
-    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    #[arg(
+        long,
+        visible_alias = "lr",
+        value_name = "X",
+        allow_negative_numbers = true,
+        help_heading = "Optimizer"
+    )]
     learning_rate: Option<String>,
     /// Weight of the running gradient (momentum, nesterov) [default: 0.9]
     #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
@@ -198,13 +204,19 @@ struct JobArgs {
     #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
     epsilon: Option<String>,
     /// Pull towards zero, decoupled for adamw [default: 0]
-    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    #[arg(
+        long,
+        visible_alias = "wd",
+        value_name = "X",
+        allow_negative_numbers = true,
+        help_heading = "Optimizer"
+    )]
     weight_decay: Option<String>,
     /// How much of the old weights stays (sum): 1 adds to them, 0 is an all-reduce [default: 1]
     #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
     carry: Option<String>,
     /// What an optimizer sees of several contributions [default: mean]
-    #[arg(long, value_parser = PossibleValuesParser::new(AGGREGATIONS), help_heading = "Optimizer")]
+    #[arg(long, value_parser = PossibleValuesParser::new(AGGREGATIONS), ignore_case = true, help_heading = "Optimizer")]
     aggregation: Option<String>,
 }
 
@@ -227,6 +239,13 @@ impl TypedValueParser for Consistencies {
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
         Some(Box::new(CONSISTENCIES.iter().map(|form| PossibleValue::new(*form))))
     }
+}
+
+/// Element types of a blank model, also by other names; those are left out of the help.
+pub(crate) fn element_types() -> PossibleValuesParser {
+    PossibleValuesParser::new(
+        DTYPE_ALIASES.iter().map(|(name, aliases)| PossibleValue::new(*name).aliases(*aliases)),
+    )
 }
 
 impl UpArgs {
@@ -455,8 +474,26 @@ mod tests {
     }
 
     #[test]
+    fn what_torch_calls_things_is_understood() {
+        let words = "--lr 3e-4 --wd 0.1 --reducer AdamW --dtype float32 --nonfinite Accept --size 1MiB /mnt";
+        let config = up(words, &[]).unwrap();
+        let controls = config.controls().unwrap();
+        for (key, value) in [
+            ("learning_rate", "0.0003"),
+            ("weight_decay", "0.1"),
+            ("reducer", "adamw"),
+            ("nonfinite", "accept"),
+        ] {
+            assert_eq!(controls.get(key).as_deref(), Some(value));
+        }
+        assert!(up("--lr 1 --learning-rate 2 --size 1MiB /mnt", &[]).is_err(), "twice");
+        let refused = up("--lr fast --size 1MiB /mnt", &[]).unwrap_err().message;
+        assert!(refused.starts_with("--learning-rate: \"fast\""), "{refused}");
+    }
+
+    #[test]
     fn wrong_words_are_refused() {
-        assert!(up("--reducer SGD --size 1MiB /mnt", &[]).is_err());
+        assert!(up("--reducer SGD2 --size 1MiB /mnt", &[]).is_err());
         assert!(up("--frobnicate --size 1MiB /mnt", &[]).is_err());
         assert_eq!(parse(["gradfs", "down"].map(OsString::from)).unwrap_err(), 2);
     }

@@ -19,8 +19,8 @@ use ps_backend::controls::{Consistency, ControlError, Controls};
 
 use self::endpoint::{Endpoint, METRICS_PORT};
 pub use self::layer::{
-    AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPES, KEYS, Kind, Layer, NONFINITES, REDUCERS, UP,
-    Vocabulary,
+    AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPE_ALIASES, DTYPES, KEYS, Kind, Layer, NONFINITES,
+    REDUCERS, UP, Vocabulary,
 };
 use crate::error::Error;
 
@@ -238,10 +238,13 @@ impl<'a> Merged<'a> {
 
     fn blank(&self, block_size: u32) -> Result<ModelSource, Error> {
         let (dtype, element) = match self.text("dtype")? {
-            None | Some((_, "f32")) => (DType::F32, 4),
-            Some((_, "f16")) => (DType::F16, 2),
-            Some((_, "bf16")) => (DType::BF16, 2),
-            Some((origin, text)) => return Err(not_a_word(&origin, text, DTYPES)),
+            None => (DType::F32, 4),
+            Some((origin, text)) => match element_type(text) {
+                Some("f32") => (DType::F32, 4),
+                Some("f16") => (DType::F16, 2),
+                Some("bf16") => (DType::BF16, 2),
+                _ => return Err(not_a_word(&origin, text, DTYPES)),
+            },
         };
         let (origin, text) = self.text("size")?.unwrap_or_default();
         let bytes = size(&origin, text)?;
@@ -338,11 +341,21 @@ fn check_setting(origin: &str, text: &str, kind: Kind, help: &str) -> Result<(),
             Ok(_) => return Ok(()),
             Err(error) => return Err(Error::usage(format!("{origin}: {text:?} is {error}"))),
         },
-        Kind::Word(words) if !words.contains(&text) => return Err(not_a_word(origin, text, words)),
+        Kind::Word(words) if !words.iter().any(|word| word.eq_ignore_ascii_case(text)) => {
+            return Err(not_a_word(origin, text, words));
+        }
         _ => return Ok(()),
     };
     Err(Error::usage(format!("{origin}: {text:?} is not {wanted}"))
         .hint(format!("{help} tells what each setting does, and its default")))
+}
+
+/// The element type that `text` names, in any case, as `f32`, `float32` or `torch.float32`.
+fn element_type(text: &str) -> Option<&'static str> {
+    let plain = text.to_ascii_lowercase();
+    let plain = plain.strip_prefix("torch.").unwrap_or(&plain);
+    let known = DTYPE_ALIASES.iter().find(|(name, aliases)| *name == plain || aliases.contains(&plain));
+    known.map(|(name, _)| *name)
 }
 
 fn not_a_word(origin: &str, text: &str, words: &[&str]) -> Error {

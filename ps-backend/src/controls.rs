@@ -38,40 +38,60 @@ impl fmt::Display for Consistency {
 /// What a consistency can be.
 const CONSISTENCY: &str = "sync, async, quorum(k) with k from 1 to 65536, or ssp(s) with s from 0 to 65536";
 
-/// Not a consistency.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("not {CONSISTENCY}")]
-pub struct NoConsistency;
+/// Not a consistency. The message also says what was probably meant.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct NoConsistency(String);
+
+impl NoConsistency {
+    fn of(text: &str) -> NoConsistency {
+        let meant = match probably_meant(text) {
+            Some(meant) => format!(": did you mean {meant}?"),
+            None => String::new(),
+        };
+        NoConsistency(format!("not {CONSISTENCY}{meant}"))
+    }
+}
+
+/// `quorum 2`, `quorum=2` and `quorum2` name the right word and number in the wrong form. A shell takes brackets
+/// for its own, so these are what people try next.
+fn probably_meant(text: &str) -> Option<String> {
+    let word_ends = text.find(|c: char| !c.is_ascii_alphabetic()).unwrap_or(text.len());
+    let (word, rest) = text.split_at(word_ends);
+    if !["quorum", "ssp"].contains(&word) {
+        return None;
+    }
+    let number = rest.trim_matches([' ', '(', ')', '[', ']', '=', ':', ',', '_']);
+    let meant = format!("{word}({})", if number.is_empty() { "2" } else { number });
+    (meant != text && meant.parse::<Consistency>().is_ok()).then_some(meant)
+}
 
 impl FromStr for Consistency {
     type Err = NoConsistency;
 
+    /// Takes words in any case.
     fn from_str(text: &str) -> Result<Consistency, NoConsistency> {
         let number = |least: u32, text: &str| {
             // `parse` would take a sign.
             let digits = Some(text).filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
-            digits
-                .and_then(|digits| digits.parse().ok())
-                .filter(|number| (least..=MOST).contains(number))
-                .ok_or(NoConsistency)
+            digits.and_then(|digits| digits.parse().ok()).filter(|number| (least..=MOST).contains(number))
         };
-        match text {
-            "sync" => return Ok(Consistency::Sync),
-            "async" => return Ok(Consistency::Async),
-            _ => {}
-        }
-        let (word, argument) =
-            text.strip_suffix(')').and_then(|text| text.split_once('(')).ok_or(NoConsistency)?;
-        match word {
-            "quorum" => Ok(Consistency::Quorum(number(1, argument)?)),
-            "ssp" => Ok(Consistency::Ssp(number(0, argument)?)),
-            _ => Err(NoConsistency),
-        }
+        let plain = text.to_ascii_lowercase();
+        let parsed = match (plain.as_str(), plain.strip_suffix(')').and_then(|text| text.split_once('('))) {
+            ("sync", _) => Some(Consistency::Sync),
+            ("async", _) => Some(Consistency::Async),
+            (_, Some(("quorum", argument))) => number(1, argument).map(Consistency::Quorum),
+            (_, Some(("ssp", argument))) => number(0, argument).map(Consistency::Ssp),
+            _ => None,
+        };
+        parsed.ok_or_else(|| NoConsistency::of(&plain))
     }
 }
 
 /// The greatest count that a setting takes.
 const MOST: u32 = 65_536;
+/// Most learners of a job at a time.
+pub const MAX_LEARNERS: u32 = 4096;
 
 /// What happens to NaN and Inf in a contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -143,7 +163,7 @@ pub enum ControlError {
         /// What was given.
         value: String,
         /// What would do.
-        expected: &'static str,
+        expected: String,
     },
     /// The value contradicts another setting.
     #[error("{0}")]
@@ -224,9 +244,13 @@ impl Controls {
         let mut new = self.clone();
         let h = &mut new.hyper;
         match *name {
-            "reducer" => new.reducer = field.parse("sum, sgd, momentum, nesterov, adam, adamw or assign")?,
-            "consistency" => new.consistency = field.parse(CONSISTENCY)?,
-            "deterministic" => new.deterministic = field.parse("true or false")?,
+            "reducer" => new.reducer = field.word("sum, sgd, momentum, nesterov, adam, adamw or assign")?,
+            "consistency" => {
+                let parsed = field.value.parse::<Consistency>();
+                // The error begins with "not", as the setting's own message does.
+                new.consistency = parsed.map_err(|NoConsistency(why)| field.invalid(&why["not ".len()..]))?;
+            }
+            "deterministic" => new.deterministic = field.word("true or false")?,
             "learning_rate" => h.learning_rate = field.float(0.0..=f32::MAX, "a finite number >= 0")?,
             "momentum" => h.momentum = field.float(0.0..=1.0, "a number from 0 to 1")?,
             "dampening" => h.dampening = field.float(0.0..=1.0, "a number from 0 to 1")?,
@@ -236,21 +260,15 @@ impl Controls {
             "epsilon" => h.epsilon = field.float(1e-30..=f32::MAX, "a finite number >= 1e-30")?,
             "weight_decay" => h.weight_decay = field.float(0.0..=f32::MAX, "a finite number >= 0")?,
             "carry" => h.carry = field.float(f32::MIN..=f32::MAX, "a finite number")?,
-            "aggregation" => {
-                h.aggregation = match field.value {
-                    "mean" => Aggregation::Mean,
-                    "sum" => Aggregation::Sum,
-                    _ => return Err(field.invalid("mean or sum")),
-                }
-            }
-            "learners" => new.learners = field.count(1)?,
-            "min_learners" => new.min_learners = field.count(1)?,
+            "aggregation" => h.aggregation = field.word("mean or sum")?,
+            "learners" => new.learners = field.count(1, MAX_LEARNERS)?,
+            "min_learners" => new.min_learners = field.count(1, MAX_LEARNERS)?,
             "lease" => new.lease = field.seconds(0.0, "a number of seconds from 0 to a year")?,
             "timeout" => new.timeout = field.seconds(0.001, "a number of seconds from 0.001 to a year")?,
-            "retain" => new.retain = field.count(0)?,
-            "max_versions" => new.max_versions = field.count(3)?,
+            "retain" => new.retain = field.count(0, MOST)?,
+            "max_versions" => new.max_versions = field.count(3, MOST)?,
             "nonfinite" => {
-                new.nonfinite = match field.value {
+                new.nonfinite = match field.value.to_ascii_lowercase().as_str() {
                     "reject" => NonFinite::Reject,
                     "accept" => NonFinite::Accept,
                     _ => return Err(field.invalid("reject or accept")),
@@ -336,8 +354,13 @@ struct Field<'a> {
 }
 
 impl Field<'_> {
-    fn invalid(&self, expected: &'static str) -> ControlError {
-        ControlError::Invalid { name: self.name, value: self.value.to_owned(), expected }
+    fn invalid(&self, expected: &str) -> ControlError {
+        ControlError::Invalid { name: self.name, value: self.value.to_owned(), expected: expected.to_owned() }
+    }
+
+    /// One of some words, in any case: `AdamW` and Python's `True` are clear enough.
+    fn word<T: FromStr>(&self, expected: &'static str) -> Result<T, ControlError> {
+        self.value.to_ascii_lowercase().parse().map_err(|_| self.invalid(expected))
     }
 
     fn parse<T: FromStr>(&self, expected: &'static str) -> Result<T, ControlError> {
@@ -358,16 +381,12 @@ impl Field<'_> {
         if value < 1.0 { Ok(value) } else { Err(self.invalid("a number from 0 to below 1")) }
     }
 
-    fn count(&self, least: u32) -> Result<u32, ControlError> {
+    fn count(&self, least: u32, most: u32) -> Result<u32, ControlError> {
         let value: u32 = self.parse("a whole number")?;
-        if (least..=MOST).contains(&value) {
+        if (least..=most).contains(&value) {
             return Ok(value);
         }
-        Err(self.invalid(match least {
-            0 => "a whole number from 0 to 65536",
-            1 => "a whole number from 1 to 65536",
-            _ => "a whole number from 3 to 65536",
-        }))
+        Err(self.invalid(&format!("a whole number from {least} to {most}")))
     }
 
     fn seconds(&self, least: f64, expected: &'static str) -> Result<Duration, ControlError> {
@@ -432,6 +451,8 @@ mod tests {
             ("beta1", "1"),
             ("epsilon", "0"),
             ("reducer", "SGD2"),
+            ("reducer", "adam w"),
+            ("learners", "4097"),
             ("consistency", "maybe"),
             ("consistency", "quorum"),
             ("consistency", "quorum()"),
@@ -464,6 +485,54 @@ mod tests {
         let expected = "consistency: \"quorum(0)\" is not sync, async, quorum(k) with k from 1 to 65536, \
                         or ssp(s) with s from 0 to 65536";
         assert_eq!(error.to_string(), expected);
+    }
+
+    #[test]
+    fn words_are_taken_in_any_case_and_read_back_in_one() {
+        let mut controls = Controls::default();
+        for (name, value, shown) in [
+            ("reducer", "AdamW", "adamw"),
+            ("reducer", "SGD", "sgd"),
+            ("consistency", "Async", "async"),
+            ("consistency", "QUORUM(2)", "quorum(2)"),
+            ("consistency", "Sync", "sync"),
+            ("deterministic", "True", "true"),
+            ("aggregation", "Sum", "sum"),
+            ("nonfinite", "ACCEPT", "accept"),
+        ] {
+            controls = controls.with(name, value).unwrap();
+            assert_eq!(controls.get(name).as_deref(), Some(shown), "{name}={value}");
+        }
+    }
+
+    #[test]
+    fn a_consistency_in_the_wrong_form_is_told_the_right_one() {
+        for (text, meant) in [
+            ("quorum 2", Some("quorum(2)")),
+            ("Quorum=3", Some("quorum(3)")),
+            ("quorum: 4", Some("quorum(4)")),
+            ("quorum5", Some("quorum(5)")),
+            ("quorum(6", Some("quorum(6)")),
+            ("quorum( 7)", Some("quorum(7)")),
+            ("quorum", Some("quorum(2)")),
+            ("ssp 0", Some("ssp(0)")),
+            ("quorum(0)", None),
+            ("ssp(-1)", None),
+            ("ssp(1.5)", None),
+            ("maybe", None),
+            ("sync(1)", None),
+        ] {
+            let error = Controls::default().with("consistency", text).unwrap_err().to_string();
+            let said = error.split_once(": did you mean ").map(|(_, meant)| meant.trim_end_matches('?'));
+            assert_eq!(said, meant, "{error}");
+        }
+    }
+
+    #[test]
+    fn learners_beyond_what_a_job_takes_are_refused() {
+        let error = Controls::default().with("learners", "4097").unwrap_err();
+        assert_eq!(error.to_string(), "learners: \"4097\" is not a whole number from 1 to 4096");
+        assert_eq!(Controls::default().with("learners", "4096").unwrap().learners, 4096);
     }
 
     #[test]

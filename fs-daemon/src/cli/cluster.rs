@@ -10,12 +10,12 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand, ValueHint};
 
 use super::rdma::{RdmaArgs, RdmaListenArgs};
-use super::{JobArgs, layers};
+use super::{JobArgs, element_types, layers};
+use crate::config::Layer;
 use crate::config::cluster::{
     CLUSTER, CreateConfig, DeleteConfig, DrainConfig, IOS, MountConfig, RegistryConfig, ShardConfig,
     StatusConfig, TRANSPORTS,
 };
-use crate::config::{DTYPES, Layer};
 use crate::error::Error;
 
 const REGISTRY_EXAMPLES: &str = "\
@@ -235,7 +235,7 @@ pub struct CreateArgs {
     #[arg(long, value_name = "SIZE", help_heading = "Model")]
     size: Option<String>,
     /// Element type of the blank model [default: f32]
-    #[arg(long, value_parser = PossibleValuesParser::new(DTYPES), help_heading = "Model")]
+    #[arg(long, value_parser = element_types(), ignore_case = true, help_heading = "Model")]
     dtype: Option<String>,
     /// Shards to stripe it over [default: all that there are]
     #[arg(long, value_name = "N", help_heading = "Model")]

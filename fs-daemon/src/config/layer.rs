@@ -48,6 +48,11 @@ pub enum Kind {
 
 /// Element types of a blank model.
 pub const DTYPES: &[&str] = &["f32", "f16", "bf16"];
+/// Other names that people know for [`DTYPES`].
+pub const DTYPE_ALIASES: &[(&str, &[&str])] =
+    &[("f32", &["float32", "fp32", "float"]), ("f16", &["float16", "fp16", "half"]), ("bf16", &["bfloat16"])];
+/// Short names of keys, as torch has them. They are flags; elsewhere the key is named to who writes one.
+pub const KEY_ALIASES: &[(&str, &str)] = &[("lr", "learning_rate"), ("wd", "weight_decay")];
 /// What a shard can do with contributions.
 pub const REDUCERS: &[&str] = &["sum", "sgd", "momentum", "nesterov", "adam", "adamw", "assign"];
 /// Which contributions a version waits for.
@@ -121,6 +126,9 @@ impl Vocabulary {
     /// letters changed, anything would resemble some key.
     fn nearest(&self, name: &str, limit: usize) -> Option<&'static str> {
         let plain = name.replace('-', "_").to_lowercase();
+        if let Some((_, key)) = KEY_ALIASES.iter().find(|(short, _)| *short == plain) {
+            return Some(key);
+        }
         let limit = limit.min(plain.chars().count() / 3);
         let keys = self.keys.iter().copied().flatten();
         keys.map(|key| (edits(&plain, key.name), key.name))
@@ -328,11 +336,13 @@ mod tests {
             assert_eq!(error.message, format!("job.toml: unknown key {key}"));
             error.hint.unwrap()
         };
-        for far in ["foo", "x", "lr", "time", "port", "checkpoint", "completely_different_thing"] {
+        for far in ["foo", "x", "time", "port", "checkpoint", "completely_different_thing"] {
             assert!(hint(far).contains("gradfs up --help"), "{far}: {}", hint(far));
         }
         for (near, key) in [
             ("siz", "size"),
+            ("lr", "learning_rate"),
+            ("WD", "weight_decay"),
             ("mout", "mount"),
             ("Threads", "threads"),
             ("weightdecay", "weight_decay"),

@@ -180,6 +180,17 @@ fn blank_models_have_whole_elements() {
         assert!(message.contains(says), "{message}");
     }
     assert!(refused(&[("dtype", "f64")]).contains("f32, f16, bf16"));
+    for (text, dtype) in [
+        ("float32", DType::F32),
+        ("FP32", DType::F32),
+        ("half", DType::F16),
+        ("float16", DType::F16),
+        ("bfloat16", DType::BF16),
+        ("torch.bfloat16", DType::BF16),
+    ] {
+        let source = ModelSource::Blank { bytes: 1 << 20, dtype };
+        assert_eq!(blank(&[("dtype", text)]).unwrap().models[0].source, source, "{text}");
+    }
     assert!(refused(&[("size", "512TiB"), ("block_size", "64KiB")]).contains("--block-size"));
 }
 
@@ -224,7 +235,7 @@ fn settings_are_passed_on_and_sanity_checked() {
         ("timeout", "5s"),
         ("retain", "-1"),
         ("max_versions", "0"),
-        ("reducer", "SGD"),
+        ("reducer", "SGD2"),
         ("consistency", "eventual"),
         ("aggregation", "max"),
         ("nonfinite", "ignore"),
@@ -235,6 +246,17 @@ fn settings_are_passed_on_and_sanity_checked() {
     }
     assert!(refused(&[("learners", "2"), ("min_learners", "3")]).contains("learners is 2"));
     assert!(refused(&[("min_learners", "2")]).contains("learners is 1"));
+}
+
+#[test]
+fn words_are_understood_in_any_case_or_corrected() {
+    for (key, text, shown) in [("reducer", "adamW", "adamw"), ("consistency", "Async", "async")] {
+        let controls = blank(&[(key, text)]).unwrap().controls().unwrap();
+        assert_eq!(controls.get(key).as_deref(), Some(shown));
+    }
+    let message = refused(&[("consistency", "quorum 2")]);
+    assert!(message.starts_with("--consistency: \"quorum 2\" is not sync"), "{message}");
+    assert!(message.contains("did you mean quorum(2)?"), "{message}");
 }
 
 #[test]

@@ -54,7 +54,7 @@ pub type Now = Duration;
 pub type Ticket = u64;
 
 /// Learners a job can have at once.
-pub const MAX_LEARNERS: usize = 4096;
+pub const MAX_LEARNERS: usize = crate::controls::MAX_LEARNERS as usize;
 
 /// One learner's committed contribution. `S` is where its deferred payload lies.
 #[derive(Clone, Debug, Serialize, Deserialize)]

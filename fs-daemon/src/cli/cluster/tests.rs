@@ -213,7 +213,7 @@ fn wrong_words_are_refused_with_exit_code_2() {
         "shard --rdma maybe",
         "mount /mnt --rdma on",
         "mount /mnt --rdma-polling never",
-        "create m --reducer SGD",
+        "create m --reducer SGD2",
         "registry --registry node1",
         "status node1",
         "drain node1 node2",

@@ -251,7 +251,7 @@ fn numbers_and_words_are_checked() {
 fn settings_are_those_of_the_job() {
     let config = create(&[("reducer", "adam"), ("learners", "4"), ("min_learners", "2")]).unwrap();
     assert_eq!((config.controls.learners, config.controls.min_learners), (4, 2));
-    for (key, bad) in [("reducer", "SGD"), ("learning_rate", "fast"), ("beta1", "1"), ("lease", "-1")] {
+    for (key, bad) in [("reducer", "SGD2"), ("learning_rate", "fast"), ("beta1", "1"), ("lease", "-1")] {
         let text = said_maybe_bare(create(&[(key, bad)]));
         assert!(text.starts_with(&format!("--{}: ", key.replace('_', "-"))), "{text}");
     }
