@@ -4,17 +4,22 @@ import contextlib
 import errno
 import os
 import select
+import shutil
 import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from conftest import gradfs_binary
+
 ONE = struct.pack("<f", 1.0)
 BLOCK = 64 << 10
+NOBODY = 65534
 GONE = {errno.EIO, errno.ENOTCONN, errno.ECONNABORTED}
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting something else takes root")
@@ -90,6 +95,31 @@ def child():
         for stream in (one.process.stdin, one.process.stdout, one.process.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.close()
+
+
+def in_namespace(place, setup, script):
+    """Runs `script` in a mount namespace that root has prepared by `setup`; `$up` is gradfs up as nobody. `$0` is gradfs,
+    `$1` the mountpoint, `$2` a directory for whatever the setup needs."""
+    binary, root, scratch = (place / name for name in ("gradfs", "mnt", "scratch"))
+    shutil.copy(gradfs_binary(), binary)
+    binary.chmod(0o755)
+    root.mkdir()
+    scratch.mkdir()
+    os.chown(root, NOBODY, NOBODY)
+    up = f"setpriv --reuid {NOBODY} --regid {NOBODY} --clear-groups {binary} up --size 64KiB --reducer sum --no-passthrough"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"up='{up}'; {setup} && {{ {script}; }}", binary, root, scratch],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=40, cwd="/", check=False,
+    )
+    return done
+
+
+@pytest.fixture
+def place_for_all():
+    """A directory that other users get into."""
+    with tempfile.TemporaryDirectory(prefix="gradfs-test-") as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
 
 
 def die(mount):

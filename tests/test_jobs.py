@@ -41,9 +41,11 @@ def test_learners_join_with_mkdir(mounted):
     assert "id: a\nincarnation: 1\n" in (place / "status").read_text()
     with raises(errno.EEXIST):
         mount.join("a")
-    for name in ("a/b", ".hidden", "white space", "x" * 65, "\u00e9"):
+    for name in ("a/b", ".hidden", "white space", "\u00e9"):
         with raises(errno.EINVAL, errno.EPERM):
             os.mkdir(f"{mount.model}/learners/{name}")
+    with raises(errno.ENAMETOOLONG):
+        os.mkdir(f"{mount.model}/learners/{'x' * 65}")
     mount.leave("a")
     assert os.listdir(mount.model / "learners") == [] and not place.exists()
     with raises(errno.ENOENT):
@@ -263,6 +265,12 @@ def test_settings_count_from_the_next_version__consistency(mounted):
     assert mount.version() == 1
     give(mount, 1, "b")
     assert mount.version() == 2 and only(mount) == 3
+
+
+def test_words_are_taken_in_any_case(mounted):
+    mount = mounted()
+    for name, value in {"reducer": "AdamW", "consistency": "Quorum(1)", "nonfinite": "Accept", "aggregation": "SUM"}.items():
+        assert mount.control(name, value) == value.lower()
 
 
 def test_bad_settings_change_nothing(mounted):

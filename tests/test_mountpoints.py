@@ -1,5 +1,6 @@
 """Where the daemon may mount."""
 
+import re
 import signal
 import subprocess
 import time
@@ -123,6 +124,17 @@ def test_of_several_that_race_for_a_mountpoint_one_wins(tmp_path):
                 racer.communicate()
             while is_mounted(mnt):
                 subprocess.run(["umount", "-l", mnt], check=True)
+
+
+def test_the_hint_about_mounts_finds_them(start_mount, gradfs, tmp_path):
+    """Also where a file is called gradfs, which findmnt could take the source for."""
+    mount = small(start_mount)
+    (tmp_path / "gradfs").touch()
+    done = gradfs("unmount", tmp_path)
+    assert done.returncode == 1 and "nothing is mounted" in done.stderr, done
+    (command,) = re.findall(r"hint: (findmnt .*) lists", done.stderr)
+    listed = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
+    assert str(mount.root) in listed.stdout, (command, listed)
 
 
 @as_root

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from conftest import gradfs_binary
+from daemons import in_namespace, place_for_all
 
 NOBODY = 65534
 ONE = struct.pack("<f", 1.0)
@@ -316,14 +317,28 @@ def test_kill_of_a_learner_in_mid_write(nobodys):
     assert got == ["0\n", ONE.hex(), False]
 
 
-def test_no_device_is_told(nobodys):
-    """Without access to /dev/fuse the error says what is missing."""
-    mode = stat.S_IMODE(Path("/dev/fuse").stat().st_mode)
-    Path("/dev/fuse").chmod(0o600)
-    try:
-        with pytest.raises(pytest.fail.Exception) as caught:
-            nobodys()
-    finally:
-        Path("/dev/fuse").chmod(mode)
-    said = str(caught.value)
-    assert "gradfs: error: cannot mount on" in said and "/dev/fuse" in said, said
+def test_a_device_for_root_alone_is_told(place_for_all):
+    setup = 'mount -t tmpfs none "$2" && mknod -m 600 "$2/fuse" c 10 229 && mount --bind "$2/fuse" /dev/fuse'
+    done = in_namespace(place_for_all, setup, '$up "$1"')
+    assert done.returncode == 1, done
+    assert "gradfs: error: cannot mount: user 65534 may not open /dev/fuse (mode 0600, owner 0, group 0)" in done.stderr, done
+    assert "chmod 0666 /dev/fuse" in done.stderr, done
+
+
+FUSE_CONF = 'mount -t tmpfs none "$2" && echo "{line}" > "$2/conf" && chmod 644 "$2/conf" && mount --bind "$2/conf" /etc/fuse.conf'
+has_fuse_conf = pytest.mark.skipif(not Path("/etc/fuse.conf").exists(), reason="there is no /etc/fuse.conf to put another over")
+
+
+@has_fuse_conf
+def test_allow_other_that_is_not_permitted_is_told(place_for_all):
+    done = in_namespace(place_for_all, FUSE_CONF.format(line="#user_allow_other"), '$up --allow-other "$1"')
+    assert done.returncode == 1, done
+    assert "--allow-other: /etc/fuse.conf does not permit it to users" in done.stderr, done
+    assert "add a line with user_allow_other to /etc/fuse.conf" in done.stderr, done
+
+
+@has_fuse_conf
+def test_allow_other_that_is_permitted_works(place_for_all):
+    script = '$up --allow-other --background --log-file /dev/null "$1" && cat "$1/model/version" && "$0" unmount "$1"'
+    done = in_namespace(place_for_all, FUSE_CONF.format(line="user_allow_other"), script)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "0", done

@@ -1,6 +1,7 @@
 """Writers that are killed: no half step, and sums and optimizer state as if they had never written."""
 
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -31,6 +32,14 @@ say("written")
 time.sleep(30)
 """
 
+MANY_FILES = """
+fds = [os.open(argv[0], os.O_WRONLY) for _ in range(6)]
+for i, fd in enumerate(fds):
+    os.pwrite(fd, bytes([0, 0, 128, 66]) * 1000, i * 10_000)
+say("written")
+time.sleep(30)
+"""
+
 
 def kill(child, with_signal=signal.SIGKILL):
     child.send_signal(with_signal)
@@ -52,6 +61,21 @@ def test_killed_writer_leaves_no_half_step(mounted, with_signal):
         assert mount.version() == 0 and not any(mount.weights()), "a half contribution was published"
     mount.contribute(filled(mount, 1))
     assert mount.version() == 1 and (array(mount.model / "weights") == 1).all()
+
+
+def test_a_death_in_mid_write_is_logged_once(mounted):
+    """However many files and threads the program wrote through."""
+    mount = mounted()
+    for i, code in enumerate([MANY_FILES, MANY_THREADS, MANY_FILES]):
+        learner = mount.join(f"victim{i}")
+        child = program(code, learner / "gradients")
+        hear(child)
+        kill(child)
+        eventually(lambda: mount.status()["learners"] == [])
+    # The threads that settle the other files are through by then.
+    time.sleep(1)
+    lines = [line for line in mount.stderr().splitlines() if "in mid-write" in line]
+    assert len(lines) == 3 and all(f"victim{i}" in line for i, line in enumerate(lines)), lines
 
 
 @pytest.mark.parametrize("victim_is_last", [False, True])

@@ -18,6 +18,7 @@ use crate::config::{
     Vocabulary,
 };
 use crate::error::Error;
+use crate::logging::LogArgs;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -27,6 +28,9 @@ Examples:
 
   Try it without a model:
     gradfs up --size 1GiB --reducer sum /mnt/job
+
+  The same in the background: it returns when the mount answers:
+    gradfs up --background --learners 2 --reducer adamw llama.safetensors /mnt/job
 
   Stop it, from anywhere:
     gradfs unmount /mnt/job
@@ -47,6 +51,9 @@ Examples:
   A blank model of 1 GiB of bf16 zeros, contributions added up as they come:
     gradfs up --size 1GiB --dtype bf16 --reducer sum --consistency async /mnt/job
 
+  In a script, with a log for machines to read:
+    gradfs up --background --log-file /var/log/job.json --log-format json llama.safetensors /mnt/job
+
   The same from a file; a flag or GRADFS_REDUCER=sgd would override its line:
     printf 'size = \"1GiB\"\\ndtype = \"bf16\"\\nreducer = \"sum\"\\nmount = \"/mnt/job\"\\n' > job.toml
     gradfs up --config job.toml
@@ -64,9 +71,9 @@ pub struct Cli {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
-    /// Say more: -v informs, -vv debugs (GRADFS_LOG takes a filter instead)
-    #[arg(short, long, global = true, action = clap::ArgAction::Count)]
-    pub verbose: u8,
+    /// Where log lines go.
+    #[command(flatten)]
+    pub log: LogArgs,
 }
 
 /// What to do.
@@ -101,6 +108,36 @@ pub enum Command {
     },
 }
 
+impl Command {
+    /// Whether it is to go on in the background.
+    pub fn is_background(&self) -> bool {
+        use cluster::ClusterCommand::{Mount, Registry, Shard};
+        match self {
+            Command::Up(args) => args.background.asked(),
+            Command::Cluster(Registry(args)) => args.background.asked(),
+            Command::Cluster(Shard(args)) => args.background.asked(),
+            Command::Cluster(Mount(args)) => args.background.asked(),
+            _ => false,
+        }
+    }
+}
+
+/// What commands have that run until they are told to stop.
+#[derive(Args, Debug, Default)]
+pub struct BackgroundArgs {
+    /// Return when everything answers, and go on as a daemon. Its log is the file --log-file, or one in
+    /// /var/log/gradfs (without root: ~/.local/state/gradfs)
+    #[arg(long)]
+    background: bool,
+}
+
+impl BackgroundArgs {
+    /// Whether that is asked for.
+    pub fn asked(&self) -> bool {
+        self.background
+    }
+}
+
 /// The arguments of `gradfs up`.
 #[derive(Args, Debug, Default)]
 pub struct UpArgs {
@@ -127,6 +164,8 @@ pub struct UpArgs {
     #[command(flatten)]
     job: JobArgs,
 
+    #[command(flatten, next_help_heading = "Daemon")]
+    pub background: BackgroundArgs,
     /// Threads that serve the filesystem [default: 2]
     #[arg(long, value_name = "N", help_heading = "Daemon")]
     threads: Option<String>,
@@ -379,7 +418,9 @@ mod tests {
         for key in KEYS.iter().filter(|key| !matches!(key.name, "models" | "mount")) {
             assert!(flags.contains(key.name), "{} has no flag", key.name);
         }
-        assert_eq!(flags.len(), KEYS.len() - 2 + 2, "paths and config, but no models and mount: {flags:?}");
+        let others = ["paths", "config", "background"];
+        assert!(others.iter().all(|other| flags.contains(other)), "{flags:?}");
+        assert_eq!(flags.len(), KEYS.len() - 2 + others.len(), "no models and mount: {flags:?}");
     }
 
     #[test]

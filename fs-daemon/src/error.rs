@@ -62,7 +62,16 @@ impl StdError for Error {
 
 /// The whole report, as printed on stderr: the message with its causes, then the hint.
 pub fn report(error: &Error) -> String {
-    let mut text = format!("gradfs: error: {}", error.message);
+    let mut text = format!("gradfs: error: {}", chain(error));
+    if let Some(hint) = &error.hint {
+        text.push_str(&format!("\ngradfs: hint: {hint}"));
+    }
+    text
+}
+
+/// The message with its causes.
+pub fn chain(error: &Error) -> String {
+    let mut text = error.message.clone();
     let mut cause = StdError::source(error);
     while let Some(source) = cause {
         let said = source.to_string();
@@ -72,9 +81,6 @@ pub fn report(error: &Error) -> String {
             text.push_str(&said);
         }
         cause = source.source();
-    }
-    if let Some(hint) = &error.hint {
-        text.push_str(&format!("\ngradfs: hint: {hint}"));
     }
     text
 }

@@ -3,6 +3,7 @@
 //! All that knows `fuser` is here and below, so that another loop on the FUSE descriptor can take its place.
 //! Here is the mount itself and what it keeps.
 
+pub mod access;
 mod refusals;
 mod reply;
 mod requests;

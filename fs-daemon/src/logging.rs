@@ -1,27 +1,119 @@
 //! Where log lines go and which are shown: stderr, warnings only, unless `-v` or `GRADFS_LOG` says more.
 
+use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, stderr};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
+use clap::Args;
+use clap::builder::PossibleValuesParser;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::writer::BoxMakeWriter;
 
-use crate::error::Error;
+use crate::error::{self, Error};
 
 /// Names the filter, in tracing's syntax (`debug`, `warn,gradfs=trace`); beats `-v`.
 pub const LOG_VARIABLE: &str = "GRADFS_LOG";
 
-/// Starts logging. `verbose` counts the `-v` flags: none warns, one informs, two debug, three trace.
-pub fn init(verbose: u8) -> Result<(), Error> {
+/// Options about the log, which all commands have.
+#[derive(Args, Debug, Default)]
+pub struct LogArgs {
+    /// Say more: -v informs, -vv debugs (GRADFS_LOG takes a filter instead)
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, help_heading = "Log")]
+    pub verbose: u8,
+    /// Append log lines to this file [default: stderr]
+    #[arg(
+        long,
+        global = true,
+        value_name = "FILE",
+        env = "GRADFS_LOG_FILE",
+        hide_env = true,
+        help_heading = "Log"
+    )]
+    pub log_file: Option<PathBuf>,
+    /// Lines for people, or one JSON object each
+    #[arg(long, global = true, env = "GRADFS_LOG_FORMAT", hide_env = true, default_value = "text", ignore_case = true,
+          value_parser = PossibleValuesParser::new(["text", "json"]), help_heading = "Log")]
+    pub log_format: String,
+}
+
+/// What [`init`] has opened, for the last words of the process.
+static LOG: OnceLock<Log> = OnceLock::new();
+
+struct Log {
+    file: Option<Arc<File>>,
+    json: bool,
+}
+
+/// Starts logging. `plain` leaves colours out even where stderr is a terminal now.
+///
+/// # Errors
+/// A filter that is none, or a file that cannot be opened.
+pub fn init(args: &LogArgs, plain: bool) -> Result<(), Error> {
     let asked = std::env::var(LOG_VARIABLE).ok().filter(|text| !text.trim().is_empty());
-    let filter = filter(verbose, asked.as_deref())?;
-    tracing_subscriber::fmt()
+    let filter = filter(args.verbose, asked.as_deref())?;
+    let file = args.log_file.as_deref().map(open).transpose()?.map(Arc::new);
+    let colours = file.is_none() && !plain && stderr().is_terminal();
+    let json = args.log_format.eq_ignore_ascii_case("json");
+    let writer = match &file {
+        // A line is one write to a file that is opened to append: lines of several processes stay whole.
+        Some(file) => BoxMakeWriter::new(Arc::clone(file)),
+        None => BoxMakeWriter::new(stderr),
+    };
+    let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(stderr)
-        .with_ansi(stderr().is_terminal())
+        .with_writer(writer)
+        .with_ansi(colours)
         // A log that nobody can read any more must not take a thread of the mount with it.
         .log_internal_errors(false)
-        .with_target(verbose > 1)
-        .try_init()
-        .map_err(|e| Error::new("cannot start logging").caused_by(e))
+        .with_target(args.verbose > 1);
+    let started = if json {
+        lines.json().flatten_event(true).with_current_span(false).with_span_list(false).try_init()
+    } else {
+        lines.try_init()
+    };
+    started.map_err(|e| Error::new("cannot start logging").caused_by(e))?;
+    let _ = LOG.set(Log { file, json });
+    Ok(())
+}
+
+/// Opens a log to append to it, and makes it if need be.
+///
+/// # Errors
+/// With the file's name.
+pub fn open(path: &Path) -> Result<File, Error> {
+    OpenOptions::new().append(true).create(true).open(path).map_err(|e| {
+        Error::new(format!("cannot open the log {}", path.display()))
+            .caused_by(e)
+            .hint("name another file with --log-file")
+    })
+}
+
+/// Says why the command fails, on stderr. A log that is elsewhere has it too.
+pub fn report_failure(error: &Error) {
+    let log = LOG.get().filter(|_| tracing::enabled!(tracing::Level::ERROR));
+    let in_lines = log.is_some_and(|log| log.json || log.file.is_some());
+    if in_lines {
+        let chain = error::chain(error);
+        match &error.hint {
+            Some(hint) => tracing::error!(hint, "{chain}"),
+            None => tracing::error!("{chain}"),
+        }
+    }
+    // A line of another form would be in the way of whoever reads JSON from stderr.
+    let json_on_stderr = log.is_some_and(|log| log.json && log.file.as_deref().is_none_or(is_stderr));
+    let said_there = log.and_then(|log| log.file.as_deref()).is_some_and(is_stderr);
+    if !json_on_stderr && !said_there {
+        eprintln!("{}", error::report(error));
+    }
+}
+
+/// Whether stderr leads to `file`, as it does in the background.
+fn is_stderr(file: &File) -> bool {
+    let identity = |file: &File| file.metadata().map(|found| (found.dev(), found.ino())).ok();
+    let of_stderr = std::os::fd::AsFd::as_fd(&stderr()).try_clone_to_owned().map(File::from);
+    of_stderr.is_ok_and(|stderr| identity(&stderr).is_some() && identity(&stderr) == identity(file))
 }
 
 fn filter(verbose: u8, asked: Option<&str>) -> Result<EnvFilter, Error> {

@@ -1,8 +1,10 @@
 //! `gradfs`: a parameter server that you mount.
 
+mod background;
 mod cli;
 mod cluster;
 mod config;
+mod crash;
 mod error;
 mod fs;
 mod fuse;
@@ -19,14 +21,18 @@ mod source;
 mod sys;
 mod up;
 
+use std::ffi::OsStr;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use background::Ready;
 use cli::cluster::ClusterCommand;
 use cli::rdma::RdmaCommand;
 use cli::{Cli, Command};
 use error::Error;
 
 fn main() -> ExitCode {
+    crash::abort_on_panic();
     let cli = match cli::parse(std::env::args_os()) {
         Ok(cli) => cli,
         Err(code) => return code.into(),
@@ -34,30 +40,67 @@ fn main() -> ExitCode {
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("{}", error::report(&error));
+            logging::report_failure(&error);
             error.exit_code().into()
         }
     }
 }
 
 fn run(cli: Cli) -> Result<(), Error> {
-    logging::init(cli.verbose)?;
+    logging::init(&cli.log, cli.command.is_background())?;
+    let log = cli.log.log_file;
     match cli.command {
-        Command::Up(args) => up::run(args.config(std::env::vars_os())?),
-        Command::Cluster(command) => run_cluster(command),
+        Command::Up(args) => {
+            let background = args.background.asked();
+            let config = args.config(std::env::vars_os())?;
+            let ready = ready(background, log, "up", &config.mountpoint)?;
+            up::run(config, ready)
+        }
+        Command::Cluster(command) => run_cluster(command, log),
         Command::Rdma(RdmaCommand::Devices { json }) => rdma::devices(json),
         Command::Unmount { mountpoint, lazy } => mountpoint::unmount(&mountpoint, lazy),
         Command::Completions { shell } => cli::completions(shell),
     }
 }
 
-fn run_cluster(command: ClusterCommand) -> Result<(), Error> {
+/// Goes to the background if that is asked for. No thread may have been started yet.
+fn ready(
+    background: bool,
+    log: Option<PathBuf>,
+    command: &str,
+    what: impl AsRef<OsStr>,
+) -> Result<Ready, Error> {
+    if !background {
+        return Ok(Ready::in_foreground());
+    }
+    background::detach(match log {
+        Some(log) => log,
+        None => background::default_log(command, what.as_ref())?,
+    })
+}
+
+fn run_cluster(command: ClusterCommand, log: Option<PathBuf>) -> Result<(), Error> {
     let variables = std::env::vars_os();
     match command {
-        ClusterCommand::Registry(args) => cluster::shard::run_registry(args.config(variables)?),
-        ClusterCommand::Shard(args) => cluster::shard::run(args.config(variables)?),
+        ClusterCommand::Registry(args) => {
+            let background = args.background.asked();
+            let config = args.config(variables)?;
+            let ready = ready(background, log, "registry", config.listen.to_string())?;
+            cluster::shard::run_registry(config, ready)
+        }
+        ClusterCommand::Shard(args) => {
+            let background = args.background.asked();
+            let config = args.config(variables)?;
+            let ready = ready(background, log, "shard", config.listen.to_string())?;
+            cluster::shard::run(config, ready)
+        }
         ClusterCommand::Create(args) => cluster::upload::create(&args.config(variables)?),
-        ClusterCommand::Mount(args) => cluster::mount::run(&args.config(variables)?),
+        ClusterCommand::Mount(args) => {
+            let background = args.background.asked();
+            let config = args.config(variables)?;
+            let ready = ready(background, log, "mount", &config.mountpoint)?;
+            cluster::mount::run(&config, ready)
+        }
         ClusterCommand::Status(args) => cluster::status::run(&args.config(variables)?),
         ClusterCommand::Delete(args) => cluster::upload::delete(&args.config(variables)?),
         ClusterCommand::Drain(args) => cluster::drain::run(&args.config(variables)?),

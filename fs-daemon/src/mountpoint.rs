@@ -28,8 +28,12 @@ use crate::error::Error;
 
 /// How long a path may take to answer.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// How long a new mount may take to answer for the first time.
+const ANSWER_PATIENCE: Duration = Duration::from_secs(30);
 /// How long the kernel may take to unmount, and a daemon to end after that.
 const UNMOUNT_PATIENCE: Duration = Duration::from_secs(10);
+/// By the source: the type is `fuse` where the daemon has mounted by itself, and `fuse.gradfs` where fusermount3 has.
+const LIST_MOUNTS: &str = "findmnt --source gradfs lists what is mounted";
 /// Most dead mounts on top of each other that are cleared away.
 const MAX_STACKED: usize = 32;
 
@@ -62,6 +66,18 @@ impl Mountpoint {
         &self.path
     }
 
+    /// Waits until what is mounted here now answers.
+    pub fn await_answer(&self) -> Result<(), Error> {
+        let deadline = Instant::now() + ANSWER_PATIENCE;
+        while probe(&self.path) != Probe::Alive {
+            if Instant::now() > deadline {
+                return Err(Error::new(format!("the mount on {} does not answer", self.path.display())));
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
     /// Takes the mount away even while it is used: what the daemon does on its way out.
     pub fn detach(&self) -> Result<(), Error> {
         detach_mounted(&self.path)
@@ -90,12 +106,11 @@ pub fn unmount(path: &Path, lazy: bool) -> Result<(), Error> {
 }
 
 fn unmount_with(path: &Path, lazy: bool, lock_directories: &[PathBuf]) -> Result<(), Error> {
-    let path = resolve(path, |_| "findmnt -t fuse.gradfs lists what is mounted".into())?;
+    let path = resolve(path, |_| LIST_MOUNTS.into())?;
     let shown = path.display();
     match topmost(&path)? {
         None => {
-            return Err(Error::new(format!("nothing is mounted on {shown}"))
-                .hint("findmnt -t fuse.gradfs lists what is mounted"));
+            return Err(Error::new(format!("nothing is mounted on {shown}")).hint(LIST_MOUNTS));
         }
         Some(mount) if !mount.is_gradfs() => {
             return Err(Error::new(format!("{shown} is a mount of {mount}, not of gradfs"))

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use ps_backend::job::ShardView;
 
+use crate::background::Ready;
 use crate::config::endpoint::Endpoint;
 use crate::error::{self, Error};
 use crate::fs::Fs;
@@ -41,12 +42,14 @@ pub struct Mounting<'a> {
 /// Anything that keeps it from mounting; nothing is left mounted then.
 pub fn serve(
     mounting: &Mounting<'_>,
+    ready: Ready,
     load: impl FnOnce() -> Result<Vec<Arc<Model>>, Error>,
 ) -> Result<(), Error> {
     let stops = signals::install()?;
     memory::raise_file_limit();
     // These first: a mistake there should not cost the loading of a model.
     let bound = mounting.metrics.map(metrics::bind).transpose()?;
+    fuse::access::check(mounting.allow_other)?;
     let mountpoint = Mountpoint::prepare(mounting.mountpoint)?;
     let detach = mountpoint.detacher();
     stops.before_forced_exit(move || {
@@ -66,9 +69,8 @@ pub fn serve(
         bound.map(|bound| bound.serve(move || metrics::mount::page(of_metrics.models()))).transpose()?;
     let settings = MountSettings { threads: mounting.threads, allow_other: mounting.allow_other };
     let mounted = fuse::mount(Arc::clone(&fs), mountpoint.path(), &settings).map_err(|error| {
-        Error::new(format!("cannot mount on {}", mountpoint.path().display())).caused_by(error).hint(
-            "gradfs needs /dev/fuse, and root or the fusermount3 program (Debian: apt-get install fuse3)",
-        )
+        let hint = fuse::access::hint(&error);
+        Error::new(format!("cannot mount on {}", mountpoint.path().display())).caused_by(error).hint(hint)
     })?;
     let kernel = Arc::clone(&mounted.kernel);
     started
@@ -86,7 +88,14 @@ pub fn serve(
             "{why}: weights are read through the daemon (--no-passthrough says that this is meant)"
         );
     }
-    announce(&fs, &mountpoint, passthrough, scraped.as_ref());
+    let answers = mountpoint.await_answer().and_then(|()| {
+        announce(&fs, &mountpoint, passthrough, scraped.as_ref(), &ready);
+        ready.tell()
+    });
+    if let Err(error) = answers {
+        mountpoint.detach()?;
+        return Err(error);
+    }
     let why = stops.wait();
     tracing::info!("stopping: {why}");
     drop(scraped);
@@ -124,7 +133,7 @@ fn not_by_rdma(shards: &[ShardView]) -> String {
 }
 
 /// Says what is mounted where. Printed when everything works, so that scripts can wait for it.
-fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool, metrics: Option<&Serving>) {
+fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool, metrics: Option<&Serving>, ready: &Ready) {
     let mut out = std::io::stdout().lock();
     for model in fs.models() {
         let controls = model.job.controls();
@@ -147,6 +156,8 @@ fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool, metrics: Option
     if let Some(metrics) = metrics {
         let _ = writeln!(out, "gradfs: {metrics}");
     }
-    let _ = writeln!(out, "gradfs: ready (Ctrl-C or gradfs unmount {} ends it)", mountpoint.path().display());
+    let by_command = format!("gradfs unmount {}", mountpoint.path().display());
+    let by_key = format!("Ctrl-C or {by_command}");
+    let _ = writeln!(out, "gradfs: {}", ready.announcement(&by_key, &by_command));
     let _ = out.flush();
 }

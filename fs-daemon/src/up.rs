@@ -6,6 +6,7 @@ use libmodelio::transport::Device;
 use ps_backend::controls::Controls;
 use ps_backend::embedded::{EmbeddedShard, InProcess};
 
+use crate::background::Ready;
 use crate::config::{ModelSource, ModelSpec, UpConfig};
 use crate::error::Error;
 use crate::fs::model::{Model, OWN_LEARNER};
@@ -21,7 +22,7 @@ const CHUNK: usize = 8 << 20;
 ///
 /// # Errors
 /// Anything that keeps it from mounting; nothing is left mounted then.
-pub fn run(config: UpConfig) -> Result<(), Error> {
+pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
     let controls = config.controls()?;
     let mounting = Mounting {
         mountpoint: &config.mountpoint,
@@ -30,7 +31,7 @@ pub fn run(config: UpConfig) -> Result<(), Error> {
         passthrough: config.passthrough,
         metrics: config.metrics.as_ref(),
     };
-    serve::serve(&mounting, || {
+    serve::serve(&mounting, ready, || {
         let mut models = Vec::new();
         for (index, spec) in config.models.iter().enumerate() {
             let index = u8::try_from(index).map_err(|_| Error::usage("more than 256 models"))?;

@@ -10,7 +10,7 @@ use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand, ValueHint};
 
 use super::rdma::{RdmaArgs, RdmaListenArgs};
-use super::{JobArgs, element_types, layers};
+use super::{BackgroundArgs, JobArgs, element_types, layers};
 use crate::config::Layer;
 use crate::config::cluster::{
     CLUSTER, CreateConfig, DeleteConfig, DrainConfig, IOS, MountConfig, RegistryConfig, ShardConfig,
@@ -30,6 +30,9 @@ const SHARD_EXAMPLES: &str = "\
 Examples:
   One shard that is its own registry:
     gradfs shard --listen 10.0.0.1
+
+  The same in the background; it returns when the shard answers:
+    gradfs shard --background --listen 10.0.0.1
 
   One more, on another host; nothing else has to be told of it:
     gradfs shard --listen 0.0.0.0 --advertise node2 --registry 10.0.0.1
@@ -64,8 +67,8 @@ Examples:
   By RDMA, or not at all:
     gradfs mount /mnt/job --registry node1 --transport rdma --rdma-device mlx5_0
 
-  With the registry in the environment:
-    GRADFS_REGISTRY=node1 gradfs mount /mnt/job
+  In the background, with the registry in the environment; it returns when the mount answers:
+    GRADFS_REGISTRY=node1 gradfs mount --background /mnt/job
 
 Its end is that of any mount: gradfs unmount /mnt/job";
 
@@ -152,6 +155,8 @@ type Layers = Result<Vec<Layer>, Error>;
 /// The arguments of `gradfs registry`.
 #[derive(Args, Debug, Default)]
 pub struct RegistryArgs {
+    #[command(flatten)]
+    pub background: BackgroundArgs,
     /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     listen: Option<String>,
@@ -175,6 +180,8 @@ impl RegistryArgs {
 /// The arguments of `gradfs shard`.
 #[derive(Args, Debug, Default)]
 pub struct ShardArgs {
+    #[command(flatten)]
+    pub background: BackgroundArgs,
     /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     listen: Option<String>,
@@ -279,6 +286,8 @@ pub struct MountArgs {
     /// Models to show [default: all that the registry has]
     #[arg(value_name = "MODEL")]
     models: Vec<String>,
+    #[command(flatten)]
+    pub background: BackgroundArgs,
     /// Threads that serve the filesystem [default: 2]
     #[arg(long, value_name = "N")]
     threads: Option<String>,

@@ -12,6 +12,7 @@ use ps_backend::remote::RemoteJob;
 
 use super::shard::choice;
 use super::{deadline, maybe_unheard, registry, registry_error};
+use crate::background::Ready;
 use crate::config::cluster::{MountConfig, Transport};
 use crate::error::Error;
 use crate::fs::model::Model;
@@ -22,7 +23,7 @@ use crate::serve::{self, Mounting};
 ///
 /// # Errors
 /// Anything that keeps it from mounting; nothing is left mounted then.
-pub fn run(config: &MountConfig) -> Result<(), Error> {
+pub fn run(config: &MountConfig, ready: Ready) -> Result<(), Error> {
     if config.transport == Transport::Rdma && !cfg!(feature = "rdma") {
         return Err(Error::new(format!("--transport rdma: {NO_RDMA}")));
     }
@@ -36,7 +37,7 @@ pub fn run(config: &MountConfig) -> Result<(), Error> {
         passthrough: config.passthrough,
         metrics: config.metrics.as_ref(),
     };
-    serve::serve(&mounting, || {
+    serve::serve(&mounting, ready, || {
         let registry: Arc<dyn Registry> = Arc::new(registry(&config.registry));
         let failed = |error| registry_error(&config.registry, error);
         let names = match &config.models[..] {

@@ -7,6 +7,7 @@ use libmodelio::net::Choice;
 use libmodelio::rdma::RdmaOptions;
 use ps_backend::server::{self, RdmaUse, Server, ServerOptions};
 
+use crate::background::Ready;
 use crate::config::cluster::{Io, RegistryConfig, ShardConfig};
 use crate::config::endpoint::Endpoint;
 use crate::error::Error;
@@ -33,7 +34,7 @@ fn listen_address(listen: &Endpoint) -> Result<std::net::SocketAddr, Error> {
 ///
 /// # Errors
 /// Anything that keeps it from being there.
-pub fn run(config: ShardConfig) -> Result<(), Error> {
+pub fn run(config: ShardConfig, ready: Ready) -> Result<(), Error> {
     let advertise = config.advertise.clone();
     let options = ServerOptions {
         listen: listen_address(&config.listen)?,
@@ -47,7 +48,7 @@ pub fn run(config: ShardConfig) -> Result<(), Error> {
         rdma_options: config.rdma_options,
         device_memory: None,
     };
-    serve(options, config.metrics.as_ref(), |server| {
+    serve(options, config.metrics.as_ref(), ready, |server| {
         let registry = match &config.registry {
             Some(registry) => format!("registry {registry}"),
             None => "and is the registry".to_owned(),
@@ -60,7 +61,7 @@ pub fn run(config: ShardConfig) -> Result<(), Error> {
 ///
 /// # Errors
 /// Anything that keeps it from being there.
-pub fn run_registry(config: RegistryConfig) -> Result<(), Error> {
+pub fn run_registry(config: RegistryConfig, ready: Ready) -> Result<(), Error> {
     let options = ServerOptions {
         listen: listen_address(&config.listen)?,
         advertise: None,
@@ -73,7 +74,7 @@ pub fn run_registry(config: RegistryConfig) -> Result<(), Error> {
         rdma_options: RdmaOptions::default(),
         device_memory: None,
     };
-    serve(options, None, |server| {
+    serve(options, None, ready, |server| {
         format!("the registry listens on {}; {}", server.address(), server.backend())
     })
 }
@@ -81,6 +82,7 @@ pub fn run_registry(config: RegistryConfig) -> Result<(), Error> {
 fn serve(
     options: ServerOptions,
     metrics: Option<&Endpoint>,
+    ready: Ready,
     describe: impl FnOnce(&Server) -> String,
 ) -> Result<(), Error> {
     let stops = signals::install()?;
@@ -99,9 +101,11 @@ fn serve(
         if let Some(metrics) = &scraped {
             let _ = writeln!(out, "gradfs: {metrics}");
         }
-        let _ = writeln!(out, "gradfs: ready (Ctrl-C ends it)");
+        let by_command = format!("kill {}", std::process::id());
+        let _ = writeln!(out, "gradfs: {}", ready.announcement("Ctrl-C", &by_command));
         let _ = out.flush();
     }
+    ready.tell()?;
     let why = stops.wait();
     tracing::info!("stopping: {why}");
     drop(scraped);

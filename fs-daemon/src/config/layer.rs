@@ -207,7 +207,7 @@ impl Vocabulary {
             let Some(name) = variable.to_str().and_then(|v| v.strip_prefix(PREFIX)) else { continue };
             let Some(key) = self.known(&name.to_lowercase()).filter(|_| name == name.to_uppercase()) else {
                 // Others may use the prefix, so this is no error; but a slip of the pen should show.
-                if !matches!(name, "CONFIG" | "LOG")
+                if !matches!(name, "CONFIG" | "LOG" | "LOG_FILE" | "LOG_FORMAT")
                     && let Some(meant) = self.nearest(&name.to_lowercase(), 2)
                 {
                     let meant = meant.to_uppercase();

@@ -441,12 +441,14 @@ pub(super) fn settle(handle: &Arc<Handle>, settled: Option<Settled>) {
         match (&*handle, violent) {
             (Handle::Contribution(contribution), Some((pid, exit))) => {
                 let learner = &contribution.learner;
-                tracing::warn!(
-                    learner = learner.name,
-                    pid,
-                    "{exit} in mid-write: its contribution is dropped"
-                );
-                learner.contributor.abort();
+                // Of the files that the program had open, the first one that is settled drops the contribution.
+                if learner.contributor.abort() {
+                    tracing::warn!(
+                        learner = learner.name,
+                        pid,
+                        "{exit} in mid-write: its contribution is dropped"
+                    );
+                }
             }
             (Handle::Contribution(contribution), None) => {
                 let name = contribution.learner.name.clone();

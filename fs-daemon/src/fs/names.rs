@@ -26,6 +26,8 @@ pub struct Entry {
 
 /// Longest learner name.
 const MAX_LEARNER_NAME: usize = 64;
+/// Longest name of a file, as for most filesystems. The kernel would ask for up to 1,024 bytes.
+const MAX_NAME: usize = 255;
 
 impl Fs {
     /// The inode that `name` in `parent` leads to now. Inodes of versions are pinned: each success is to
@@ -34,6 +36,9 @@ impl Fs {
     /// # Errors
     /// ENOENT.
     pub fn lookup(&self, parent: u64, name: &OsStr) -> FsResult<Attributes> {
+        if name.len() > MAX_NAME {
+            return Err(too_long(name, MAX_NAME));
+        }
         let name = name.to_str().ok_or_else(FsError::not_found)?;
         let mut node = self.named(parent, name)?;
         let pinned = loop {
@@ -122,7 +127,7 @@ impl Fs {
     /// A learner joins. The job is asked, so the answer may come later.
     ///
     /// # Errors
-    /// EPERM outside of `learners/`, EEXIST, EINVAL for an unfit name, EDQUOT.
+    /// EPERM outside of `learners/`, EEXIST, EINVAL or ENAMETOOLONG for an unfit name, EDQUOT.
     pub fn make_dir(self: &Arc<Self>, parent: u64, name: &OsStr, done: Done<Attributes>) {
         let (model, name) = match self.joins_as(parent, name) {
             Ok((model, name)) => (Arc::clone(model), name.to_owned()),
@@ -172,11 +177,18 @@ impl Fs {
     }
 }
 
+fn too_long(name: &OsStr, most: usize) -> FsError {
+    let start = String::from_utf8_lossy(&name.as_encoded_bytes()[..16]);
+    let message = format!("name \"{start}…\" has {} bytes: {most} is the most", name.len());
+    FsError::new(libc::ENAMETOOLONG, message)
+}
+
 fn learner_name(name: &OsStr) -> FsResult<&str> {
+    if name.len() > MAX_LEARNER_NAME {
+        return Err(too_long(name, MAX_LEARNER_NAME));
+    }
     let fits = |name: &&str| {
-        name.len() <= MAX_LEARNER_NAME
-            && !name.starts_with('.')
-            && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+        !name.starts_with('.') && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
     };
     name.to_str().filter(fits).ok_or_else(|| {
         FsError::new(

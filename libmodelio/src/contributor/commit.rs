@@ -203,9 +203,9 @@ impl Contributor {
         self.channel.send(message, STUCK, Box::new(|_| {}));
     }
 
-    /// Drops the open contribution; the shard forgets what it took of it. While a commit is on its way this
-    /// does nothing.
-    pub fn abort(&self) {
+    /// Drops the open contribution, if there is one; the shard forgets what it took of it. Returns whether there was
+    /// one. While a commit is on its way this does nothing.
+    pub fn abort(&self) -> bool {
         let mut state = self.state.lock();
         // A copy that still runs ends within microseconds; the deadline is for a stuck machine.
         let deadline = Instant::now() + STUCK;
@@ -215,12 +215,13 @@ impl Contributor {
                 let what = "a write of the dropped contribution is stuck";
                 state.failed = Some(ShardError::TimedOut(what.into()));
                 tracing::error!(learner = %self.learner, what);
-                return;
+                return true;
             }
         }
         if state.committing {
-            return;
+            return false;
         }
+        let was_open = state.step.is_some();
         if state.step.is_some() {
             (state.committing, state.aborting) = (true, true);
             drop(state);
@@ -230,6 +231,7 @@ impl Contributor {
         }
         state.reset(false);
         self.idle.notify_all();
+        was_open
     }
 
     /// Without the lock, but `committing`, so that no new contribution opens before the old one is gone.

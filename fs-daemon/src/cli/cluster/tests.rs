@@ -90,7 +90,7 @@ fn every_flag_is_a_key() {
             .get_arguments()
             .map(|argument| argument.get_id().as_str())
             // Said on the command line alone.
-            .filter(|id| !matches!(*id, "cancel" | "config" | "hold" | "json" | "shard"))
+            .filter(|id| !matches!(*id, "background" | "cancel" | "config" | "hold" | "json" | "shard"))
             .collect();
         for id in own {
             let known = CLUSTER.keys.iter().copied().flatten().any(|key| key.name == id);
