@@ -84,15 +84,16 @@ def share(batch, rank, learners):
 
 
 class Layout:
-    """Where each tensor lies in the flat bytes of `weights` and `gradients`."""
+    """Where each float32 tensor lies in the flat bytes of `weights` and `gradients`; counters are left out."""
 
     def __init__(self, model):
         # safetensors: the length of the header in 8 bytes, the header, and then what is in `weights`.
         with open(model / "weights.safetensors", "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         header.pop("__metadata__", None)
-        assert all(entry["dtype"] == "F32" for entry in header.values()), "this example is for float32 models"
-        self.tensors = {name: (entry["data_offsets"][0], entry["shape"]) for name, entry in header.items()}
+        assert {entry["dtype"] for entry in header.values()} <= {"F32", "I64"}, "this example is for float32 models"
+        self.tensors = {name: (entry["data_offsets"][0], entry["shape"]) for name, entry in header.items()
+                        if entry["dtype"] == "F32"}
         self.bytes = max(entry["data_offsets"][1] for entry in header.values())
         self.elements = self.bytes // 4
 
@@ -130,7 +131,7 @@ def configure(job):
 
 
 def run_learners(learner, job):
-    """Runs learner(job, rank) in a process for each rank; returns their clocks."""
+    """Runs learner(job, rank) in a process for each rank; returns what they return."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(job.learners, mp_context=context) as pool:
         return list(pool.map(learner, [job] * job.learners, range(job.learners)))
@@ -156,8 +157,8 @@ def check(job, layout, trained, reference, accuracy, versions):
     """Holds the trained weights against those of one process; exits non-zero when something is missed."""
     worst, where = 0.0, "any tensor"
     ours, theirs = layout.views(trained), layout.views(reference)
-    for name in layout.tensors:
-        largest = float(np.abs(theirs[name]).max())
+    for name in ours:
+        largest = float(np.abs(theirs[name]).max()) or 1.0
         difference = float(np.abs(ours[name] - theirs[name]).max()) / largest
         if not difference <= worst:  # Also when it is NaN.
             worst, where = difference, name

@@ -5,9 +5,12 @@
     gradfs up digits.safetensors /mnt/job &
     train_torch.py /mnt/job/digits
 
-The weights are loaded as any safetensors file is. The gradients are written where the tensors lie, from the last
+The parameters are loaded from a safetensors file. The gradients are written where the tensors lie, from the last
 layer to the first as autograd has them ready: a block goes on its way as soon as it is whole. The optimizer is
 in the mount.
+
+With `make_digits_model.py digits.safetensors --convolutional` the model has BatchNorm. Its buffers (running means and
+variances) are computed by each learner and are no parameters: loading them from the mount in each step would reset them.
 """
 
 import os
@@ -35,6 +38,37 @@ class Perceptron(torch.nn.Module):
         return self.layer3(hidden2)
 
 
+class Convolutions(torch.nn.Module):
+    """The model of make_digits_model.py --convolutional."""
+
+    def __init__(self, layout):
+        super().__init__()
+        for number in (1, 2):
+            outputs, inputs, *size = layout.tensors[f"convolution{number}.weight"][1]
+            setattr(self, f"convolution{number}", torch.nn.Conv2d(inputs, outputs, size, padding=1, bias=False))
+            setattr(self, f"norm{number}", torch.nn.BatchNorm2d(outputs))
+        outputs, inputs = layout.tensors["output.weight"][1]
+        self.output = torch.nn.Linear(inputs, outputs)
+
+    def forward(self, images):
+        hidden1 = torch.relu(self.norm1(self.convolution1(images.reshape(-1, 1, 8, 8))))
+        hidden2 = torch.relu(self.norm2(self.convolution2(hidden1)))
+        return self.output(torch.nn.functional.max_pool2d(hidden2, 2).flatten(1))
+
+
+def network_of(layout):
+    """The network whose tensors the model has, untrained."""
+    return Convolutions(layout) if "convolution1.weight" in layout.tensors else Perceptron(layout)
+
+
+def load_parameters(network, weights):
+    """Loads the parameters from a safetensors file; buffers keep what this process has computed."""
+    tensors = load_file(weights)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            parameter.copy_(tensors[name])
+
+
 def train(directory, layout, network, epochs, clock, on_epoch):
     """The learner in `directory`."""
     weights = directory / ".." / ".." / "weights.safetensors"
@@ -44,7 +78,7 @@ def train(directory, layout, network, epochs, clock, on_epoch):
         # can be before the next step is ours.
         open(directory / "weights", "rb").close()
         clock.lap("open")
-        network.load_state_dict(load_file(weights))
+        load_parameters(network, weights)
         clock.lap("read")
 
     for epoch, batches in enumerate(epochs):
@@ -70,17 +104,20 @@ def tensors(images, labels):
 
 
 def accuracy_of(network, images, labels):
+    network.eval()
     with torch.no_grad():
-        return float((network(images).argmax(dim=1) == labels).float().mean())
+        accuracy = float((network(images).argmax(dim=1) == labels).float().mean())
+    network.train()
+    return accuracy
 
 
 def learner(job, rank):
-    """One learner process, from joining to leaving; returns its clock."""
+    """One learner process, from joining to leaving; returns its clock and its network's accuracy."""
     torch.set_num_threads(1)
     train_images, train_labels, *test = load_data()
     test = tensors(*test)
     layout = Layout(job.model)
-    network = Perceptron(layout)
+    network = network_of(layout)
 
     def epochs():
         for epoch in range(job.epochs):
@@ -96,28 +133,30 @@ def learner(job, rank):
     try:
         clock = Clock()
         train(directory, layout, network, epochs(), clock, on_epoch)
-        return clock
+        return clock, accuracy_of(network, *test)
     finally:
         directory.rmdir()  # Leaves it.
 
 
 def train_alone(job, network):
-    """The same training in this process: whole batches, PyTorch's own optimizer, no mount."""
+    """The same training in this process: the learners' shares one after the other, PyTorch's own optimizer, no mount."""
     train_images, train_labels, _, _ = load_data()
     optimizer = torch.optim.SGD(network.parameters(), lr=job.lr)
     for epoch in range(job.epochs):
         for batch in epoch_batches(train_images, train_labels, job, epoch):
-            images, labels = tensors(*batch)
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(network(images), labels).backward()
+            for rank in range(job.learners):
+                images, labels = tensors(*(share(part, rank, job.learners) for part in batch))
+                (torch.nn.functional.cross_entropy(network(images), labels) / job.learners).backward()
             optimizer.step()
 
 
 def flat(layout, network):
-    """The parameters of `network` as the flat array that `weights` is."""
-    weights = np.empty(layout.elements, np.float32)
-    for name, view in layout.views(weights).items():
-        view[:] = network.state_dict()[name].numpy()
+    """The parameters of `network` as the flat array that `weights` is; zero where there is no parameter."""
+    weights = np.zeros(layout.elements, np.float32)
+    views = layout.views(weights)
+    for name, parameter in network.named_parameters():
+        views[name][:] = parameter.detach().numpy()
     return weights
 
 
@@ -125,16 +164,16 @@ def main():
     job = parse(arguments("Trains a PyTorch digit classifier through a gradfs mount."))
     layout = Layout(job.model)
     first = configure(job)
-    alone, network = Perceptron(layout), Perceptron(layout)
-    alone.load_state_dict(load_file(job.model / "weights.safetensors"))
-    clocks = run_learners(learner, job)
-    network.load_state_dict(load_file(job.model / "weights.safetensors"))
+    alone, trained = network_of(layout), network_of(layout)
+    load_parameters(alone, job.model / "weights.safetensors")
+    clocks, accuracies = zip(*run_learners(learner, job))
+    load_parameters(trained, job.model / "weights.safetensors")
     last = int((job.model / "version").read_text())
-    accuracy = accuracy_of(network, *tensors(*load_data()[2:]))
-    report(clocks, accuracy, last)
+    # The first learner's network: buffers are each learner's own.
+    report(clocks, accuracies[0], last)
     if job.check:
         train_alone(job, alone)
-        check(job, layout, flat(layout, network), flat(layout, alone), accuracy, last - first)
+        check(job, layout, flat(layout, trained), flat(layout, alone), accuracies[0], last - first)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,16 @@ def test_two_learners_in_torch(digits):
     assert "check passed" in example("train_torch.py", digits, "--check")
 
 
+def test_buffers_of_batch_norm_stay_the_learners_own(start_mount, tmp_path):
+    """A network with BatchNorm learns in its learners as it does in one process, and is as good when it is evaluated."""
+    for module in ("sklearn", "torch", "safetensors.torch"):
+        pytest.importorskip(module)
+    file = tmp_path / "digits.safetensors"
+    example("make_digits_model.py", file, "--convolutional")
+    model = start_mount(model=file, lifetime=DEADLINE).model
+    assert "check passed" in example("train_torch.py", model, "--epochs", "5", "--check")
+
+
 def test_the_check_can_fail(digits):
     out = example("train_digits.py", digits, "--epochs", "1", "--check", status=1)
     assert "check FAILED: the accuracy is" in out
