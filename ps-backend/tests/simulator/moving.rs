@@ -102,6 +102,8 @@ pub struct Moves {
     adoptions: std::collections::BTreeMap<ShardId, Adoption>,
     /// Attempts up to this one are abandoned, as far as a process knows.
     void: std::collections::BTreeMap<ShardId, u64>,
+    /// Moves that began while another coordinator was at one still.
+    pub competed: u64,
     /// Moves that wait for their turn.
     waiting: usize,
     /// Clients whose connections came or went while the lead was frozen.
@@ -334,6 +336,7 @@ impl World {
         self.trace(|| format!("move {of} off shard {off} to {:?}", plan.after.owners));
         let mut actions = Vec::new();
         let core = MoveCore::new(plan, deadline, Some(hold), now, &mut actions);
+        self.moves.competed += u64::from(self.moves.movers.iter().any(|mover| !mover.finished));
         self.moves.movers.push(Mover { of, process, core, finished: false, tick_at: None });
         self.mover_acts(of, actions);
         if self.chance(0.1) {

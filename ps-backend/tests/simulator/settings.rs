@@ -71,7 +71,7 @@ impl Settings {
         let learners = clients.iter().sum::<usize>().max(1) as u32;
         let mut controls = Controls::default();
         let expected = rng.u32(1..=learners);
-        let lease = millis(one_of(rng, &[2000, 5000, 12_000]));
+        let lease = millis(one_of(rng, &[1000, 2000, 5000, 12_000]));
         for (name, value) in [
             ("consistency", one_of(rng, CONSISTENCY).to_owned()),
             ("reducer", one_of(rng, &["sgd", "sgd", "sgd", "sum", "adam", "assign"]).to_owned()),
