@@ -33,8 +33,10 @@ fn number(name: &str) -> Option<u64> {
     Some(value.parse().unwrap_or_else(|_| panic!("{name}={value:?} is not a number")))
 }
 
+type Count = fn(&World) -> u64;
+
 /// What is counted in a run, and in how many runs it must occur once on average: what is not drawn is not checked.
-const COUNTED: &[(&str, fn(&World) -> u64, u64)] = &[
+const COUNTED: &[(&str, Count, u64)] = &[
     ("versions", |world| world.history.made() as u64, 1),
     ("events", |world| world.events, 1),
     ("moves", |world| world.current() as u64, 4),
