@@ -162,3 +162,27 @@ def test_more_than_memory_is_refused_before_it_is_touched(tmp_path, size):
             subprocess.run(["umount", "-l", mnt], check=False)
     assert process.returncode in (1, 2), f"{process.returncode}: {stderr}"
     assert "not enough memory" in stderr and "gradfs: error: " in stderr, stderr
+
+
+def test_a_dry_run_shows_what_a_model_takes_and_mounts_nothing(gradfs, tmp_path):
+    """The same sum refuses a model that is too large, and names what takes how much."""
+    mnt = tmp_path / "mnt"
+    mnt.mkdir()
+    words = ["up", "--dry-run", "--size", "1MiB", "--reducer", "adam", "--retain", "2", "--learners", "3", mnt]
+    done = gradfs(*words)
+    assert done.returncode == 0, done
+    shown = {line.split()[0]: int(line.split()[-3]) for line in done.stdout.splitlines() if line.endswith(" GiB")}
+    mib = 1 << 20
+    available = shown.pop("available")
+    assert shown == {
+        "versions": 5 * mib, "masters": 0, "state": 4 * mib, "sums": 0, "staging": 3 * mib, "in": 12 * mib
+    }, done
+    assert 0 < available <= total_memory(), done
+    assert not os.path.ismount(mnt)
+    # Versions alone would fit.
+    size = total_memory() // 6 // BLOCK * BLOCK
+    for dry_run in (["--dry-run"], []):
+        done = gradfs("up", *dry_run, "--size", size, "--reducer", "adam", "--retain", "0", "--learners", "9", mnt)
+        assert done.returncode == 1 and "not enough memory" in done.stderr, done
+        assert not os.path.ismount(mnt)
+    assert "versions " in done.stderr and "staging " in done.stderr and "--dry-run" in done.stderr, done

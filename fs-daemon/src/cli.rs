@@ -29,6 +29,8 @@ Examples:
   Try it without a model:
     gradfs up --size 1GiB --reducer sum /mnt/job
 
+  What it would take of this machine's memory:
+    gradfs up --dry-run --learners 2 --reducer adamw llama.safetensors /mnt/job
   The same in the background: it returns when the mount answers:
     gradfs up --background --learners 2 --reducer adamw llama.safetensors /mnt/job
 
@@ -164,6 +166,9 @@ pub struct UpArgs {
     #[command(flatten)]
     job: JobArgs,
 
+    /// Show what the models take of this machine's memory, and mount nothing; fails if it is not there
+    #[arg(long, conflicts_with = "background", help_heading = "Daemon")]
+    pub dry_run: bool,
     #[command(flatten, next_help_heading = "Daemon")]
     pub background: BackgroundArgs,
     /// Threads that serve the filesystem [default: 2]
@@ -418,7 +423,7 @@ mod tests {
         for key in KEYS.iter().filter(|key| !matches!(key.name, "models" | "mount")) {
             assert!(flags.contains(key.name), "{} has no flag", key.name);
         }
-        let others = ["paths", "config", "background"];
+        let others = ["paths", "config", "background", "dry_run"];
         assert!(others.iter().all(|other| flags.contains(other)), "{flags:?}");
         assert_eq!(flags.len(), KEYS.len() - 2 + others.len(), "no models and mount: {flags:?}");
     }

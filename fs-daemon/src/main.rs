@@ -51,8 +51,11 @@ fn run(cli: Cli) -> Result<(), Error> {
     let log = cli.log.log_file;
     match cli.command {
         Command::Up(args) => {
-            let background = args.background.asked();
+            let (background, dry_run) = (args.background.asked(), args.dry_run);
             let config = args.config(std::env::vars_os())?;
+            if dry_run {
+                return up::dry_run(&config);
+            }
             let ready = ready(background, log, "up", &config.mountpoint)?;
             up::run(config, ready)
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use libmodelio::transport::Device;
 use ps_backend::controls::Controls;
 use ps_backend::embedded::{EmbeddedShard, InProcess};
+use ps_backend::memory::MemoryUse;
 
 use crate::background::Ready;
 use crate::config::{ModelSource, ModelSpec, UpConfig};
@@ -39,6 +40,24 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
         }
         Ok(models)
     })
+}
+
+/// Shows what the models would take of this machine's memory, and what there is of it.
+///
+/// # Errors
+/// Models that cannot be loaded, or that the memory does not suffice for.
+pub fn dry_run(config: &UpConfig) -> Result<(), Error> {
+    let controls = config.controls()?;
+    let mut needed = 0u64;
+    for ModelSpec { name, source } in &config.models {
+        if let ModelSource::Blank { bytes, .. } = source {
+            memory::check_size(name, *bytes, &controls)?;
+        }
+        let layout = Source::open(name, source, config.block_size)?.layout;
+        print!("{}", memory::table(name, &layout, &controls));
+        needed = needed.saturating_add(MemoryUse::of_one_process(&layout, &controls).total());
+    }
+    memory::compare(needed)
 }
 
 fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> Result<Model, Error> {

@@ -28,6 +28,7 @@ use libmodelio::mmap::Mapping;
 use libmodelio::payload::Tally;
 use parking_lot::Mutex;
 
+use crate::memory::MemoryUse;
 use crate::reducer::{Reducer, Step};
 use crate::region_store::{Loading, RegionStore};
 
@@ -174,26 +175,6 @@ impl Default for Limits {
 impl Limits {
     fn max(&self) -> usize {
         self.buffers.max(self.retain + 2)
-    }
-}
-
-/// Bytes of memory, by what they are for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MemoryUse {
-    /// Versions, the one that is made, and spare buffers.
-    pub versions: u64,
-    /// fp32 masters of half-precision weights.
-    pub masters: u64,
-    /// Optimizer state.
-    pub state: u64,
-    /// Sums, from the first use of each on.
-    pub sums: u64,
-}
-
-impl MemoryUse {
-    /// All of it.
-    pub fn total(&self) -> u64 {
-        self.versions + self.masters + self.state + self.sums
     }
 }
 
@@ -476,7 +457,7 @@ impl PartStore {
         let inner = self.shared.inner.lock();
         let (masters, state) = inner.store.state_bytes();
         let versions = inner.store.buffers().0 as u64 * self.layout().size();
-        MemoryUse { versions, masters, state, sums: self.shared.sums.bytes() }
+        MemoryUse { versions, masters, state, sums: self.shared.sums.bytes(), staging: 0 }
     }
 }
 

@@ -18,14 +18,14 @@ mod resting;
 use std::sync::{Arc, OnceLock};
 
 use libmodelio::ids::{BlockId, Epoch, Generation, PlanId, ShardId, Version};
-use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::layout::ModelLayout;
 use libmodelio::link::Link;
 use libmodelio::wire::{Message, ModelRecord, Refusal};
 use parking_lot::Mutex;
 
 use super::moving::Whereabouts;
 use crate::controls::Controls;
-use crate::memory;
+use crate::memory::{self, MemoryUse, gib};
 use crate::part::core::PartCore;
 use crate::part::store::{Limits, PartError, PartJob, PartStore, PartWork};
 #[cfg(feature = "rdma")]
@@ -123,7 +123,8 @@ impl Part {
         }
         let part = layout.part(&blocks).map_err(|error| bad(&error))?;
         let controls = controls(record).map_err(|error| bad(&error))?;
-        let (needed, available) = (memory_needed(part.layout(), &controls), memory::available());
+        let needed = MemoryUse::of_partition(part.layout(), &controls).total();
+        let available = memory::available();
         if let Some(available) = available.filter(|&available| available < needed) {
             return Err(MakeError::Room { needed, available });
         }
@@ -218,18 +219,6 @@ impl State {
     fn wake(&mut self) {
         self.waiting.drain(..).for_each(|link| link.wake());
     }
-}
-
-fn gib(bytes: u64) -> f64 {
-    bytes as f64 / f64::from(1 << 30)
-}
-
-/// Bytes that a part takes once it makes versions: the newest, the next, a retained and a spare one; masters and
-/// optimizer state, each twice; two sums.
-fn memory_needed(layout: &ModelLayout, controls: &Controls) -> u64 {
-    let halves = layout.tensors().iter().any(|t| matches!(t.dtype, DType::F16 | DType::BF16));
-    let arrays = 2 * (controls.reducer.state_slots() + usize::from(halves)) as u64 + 2;
-    layout.size().saturating_mul(4).saturating_add(layout.elements().saturating_mul(4 * arrays))
 }
 
 /// The settings that a model was created with.
