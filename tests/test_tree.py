@@ -5,12 +5,15 @@ import errno
 import os
 import re
 import select
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import pause
 from filetools import (
     Threads, array, bf16, eventually, f32, filled, finish, hear, program, raises, read_safetensors,
     write_safetensors
@@ -264,10 +267,54 @@ def test_xattrs_describe_the_data(start_mount, tmp_path):
     for name in ("weights", "gradients", "control/carry"):
         with raises(errno.ENODATA):
             os.getxattr(mount.model / name, "user.other")
+        for kind in ("security.selinux", "system.posix_acl_access", "trusted.other"):
+            with raises(errno.EOPNOTSUPP):
+                os.getxattr(mount.model / name, kind)
     blank = start_mount(size=4096, dtype="bf16")
     path = blank.model / "gradients"
     assert os.getxattr(path, "user.gradfs.dtype") == b"BF16"
     assert os.getxattr(path, "user.gradfs.shape") == b"[2048]"
+
+
+def many_tensors(path, count=300):
+    """More tensors than fit into one answer to a listing."""
+    return write_safetensors(path, {f"t{i}": ("F32", (1,), f32(i).tobytes()) for i in range(count)})
+
+
+def test_what_a_listing_has_shown_is_not_asked_for_again(start_mount, tmp_path):
+    mount = start_mount(model=many_tensors(tmp_path / "many.safetensors"), reducer="sum")
+    folder = os.open(mount.model / "tensors", os.O_RDONLY | os.O_DIRECTORY)
+    listed = sorted(os.listdir(folder))
+    assert len(listed) == 300
+    look = "import os\nfor name in os.listdir(): os.lstat(name)"
+    # The first of all says that attributes are wanted, too: the kernel asks for both together then.
+    subprocess.run([sys.executable, "-c", look], cwd=f"/proc/self/fd/{folder}", pass_fds=[folder], timeout=20, check=True)
+    look = f"import os\nprint(sum(os.lstat(f't{{i}}.npy', dir_fd={folder}).st_size for i in range(300)))"
+    pause(mount.pid)
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", look], pass_fds=[folder], capture_output=True, text=True, timeout=10, check=True
+        )
+    finally:
+        os.kill(mount.pid, signal.SIGCONT)
+        os.close(folder)
+    assert int(asked.stdout) == sum((mount.model / "tensors" / name).stat().st_size for name in listed)
+
+
+def test_a_listing_holds_no_version(start_mount, tmp_path):
+    mount = start_mount(model=many_tensors(tmp_path / "many.safetensors"), reducer="sum", max_versions=4, timeout=2)
+    folder = mount.model / "tensors"
+    for step in range(12):
+        listing = os.scandir(folder)
+        sizes = [next(listing).stat().st_size for _ in range(20)]
+        mount.contribute(f32(1))  # Some names are looked up before, others after their version is an old one.
+        with listing:
+            sizes += [entry.stat().st_size for entry in listing]
+        assert len(sizes) == 300 and min(sizes) > 4
+        mount.catch_up()
+        assert np.load(folder / "t0.npy")[0] == step + 1
+    mount.contribute(f32(1))
+    eventually(lambda: len(mount.status()["versions_in_memory"]) <= 2)
 
 
 def test_statfs_counts_version_buffers(start_mount):

@@ -13,6 +13,7 @@ use std::ffi::OsStr;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
 use fuser::{
     Config, Errno, FileHandle, FopenFlags, INodeNo, MountOption, Notifier, ReplyOpen, Session, SessionACL,
@@ -93,9 +94,21 @@ impl Kernel for Announcer {
             tracing::debug!(%error, name, "telling the kernel about a moved name");
         }
     }
+
+    fn forget_attributes(&self, ino: u64) {
+        // An offset below zero means the attributes alone.
+        if let Err(error) = self.0.inval_inode(INodeNo(ino), -1, 0) {
+            tracing::debug!(%error, ino, "telling the kernel about new attributes");
+        }
+    }
 }
 
 impl Binding {
+    /// How long the kernel may keep the name in `parent` that led to `ino`.
+    fn name_ttl(&self, parent: u64, ino: u64) -> Duration {
+        if self.fs.is_fixed(parent, ino) { reply::FOREVER } else { Duration::ZERO }
+    }
+
     /// The kernel's name for `memory`, made once.
     fn backing(&self, reply: &ReplyOpen, memory: &Arc<Mapping>) -> io::Result<Arc<fuser::BackingId>> {
         // While the entry's Weak exists no other mapping can have its address.

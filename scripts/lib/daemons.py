@@ -81,9 +81,10 @@ def _daemon(command, mountpoint, answers):
 
 
 @contextmanager
-def gradfs(binary, mountpoint, size, *options):
-    """A blank fp32 model of `size` bytes; gives its directory below the mount."""
-    command = [binary, "up", "--size", str(size), "--dtype", "f32", "--threads", "2", *options, mountpoint]
+def gradfs(binary, mountpoint, source, *options):
+    """A blank fp32 model of so many bytes, or one from a file; gives its directory below the mount."""
+    model = [source] if isinstance(source, Path) else ["--size", str(source), "--dtype", "f32"]
+    command = [binary, "up", "--name", "model", "--threads", "2", *options, *model, mountpoint]
     # The settings of whoever runs this are not what is measured.
     with _environment_without("GRADFS_"), _daemon(command, mountpoint, "model/weights"):
         yield mountpoint / "model"

@@ -25,9 +25,9 @@ class Figure:
         return "pass" if met else "MISS"
 
 
-def ratio(name, value, target, ours, other):
-    """A figure that should be large."""
-    return Figure(name, value, "ratio", target, None if target is None else ">=", ours, other)
+def ratio(name, value, target, ours, other, op=">="):
+    """A figure that should be large, or small where `op` says so."""
+    return Figure(name, value, "ratio", target, None if target is None else op, ours, other)
 
 
 def gib_s(value):

@@ -31,8 +31,8 @@ pub struct Attributes {
     pub gid: u32,
     /// Good read and write size.
     pub block_size: u32,
-    /// Whether it can never change: the kernel may keep it.
-    pub immutable: bool,
+    /// Whether the kernel may keep it: it never changes, or the kernel is told when it does.
+    pub keep: bool,
 }
 
 impl Fs {
@@ -53,13 +53,13 @@ impl Fs {
             uid,
             gid,
             block_size: 1 << 20,
-            immutable: false,
+            keep: false,
         };
         match node {
-            Node::Root => Ok(Attributes { links: 2 + self.models.len() as u32, ..base }),
+            Node::Root => Ok(Attributes { links: 2 + self.models.len() as u32, keep: true, ..base }),
             Node::Readme => {
                 let size = text::readme(&self.models).len() as u64;
-                Ok(Attributes { size, immutable: true, ..base })
+                Ok(Attributes { size, keep: true, ..base })
             }
             Node::Model(index, file) => self.file_attributes(self.model(index)?, file, base),
         }
@@ -71,25 +71,25 @@ impl Fs {
         let size = model.layout.size();
         let with_header = model.safetensors_header_len() + size;
         Ok(match file {
-            File::Dir => Attributes { links: 6, modified: newest(), ..base },
-            File::Weights(v) => Attributes { size, mode: 0o644, modified: of(v)?, immutable: true, ..base },
+            File::Dir => Attributes { links: 6, modified: newest(), keep: true, ..base },
+            File::Weights(v) => Attributes { size, mode: 0o644, modified: of(v)?, keep: true, ..base },
             File::RetainedWeights(v) | File::LearnerWeights(_, v) => {
-                Attributes { size, modified: of(v)?, immutable: true, ..base }
+                Attributes { size, modified: of(v)?, keep: true, ..base }
             }
             File::Safetensors(v) | File::RetainedSafetensors(v) => {
-                Attributes { size: with_header, modified: of(v)?, immutable: true, ..base }
+                Attributes { size: with_header, modified: of(v)?, keep: true, ..base }
             }
-            File::Tensors(v) | File::RetainedTensors(v) => Attributes { modified: of(v)?, ..base },
-            File::Retained(v) => Attributes { links: 3, modified: of(v)?, ..base },
+            File::Tensors(v) | File::RetainedTensors(v) => {
+                Attributes { modified: of(v)?, keep: true, ..base }
+            }
+            File::Retained(v) => Attributes { links: 3, modified: of(v)?, keep: true, ..base },
             File::Tensor(v, i) | File::RetainedTensor(v, i) => {
                 if i as usize >= model.layout.tensors().len() {
                     return Err(FsError::not_found());
                 }
-                Attributes { size: model.npy_size(i), modified: of(v)?, immutable: true, ..base }
+                Attributes { size: model.npy_size(i), modified: of(v)?, keep: true, ..base }
             }
-            File::RetainedText(v) => {
-                Attributes { size: text_len(v), modified: of(v)?, immutable: true, ..base }
-            }
+            File::RetainedText(v) => Attributes { size: text_len(v), modified: of(v)?, keep: true, ..base },
             File::Gradients => Attributes { size, mode: 0o600, modified: newest(), ..base },
             File::LearnerGradients(id) => {
                 model.learner(id)?;

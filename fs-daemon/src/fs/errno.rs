@@ -37,7 +37,13 @@ impl FsError {
     pub fn is_quiet(&self) -> bool {
         matches!(
             self.errno,
-            libc::ENOENT | libc::EAGAIN | libc::ESTALE | libc::ENODATA | libc::ENOTDIR | libc::ERANGE
+            libc::ENOENT
+                | libc::EAGAIN
+                | libc::ESTALE
+                | libc::ENODATA
+                | libc::ENOTDIR
+                | libc::ERANGE
+                | libc::EOPNOTSUPP
         )
     }
 }

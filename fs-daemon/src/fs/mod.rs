@@ -11,6 +11,7 @@ pub mod text;
 
 mod attr;
 mod beside;
+mod cached;
 mod doubts;
 mod io;
 mod names;
@@ -19,16 +20,17 @@ mod settings;
 mod waits;
 mod xattr;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, Instant, SystemTime};
 
-use libmodelio::ids::{LearnerId, Version};
+use libmodelio::ids::LearnerId;
 use libmodelio::transport::LeaveReason;
 use parking_lot::Mutex;
 use ps_backend::job::Event;
 
+use self::cached::{CachedNames, Fate};
 use self::doubts::Settled;
 use self::errno::{FsError, FsResult};
 use self::handle::{Handle, Handles};
@@ -54,6 +56,9 @@ pub struct Caller {
 pub trait Kernel: Send + Sync {
     /// `name` in directory `parent` leads elsewhere now.
     fn forget_name(&self, parent: u64, name: &str);
+
+    /// The attributes of this inode are others now.
+    fn forget_attributes(&self, ino: u64);
 }
 
 /// Somebody polls a file; called once when it is ready.
@@ -65,9 +70,6 @@ pub(crate) struct MountStatus {
     pub(crate) open_files: usize,
     pub(crate) watched_processes: usize,
 }
-
-/// By model and version: directory and name of what was looked up in directories of that version.
-type NamesInVersions = HashMap<(u8, Version), HashSet<(u64, String)>>;
 
 /// Work for the thread that may talk to the kernel on its own accord.
 enum Chore {
@@ -90,7 +92,7 @@ pub struct Fs {
     /// Said once that some program's end cannot be seen.
     warned_of_strangers: AtomicBool,
     second_looks: SecondLooks,
-    names: Mutex<NamesInVersions>,
+    cached: CachedNames,
     chores: mpsc::Sender<Chore>,
     watcher: OnceLock<Watcher>,
     next_watch: AtomicU64,
@@ -116,7 +118,7 @@ impl Fs {
             waits: Arc::default(),
             warned_of_strangers: AtomicBool::new(false),
             second_looks: SecondLooks::default(),
-            names: Mutex::default(),
+            cached: CachedNames::default(),
             chores,
             watcher: OnceLock::new(),
             next_watch: AtomicU64::new(1),
@@ -151,12 +153,14 @@ impl Fs {
         self.passthrough
     }
 
-    /// Whether the name that led to this inode leads to it for good.
-    pub fn is_fixed(&self, ino: u64) -> bool {
-        match Node::from_ino(ino) {
-            Some(Node::Model(_, File::Learner(_))) | None => false,
-            Some(Node::Model(_, file)) => file.version().is_none(),
-            Some(_) => true,
+    /// Whether the name in `parent` that led to this inode leads to it for good.
+    pub fn is_fixed(&self, parent: u64, ino: u64) -> bool {
+        match (Node::from_ino(parent), Node::from_ino(ino)) {
+            (_, Some(Node::Model(_, File::Learner(_))) | None) => false,
+            // A version's own directory never changes.
+            (Some(Node::Model(_, dir)), _) if dir.version().is_some() => true,
+            (_, Some(Node::Model(_, file))) => file.version().is_none(),
+            (_, Some(_)) => true,
         }
     }
 
@@ -186,7 +190,10 @@ impl Fs {
         if let Some(Node::Model(index, file)) = Node::from_ino(ino)
             && let (Some(version), Ok(model)) = (file.version(), self.model(index))
         {
-            model.job.unpin(version, count);
+            self.cached.forgotten(index, version, ino, count);
+            if let Some(version) = file.pins() {
+                model.job.unpin(version, count);
+            }
         }
     }
 
@@ -234,17 +241,21 @@ impl Started {
         let Started { fs, inbox } = self;
         let fs = Arc::downgrade(&fs);
         std::thread::Builder::new().name("gradfs-chores".into()).spawn(move || {
+            let mut looked = Instant::now();
             loop {
-                let chore = inbox.recv_timeout(waits::LOOK);
+                let chore = inbox.recv_timeout(waits::LOOK.saturating_sub(looked.elapsed()));
                 let Some(fs) = fs.upgrade() else { return };
                 match chore {
                     Ok(chore) => fs.do_chore(chore, &*kernel),
-                    Err(mpsc::RecvTimeoutError::Timeout) => {
-                        fs.waits.release_signalled();
-                        fs.tick_doubts();
-                        fs.drop_leftovers(&*kernel);
-                    }
+                    Err(mpsc::RecvTimeoutError::Timeout) => {}
                     Err(mpsc::RecvTimeoutError::Disconnected) => return,
+                }
+                // Also where versions come all the time.
+                if looked.elapsed() >= waits::LOOK {
+                    looked = Instant::now();
+                    fs.waits.release_signalled();
+                    fs.tick_doubts();
+                    fs.drop_leftovers(&*kernel);
                 }
             }
         })?;
@@ -291,13 +302,14 @@ impl Fs {
             wake();
         }
         if let Ok(model) = self.model(index) {
-            self.drop_moved_names(model, kernel);
+            kernel.forget_attributes(Node::Model(index, File::Dir).ino());
+            self.drop_moved_names(model, kernel, true);
         }
     }
 
     /// Names that lead to new inodes are dropped from the kernel's cache. Then it lets go of the old inodes
     /// once nobody has them open or mapped, and their memory can be used again.
-    fn drop_moved_names(&self, model: &Model, kernel: &dyn Kernel) {
+    fn drop_moved_names(&self, model: &Model, kernel: &dyn Kernel, patient: bool) {
         let index = model.index;
         let dir = Node::Model(index, File::Dir).ino();
         for name in ["weights", "weights.safetensors", "tensors"] {
@@ -313,7 +325,7 @@ impl Fs {
                 kernel.forget_name(versions, &old.to_string());
             }
         }
-        self.drop_old_names(model, kernel);
+        self.drop_old_names(model, kernel, patient);
     }
 
     /// A lookup that was under way while its name was dropped brings the name back: dropped again, for as
@@ -321,37 +333,20 @@ impl Fs {
     fn drop_leftovers(&self, kernel: &dyn Kernel) {
         for model in &self.models {
             if model.job.versions().len() > model.job.retained().len() {
-                self.drop_moved_names(model, kernel);
+                self.drop_moved_names(model, kernel, false);
             }
         }
     }
 
-    /// `name` in `parent`, a directory of `version`, was looked up.
-    fn note_name(&self, model: u8, version: Version, parent: u64, name: &str) {
-        let mut names = self.names.lock();
-        let of_version = names.entry((model, version)).or_default();
-        of_version.insert((parent, name.to_owned()));
-    }
-
     /// Makes the kernel let go of names in directories of versions that are no longer retained.
-    ///
-    /// When such a directory is dropped while a file in it is in use, or being looked up, the name stays
-    /// in the kernel's cache and with it the version in memory. So each name is dropped by itself, again
-    /// until the version is gone.
-    fn drop_old_names(&self, model: &Model, kernel: &dyn Kernel) {
+    fn drop_old_names(&self, model: &Model, kernel: &dyn Kernel, patient: bool) {
         let retained = model.job.retained();
-        let mut old = Vec::new();
-        self.names.lock().retain(|(index, version), names| {
-            if *index != model.index || retained.contains(version) {
-                return true;
-            }
-            let exists = model.job.get(*version).is_some();
-            if exists {
-                old.extend(names.iter().cloned());
-            }
-            exists
-        });
-        for (parent, name) in old {
+        let fate = |version| match model.job.get(version) {
+            _ if retained.contains(&version) => Fate::Stays,
+            Some(_) => Fate::Held,
+            None => Fate::Gone,
+        };
+        for (parent, name) in self.cached.to_drop(model.index, patient, fate) {
             kernel.forget_name(parent, &name);
         }
     }

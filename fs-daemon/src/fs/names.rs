@@ -22,7 +22,12 @@ pub struct Entry {
     pub is_dir: bool,
     /// Name.
     pub name: String,
+    /// Where the entry after it is.
+    pub next: u64,
 }
+
+/// Names of a directory and where they lead.
+type Names<'a> = Box<dyn Iterator<Item = (String, Node)> + 'a>;
 
 /// Longest learner name.
 const MAX_LEARNER_NAME: usize = 64;
@@ -62,7 +67,7 @@ impl Fs {
             && let Some(Node::Model(_, dir)) = Node::from_ino(parent)
             && !matches!(dir, File::Dir | File::Versions)
         {
-            self.note_name(index, version, parent, name);
+            self.cached.looked_up(index, version, node.ino(), parent, name);
         }
         Ok(attributes)
     }
@@ -86,42 +91,39 @@ impl Fs {
     /// Pins the version that an inode shows, if it shows one; `None` if that has gone.
     fn pin(&self, node: Node) -> FsResult<Option<bool>> {
         let Node::Model(index, file) = node else { return Ok(Some(false)) };
-        let Some(version) = file.version() else { return Ok(Some(false)) };
+        let Some(version) = file.pins() else { return Ok(Some(false)) };
         Ok(self.model(index)?.job.pin(version).then_some(true))
     }
 
-    /// All names in a directory, `.` and `..` first.
+    /// Names in a directory, `.` and `..` first, from the one at `from` on: to `each` until that is false.
     ///
     /// # Errors
     /// ENOTDIR, ENOENT.
-    pub fn list(&self, ino: u64) -> FsResult<Vec<Entry>> {
+    pub fn list(&self, ino: u64, from: u64, mut each: impl FnMut(Entry) -> bool) -> FsResult<()> {
         let node = self.node(ino)?;
-        let mut entries = Vec::new();
-        let mut add = |name: &str, node: Node| {
-            entries.push(Entry { ino: node.ino(), is_dir: node.is_dir(), name: name.to_owned() });
-        };
-        add(".", node);
-        match node {
+        let skip = from as usize;
+        let (parent, names): (Node, Names<'_>) = match node {
             Node::Root => {
-                add("..", node);
-                add("README", Node::Readme);
-                for model in &self.models {
-                    add(&model.name, Node::Model(model.index, File::Dir));
-                }
+                let models = self.models.iter().map(|m| (m.name.clone(), Node::Model(m.index, File::Dir)));
+                let readme = std::iter::once(("README".to_owned(), Node::Readme));
+                (node, Box::new(readme.chain(models).skip(skip.saturating_sub(2))))
             }
             Node::Readme => return Err(FsError::new(libc::ENOTDIR, "README is no directory")),
             Node::Model(index, dir) => {
-                if !dir.is_dir() {
-                    return Err(FsError::new(libc::ENOTDIR, "no directory"));
-                }
-                let model = self.model(index)?;
-                add("..", parent_of(index, dir));
-                for (name, file) in list_in(model, dir)? {
-                    add(&name, Node::Model(index, file));
-                }
+                let files = list_in(self.model(index)?, dir, skip.saturating_sub(2))?;
+                (
+                    parent_of(index, dir),
+                    Box::new(files.map(move |(name, file)| (name, Node::Model(index, file)))),
+                )
+            }
+        };
+        let dots = [(".".to_owned(), node), ("..".to_owned(), parent)].into_iter().skip(skip);
+        for (next, (name, node)) in (from + 1..).zip(dots.chain(names)) {
+            if !each(Entry { ino: node.ino(), is_dir: node.is_dir(), name, next }) {
+                break;
             }
         }
-        Ok(entries)
+        Ok(())
     }
 
     /// A learner joins. The job is asked, so the answer may come later.
@@ -262,14 +264,18 @@ fn lookup_in(model: &Arc<Model>, dir: File, name: &str) -> Option<File> {
     }
 }
 
-fn list_in(model: &Arc<Model>, dir: File) -> FsResult<Vec<(String, File)>> {
-    let fixed = |names: &[(&str, File)]| names.iter().map(|(n, f)| ((*n).to_owned(), *f)).collect();
+/// What is in a directory, without the first `skip` names.
+fn list_in(model: &Model, dir: File, skip: usize) -> FsResult<Box<dyn Iterator<Item = (String, File)> + '_>> {
+    let fixed = |names: &[(&str, File)]| names.iter().map(|(n, f)| ((*n).to_owned(), *f)).collect::<Vec<_>>();
     let newest = model.job.version();
     let tensors = |file: fn(Version, u32) -> File, version| {
-        let named = model.layout.tensors().iter().enumerate();
-        named.map(|(i, tensor)| (format!("{}.npy", tensor.name), file(version, i as u32))).collect()
+        // There may be many of them, and a listing comes back for more: those before are not even formatted.
+        let named = model.layout.tensors().iter().enumerate().skip(skip);
+        named.map(move |(i, tensor)| (format!("{}.npy", tensor.name), file(version, i as u32)))
     };
-    Ok(match dir {
+    let few = match dir {
+        File::Tensors(version) => return Ok(Box::new(tensors(File::Tensor, version))),
+        File::RetainedTensors(version) => return Ok(Box::new(tensors(File::RetainedTensor, version))),
         File::Dir => fixed(&[
             ("weights", File::Weights(newest)),
             ("weights.safetensors", File::Safetensors(newest)),
@@ -282,8 +288,6 @@ fn list_in(model: &Arc<Model>, dir: File) -> FsResult<Vec<(String, File)>> {
             ("control", File::Controls),
             ("status.json", File::Status),
         ]),
-        File::Tensors(version) => tensors(File::Tensor, version),
-        File::RetainedTensors(version) => tensors(File::RetainedTensor, version),
         File::Versions => {
             let versions = model.job.retained();
             versions.into_iter().map(|v| (v.to_string(), File::Retained(v))).collect()
@@ -312,5 +316,6 @@ fn list_in(model: &Arc<Model>, dir: File) -> FsResult<Vec<(String, File)>> {
             names.map(|(i, (name, _))| ((*name).to_owned(), File::Control(i as u32))).collect()
         }
         _ => return Err(FsError::new(libc::ENOTDIR, "no directory")),
-    })
+    };
+    Ok(Box::new(few.into_iter().skip(skip)))
 }

@@ -147,8 +147,7 @@ impl File {
         })
     }
 
-    /// The version whose memory this inode shows. The kernel's interest in such an inode keeps the
-    /// version from being recycled.
+    /// The version whose memory this inode shows.
     pub fn version(self) -> Option<Version> {
         match self {
             File::Weights(v)
@@ -163,6 +162,15 @@ impl File {
             | File::RetainedText(v)
             | File::LearnerWeights(_, v) => Some(v),
             _ => None,
+        }
+    }
+
+    /// The version that the kernel's interest in this inode keeps from being recycled. A tensor has no need of that:
+    /// while its name is known its directory keeps the version, and while it is open or mapped its handle does.
+    pub fn pins(self) -> Option<Version> {
+        match self {
+            File::Tensor(..) | File::RetainedTensor(..) => None,
+            file => file.version(),
         }
     }
 

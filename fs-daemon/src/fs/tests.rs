@@ -5,6 +5,7 @@ use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, channel};
 
+use libmodelio::ids::Version;
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
 use libmodelio::transport::{

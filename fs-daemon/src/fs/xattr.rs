@@ -23,9 +23,13 @@ impl Fs {
     /// The value of one.
     ///
     /// # Errors
-    /// ENODATA when the inode does not have it, ENOENT.
+    /// ENODATA when the inode does not have it, EOPNOTSUPP for kinds of attributes that no inode has, ENOENT.
     pub fn xattr(&self, ino: u64, name: &str) -> FsResult<String> {
-        // Asked for by the kernel itself, often: answered before anything is looked up.
+        // Asked for by the kernel itself, often: answered before anything is looked up. Access control lists and
+        // security labels are asked for by `ls -l`, of one file only where it hears that there are none at all.
+        if !name.starts_with("user.") {
+            return Err(FsError::new(libc::EOPNOTSUPP, "no such kind of attribute"));
+        }
         let none = || FsError::new(libc::ENODATA, "no such attribute");
         if !name.starts_with("user.gradfs.") {
             return Err(none());

@@ -34,7 +34,7 @@ pub(super) fn attr(a: &Attributes) -> FileAttr {
 
 /// How long it may believe that.
 pub(super) fn attr_ttl(a: &Attributes) -> Duration {
-    if a.immutable { FOREVER } else { Duration::ZERO }
+    if a.keep { FOREVER } else { Duration::ZERO }
 }
 
 /// The errno of a refused call, whose sentence goes into the log.

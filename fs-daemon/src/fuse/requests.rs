@@ -9,12 +9,13 @@ use std::time::{Duration, SystemTime};
 use fuser::{
     BsdFileFlags, CopyFileRangeFlags, Errno, FileHandle, FileType, Filesystem, Generation, INodeNo,
     InitFlags, IoctlFlags, KernelConfig, LockOwner, OpenFlags, PollEvents, PollFlags, PollNotifier,
-    RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyIoctl,
-    ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request, TimeOrNow, WriteFlags,
+    RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyDirectoryPlus, ReplyEmpty,
+    ReplyEntry, ReplyIoctl, ReplyLseek, ReplyOpen, ReplyPoll, ReplyStatfs, ReplyWrite, ReplyXattr, Request,
+    TimeOrNow, WriteFlags,
 };
 
 use super::Binding;
-use super::reply::{FOREVER, answer, attr, attr_ttl, caller, errno, send_xattr};
+use super::reply::{answer, attr, attr_ttl, caller, errno, send_xattr};
 use crate::fs::Wake;
 use crate::fs::errno::FsError;
 
@@ -27,6 +28,8 @@ impl Filesystem for Binding {
         let wanted = [
             InitFlags::FUSE_ASYNC_DIO,
             InitFlags::FUSE_PARALLEL_DIROPS,
+            InitFlags::FUSE_DO_READDIRPLUS,
+            InitFlags::FUSE_READDIRPLUS_AUTO,
             InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP,
             InitFlags::FUSE_HANDLE_KILLPRIV_V2,
         ];
@@ -50,7 +53,7 @@ impl Filesystem for Binding {
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         match self.fs.lookup(parent.0, name) {
             Ok(a) => {
-                let name_ttl = if self.fs.is_fixed(a.ino) { FOREVER } else { Duration::ZERO };
+                let name_ttl = self.name_ttl(parent.0, a.ino);
                 reply.entry_with_ttls(&attr_ttl(&a), &name_ttl, &attr(&a), Generation(0));
             }
             Err(error) => reply.error(errno("lookup", &error)),
@@ -252,17 +255,41 @@ impl Filesystem for Binding {
         offset: u64,
         mut reply: ReplyDirectory,
     ) {
-        match self.fs.list(ino.0) {
-            Ok(entries) => {
-                for (i, entry) in entries.iter().enumerate().skip(offset as usize) {
-                    let kind = if entry.is_dir { FileType::Directory } else { FileType::RegularFile };
-                    if reply.add(INodeNo(entry.ino), i as u64 + 1, kind, &entry.name) {
-                        break;
-                    }
-                }
-                reply.ok();
-            }
+        let listed = self.fs.list(ino.0, offset, |entry| {
+            let kind = if entry.is_dir { FileType::Directory } else { FileType::RegularFile };
+            !reply.add(INodeNo(entry.ino), entry.next, kind, &entry.name)
+        });
+        match listed {
+            Ok(()) => reply.ok(),
             Err(error) => reply.error(errno("readdir", &error)),
+        }
+    }
+
+    fn readdirplus(
+        &self,
+        _request: &Request,
+        ino: INodeNo,
+        _fh: FileHandle,
+        offset: u64,
+        mut reply: ReplyDirectoryPlus,
+    ) {
+        let listed = self.fs.list(ino.0, offset, |entry| {
+            // The kernel takes no interest in these two, and never forgets them.
+            let is_dots = entry.name == "." || entry.name == "..";
+            let name = OsStr::new(&entry.name);
+            let found = if is_dots { self.fs.attributes(entry.ino) } else { self.fs.lookup(ino.0, name) };
+            // What has gone by now is not there.
+            let Ok(a) = found else { return true };
+            let ttl = attr_ttl(&a).min(self.name_ttl(ino.0, a.ino));
+            let is_full = reply.add(INodeNo(a.ino), entry.next, name, &ttl, &attr(&a), Generation(0));
+            if is_full && !is_dots {
+                self.fs.forget(a.ino, 1);
+            }
+            !is_full
+        });
+        match listed {
+            Ok(()) => reply.ok(),
+            Err(error) => reply.error(errno("readdirplus", &error)),
         }
     }
 
