@@ -5,8 +5,10 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 
-use libmodelio::layout::ModelLayout;
+use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::safetensors_file::{self, CopyRange};
+use ps_backend::controls::Controls;
+use ps_backend::reducer::Reducer;
 
 use crate::config::ModelSource;
 use crate::error::Error;
@@ -51,6 +53,39 @@ impl Source {
         }
     }
 
+    /// Warns once of tensors that look as if they could be trained and cannot: floats that no reducer sums.
+    ///
+    /// # Errors
+    /// A model of which no tensor can be reduced, unless the reducer is `assign`: its training would change nothing.
+    pub fn check_types(&self, name: &str, controls: &Controls) -> Result<(), Error> {
+        if controls.reducer == Reducer::Assign {
+            return Ok(());
+        }
+        let tensors = self.layout.tensors();
+        if !tensors.iter().any(|tensor| tensor.dtype.is_reducible()) {
+            return Err(Error::usage(format!(
+                "model {name}: no tensor can be trained: reducer {} takes f32, bf16 and f16, and {}",
+                controls.reducer,
+                named(tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.dtype))),
+            ))
+            .hint("convert the model, or use --reducer assign, which replaces values"));
+        }
+        let left: Vec<_> = tensors
+            .iter()
+            .filter(|tensor| !tensor.dtype.is_reducible() && is_float(tensor.dtype))
+            .map(|tensor| (tensor.name.as_str(), tensor.dtype))
+            .collect();
+        if !left.is_empty() {
+            tracing::warn!(
+                model = name,
+                "{} never trained, as reducers take f32, bf16 and f16: {}",
+                if left.len() == 1 { "a tensor is" } else { "some tensors are" },
+                named(left.into_iter())
+            );
+        }
+        Ok(())
+    }
+
     /// Fills `bytes` with what the layout has at `offset`.
     ///
     /// # Errors
@@ -71,4 +106,25 @@ impl Source {
         }
         Ok(())
     }
+}
+
+/// Whether gradients of this type exist: floats of any width, and complex numbers.
+fn is_float(dtype: DType) -> bool {
+    let name = dtype.name();
+    name.starts_with('F') || name.starts_with("BF") || name.starts_with('C')
+}
+
+/// Some tensors with their types, and how many more there are.
+fn named<'a>(tensors: impl ExactSizeIterator<Item = (&'a str, DType)>) -> String {
+    const SHOWN: usize = 4;
+    let more = tensors.len().saturating_sub(SHOWN);
+    let mut text = String::new();
+    for (name, dtype) in tensors.take(SHOWN) {
+        let sign = if text.is_empty() { "" } else { ", " };
+        text.push_str(&format!("{sign}{name} is {dtype}"));
+    }
+    if more > 0 {
+        text.push_str(&format!(", and {more} more"));
+    }
+    text
 }

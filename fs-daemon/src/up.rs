@@ -53,7 +53,9 @@ pub fn dry_run(config: &UpConfig) -> Result<(), Error> {
         if let ModelSource::Blank { bytes, .. } = source {
             memory::check_size(name, *bytes, &controls)?;
         }
-        let layout = Source::open(name, source, config.block_size)?.layout;
+        let source = Source::open(name, source, config.block_size)?;
+        source.check_types(name, &controls)?;
+        let layout = source.layout;
         print!("{}", memory::table(name, &layout, &controls));
         needed = needed.saturating_add(MemoryUse::of_one_process(&layout, &controls).total());
     }
@@ -71,7 +73,9 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
     if let ModelSource::Blank { bytes, .. } = &spec.source {
         memory::check_size(name, *bytes, controls)?;
     }
-    let Source { layout, metadata, file } = Source::open(name, &spec.source, config.block_size)?;
+    let source = Source::open(name, &spec.source, config.block_size)?;
+    source.check_types(name, controls)?;
+    let Source { layout, metadata, file } = source;
     memory::check(name, &layout, controls)?;
     let shard = EmbeddedShard::new(Arc::new(layout), controls.clone(), config.threads).map_err(memory)?;
     if let (Some((file, ranges)), Some(target)) = (file, shard.initial()) {

@@ -21,6 +21,7 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
     let interrupt = Interrupt::install()?;
     let name = &config.name;
     let source = Source::open(name, &config.source, config.block_size)?;
+    source.check_types(name, &config.controls)?;
     let registry = registry(&config.registry);
     let shards = match config.shards {
         Some(shards) => usize::from(shards),
