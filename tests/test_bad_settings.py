@@ -267,6 +267,24 @@ def test_leaving_in_mid_step_lets_the_others_go_on(start_mount):
         os.close(fd)
 
 
+def test_joining_beyond_the_limit_of_open_files_is_enfile(start_mount):
+    """Not ENOMEM: there is memory, and another limit is to be raised."""
+    mount = small(start_mount)
+    mount.contribute(ONE)
+    limit = len(os.listdir(f"/proc/{mount.pid}/fd")) + 10
+    resource.prlimit(mount.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    joined = []
+    with nothing_changes(mount):
+        with refused(errno.ENFILE):
+            for i in range(20):
+                joined.append(mount.join(i))
+        assert joined, "not even one"
+        said(mount, "out of open files", "ulimit -Hn")
+        for place in joined:
+            place.rmdir()
+    mount.join("again")
+
+
 @pytest.mark.parametrize("descriptors", [None, 1024])
 def test_too_many_learners(start_mount, descriptors):
     """4,096 fit, also where a login session allows a process 1,024 open files unless it asks for more."""

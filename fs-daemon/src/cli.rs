@@ -65,6 +65,22 @@ an environment variable (GRADFS_BLOCK_SIZE). Flags beat the environment, which b
 Settings of the job can be changed while it runs:
     echo 0.01 > /mnt/job/llama/control/learning_rate";
 
+const UNMOUNT_EXAMPLES: &str = "\
+Examples:
+  It returns when the daemon has ended:
+    gradfs unmount /mnt/job
+
+  While programs still have files open there:
+    gradfs unmount --lazy /mnt/job";
+
+const COMPLETIONS_EXAMPLES: &str = "\
+Examples:
+  For all users of bash, as root:
+    gradfs completions bash > /etc/bash_completion.d/gradfs
+
+  For yourself, with zsh and a directory of your own in fpath:
+    gradfs completions zsh > ~/.zfunc/_gradfs";
+
 /// A parameter server that you mount: a model is a directory, reading `weights` returns the newest
 /// version, writing `gradients` contributes to the next one.
 #[derive(Debug, Parser)]
@@ -95,6 +111,7 @@ pub enum Command {
     #[command(subcommand)]
     Rdma(rdma::RdmaCommand),
     /// Unmount a gradfs mount, whether its daemon lives or not
+    #[command(after_help = UNMOUNT_EXAMPLES)]
     Unmount {
         /// The directory it is mounted on
         #[arg(value_name = "MOUNT", value_hint = ValueHint::DirPath)]
@@ -103,7 +120,8 @@ pub enum Command {
         #[arg(long)]
         lazy: bool,
     },
-    /// Print a completion script, for example: gradfs completions bash > /etc/bash_completion.d/gradfs
+    /// Print a completion script for a shell
+    #[command(after_help = COMPLETIONS_EXAMPLES)]
     Completions {
         /// The shell it is for
         shell: clap_complete::Shell,
@@ -517,6 +535,48 @@ mod tests {
         let script = String::from_utf8(script).unwrap();
         assert!(script.contains("gradfs__rdma__devices") || script.contains("gradfs__subcmd__rdma"));
         assert!(script.contains("--rdma-gid-index") && script.contains("dynamic"));
+    }
+
+    #[test]
+    fn every_example_of_every_command_is_understood() {
+        fn helps(command: &clap::Command, of: &str, all: &mut Vec<(String, String)>) {
+            let path = format!("{of} {}", command.get_name()).trim_start().to_owned();
+            let help = command.get_after_help().map(ToString::to_string);
+            all.extend(help.map(|help| (path.clone(), help)));
+            command.get_subcommands().for_each(|sub| helps(sub, &path, all));
+        }
+        let mut all = Vec::new();
+        helps(&Cli::command(), "", &mut all);
+        let commands: Vec<&str> = all.iter().map(|(command, _)| command.as_str()).collect();
+        for wanted in [
+            "gradfs",
+            "gradfs up",
+            "gradfs mount",
+            "gradfs rdma devices",
+            "gradfs unmount",
+            "gradfs completions",
+        ] {
+            assert!(commands.contains(&wanted), "{wanted} has no examples: {commands:?}");
+        }
+        for (command, help) in &all {
+            // Examples are set in; what follows a pipe or leads in is the shell's.
+            let lines = help
+                .lines()
+                .filter(|line| line.starts_with("    "))
+                .filter_map(|line| line.find("gradfs ").map(|at| &line[at..]));
+            let examples: Vec<&str> =
+                lines.map(|line| line.split([';', '|', '>']).next().unwrap_or("").trim_end()).collect();
+            assert!(
+                examples.iter().any(|example| example.starts_with(&format!("{command} "))),
+                "{command}: {examples:?}"
+            );
+            for example in examples {
+                let words = example.replace("\"$(hostname -f)\"", "node3").replace('\'', "");
+                if let Err(error) = Cli::try_parse_from(words.split_whitespace()) {
+                    panic!("{command}: {words}: {error}");
+                }
+            }
+        }
     }
 
     #[test]

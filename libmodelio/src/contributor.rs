@@ -416,8 +416,8 @@ impl Contributor {
 }
 
 fn region(device: &dyn Device, name: &str, layout: &ModelLayout) -> Result<Region, ShardError> {
-    let memory = Mapping::memfd(name, layout.size() as usize)
-        .map_err(|error| ShardError::OutOfMemory(error.to_string()))?;
+    let memory =
+        Mapping::memfd(name, layout.size() as usize).map_err(|error| ShardError::no_memory(&error))?;
     device.register(Arc::new(memory))
 }
 

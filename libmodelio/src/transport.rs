@@ -6,6 +6,7 @@
 
 use std::borrow::Cow;
 use std::fmt;
+use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -339,4 +340,19 @@ pub enum ShardError {
     /// A shard has lost its blocks, or contradicts the others: the job cannot go on.
     #[error("the job has failed: {0}")]
     Lost(String),
+    /// No descriptor for what is asked.
+    #[error(
+        "out of open files: {0}; start gradfs with a higher limit (ulimit -Hn), or have fewer learners and versions"
+    )]
+    OutOfFiles(String),
+}
+
+impl ShardError {
+    /// Why there is no new memory: each has a descriptor, and those may be what is lacking.
+    pub fn no_memory(error: &io::Error) -> ShardError {
+        match error.raw_os_error() {
+            Some(libc::EMFILE | libc::ENFILE) => ShardError::OutOfFiles(error.to_string()),
+            _ => ShardError::OutOfMemory(error.to_string()),
+        }
+    }
 }

@@ -63,6 +63,7 @@ impl From<ShardError> for FsError {
             ShardError::Interrupted => libc::EINTR,
             ShardError::Unreachable | ShardError::Lost(_) => libc::EIO,
             ShardError::OutOfMemory(_) => libc::ENOMEM,
+            ShardError::OutOfFiles(_) => libc::ENFILE,
             ShardError::NotAllowed(_) => libc::EACCES,
         };
         FsError::new(errno, error.to_string())

@@ -73,6 +73,7 @@ fn shard_error() -> impl Strategy<Value = ShardError> {
         text().prop_map(ShardError::OutOfMemory),
         text().prop_map(ShardError::NotAllowed),
         text().prop_map(ShardError::Lost),
+        text().prop_map(ShardError::OutOfFiles),
     ]
 }
 

@@ -49,7 +49,7 @@ impl EmbeddedShard {
             Message::Allocate => {
                 let max = core.controls().max_versions as usize;
                 let buffer = inner.store.take_buffer(max);
-                buffer.map(Reply::Buffer).map_err(|error| ShardError::OutOfMemory(error.to_string()))
+                buffer.map(Reply::Buffer).map_err(|error| ShardError::no_memory(&error))
             }
             Message::Commit { learner, step, notice } => {
                 let ticket = inner.ticket(done);
@@ -198,7 +198,7 @@ impl Channel for EmbeddedShard {
                 Ok(Placement::Reduced)
             }
             Ok(_) => Err(ShardError::NonFinite(slot.block)),
-            Err(error) => Err(ShardError::OutOfMemory(error.to_string())),
+            Err(error) => Err(ShardError::no_memory(error)),
         };
         // Before the core hears of it: from then on the memory that the job holds may be wanted.
         drop(job);

@@ -126,7 +126,7 @@ impl EmbeddedShard {
                 }
                 Err(error) => {
                     tracing::error!(%error, "no memory for the accumulator");
-                    let error = ShardError::OutOfMemory(error.to_string());
+                    let error = ShardError::no_memory(&error);
                     let failed = contributions.iter().map(|c| (c.learner, error.clone())).collect();
                     inner.core.fold_failed(failed, self.now(), more);
                 }

@@ -359,7 +359,7 @@ impl Client {
     pub fn take_buffer(&self) -> Result<Region, ShardError> {
         let mut inner = self.shared.inner.lock();
         let (_, max) = inner.bounds();
-        inner.versions.take_buffer(max).map_err(|error| ShardError::OutOfMemory(error.to_string()))
+        inner.versions.take_buffer(max).map_err(|error| ShardError::no_memory(&error))
     }
 
     /// Leaves: tells the lead that its learners go, answers what waits, ends all connections.
