@@ -20,6 +20,7 @@ from filetools import BLOCK, takes
 from wire import Peer, body, frame
 
 BLOCKS = 4
+ALL_TENSORS = [(0, 1)]
 HELLO_DEADLINE = 5
 CLIENTS = itertools.count(1000)
 
@@ -130,9 +131,9 @@ GARBAGE = {
     "more than a message": (frame(body("Ping") + b"x"), "body", "no more", "1 bytes more"),
     "damaged header": (frame(body("Status"), crcs=(1, 0, 0)), "checksum of the header", "0x", "0x"),
     "damaged body": (frame(body("Status"), crcs=(0, 1, 0)), "checksum of the body", "0x", "0x"),
-    "a hello cut in its fields": (frame(body("Hello", 1, 0)), "body", "a message", "end of buffer"),
-    "a hello with a long name": (frame(body("Hello", 1, 0, "x" * 5000, 0, 0)), "body", "at most 4096", "5007"),
-    "a hello with bad text": (frame(body("Hello", 1, 0) + b"\x02\xff\xfe\x00\x00"), "body", "a message", ""),
+    "a hello cut in its fields": (frame(body("Hello", wire.PROTOCOL, 0)), "body", "a message", "end of buffer"),
+    "a hello with a long name": (frame(body("Hello", wire.PROTOCOL, 0, "x" * 5000, 0, 0)), "body", "at most 4096", "5007"),
+    "a hello with bad text": (frame(body("Hello", wire.PROTOCOL, 0) + b"\x02\xff\xfe\x00\x00"), "body", "a message", ""),
 }
 
 
@@ -176,7 +177,7 @@ def test_those_who_are_turned_away_are_named_in_the_log(world):
 
 
 def test_half_a_hello_and_silence_ends_after_its_deadline(world):
-    hello = frame(body("Hello", 1, wire.ROLES["admin"], "", 0, 0))
+    hello = frame(body("Hello", wire.PROTOCOL, wire.ROLES["admin"], "", 0, 0))
     peers = [world.peer() for _ in range(3)]
     for peer, part in zip(peers, (hello[:20], hello[:-3], b"")):
         peer.send(part)
@@ -191,7 +192,7 @@ def test_half_a_hello_and_silence_ends_after_its_deadline(world):
 def test_another_protocol_is_refused_by_name(world, role):
     with world.peer() as peer:
         answer = peer.greet(role, "m", world.generation, epoch=world.epoch, protocol=7)
-        assert answer.name == "Refused" and answer.fields == ("Protocol", 1, 7)
+        assert answer.name == "Refused" and answer.fields == ("Protocol", wire.PROTOCOL, 7)
         assert peer.closes()
 
 
@@ -239,7 +240,7 @@ def test_a_message_of_another_epoch_is_refused(world, role):
         ("data", "Join", ("x",)),
         ("data", "Conclude", (1,)),
         ("data", "Status", ()),
-        ("data", "Hello", (1, 0, "m", 0, 0)),
+        ("data", "Hello", (wire.PROTOCOL, 0, "m", 0, 0)),
         ("admin", "Join", ("x",)),
         ("admin", "Pull", (0, 0, 1)),
         ("admin", "Drop", (1,)),
@@ -366,7 +367,7 @@ def test_requests_that_make_no_sense_are_refused(world):
         (other,) = [learner["id"] for learner in lead["learners"] if learner["name"] == "t"]
         for name, fields in [
             ("Leave", (other, 0)), ("Open", (other,)), ("Abort", (other,)), ("Withdraw", (other,)),
-            ("Commit", (other, 1, [(0, BLOCKS)], 100)),
+            ("Commit", (other, 1, [(0, BLOCKS)], ALL_TENSORS, 100)),
         ]:
             assert ask(name, *fields) == ("unknown learner", other), "another client's learner"
         kind, why = ask("SetControl", "reducer", "median")
@@ -381,13 +382,14 @@ def test_a_learner_of_a_stray_client_commits_out_of_order(world):
         joined = peer.request("Join", "stray", request=1, epoch=world.epoch)
         assert joined.name == "Joined"
         learner = joined.fields.number()
-        commit = peer.request("Commit", learner, 7, [(0, BLOCKS)], 100, request=2, epoch=world.epoch)
+        commit = peer.request("Commit", learner, 7, [(0, BLOCKS)], ALL_TENSORS, 100, request=2, epoch=world.epoch)
         assert commit.name == "Refused" and commit.fields == ("step out of order", 7, 1)
-        outside = peer.request("Commit", learner, 1, [(0, BLOCKS + 1)], 100, request=3, epoch=world.epoch)
-        assert outside.name == "Refused" and outside.fields == ("out of range",)
+        for request, outside in enumerate([([(0, BLOCKS + 1)], ALL_TENSORS), ([(0, BLOCKS)], [(0, 2)])], 3):
+            answer = peer.request("Commit", learner, 1, *outside, 100, request=request, epoch=world.epoch)
+            assert answer.name == "Refused" and answer.fields == ("out of range",)
         again = peer.request("Join", "stray", request=1, epoch=world.epoch)
         assert again.name == "Joined" and again.fields.number() == learner, "a request that is repeated is answered again"
-        assert peer.request("Leave", learner, 0, request=4, epoch=world.epoch).name == "Done"
+        assert peer.request("Leave", learner, 0, request=5, epoch=world.epoch).name == "Done"
 
 
 OVERSIZED = {
@@ -414,7 +416,10 @@ def test_lengths_beyond_their_limits_end_the_connection(world, role):
 @pytest.mark.parametrize("ranges", [[(2, 2)], [(3, 1)], [(0, 2), (1, 3)], [(0, 1), (1, 2)], [(5, 6), (0, 1)]])
 def test_blocks_that_are_no_set_end_the_connection(world, ranges):
     with world.peer("control") as peer:
-        peer.say("Commit", 1, 1, ranges, 100, request=1, epoch=world.epoch)
+        peer.say("Commit", 1, 1, ranges, ALL_TENSORS, 100, request=1, epoch=world.epoch)
+        no_frame(peer, "blocks of Commit", "a set", "")
+    with world.peer("control") as peer:
+        peer.say("Commit", 1, 1, [(0, BLOCKS)], ranges, 100, request=1, epoch=world.epoch)
         no_frame(peer, "blocks of Commit", "a set", "")
 
 
@@ -424,7 +429,7 @@ def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone(world)
     with world.peer("control") as peer:
         joined = peer.request("Join", "liar", request=1, epoch=world.epoch)
         learner = joined.fields.number()
-        peer.say("Commit", learner, 1, [(0, BLOCKS)], 5000, request=2, epoch=world.epoch)
+        peer.say("Commit", learner, 1, [(0, BLOCKS)], ALL_TENSORS, 5000, request=2, epoch=world.epoch)
         peer.hear_of("Grant")
         # And says no more: its connection is given up, or it is.
         world.trains(deadline=12)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cluster import Shard
 from conftest import gradfs_binary
-from filetools import BLOCK, array, eventually, takes
+from filetools import BLOCK, array, eventually, takes, write_safetensors
 from wire import HEADER_BYTES, MESSAGES, REGISTRY, Peer
 
 SIZE = 9 * BLOCK + 1236
@@ -115,6 +115,30 @@ def test_a_lead_that_is_drained_hands_the_job_over(apart):
     assert lead.stop() == 0
     assert leader(one) is not lead and one.lead("m")["contributions"] == contributions
     assert (train(one, 3, at=3) == train(quiet, 3, at=3)).all()
+
+
+def test_optimizer_steps_of_tensors_move_with_the_model(apart, tmp_path):
+    """Tensors that were written in different steps go on as if nothing had been, though the coordinator moves, too."""
+    shapes = {"a": BLOCK // 4 + 100, "b": BLOCK // 2, "c": 50}
+    zeros = {name: ("F32", (shape,), bytes(4 * shape)) for name, shape in shapes.items()}
+    path = write_safetensors(tmp_path / "model.safetensors", zeros)
+
+    def steps(one, names):
+        mount = one.mount()
+        for number, name in enumerate(names):
+            at = 4 * sum(shape for other, shape in shapes.items() if other < name)
+            mount.contribute(np.full(shapes[name], number + 1, "<f4"), offset=at)
+        weights = mount.weights()
+        assert mount.stop() == 0
+        return weights
+
+    quiet, one = (model(apart(3), size=None, model=path, weight_decay=0.1) for _ in range(2))
+    assert steps(one, "abbc") == steps(quiet, "abbc")
+    lead = leader(one)
+    drain(one, lead)
+    one._peers.clear()
+    assert lead.stop() == 0
+    assert steps(one, "acb") == steps(quiet, "acb")
 
 
 def test_another_shard_takes_the_place_of_a_drained_one(apart):

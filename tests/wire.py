@@ -10,6 +10,7 @@ from pathlib import Path
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 HEADER = struct.Struct("<2sHIIIQQI")  # Without its own checksum.
 HEADER_BYTES = HEADER.size + 4
+PROTOCOL = 2
 ROLES = {"control": 0, "data": 1, "lead": 2, "admin": 3}
 # What a test waits for an answer, a welcome or the end of a connection.
 PATIENCE = 8
@@ -208,7 +209,7 @@ class Peer:
         except TimeoutError:
             return False
 
-    def greet(self, role, model="", generation=0, client=1, epoch=1, protocol=1):
+    def greet(self, role, model="", generation=0, client=1, epoch=1, protocol=PROTOCOL):
         """Says hello; returns the answer, Welcome or Refused."""
         hello = (protocol, ROLES[role], model, generation, client)
         self.say("Hello", *hello, epoch=0 if role == "admin" else epoch)

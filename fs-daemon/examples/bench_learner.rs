@@ -110,6 +110,8 @@ struct Job {
     learners: Vec<Learner>,
     all: usize,
     blocks: FixedBitSet,
+    /// All of them.
+    tensors: FixedBitSet,
     size: usize,
 }
 
@@ -164,7 +166,9 @@ impl Job {
         let size = layout.size() as usize;
         let mut blocks = FixedBitSet::with_capacity(layout.blocks() as usize);
         blocks.insert_range(..);
-        let mut job = Job { client, learners: Vec::new(), all: options.learners, blocks, size };
+        let mut tensors = FixedBitSet::with_capacity(layout.tensors().len());
+        tensors.insert_range(..);
+        let mut job = Job { client, learners: Vec::new(), all: options.learners, blocks, tensors, size };
         for rank in options.rank..options.rank + options.here {
             let learner = job.learner(rank)?;
             job.learners.push(learner);
@@ -199,7 +203,8 @@ impl Job {
             let step = self.open(learner)?;
             let (sender, receiver) = channel();
             let done = Box::new(move |result| drop(sender.send(result)));
-            self.client.commit(learner.id, step, &self.blocks, learner.staging.clone(), DEADLINE, done);
+            let written = (&self.blocks, &self.tensors);
+            self.client.commit(learner.id, step, written, learner.staging.clone(), DEADLINE, done);
             answers.push(receiver);
         }
         for answer in answers {

@@ -5,13 +5,16 @@
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
+use libmodelio::layout::{DType, MIN_BLOCK_SIZE as BLOCK, ModelLayout};
 use ps_backend::lead::LeadCore;
 
 fuzz_target!(|input: (u8, u8, u32, &[u8])| {
     let (blocks, parts, now, bytes) = input;
-    let (blocks, parts) = (u32::from(blocks) + 1, usize::from(parts) + 1);
+    let (blocks, parts) = (usize::from(blocks) + 1, usize::from(parts) + 1);
+    let tensor = |i| (format!("t{i}"), DType::F32, vec![BLOCK as usize / 4]);
+    let layout = ModelLayout::new((0..blocks).map(tensor).collect(), BLOCK).expect("a layout");
     let now = Duration::from_millis(now.into());
-    let Ok(mut lead) = LeadCore::taken_over(bytes, blocks, parts, now) else { return };
+    let Ok(mut lead) = LeadCore::taken_over(bytes, &layout, parts, now) else { return };
     let mut actions = Vec::new();
     lead.go_on(now, &mut actions);
     for after in [0, 1, 1000, 1_000_000] {
@@ -20,6 +23,6 @@ fuzz_target!(|input: (u8, u8, u32, &[u8])| {
     lead.hold();
     if lead.is_held() {
         let again = lead.hand_over().expect("it is held");
-        LeadCore::taken_over(&again, blocks, parts, now).expect("it was handed over");
+        LeadCore::taken_over(&again, &layout, parts, now).expect("it was handed over");
     }
 });

@@ -93,6 +93,8 @@ struct State {
     shipped: [Option<(Step, RegionKey)>; 2],
     /// Blocks that were completed with zeros at the end.
     unchecked: FixedBitSet,
+    /// Tensors of which something was written.
+    tensors: FixedBitSet,
     /// Counts the contributions that were opened.
     number: u64,
     /// Those that were dropped and may have been several programs'.
@@ -142,6 +144,7 @@ impl State {
         }
         self.tracker.reset();
         self.unchecked.clear();
+        self.tensors.clear();
         self.step = None;
         self.failed = None;
     }
@@ -189,6 +192,7 @@ impl Contributor {
             spare: None,
             shipped: [None; 2],
             unchecked: FixedBitSet::with_capacity(layout.blocks() as usize),
+            tensors: FixedBitSet::with_capacity(layout.tensors().len()),
             number: 1,
             dropped: BTreeSet::new(),
             aborting: false,
@@ -314,6 +318,8 @@ impl Contributor {
                     }
                 },
             };
+            let written = offset..offset + data.len() as u64;
+            state.tensors.insert_range(self.layout.tensors_in(&written));
             *share = Share::Of(state.number);
             (step, state.staging.clone())
         };

@@ -153,6 +153,16 @@ pub struct Segment {
 }
 
 impl Segment {
+    /// The part of it that is `bytes`, which are within it and begin with an element.
+    #[must_use]
+    pub fn cut(&self, bytes: Range<u64>) -> Segment {
+        let skipped = match self.dtype.size_bytes() {
+            Some(size) => (bytes.start - self.bytes.start) / size as u64,
+            None => 0,
+        };
+        Segment { bytes, dtype: self.dtype, element: self.element + skipped }
+    }
+
     /// Number of reducible elements in it; 0 for an opaque segment.
     pub fn elements(&self) -> u64 {
         match self.dtype.size_bytes() {
@@ -287,6 +297,13 @@ impl ModelLayout {
     /// Tensors by rising offset.
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
+    }
+
+    /// The numbers of the tensors that have bytes in `bytes`; empty tensors between them are named, too.
+    pub fn tensors_in(&self, bytes: &Range<u64>) -> Range<usize> {
+        let first = self.tensors.partition_point(|tensor| tensor.bytes.end <= bytes.start);
+        let end = self.tensors.partition_point(|tensor| tensor.bytes.start < bytes.end);
+        first..end.max(first)
     }
 
     /// The byte range of `block`.

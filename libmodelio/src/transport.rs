@@ -124,6 +124,9 @@ pub struct CommitNotice {
     pub deferred: FixedBitSet,
     /// Those of `deferred` that were never offered whole, so nobody has looked for NaN in them.
     pub unchecked: FixedBitSet,
+    /// Tensors of which something was written, by number; others stay as they are, unless another learner has written
+    /// them.
+    pub tensors: FixedBitSet,
     /// The learner's staging region.
     pub staging: Region,
     /// Whether the staging memory stays untouched until the learner opens its next contribution, so
@@ -135,13 +138,14 @@ impl CommitNotice {
     /// Whether it can be looked at without harm.
     ///
     /// # Errors
-    /// [`ShardError::OutOfRange`] when it names other blocks than `layout` has, sets are not part of each other, or the
+    /// [`ShardError::OutOfRange`] when it names other blocks or tensors than `layout` has, sets are not part of each other, or the
     /// staging region is shorter than the model.
     pub fn check(&self, layout: &ModelLayout) -> Result<(), ShardError> {
         let blocks = layout.blocks() as usize;
         let fits = [&self.sent, &self.deferred, &self.unchecked].iter().all(|set| set.len() == blocks)
             && self.deferred.is_subset(&self.sent)
             && self.unchecked.is_subset(&self.deferred)
+            && self.tensors.len() == layout.tensors().len()
             && self.staging.memory().len() as u64 >= layout.size();
         if fits { Ok(()) } else { Err(ShardError::OutOfRange) }
     }

@@ -12,6 +12,7 @@ use libmodelio::ids::BlockId;
 use libmodelio::layout::{DType, ModelLayout};
 use ps_backend::part::store::{Limits, PartJob, PartStore, PartWork, Payload};
 use ps_backend::reducer::{Hyper, Reducer, Step};
+use ps_backend::tensors::TensorSteps;
 
 const BLOCK: usize = 256 << 10;
 const SIZE: usize = 128 << 20;
@@ -46,7 +47,10 @@ impl Bench {
         let step = Step { reducer: self.reducer, hyper: Hyper::default(), contributions: 3, t: base.0 + 1 };
         let work = match adds {
             true => PartWork::Add { reducer: self.reducer },
-            false => PartWork::Reduce { step, fresh_state: base.0 == 0 },
+            false => {
+                let tensors = TensorSteps::uniform(self.store.part().tensor_ends().len(), step.t);
+                PartWork::Reduce { step, tensors, fresh_state: base.0 == 0 }
+            }
         };
         self.store.begin(base, work, true).unwrap()
     }

@@ -89,7 +89,9 @@ impl Bench {
         let (sender, receiver) = channel();
         let begin = Instant::now();
         let done = Box::new(move |result| drop(sender.send(result)));
-        self.client.commit(self.learner, step, &blocks, self.staging.clone(), LONG, done);
+        let mut tensors = FixedBitSet::with_capacity(self.client.layout().tensors().len());
+        tensors.insert_range(..);
+        self.client.commit(self.learner, step, (&blocks, &tensors), self.staging.clone(), LONG, done);
         receiver.recv_timeout(LONG).expect("an answer").expect("a version");
         let pushed = begin.elapsed().as_secs_f64();
         let (sender, receiver) = channel();

@@ -79,7 +79,8 @@ impl EmbeddedShard {
             .build()
             .map_err(io::Error::other)?;
         let inner = Inner {
-            core: ShardCore::new(layout.blocks(), controls).with_fold_patience(fold_patience(&layout)),
+            core: ShardCore::new(layout.blocks(), layout.tensors().len(), controls)
+                .with_fold_patience(fold_patience(&layout)),
             store,
             completions: HashMap::new(),
             next_ticket: 1,
@@ -199,7 +200,8 @@ impl EmbeddedShard {
             // Take the state's memory now rather than under the first contribution. If it cannot be had, the
             // first version under this reducer says so.
             inner.arrivals = None;
-            let (reducer, fresh) = (inner.core.controls().reducer, inner.core.optimizer_steps() == 0);
+            let (reducer, fresh) =
+                (inner.core.controls().reducer, inner.core.optimizer_steps().highest() == 0);
             if let Err(error) = inner.store.prepare(reducer, fresh) {
                 tracing::error!(%error, %reducer, "optimizer state");
             }

@@ -32,6 +32,7 @@ use libmodelio::transport::{Region, RegionKey};
 use crate::core::{Plan, Work};
 use crate::kernels;
 use crate::reducer::Reducer;
+use crate::tensors::ByteSteps;
 
 pub use accumulator::Accumulator;
 pub use block::{Job, fold_block, is_finite, place, region_is_finite, written_is_finite};
@@ -353,23 +354,24 @@ impl RegionStore {
     /// When the optimizer state's memory cannot be had, or there is no buffer for the version.
     pub fn job(&mut self, plan: Arc<Plan<Region>>, resume: bool, check: bool) -> io::Result<Job> {
         let making = match &plan.work {
-            Work::Reduce { step, fresh_state, .. } => {
+            Work::Reduce { step, tensors, fresh_state, .. } => {
                 if !resume {
                     self.prepare(step.reducer, *fresh_state)?;
                 }
                 let back = self.back.clone().ok_or_else(no_buffer)?;
-                self.making(plan.version, back, resume, check)?
+                let steps = ByteSteps::of_model(&self.layout, tensors);
+                self.making(plan.version, back, steps, resume, check)?
             }
             Work::Assign { buffer, .. } => {
                 let back = VersionBuffer::new(buffer.clone(), self.layout.blocks(), VOID);
-                self.making(plan.version, Arc::new(back), resume, check)?
+                self.making(plan.version, Arc::new(back), ByteSteps::default(), resume, check)?
             }
         };
         Ok(Job { making, plan, accumulator: self.accumulator.clone() })
     }
 
-    /// The memory for computing `version` by `reducer` from what is at hand elsewhere. `fresh` starts the
-    /// optimizer's state from zero.
+    /// The memory for computing `version` by `reducer` from what is at hand elsewhere, with these optimizer `steps`.
+    /// `fresh` starts the optimizer's state from zero.
     ///
     /// # Errors
     /// As for [`Self::job`].
@@ -378,11 +380,12 @@ impl RegionStore {
         version: Version,
         reducer: Reducer,
         fresh: bool,
+        steps: ByteSteps,
         check: bool,
     ) -> io::Result<Making> {
         self.prepare(reducer, fresh)?;
         let back = self.back.clone().ok_or_else(no_buffer)?;
-        self.making(version, back, false, check)
+        self.making(version, back, steps, false, check)
     }
 
     /// The memory for a version whose blocks are those of the newest, or new values. Optimizer state stays.
@@ -391,13 +394,14 @@ impl RegionStore {
     /// When there is no buffer for it.
     pub(crate) fn assigned_version(&self, version: Version, check: bool) -> io::Result<Making> {
         let back = self.back.clone().ok_or_else(no_buffer)?;
-        self.making(version, back, false, check)
+        self.making(version, back, ByteSteps::default(), false, check)
     }
 
     fn making(
         &self,
         version: Version,
         back: Arc<VersionBuffer>,
+        steps: ByteSteps,
         resume: bool,
         check: bool,
     ) -> io::Result<Making> {
@@ -418,6 +422,7 @@ impl RegionStore {
         Ok(Making {
             layout: Arc::clone(&self.layout),
             version,
+            steps,
             front,
             back,
             state: self.state.clone(),

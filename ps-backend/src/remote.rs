@@ -376,7 +376,7 @@ impl Channel for RemoteJob {
                 if let Err(error) = fits.and_then(|()| self.offers.lock().ends(learner, step)) {
                     return done(Err(error));
                 }
-                let CommitNotice { sent, staging, lendable, .. } = notice;
+                let CommitNotice { sent, tensors, staging, lendable, .. } = notice;
                 let staged = client::Staged { region: staging, steady: lendable };
                 let this = self.this.clone();
                 let ended: Completion = Box::new(move |result| {
@@ -385,7 +385,7 @@ impl Channel for RemoteJob {
                     }
                     done(result);
                 });
-                self.client.commit(learner, step, &sent, staged, timeout, plain(ended));
+                self.client.commit(learner, step, (&sent, &tensors), staged, timeout, plain(ended));
             }
             Message::Abort { learner } | Message::Withdraw { learner } if !self.has_learner(learner) => {
                 done(Err(ShardError::UnknownLearner(learner)));

@@ -7,6 +7,7 @@ use libmodelio::ids::{BlockId, Version};
 use libmodelio::layout::{DType, ModelLayout};
 use ps_backend::part::store::{Limits, PartStore, PartWork, Payload};
 use ps_backend::reducer::{Hyper, Reducer, Step};
+use ps_backend::tensors::TensorSteps;
 
 const BLOCK: u32 = 256 << 10;
 const SIZE: u64 = 64 << 20;
@@ -32,7 +33,8 @@ fn version(store: &PartStore, base: u64, plans: usize, sources: usize) {
     }
     let contributions = (plans * sources) as u32;
     let step = Step { reducer: Reducer::Sgd, hyper: Hyper::default(), contributions, t: base + 1 };
-    let work = PartWork::Reduce { step, fresh_state: base == 0 };
+    let tensors = TensorSteps::uniform(1, step.t);
+    let work = PartWork::Reduce { step, tensors, fresh_state: base == 0 };
     let job = store.begin(Version(base), work, true).unwrap();
     for block in (1..sources).flat_map(|_| blocks()) {
         assert!(job.add(block, Payload::Plain(&payload)).unwrap());

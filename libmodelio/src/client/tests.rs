@@ -47,7 +47,11 @@ impl Bench {
     fn commit(&mut self, token: u64, seconds: u64) {
         let blocks = vec![0..3];
         let timeout_ms = seconds as u32 * 1000;
-        self.ask(token, Message::Commit { learner: L, step: Step(1), blocks, timeout_ms }, seconds);
+        self.ask(
+            token,
+            Message::Commit { learner: L, step: Step(1), blocks, tensors: vec![0..1], timeout_ms },
+            seconds,
+        );
     }
 
     fn lead(&mut self, request: u64, message: Message) {
@@ -120,7 +124,8 @@ fn a_request_is_sent_again_with_less_time_until_its_deadline() {
     // It may have been taken: the payload stays, and another commit of the step must be the same.
     assert_eq!(bench.core.kept(), (0, 1));
     bench.said.clear();
-    let other = Message::Commit { learner: L, step: Step(1), blocks: vec![0..4], timeout_ms: 1000 };
+    let (blocks, tensors) = (vec![0..4], vec![0..1]);
+    let other = Message::Commit { learner: L, step: Step(1), blocks, tensors, timeout_ms: 1000 };
     bench.ask(4, other, 1);
     assert!(matches!(bench.said[..], [Action::Answer(4, Err(Refusal::Shard(ShardError::NotAllowed(_))))]));
 }

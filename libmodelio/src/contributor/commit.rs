@@ -113,6 +113,7 @@ impl Contributor {
             sent: state.tracker.sent_blocks().clone(),
             deferred: state.tracker.deferred_blocks().clone(),
             unchecked: state.unchecked.clone(),
+            tensors: state.tensors.clone(),
             staging,
             lendable: true,
         };
@@ -152,6 +153,8 @@ impl Contributor {
         };
         let mut all = FixedBitSet::with_capacity(self.layout.blocks() as usize);
         all.insert_range(..);
+        let mut tensors = FixedBitSet::with_capacity(self.layout.tensors().len());
+        tensors.insert_range(..);
         state.committing = true;
         state.ship(step, self.mapped.key());
         drop(state);
@@ -161,6 +164,7 @@ impl Contributor {
             sent: all.clone(),
             deferred: all.clone(),
             unchecked: all,
+            tensors,
             staging: self.mapped.clone(),
             lendable: false,
         };

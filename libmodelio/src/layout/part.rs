@@ -13,6 +13,8 @@ use crate::ids::BlockId;
 pub struct PartLayout {
     layout: Arc<ModelLayout>,
     blocks: Vec<BlockId>,
+    /// Where each tensor of the model ends there.
+    tensor_ends: Arc<[u64]>,
 }
 
 impl PartLayout {
@@ -25,6 +27,11 @@ impl PartLayout {
     /// The blocks of the model, rising.
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
+    }
+
+    /// Where each tensor of the model ends, in the model's bytes.
+    pub fn tensor_ends(&self) -> &[u64] {
+        &self.tensor_ends
     }
 
     /// The number in the part of the model's `block`; none if it is not of the part.
@@ -75,6 +82,7 @@ impl ModelLayout {
             elements,
             by_name: Vec::new(),
         };
-        Ok(PartLayout { layout: Arc::new(layout), blocks: blocks.to_vec() })
+        let tensor_ends = self.tensors.iter().map(|tensor| tensor.bytes.end).collect();
+        Ok(PartLayout { layout: Arc::new(layout), blocks: blocks.to_vec(), tensor_ends })
     }
 }

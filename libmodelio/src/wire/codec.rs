@@ -80,9 +80,11 @@ impl Message {
             ranges::check(blocks, u32::MAX).map_err(|error| WireError::Ranges { message: self.name(), error })
         };
         match self {
-            Message::Commit { blocks: list, .. }
-            | Message::Assign { blocks: list, .. }
-            | Message::Missing { blocks: list, .. } => blocks(list),
+            Message::Commit { blocks: list, tensors, .. } => {
+                blocks(list)?;
+                blocks(tensors)
+            }
+            Message::Assign { blocks: list, .. } | Message::Missing { blocks: list, .. } => blocks(list),
             Message::Start(plan) => plan.sources.iter().try_for_each(|source| blocks(&source.blocks)),
             Message::Pull { blocks: range, .. } if range.is_empty() => Err(WireError::Ranges {
                 message: self.name(),

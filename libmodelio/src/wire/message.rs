@@ -19,6 +19,9 @@ use crate::transport::{LeaveReason, ShardError};
 /// Blocks of the model, as sorted, disjoint, non-adjacent ranges of block numbers.
 pub type BlockRanges = Vec<Range<u32>>;
 
+/// Tensors of the model, as sorted, disjoint, non-adjacent ranges of their numbers.
+pub type TensorRanges = Vec<Range<u32>>;
+
 /// What a connection is for. The first frame says so and it does not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Role {
@@ -111,6 +114,8 @@ pub enum Message {
         step: Step,
         /// Blocks that it holds; others count as zero.
         blocks: BlockRanges,
+        /// Tensors of which something was written.
+        tensors: TensorRanges,
         /// For how long it may wait to be taken, in milliseconds.
         timeout_ms: u32,
     },
@@ -569,6 +574,9 @@ pub enum Work {
     Reduce {
         /// Reducer, hyper-parameters and counts: `ps_backend::reducer::Step` as JSON.
         step: String,
+        /// The optimizer step of each tensor, by runs: so many tensors, and the step. Tensors of step 0 stay as they
+        /// are.
+        tensors: Vec<(u32, u64)>,
         /// Optimizer state starts from zero.
         fresh_state: bool,
     },

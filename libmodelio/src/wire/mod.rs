@@ -26,7 +26,8 @@ pub use crc::{Crc32c, crc32c};
 pub use error::WireError;
 pub use header::{HEADER, Header, Payload};
 pub use message::{
-    BlockRanges, Granted, JobState, LearnerState, Message, Plan, PlanSource, Refusal, Role, Work,
+    BlockRanges, Granted, JobState, LearnerState, Message, Plan, PlanSource, Refusal, Role, TensorRanges,
+    Work,
 };
 pub use moved::{Adoption, Kept, Moved};
 pub use ranges::{MAX_RANGES, RangesError};
@@ -68,13 +69,14 @@ impl Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u16)]
 pub enum Protocol {
-    /// The first one.
-    V1 = 1,
+    /// The second one, and the first that this program speaks. New in it: `Commit` names tensors, and `Work::Reduce`
+    /// gives the optimizer step of each tensor.
+    V2 = 2,
 }
 
 impl Protocol {
     /// What this program speaks.
-    pub const NEWEST: Protocol = Protocol::V1;
+    pub const NEWEST: Protocol = Protocol::V2;
 
     /// As in a greeting.
     pub fn number(self) -> u16 {
@@ -87,7 +89,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            1 => Ok(Protocol::V1),
+            2 => Ok(Protocol::V2),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

@@ -148,7 +148,8 @@ fn plan() -> impl Strategy<Value = Plan> {
     let work = prop_oneof![
         any::<bool>().prop_map(|replaces| Work::Add { replaces }),
         Just(Work::Assign),
-        (text(), any::<bool>()).prop_map(|(step, fresh_state)| Work::Reduce { step, fresh_state })
+        (text(), vec((any::<u32>(), any::<u64>()), 0..4), any::<bool>())
+            .prop_map(|(step, tensors, fresh_state)| Work::Reduce { step, tensors, fresh_state })
     ];
     let source = (id64(ClientId), block_ranges(), any::<bool>())
         .prop_map(|(client, blocks, check)| PlanSource { client, blocks, check });
@@ -263,11 +264,12 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(Step), any::<bool>())
             .prop_map(|(step, staging_lent)| Message::Opened { step, staging_lent })
             .boxed(),
-        (learner(), id64(Step), block_ranges(), any::<u32>())
-            .prop_map(|(learner, step, blocks, timeout_ms)| Message::Commit {
+        (learner(), id64(Step), block_ranges(), block_ranges(), any::<u32>())
+            .prop_map(|(learner, step, blocks, tensors, timeout_ms)| Message::Commit {
                 learner,
                 step,
                 blocks,
+                tensors,
                 timeout_ms,
             })
             .boxed(),

@@ -76,10 +76,15 @@ impl<S: Clone> ShardCore<S> {
         if !matches!(member.phase, Phase::Open { step: open, .. } if open == step) {
             return Err(ShardError::StepOutOfOrder { got: step, expected: member.step.next() });
         }
-        let Contribution { sent, deferred, .. } = contribution;
+        let Contribution { sent, deferred, tensors, .. } = contribution;
         if sent.len() != self.blocks || deferred.len() != self.blocks || !deferred.is_subset(sent) {
             return Err(ShardError::NotAllowed(
                 "the commit names blocks that the model does not have".into(),
+            ));
+        }
+        if tensors.len() != self.tensors {
+            return Err(ShardError::NotAllowed(
+                "the commit names tensors that the model does not have".into(),
             ));
         }
         Ok(())
@@ -98,7 +103,9 @@ impl<S: Clone> ShardCore<S> {
             actions.push(Action::Reply(ticket, Ok(Answer::Committed)));
             return;
         };
-        if taken.contribution.sent != contribution.sent {
+        let same = taken.contribution.sent == contribution.sent
+            && taken.contribution.tensors == contribution.tensors;
+        if !same {
             let what = "the contribution was already taken, without what was written since";
             actions.push(Action::Reply(ticket, Err(ShardError::NotAllowed(what.into()))));
         } else if taken.lendable || taken.place == Place::Folded {

@@ -47,15 +47,19 @@ impl<S: Clone> ShardCore<S> {
         self.members.values_mut().for_each(|member| member.last_seen = now);
     }
 
-    /// Whether all of it is of a job of `blocks` blocks that was held. What came from elsewhere may be anything.
-    pub fn is_sound(&self, blocks: u32) -> bool {
+    /// Whether all of it is of a job of `blocks` blocks and `tensors` tensors that was held. What came from elsewhere may
+    /// be anything.
+    pub fn is_sound(&self, blocks: u32, tensors: usize) -> bool {
         let of_model = |set: &fixedbitset::FixedBitSet| set.len() == blocks as usize;
         let of_phase = |phase: &Phase| match phase {
             Phase::Idle => true,
             Phase::Open { received, fused, .. } => of_model(received) && of_model(fused),
         };
-        let contributed =
-            |contribution: &Contribution<S>| of_model(&contribution.sent) && of_model(&contribution.deferred);
+        let contributed = |contribution: &Contribution<S>| {
+            of_model(&contribution.sent)
+                && of_model(&contribution.deferred)
+                && contribution.tensors.len() == tensors
+        };
         let held = |committed: &Committed<S>| {
             !matches!(committed.place, Place::Folding)
                 && contributed(&committed.contribution)
@@ -66,6 +70,8 @@ impl<S: Clone> ShardCore<S> {
             PendingKind::Assign { .. } => true,
         };
         self.blocks == blocks as usize
+            && self.tensors == tensors
+            && self.optimizer_steps.tensors() == tensors as u64
             && of_model(&self.accumulated)
             && self.accumulated.is_clear()
             && self.fuses_in_flight == 0

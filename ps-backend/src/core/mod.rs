@@ -44,6 +44,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::controls::{Consistency, Controls};
 use crate::reducer::{self, Hyper, Reducer};
+use crate::tensors::TensorSteps;
 
 pub use view::MemberView;
 
@@ -67,6 +68,9 @@ pub struct Contribution<S> {
     /// Blocks to be read from `source`.
     #[serde(deserialize_with = "bits::deserialize")]
     pub deferred: FixedBitSet,
+    /// Tensors of which it holds something.
+    #[serde(deserialize_with = "bits::deserialize")]
+    pub tensors: FixedBitSet,
     /// The staging memory.
     pub source: S,
     /// Nobody has looked for NaN and Inf in `source`: whoever reads it first does, and the commit is taken
@@ -100,8 +104,11 @@ impl<S> Plan<S> {
 pub enum Work<S> {
     /// Reduce contributions.
     Reduce {
-        /// Reducer, hyper-parameters and counts, fixed for all blocks of the version.
+        /// Reducer, hyper-parameters and counts, fixed for all blocks of the version. Its `t` is the highest of
+        /// `tensors`.
         step: reducer::Step,
+        /// The optimizer step of each tensor; 0 for those that stay as they are.
+        tensors: TensorSteps,
         /// Optimizer state starts from zero.
         fresh_state: bool,
         /// Contributions read from staging, by learner.
@@ -290,6 +297,7 @@ struct Stall {
 #[serde(bound(serialize = "S: Serialize", deserialize = "S: Deserialize<'de>"))]
 pub struct ShardCore<S> {
     blocks: usize,
+    tensors: usize,
     controls: Controls,
     /// Follows `controls` when no block of the coming version depends on it.
     consistency: Consistency,
@@ -333,19 +341,20 @@ pub struct ShardCore<S> {
     holds: bool,
     /// Somebody waits for other learners.
     stall: Option<Stall>,
-    /// Optimizer steps since its state was zero.
-    optimizer_steps: u64,
+    /// Optimizer steps of each tensor since its state was zero.
+    optimizer_steps: TensorSteps,
     contributions_taken: u64,
     blocks_on_arrival: u64,
 }
 
 impl<S: Clone> ShardCore<S> {
-    /// A job at version 0 without learners, for a model of `blocks` blocks. The next version's buffer
-    /// is taken to be ready.
-    pub fn new(blocks: u32, controls: Controls) -> ShardCore<S> {
+    /// A job at version 0 without learners, for a model of `blocks` blocks and `tensors` tensors. The next version's
+    /// buffer is taken to be ready.
+    pub fn new(blocks: u32, tensors: usize, controls: Controls) -> ShardCore<S> {
         let blocks = blocks as usize;
         ShardCore {
             blocks,
+            tensors,
             consistency: controls.consistency,
             state_of: controls.reducer,
             params: None,
@@ -370,7 +379,7 @@ impl<S: Clone> ShardCore<S> {
             buffer_ready: true,
             holds: false,
             stall: None,
-            optimizer_steps: 0,
+            optimizer_steps: TensorSteps::uniform(tensors, 0),
             contributions_taken: 0,
             blocks_on_arrival: 0,
         }
@@ -413,7 +422,7 @@ impl<S: Clone> ShardCore<S> {
         self.follow_consistency();
         if self.params.is_none() && self.state_of != self.controls.reducer {
             self.state_of = self.controls.reducer;
-            self.optimizer_steps = 0;
+            self.optimizer_steps = TensorSteps::uniform(self.tensors, 0);
         }
         if !self.committed.is_empty() {
             return;
@@ -431,7 +440,10 @@ impl<S: Clone> ShardCore<S> {
         }
     }
 
-    /// The plan for the coming version from what is committed, and `more` contributions.
+    /// The plan for the coming version from what is committed, and `more` contributions, which may hold any tensor.
+    ///
+    /// A block that is reduced on arrival is whole: all of its tensors are written. So what it is computed with is
+    /// what the plan has that is made when all is committed.
     fn reduce_plan(&self, more: u32) -> Plan<S> {
         let mut inputs: Vec<_> = self
             .committed
@@ -443,6 +455,12 @@ impl<S: Clone> ShardCore<S> {
         let mut todo = FixedBitSet::with_capacity(self.blocks);
         todo.insert_range(..);
         let (reducer, hyper) = self.params();
+        let mut written = FixedBitSet::with_capacity(self.tensors);
+        if more > 0 {
+            written.insert_range(..);
+        }
+        self.committed.iter().for_each(|committed| written.union_with(&committed.contribution.tensors));
+        let tensors = self.optimizer_steps.next(&written);
         Plan {
             version: self.version.next(),
             work: Work::Reduce {
@@ -450,9 +468,10 @@ impl<S: Clone> ShardCore<S> {
                     reducer,
                     hyper,
                     contributions: self.committed.len() as u32 + more,
-                    t: self.optimizer_steps + 1,
+                    t: tensors.highest(),
                 },
-                fresh_state: self.optimizer_steps == 0,
+                tensors,
+                fresh_state: self.optimizer_steps.highest() == 0,
                 inputs,
                 accumulated: self.accumulated.clone(),
             },

@@ -41,10 +41,10 @@ impl<S: Clone> ShardCore<S> {
         let Some(plan) = self.running.take() else { return };
         self.buffer_ready = buffer_ready;
         match &plan.work {
-            Work::Reduce { step, .. } => {
+            Work::Reduce { tensors, .. } => {
                 self.version = plan.version;
                 actions.push(Action::Published(self.version));
-                self.optimizer_steps = step.t;
+                self.optimizer_steps = self.optimizer_steps.after(tensors);
                 self.end_step(now, actions);
             }
             Work::Assign { .. } => {
@@ -207,7 +207,8 @@ impl<S: Clone> ShardCore<S> {
             let early = &fusing.plan;
             plan.todo.clone_from(&early.todo);
             if let (Work::Reduce { step, .. }, Work::Reduce { step: early, .. }) = (&plan.work, &early.work) {
-                debug_assert_eq!(step, early);
+                debug_assert_eq!((step.reducer, &step.hyper), (early.reducer, &early.hyper));
+                debug_assert_eq!(step.contributions, early.contributions);
             }
         }
         self.run(plan, actions);

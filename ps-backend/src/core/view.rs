@@ -4,6 +4,7 @@ use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
 
 use super::{Member, Now, Phase, Place, ShardCore, Ticket};
 use crate::controls::Controls;
+use crate::tensors::TensorSteps;
 
 /// A learner as the status shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,9 +85,9 @@ impl<S: Clone> ShardCore<S> {
         self.params.is_some() || self.fusing.is_some() || self.fuses_in_flight > 0 || self.running.is_some()
     }
 
-    /// Optimizer steps since its state was zero.
-    pub fn optimizer_steps(&self) -> u64 {
-        self.optimizer_steps
+    /// Optimizer steps of each tensor since its state was zero.
+    pub fn optimizer_steps(&self) -> &TensorSteps {
+        &self.optimizer_steps
     }
 
     /// Whether the next version has a buffer, as far as the core was told.

@@ -194,11 +194,7 @@ fn assign(wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'
         Some((last, before)) => (Some(last), before),
         None => (None, sources),
     };
-    let mut finite = !check
-        || before.iter().all(|source| match source {
-            Source::Wire(src) => all_finite(wire, src),
-            Source::Acc(acc) => all_finite(Wire::F32, bytes(acc)),
-        });
+    let mut finite = !check || sources_are_finite(wire, before);
     match last {
         None => {
             stream_copy(input.weights, output.weights);
@@ -223,6 +219,17 @@ fn assign(wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'
         }
     }
     finite
+}
+
+/// Are all elements of all sources finite?
+///
+/// # Panics
+/// If the bytes are not whole elements.
+pub fn sources_are_finite(wire: Wire, sources: &[Source<'_>]) -> bool {
+    sources.iter().all(|source| match source {
+        Source::Wire(src) => all_finite(wire, src),
+        Source::Acc(acc) => all_finite(Wire::F32, bytes(acc)),
+    })
 }
 
 /// Add (or, when `first`, store) wire bytes into an fp32 accumulator.

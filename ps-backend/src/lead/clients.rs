@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use libmodelio::ids::{ClientId, LearnerId};
 use libmodelio::transport::ShardError;
-use libmodelio::wire::{BlockRanges, JobState, LearnerState, Message, Refusal};
+use libmodelio::wire::{BlockRanges, JobState, LearnerState, Message, Refusal, ranges};
 use serde::{Deserialize, Serialize};
 
 use super::{Action, LeadCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
@@ -255,7 +255,7 @@ impl LeadCore {
                 core.withdraw(mine(learner)?, now, &mut wanted)?;
                 Some(Message::Done)
             }
-            Message::Commit { learner, step, blocks, timeout_ms } => {
+            Message::Commit { learner, step, blocks, tensors, timeout_ms } => {
                 let learner = mine(learner)?;
                 // Clients open by themselves and say so beside: their word of it may be under way still.
                 let next = core.member(learner, now).map(|member| member.step.next());
@@ -263,10 +263,12 @@ impl LeadCore {
                     core.open(learner, now)?;
                 }
                 let sent = self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
+                let tensors = ranges::to_bits(&tensors, self.tensors).map_err(|_| ShardError::OutOfRange)?;
                 let ticket = self.ticket(id, request);
                 let source = Source { client: id, name: step.0, weights: BlockRanges::new() };
+                let deferred = sent.clone();
                 let contribution =
-                    Contribution { learner, deferred: sent.clone(), sent, source, unchecked: false };
+                    Contribution { learner, sent, deferred, tensors, source, unchecked: false };
                 let deadline = deadline(timeout_ms);
                 self.core.commit(ticket, step, contribution, false, deadline, now, &mut wanted);
                 None

@@ -15,6 +15,7 @@ mod tests;
 use std::collections::{BTreeMap, VecDeque};
 
 use libmodelio::ids::{ClientId, LearnerId, PlanId, Version};
+use libmodelio::layout::ModelLayout;
 use libmodelio::wire::{BlockRanges, Message, Refusal};
 use serde::{Deserialize, Serialize};
 
@@ -66,6 +67,7 @@ pub const MAX_CLIENTS: usize = 4096;
 pub struct LeadCore {
     core: ShardCore<Source>,
     blocks: u32,
+    tensors: u32,
     parts: usize,
     clients: BTreeMap<ClientId, Client>,
     /// Clients that were given up, with the highest number of a request of each: the newest ones.
@@ -90,12 +92,14 @@ pub struct LeadCore {
 }
 
 impl LeadCore {
-    /// A job at version 0, for a model of `blocks` blocks on `parts` shards.
-    pub fn new(blocks: u32, parts: usize, controls: Controls, patience: Now) -> LeadCore {
-        let core = ShardCore::new(blocks, controls).with_fold_patience(patience).with_fold_batch(usize::MAX);
+    /// A job at version 0, for a model of this layout on `parts` shards.
+    pub fn new(layout: &ModelLayout, parts: usize, controls: Controls, patience: Now) -> LeadCore {
+        let (blocks, tensors) = (layout.blocks(), layout.tensors().len());
+        let core = ShardCore::new(blocks, tensors, controls);
         LeadCore {
-            core,
+            core: core.with_fold_patience(patience).with_fold_batch(usize::MAX),
             blocks,
+            tensors: tensors as u32,
             parts,
             clients: BTreeMap::new(),
             given_up: VecDeque::new(),

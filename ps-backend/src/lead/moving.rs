@@ -1,5 +1,7 @@
 //! The lead while its model's blocks move: holding the job between two versions, and being taken to another shard.
 
+use libmodelio::layout::ModelLayout;
+
 use super::{Action, LeadCore, Now};
 
 /// What was handed over is no lead of this model.
@@ -57,16 +59,23 @@ impl LeadCore {
         postcard::to_stdvec(self).map_err(|error| TakeOverError(error.to_string()))
     }
 
-    /// A lead that was handed over at `now`, for a model of `blocks` blocks on `parts` shards. It goes on at once:
-    /// clients come back to it.
+    /// A lead that was handed over at `now`, for a model of this layout on `parts` shards. It goes on at once: clients
+    /// come back to it.
     ///
     /// # Errors
     /// [`TakeOverError`] for what [`Self::hand_over`] does not make.
-    pub fn taken_over(bytes: &[u8], blocks: u32, parts: usize, now: Now) -> Result<LeadCore, TakeOverError> {
+    pub fn taken_over(
+        bytes: &[u8],
+        layout: &ModelLayout,
+        parts: usize,
+        now: Now,
+    ) -> Result<LeadCore, TakeOverError> {
+        let (blocks, tensors) = (layout.blocks(), layout.tensors().len());
         let mut lead: LeadCore =
             postcard::from_bytes(bytes).map_err(|error| TakeOverError(error.to_string()))?;
-        if lead.blocks != blocks || !lead.core.is_sound(blocks) {
-            return Err(TakeOverError(format!("it is not of a model of {blocks} blocks")));
+        if lead.blocks != blocks || lead.tensors != tensors as u32 || !lead.core.is_sound(blocks, tensors) {
+            let what = format!("it is not of a model of {blocks} blocks and {tensors} tensors");
+            return Err(TakeOverError(what));
         }
         lead.parts = parts;
         lead.told_at = now;

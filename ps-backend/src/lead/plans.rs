@@ -11,7 +11,7 @@ use libmodelio::wire::{BlockRanges, Granted, Message, Plan, PlanSource, Refusal,
 use super::{Action, LeadCore, Part, REPEAT, Source};
 use crate::controls::NonFinite;
 use crate::core::{self, Contribution, Now};
-use crate::reducer::{self, Reducer};
+use crate::reducer::Reducer;
 
 /// One client's part of a plan.
 #[derive(Debug)]
@@ -180,9 +180,12 @@ impl LeadCore {
                 (Kind::Fold(learners), senders(&contributions, replaces), Work::Add { replaces })
             }
             core::Action::Reduce(plan) => match &plan.work {
-                core::Work::Reduce { step, fresh_state, inputs, .. } => {
+                core::Work::Reduce { step, tensors, fresh_state, inputs, .. } => {
                     let replaces = step.reducer == Reducer::Assign;
-                    (Kind::Reduce, senders(inputs, replaces), reduce(step, *fresh_state))
+                    // Plain numbers: it cannot fail.
+                    let step = serde_json::to_string(step).unwrap_or_default();
+                    let (tensors, fresh_state) = (tensors.runs().to_vec(), *fresh_state);
+                    (Kind::Reduce, senders(inputs, replaces), Work::Reduce { step, tensors, fresh_state })
                 }
                 core::Work::Assign { buffer, .. } => {
                     let sender = Sender {
@@ -381,12 +384,6 @@ fn senders(contributions: &[Arc<Contribution<Source>>], replaces: bool) -> Vec<S
         .collect();
     senders.sort_by_key(|sender| sender.learners.first().copied());
     senders
-}
-
-fn reduce(step: &reducer::Step, fresh_state: bool) -> Work {
-    // Plain numbers: it cannot fail.
-    let step = serde_json::to_string(step).unwrap_or_default();
-    Work::Reduce { step, fresh_state }
 }
 
 /// A set of blocks as ranges.

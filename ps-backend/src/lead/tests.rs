@@ -5,7 +5,10 @@
 mod moving;
 mod remembering;
 
+use std::ops::Range;
+
 use libmodelio::ids::Step;
+use libmodelio::layout::DType;
 use libmodelio::transport::ShardError;
 use libmodelio::wire::{Granted, Work};
 
@@ -14,6 +17,12 @@ use super::*;
 const A: ClientId = ClientId(10);
 const B: ClientId = ClientId(20);
 const PATIENCE: Now = Now::from_millis(100);
+
+/// A model of so many blocks, with a tensor for each two of them.
+fn layout(blocks: usize) -> ModelLayout {
+    let tensor = |i| (format!("t{i}"), DType::F32, vec![(64 << 10) / 4 * 2.min(blocks - 2 * i)]);
+    ModelLayout::new((0..blocks.div_ceil(2)).map(tensor).collect(), 64 << 10).unwrap()
+}
 
 struct Bench {
     lead: LeadCore,
@@ -26,7 +35,7 @@ impl Bench {
     /// Two clients, with learner 1 on the first and learner 2 on the second.
     fn new() -> Bench {
         let controls = Controls::default().with("learners", "2").unwrap();
-        let lead = LeadCore::new(4, 1, controls, PATIENCE);
+        let lead = LeadCore::new(&layout(4), 1, controls, PATIENCE);
         let mut bench = Bench { lead, now: Now::ZERO, said: Vec::new() };
         for (client, name) in [(A, "a"), (B, "b")] {
             bench.lead.client_up(client, bench.now, &mut bench.said).unwrap();
@@ -53,9 +62,22 @@ impl Bench {
     fn commit(&mut self, client: ClientId, learner: u32, step: u64, from: u64) {
         let learner = LearnerId(learner);
         self.client(client, from, Message::Open { learner });
-        let blocks = vec![0..4];
-        let commit = Message::Commit { learner, step: Step(step), blocks, timeout_ms: 10_000 };
-        self.client(client, from + 1, commit);
+        self.commit_of(client, learner.0, step, from + 1, (0..4, 0..2));
+    }
+
+    /// A learner commits these blocks and tensors.
+    fn commit_of(
+        &mut self,
+        client: ClientId,
+        learner: u32,
+        step: u64,
+        request: u64,
+        (blocks, tensors): (Range<u32>, Range<u32>),
+    ) {
+        let (learner, step) = (LearnerId(learner), Step(step));
+        let (blocks, tensors) = (vec![blocks], vec![tensors]);
+        let commit = Message::Commit { learner, step, blocks, tensors, timeout_ms: 10_000 };
+        self.client(client, request, commit);
     }
 
     /// What was said to a client, but for the state of the job.

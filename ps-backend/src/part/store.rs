@@ -31,6 +31,7 @@ use parking_lot::Mutex;
 use crate::memory::MemoryUse;
 use crate::reducer::{Reducer, Step};
 use crate::region_store::{Loading, RegionStore};
+use crate::tensors::{ByteSteps, TensorSteps};
 
 pub use crate::region_store::VersionWatch;
 pub use crate::region_store::accumulator::Payload;
@@ -137,8 +138,10 @@ pub enum PartWork {
     },
     /// The next version is made from them, and from what concluded plans have added up.
     Reduce {
-        /// How.
+        /// How. The `t` of it is that of no block.
         step: Step,
+        /// The optimizer step of each tensor of the model; 0 for those that stay as they are.
+        tensors: TensorSteps,
         /// Optimizer state starts from zero.
         fresh_state: bool,
     },
@@ -315,8 +318,9 @@ impl PartStore {
         }
         let making = match &work {
             PartWork::Add { .. } => None,
-            PartWork::Reduce { step, fresh_state } => {
-                Some(inner.store.next_version(newest.next(), step.reducer, *fresh_state, check)?)
+            PartWork::Reduce { step, tensors, fresh_state } => {
+                let (version, steps) = (newest.next(), ByteSteps::of_part(&self.shared.part, tensors));
+                Some(inner.store.next_version(version, step.reducer, *fresh_state, steps, check)?)
             }
             PartWork::Assign => Some(inner.store.assigned_version(newest.next(), check)?),
         };
@@ -335,7 +339,7 @@ impl PartStore {
         let inner = self.shared.inner.lock();
         match work {
             PartWork::Add { .. } => true,
-            PartWork::Reduce { step, fresh_state } => inner.store.is_prepared(step.reducer, *fresh_state),
+            PartWork::Reduce { step, fresh_state, .. } => inner.store.is_prepared(step.reducer, *fresh_state),
             PartWork::Assign => inner.store.has_buffer(),
         }
     }

@@ -15,6 +15,7 @@ use super::accumulator::{Accumulator, Payload};
 use super::{StateBuffer, VOID, VersionBuffer, element_span, span, wire};
 use crate::kernels::{self, Input, Output, Source, Wire};
 use crate::reducer::{self, Reducer};
+use crate::tensors::ByteSteps;
 
 /// Contributions whose sources are listed on the stack; more of them cost an allocation a block.
 pub(super) const INLINE: usize = 16;
@@ -34,6 +35,8 @@ pub(crate) struct Making {
     pub(super) layout: Arc<ModelLayout>,
     /// The version that is made.
     pub(super) version: Version,
+    /// By byte, what is reduced and as which step of the optimizer. Step 0 stays as it is.
+    pub(super) steps: ByteSteps,
     pub(super) front: Arc<VersionBuffer>,
     pub(super) back: Arc<VersionBuffer>,
     /// Of the newest version, and of the next.
@@ -58,7 +61,7 @@ impl Making {
     pub(crate) unsafe fn block(&self, block: BlockId, step: &reducer::Step, parts: &[Part<'_>]) -> bool {
         // SAFETY: passed on to the caller.
         unsafe {
-            if parts.is_empty() && is_inert(step) {
+            if parts.is_empty() && (is_inert(step) || self.stays(block)) {
                 self.carry(block);
                 return true;
             }
@@ -69,6 +72,11 @@ impl Making {
             }
             finite
         }
+    }
+
+    /// Whether nobody has written any tensor of `block`.
+    fn stays(&self, block: BlockId) -> bool {
+        self.steps.pieces(self.layout.block_bytes(block)).all(|(_, step)| step == 0)
     }
 
     /// Gives `block` new `values`, or carries it over without them. Optimizer state stays what it is. Returns whether all
@@ -117,17 +125,17 @@ impl Making {
         let start = self.layout.block_bytes(block).start;
         let mut finite = true;
         let mut wide_at = 0;
-        for segment in self.layout.segments(block) {
-            let range = span(&segment.bytes);
-            let local = (segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize;
+        for (piece, t) in self.pieces(block) {
+            let range = span(&piece.bytes);
+            let local = (piece.bytes.start - start) as usize..(piece.bytes.end - start) as usize;
             // SAFETY: this thread has the block of the next version to itself.
             let output = unsafe { self.back.region.memory().bytes_mut(range.clone()) };
-            let weights = self.front.bytes(segment.bytes.clone());
-            let Some(wire) = wire(segment.dtype) else {
+            let weights = self.front.bytes(piece.bytes.clone());
+            let Some(wire) = wire(piece.dtype) else {
                 let wide = wide_at..wide_at + range.len();
                 wide_at = wide.end;
                 // Bytes that cannot be reduced stay, or with `assign` become the last contribution's.
-                let source = match parts.last().filter(|_| step.reducer == Reducer::Assign) {
+                let source = match parts.last().filter(|_| step.reducer == Reducer::Assign && t > 0) {
                     None => weights,
                     Some(Part::Sent(Payload::Plain(bytes))) => &bytes[local],
                     Some(Part::Sent(Payload::Wide(bytes))) => &bytes[wide],
@@ -137,7 +145,7 @@ impl Making {
                 kernels::stream_copy(source, output);
                 continue;
             };
-            let elements = element_span(segment, wire);
+            let elements = element_span(&piece, wire);
             let wide = wide_at..wide_at + elements.len() * 4;
             wide_at = wide.end;
             let mut aligned = ALIGNED.take();
@@ -157,12 +165,29 @@ impl Making {
                     (Part::Sent(Payload::Wide(bytes)), None) => Source::Wire(&bytes[wide.clone()]),
                 })
                 .collect();
-            // SAFETY: states and masters are owned by block like the buffers they belong to.
-            finite &= unsafe { self.reduce(wire, step, &sources, elements, weights, output) };
+            if t > 0 {
+                let step = reducer::Step { t, ..step.clone() };
+                // SAFETY: states and masters are owned by block like the buffers they belong to.
+                finite &= unsafe { self.reduce(wire, &step, &sources, elements, weights, output) };
+            } else {
+                // What is not reduced is judged all the same: everybody's contributions are, wherever they come by.
+                finite &= !self.check || kernels::sources_are_finite(wire, &sources);
+                kernels::stream_copy(weights, output);
+                // SAFETY: as above.
+                unsafe { self.copy_state(elements) };
+            }
             drop(sources);
             ALIGNED.set(aligned);
         }
         finite
+    }
+
+    /// `block` in pieces that have one element type and one step each.
+    fn pieces(&self, block: BlockId) -> impl Iterator<Item = (Segment, u64)> {
+        let segments = self.layout.segments(block).iter();
+        segments.flat_map(|segment| {
+            self.steps.pieces(segment.bytes.clone()).map(move |(bytes, step)| (segment.cut(bytes), step))
+        })
     }
 
     /// # Safety
@@ -234,22 +259,31 @@ impl Making {
     /// # Safety
     /// As for [`Self::carry`].
     pub(super) unsafe fn carry_state(&self, block: BlockId, fresh: impl Fn(&AtomicU64) -> bool) {
-        let [old, new] = &self.state;
-        let Some(stamp) = new.stamps.get(block.index()).filter(|stamp| !fresh(stamp)) else { return };
-        let parts =
-            [(&old.master, &new.master), (&old.slots[0], &new.slots[0]), (&old.slots[1], &new.slots[1])];
+        let stamp = self.state[1].stamps.get(block.index());
+        let Some(stamp) = stamp.filter(|stamp| !fresh(stamp)) else { return };
         for segment in self.layout.segments(block) {
             let Some(wire) = wire(segment.dtype) else { continue };
-            let elements = element_span(segment, wire);
-            let bytes = elements.start * 4..elements.end * 4;
-            for (from, to) in parts {
-                if let (Some(from), Some(to)) = (from, to) {
-                    // SAFETY: as in `reduce`.
-                    unsafe { kernels::stream_copy(from.bytes(bytes.clone()), to.bytes_mut(bytes.clone())) };
-                }
-            }
+            // SAFETY: passed on to the caller.
+            unsafe { self.copy_state(element_span(segment, wire)) };
         }
         stamp.store(self.version.0 - 1, Ordering::Relaxed);
+    }
+
+    /// Copies optimizer state and masters of elements from the newest version to the next.
+    ///
+    /// # Safety
+    /// As for [`Self::carry`], of the elements' block.
+    unsafe fn copy_state(&self, elements: Range<usize>) {
+        let [old, new] = &self.state;
+        let parts =
+            [(&old.master, &new.master), (&old.slots[0], &new.slots[0]), (&old.slots[1], &new.slots[1])];
+        let bytes = elements.start * 4..elements.end * 4;
+        for (from, to) in parts {
+            if let (Some(from), Some(to)) = (from, to) {
+                // SAFETY: as in `reduce`.
+                unsafe { kernels::stream_copy(from.bytes(bytes.clone()), to.bytes_mut(bytes.clone())) };
+            }
+        }
     }
 
     /// Says which version's value the next buffers hold of `block`.

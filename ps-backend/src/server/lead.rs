@@ -110,10 +110,10 @@ impl Lead {
         let (core, began_at) = match handed_over {
             None => {
                 let controls = part::controls(record).map_err(|error| error.to_string())?;
-                (LeadCore::new(map.blocks(), ways.len(), controls, patience(layout.size())), Duration::ZERO)
+                (LeadCore::new(&layout, ways.len(), controls, patience(layout.size())), Duration::ZERO)
             }
             Some((bytes, now)) => {
-                let core = LeadCore::taken_over(bytes, map.blocks(), ways.len(), now);
+                let core = LeadCore::taken_over(bytes, &layout, ways.len(), now);
                 (core.map_err(|error| error.to_string())?, now)
             }
         };

@@ -15,6 +15,7 @@ mod rounds;
 mod settings;
 mod site;
 mod steps;
+mod tensors;
 mod versions;
 mod waits;
 mod weights;
@@ -106,6 +107,12 @@ macro_rules! conforms {
                 too_few_learners_stop_the_job,
             ],
             arithmetic: [halves_are_added_up_in_full, reducers_do_what_they_say],
+            tensors: [
+                a_tensor_that_nobody_wrote_stays_as_it_is,
+                adam_counts_its_steps_per_tensor,
+                unwritten_parts_of_a_written_tensor_count_as_zero,
+                a_mapping_writes_every_tensor,
+            ],
             rounds: [random_rounds_count_exactly_once],
         }
     };

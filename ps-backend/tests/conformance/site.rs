@@ -260,6 +260,7 @@ impl Learner {
             sent: none.clone(),
             deferred: none.clone(),
             unchecked: none,
+            tensors: FixedBitSet::with_capacity(self.end.job.layout().tensors().len()),
             staging: self.rooms[step.0 as usize % 2].clone(),
             lendable: true,
         };
@@ -324,8 +325,15 @@ impl Contribution<'_> {
         if placement != Placement::Duplicate {
             self.notice.sent.insert(block as usize);
             self.notice.deferred.set(block as usize, placement == Placement::Deferred);
+            self.write(block as usize * BLOCK, bytes.len());
         }
         Ok(placement)
+    }
+
+    /// Notes that so many bytes are written somewhere.
+    fn write(&mut self, at: usize, len: usize) {
+        let bytes = at as u64..(at + len) as u64;
+        self.notice.tensors.insert_range(self.learner.end.job.layout().tensors_in(&bytes));
     }
 
     #[track_caller]
@@ -340,6 +348,7 @@ impl Contribution<'_> {
         for set in [&mut self.notice.sent, &mut self.notice.deferred, &mut self.notice.unchecked] {
             set.insert(block as usize);
         }
+        self.write(block as usize * BLOCK, bytes.len());
     }
 
     pub fn stage_all_of(&mut self, block: u32, value: f32) {

@@ -111,6 +111,7 @@ pub fn blocks_come_from_several_threads(way: &Way) {
             contribution.notice.sent.insert(block);
             contribution.notice.deferred.set(block, taken == Placement::Deferred);
         }
+        contribution.notice.tensors.insert_range(..);
         done(contribution.commit());
         assert_eq!(learner.pull(), step);
         end.shows(step, step as f32);

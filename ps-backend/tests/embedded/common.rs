@@ -212,24 +212,37 @@ pub fn gradient(layout: &ModelLayout, seed: usize) -> Vec<u8> {
 pub struct Reference {
     pub weights: Vec<f64>,
     slots: [Vec<f64>; 2],
-    t: i32,
+    /// Steps of each element.
+    t: Vec<i32>,
 }
 
 impl Reference {
     pub fn new(layout: &ModelLayout) -> Reference {
         let weights: Vec<f64> = decode(layout, &initial_weights(layout)).into_iter().map(f64::from).collect();
         let zeros = || vec![0.0; weights.len()];
-        Reference { slots: [zeros(), zeros()], weights, t: 0 }
+        Reference { slots: [zeros(), zeros()], t: vec![0; weights.len()], weights }
     }
 
-    /// One version from contributions decoded from what the learners wrote.
+    /// One version from contributions decoded from what the learners wrote, of which each holds something of every
+    /// tensor.
     pub fn step(&mut self, reducer: Reducer, h: &Hyper, contributions: &[Vec<f32>]) {
-        self.t += 1;
-        let t = self.t;
+        self.step_of(reducer, h, contributions, |_| true);
+    }
+
+    /// The same where nobody has written the tensors of the other elements.
+    pub fn step_of(
+        &mut self,
+        reducer: Reducer,
+        h: &Hyper,
+        contributions: &[Vec<f32>],
+        is_written: impl Fn(usize) -> bool,
+    ) {
         let rate = f64::from(h.learning_rate);
         let [momentum, dampening, decay] = [h.momentum, h.dampening, h.weight_decay].map(f64::from);
         let [beta1, beta2, epsilon] = [h.beta1, h.beta2, h.epsilon].map(f64::from);
-        for i in 0..self.weights.len() {
+        for i in (0..self.weights.len()).filter(|&i| is_written(i)) {
+            self.t[i] += 1;
+            let t = self.t[i];
             let sum: f64 = contributions.iter().map(|contribution| f64::from(contribution[i])).sum();
             let w = self.weights[i];
             let mean = match h.aggregation {
@@ -262,7 +275,7 @@ impl Reference {
     /// Forget the optimizer's state.
     pub fn reset_state(&mut self) {
         self.slots.iter_mut().for_each(|slot| slot.fill(0.0));
-        self.t = 0;
+        self.t.fill(0);
     }
 
     /// Within what rounding allows.

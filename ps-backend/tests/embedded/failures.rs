@@ -310,6 +310,7 @@ fn nonsense_is_refused_and_changes_nothing() {
             deferred: sent.clone(),
             sent,
             unchecked,
+            tensors: set(job.layout.tensors().len()),
             staging: learner.writes.mapped().clone(),
             lendable: true,
         };

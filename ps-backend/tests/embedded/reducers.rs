@@ -18,8 +18,9 @@ const SETTINGS: [(&str, &str); 5] = [
     ("carry", "0.5"),
 ];
 
-/// Contributes `seed`'s gradient in the `way`-th way, and returns what it amounts to.
-fn contribute(job: &Job, learner: &Learner, seed: usize, way: usize) -> Vec<f32> {
+/// Contributes `seed`'s gradient in the `way`-th way, and returns what it amounts to, and of how many elements from the
+/// first on tensors are written.
+fn contribute(job: &Job, learner: &Learner, seed: usize, way: usize) -> (Vec<f32>, usize) {
     let data = gradient(&job.layout, seed);
     match way % 5 {
         0 => learner.contribute(&data).unwrap(),
@@ -29,7 +30,7 @@ fn contribute(job: &Job, learner: &Learner, seed: usize, way: usize) -> Vec<f32>
         }
         2 => learner.commit_mapped(&data).unwrap(),
         3 => {
-            // In part: a whole block, an unaligned piece over a border, and nothing else.
+            // In part: a whole block, an unaligned piece over a border, and nothing else. That is of `w`.
             let (one, two) = (BLOCK as usize, 2 * BLOCK as usize);
             learner.write(0, &data[..one]).unwrap();
             learner.write(two - 1_000, &data[two - 1_000..two + 3_000]).unwrap();
@@ -37,7 +38,7 @@ fn contribute(job: &Job, learner: &Learner, seed: usize, way: usize) -> Vec<f32>
             let mut counts = vec![0; data.len()];
             counts[..one].copy_from_slice(&data[..one]);
             counts[two - 1_000..two + 3_000].copy_from_slice(&data[two - 1_000..two + 3_000]);
-            return decode(&job.layout, &counts);
+            return (decode(&job.layout, &counts), 40_003);
         }
         _ => {
             // Backwards, so that blocks complete late and in the wrong order.
@@ -50,7 +51,7 @@ fn contribute(job: &Job, learner: &Learner, seed: usize, way: usize) -> Vec<f32>
             learner.commit().unwrap();
         }
     }
-    decode(&job.layout, &data)
+    (decode(&job.layout, &data), job.layout.elements() as usize)
 }
 
 fn run(reducer: Reducer, consistency: &str, count: usize) {
@@ -63,15 +64,17 @@ fn run(reducer: Reducer, consistency: &str, count: usize) {
     let hyper = job.shard.controls().hyper;
     for step in 1..=4 {
         let mut contributions = Vec::new();
+        let mut all_written = 0;
         for (i, learner) in learners.iter().enumerate() {
-            let contribution = contribute(&job, learner, 10 * step + i, step + i);
+            let (contribution, written) = contribute(&job, learner, 10 * step + i, step + i);
             if consistency == "async" {
-                reference.step(reducer, &hyper, std::slice::from_ref(&contribution));
+                reference.step_of(reducer, &hyper, std::slice::from_ref(&contribution), |i| i < written);
             }
+            all_written = all_written.max(written);
             contributions.push(contribution);
         }
         if consistency == "sync" {
-            reference.step(reducer, &hyper, &contributions);
+            reference.step_of(reducer, &hyper, &contributions, |i| i < all_written);
         }
         learners.iter().for_each(|learner| _ = job.wait(learner));
         let what = format!("{reducer}, {consistency}, {count} learners, step {step}");
@@ -269,7 +272,7 @@ fn a_change_of_reducer_starts_from_zero_state() {
             let hyper = job.shard.controls().hyper;
             let mut contributions = Vec::new();
             for (i, learner) in learners.iter().enumerate() {
-                contributions.push(contribute(&job, learner, 31 * round + 7 * step + i, i));
+                contributions.push(contribute(&job, learner, 31 * round + 7 * step + i, i).0);
             }
             reference.step(reducer, &hyper, &contributions);
             learners.iter().for_each(|learner| _ = job.wait(learner));

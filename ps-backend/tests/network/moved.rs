@@ -264,10 +264,12 @@ fn commit(client: &Client, timeout: Duration) -> std::sync::mpsc::Receiver<Resul
     let (sender, receiver) = channel();
     let mut blocks = FixedBitSet::with_capacity(client.layout().blocks() as usize);
     blocks.insert_range(..);
+    let mut tensors = FixedBitSet::with_capacity(client.layout().tensors().len());
+    tensors.insert_range(..);
     let memory = Mapping::memfd("staging", client.layout().size() as usize).unwrap();
     let staging = Region::new(Arc::new(memory), RegionKey(1));
     let done = Box::new(move |result| drop(sender.send(result)));
-    client.commit(LEARNER, Step(1), &blocks, staging, timeout, done);
+    client.commit(LEARNER, Step(1), (&blocks, &tensors), staging, timeout, done);
     receiver
 }
 

@@ -241,8 +241,10 @@ impl Learner {
         let (sender, receiver) = channel();
         let mut blocks = FixedBitSet::with_capacity(self.client.layout().blocks() as usize);
         blocks.insert_range(..);
+        let mut tensors = FixedBitSet::with_capacity(self.client.layout().tensors().len());
+        tensors.insert_range(..);
         let done = Box::new(move |result| drop(sender.send(result)));
-        self.client.commit(self.id, step, &blocks, self.staging.clone(), LONG, done);
+        self.client.commit(self.id, step, (&blocks, &tensors), self.staging.clone(), LONG, done);
         receiver
     }
 

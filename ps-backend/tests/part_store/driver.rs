@@ -7,6 +7,7 @@ use libmodelio::ids::{BlockId, Version};
 use libmodelio::layout::{DType, ModelLayout, PartLayout};
 use ps_backend::part::store::{Limits, PartError, PartJob, PartStore, PartWork, Payload};
 use ps_backend::reducer::{Hyper, Reducer, Step};
+use ps_backend::tensors::TensorSteps;
 
 use crate::common;
 use crate::watching::Watcher;
@@ -129,6 +130,12 @@ pub struct Twin {
     watcher: Arc<Watcher>,
 }
 
+/// A version in which every tensor of the model is written.
+pub fn reduces_all(store: &PartStore, step: Step, fresh_state: bool) -> PartWork {
+    let tensors = TensorSteps::uniform(store.part().tensor_ends().len(), step.t);
+    PartWork::Reduce { step, tensors, fresh_state }
+}
+
 impl Twin {
     pub fn new(part: PartLayout, reducer: Reducer, hyper: Hyper, limits: Limits) -> Twin {
         let layout = Arc::clone(part.layout());
@@ -175,7 +182,7 @@ impl Twin {
     pub fn begin_reduce(&self, more: usize) -> Result<Arc<PartJob>, PartError> {
         let contributions = (self.sent.len() + more).max(1) as u32;
         let step = Step { reducer: self.reducer, hyper: self.hyper.clone(), contributions, t: self.t + 1 };
-        let work = PartWork::Reduce { step, fresh_state: self.t == 0 };
+        let work = reduces_all(&self.store, step, self.t == 0);
         self.store.begin(self.version, work, true)
     }
 

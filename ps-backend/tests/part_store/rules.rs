@@ -13,7 +13,7 @@ use ps_backend::part::store::{Limits, PartError, PartStore, PartWork, Payload};
 use ps_backend::reducer::{Hyper, Reducer, Step};
 
 use crate::common;
-use crate::driver::{Source, Twin, WAYS, Way, model, part_of};
+use crate::driver::{Source, Twin, WAYS, Way, model, part_of, reduces_all};
 
 fn twin(reducer: Reducer) -> Twin {
     Twin::new(part_of(&model(), |_| true), reducer, Hyper::default(), Limits::default())
@@ -30,7 +30,7 @@ fn wide_sums_lose_nothing() {
     store.load(BlockId(0), &encode(&model, 0, |_| -2.0)).unwrap();
     store.finish_loading().unwrap();
     let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 2, t: 1 };
-    let job = store.begin(Version(0), PartWork::Reduce { step, fresh_state: true }, true).unwrap();
+    let job = store.begin(Version(0), reduces_all(&store, step, true), true).unwrap();
     // 2 and 2^-9: bfloat16 has no such number.
     let one = (1.0f32 + 1.0 / 1024.0).to_le_bytes().repeat(BLOCK as usize / 2);
     assert!(job.add(BlockId(0), Payload::Wide(&one)).unwrap());
@@ -47,7 +47,7 @@ fn an_inf_of_a_sum_that_was_looked_at_is_nobodys_fault() {
     store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
     store.finish_loading().unwrap();
     let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 3, t: 1 };
-    let job = store.begin(Version(0), PartWork::Reduce { step, fresh_state: true }, true).unwrap();
+    let job = store.begin(Version(0), reduces_all(&store, step, true), true).unwrap();
     let infinite = encode(&model, 0, |_| f32::INFINITY);
     // One learner's would be refused; a sum of two counts.
     assert!(!job.finish(BlockId(0), Some(Payload::Plain(&infinite))).unwrap());
@@ -121,7 +121,7 @@ fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
                     None => PartWork::Assign,
                     Some(reducer) => {
                         let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1 };
-                        PartWork::Reduce { step, fresh_state: true }
+                        reduces_all(&store, step, true)
                     }
                 };
                 let job = store.begin(base, work, true).unwrap();
@@ -267,7 +267,7 @@ fn what_is_not_finite_may_be_accepted() {
     let end = plain.len();
     plain[end - 2..].copy_from_slice(&0x7c00u16.to_le_bytes());
     let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1 };
-    let work = PartWork::Reduce { step, fresh_state: false };
+    let work = reduces_all(&twin.store, step, false);
     let job = twin.store.begin(Version(0), work, false).unwrap();
     for block in twin.blocks().filter(|&block| block != last) {
         assert!(job.finish(block, None).unwrap());
@@ -286,7 +286,7 @@ fn an_overflowing_sum_is_nobodys_fault() {
     store.finish_loading().unwrap();
     let large = f32::MAX.to_le_bytes().repeat(BLOCK as usize / 4);
     let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 3, t: 1 };
-    let job = store.begin(Version(0), PartWork::Reduce { step, fresh_state: false }, true).unwrap();
+    let job = store.begin(Version(0), reduces_all(&store, step, false), true).unwrap();
     assert!(job.add(BlockId(0), Payload::Plain(&large)).unwrap());
     assert!(job.add(BlockId(0), Payload::Plain(&large)).unwrap());
     assert!(job.finish(BlockId(0), Some(Payload::Plain(&large))).unwrap());

@@ -19,7 +19,7 @@ use ps_backend::part::store::{
 use ps_backend::reducer::{Hyper, Reducer, Step};
 
 use crate::common;
-use crate::driver::{bytes_of, part_of};
+use crate::driver::{bytes_of, part_of, reduces_all};
 
 /// What lies there, as somebody outside of the process would find it.
 fn outside(memory: &Mapping, at: usize, len: usize) -> Vec<u8> {
@@ -111,9 +111,9 @@ fn loaded(version: u64, limits: Limits, watcher: &mut Vec<Arc<Watcher>>) -> Part
     store
 }
 
-fn reduces(t: u64) -> PartWork {
+fn reduces(store: &PartStore, t: u64) -> PartWork {
     let step = Step { reducer: Reducer::Momentum, hyper: Hyper::default(), contributions: 1, t };
-    PartWork::Reduce { step, fresh_state: false }
+    reduces_all(store, step, false)
 }
 
 fn finish(store: &PartStore, job: &PartJob, blocks: u32, value: f32) {
@@ -172,7 +172,7 @@ impl Play {
         self.value += 1.0;
         match step {
             Move::Begin { assigns } => {
-                let work = if assigns { PartWork::Assign } else { reduces(newest.0 + 1) };
+                let work = if assigns { PartWork::Assign } else { reduces(&self.store, newest.0 + 1) };
                 match self.store.begin(newest, work, false) {
                     Ok(job) => self.job = Some(job),
                     Err(error) => assert!(error.is_transient(), "{error}"),
@@ -370,7 +370,7 @@ fn versions_are_read_past_the_store_while_it_makes_others() {
             if readers.iter().all(|reader| reader.is_finished()) {
                 break;
             }
-            let job = store.begin(Version(version), reduces(version + 1), false).unwrap();
+            let job = store.begin(Version(version), reduces(&store, version + 1), false).unwrap();
             finish(&store, &job, BLOCKS, version as f32 % 1000.0);
             store.conclude(&job).unwrap();
         }

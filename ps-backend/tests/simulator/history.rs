@@ -8,6 +8,7 @@ use ps_backend::controls::Consistency;
 use ps_backend::core::MemberView;
 use ps_backend::reducer::Reducer;
 
+use crate::settings::tensors_of;
 use crate::state::{Block, Step as OptimizerStep, mix};
 
 /// One contribution, or one write of weights.
@@ -100,8 +101,8 @@ struct Made {
 #[derive(Debug)]
 struct Optimizer {
     reducer: Reducer,
-    /// Steps that it has made since it was chosen.
-    t: u64,
+    /// Steps that it has made of each tensor since it was chosen.
+    tensors: Vec<u64>,
     /// It was chosen since the last step was decided.
     chosen: bool,
     /// As it is set.
@@ -161,7 +162,12 @@ impl History {
             names: BTreeMap::new(),
             paces: BTreeMap::new(),
             slowest: 0,
-            optimizer: Optimizer { reducer, t: 0, chosen: false, set: reducer },
+            optimizer: Optimizer {
+                reducer,
+                tensors: vec![0; tensors_of(blocks - 1).end],
+                chosen: false,
+                set: reducer,
+            },
             shown: Version(0),
         }
     }
@@ -356,32 +362,49 @@ impl History {
         let (before, after) = (blocks(Version(version.0 - 1)), blocks(version));
         match &planned.work {
             Work::Assign => self.check_assigned(version, planned.may_begin_anew, &before, &after),
-            Work::Reduce { step, .. } => {
+            Work::Reduce { step, fresh_state, .. } => {
                 let step: ps_backend::reducer::Step = serde_json::from_str(step).expect("a step");
-                let expected = self.next_step(version, step.reducer, step.t, planned.may_begin_anew);
-                self.check_reduced(version, plan, (&step, &expected), &before, &after);
+                let anew = (*fresh_state, planned.may_begin_anew);
+                self.check_reduced(version, plan, &step, anew, &before, &after);
             }
             Work::Add { .. } => panic!("version {version} is made by plan {plan}, which only adds"),
         }
     }
 
-    /// The optimizer's next step: it goes on, and begins anew only when its reducer is chosen.
-    fn next_step(
+    /// The optimizer's next step, for each tensor: 0 where nobody has written it; others go on, and begin anew only when
+    /// the reducer is chosen.
+    fn next_steps(
         &mut self,
         version: Version,
         reducer: Reducer,
-        t: u64,
-        may_begin_anew: bool,
-    ) -> OptimizerStep {
+        (fresh, may_begin_anew): (bool, bool),
+        of: &[Uid],
+    ) -> Vec<u64> {
         let optimizer = &mut self.optimizer;
-        let goes_on = (reducer == optimizer.reducer).then_some(optimizer.t + 1);
-        let anew = (goes_on.is_none() || may_begin_anew).then_some(1);
+        let is_new = optimizer.tensors.iter().all(|&t| t == 0);
         assert!(
-            [goes_on, anew].contains(&Some(t)),
-            "version {version} is step {t} of {reducer}'s optimizer, not {goes_on:?}, or {anew:?} anew"
+            reducer == optimizer.reducer || fresh,
+            "version {version} goes on with the state of {}",
+            optimizer.reducer
         );
-        (optimizer.reducer, optimizer.t) = (reducer, t);
-        OptimizerStep { reducer, t, fresh: t == 1 }
+        assert!(
+            !fresh || is_new || reducer != optimizer.reducer || may_begin_anew,
+            "version {version} begins {reducer} anew, which has made {:?} steps",
+            optimizer.tensors
+        );
+        optimizer.reducer = reducer;
+        if fresh {
+            optimizer.tensors.fill(0);
+        }
+        let mut steps = vec![0; optimizer.tensors.len()];
+        for tensor in of.iter().flat_map(|uid| &self.records[uid].blocks).flat_map(|&block| tensors_of(block))
+        {
+            if steps[tensor] == 0 {
+                optimizer.tensors[tensor] += 1;
+                steps[tensor] = optimizer.tensors[tensor];
+            }
+        }
+        steps
     }
 
     /// New weights: all of one write, everything else as it was.
@@ -408,7 +431,8 @@ impl History {
         &mut self,
         version: Version,
         plan: PlanId,
-        (step, expected): (&ps_backend::reducer::Step, &OptimizerStep),
+        step: &ps_backend::reducer::Step,
+        anew: (bool, bool),
         before: &[Block],
         after: &[Block],
     ) {
@@ -444,8 +468,10 @@ impl History {
                 "version {version} has {of:?}, with quorum({least}), and {missing} learners had not committed"
             );
         }
+        let steps = self.next_steps(version, step.reducer, anew, &all);
         for (block, (before, after)) in before.iter().zip(after).enumerate() {
             let holds = |uid: &Uid| self.records[uid].blocks.contains(&(block as u32));
+            let expected = &OptimizerStep::of(block as u32, step.reducer, anew.0, |tensor| steps[tensor]);
             let added = &after.weights.added;
             let bad = added.iter().find(|&&uid| uid == GARBAGE || !self.records.contains_key(&uid));
             assert_eq!(bad, None, "block {block} of version {version} holds memory that was given back");

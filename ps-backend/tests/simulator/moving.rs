@@ -633,8 +633,8 @@ impl World {
             }
             Tell::HandOver { at } => {
                 assert_eq!(at, 0, "a state of one piece");
-                let (blocks, parts) = (self.settings.blocks, self.courses[from].parts.len());
-                LeadCore::taken_over(state, blocks, parts, *frozen_at).expect("what was handed over");
+                let (layout, parts) = (self.settings.layout(), self.courses[from].parts.len());
+                LeadCore::taken_over(state, &layout, parts, *frozen_at).expect("what was handed over");
                 let state = state.clone();
                 self.moves.adoptions.get_mut(&shard).ok_or_else(takes_part)?.handed = Some(state);
                 Ok(Told::Done)
@@ -714,7 +714,7 @@ impl World {
         // Its clock goes on from when the other one was frozen.
         let frozen_at = self.moves.attempts[of].frozen_at;
         self.starts_clock(Node::Lead(course), frozen_at);
-        let taken = LeadCore::taken_over(handed, self.settings.blocks, parts, frozen_at);
+        let taken = LeadCore::taken_over(handed, &self.settings.layout(), parts, frozen_at);
         self.lead = taken.expect("what was handed over");
         // Whoever led is frozen, and never hears anything again.
         (self.leads, self.frozen) = (course, false);

@@ -7,6 +7,7 @@ use libmodelio::wire::{Message, Refusal};
 
 use crate::client::{ClientEvent, Payload};
 use crate::history::Uid;
+use crate::settings::tensors_of;
 use crate::world::{Event, Node, Now, World};
 
 /// What a request was for.
@@ -209,7 +210,15 @@ impl World {
         }
         let payload = Payload { uid, slot, overwritten: false };
         self.clients[index].payloads.insert((learner, step), payload);
-        let commit = |timeout_ms| Message::Commit { learner, step, blocks, timeout_ms };
+        let mut tensors: Vec<std::ops::Range<u32>> = Vec::new();
+        for of in self.history.records[&uid].blocks.iter().map(|&block| tensors_of(block)) {
+            let (start, end) = (of.start as u32, of.end as u32);
+            match tensors.last_mut() {
+                Some(last) if last.end >= start => last.end = end,
+                _ => tensors.push(start..end),
+            }
+        }
+        let commit = |timeout_ms| Message::Commit { learner, step, blocks, tensors, timeout_ms };
         let token = self.ask(index, at, Asked::Commit(uid), commit);
         if self.chance(self.settings.interrupts) {
             let after = self.some_time(500_000);

@@ -1,6 +1,9 @@
 //! What is drawn for a run before it begins.
 
+use std::ops::Range;
+
 use fastrand::Rng;
+use libmodelio::layout::{DType, ModelLayout};
 use ps_backend::controls::{Consistency, Controls};
 
 use crate::network::Weather;
@@ -60,11 +63,24 @@ pub struct Settings {
     pub kills: bool,
 }
 
+/// Tensors are one and a half blocks long, so that many blocks have two of them.
+pub fn tensors_of(block: u32) -> Range<usize> {
+    (2 * block / 3) as usize..((2 * block + 1) / 3 + 1) as usize
+}
+
 fn one_of<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
     of[rng.usize(0..of.len())]
 }
 
 impl Settings {
+    /// The model: see [`tensors_of`].
+    pub fn layout(&self) -> ModelLayout {
+        const HALF: usize = 32 << 10;
+        let halves = 2 * self.blocks as usize;
+        let tensor = |i| (format!("t{i}"), DType::F32, vec![HALF / 4 * 3.min(halves - 3 * i)]);
+        ModelLayout::new((0..halves.div_ceil(3)).map(tensor).collect(), 2 * HALF as u32).expect("a layout")
+    }
+
     pub fn draw(rng: &mut Rng) -> Settings {
         let millis = Now::from_millis;
         let clients: Vec<usize> = (0..rng.usize(1..=4)).map(|_| rng.usize(0..=3)).collect();

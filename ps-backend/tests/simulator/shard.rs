@@ -7,6 +7,7 @@ use libmodelio::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::wire::{Message, Plan, Refusal, Work};
 use ps_backend::part::core::{self, Action, Kind, PartCore, Placement};
 use ps_backend::reducer::{self, Reducer};
+use ps_backend::tensors::TensorSteps;
 
 use crate::history::{Content, Uid};
 use crate::moving::Life;
@@ -65,7 +66,7 @@ pub struct Shard {
     back: Vec<Option<Block>>,
     plan: Option<Plan>,
     /// What the plan does with the sum in the end.
-    step: Option<Step>,
+    step: Option<(Reducer, bool, TensorSteps)>,
     landing: BTreeMap<u64, Landing>,
     next_landing: u64,
     parked: VecDeque<(ClientId, PlanId, u32, Sum)>,
@@ -141,7 +142,9 @@ impl Shard {
     fn replaces(&self) -> bool {
         match self.plan.as_ref().map(|plan| &plan.work) {
             Some(Work::Add { replaces }) => *replaces,
-            Some(Work::Reduce { .. }) => self.step.is_some_and(|step| step.reducer == Reducer::Assign),
+            Some(Work::Reduce { .. }) => {
+                self.step.as_ref().is_some_and(|(reducer, ..)| *reducer == Reducer::Assign)
+            }
             Some(Work::Assign) | None => true,
         }
     }
@@ -158,10 +161,11 @@ impl Shard {
         }
         sums.extend(last);
         let last = sums.last().copied();
-        match &self.step {
-            None => front.assigned(last),
-            Some(step) if self.replaces() => front.replaced(step, last),
-            Some(step) => front.stepped(step, &sums.concat()),
+        let Some((reducer, fresh, tensors)) = &self.step else { return front.assigned(last) };
+        let step = Step::of(self.mine[block].0, *reducer, *fresh, |tensor| tensors.of(tensor));
+        match self.replaces() {
+            true => front.replaced(&step, last),
+            false => front.stepped(&step, &sums.concat()),
         }
     }
 }
@@ -190,11 +194,11 @@ fn weights(blocks: &[Block]) -> Vec<Content> {
     blocks.iter().map(|block| block.weights.clone()).collect()
 }
 
-/// The step that a plan makes, if it makes one.
-fn step(plan: &Plan) -> Option<Step> {
-    let Work::Reduce { step, fresh_state } = &plan.work else { return None };
+/// The step that a plan makes of each tensor, if it makes one.
+fn step(plan: &Plan) -> Option<(Reducer, bool, TensorSteps)> {
+    let Work::Reduce { step, tensors, fresh_state } = &plan.work else { return None };
     let step: reducer::Step = serde_json::from_str(step).expect("a step");
-    Some(Step { reducer: step.reducer, t: step.t, fresh: *fresh_state })
+    Some((step.reducer, *fresh_state, TensorSteps::from_runs(tensors)))
 }
 
 /// The plan as the core wants it.

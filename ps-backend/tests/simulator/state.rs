@@ -4,6 +4,7 @@
 use ps_backend::reducer::Reducer;
 
 use crate::history::{Content, Uid};
+use crate::settings::tensors_of;
 
 /// A block of the newest version.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -18,17 +19,31 @@ pub struct State {
     pub masters: u64,
     /// What the optimizer remembers; zero where it remembers nothing.
     pub slots: u64,
-    /// Steps of the optimizer since its slots were zero.
-    pub t: u64,
+    /// Steps of the optimizer since its slots were zero, of each tensor that the block has a part of.
+    pub t: [u64; 2],
 }
 
-/// One step of the optimizer, the same for all blocks of a version.
+/// One step of the optimizer, for one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
     pub reducer: Reducer,
-    pub t: u64,
+    /// Of each tensor that the block has a part of; 0 for those that nobody has written.
+    pub t: [u64; 2],
     /// It begins with slots of zero, whatever there is.
     pub fresh: bool,
+}
+
+impl Step {
+    /// The one of `block`, where the tensors are at these steps.
+    pub fn of(block: u32, reducer: Reducer, fresh: bool, of: impl Fn(usize) -> u64) -> Step {
+        let mut t = [0; 2];
+        t.iter_mut().zip(tensors_of(block)).for_each(|(t, tensor)| *t = of(tensor));
+        Step { reducer, t, fresh }
+    }
+
+    fn stays(&self) -> bool {
+        self.t == [0; 2]
+    }
 }
 
 pub fn mix(digest: u64, with: u64) -> u64 {
@@ -38,6 +53,9 @@ pub fn mix(digest: u64, with: u64) -> u64 {
 impl Block {
     /// The block of the next version, by a step with these contributions, in this order.
     pub fn stepped(&self, step: &Step, added: &[Uid]) -> Block {
+        if step.stays() {
+            return self.with(step, self.weights.same(), &[]);
+        }
         let masters =
             added.iter().fold(self.state.masters.wrapping_add(1), |sum, uid| mix(sum, u64::from(*uid)));
         self.with(step, Content::of(masters, added), added)
@@ -60,12 +78,16 @@ impl Block {
         let before = if step.fresh { 0 } else { self.state.slots };
         let slots = match step.reducer.state_slots() {
             0 => 0,
-            slots => added
-                .iter()
-                .fold(mix(mix(before, step.t), slots as u64), |all, uid| mix(all, u64::from(*uid))),
+            _ if step.stays() => before,
+            slots => {
+                let begin = step.t.iter().fold(mix(before, slots as u64), |all, t| mix(all, *t));
+                added.iter().fold(begin, |all, uid| mix(all, u64::from(*uid)))
+            }
         };
+        let mut t = if step.fresh { [0; 2] } else { self.state.t };
+        t.iter_mut().zip(step.t).filter(|(_, new)| *new > 0).for_each(|(t, new)| *t = new);
         let masters = weights.digest();
-        Block { weights, state: State { masters, slots, t: step.t } }
+        Block { weights, state: State { masters, slots, t } }
     }
 
     /// As a part begins with it that has room for what this reducer keeps.

@@ -248,16 +248,20 @@ impl Client {
         &self,
         learner: LearnerId,
         step: Step,
-        blocks: &FixedBitSet,
+        (blocks, tensors): (&FixedBitSet, &FixedBitSet),
         source: impl Into<Staged>,
         timeout: Duration,
         done: Answered,
     ) {
         let source = source.into();
-        let Ok(blocks) = wire::ranges::from_bits(blocks) else {
+        let ranges = wire::ranges::from_bits(blocks).and_then(|blocks| {
+            let tensors = wire::ranges::from_bits(tensors)?;
+            Ok((blocks, tensors))
+        });
+        let Ok((blocks, tensors)) = ranges else {
             return done(Err(ShardError::NotAllowed("the contribution is too scattered".into()).into()));
         };
-        let message = Message::Commit { learner, step, blocks, timeout_ms: millis(timeout) };
+        let message = Message::Commit { learner, step, blocks, tensors, timeout_ms: millis(timeout) };
         self.shared.request(message, timeout, done, |inner| {
             inner.sources.insert((learner, step), source);
         });

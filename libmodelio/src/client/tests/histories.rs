@@ -217,7 +217,8 @@ impl World {
                 }
                 let (step, blocks) = (program.step, program.blocks.clone());
                 self.held.insert((learner, step));
-                Message::Commit { learner, step, blocks, timeout_ms: seconds * 1000 }
+                let tensors = vec![0..1];
+                Message::Commit { learner, step, blocks, tensors, timeout_ms: seconds * 1000 }
             }
         };
         program.doing = Doing::Waits;

@@ -13,6 +13,14 @@ use super::history::History;
 
 pub const BLOCKS: u32 = 4;
 
+/// Of two blocks each.
+pub const TENSORS: usize = 2;
+
+/// Which tensor a block is of.
+fn tensor_of(block: u32) -> usize {
+    block as usize / 2
+}
+
 /// A contribution, under a name of its own.
 pub type Uid = u32;
 pub type Reply = Result<Answer, ShardError>;
@@ -62,7 +70,11 @@ pub struct Sim {
     pub has_buffer: bool,
     /// What each version added, block by block.
     pub versions: Vec<BTreeMap<u32, Content>>,
-    last_step: Option<reducer::Step>,
+    last_reducer: Option<reducer::Reducer>,
+    /// Versions that have changed each tensor since the state was zero.
+    steps: [u64; TENSORS],
+    /// Blocks that were reduced on arrival, and as which step of their tensors.
+    early: BTreeMap<u32, u64>,
     pub left: Vec<(LearnerId, LeaveReason)>,
     fold_batch: usize,
     folded: BTreeSet<Uid>,
@@ -81,7 +93,7 @@ impl Sim {
     pub fn new(settings: &[(&str, &str)]) -> Sim {
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
         Sim {
-            core: ShardCore::new(BLOCKS, controls),
+            core: ShardCore::new(BLOCKS, TENSORS, controls),
             now: Now::ZERO,
             next_ticket: 1,
             next_uid: 1,
@@ -95,7 +107,9 @@ impl Sim {
             back: BTreeMap::new(),
             has_buffer: true,
             versions: vec![BTreeMap::new()],
-            last_step: None,
+            last_reducer: None,
+            steps: [0; TENSORS],
+            early: BTreeMap::new(),
             left: Vec::new(),
             fold_batch: 1,
             folded: BTreeSet::new(),
@@ -108,13 +122,13 @@ impl Sim {
     pub fn patient(settings: &[(&str, &str)], millis: u64) -> Sim {
         let mut sim = Sim::new(settings);
         let controls = sim.core.controls().clone();
-        sim.core = ShardCore::new(BLOCKS, controls).with_fold_patience(Now::from_millis(millis));
+        sim.core = ShardCore::new(BLOCKS, TENSORS, controls).with_fold_patience(Now::from_millis(millis));
         sim
     }
 
     /// Its core folds so many at once.
     pub fn with_fold_batch(mut self, most: usize) -> Sim {
-        let unused = ShardCore::new(BLOCKS, self.core.controls().clone());
+        let unused = ShardCore::new(BLOCKS, TENSORS, self.core.controls().clone());
         self.core = std::mem::replace(&mut self.core, unused).with_fold_batch(most);
         self.fold_batch = most;
         self
@@ -258,6 +272,9 @@ impl Sim {
             content = vec![Uid::MAX];
         }
         self.back.insert(slot.block.0, content);
+        if let Work::Reduce { tensors, .. } = &plan.work {
+            self.early.insert(slot.block.0, tensors.of(tensor_of(slot.block.0)));
+        }
         self.call(|core, now, actions| core.fused(slot, ok, now, actions));
     }
 
@@ -358,7 +375,7 @@ impl Sim {
         let Some(plan) = self.running.take() else { return };
         self.history.published();
         let mut version = BTreeMap::new();
-        if let Work::Reduce { step, fresh_state, .. } = &plan.work {
+        if let Work::Reduce { step, tensors, fresh_state, .. } = &plan.work {
             self.has_buffer = buffer;
             for block in 0..BLOCKS {
                 let content = match plan.todo.contains(block as usize) {
@@ -368,11 +385,24 @@ impl Sim {
                 version.insert(block, content);
             }
             self.check_whole(&version, step.contributions);
-            assert_eq!(*fresh_state, step.t == 1);
-            if let Some(last) = &self.last_step {
-                assert!(step.t == 1 || (step.reducer == last.reducer && step.t == last.t + 1));
+            if *fresh_state {
+                self.steps = [0; TENSORS];
+            } else {
+                assert_eq!(Some(step.reducer), self.last_reducer, "another reducer goes on with the state");
             }
-            self.last_step = Some(step.clone());
+            let is_written =
+                |of: usize| version.iter().any(|(&b, uids)| tensor_of(b) == of && !uids.is_empty());
+            for (tensor, count) in self.steps.iter_mut().enumerate() {
+                let written = is_written(tensor);
+                *count += u64::from(written);
+                let expected = if written { *count } else { 0 };
+                assert_eq!(tensors.of(tensor), expected, "tensor {tensor} of version {}", plan.version);
+            }
+            for (block, early) in std::mem::take(&mut self.early) {
+                let (is_new, tensor) = (plan.todo.contains(block as usize), tensor_of(block));
+                assert!(is_new || early == tensors.of(tensor), "block {block} was computed as step {early}");
+            }
+            self.last_reducer = Some(step.reducer);
             self.back.clear();
         }
         self.versions.push(version);
@@ -429,10 +459,13 @@ impl Sim {
         let record = self.record(uid);
         record.sent = sent.ones().map(|block| block as u32).collect();
         (record.lendable, record.offered, record.learner) = (lendable, true, Some(learner));
+        let mut tensors = FixedBitSet::with_capacity(TENSORS);
+        tensors.extend(sent.ones().map(|block| tensor_of(block as u32)));
         let contribution = Contribution {
             learner,
             sent,
             deferred,
+            tensors,
             source: uid,
             unchecked: !lendable && !uid.is_multiple_of(3),
         };

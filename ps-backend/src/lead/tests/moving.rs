@@ -101,8 +101,8 @@ fn new_weights_wait_while_a_job_is_held() {
 fn nobodys_lease_ends_because_the_job_is_held() {
     let mut bench = Bench::new();
     bench.lead.hold();
-    let commit =
-        Message::Commit { learner: LearnerId(1), step: Step(1), blocks: vec![0..4], timeout_ms: 1 << 30 };
+    let (learner, blocks, tensors) = (LearnerId(1), vec![0..4], vec![0..2]);
+    let commit = Message::Commit { learner, step: Step(1), blocks, tensors, timeout_ms: 1 << 30 };
     bench.client(A, 2, commit);
     // A living program that does nothing, as far as anybody knows.
     bench.client(B, 0, Message::Touch { learners: vec![LearnerId(2)], attached: Some(true) });
@@ -117,8 +117,33 @@ fn nobodys_lease_ends_because_the_job_is_held() {
 /// The lead goes on at another shard, where its clients come to it.
 fn taken_over(bench: &Bench, parts: usize) -> Bench {
     let bytes = bench.lead.hand_over().unwrap();
-    let lead = LeadCore::taken_over(&bytes, 4, parts, bench.now).unwrap();
+    let lead = LeadCore::taken_over(&bytes, &layout(4), parts, bench.now).unwrap();
     Bench { lead, now: bench.now, said: Vec::new() }
+}
+
+#[test]
+fn a_coordinator_that_is_taken_over_goes_on_with_the_steps_of_each_tensor() {
+    let mut bench = Bench::new();
+    let steps = |plan: libmodelio::wire::Plan| match plan.work {
+        Work::Reduce { tensors, .. } => tensors,
+        other => panic!("{other:?}"),
+    };
+    // The second tensor has one step behind it, the first two.
+    for (step, tensors) in [(1, 0..2), (2, 0..1)] {
+        bench.commit_of(A, 1, step, 2 * step, (0..2, tensors.clone()));
+        bench.commit_of(B, 2, step, 2 * step, (0..2, 0..1));
+        let plan = bench.started();
+        let expected = if step == 1 { vec![(2, 1)] } else { vec![(1, 2), (1, 0)] };
+        assert_eq!(steps(plan), expected, "those of both learners together");
+        shard_works(&mut bench);
+        bench.heard_by_part();
+    }
+    bench.lead.hold();
+    let mut there = taken_over(&bench, 1);
+    there.lead.go_on(there.now, &mut there.said);
+    there.commit_of(A, 1, 3, 6, (0..2, 0..1));
+    there.commit_of(B, 2, 3, 6, (2..4, 1..2));
+    assert_eq!(steps(there.started()), [(1, 3), (1, 2)]);
 }
 
 #[test]
@@ -131,8 +156,8 @@ fn a_lead_that_is_taken_over_remembers_all() {
     bench.pass(Now::from_secs(50));
     bench.commit(A, 1, 2, 4);
     let mut there = taken_over(&bench, 3);
-    assert!(LeadCore::taken_over(&bench.lead.hand_over().unwrap(), 5, 1, bench.now).is_err());
-    assert!(LeadCore::taken_over(b"anything", 4, 1, bench.now).is_err());
+    assert!(LeadCore::taken_over(&bench.lead.hand_over().unwrap(), &layout(5), 1, bench.now).is_err());
+    assert!(LeadCore::taken_over(b"anything", &layout(4), 1, bench.now).is_err());
     there.lead.go_on(there.now, &mut there.said);
     there.pass(PATIENCE);
     // Its lease began anew: nobody could be heard meanwhile.
@@ -238,7 +263,7 @@ fn full() -> Vec<u8> {
 /// What is taken goes on.
 fn take(bytes: &[u8]) {
     let now = Now::from_secs(60);
-    let Ok(mut lead) = LeadCore::taken_over(bytes, 4, 1, now) else { return };
+    let Ok(mut lead) = LeadCore::taken_over(bytes, &layout(4), 1, now) else { return };
     let mut actions = Vec::new();
     lead.go_on(now, &mut actions);
     for client in [A, B] {

@@ -23,7 +23,7 @@ fn shard_works_once(bench: &mut Bench) -> Work {
 fn taken_over(bench: &mut Bench) -> Bench {
     bench.lead.hold();
     let bytes = bench.lead.hand_over().unwrap();
-    let lead = LeadCore::taken_over(&bytes, 4, 1, bench.now).unwrap();
+    let lead = LeadCore::taken_over(&bytes, &layout(4), 1, bench.now).unwrap();
     let mut there = Bench { lead, now: bench.now, said: Vec::new() };
     there.lead.go_on(there.now, &mut there.said);
     for client in [A, B] {
@@ -98,7 +98,7 @@ fn optimizer_steps_go_on_where_they_were_under_the_next_coordinator() {
     let steps = |bench: &mut Bench, step: u64| {
         bench.commit(A, 1, step, 2 * step + 1);
         bench.commit(B, 2, step, 2 * step);
-        let Work::Reduce { step, fresh_state } = shard_works_once(bench) else {
+        let Work::Reduce { step, fresh_state, .. } = shard_works_once(bench) else {
             panic!("a step of the optimizer")
         };
         (serde_json::from_str::<crate::reducer::Step>(&step).unwrap().t, fresh_state)

@@ -126,8 +126,8 @@ impl Adopting {
         handed.bytes.extend_from_slice(piece);
         if end == of {
             let map = self.told.record.block_map().map_err(Refusal::other)?;
-            LeadCore::taken_over(&handed.bytes, map.blocks(), map.shares().len(), now)
-                .map_err(Refusal::other)?;
+            let layout = self.told.record.layout().map_err(Refusal::other)?;
+            LeadCore::taken_over(&handed.bytes, &layout, map.shares().len(), now).map_err(Refusal::other)?;
         }
         Ok(())
     }

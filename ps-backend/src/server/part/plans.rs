@@ -14,6 +14,7 @@ use super::{Part, State, ToLead};
 use crate::part::core::{Action, Kind, Plan, Source, local_blocks};
 use crate::part::store::{PartError, PartWork};
 use crate::reducer::{self, Reducer};
+use crate::tensors::TensorSteps;
 
 /// When a plan cannot begin yet because old versions are still read, or the plan before is being left.
 const BEGIN_AGAIN: Duration = Duration::from_millis(1);
@@ -64,9 +65,16 @@ impl Part {
                 let reducer = if *replaces { Reducer::Assign } else { Reducer::Sum };
                 (Kind::Add, PartWork::Add { reducer })
             }
-            Work::Reduce { step, fresh_state } => {
+            Work::Reduce { step, tensors, fresh_state } => {
                 let step: reducer::Step = serde_json::from_str(step).map_err(Refusal::other)?;
-                (Kind::Reduce, PartWork::Reduce { step, fresh_state: *fresh_state })
+                let (tensors, fresh_state) = (TensorSteps::from_runs(tensors), *fresh_state);
+                let expected = self.store.part().tensor_ends().len() as u64;
+                if tensors.tensors() != expected {
+                    let got = tensors.tensors();
+                    let why = format!("the plan is of {got} tensors, the model has {expected}");
+                    return Err(Refusal::other(why));
+                }
+                (Kind::Reduce, PartWork::Reduce { step, tensors, fresh_state })
             }
             Work::Assign => (Kind::Assign, PartWork::Assign),
         };

@@ -1,0 +1,250 @@
+//! Optimizer steps, tensor by tensor: which tensors a version changes, and how many steps each has behind it.
+//!
+//! Plain data. A step normally changes all tensors, and all have as many steps behind them: one run says it.
+
+use std::ops::Range;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::layout::{ModelLayout, PartLayout};
+use serde::{Deserialize, Serialize};
+
+/// A number for each tensor, by runs of tensors with the same number.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorSteps(Vec<(u32, u64)>);
+
+impl TensorSteps {
+    /// All of `tensors` tensors at `step`.
+    pub fn uniform(tensors: usize, step: u64) -> TensorSteps {
+        TensorSteps(vec![(tensors as u32, step)])
+    }
+
+    /// From runs as a message has them: they need not be what [`Self::runs`] would give.
+    pub fn from_runs(runs: &[(u32, u64)]) -> TensorSteps {
+        let mut steps = TensorSteps::default();
+        runs.iter().for_each(|&(count, step)| steps.push(count, step));
+        steps
+    }
+
+    /// How many tensors in a row have which number. Neighbours differ, and none is empty.
+    pub fn runs(&self) -> &[(u32, u64)] {
+        &self.0
+    }
+
+    /// Of how many tensors.
+    pub fn tensors(&self) -> u64 {
+        self.0.iter().map(|&(count, _)| u64::from(count)).sum()
+    }
+
+    /// The highest number.
+    pub fn highest(&self) -> u64 {
+        self.0.iter().map(|&(_, step)| step).max().unwrap_or_default()
+    }
+
+    /// The number of one tensor.
+    pub fn of(&self, tensor: usize) -> u64 {
+        let mut end = 0;
+        let run = self.0.iter().find(|(count, _)| {
+            end += *count as usize;
+            tensor < end
+        });
+        run.map_or(0, |&(_, step)| step)
+    }
+
+    /// The steps of a version that changes `written`, after these: 0 for tensors that stay as they are.
+    #[must_use]
+    pub fn next(&self, written: &FixedBitSet) -> TensorSteps {
+        let mut next = TensorSteps::default();
+        let mut at = 0;
+        for &(count, step) in &self.0 {
+            for tensor in at..at + count as usize {
+                next.push(1, if written.contains(tensor) { step.saturating_add(1) } else { 0 });
+            }
+            at += count as usize;
+        }
+        next
+    }
+
+    /// What is behind each tensor when a version with the steps `made` is out.
+    #[must_use]
+    pub fn after(&self, made: &TensorSteps) -> TensorSteps {
+        let mut after = TensorSteps::default();
+        let (mut before, mut made) = (self.0.iter().copied(), made.0.iter().copied());
+        let (mut old, mut new) = (before.next(), made.next());
+        while let (Some((olds, step)), Some((news, next))) = (old, new) {
+            let count = olds.min(news);
+            after.push(count, if next == 0 { step } else { next });
+            old = if olds > count { Some((olds - count, step)) } else { before.next() };
+            new = if news > count { Some((news - count, next)) } else { made.next() };
+        }
+        after
+    }
+
+    fn push(&mut self, count: u32, step: u64) {
+        match self.0.last_mut() {
+            _ if count == 0 => {}
+            Some((last, of)) if *of == step => *last = last.saturating_add(count),
+            _ => self.0.push((count, step)),
+        }
+    }
+}
+
+/// The same for the bytes of a layout.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ByteSteps {
+    /// Where each run ends, and its step.
+    runs: Vec<(u64, u64)>,
+}
+
+impl ByteSteps {
+    /// For a whole model.
+    pub(crate) fn of_model(layout: &ModelLayout, steps: &TensorSteps) -> ByteSteps {
+        ByteSteps::by_ends(steps, |tensor| layout.tensors().get(tensor).map(|tensor| tensor.bytes.end))
+    }
+
+    /// For a part of a model, in the part's bytes.
+    pub(crate) fn of_part(part: &PartLayout, steps: &TensorSteps) -> ByteSteps {
+        let model = ByteSteps::by_ends(steps, |tensor| part.tensor_ends().get(tensor).copied());
+        if let [(_, step)] = model.runs[..] {
+            return ByteSteps { runs: vec![(part.layout().size(), step)] };
+        }
+        let size = u64::from(part.layout().block_size());
+        let mut local = ByteSteps::default();
+        for (block, end) in part.blocks().iter().zip((1..).map(|count| count * size)) {
+            let start = u64::from(block.0) * size;
+            for (bytes, step) in model.pieces(start..start + size) {
+                local.push((end - size + bytes.end - start).min(part.layout().size()), step);
+            }
+        }
+        local
+    }
+
+    fn by_ends(steps: &TensorSteps, end_of: impl Fn(usize) -> Option<u64>) -> ByteSteps {
+        let mut bytes = ByteSteps::default();
+        let mut at = 0;
+        for &(count, step) in steps.runs() {
+            at += count as usize;
+            if let Some(end) = at.checked_sub(1).and_then(&end_of) {
+                bytes.push(end, step);
+            }
+        }
+        bytes
+    }
+
+    fn push(&mut self, end: u64, step: u64) {
+        match self.runs.last_mut() {
+            Some((last, _)) if *last >= end => {}
+            Some((last, of)) if *of == step => *last = end,
+            _ if end == 0 => {}
+            _ => self.runs.push((end, step)),
+        }
+    }
+
+    /// `bytes` in pieces that have one step each. Allocates nothing.
+    pub(crate) fn pieces(&self, bytes: Range<u64>) -> impl Iterator<Item = (Range<u64>, u64)> {
+        let first = self.runs.partition_point(|(end, _)| *end <= bytes.start);
+        let mut at = bytes.start;
+        self.runs[first..].iter().map_while(move |&(end, step)| {
+            let piece = at..end.min(bytes.end);
+            at = piece.end;
+            (!piece.is_empty()).then_some((piece, step))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use libmodelio::ids::BlockId;
+    use libmodelio::layout::DType;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn set(tensors: &[bool]) -> FixedBitSet {
+        tensors.iter().copied().enumerate().fold(
+            FixedBitSet::with_capacity(tensors.len()),
+            |mut set, (i, in_it)| {
+                set.set(i, in_it);
+                set
+            },
+        )
+    }
+
+    #[test]
+    fn tensors_that_are_written_together_are_one_run() {
+        let mut steps = TensorSteps::uniform(4, 0);
+        for step in 1..=3 {
+            let next = steps.next(&set(&[true; 4]));
+            assert_eq!(next.runs(), [(4, step)]);
+            steps = steps.after(&next);
+        }
+        let next = steps.next(&set(&[true, false, false, true]));
+        assert_eq!(next.runs(), [(1, 4), (2, 0), (1, 4)]);
+        steps = steps.after(&next);
+        assert_eq!(steps.runs(), [(1, 4), (2, 3), (1, 4)]);
+        steps = steps.after(&steps.next(&set(&[false, true, true, false])));
+        assert_eq!(steps, TensorSteps::uniform(4, 4));
+    }
+
+    proptest! {
+        #[test]
+        fn each_tensor_counts_the_versions_that_change_it(versions in proptest::collection::vec(proptest::collection::vec(any::<bool>(), 7), 0..12)) {
+            let mut counts = [0u64; 7];
+            let mut steps = TensorSteps::uniform(7, 0);
+            for written in &versions {
+                let next = steps.next(&set(written));
+                for (tensor, count) in counts.iter_mut().enumerate() {
+                    *count += u64::from(written[tensor]);
+                    prop_assert_eq!(next.of(tensor), if written[tensor] { *count } else { 0 });
+                }
+                steps = steps.after(&next);
+                prop_assert_eq!(steps.tensors(), 7);
+                prop_assert!(steps.runs().windows(2).all(|pair| pair[0].1 != pair[1].1));
+            }
+            for (tensor, count) in counts.iter().enumerate() {
+                prop_assert_eq!(steps.of(tensor), *count);
+            }
+        }
+
+        #[test]
+        fn a_parts_bytes_have_the_steps_of_their_tensors(
+            sizes in proptest::collection::vec(0usize..40_000, 1..9),
+            at in proptest::collection::vec(0u64..3, 9),
+            owned in proptest::collection::vec(any::<bool>(), 64),
+        ) {
+            prop_assume!(sizes.iter().sum::<usize>() > 0);
+            let tensors = sizes.iter().enumerate().map(|(i, &size)| (format!("t{i}"), DType::F32, vec![size]));
+            let layout = ModelLayout::new(tensors.collect(), 64 << 10).unwrap();
+            let runs: Vec<(u32, u64)> = at.iter().take(sizes.len()).map(|&step| (1, step)).collect();
+            let steps = TensorSteps::from_runs(&runs);
+            let mut blocks: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
+            blocks.retain(|block| owned[block.index() % 64]);
+            prop_assume!(!blocks.is_empty());
+            let part = layout.part(&blocks).unwrap();
+            let (whole, local) = (ByteSteps::of_model(&layout, &steps), ByteSteps::of_part(&part, &steps));
+            for (i, &block) in blocks.iter().enumerate() {
+                let (here, there) = (part.layout().block_bytes(BlockId(i as u32)), layout.block_bytes(block));
+                let expected: Vec<_> = whole
+                    .pieces(there.clone())
+                    .map(|(bytes, step)| (bytes.start - there.start + here.start..bytes.end - there.start + here.start, step))
+                    .collect();
+                for tensor in layout.tensors_in(&there) {
+                    let bytes = &layout.tensors()[tensor].bytes;
+                    let piece = expected.iter().find(|(piece, _)| {
+                        piece.contains(&(bytes.start.max(there.start) - there.start + here.start))
+                    });
+                    prop_assert!(bytes.is_empty() || piece.unwrap().1 == steps.of(tensor));
+                }
+                prop_assert_eq!(expected.first().map(|(bytes, _)| bytes.start), Some(here.start));
+                prop_assert_eq!(expected.last().map(|(bytes, _)| bytes.end), Some(here.end));
+                // Runs of a part may be cut elsewhere; byte for byte they are the same.
+                for byte in [here.start, (here.start + here.end) / 2, here.end - 1] {
+                    let of = |pieces: &[(Range<u64>, u64)]| pieces.iter().find(|(piece, _)| piece.contains(&byte)).map(|(_, step)| *step);
+                    let pieces: Vec<_> = local.pieces(here.clone()).collect();
+                    prop_assert_eq!(of(&pieces), of(&expected));
+                }
+                let covered: u64 = local.pieces(here.clone()).map(|(piece, _)| piece.end - piece.start).sum();
+                prop_assert_eq!(covered, here.end - here.start);
+            }
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! Tensors that are written in a step, and tensors that are not.
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+
+use half::{bf16, f16};
+use libmodelio::contributor::{Contributor, Fill, Share, Traffic};
+use libmodelio::layout::{DType, ModelLayout};
+
+use crate::site::{BLOCK, End, LONG, Learner, Site, Way};
+
+/// Tensors that end within blocks, some of them within the same.
+fn layout() -> ModelLayout {
+    let tensors = [
+        ("first", DType::F32, 20_003),
+        ("second", DType::F32, 17_010),
+        ("tiny", DType::F32, 3),
+        ("brain", DType::BF16, 30_002),
+        ("more", DType::BF16, 40_000),
+        ("half", DType::F16, 9_002),
+    ];
+    let tensors = tensors.map(|(name, dtype, len)| (name.to_owned(), dtype, vec![len]));
+    ModelLayout::new(tensors.to_vec(), BLOCK as u32).unwrap()
+}
+
+fn encoded(dtype: DType, value: f32, count: usize) -> Vec<u8> {
+    match dtype {
+        DType::BF16 => bf16::from_f32(value).to_le_bytes().repeat(count),
+        DType::F16 => f16::from_f32(value).to_le_bytes().repeat(count),
+        _ => value.to_le_bytes().repeat(count),
+    }
+}
+
+fn decoded(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    let pairs = || bytes.chunks_exact(2).map(|pair| [pair[0], pair[1]]);
+    match dtype {
+        DType::BF16 => pairs().map(|pair| bf16::from_le_bytes(pair).to_f32()).collect(),
+        DType::F16 => pairs().map(|pair| f16::from_le_bytes(pair).to_f32()).collect(),
+        _ => crate::site::floats(bytes),
+    }
+}
+
+/// A learner as a mount has it.
+struct Writer {
+    learner: Learner,
+    contributor: Arc<Contributor>,
+}
+
+impl Writer {
+    fn new(end: &Arc<End>, name: &str) -> Writer {
+        let learner = end.join(name);
+        let (layout, device) = (Arc::clone(end.job.layout()), Arc::clone(&end.device));
+        let (channel, traffic) = (Arc::clone(&end.channel), Arc::<Traffic>::default());
+        let new = Contributor::new(learner.id, learner.incarnation, layout, device, channel, traffic);
+        Writer { learner, contributor: Arc::new(new.unwrap()) }
+    }
+
+    /// Writes `value` into the elements from `from` to `to` of a tensor.
+    fn write(&self, tensor: &str, from: usize, to: usize, value: f32) {
+        let layout = self.learner.end.job.layout();
+        let tensor = &layout.tensors()[layout.tensor_index(tensor).unwrap()];
+        let size = tensor.dtype.size_bytes().unwrap();
+        let bytes = encoded(tensor.dtype, value, to - from);
+        // Neither blocks nor whole ones.
+        for (i, bytes) in bytes.chunks(30_000).enumerate() {
+            let at = tensor.bytes.start + (from * size + i * 30_000) as u64;
+            self.contributor.write(&mut Share::None, at, bytes, LONG).unwrap();
+        }
+    }
+
+    fn write_all(&self, tensors: &[&str], value: f32) {
+        let layout = self.learner.end.job.layout();
+        for tensor in tensors {
+            let len = layout.tensors()[layout.tensor_index(tensor).unwrap()].shape[0];
+            self.write(tensor, 0, len, value);
+        }
+    }
+
+    fn commit(&self, fill: Fill) {
+        let (sender, receiver) = channel();
+        self.contributor.commit(Share::None, fill, LONG, move |result| sender.send(result).unwrap());
+        assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(()));
+    }
+
+    /// The bytes of a tensor in the version with the last step.
+    fn sees(&self, tensor: &str) -> Vec<u8> {
+        self.learner.pull();
+        let (_, bytes) = self.learner.end.bytes();
+        let layout = self.learner.end.job.layout();
+        let tensor = &layout.tensors()[layout.tensor_index(tensor).unwrap()];
+        bytes[tensor.bytes.start as usize..tensor.bytes.end as usize].to_vec()
+    }
+
+    #[track_caller]
+    fn sees_all_at(&self, tensor: &str, value: f32) {
+        let layout = self.learner.end.job.layout();
+        let dtype = layout.tensors()[layout.tensor_index(tensor).unwrap()].dtype;
+        let seen = decoded(dtype, &self.sees(tensor));
+        let other = seen.iter().position(|&seen| seen != value);
+        assert_eq!(other.map(|at| (at, seen[at])), None, "{tensor} is not all {value}");
+    }
+}
+
+const ALL: [&str; 6] = ["first", "second", "tiny", "brain", "more", "half"];
+
+/// One learner at one end, or two at two.
+fn writers(site: &Site, count: usize) -> Vec<Writer> {
+    let ends = site.two_ends();
+    (0..count).map(|i| Writer::new(&ends[i], ["a", "b"][i])).collect()
+}
+
+fn job(way: &Way, learners: usize, settings: &[(&str, &str)]) -> (Site, Vec<Writer>) {
+    let count = learners.to_string();
+    let site = way.job_of(layout(), &[&[("learners", &*count)], settings].concat());
+    let writers = writers(&site, learners);
+    (site, writers)
+}
+
+pub fn a_tensor_that_nobody_wrote_stays_as_it_is(way: &Way) {
+    let decays = [("weight_decay", "0.5"), ("learning_rate", "0.5"), ("carry", "0.5")];
+    for reducer in ["sgd", "momentum", "adam", "adamw", "sum"] {
+        for learners in [1, 2] {
+            let settings = [&[("reducer", reducer)][..], &decays].concat();
+            let (_site, writers) = job(way, learners, &settings);
+            let step = |of: &dyn Fn(&Writer, usize)| {
+                writers.iter().enumerate().for_each(|(i, writer)| {
+                    of(writer, i);
+                    writer.commit(Fill::Zero);
+                });
+            };
+            step(&|writer, _| writer.write_all(&ALL, 1.0));
+            let before = ALL.map(|tensor| writers[0].sees(tensor));
+            // Each of them one, where there are two; over blocks that they have in common with others.
+            let written = ["second", "more"];
+            for _ in 0..2 {
+                step(&|writer, i| {
+                    let of = if learners == 2 { &written[i..=i] } else { &written[..] };
+                    writer.write_all(of, 2.0);
+                });
+            }
+            for (tensor, before) in ALL.iter().zip(&before) {
+                let stays = writers[0].sees(tensor) == *before;
+                assert_eq!(stays, !written.contains(tensor), "{tensor} with {reducer}, {learners} learners");
+            }
+            // Zeros are written, too.
+            step(&|writer, _| writer.write_all(&ALL, 0.0));
+            for (tensor, before) in ALL.iter().zip(&before) {
+                assert_ne!(writers[0].sees(tensor), *before, "{tensor} with {reducer}, {learners} learners");
+            }
+        }
+    }
+}
+
+pub fn adam_counts_its_steps_per_tensor(way: &Way) {
+    for (reducer, learners) in [("adam", 1), ("adamw", 2), ("momentum", 2)] {
+        let settings = [("reducer", reducer), ("weight_decay", "0.25"), ("dampening", "0.5")];
+        // What a tensor goes through does not depend on steps in which nobody has written it.
+        let run = |steps: &[&[&str]]| {
+            let (_site, writers) = job(way, learners, &settings);
+            for step in steps {
+                for (writer, value) in writers.iter().zip([1.0, 3.0]) {
+                    writer.write_all(step, value);
+                    writer.commit(Fill::Zero);
+                }
+            }
+            ALL.map(|tensor| writers[0].sees(tensor))
+        };
+        let rests: [&[&str]; 5] = [&ALL, &["second", "half"], &["tiny"], &["first", "second"], &ALL];
+        let with_rests = run(&rests);
+        for (i, tensor) in ALL.iter().enumerate() {
+            let times = rests.iter().filter(|step| step.contains(tensor)).count();
+            let without = run(&vec![&ALL[..]; times]);
+            assert!(with_rests[i] == without[i], "{tensor} after {times} steps of {reducer}");
+        }
+    }
+}
+
+pub fn unwritten_parts_of_a_written_tensor_count_as_zero(way: &Way) {
+    let settings = [("learning_rate", "0.5"), ("weight_decay", "0.5"), ("reducer", "sgd")];
+    let (_site, writers) = job(way, 2, &settings);
+    let [one, other] = &writers[..] else { unreachable!("two") };
+    for writer in [one, other] {
+        writer.write_all(&ALL, -8.0);
+        writer.commit(Fill::Zero);
+    }
+    ALL.iter().for_each(|tensor| one.sees_all_at(tensor, 4.0));
+    // One writes the beginning of a tensor, the other nothing of it.
+    one.write("first", 0, 100, 2.0);
+    other.write("more", 39_000, 40_000, 2.0);
+    one.commit(Fill::Zero);
+    other.commit(Fill::Zero);
+    let first = decoded(DType::F32, &one.sees("first"));
+    assert!(first[..100].iter().all(|&value| value == 4.0 - 0.5 * (1.0 + 2.0)), "the mean of 2 and 0");
+    assert!(first[100..].iter().all(|&value| value == 4.0 - 0.5 * 2.0), "it decays");
+    let more = decoded(DType::BF16, &one.sees("more"));
+    assert!(
+        more[..39_000].iter().all(|&value| value == 3.0) && more[39_000..].iter().all(|&value| value == 2.5)
+    );
+    ["second", "tiny", "brain", "half"].iter().for_each(|tensor| one.sees_all_at(tensor, 4.0));
+}
+
+pub fn a_mapping_writes_every_tensor(way: &Way) {
+    let settings = [("learning_rate", "0.5"), ("weight_decay", "0.5"), ("reducer", "sgd")];
+    let (_site, writers) = job(way, 1, &settings);
+    let writer = &writers[0];
+    writer.write_all(&ALL, -8.0);
+    writer.commit(Fill::Zero);
+    ALL.iter().for_each(|tensor| writer.sees_all_at(tensor, 4.0));
+    // It holds zeros.
+    let (sender, receiver) = channel();
+    writer.contributor.commit_mapped(LONG, move |result| sender.send(result).unwrap());
+    assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(()));
+    ALL.iter().for_each(|tensor| writer.sees_all_at(tensor, 3.0));
+}

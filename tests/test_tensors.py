@@ -1,0 +1,142 @@
+"""Tensors that are written in a step and tensors that are not, as docs/semantics.md promises it.
+
+The reference is torch's: an optimizer passes over parameters whose `grad` is None, and counts steps for each parameter.
+"""
+
+import os
+
+import numpy as np
+import pytest
+from filetools import BLOCK, array, mounts, write_safetensors
+
+pytestmark = pytest.mark.also_on_network
+mounted = mounts()
+RATE, DECAY, BETAS, EPSILON = 0.1, 0.01, (0.9, 0.999), 1e-8
+# Several within a block, and one that ends in the middle of another.
+SHAPES = {"embedding": (BLOCK // 4 + 700,), "norm.weight": (64,), "norm.running_mean": (64,), "head": (33, 100)}
+
+
+class Torch:
+    """Adam and SGD as torch has them, in double precision: `grads` has no entry where `grad` is None."""
+
+    def __init__(self, reducer, weights):
+        self.reducer = reducer
+        self.weights = {name: value.astype("f8") for name, value in weights.items()}
+        self.state = {}
+
+    def step(self, grads):
+        for name, gradient in grads.items():
+            w = self.weights[name]
+            if self.reducer == "adamw":
+                g, w = gradient, w * (1 - RATE * DECAY)
+            else:
+                g = gradient + DECAY * w
+            if self.reducer == "sgd":
+                self.weights[name] = w - RATE * g
+                continue
+            t, m, v = self.state.get(name, (0, 0, 0))
+            t, m, v = t + 1, BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g * g
+            self.state[name] = t, m, v
+            m, v = m / (1 - BETAS[0] ** t), v / (1 - BETAS[1] ** t)
+            self.weights[name] = w - RATE * m / (np.sqrt(v) + EPSILON)
+
+
+def random_weights(generator):
+    return {name: generator.standard_normal(shape).astype("<f4") for name, shape in SHAPES.items()}
+
+
+@pytest.fixture
+def model(mounted, tmp_path):
+    """Starts a mount of the tensors above; gives it with their weights and where each of them begins."""
+
+    def start(**options):
+        weights = random_weights(np.random.RandomState(1))
+        path = tmp_path / "model.safetensors"
+        write_safetensors(path, {name: ("F32", value.shape, value.tobytes()) for name, value in weights.items()})
+        offsets, at = {}, 0
+        for name, value in weights.items():
+            offsets[name] = at
+            at += value.nbytes
+        options = {"learning_rate": RATE, "weight_decay": DECAY, **options}
+        return mounted(size=None, model=path, **options), weights, offsets
+
+    return start
+
+
+def give(mount, offsets, grads, learner=None):
+    """One contribution of these tensors and of nothing else."""
+    fd = os.open(mount.place(learner) / "gradients", os.O_WRONLY)
+    for name, gradient in grads.items():
+        data = memoryview(np.ascontiguousarray(gradient)).cast("B")
+        assert os.pwrite(fd, data, offsets[name]) == len(data)
+    os.close(fd)
+
+
+def tensor(mount, name):
+    return np.load(mount.model / "tensors" / f"{name}.npy")
+
+
+def gradients(generator, names):
+    return {name: generator.standard_normal(SHAPES[name]).astype("<f4") for name in names}
+
+
+@pytest.mark.parametrize("reducer", ["sgd", "adam", "adamw"])
+def test_a_tensor_that_nobody_wrote_stays_as_it_is(model, reducer):
+    mount, weights, offsets = model(reducer=reducer)
+    reference, generator = Torch(reducer, weights), np.random.RandomState(2)
+    trained = ["embedding", "norm.weight", "head"]
+    for names in [trained, trained, ["head"], trained, ["embedding"], ["norm.weight", "head"]]:
+        before = {name: tensor(mount, name) for name in SHAPES}
+        grads = gradients(generator, names)
+        give(mount, offsets, grads)
+        reference.step(grads)
+        for name in SHAPES:
+            after = tensor(mount, name)
+            assert (after.tobytes() == before[name].tobytes()) == (name not in names), name
+            np.testing.assert_allclose(after, reference.weights[name], rtol=2e-5, atol=2e-6)
+    assert tensor(mount, "norm.running_mean").tobytes() == weights["norm.running_mean"].tobytes()
+
+
+def test_a_tensor_that_nobody_wrote_stays_as_it_is__all_reduce(model):
+    """With `sum` and `carry` at 0, too."""
+    mount, weights, offsets = model(reducer="sum", carry=0)
+    ones = np.ones(SHAPES["head"], "<f4")
+    give(mount, offsets, {"head": ones})
+    assert (tensor(mount, "head") == 1).all()
+    for name in set(SHAPES) - {"head"}:
+        assert tensor(mount, name).tobytes() == weights[name].tobytes()
+
+
+def test_adam_counts_its_steps_per_tensor(model):
+    """One that comes late is at its first step then, whoever writes it."""
+    mount, weights, offsets = model(reducer="adam", learners=2)
+    reference, generator = Torch("adam", weights), np.random.RandomState(3)
+    for learner in "ab":
+        mount.join(learner)
+    for of_a, of_b in [(["head"], ["head"]), (["head"], []), (["norm.weight"], ["head"]), (["embedding"], ["embedding"])]:
+        written = set(of_a) | set(of_b)
+        total = {name: np.zeros(SHAPES[name]) for name in written}
+        for learner, names in zip("ab", (of_a, of_b)):
+            # Who has nothing else writes one element of what the other one writes.
+            grads = gradients(generator, names) or {of_a[0]: np.zeros(1, "<f4")}
+            give(mount, offsets, grads, learner)
+            for name in names:
+                total[name] += grads[name]
+        reference.step({name: value / 2 for name, value in total.items()})
+        mount.catch_up()
+        for name in SHAPES:
+            np.testing.assert_allclose(tensor(mount, name), reference.weights[name], rtol=2e-5, atol=2e-6)
+
+
+def test_unwritten_parts_of_a_written_tensor_count_as_zero(model):
+    mount, weights, offsets = model(reducer="sgd")
+    reference = Torch("sgd", weights)
+    part = np.zeros(SHAPES["embedding"])
+    part[10:20] = 5
+    fd = os.open(mount.model / "gradients", os.O_WRONLY)
+    os.pwrite(fd, np.full(10, 5, "<f4").tobytes(), offsets["embedding"] + 40)
+    os.close(fd)
+    reference.step({"embedding": part})
+    for name in SHAPES:
+        np.testing.assert_allclose(tensor(mount, name), reference.weights[name], rtol=2e-6)
+    assert array(mount.model / "weights").nbytes == sum(value.nbytes for value in weights.values())
