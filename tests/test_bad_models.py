@@ -73,9 +73,9 @@ def test_one_bad_file_among_good_ones_mounts_nothing(gradfs, tmp_path):
     refused_up(gradfs, tmp_path, good, bad, words=[str(bad), "not a safetensors file"], code=1)
 
 
-def test_model_is_a_directory(gradfs, tmp_path):
-    path = tmp_path / "d.safetensors"
-    path.mkdir()
+def test_model_is_a_directory_within_a_checkpoint(gradfs, tmp_path):
+    path = tmp_path / "d"
+    (path / "model.safetensors").mkdir(parents=True)
     refused_up(gradfs, tmp_path, path, words=[str(path), "not a regular file"], code=1)
 
 

@@ -29,6 +29,8 @@ Examples:
   Try it without a model:
     gradfs up --size 1GiB --reducer sum /mnt/job
 
+  A Hugging Face checkpoint, whose several files are one model:
+    gradfs up Qwen2.5-7B/ /mnt/job
   What it would take of this machine's memory:
     gradfs up --dry-run --learners 2 --reducer adamw llama.safetensors /mnt/job
   The same in the background: it returns when the mount answers:
@@ -161,7 +163,8 @@ impl BackgroundArgs {
 /// The arguments of `gradfs up`.
 #[derive(Args, Debug, Default)]
 pub struct UpArgs {
-    /// Models to serve, in safetensors format, then the empty directory to mount on
+    /// Models to serve: safetensors files, or directories of Hugging Face checkpoints (or their index); then the
+    /// empty directory to mount on
     #[arg(value_name = "MODEL.safetensors... MOUNT", value_hint = ValueHint::AnyPath, hide_possible_values = true)]
     paths: Vec<PathBuf>,
     /// TOML file with the same options as keys

@@ -22,6 +22,7 @@ pub use self::layer::{
     AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPE_ALIASES, DTYPES, KEYS, Kind, Layer, NONFINITES,
     REDUCERS, UP, Vocabulary,
 };
+use crate::checkpoint;
 use crate::error::Error;
 
 const DEFAULT_BLOCK_SIZE: u64 = 256 << 10;
@@ -274,19 +275,32 @@ impl<'a> Merged<'a> {
             let message = format!("{origin}: {} name(s) for {} model(s)", names.len(), sources.len());
             return Err(Error::usage(message).hint("give one name per model, in the same order"));
         }
+        let stems: Vec<Option<String>> = sources
+            .iter()
+            .map(|source| match source {
+                ModelSource::File(path) if given.is_none() => checkpoint::name_of(path),
+                _ => None,
+            })
+            .collect();
         let mut models = Vec::with_capacity(sources.len());
         let mut seen = BTreeSet::new();
         for (i, source) in sources.into_iter().enumerate() {
             let name = match (&given, &source) {
                 (Some((origin, names)), _) => utf8(origin, &names[i])?.to_owned(),
                 (None, ModelSource::Blank { .. }) => "model".to_owned(),
-                (None, ModelSource::File(path)) => match path.file_stem().and_then(|stem| stem.to_str()) {
-                    Some(stem) => stem.to_owned(),
-                    None => {
-                        let message = format!("no name can be made from {}", path.display());
-                        return Err(Error::usage(message).hint("choose one with --name"));
-                    }
-                },
+                (None, ModelSource::File(path)) => {
+                    let own = checkpoint::name_of(path);
+                    // Checkpoints all call their file the same: then their folders tell them apart.
+                    let name = if own.is_some() && stems.iter().filter(|stem| **stem == own).count() > 1 {
+                        checkpoint::folder_of(path)
+                    } else {
+                        own
+                    };
+                    name.ok_or_else(|| {
+                        Error::usage(format!("no name can be made from {}", path.display()))
+                            .hint("choose one with --name")
+                    })?
+                }
             };
             if let Some(fault) = name_fault(&name) {
                 return Err(Error::usage(format!("{name:?} cannot name a model: {fault}"))

@@ -1,6 +1,7 @@
 //! `gradfs`: a parameter server that you mount.
 
 mod background;
+mod checkpoint;
 mod cli;
 mod cluster;
 mod config;

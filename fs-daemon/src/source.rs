@@ -1,15 +1,17 @@
-//! What a model starts from: a safetensors file, or nothing but a size.
+//! What a model starts from: safetensors files, or nothing but a size.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
+use std::path::Path;
 
 use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::safetensors_file::{self, CopyRange};
+use libmodelio::safetensors_file::{self, CopyRange, Header};
 use ps_backend::controls::Controls;
 use ps_backend::reducer::Reducer;
 
+use crate::checkpoint::Checkpoint;
 use crate::config::ModelSource;
 use crate::error::Error;
 
@@ -17,10 +19,12 @@ use crate::error::Error;
 pub struct Source {
     /// Tensors and blocks.
     pub layout: ModelLayout,
-    /// `__metadata__` of its file.
+    /// `__metadata__` of its files.
     pub metadata: BTreeMap<String, String>,
-    /// The file, and where which part of the layout lies in it; `None` for zeros.
-    pub file: Option<(File, Vec<CopyRange>)>,
+    /// The files; none for zeros.
+    pub files: Vec<File>,
+    /// Where which part of the layout lies in them.
+    pub ranges: Vec<CopyRange>,
 }
 
 impl Source {
@@ -33,22 +37,25 @@ impl Source {
             ModelSource::Blank { bytes, dtype } => {
                 let layout = ModelLayout::blank(*bytes, *dtype, block_size)
                     .map_err(|error| Error::usage(format!("model {name}: {error}")))?;
-                Ok(Source { layout, metadata: BTreeMap::new(), file: None })
+                Ok(Source { layout, metadata: BTreeMap::new(), files: Vec::new(), ranges: Vec::new() })
             }
             ModelSource::File(path) => {
-                let shown = path.display();
-                let bad = |error: safetensors_file::ModelFileError| {
-                    Error::new(format!("cannot load {shown}")).caused_by(error)
-                };
-                let file = File::options()
-                    .read(true)
-                    // Opening a FIFO would wait for its writer; what is not a file is refused by the reader.
-                    .custom_flags(libc::O_NONBLOCK)
-                    .open(path)
-                    .map_err(|error| Error::new(format!("cannot open {shown}")).caused_by(error))?;
-                let header = safetensors_file::read_header(&file).map_err(bad)?;
-                let (layout, ranges) = safetensors_file::plan_load(&header, block_size).map_err(bad)?;
-                Ok(Source { layout, metadata: header.metadata, file: Some((file, ranges)) })
+                let checkpoint = Checkpoint::find(path)?;
+                let mut files = Vec::with_capacity(checkpoint.files.len());
+                let mut headers = Vec::with_capacity(checkpoint.files.len());
+                for path in &checkpoint.files {
+                    let (file, header) = open(path)?;
+                    files.push(file);
+                    headers.push(header);
+                }
+                checkpoint.check(&headers)?;
+                let (layout, ranges) =
+                    safetensors_file::plan_load(&headers, block_size).map_err(|error| {
+                        Error::new(format!("cannot load {}", path.display())).caused_by(error)
+                    })?;
+                // Of an entry that several files have, the first one's counts.
+                let metadata = headers.into_iter().rev().flat_map(|header| header.metadata).collect();
+                Ok(Source { layout, metadata, files, ranges })
             }
         }
     }
@@ -91,21 +98,36 @@ impl Source {
     /// # Errors
     /// What reading says.
     pub fn read(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
-        let Some((file, ranges)) = &self.file else {
+        if self.files.is_empty() {
             bytes.fill(0);
             return Ok(());
-        };
+        }
         let end = offset + bytes.len() as u64;
-        for range in ranges {
+        for range in &self.ranges {
             let from = offset.max(range.flat_offset);
             let to = end.min(range.flat_offset + range.len);
             if from < to {
                 let local = (from - offset) as usize..(to - offset) as usize;
-                file.read_exact_at(&mut bytes[local], range.file_offset + (from - range.flat_offset))?;
+                self.files[range.file]
+                    .read_exact_at(&mut bytes[local], range.file_offset + (from - range.flat_offset))?;
             }
         }
         Ok(())
     }
+}
+
+/// A safetensors file and its header.
+fn open(path: &Path) -> Result<(File, Header), Error> {
+    let shown = path.display();
+    let file = File::options()
+        .read(true)
+        // Opening a FIFO would wait for its writer; what is not a file is refused by the reader.
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)
+        .map_err(|error| Error::new(format!("cannot open {shown}")).caused_by(error))?;
+    let header = safetensors_file::read_header(&file)
+        .map_err(|error| Error::new(format!("cannot load {shown}")).caused_by(error))?;
+    Ok((file, header))
 }
 
 /// Whether gradients of this type exist: floats of any width, and complex numbers.

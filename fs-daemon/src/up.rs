@@ -75,17 +75,22 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
     }
     let source = Source::open(name, &spec.source, config.block_size)?;
     source.check_types(name, controls)?;
-    let Source { layout, metadata, file } = source;
+    let Source { layout, metadata, files, ranges } = source;
     memory::check(name, &layout, controls)?;
     let shard = EmbeddedShard::new(Arc::new(layout), controls.clone(), config.threads).map_err(memory)?;
-    if let (Some((file, ranges)), Some(target)) = (file, shard.initial()) {
+    if let (false, Some(target)) = (files.is_empty(), shard.initial()) {
         let progress = Progress::bytes(shard.layout().size(), format!("loading {name}"));
         for range in ranges {
             let mut done = 0;
             while done < range.len {
                 let len = (range.len - done).min(CHUNK as u64) as usize;
                 target
-                    .fill_from(&file, range.file_offset + done, (range.flat_offset + done) as usize, len)
+                    .fill_from(
+                        &files[range.file],
+                        range.file_offset + done,
+                        (range.flat_offset + done) as usize,
+                        len,
+                    )
                     .map_err(failed)?;
                 done += len as u64;
                 progress.inc(len as u64);

@@ -50,6 +50,8 @@ pub struct Header {
 /// A range to copy from a file to the model; see [`plan_load`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyRange {
+    /// Which of the model's files.
+    pub file: usize,
     /// First byte in the file.
     pub file_offset: u64,
     /// First byte in the model's flat range.
@@ -190,27 +192,33 @@ pub fn read_header(file: &File) -> Result<Header, ModelFileError> {
     Ok(Header { tensors, metadata: raw.metadata, data_start })
 }
 
-/// The layout of the model in a file, and which bytes of the file go where in its flat range.
+/// The layout of the model in some files, one behind the other, and which bytes of them go where in its flat range.
 ///
 /// The ranges cover the flat range once, by rising `flat_offset`; ranges adjacent on both sides are one.
-/// Where the file's order needs no change (see [`ModelLayout::new`]) that is a single range.
+/// Where the files' order needs no change (see [`ModelLayout::new`]) there is a single range of each.
 ///
 /// # Errors
 /// [`ModelFileError::Layout`].
-pub fn plan_load(header: &Header, block_size: u32) -> Result<(ModelLayout, Vec<CopyRange>), ModelFileError> {
-    let specs = header.tensors.iter().map(|t| (t.name.clone(), t.dtype, t.shape.clone())).collect();
+pub fn plan_load(
+    headers: &[Header],
+    block_size: u32,
+) -> Result<(ModelLayout, Vec<CopyRange>), ModelFileError> {
+    let tensors = || {
+        headers.iter().enumerate().flat_map(|(file, header)| header.tensors.iter().map(move |t| (file, t)))
+    };
+    let specs = tensors().map(|(_, t)| (t.name.clone(), t.dtype, t.shape.clone())).collect();
     let layout = ModelLayout::new(specs, block_size)?;
-    let sources: HashMap<&str, u64> =
-        header.tensors.iter().map(|t| (t.name.as_str(), t.bytes.start)).collect();
+    let sources: HashMap<&str, (usize, u64)> =
+        tensors().map(|(file, t)| (t.name.as_str(), (file, t.bytes.start))).collect();
     let mut plan: Vec<CopyRange> = Vec::new();
     for tensor in layout.tensors().iter().filter(|tensor| !tensor.bytes.is_empty()) {
         // The layout was made of these very names.
-        let Some(&file_offset) = sources.get(tensor.name.as_str()) else { continue };
+        let Some(&(file, file_offset)) = sources.get(tensor.name.as_str()) else { continue };
         let len = tensor.bytes.end - tensor.bytes.start;
         match plan.last_mut() {
-            // The flat range has no gaps, so only the file's side can break a run.
-            Some(last) if last.file_offset + last.len == file_offset => last.len += len,
-            _ => plan.push(CopyRange { file_offset, flat_offset: tensor.bytes.start, len }),
+            // The flat range has no gaps, so only the files' side can break a run.
+            Some(last) if last.file == file && last.file_offset + last.len == file_offset => last.len += len,
+            _ => plan.push(CopyRange { file, file_offset, flat_offset: tensor.bytes.start, len }),
         }
     }
     Ok((layout, plan))
@@ -402,8 +410,8 @@ mod tests {
         assert_eq!((header.tensors[2].dtype, &header.tensors[2].shape), (DType::F32, &vec![2]));
         assert_eq!(header.metadata["format"], "pt");
         assert_eq!(header.metadata["note"], "ü\n");
-        let (layout, plan) = plan_load(&header, MIN_BLOCK_SIZE).unwrap();
-        assert_eq!(plan, [CopyRange { file_offset: start, flat_offset: 0, len: 12 }]);
+        let (layout, plan) = plan_load(std::slice::from_ref(&header), MIN_BLOCK_SIZE).unwrap();
+        assert_eq!(plan, [CopyRange { file: 0, file_offset: start, flat_offset: 0, len: 12 }]);
         assert_eq!(layout.size(), 12);
     }
 

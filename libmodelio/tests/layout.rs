@@ -246,9 +246,10 @@ proptest! {
         // What we serve we can load again, in one piece and the same order.
         let header = read_header(&file_with(&file)).unwrap();
         prop_assert_eq!(&header.metadata, &metadata);
-        let (again, plan) = plan_load(&header, MIN_BLOCK_SIZE).unwrap();
+        let (again, plan) = plan_load(std::slice::from_ref(&header), MIN_BLOCK_SIZE).unwrap();
         prop_assert_eq!(again.tensors(), layout.tensors());
         prop_assert_eq!(plan, [CopyRange {
+            file: 0,
             file_offset: header.data_start, flat_offset: 0, len: layout.size(),
         }]);
     }
@@ -269,7 +270,7 @@ proptest! {
             let tensor = header.tensors.iter().find(|tensor| tensor.name == spec.0).unwrap();
             prop_assert!(bytes[tensor.bytes.start as usize..tensor.bytes.end as usize] == data[..]);
         }
-        let (layout, plan) = plan_load(&header, MIN_BLOCK_SIZE).unwrap();
+        let (layout, plan) = plan_load(std::slice::from_ref(&header), MIN_BLOCK_SIZE).unwrap();
         let flat = load(&file, &layout, &plan);
         for (spec, data) in specs.iter().zip(&data) {
             prop_assert!(slice(&layout, &flat, &spec.0) == data, "{:?}", spec.0);
@@ -320,7 +321,7 @@ proptest! {
                     prop_assert_eq!(found, expected.data());
                     prop_assert_eq!(&tensor.shape[..], expected.shape());
                 }
-                if let Ok((layout, plan)) = plan_load(&header, MIN_BLOCK_SIZE) {
+                if let Ok((layout, plan)) = plan_load(std::slice::from_ref(&header), MIN_BLOCK_SIZE) {
                     prop_assert_eq!(load(&file, &layout, &plan).len() as u64, layout.size());
                 }
             }
@@ -355,9 +356,13 @@ fn a_misaligned_file_is_loaded_in_pieces() {
     let (bytes, data) = file_bytes(&specs, &[0, 1, 2], 0, 3);
     let file = file_with(&bytes);
     let header = read_header(&file).unwrap();
-    let (layout, plan) = plan_load(&header, MIN_BLOCK_SIZE).unwrap();
-    let range =
-        |from: u64, flat_offset, len| CopyRange { file_offset: header.data_start + from, flat_offset, len };
+    let (layout, plan) = plan_load(std::slice::from_ref(&header), MIN_BLOCK_SIZE).unwrap();
+    let range = |from: u64, flat_offset, len| CopyRange {
+        file: 0,
+        file_offset: header.data_start + from,
+        flat_offset,
+        len,
+    };
     assert_eq!(plan, [range(2, 0, 8), range(0, 8, 2)]);
     assert_eq!(load(&file, &layout, &plan), [&data[1][..], &data[2], &data[0]].concat());
 }

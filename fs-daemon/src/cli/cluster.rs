@@ -235,7 +235,7 @@ pub struct CreateArgs {
     #[command(flatten)]
     common: CommonArgs,
 
-    /// Load it from this safetensors file
+    /// Load it from this safetensors file, or directory of a Hugging Face checkpoint
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Model")]
     model: Option<PathBuf>,
     /// Make it blank, of this size: 1GiB, 1048576
