@@ -56,7 +56,7 @@ def test_a_model_is_a_directory(start_mount):
     assert sorted(os.listdir(mount.root)) == ["README", "model"]
     modes = {
         "weights": 0o644, "weights.safetensors": 0o444, "gradients": 0o600, "device": 0o600, "version": 0o444,
-        "status.json": 0o444, "tensors": 0o755, "versions": 0o755, "learners": 0o755, "control": 0o755,
+        "status.json": 0o444, "error": 0o444, "tensors": 0o755, "versions": 0o755, "learners": 0o755, "control": 0o755,
     }  # fmt: skip
     assert sorted(os.listdir(mount.model)) == sorted(modes)
     for name, mode in modes.items():

@@ -116,6 +116,10 @@ impl Fs {
                 let size = text::learner_status(model, id)?.len() as u64;
                 Attributes { size, modified: newest(), ..base }
             }
+            File::Error | File::LearnerError(_) => {
+                let size = text::error(model, file)?.len() as u64;
+                Attributes { size, modified: newest(), ..base }
+            }
             File::Controls => base,
             File::Control(i) => {
                 let (name, _) = SETTINGS.get(i as usize).ok_or_else(FsError::not_found)?;

@@ -14,6 +14,7 @@ use super::doubts::{Settled, Then};
 use super::errno::{FsError, FsResult};
 use super::handle::{Handle, PublishHandle, VersionHandle};
 use super::node::{File, Node};
+use super::refusal::{explained, refuse_header};
 use super::waits::Asked;
 use super::{Caller, Chore, DEATH_PATIENCE, Done, Fs, Wake};
 use crate::process::{Exit, is_killed_or_kernel};
@@ -279,9 +280,13 @@ fn write_data(handle: &Handle, offset: u64, data: &[u8], from_mapping: bool, cal
             }
             contribution.note_writer(caller.tid);
             let mut share = contribution.share();
-            let outcome = contributor.write(&mut share, offset, data, contribution.model.timeout());
+            let model = &contribution.model;
+            let outcome = refuse_header(offset, data).and_then(|()| {
+                let outcome = contributor.write(&mut share, offset, data, model.timeout());
+                outcome.map_err(|error| explained(model, error))
+            });
             contribution.set_share(share);
-            Ok(outcome?)
+            outcome.inspect_err(|error| contribution.learner.refusal.note(error, true))
         }
         Handle::Publish(publish) => {
             publish.users.lock().note(caller.tid);
@@ -297,7 +302,10 @@ fn write_data(handle: &Handle, offset: u64, data: &[u8], from_mapping: bool, cal
                     }
                 }
             };
-            Ok(publisher.write(offset, data)?)
+            let written = refuse_header(offset, data).and_then(|()| {
+                publisher.write(offset, data).map_err(|error| explained(&publish.model, error))
+            });
+            written.inspect_err(|error| publish.model.own_refusal.note(error, true))
         }
         Handle::Version(_) | Handle::Text(_) => Err(FsError::new(libc::EBADF, "not open for writing")),
     }
@@ -323,10 +331,14 @@ enum Closing {
 fn commit_when_settled(fh: u64, handle: Arc<Handle>, closing: Closing, done: Done<()>) {
     let Handle::Contribution(contribution) = &*handle else { return done(Ok(())) };
     let learner = Arc::clone(&contribution.learner);
+    let refusal = Arc::clone(&learner.refusal);
     let deadline = Instant::now() + contribution.model.timeout();
     let then: Then = Box::new(move |outcome| match outcome {
         Ok(()) => commit(handle, closing, done),
-        Err(error) => done(Err(error)),
+        Err(error) => {
+            refusal.note(&error, true);
+            done(Err(error));
+        }
     });
     if let Some(then) = learner.doubts.wait(Some(fh), deadline, then) {
         then(Ok(()));
@@ -341,20 +353,24 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
     let controls = model.job.controls();
     let fill = if controls.reducer == Reducer::Assign { Fill::Present } else { Fill::Zero };
     let mapped = closing == Closing::No && contribution.mappable && !contributor.is_open();
+    let takes = mapped || contributor.is_open();
     let of_closure = Arc::clone(&handle);
     let of_abort = Arc::clone(&contributor);
     let finished = move |result: Result<(), ContributeError>| {
         let Handle::Contribution(contribution) = &*of_closure else { return };
+        let refusal = &contribution.learner.refusal;
+        let mut is_open = false;
         match &result {
             Ok(()) => {
                 contribution.ended();
+                refusal.ended(takes);
                 return refresh(&of_closure, done);
             }
             // Still open: fsync can be called again.
             Err(
                 ContributeError::Busy
                 | ContributeError::Shard(ShardError::TimedOut(_) | ShardError::Interrupted),
-            ) if closing == Closing::No => {}
+            ) if closing == Closing::No => is_open = true,
             // What is open by now is somebody else's.
             Err(ContributeError::Dropped) => contribution.ended(),
             Err(_) => {
@@ -362,7 +378,8 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
                 of_abort.abort();
             }
         }
-        done(result.map_err(FsError::from));
+        let error = result.map_err(|error| explained(&contribution.model, error));
+        done(error.inspect_err(|error| refusal.note(error, is_open)));
     };
     if mapped {
         contributor.commit_mapped(controls.timeout, finished);
@@ -395,8 +412,21 @@ fn refresh(handle: &Arc<Handle>, done: Done<()>) {
 /// Publishes what was written to `weights`.
 fn publish(handle: &Arc<Handle>, done: Done<()>) {
     let Handle::Publish(publish) = &**handle else { return done(Ok(())) };
+    let refusal = Arc::clone(&publish.model.own_refusal);
+    let of_model = Arc::clone(&publish.model);
     let publisher = publish.publisher.lock().take_if(|publisher| publisher.is_open());
+    let takes = publisher.is_some();
     let whole = publisher.as_ref().is_some_and(|publisher| publisher.is_complete());
+    let was_refused = refusal.is_in_open();
+    let done: Done<()> = Box::new(move |outcome| {
+        match &outcome {
+            Ok(()) => refusal.ended(takes),
+            // That not all was written has a reason, which was noted.
+            Err(_) if !whole && was_refused => refusal.ended(false),
+            Err(error) => refusal.note(error, false),
+        }
+        done(outcome);
+    });
     if publish.truncated.swap(false, Ordering::Relaxed) && !whole {
         let size = publish.model.layout.size();
         return done(Err(FsError::new(
@@ -416,13 +446,15 @@ fn publish(handle: &Arc<Handle>, done: Done<()>) {
     if let Err(error) = check_finite(publish, &publisher) {
         return done(Err(error));
     }
-    publisher.commit(publish.model.timeout(), move |result| done(result.map_err(FsError::from)));
+    publisher.commit(publish.model.timeout(), move |result| {
+        done(result.map_err(|error| explained(&of_model, error)));
+    });
 }
 
 /// NaN and Inf are refused in new weights as in gradients.
 fn check_finite(publish: &PublishHandle, publisher: &Publisher) -> FsResult<()> {
-    publish.model.job.check_finite(publisher.buffer(), &publisher.written())?;
-    Ok(())
+    let outcome = publish.model.job.check_finite(publisher.buffer(), &publisher.written());
+    outcome.map_err(|error| explained(&publish.model, error))
 }
 
 /// Commits or drops what a handle left open when its last descriptor went; `settled` is dropped after it.
@@ -443,6 +475,8 @@ pub(super) fn settle(handle: &Arc<Handle>, settled: Option<Settled>) {
                 let learner = &contribution.learner;
                 // Of the files that the program had open, the first one that is settled drops the contribution.
                 if learner.contributor.abort() {
+                    let what = format!("process {pid} {exit} in mid-write: its contribution is dropped");
+                    learner.refusal.note(&FsError::new(libc::EIO, what), false);
                     tracing::warn!(
                         learner = learner.name,
                         pid,

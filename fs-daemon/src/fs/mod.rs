@@ -16,6 +16,7 @@ mod doubts;
 mod io;
 mod names;
 mod open;
+mod refusal;
 mod settings;
 mod waits;
 mod xattr;

@@ -15,7 +15,8 @@ use ps_backend::job::Job;
 
 use super::doubts::Doubts;
 use super::errno::{FsError, FsResult};
-use super::node::MAX_JOINS;
+use super::node::{File, MAX_JOINS};
+use super::refusal::LastRefusal;
 use crate::process::{Process, Watcher};
 
 /// Directory name of the own learner of a mount that has its job to itself.
@@ -38,6 +39,8 @@ pub struct Learner {
     pub mapped_ready: AtomicBool,
     /// Programs that are dying with something written.
     pub doubts: Doubts,
+    /// Why its last call failed.
+    pub refusal: Arc<LastRefusal>,
     use_: Mutex<Use>,
 }
 
@@ -71,6 +74,8 @@ pub struct Model {
     pub metadata: BTreeMap<String, String>,
     /// Header of `tensors/<name>.npy`, by tensor.
     pub npy_headers: Vec<Arc<[u8]>>,
+    /// Why the last call of the mount's own learner failed, whether it is in the job or not.
+    pub own_refusal: Arc<LastRefusal>,
     /// Name of the mount's own learner, which joins with the first open of `gradients`.
     pub own_name: String,
     learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
@@ -108,6 +113,7 @@ impl Model {
             started: SystemTime::now(),
             metadata,
             npy_headers,
+            own_refusal: Arc::default(),
             own_name,
             learners: Mutex::default(),
             joining: Mutex::default(),
@@ -150,6 +156,23 @@ impl Model {
     /// The learner of this name, if it is in the job.
     pub fn learner_named(&self, name: &str) -> Option<Arc<Learner>> {
         self.learners.lock().values().find(|learner| learner.name == name).cloned()
+    }
+
+    /// Where it is kept why calls on this file fail, if it is a learner's: the mount's own, or another that is in the
+    /// job.
+    pub fn refusal_of(&self, file: File) -> Option<Arc<LastRefusal>> {
+        match file {
+            File::Weights(_) | File::Gradients | File::Device | File::Error => {
+                Some(Arc::clone(&self.own_refusal))
+            }
+            File::LearnerWeights(id, _)
+            | File::LearnerGradients(id)
+            | File::LearnerVersion(id)
+            | File::LearnerStatus(id)
+            | File::LearnerError(id)
+            | File::Learner(id) => Some(Arc::clone(&self.learner(id).ok()?.refusal)),
+            _ => None,
+        }
     }
 
     /// A learner joins. Waits for the job's answer.
@@ -200,6 +223,7 @@ impl Model {
             joined: SystemTime::now(),
             mapped_ready: AtomicBool::new(false),
             doubts: Doubts::default(),
+            refusal: if name == self.own_name { Arc::clone(&self.own_refusal) } else { Arc::default() },
             use_: Mutex::default(),
         });
         self.learners.lock().insert(id, Arc::clone(&learner));

@@ -231,6 +231,7 @@ fn lookup_in(model: &Arc<Model>, dir: File, name: &str) -> Option<File> {
             "device" => File::Device,
             "version" => File::VersionText,
             "status.json" => File::Status,
+            "error" => File::Error,
             "versions" => File::Versions,
             "learners" => File::Learners,
             "control" => File::Controls,
@@ -254,6 +255,7 @@ fn lookup_in(model: &Arc<Model>, dir: File, name: &str) -> Option<File> {
                 "gradients" => File::LearnerGradients(id),
                 "version" => File::LearnerVersion(id),
                 "status" => File::LearnerStatus(id),
+                "error" => File::LearnerError(id),
                 _ => return None,
             })
         }
@@ -287,6 +289,7 @@ fn list_in(model: &Model, dir: File, skip: usize) -> FsResult<Box<dyn Iterator<I
             ("learners", File::Learners),
             ("control", File::Controls),
             ("status.json", File::Status),
+            ("error", File::Error),
         ]),
         File::Versions => {
             let versions = model.job.retained();
@@ -309,6 +312,7 @@ fn list_in(model: &Model, dir: File, skip: usize) -> FsResult<Box<dyn Iterator<I
                 ("gradients", File::LearnerGradients(id)),
                 ("version", File::LearnerVersion(id)),
                 ("status", File::LearnerStatus(id)),
+                ("error", File::LearnerError(id)),
             ])
         }
         File::Controls => {

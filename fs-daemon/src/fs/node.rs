@@ -40,6 +40,8 @@ pub enum File {
     VersionText,
     /// `status.json`.
     Status,
+    /// `error` of the mount's own learner.
+    Error,
     /// `versions/`.
     Versions,
     /// `versions/<n>/`.
@@ -66,6 +68,8 @@ pub enum File {
     LearnerVersion(LearnerId),
     /// `learners/<id>/status`.
     LearnerStatus(LearnerId),
+    /// `learners/<id>/error`.
+    LearnerError(LearnerId),
     /// `control/`.
     Controls,
     /// `control/<setting>`, by index into the settings.
@@ -113,6 +117,8 @@ impl File {
             File::LearnerStatus(l) => (22, l.0, NONE),
             File::Controls => (23, 0, NONE),
             File::Control(i) => (24, i, NONE),
+            File::Error => (25, 0, NONE),
+            File::LearnerError(l) => (26, l.0, NONE),
         }
     }
 
@@ -143,6 +149,8 @@ impl File {
             22 => File::LearnerStatus(learner),
             23 => File::Controls,
             24 => File::Control(index),
+            25 => File::Error,
+            26 => File::LearnerError(learner),
             _ => return None,
         })
     }
@@ -246,7 +254,7 @@ mod tests {
         check(Node::Root);
         check(Node::Readme);
         for model in [0, 1, 255] {
-            for kind in 1..=24 {
+            for kind in 1..=26 {
                 for index in [0, 1, (1 << 20) - 1] {
                     for version in [0, 1, (1 << 31) - 1] {
                         let file = File::from_parts(kind, index, Version(version)).unwrap();
@@ -258,6 +266,6 @@ mod tests {
             }
         }
         assert_eq!(Node::from_ino(0), None);
-        assert_eq!(Node::from_ino(25 << (MODEL_BITS + INDEX_BITS + VERSION_BITS)), None);
+        assert_eq!(Node::from_ino(27 << (MODEL_BITS + INDEX_BITS + VERSION_BITS)), None);
     }
 }

@@ -17,6 +17,7 @@ use super::errno::{FsError, FsResult};
 use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, Users, VersionHandle};
 use super::model::{Learner, Model};
 use super::node::{File, Node};
+use super::refusal::explained;
 use super::waits::Asked;
 use super::{Caller, Done, Fs, text};
 use crate::process::Process;
@@ -129,6 +130,15 @@ impl Fs {
             .filter(|_| flags.read)
             .filter(|&learner| !file.version().is_some_and(|version| is_second_look(learner, version)));
         let last_commit = learner.map(|learner| (learner, model.job.last_commit(learner)));
+        let done: Done<Opened> = match model.refusal_of(file) {
+            Some(refusal) => Box::new(move |outcome| {
+                if let Err(error) = &outcome {
+                    refusal.note(error, false);
+                }
+                done(outcome);
+            }),
+            None => done,
+        };
         let request = Request { model, node, file, flags, caller };
         match (last_commit, file.version()) {
             (Some((learner, LastCommit::In(version))), Some(named)) if named < version => {
@@ -158,7 +168,7 @@ impl Fs {
                     done(Err(FsError::look_again()));
                 }
                 Ok(_) => this.open_when_settled(request, done),
-                Err(error) => done(Err(error.into())),
+                Err(error) => done(Err(explained(&request.model, error))),
             }),
         );
     }
@@ -246,7 +256,9 @@ impl Fs {
             | File::Status
             | File::RetainedText(_)
             | File::LearnerVersion(_)
-            | File::LearnerStatus(_) => {
+            | File::LearnerStatus(_)
+            | File::Error
+            | File::LearnerError(_) => {
                 read_only(flags, "this file")?;
                 self.open_text(node, Some(model))
             }
@@ -376,6 +388,7 @@ impl Fs {
             File::RetainedText(version) => format!("{version}\n"),
             File::Status => text::status(model, &self.mount_status()),
             File::LearnerStatus(id) => text::learner_status(model, id)?,
+            File::Error | File::LearnerError(_) => text::error(model, file)?,
             File::Control(index) => {
                 let (name, _) = SETTINGS.get(index as usize).ok_or_else(FsError::not_found)?;
                 format!("{}\n", model.job.controls().get(name).unwrap_or_default())

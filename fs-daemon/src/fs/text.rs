@@ -11,6 +11,7 @@ use serde_json::json;
 use super::MountStatus;
 use super::errno::FsResult;
 use super::model::Model;
+use super::node::File;
 
 /// `README` in the mount's root.
 pub fn readme(models: &[std::sync::Arc<Model>]) -> String {
@@ -41,9 +42,10 @@ pub fn readme(models: &[std::sync::Arc<Model>]) -> String {
          version              number of the newest version; poll(2) wakes when it changes\n\
          versions/N/          the newest and the last versions kept (control/retain)\n\
          learners/ID/         mkdir joins a learner, rmdir leaves; each has its own weights, gradients,\n\
-         \x20                    version and status\n\
+         \x20                    version, status and error\n\
          control/SETTING      one value a file: read it, or write a new one, which counts from the next version\n\
-         status.json          what the job is doing\n\n\
+         status.json          what the job is doing\n\
+         error                why the last call that failed did, until all of a contribution succeeds\n\n\
          Settings in control/:\n\n",
     );
     for (name, meaning) in SETTINGS {
@@ -155,6 +157,15 @@ pub fn learner_status(model: &Model, id: LearnerId) -> FsResult<String> {
         member.silent.as_secs_f64(),
         status.state,
     ))
+}
+
+/// `error` of a learner: a line, or nothing.
+///
+/// # Errors
+/// ENOENT for a learner that is gone.
+pub fn error(model: &Model, file: File) -> FsResult<String> {
+    let refusal = model.refusal_of(file).ok_or_else(super::errno::FsError::not_found)?;
+    Ok(refusal.text().map_or_else(String::new, |text| text + "\n"))
 }
 
 fn round(seconds: f64) -> f64 {

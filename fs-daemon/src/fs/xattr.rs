@@ -1,4 +1,4 @@
-//! Extended attributes `user.gradfs.version`, `user.gradfs.dtype` and `user.gradfs.shape`.
+//! Extended attributes `user.gradfs.version`, `user.gradfs.dtype`, `user.gradfs.shape` and `user.gradfs.error`.
 
 use super::Fs;
 use super::errno::{FsError, FsResult};
@@ -8,6 +8,7 @@ use super::node::{File, Node};
 const VERSION: &str = "user.gradfs.version";
 const DTYPE: &str = "user.gradfs.dtype";
 const SHAPE: &str = "user.gradfs.shape";
+const ERROR: &str = "user.gradfs.error";
 
 impl Fs {
     /// Names of the extended attributes of an inode.
@@ -17,7 +18,10 @@ impl Fs {
     pub fn xattrs(&self, ino: u64) -> FsResult<Vec<&'static str>> {
         let Node::Model(index, file) = self.node(ino)? else { return Ok(Vec::new()) };
         let model = self.model(index)?;
-        Ok([VERSION, DTYPE, SHAPE].into_iter().filter(|name| value(model, file, name).is_some()).collect())
+        Ok([VERSION, DTYPE, SHAPE, ERROR]
+            .into_iter()
+            .filter(|name| value(model, file, name).is_some())
+            .collect())
     }
 
     /// The value of one.
@@ -61,6 +65,7 @@ fn value(model: &Model, file: File, name: &str) -> Option<String> {
             let sizes: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
             format!("[{}]", sizes.join(", "))
         }),
+        ERROR => model.refusal_of(file)?.text(),
         _ => None,
     }
 }

@@ -1,0 +1,116 @@
+"""Why a call failed can be read where it failed: `error`, and the attribute `user.gradfs.error`."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+from filetools import f32, mounts, raises, write_safetensors
+
+mounted = mounts(size=4096)
+
+
+def error(place):
+    """What the file says; the attribute says the same."""
+    text = (place / "error").read_text()
+    try:
+        shown = os.getxattr(place / "gradients", "user.gradfs.error").decode() + "\n"
+    except OSError as missing:
+        assert missing.errno == errno.ENODATA
+        shown = ""
+    assert text == shown
+    return text
+
+
+def test_why_a_call_failed_is_read_where_it_failed(start_mount, tmp_path):
+    numbers = {"first": ("F32", (512,), bytes(2048)), "second": ("F32", (16384,), bytes(65536))}
+    model = write_safetensors(tmp_path / "model.safetensors", numbers)
+    mount = start_mount(model=model, block_size="64KiB", reducer="sum")
+    mount.join("a")
+    place = mount.place("a")
+    size = 2048 + 65536
+    assert error(place) == error(mount.model) == ""
+
+    with raises(errno.EFBIG):
+        mount.contribute(np.zeros(size // 4, "<f8"), learner="a")
+    assert "float64, 2x the size; the model is F32" in error(place)
+    assert error(mount.model) == "", "another learner"
+    with raises(errno.EINVAL):
+        mount.contribute(b"abc", offset=2048, learner="a")
+    assert "byte 2051" in error(place) and '"second"' in error(place)
+    with raises(errno.EINVAL):
+        mount.contribute(f32(float("nan")), offset=size - 4, learner="a")
+    assert "block 1" in error(place) and '"second"' in error(place) and "NaN" in error(place)
+
+    fd = os.open(place / "gradients", os.O_WRONLY)
+    os.pwrite(fd, bytes(65536), 0)
+    with raises(errno.EINVAL):
+        os.pwrite(fd, bytes(4), 65532)
+    os.close(fd)
+    assert "block 0" in error(place) and "0..65536" in error(place), "though close has succeeded"
+    mount.contribute(f32(1))
+    assert "block 0" in error(place), "of another learner"
+
+
+def test_an_error_is_gone_after_a_contribution_without_one(mounted):
+    mount = mounted(lease=0)
+    with raises(errno.EFBIG):
+        mount.contribute(f32(1), offset=4096)
+    assert "wider type" in error(mount.model)
+    mount.contribute(b"")
+    assert error(mount.model) != ""
+    mount.contribute(f32(1))
+    assert error(mount.model) == ""
+    # In one contribution: what succeeds at its end was not all that was meant.
+    fd = os.open(mount.model / "gradients", os.O_WRONLY)
+    os.pwrite(fd, f32(1), 0)
+    with raises(errno.EFBIG):
+        os.pwrite(fd, f32(1), 4096)
+    os.close(fd)
+    assert error(mount.model) != ""
+    mount.contribute(f32(1))
+    assert error(mount.model) == ""
+
+
+@pytest.mark.also_on_network
+def test_an_error_says_who_was_waited_for(start_mount):
+    mount = start_mount(size=4096, reducer="sum", learners=2, timeout=1, lease=0)
+    mount.join("here")
+    mount.join("late")
+    mount.contribute(f32(1), learner="here")
+    with raises(errno.ETIMEDOUT):
+        mount.contribute(f32(1), learner="here")
+    assert '"late"' in error(mount.place("here")) and "committed" in error(mount.place("here"))
+    assert '"here" (' not in error(mount.place("here"))
+    with raises(errno.ETIMEDOUT):
+        mount.weights("here")
+    assert '"late"' in error(mount.place("here"))
+
+
+def test_an_error_says_that_the_job_is_stopped(start_mount):
+    mount = start_mount(size=4096, reducer="sum", min_learners=2, learners=2)
+    mount.join("a")
+    mount.join("b")
+    mount.leave("b")
+    with raises(errno.ECANCELED):
+        mount.contribute(f32(1), learner="a")
+    assert "1 active learners, control/min_learners is 2" in error(mount.place("a"))
+
+
+def test_files_with_headers_are_refused_by_name(mounted, tmp_path):
+    mount = mounted(reducer="assign")
+    np.save(tmp_path / "a.npy", f32(*range(100)))
+    write_safetensors(tmp_path / "a.safetensors", {"a": ("F32", (100,), f32(*range(100)).tobytes())})
+    for kind in (".npy", "safetensors"):
+        data = (tmp_path / f"a.{kind.lstrip('.')}").read_bytes()
+        for name in ("gradients", "weights"):
+            fd = os.open(mount.model / name, os.O_WRONLY)
+            with raises(errno.EINVAL):
+                os.write(fd, data)
+            os.close(fd)
+            assert f"a {kind} file with its header" in (mount.model / "error").read_text()
+    assert mount.version() == 0
+    # Their arrays are taken.
+    mount.contribute(np.load(tmp_path / "a.npy"))
+    mount.catch_up()
+    assert np.frombuffer(mount.weights(), "<f4")[:100].tolist() == list(range(100))
