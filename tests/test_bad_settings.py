@@ -23,6 +23,7 @@ BAD_VALUES = {
     "retain": [b"-1", b"70000", b"14"],
     "timeout": [b"0", b"-1", b"never", b"1e300", b"nan", b"inf"],
     "lease": [b"-1", b"x"],
+    "linger": [b"-1", b"x", b"nan", b"1e300"],
     "reducer": [b"", b"magic", b"SGD2", b"sgd adam", b"../../etc"],
     "consistency": [b"maybe", b"quorum 2", b"ssp"],
     "aggregation": [b"max"],

@@ -9,7 +9,8 @@ import time
 
 import numpy as np
 import pytest
-from filetools import BLOCK, Threads, array, eventually, finish, hear, outcome, program, raises, takes
+from filetools import BLOCK, Threads, array, eventually, finish, go, hear, outcome, program, raises, takes
+from test_metrics import Metrics
 
 SIZE = 8 * BLOCK + 1236
 ELEMENTS = SIZE // 4
@@ -406,6 +407,49 @@ def test_a_killed_lead_is_an_error_and_no_hang(cluster):
         assert mount.stop() == 0
 
 
+def has_failed(mount, **waits):
+    eventually(lambda: mount.status()["state"] == "failed", **waits)
+    with takes(0, 1), raises(errno.EIO):
+        give(mount, 1)
+    with takes(0, 1), raises(errno.EIO):
+        mount.join("y")
+    assert array(mount.model / "weights")[0] == 1, "weights that are here stay readable"
+
+
+@pytest.mark.parametrize("registry", ["in it", "elsewhere"])
+def test_a_lead_that_comes_back_empty_has_failed_the_job_on_all_mounts(cluster, registry):
+    """Also what waits already; also once there is another model of the name."""
+    one = model(cluster(2), timeout=60, lease=30, learners=2)
+    mounts = one.mount(), one.mount()
+    for mount, name in zip(mounts, "ab"):
+        mount.join(name)
+    Threads().run(*(lambda mount=mount, name=name: give(mount, 0.5, name) for mount, name in zip(mounts, "ab")))
+    for mount in mounts:
+        eventually(lambda mount=mount: only(mount) == 1)
+    lead = one.leader("m")
+    if registry == "elsewhere":
+        one.run("drain", lead.number)
+        lead = one.leader("m")
+    assert (lead.address == one.registry) == (registry == "in it")
+    give(mounts[0], 1, "a")
+    waiting = Threads().start(outcome, array, mounts[0].place("a") / "weights")
+    time.sleep(0.3)
+    lead.kill()
+    one.add_shard(listen=lead.address)
+    with takes(0, 12):
+        assert waiting.result(20) == "EIO"
+        for mount in mounts:
+            has_failed(mount, deadline=10)
+    # The registry may have to hear of the model first, from the shard that still has a part of it.
+    eventually(lambda: one.run("delete", "m").returncode == 0, deadline=20)
+    model(one)
+    again = one.mount()
+    again.contribute(np.ones(1, "<f4"))
+    for mount in mounts:
+        has_failed(mount)
+        assert mount.stop() == 0
+
+
 def test_a_partition_that_heals_loses_nothing(cluster):
     """Shorter than the lease: as if it had been slow. The other mount waits for it."""
     one, proxies = proxied(cluster, learners=2, lease=4)
@@ -499,3 +543,99 @@ def test_learners_that_end_while_the_network_is_down_leave(cluster):
     finish(child)
     with takes(0, 10):
         assert mount.stop() == 0
+
+
+def test_a_learner_whose_last_process_exits_leaves_after_linger__for_other_mounts_too(cluster):
+    one = model(cluster(2), learners=2, timeout=30, lease=20, linger=1)
+    a, b = one.mount(), one.mount()
+    b.join("b")
+    child = program(WRITER, a.join("a") / "gradients")
+    hear(child)
+    go(child)
+    finish(child)
+    give(b, 1, "b")
+    assert array(b.place("b") / "weights")[0] == 65, "what it left open counts"
+    give(b, 1, "b")
+    with takes(0.5, 6):
+        assert array(b.place("b") / "weights")[0] == 66
+    eventually(lambda: not a.place("a").exists())
+
+
+def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__on_all_mounts_and_by_the_command(cluster):
+    one = model(cluster(2), learners=2, timeout=30, lease=0)
+    a, b = one.mount(), one.mount()
+    a.join("slow"), b.join("b")
+    give(b, 1, "b")
+    for mount in (a, b):
+        (late,) = eventually(lambda mount=mount: mount.status()["waits_for_learners"], deadline=9)
+        assert late["id"] == "slow" and 4 < time.time() - late["since_unix_seconds"] < 12
+    shown = one.run("status")
+    assert "m: waiting for" in shown.stdout and "s for learners: slow" in shown.stdout and shown.returncode == 0
+    (job,) = one.status()["jobs"]
+    assert job["waits_for_learners"]["learners"] == ["slow"]
+    lead = one.leader("m")
+    for log in (a.stderr, b.stderr, lead.stderr):
+        eventually(lambda log=log: log().count("learners have been waiting for") == 1)
+    give(a, 1, "slow")
+    eventually(lambda: b.status()["waits_for_learners"] == [])
+    assert only(b, "b") == 2
+
+
+@pytest.mark.parametrize("which", ["the lead", "another"])
+def test_a_job_that_waits_for_a_shard_says_for_which_and_since_when(cluster, which):
+    one = model(cluster(3), shards=3, timeout=60, lease=30)
+    mount = one.mount(metrics="127.0.0.1:0")
+    give(mount, 1)
+    assert only(mount) == 1 and one.run("status").returncode == 0
+    assert mount.status()["waits_for_shards"] == []
+    # The first one is the registry.
+    (first,) = [s for s in one.shards if s.address == one.registry]
+    if which == "the lead" and one.leader("m") is first:
+        done = one.run("drain", first.number)
+        assert done.returncode == 0, done.stderr
+        eventually(lambda: only(mount) == 1)
+    lead = one.leader("m")
+    victim = lead if which == "the lead" else next(s for s in one.shards if s not in (first, lead))
+    began = time.time()
+    victim.kill()
+    (away,) = eventually(lambda: mount.status()["waits_for_shards"], deadline=6)
+    assert mount.status()["state"] == "waiting"
+    assert (away["id"], away["address"]) == (victim.number, victim.address)
+    assert abs(away["since_unix_seconds"] - began) < 1.5 and "refused" in away["because"]
+    assert time.time() - began > 1.9
+    eventually(lambda: one.run("status").returncode == 3, deadline=6)
+    said = f"m: waiting for shard {victim.number} at {victim.address}, not reached for "
+    assert said in one.run("status").stdout
+    (job,) = one.status()["jobs"]
+    assert job["state"] == "waiting" and job["waits_for_shards"][0]["shard"] == victim.number
+    assert 1 < job["waits_for_shards"][0]["seconds"] < time.time() - began + 4
+    scraped = Metrics(mount)
+    assert 2 <= scraped("gradfs_shard_unreachable_seconds", model="m", shard=victim.number) < time.time() - began + 1
+    others = [value for labels, value in scraped.all("gradfs_shard_unreachable_seconds")]
+    assert sorted(others)[:-1] == [0] * (len(others) - 1)
+    logs = [mount.stderr] + ([lead.stderr] if victim is not lead else [])
+    for log in logs:
+        eventually(lambda log=log: "which has not been reached for " in log())
+    time.sleep(1.5)
+    for log in logs:
+        assert log().count("which has not been reached for ") == 1, log()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_job_that_waits_for_a_shard_goes_on_when_it_is_there_again(cluster, which):
+    one, proxies = proxied(cluster, timeout=60, lease=30)
+    mount = one.mount()
+    give(mount, 1)
+    assert only(mount) == 1
+    target, proxies[which].target = proxies[which].target, "127.0.0.1:1"
+    proxies[which].reset()
+    eventually(lambda: mount.status()["state"] == "waiting", deadline=6)
+    assert [shard["id"] for shard in mount.status()["waits_for_shards"]] == [one.shards[which].number]
+    waiting = Threads().start(give, mount, 10)
+    time.sleep(0.5)
+    assert not waiting.done()
+    proxies[which].target = target
+    waiting.result(10)
+    eventually(lambda: mount.status()["state"] == "running")
+    assert mount.status()["waits_for_shards"] == [] and only(mount) == 11
+    eventually(lambda: one.run("status").returncode == 0)

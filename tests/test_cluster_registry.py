@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from cluster import Shard
-from filetools import BLOCK, Threads, eventually
+from filetools import BLOCK, Threads, array, eventually, outcome, takes
 from wire import HEADER_BYTES, MESSAGES, REGISTRY
 
 SIZE = 8 * BLOCK + 1236
@@ -287,7 +287,7 @@ def test_a_shard_that_is_refused_its_number_is_shown(apart):
     training.end()
     # One that asks no more is forgotten.
     first.stop()
-    eventually(lambda: first.address not in one.run("status").stdout, deadline=15)
+    eventually(lambda: f"at {first.address}: " not in one.run("status").stdout, deadline=15)
 
 
 def test_a_registry_in_a_shard_comes_back_with_the_others(cluster):
@@ -449,3 +449,30 @@ def test_a_model_of_any_size_is_refused_soon(cluster, size):
     assert time.monotonic() - began < 4
     assert done.returncode in (1, 2) and ("blocks" in done.stderr or "memory" in done.stderr), done.stderr
     assert one.ask(one.shards[0])["models"] == []
+
+
+def test_a_lead_that_comes_back_empty_has_failed_the_job_on_all_mounts__after_another_was_created(apart):
+    """The name is another model's before something answers at the old lead's address again, and after."""
+    one = model(apart(2), timeout=1)
+    mount = one.mount()
+    give(mount, 1)
+    assert shown(mount) == 1
+    lead = one.leader("m")
+    lead.kill()
+    assert one.run("delete", "m").returncode == 0
+    small = ("m", "--size", "1MiB", "--block-size", "64KiB", "--reducer", "sum", "--shards", 1)
+    # The dead one is listed for a while, and chosen.
+    eventually(lambda: one.run("create", *small).returncode == 0, deadline=20)
+
+    def has_failed():
+        # The longer the shard is away, the more seldom the registry is asked.
+        eventually(lambda: mount.status()["state"] == "failed", deadline=40)
+        with takes(0, 1):
+            assert outcome(give, mount, 1) == "EIO"
+        assert array(mount.model / "weights")[0] == 1, "weights that are here stay readable"
+
+    has_failed()
+    one.add_shard(listen=lead.address)
+    time.sleep(2)
+    has_failed()
+    assert mount.stop() == 0

@@ -278,8 +278,8 @@ def test_bad_settings_change_nothing(mounted):
     before = {name: mount.control(name) for name in os.listdir(mount.model / "control")}
     bad = {
         "reducer": "SGD2", "consistency": "maybe", "learning_rate": "fast", "momentum": 2, "beta1": 1,
-        "learners": 0, "min_learners": 9, "lease": -1, "timeout": 0, "retain": 99, "max_versions": 2,
-        "nonfinite": "yes", "aggregation": "median", "carry": "nan", "epsilon": "1e99", "deterministic": "perhaps",
+        "learners": 0, "min_learners": 9, "lease": -1, "linger": -1, "timeout": 0, "retain": 99,
+        "max_versions": 2, "nonfinite": "yes", "aggregation": "median", "carry": "nan", "epsilon": "1e99", "deterministic": "perhaps",
     }  # fmt: skip
     for name, value in bad.items():
         with raises(errno.EINVAL):

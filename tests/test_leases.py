@@ -1,4 +1,5 @@
-"""Learners that stop and stay attached: they hold others up for a lease, and no longer; and nobody else."""
+"""Learners that stop and stay attached hold others up for a lease, those whose processes exit for `linger`; and nobody
+else."""
 
 import errno
 import itertools
@@ -8,7 +9,7 @@ import time
 
 import pytest
 from filetools import (
-    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, outcome, program, raises, takes
+    BLOCK, SIZE, Threads, array, eventually, f32, filled, finish, go, hear, outcome, program, raises, shell, takes
 )
 
 LEASE = 1
@@ -152,3 +153,126 @@ def test_leases_expire__not_while_nobody_waits(start_mount):
         assert continued(holder) == "done", name
         assert mount.wait_for_version(1) == 1, name
         assert array(mount.model / "weights")[0] == 64, name
+
+
+# Contributes once, as one process.
+STEP = """
+import errno
+fd = os.open(argv[0], os.O_WRONLY)
+os.write(fd, bytes([0, 0, 128, 63]) * (os.stat(argv[0]).st_size // 4))  # 1.0
+say("written")
+wait()
+os.close(fd)
+if argv[1] == "stays":
+    say("closed")
+    wait()
+if argv[1] == "fails":
+    raise SystemExit(1)
+"""
+
+
+def one_step(place, then="ends", status=0):
+    """A process of its own contributes, and ends."""
+    step = program(STEP, place / "gradients", then)
+    assert hear(step) == "written"
+    finish(step, status)
+
+
+@pytest.mark.parametrize("then", ["ends", "fails"])
+def test_a_learner_whose_last_process_exits_leaves_after_linger_while_others_wait_for_it(start_mount, then):
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=30, lease=20)
+    assert mount.control("linger") == "2"
+    mount.control("linger", 1)
+    mount.join("a"), mount.join("b")
+    one_step(mount.place("a"), then, status=1 if then == "fails" else 0)
+    time.sleep(1.5)
+    mount.contribute(filled(mount, 10), learner="b")
+    assert (array(mount.place("b") / "weights") == 11).all(), "while nobody waited for it, it stayed"
+    assert mount.place("a").exists()
+    mount.contribute(filled(mount, 100), learner="b")
+    with takes(0.5, 5):
+        assert (array(mount.place("b") / "weights") == 111).all()
+    eventually(lambda: not mount.place("a").exists())
+    assert "out of the job: its last process had exited, and others waited for it" in mount.stderr()
+    mount.join("a")
+
+
+def test_a_learner_that_comes_back_within_linger_stays(start_mount):
+    """A script whose steps are processes of their own, which pause for longer than nobody waits for."""
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=30, lease=20, linger=3)
+    place = mount.join("a")
+    mount.join("b")
+    mount.weights()
+    script = "for step in 1 2 3; do cat $1/weights > $2; sleep 1; cat $3 > $1/gradients || exit 1; done"
+    gradient = mount.root.parent / f"{mount.root.name}.gradient"
+    gradient.write_bytes(filled(mount, 1).tobytes())
+    try:
+        threads = Threads()
+        steps = threads.start(shell, script, place, os.devnull, gradient)
+        for step in 1, 2, 3:
+            mount.contribute(filled(mount, 1), learner="b")
+            assert (array(mount.place("b") / "weights") == 2 * step).all()
+        steps.result(20)
+    finally:
+        gradient.unlink()
+    assert place.exists()
+
+
+@pytest.mark.parametrize("case", ["a process lives", "another process lives", "a signal"])
+def test_a_learner_whose_last_process_exits_leaves_after_linger__and_no_other_one(start_mount, case):
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=2, lease=20, linger=0)
+    mount.join("a"), mount.join("b")
+    first = program(STEP, mount.place("a") / "gradients", "stays")
+    assert hear(first) == "written"
+    go(first)
+    assert hear(first) == "closed"
+    if case == "another process lives":
+        # It has had gradients open, and has closed them.
+        fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
+        os.close(fd)
+        finish(first)
+    elif case == "a signal":
+        first.kill()
+        first.communicate(timeout=10)
+        eventually(lambda: not mount.place("a").exists(), deadline=2)
+        return
+    mount.contribute(filled(mount, 10), learner="b")
+    assert (array(mount.place("b") / "weights") == 11).all()
+    mount.contribute(filled(mount, 10), learner="b")
+    with takes(1.5, 5), raises(errno.ETIMEDOUT):
+        array(mount.place("b") / "weights")
+    assert mount.place("a").exists()
+    if case == "a process lives":
+        finish(first)
+        eventually(lambda: not mount.place("a").exists(), deadline=2)
+
+
+def test_what_exit_leaves_open_counts__though_the_learner_does_not_linger(start_mount):
+    """Nobody loses what it wrote by leaving at once."""
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=10, lease=20, linger=0)
+    mount.join("a"), mount.join("b")
+    mount.contribute(filled(mount, 10), learner="b")
+    code = "fd = os.open(argv[0], os.O_WRONLY)\nos.write(fd, bytes([0, 0, 128, 63]) * int(argv[1]))\nos._exit(0)"
+    writer = program(code, mount.place("a") / "gradients", SIZE // 4)
+    finish(writer)
+    assert (array(mount.place("b") / "weights") == 11).all()
+
+
+def test_after_5_s_of_waiting_it_is_said_who_is_waited_for(start_mount):
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=30, lease=0)
+    for name in ("a", "slow", "b"):
+        mount.join(name)
+    mount.contribute(filled(mount, 1), learner="a")
+    began = time.time()
+    mount.contribute(filled(mount, 1), learner="b")
+    time.sleep(3)
+    assert mount.status()["waits_for_learners"] == []
+    (late,) = eventually(lambda: mount.status()["waits_for_learners"], deadline=6)
+    assert late["id"] == "slow" and abs(late["since_unix_seconds"] - began) < 1.5, (late, began)
+    line = "s for slow"
+    eventually(lambda: line in mount.stderr())
+    time.sleep(2.5)
+    assert mount.stderr().count("learners have been waiting for") == 1, "once a wait"
+    mount.contribute(filled(mount, 1), learner="slow")
+    eventually(lambda: mount.status()["waits_for_learners"] == [])
+

@@ -267,6 +267,37 @@ def test_a_learner_writes_ahead__until_the_timeout(mounted):
     assert (array(mount.model / "weights") == 11).all(), "it was dropped"
 
 
+def test_a_close_after_a_failed_fsync_does_not_wait_again(mounted):
+    mount = mounted(learners=2, timeout=2.5)
+    mount.join("a"), mount.join("b")
+    mount.contribute(filled(mount, 1), learner="a")
+    fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
+    assert os.write(fd, filled(mount, 100).tobytes()) == SIZE
+    with takes(2.4, 6), raises(errno.ETIMEDOUT):
+        os.fsync(fd)
+    with takes(0, 1.5), raises(errno.ETIMEDOUT):
+        os.close(fd)
+    mount.contribute(filled(mount, 10), learner="b")
+    mount.catch_up()
+    assert (array(mount.model / "weights") == 11).all(), "it was dropped"
+
+
+def test_a_close_after_a_failed_fsync_does_not_wait_again__nor_after_one_that_succeeded_then(mounted):
+    mount = mounted(learners=2, timeout=0.4)
+    mount.join("a"), mount.join("b")
+    mount.contribute(filled(mount, 1), learner="a")
+    fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
+    assert os.write(fd, filled(mount, 100).tobytes()) == SIZE
+    with raises(errno.ETIMEDOUT):
+        os.fsync(fd)
+    mount.contribute(filled(mount, 10), learner="b")
+    os.fsync(fd)
+    os.close(fd)
+    mount.contribute(filled(mount, 1000), learner="b")
+    mount.catch_up()
+    assert (array(mount.model / "weights") == 1111).all(), "it counts, once"
+
+
 def test_device_has_both_faces(mounted):
     mount = mounted()
     mount.contribute(filled(mount, 1))

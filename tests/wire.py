@@ -9,6 +9,8 @@ from pathlib import Path
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 HEADER = struct.Struct("<2sHIIIQQI")  # Without its own checksum.
+# What this speaks.
+PROTOCOL = 2
 HEADER_BYTES = HEADER.size + 4
 PROTOCOL = 2
 ROLES = {"control": 0, "data": 1, "lead": 2, "admin": 3}

@@ -231,6 +231,9 @@ struct JobArgs {
     /// Silence after which a learner leaves; 0 is never [default: 60]
     #[arg(long, value_name = "SECONDS", help_heading = "Job")]
     lease: Option<String>,
+    /// Seconds for which others wait for a learner whose last process has exited [default: 2]
+    #[arg(long, value_name = "SECONDS", help_heading = "Job")]
+    linger: Option<String>,
     /// Longest wait of an open, fsync or close [default: 120]
     #[arg(long, value_name = "SECONDS", help_heading = "Job")]
     timeout: Option<String>,
@@ -353,6 +356,7 @@ impl JobArgs {
             ("learners", self.learners),
             ("min_learners", self.min_learners),
             ("lease", self.lease),
+            ("linger", self.linger),
             ("timeout", self.timeout),
             ("retain", self.retain),
             ("max_versions", self.max_versions),
@@ -471,6 +475,7 @@ mod tests {
             ("learners", "4"),
             ("min_learners", "2"),
             ("lease", "2.5"),
+            ("linger", "0"),
             ("timeout", "7"),
             ("retain", "3"),
             ("max_versions", "9"),

@@ -39,7 +39,7 @@ fn main() -> ExitCode {
         Err(code) => return code.into(),
     };
     match run(cli) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             logging::report_failure(&error);
             error.exit_code().into()
@@ -47,24 +47,25 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(cli: Cli) -> Result<(), Error> {
+fn run(cli: Cli) -> Result<ExitCode, Error> {
     logging::init(&cli.log, cli.command.is_background())?;
     let log = cli.log.log_file;
-    match cli.command {
+    let done = match cli.command {
         Command::Up(args) => {
             let (background, dry_run) = (args.background.asked(), args.dry_run);
             let config = args.config(std::env::vars_os())?;
             if dry_run {
-                return up::dry_run(&config);
+                return up::dry_run(&config).map(|()| ExitCode::SUCCESS);
             }
             let ready = ready(background, log, "up", &config.mountpoint)?;
             up::run(config, ready)
         }
-        Command::Cluster(command) => run_cluster(command, log),
+        Command::Cluster(command) => return run_cluster(command, log),
         Command::Rdma(RdmaCommand::Devices { json }) => rdma::devices(json),
         Command::Unmount { mountpoint, lazy } => mountpoint::unmount(&mountpoint, lazy),
         Command::Completions { shell } => cli::completions(shell),
-    }
+    };
+    done.map(|()| ExitCode::SUCCESS)
 }
 
 /// Goes to the background if that is asked for. No thread may have been started yet.
@@ -83,9 +84,9 @@ fn ready(
     })
 }
 
-fn run_cluster(command: ClusterCommand, log: Option<PathBuf>) -> Result<(), Error> {
+fn run_cluster(command: ClusterCommand, log: Option<PathBuf>) -> Result<ExitCode, Error> {
     let variables = std::env::vars_os();
-    match command {
+    let done = match command {
         ClusterCommand::Registry(args) => {
             let background = args.background.asked();
             let config = args.config(variables)?;
@@ -105,8 +106,9 @@ fn run_cluster(command: ClusterCommand, log: Option<PathBuf>) -> Result<(), Erro
             let ready = ready(background, log, "mount", &config.mountpoint)?;
             cluster::mount::run(&config, ready)
         }
-        ClusterCommand::Status(args) => cluster::status::run(&args.config(variables)?),
+        ClusterCommand::Status(args) => return cluster::status::run(&args.config(variables)?),
         ClusterCommand::Delete(args) => cluster::upload::delete(&args.config(variables)?),
         ClusterCommand::Drain(args) => cluster::drain::run(&args.config(variables)?),
-    }
+    };
+    done.map(|()| ExitCode::SUCCESS)
 }

@@ -221,6 +221,19 @@ pub enum LeaveReason {
     Died,
     /// It was silent past its lease.
     LeaseExpired,
+    /// Its last process had exited, and others waited for it.
+    Exited,
+}
+
+/// Whether a process uses a learner, as its mount sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Attached {
+    /// None is known to.
+    No,
+    /// One that lives is known to.
+    Yes,
+    /// The last one that did has exited, or has ended otherwise than by a signal.
+    Exited,
 }
 
 impl fmt::Display for LeaveReason {
@@ -229,6 +242,7 @@ impl fmt::Display for LeaveReason {
             LeaveReason::Asked => "left",
             LeaveReason::Died => "its process died",
             LeaveReason::LeaseExpired => "silent past its lease",
+            LeaveReason::Exited => "its last process had exited, and others waited for it (control/linger)",
         })
     }
 }

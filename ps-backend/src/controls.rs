@@ -120,6 +120,8 @@ pub struct Controls {
     pub min_learners: u32,
     /// Silence after which a learner leaves; zero: never.
     pub lease: Duration,
+    /// For so long others wait for a learner whose last process has exited.
+    pub linger: Duration,
     /// Longest wait of an open, fsync or close.
     pub timeout: Duration,
     /// Older versions to keep under `versions/`.
@@ -140,6 +142,7 @@ impl Default for Controls {
             learners: 1,
             min_learners: 1,
             lease: Duration::from_secs(60),
+            linger: Duration::from_secs(2),
             // Longer than the lease, so that those who wait outlast one who is gone.
             timeout: Duration::from_secs(120),
             retain: 1,
@@ -191,6 +194,7 @@ pub const SETTINGS: &[(&str, &str)] = &[
     ("learners", "learners to wait for before the first version"),
     ("min_learners", "below this many active learners the job stops"),
     ("lease", "seconds of silence after which a learner leaves; 0 is never"),
+    ("linger", "seconds for which others wait for a learner whose last process has exited"),
     ("timeout", "longest wait in seconds of an open, fsync or close"),
     ("retain", "older versions kept under versions/"),
     ("max_versions", "version buffers that may exist, the held ones included"),
@@ -220,6 +224,7 @@ impl Controls {
             "learners" => self.learners.to_string(),
             "min_learners" => self.min_learners.to_string(),
             "lease" => self.lease.as_secs_f64().to_string(),
+            "linger" => self.linger.as_secs_f64().to_string(),
             "timeout" => self.timeout.as_secs_f64().to_string(),
             "retain" => self.retain.to_string(),
             "max_versions" => self.max_versions.to_string(),
@@ -264,6 +269,7 @@ impl Controls {
             "learners" => new.learners = field.count(1, MAX_LEARNERS)?,
             "min_learners" => new.min_learners = field.count(1, MAX_LEARNERS)?,
             "lease" => new.lease = field.seconds(0.0, "a number of seconds from 0 to a year")?,
+            "linger" => new.linger = field.seconds(0.0, "a number of seconds from 0 to a year")?,
             "timeout" => new.timeout = field.seconds(0.001, "a number of seconds from 0.001 to a year")?,
             "retain" => new.retain = field.count(0, MOST)?,
             "max_versions" => new.max_versions = field.count(3, MOST)?,
@@ -426,6 +432,8 @@ mod tests {
             ("carry", "0"),
             ("aggregation", "sum"),
             ("lease", "2.5"),
+            ("linger", "0"),
+            ("linger", "7.5"),
             ("timeout", "0.5"),
             ("retain", "3"),
             ("max_versions", "9"),
@@ -434,7 +442,7 @@ mod tests {
             controls = controls.with(name, &format!("{value}\n")).unwrap();
             assert_eq!(controls.get(name).as_deref(), Some(value), "{name}");
         }
-        assert_eq!(SETTINGS.len(), 19);
+        assert_eq!(SETTINGS.len(), 20);
         assert!(SETTINGS.iter().all(|(name, _)| controls.get(name).is_some()));
     }
 
@@ -469,6 +477,9 @@ mod tests {
             ("learners", "0"),
             ("learners", "-1"),
             ("lease", "-1"),
+            ("linger", "-0.5"),
+            ("linger", "NaN"),
+            ("linger", "1e9"),
             ("timeout", "0"),
             ("timeout", "1e300"),
             ("max_versions", "2"),

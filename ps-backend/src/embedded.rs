@@ -22,7 +22,7 @@ use std::time::{Duration, Instant, SystemTime};
 use libmodelio::ids::{LearnerId, ShardId, Version};
 use libmodelio::layout::ModelLayout;
 use libmodelio::mmap::Mapping;
-use libmodelio::transport::{Completion, Region, ShardError, TransportKind};
+use libmodelio::transport::{Attached, Completion, Region, ShardError, TransportKind};
 use parking_lot::{Condvar, Mutex};
 
 use crate::controls::{Controls, NonFinite};
@@ -244,7 +244,7 @@ impl EmbeddedShard {
     }
 
     /// Sign of life from `learner`.
-    pub fn touch(&self, learner: LearnerId, attached: Option<bool>) {
+    pub fn touch(&self, learner: LearnerId, attached: Option<Attached>) {
         self.inner.lock().core.touch(learner, attached, self.now());
     }
 
@@ -259,12 +259,15 @@ impl EmbeddedShard {
             no_rdma: None,
             lost: None,
             connected: true,
+            away: None,
         };
         let inner = self.inner.lock();
+        let now = self.now();
         JobStatus {
             state: inner.core.state(),
+            late: inner.core.late(now).map(|late| (late.learners, now.saturating_sub(late.since))),
             version: inner.core.version(),
-            members: inner.core.members(self.now()),
+            members: inner.core.members(now),
             committed: inner.core.committed(),
             contributions: inner.core.contributions_taken(),
             blocks_on_arrival: inner.core.blocks_on_arrival(),

@@ -13,7 +13,7 @@ use std::time::{Duration, SystemTime};
 use libmodelio::ids::{LearnerId, ShardId, Version};
 use libmodelio::layout::ModelLayout;
 use libmodelio::payload::Payloads;
-use libmodelio::transport::{LeaveReason, Region, ShardError, TransportKind};
+use libmodelio::transport::{Attached, LeaveReason, Region, ShardError, TransportKind};
 
 use crate::controls::{ControlError, Controls};
 use crate::core::{LastCommit, MemberView};
@@ -71,13 +71,17 @@ pub struct ShardView {
     pub lost: Option<String>,
     /// Whether there is a connection to it now.
     pub connected: bool,
+    /// For how long it has not been reached, by this process or by the coordinator, if that is long.
+    pub away: Option<Duration>,
 }
 
 /// What a job has done since its start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobStatus {
-    /// `forming`, `running`, `reducing` or `stopped`.
+    /// `forming`, `running`, `reducing`, `stopped`, `waiting` (for a shard) or `failed`.
     pub state: &'static str,
+    /// Names of learners that others have been waiting for, and for how long, if that is long.
+    pub late: Option<(Vec<String>, Duration)>,
     /// The newest version.
     pub version: Version,
     /// Learners in the job, those of other mounts included.
@@ -192,9 +196,8 @@ pub trait Job: Send + Sync {
         false
     }
 
-    /// Sign of life from `learner`. `attached` says whether some process that is known to live uses it, where that
-    /// is known anew.
-    fn touch(&self, learner: LearnerId, attached: Option<bool>);
+    /// Sign of life from `learner`. `attached` says whether a process uses it, where that is known anew.
+    fn touch(&self, learner: LearnerId, attached: Option<Attached>);
 
     /// What it is doing.
     fn status(&self) -> JobStatus;

@@ -45,6 +45,8 @@ pub struct Answer {
 struct Shard {
     record: ShardRecord,
     until: Now,
+    /// When it last announced itself; `None` if only others have told of it.
+    heard: Option<Now>,
     /// It holds parts under its number, as it says.
     holds: bool,
 }
@@ -117,6 +119,11 @@ impl RegistryCore {
         self.shards.values().filter(move |shard| shard.until > now).map(|shard| &shard.record)
     }
 
+    /// When each shard last announced itself, those that have not for long included.
+    pub fn heard(&self) -> impl Iterator<Item = (&ShardRecord, Option<Now>)> {
+        self.shards.values().map(|shard| (&shard.record, shard.heard))
+    }
+
     fn announce(
         &mut self,
         record: &ShardRecord,
@@ -144,7 +151,7 @@ impl RegistryCore {
         let before = known.and_then(|known| self.shards.remove(&known));
         let draining = before.map_or(record.draining, |before| before.record.draining);
         let record = ShardRecord { shard: number, draining, ..record.clone() };
-        self.shards.insert(number, Shard { record, until: now + lease, holds: bound });
+        self.shards.insert(number, Shard { record, until: now + lease, heard: Some(now), holds: bound });
         Ok(number)
     }
 

@@ -14,20 +14,21 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::client::{self, Client, ClientEvent, PeerView};
-use libmodelio::ids::{BlockId, Incarnation, LearnerId, Version};
+use libmodelio::ids::{BlockId, Incarnation, LearnerId, ShardId, Version};
 use libmodelio::layout::ModelLayout;
 use libmodelio::mmap::Mapping;
 use libmodelio::payload::Payloads;
 use libmodelio::transport::{
-    BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, RegionKey, Reply,
-    ShardError, TransportKind,
+    Attached, BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, RegionKey,
+    Reply, ShardError, TransportKind,
 };
 use libmodelio::wire::{self, Refusal};
 use parking_lot::Mutex;
 
 use crate::controls::{ControlError, Controls, NonFinite};
-use crate::core::{LastCommit, MemberView};
+use crate::core::{LONG, LastCommit, MemberView};
 use crate::job::{Event, Job, JobStatus, Listener, SetDone, ShardView, VersionMemory, VersionView};
+use crate::lead::AWAY;
 use crate::reducer::Reducer;
 use crate::region_store;
 use offers::Offers;
@@ -58,8 +59,32 @@ pub struct RemoteJob {
     /// Buffers for new weights that were handed out and have not come back.
     lent: Mutex<HashMap<RegionKey, Weak<Mapping>>>,
     listener: Mutex<Option<Arc<Listener>>>,
+    waits: Mutex<Waits>,
     next_key: AtomicU64,
     this: Weak<RemoteJob>,
+}
+
+/// What the lead says that the job waits for, and since when it does.
+#[derive(Default)]
+struct Waits {
+    learners: Option<Instant>,
+    shards: BTreeMap<ShardId, Instant>,
+}
+
+impl Waits {
+    /// The lead says so when it has waited for a while.
+    fn hear(&mut self, state: &wire::JobState) {
+        let ago = |waited| Instant::now().checked_sub(waited).unwrap_or_else(Instant::now);
+        if state.late.is_empty() {
+            self.learners = None;
+        } else {
+            self.learners.get_or_insert_with(|| ago(LONG));
+        }
+        self.shards.retain(|shard, _| state.away.contains(shard));
+        for &shard in &state.away {
+            self.shards.entry(shard).or_insert_with(|| ago(AWAY));
+        }
+    }
 }
 
 impl RemoteJob {
@@ -76,6 +101,7 @@ impl RemoteJob {
             offers: Mutex::default(),
             lent: Mutex::default(),
             listener: Mutex::new(None),
+            waits: Mutex::default(),
             next_key: AtomicU64::new(1 << 32),
             this: this.clone(),
         });
@@ -128,6 +154,7 @@ impl RemoteJob {
             Err(error) => tracing::warn!(%error, "a setting of the job is not known here"),
         }
         self.stopped.store(state.state == "stopped", Ordering::Relaxed);
+        self.waits.lock().hear(&state);
     }
 
     fn refuse_if_ending(&self) -> Result<(), ShardError> {
@@ -563,7 +590,7 @@ impl Job for RemoteJob {
         state.learners.iter().find(|known| known.learner == learner).is_some_and(is_coming)
     }
 
-    fn touch(&self, learner: LearnerId, attached: Option<bool>) {
+    fn touch(&self, learner: LearnerId, attached: Option<Attached>) {
         self.client.touch(vec![learner], attached);
     }
 
@@ -590,7 +617,12 @@ impl Job for RemoteJob {
             })
         };
         // Those of the block map in force, which may be another one by now.
+        let waits = self.waits.lock();
         let shard = |peer: PeerView| ShardView {
+            away: {
+                let told = waits.shards.get(&peer.shard).map(Instant::elapsed);
+                peer.gone.filter(|gone| *gone >= AWAY).into_iter().chain(told).max()
+            },
             shard: peer.shard,
             address: Some(peer.address),
             transport: peer.transport,
@@ -600,14 +632,18 @@ impl Job for RemoteJob {
             blocks: peer.blocks,
             connected: peer.connected,
         };
+        let shards: Vec<ShardView> = self.client.peers().into_iter().map(shard).collect();
+        let is_away = shards.iter().any(|shard| shard.away.is_some());
         JobStatus {
             state: match state.state.as_str() {
+                "failed" => "failed",
+                _ if is_away => "waiting",
                 "forming" => "forming",
                 "reducing" => "reducing",
                 "stopped" => "stopped",
-                "failed" => "failed",
                 _ => "running",
             },
+            late: waits.learners.map(|since| (state.late.clone(), since.elapsed())),
             version: self.version(),
             members: state.learners.iter().filter_map(member).collect(),
             committed: state.committed as usize,
@@ -615,7 +651,7 @@ impl Job for RemoteJob {
             blocks_on_arrival: 0,
             buffers: self.client.buffers(),
             versions: self.client.versions(),
-            shards: self.client.peers().into_iter().map(shard).collect(),
+            shards,
         }
     }
 

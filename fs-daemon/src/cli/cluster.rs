@@ -24,7 +24,7 @@ Examples:
     gradfs registry --listen 0.0.0.0
 
 The registry is a small table of shards and models; no data goes through it. For a single shard
-none is needed: gradfs shard without --registry serves it itself.";
+none is needed: gradfs shard without --registry, or with its own address there, serves it itself.";
 
 const SHARD_EXAMPLES: &str = "\
 Examples:
@@ -40,7 +40,7 @@ Examples:
   Only with RDMA, over one of two devices; without --rdma it is used where there is a device:
     gradfs shard --listen 10.0.0.1 --rdma on --rdma-device mlx5_1
 
-  The same on every host, with a file and the host's own name:
+  The same on every host, with a file and the host's own name; the one that the file names is the registry:
     printf 'registry = \"node1\"\\nlisten = \"0.0.0.0\"\\nthreads = 8\\n' > cluster.toml
     gradfs shard --config cluster.toml --advertise \"$(hostname -f)\"";
 
@@ -52,6 +52,8 @@ Examples:
   A blank one of 16 GiB of bf16 over four shards:
     export GRADFS_REGISTRY=node1
     gradfs create blank --size 16GiB --dtype bf16 --shards 4 --reducer sum
+
+Without --registry and GRADFS_REGISTRY, the registry on this host is asked.
 
 Settings can be changed while the job runs, through any mount:
     echo 0.01 > /mnt/job/llama/control/learning_rate";
@@ -80,7 +82,8 @@ Examples:
   For a program:
     gradfs status --registry node1 --json | jq '.shards[].address'
 
-Without --registry and GRADFS_REGISTRY, the registry on this host is asked.";
+Without --registry and GRADFS_REGISTRY, the registry on this host is asked. The exit status is 3 while a job
+waits for a shard, and once one has failed.";
 
 const DELETE_EXAMPLES: &str = "\
 Examples:

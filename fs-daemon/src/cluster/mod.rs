@@ -2,6 +2,7 @@
 
 pub mod drain;
 mod interrupt;
+mod jobs;
 pub mod mount;
 pub mod shard;
 pub mod status;
@@ -57,10 +58,17 @@ fn maybe_unheard(at: &Endpoint, error: Error) -> Error {
 
 /// For how long there has been a registry, if it says so.
 fn age(at: &Endpoint) -> Option<Duration> {
-    let at = at.to_string();
-    let answer = AdminPeer::connect(&at, deadline())
-        .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));
-    let Ok((Message::Text, text)) = answer else { return None };
-    let status: Value = serde_json::from_slice(&text).ok()?;
+    let status = ask(&at.to_string()).ok()?;
     Duration::try_from_secs_f64(status["registry_seconds"].as_f64()?).ok()
+}
+
+/// What a shard or a registry says of itself.
+fn ask(at: &str) -> Result<Value, String> {
+    let asked = AdminPeer::connect(at, deadline())
+        .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));
+    match asked {
+        Ok((Message::Text, text)) => serde_json::from_slice(&text).map_err(|error| error.to_string()),
+        Ok((other, _)) => Err(format!("it answers with {}", other.name())),
+        Err(error) => Err(error.to_string()),
+    }
 }

@@ -34,7 +34,8 @@ fn listen_address(listen: &Endpoint) -> Result<std::net::SocketAddr, Error> {
 ///
 /// # Errors
 /// Anything that keeps it from being there.
-pub fn run(config: ShardConfig, ready: Ready) -> Result<(), Error> {
+pub fn run(mut config: ShardConfig, ready: Ready) -> Result<(), Error> {
+    config.registry = config.registry.take().filter(|registry| !config.is_the_registry(registry));
     let advertise = config.advertise.clone();
     let options = ServerOptions {
         listen: listen_address(&config.listen)?,

@@ -1,21 +1,24 @@
 //! `gradfs status`: which shards there are, which models, and what they are doing.
 
 use std::fmt::Write as _;
+use std::process::ExitCode;
 
-use libmodelio::admin::AdminPeer;
 use libmodelio::registry::Registry;
-use libmodelio::wire::{Message, RefusedShard, ShardRecord};
+use libmodelio::wire::{RefusedShard, ShardRecord};
 use serde_json::{Value, json};
 
-use super::{deadline, registry, registry_error};
+use super::{deadline, jobs, registry, registry_error};
 use crate::config::cluster::StatusConfig;
 use crate::error::Error;
 
-/// Prints the state of a cluster.
+/// The exit status if a job waits for a shard, or has failed.
+const IN_TROUBLE: u8 = 3;
+
+/// Prints the state of a cluster, and says by the exit status whether all jobs can go on.
 ///
 /// # Errors
 /// When the registry does not answer. A shard that does not is part of the answer.
-pub fn run(config: &StatusConfig) -> Result<(), Error> {
+pub fn run(config: &StatusConfig) -> Result<ExitCode, Error> {
     let registry = registry(&config.registry);
     let failed = |error| registry_error(&config.registry, error);
     let shards = registry.shards(deadline()).map_err(failed)?;
@@ -23,31 +26,25 @@ pub fn run(config: &StatusConfig) -> Result<(), Error> {
     let models = registry.models(deadline()).map_err(failed)?;
     let shards: Vec<Value> = shards.iter().map(ask).collect();
     let refused: Vec<Value> = refused.iter().map(ask_refused).collect();
+    let jobs = jobs::look(&registry, &config.registry, &[&shards[..], &refused].concat(), &models);
+    let in_trouble = jobs.iter().any(jobs::is_in_trouble);
     let status = json!({
         "registry": config.registry.to_string(),
         "shards": shards,
         "refused": refused,
         "models": models,
+        "jobs": jobs,
     });
     if config.json {
         println!("{status:#}");
     } else {
         print!("{}", for_people(&status));
     }
-    Ok(())
+    Ok(if in_trouble { IN_TROUBLE.into() } else { ExitCode::SUCCESS })
 }
 
 fn ask(shard: &ShardRecord) -> Value {
-    let asked = AdminPeer::connect(&shard.address, deadline())
-        .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));
-    let answer = match asked {
-        Ok((Message::Text, text)) => {
-            serde_json::from_slice::<Value>(&text).map_err(|error| error.to_string())
-        }
-        Ok((other, _)) => Err(format!("it answers with {}", other.name())),
-        Err(error) => Err(error.to_string()),
-    };
-    match answer {
+    match super::ask(&shard.address) {
         Ok(mut status) => {
             status["draining"] = json!(shard.draining);
             status
@@ -152,6 +149,9 @@ fn for_people(status: &Value) -> String {
                 }
             }
         }
+    }
+    for line in list(&status["jobs"]).iter().flat_map(jobs::lines) {
+        let _ = writeln!(text, "{line}");
     }
     let models: Vec<String> =
         list(&status["models"]).iter().filter_map(|name| name.as_str().map(str::to_owned)).collect();

@@ -6,6 +6,7 @@
 pub mod rdma;
 
 use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -95,7 +96,8 @@ pub struct ShardConfig {
     pub listen: Endpoint,
     /// Where others reach it. Port 0 is the one that it turns out to listen on.
     pub advertise: Endpoint,
-    /// The registry; `None`: it serves that itself, where it listens.
+    /// The registry; `None`: it serves that itself, where it listens. It does so, too, if names that differ here turn out
+    /// to be its own ([`Self::is_the_registry`]).
     pub registry: Option<Endpoint>,
     /// Where metrics are served, if they are.
     pub metrics: Option<Endpoint>,
@@ -118,7 +120,7 @@ pub struct CreateConfig {
     pub name: String,
     /// What it starts from.
     pub source: ModelSource,
-    /// The registry.
+    /// The registry; that of this host where none is given.
     pub registry: Endpoint,
     /// Shards to stripe it over; `None`: all that there are.
     pub shards: Option<u16>,
@@ -240,13 +242,8 @@ impl ShardConfig {
             }
             None => listen.clone(),
         };
-        let registry = merged.registry()?;
-        if registry.as_ref().is_some_and(|registry| *registry == advertise) {
-            let message = format!("the registry, {advertise}, is this shard's own address");
-            return Err(Error::usage(message).hint(
-                "leave --registry (and GRADFS_REGISTRY) out where the shard is to serve the registry itself",
-            ));
-        }
+        // Whose own address it is: one file with `registry` serves all hosts.
+        let registry = merged.registry()?.filter(|registry| *registry != advertise && *registry != listen);
         Ok(ShardConfig {
             listen,
             advertise,
@@ -258,6 +255,18 @@ impl ShardConfig {
             rdma_port: merged.rdma_port()?,
             rdma_options: merged.rdma()?,
         })
+    }
+
+    /// Whether `registry` is this shard itself under another name: the address that it advertises, or one of this host's
+    /// on the port that it listens on for all of them.
+    pub fn is_the_registry(&self, registry: &Endpoint) -> bool {
+        let at = |endpoint: &Endpoint| -> Vec<SocketAddr> {
+            endpoint.to_string().to_socket_addrs().map(Iterator::collect).unwrap_or_default()
+        };
+        let wanted = at(registry);
+        let own = [at(&self.listen), at(&self.advertise)].concat();
+        let takes_all = self.listen.is_unspecified() && registry.port == self.listen.port;
+        wanted.iter().any(|address| own.contains(address) || takes_all && is_of_this_host(address))
     }
 }
 
@@ -277,7 +286,7 @@ impl CreateConfig {
         Ok(CreateConfig {
             name,
             source,
-            registry: merged.registry_needed()?,
+            registry: merged.registry_or_here()?,
             shards: merged.shards()?,
             block_size,
             controls: controls(&texts, &origins)?,
@@ -325,8 +334,7 @@ impl MountConfig {
 impl StatusConfig {
     /// Merges `layers`, the strongest first.
     pub fn merge(layers: &[Layer], json: bool) -> Result<StatusConfig, Error> {
-        let here = || Endpoint { host: "localhost".into(), port: DEFAULT_PORT };
-        Ok(StatusConfig { registry: Merged(layers).registry()?.unwrap_or_else(here), json })
+        Ok(StatusConfig { registry: Merged(layers).registry_or_here()?, json })
     }
 }
 
@@ -413,6 +421,12 @@ impl Merged<'_> {
         self.registry()?.ok_or_else(|| Error::usage("no registry is given").hint(REGISTRY_USAGE))
     }
 
+    /// The registry; that of this host where none is given.
+    fn registry_or_here(&self) -> Result<Endpoint, Error> {
+        let here = || Endpoint { host: "localhost".into(), port: DEFAULT_PORT };
+        Ok(self.registry()?.unwrap_or_else(here))
+    }
+
     fn shards(&self) -> Result<Option<u16>, Error> {
         let Some((origin, text)) = self.text("shards")? else { return Ok(None) };
         match text.parse() {
@@ -442,6 +456,17 @@ impl Merged<'_> {
             Some((origin, text)) => Err(not_a_word(&origin, text, TRANSPORTS)),
         }
     }
+}
+
+/// Whether `address` is one of this host's: what is sent there comes from there, too. Nothing is sent.
+fn is_of_this_host(address: &SocketAddr) -> bool {
+    let any: IpAddr =
+        if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    let source = UdpSocket::bind((any, 0)).and_then(|socket| {
+        socket.connect(address)?;
+        socket.local_addr()
+    });
+    address.ip().is_loopback() || source.is_ok_and(|source| source.ip() == address.ip())
 }
 
 fn model_name(origin: &str, name: &str) -> Result<String, Error> {

@@ -82,6 +82,7 @@ pub const KEYS: &[Key] = &[
     setting("learners", Kind::Whole(1)),
     setting("min_learners", Kind::Whole(1)),
     setting("lease", Kind::Seconds),
+    setting("linger", Kind::Seconds),
     setting("timeout", Kind::Seconds),
     setting("retain", Kind::Whole(0)),
     setting("max_versions", Kind::Whole(1)),

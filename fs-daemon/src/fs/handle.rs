@@ -118,6 +118,8 @@ pub struct ContributionHandle {
     pub wrote: AtomicBool,
     /// Into which of the learner's contributions; 0 for none.
     share: AtomicU64,
+    /// An fsync has waited for that as long as it may.
+    pub timed_out: AtomicBool,
     /// Opened read-write: it may be mapped.
     pub mappable: bool,
     /// `device`: what it reads.
@@ -142,6 +144,7 @@ impl ContributionHandle {
             last_writer: AtomicU64::new(u64::from(tid)),
             wrote: AtomicBool::new(false),
             share: AtomicU64::new(0),
+            timed_out: AtomicBool::new(false),
             mappable,
             version: version.map(|version| Mutex::new(Arc::new(version))),
         }
@@ -165,6 +168,7 @@ impl ContributionHandle {
     /// The contribution has ended, as far as this handle is concerned.
     pub fn ended(&self) {
         self.share.store(0, Ordering::Relaxed);
+        self.timed_out.store(false, Ordering::Relaxed);
         self.wrote.store(false, Ordering::Relaxed);
     }
 

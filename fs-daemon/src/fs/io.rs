@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use libmodelio::contributor::{ContributeError, Fill};
 use libmodelio::ids::Version;
@@ -320,6 +320,9 @@ fn owns(opener: Option<u32>, users: &parking_lot::Mutex<super::handle::Users>, c
         || users.processes().iter().any(|process| process.tgid() == opener && process.exited().is_some())
 }
 
+/// Longest wait of a close for what fsync has waited for in vain.
+const SECOND_WAIT: Duration = Duration::from_millis(500);
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Closing {
     Yes,
@@ -354,6 +357,8 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
     let fill = if controls.reducer == Reducer::Assign { Fill::Present } else { Fill::Zero };
     let mapped = closing == Closing::No && contribution.mappable && !contributor.is_open();
     let takes = mapped || contributor.is_open();
+    let timed_out = closing == Closing::Yes && contribution.timed_out.load(Ordering::Relaxed);
+    let timeout = if timed_out { controls.timeout.min(SECOND_WAIT) } else { controls.timeout };
     let of_closure = Arc::clone(&handle);
     let of_abort = Arc::clone(&contributor);
     let finished = move |result: Result<(), ContributeError>| {
@@ -367,6 +372,10 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
                 return refresh(&of_closure, done);
             }
             // Still open: fsync can be called again.
+            Err(ContributeError::Shard(ShardError::TimedOut(_))) if closing == Closing::No && !mapped => {
+                contribution.timed_out.store(true, Ordering::Relaxed);
+                is_open = true;
+            }
             Err(
                 ContributeError::Busy
                 | ContributeError::Shard(ShardError::TimedOut(_) | ShardError::Interrupted),
@@ -384,7 +393,7 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
     if mapped {
         contributor.commit_mapped(controls.timeout, finished);
     } else {
-        contributor.commit(contribution.share(), fill, controls.timeout, finished);
+        contributor.commit(contribution.share(), fill, timeout, finished);
     }
 }
 
@@ -483,10 +492,13 @@ pub(super) fn settle(handle: &Arc<Handle>, settled: Option<Settled>) {
                         "{exit} in mid-write: its contribution is dropped"
                     );
                 }
+                contribution.model.tell_use(learner);
             }
             (Handle::Contribution(contribution), None) => {
                 let name = contribution.learner.name.clone();
+                let (model, learner) = (Arc::clone(&contribution.model), Arc::clone(&contribution.learner));
                 let report = move |result: FsResult<()>| {
+                    model.tell_use(&learner);
                     if let Err(error) = result {
                         tracing::warn!(
                             learner = name,

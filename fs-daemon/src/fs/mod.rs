@@ -14,6 +14,7 @@ mod beside;
 mod cached;
 mod doubts;
 mod io;
+mod late;
 mod names;
 mod open;
 mod refusal;
@@ -243,6 +244,7 @@ impl Started {
         let fs = Arc::downgrade(&fs);
         std::thread::Builder::new().name("gradfs-chores".into()).spawn(move || {
             let mut looked = Instant::now();
+            let mut late = late::Late::default();
             loop {
                 let chore = inbox.recv_timeout(waits::LOOK.saturating_sub(looked.elapsed()));
                 let Some(fs) = fs.upgrade() else { return };
@@ -257,6 +259,7 @@ impl Started {
                     fs.waits.release_signalled();
                     fs.tick_doubts();
                     fs.drop_leftovers(&*kernel);
+                    late.look(&fs.models);
                 }
             }
         })?;

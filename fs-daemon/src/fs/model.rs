@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 use libmodelio::contributor::{Contributor, Traffic, request};
 use libmodelio::ids::{LearnerId, Version};
 use libmodelio::layout::ModelLayout;
-use libmodelio::transport::{Channel, Device, LeaveReason, Message, Reply};
+use libmodelio::transport::{Attached, Channel, Device, LeaveReason, Message, Reply};
 use libmodelio::{npy, safetensors_file};
 use parking_lot::Mutex;
 use ps_backend::job::Job;
@@ -50,6 +50,22 @@ struct Use {
     handles: u32,
     /// Processes that have had `gradients` open and still live.
     processes: Vec<u32>,
+    /// One of them has ended, and no other one has come since.
+    ended: bool,
+    /// Some that have had it open cannot be watched: whether they live is not known.
+    strangers: bool,
+}
+
+impl Use {
+    /// Whether a process uses the learner, which has something `unsettled` or not.
+    fn attached(&self, unsettled: bool) -> Attached {
+        match self.handles > 0 || !self.processes.is_empty() {
+            true => Attached::Yes,
+            // What it has left open may be about to count.
+            false if self.ended && !self.strangers && !unsettled => Attached::Exited,
+            false => Attached::No,
+        }
+    }
 }
 
 /// One model.
@@ -288,9 +304,21 @@ impl Model {
     pub fn count_handle(&self, learner: &Learner, opened: bool) {
         let mut use_ = learner.use_.lock();
         use_.handles = if opened { use_.handles + 1 } else { use_.handles.saturating_sub(1) };
-        let attached = use_.handles > 0 || !use_.processes.is_empty();
         drop(use_);
-        self.job.touch(learner.id, Some(attached));
+        self.tell_use(learner);
+    }
+
+    /// Tells the job whether a process uses the learner.
+    pub fn tell_use(&self, learner: &Learner) {
+        let unsettled = learner.contributor.is_open();
+        // Told under the lock: what is told last is what is.
+        let use_ = learner.use_.lock();
+        self.job.touch(learner.id, Some(use_.attached(unsettled)));
+    }
+
+    /// A process that cannot be watched has the learner's `gradients` open.
+    pub fn is_used_by_stranger(&self, learner: &Learner) {
+        learner.use_.lock().strangers = true;
     }
 
     /// `process` has the learner's `gradients` open: its violent end is the learner's.
@@ -302,10 +330,12 @@ impl Model {
                 return;
             }
             use_.processes.push(tgid);
+            use_.ended = false;
         }
         self.watched.lock().insert(key, (learner.id, tgid));
         if let Err(error) = watcher.watch(process, key) {
             tracing::warn!(%error, learner = learner.name, "its process cannot be watched; the lease decides");
+            self.is_used_by_stranger(learner);
             self.unwatch(key);
         }
     }
@@ -316,10 +346,10 @@ impl Model {
         let learner = self.learner(id).ok()?;
         let mut use_ = learner.use_.lock();
         use_.processes.retain(|&process| process != tgid);
+        use_.ended = true;
         let alone = use_.processes.is_empty();
-        let attached = use_.handles > 0 || !alone;
         drop(use_);
-        self.job.touch(id, Some(attached));
+        self.tell_use(&learner);
         Some((learner, alone))
     }
 

@@ -318,6 +318,9 @@ impl Fs {
         if let (Some(watcher), Some(process)) = (self.watcher.get(), Process::of_thread(caller.tid)) {
             model.watch(learner, process, watcher, self.watch_key());
         }
+        if caller.tid == 0 {
+            model.is_used_by_stranger(learner);
+        }
         if caller.tid == 0 && !self.warned_of_strangers.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 "a learner runs in a PID namespace that this daemon cannot see: if it is killed, what it has \

@@ -9,7 +9,8 @@ use libmodelio::ids::Version;
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::mmap::Mapping;
 use libmodelio::transport::{
-    BlockSlot, Channel, Completion, Device, Message, Placement, Region, Reply, ShardError, TransportKind,
+    Attached, BlockSlot, Channel, Completion, Device, Message, Placement, Region, Reply, ShardError,
+    TransportKind,
 };
 use ps_backend::controls::{Controls, SETTINGS};
 use ps_backend::core::LastCommit;
@@ -98,7 +99,7 @@ impl Job for Late {
         self.shard.last_commit(learner)
     }
 
-    fn touch(&self, learner: LearnerId, attached: Option<bool>) {
+    fn touch(&self, learner: LearnerId, attached: Option<Attached>) {
         self.shard.touch(learner, attached);
     }
 

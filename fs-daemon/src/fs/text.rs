@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 use std::sync::atomic::Ordering;
-use std::time::UNIX_EPOCH;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use libmodelio::ids::LearnerId;
 use ps_backend::controls::SETTINGS;
@@ -99,12 +99,31 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
             value
         })
         .collect();
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let since = |waited: Duration| round(now.saturating_sub(waited).as_secs_f64());
+    let waits_for_shards: Vec<_> = status
+        .shards
+        .iter()
+        .filter_map(|shard| {
+            let since = since(shard.away?);
+            Some(json!({ "id": shard.shard, "address": shard.address, "since_unix_seconds": since, "because": shard.lost }))
+        })
+        .collect();
+    let waits_for_learners: Vec<_> = status
+        .late
+        .iter()
+        .flat_map(|(names, waited)| {
+            names.iter().map(|name| json!({ "id": name, "since_unix_seconds": since(*waited) }))
+        })
+        .collect();
     let published = model.job.get(status.version).map(|view| view.published);
     let published =
         published.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map(|d| round(d.as_secs_f64()));
     let mut value = json!({
         "model": model.name,
         "state": status.state,
+        "waits_for_shards": waits_for_shards,
+        "waits_for_learners": waits_for_learners,
         "version": status.version,
         "published_unix_seconds": published,
         "size_bytes": model.layout.size(),

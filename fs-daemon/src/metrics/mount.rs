@@ -33,6 +33,11 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
     )?;
     let connected =
         page.gauge("gradfs_shard_connected", "1 if there is a connection to a shard.", of_shard)?;
+    let away = page.gauge(
+        "gradfs_shard_unreachable_seconds",
+        "For how long the job has been waiting for a shard that cannot be reached; 0 if it can.",
+        of_shard,
+    )?;
     let contributions = page.counter(
         "gradfs_contributions_total",
         "Contributions that are part of a version, those of other mounts included.",
@@ -71,6 +76,7 @@ pub fn page(models: &[Arc<Model>]) -> Result<String, prometheus::Error> {
             let address = view.address.as_deref().unwrap_or_default();
             transport.set(&[name, &shard, address, &view.transport.to_string()], 1)?;
             connected.set(&[name, &shard], view.connected.into())?;
+            away.set(&[name, &shard], view.away.map_or(0, |away| away.as_secs()))?;
             for (wanted, fell_back) in fallbacks(view) {
                 fallback.set(&[name, &shard, wanted], fell_back.into())?;
             }
@@ -120,6 +126,7 @@ mod tests {
                 no_rdma: why(no_rdma),
                 lost: None,
                 connected: true,
+                away: None,
             };
             assert_eq!(fallbacks(&view), [("shm", shm), ("rdma", rdma)], "{view:?}");
         }

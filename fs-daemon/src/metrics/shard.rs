@@ -40,6 +40,13 @@ struct Model {
 struct Lead {
     learners: Vec<serde::de::IgnoredAny>,
     contributions: u64,
+    unreachable: Vec<Away>,
+}
+
+#[derive(Deserialize)]
+struct Away {
+    shard: u16,
+    seconds: f64,
 }
 
 /// The page, from the status that `gradfs status --json` shows.
@@ -70,6 +77,11 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
         "Contributions that are part of a version, of a model that this shard leads.",
         of_model,
     )?;
+    let away = page.gauge(
+        "gradfs_shard_unreachable_seconds",
+        "For how long a shard of a model that this one leads cannot be reached.",
+        &["model", "shard"],
+    )?;
     let payload = Payload::new(&page)?;
     connections.set(&["tcp"], status.tcp.connections)?;
     connections.set(&["shm"], status.shared_memory.connections)?;
@@ -84,6 +96,9 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
         if let Some(lead) = &model.lead {
             learners.set(&[name], lead.learners.len() as u64)?;
             contributions.total(&[name], lead.contributions)?;
+            for one in &lead.unreachable {
+                away.set(&[name, &one.shard.to_string()], one.seconds as u64)?;
+            }
         }
     }
     page.text()

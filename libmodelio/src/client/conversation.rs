@@ -94,6 +94,13 @@ impl Conversation for Control {
             return Ok(Take::Buffered);
         }
         received.expect_payload(0).map_err(unfit)?;
+        if let Message::Refused(
+            refusal @ (Refusal::NoModel(_) | Refusal::Generation { .. } | Refusal::Deleted(_)),
+        ) = &received.message
+            && self.0.silence.is_none()
+        {
+            self.0.shared.lead_has_not(&self.0.way, refusal);
+        }
         if self.0.welcomed(&received.message)? {
             self.0.shared.greeted(&self.0.way, &self.0.link, false)?;
             return Ok(Take::Nothing);

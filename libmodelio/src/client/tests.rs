@@ -90,6 +90,29 @@ impl Bench {
 }
 
 #[test]
+fn a_job_that_nobody_leads_any_more_fails_at_once_until_it_is_found() {
+    let mut bench = Bench::new();
+    bench.commit(3, 10);
+    bench.core.await_step(4, L, Duration::from_secs(20), bench.now, &mut bench.said);
+    let lost = || ShardError::Lost("it has come back empty".into());
+    bench.said.clear();
+    bench.core.fail(lost(), bench.now, &mut bench.said);
+    assert!(bench.said.contains(&Action::Answer(3, Err(lost().into()))), "{:?}", bench.said);
+    assert!(bench.said.contains(&Action::Release(L, Step(1))), "nobody asks for it any more");
+    assert_eq!((bench.core.state().state.as_str(), bench.core.kept()), ("failed", (0, 0)));
+    bench.said.clear();
+    bench.ask(5, Message::Join { name: "x".into() }, 10);
+    assert!(bench.said.contains(&Action::Answer(5, Err(lost().into()))), "{:?}", bench.said);
+
+    // It was another process that said so.
+    bench.core.lead_up(bench.now, &mut bench.said);
+    bench.said.clear();
+    bench.ask(6, Message::Join { name: "x".into() }, 10);
+    assert!(matches!(bench.said[..], [Action::ToLead(_, Message::Join { .. })]), "{:?}", bench.said);
+    assert_eq!(bench.core.lost(), None);
+}
+
+#[test]
 fn what_is_granted_is_sent_to_its_shards_and_kept_until_it_is_taken() {
     let mut bench = Bench::new();
     bench.commit(3, 10);

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
-use crate::transport::{LeaveReason, ShardError};
+use crate::transport::{Attached, LeaveReason, ShardError};
 
 /// Blocks of the model, as sorted, disjoint, non-adjacent ranges of block numbers.
 pub type BlockRanges = Vec<Range<u32>>;
@@ -134,7 +134,7 @@ pub enum Message {
         /// Who.
         learners: Vec<LearnerId>,
         /// Whether living processes are known to use them, where that is known anew.
-        attached: Option<bool>,
+        attached: Option<Attached>,
     },
     /// Changes one setting. Answered by `Done`.
     SetControl {
@@ -513,6 +513,10 @@ pub struct JobState {
     pub committed: u32,
     /// Contributions that are part of a version.
     pub contributions: u64,
+    /// Learners, everybody's, that others have been waiting for longer than is usual: the names of some of them.
+    pub late: Vec<String>,
+    /// Shards that the coordinator has not reached for longer than is usual.
+    pub away: Vec<ShardId>,
 }
 
 /// One learner of a client.

@@ -70,7 +70,8 @@ impl Limits {
 #[repr(u16)]
 pub enum Protocol {
     /// The second one, and the first that this program speaks. New in it: `Commit` names tensors, and `Work::Reduce`
-    /// gives the optimizer step of each tensor.
+    /// gives the optimizer step of each tensor. `Touch` tells of learners whose last process has
+    /// exited, and a learner can leave for that reason; a `State` names learners that are late and shards that are away.
     V2 = 2,
 }
 

@@ -9,7 +9,7 @@ use super::*;
 use crate::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
-use crate::transport::{LeaveReason, ShardError};
+use crate::transport::{Attached, LeaveReason, ShardError};
 
 fn text() -> impl Strategy<Value = String> {
     "\\PC{0,20}"
@@ -50,7 +50,16 @@ pub fn block_ranges() -> impl Strategy<Value = BlockRanges> {
 }
 
 fn reason() -> impl Strategy<Value = LeaveReason> {
-    prop_oneof![Just(LeaveReason::Asked), Just(LeaveReason::Died), Just(LeaveReason::LeaseExpired)]
+    prop_oneof![
+        Just(LeaveReason::Asked),
+        Just(LeaveReason::Died),
+        Just(LeaveReason::LeaseExpired),
+        Just(LeaveReason::Exited)
+    ]
+}
+
+fn attached() -> impl Strategy<Value = Attached> {
+    prop_oneof![Just(Attached::No), Just(Attached::Yes), Just(Attached::Exited)]
 }
 
 fn role() -> impl Strategy<Value = Role> {
@@ -121,6 +130,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
         vec((text(), text()), 0..4),
         text(),
         vec(learner_state(), 0..4),
+        (vec(text(), 0..3), vec(any::<u16>().prop_map(ShardId), 0..3)),
     )
         .prop_map(
             |(
@@ -129,6 +139,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 controls,
                 state,
                 learners,
+                (late, away),
             )| JobState {
                 sequence,
                 version,
@@ -140,6 +151,8 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 members,
                 committed,
                 contributions,
+                late,
+                away,
             },
         )
 }
@@ -275,7 +288,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .boxed(),
         learner().prop_map(|learner| Message::Abort { learner }).boxed(),
         learner().prop_map(|learner| Message::Withdraw { learner }).boxed(),
-        (vec(learner(), 0..5), any::<Option<bool>>())
+        (vec(learner(), 0..5), proptest::option::of(attached()))
             .prop_map(|(learners, attached)| Message::Touch { learners, attached })
             .boxed(),
         (text(), text()).prop_map(|(name, value)| Message::SetControl { name, value }).boxed(),

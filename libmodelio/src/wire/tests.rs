@@ -160,15 +160,15 @@ fn a_frame_is_what_the_document_says() {
 fn greetings_begin_alike_in_all_versions() {
     let body = |message: &Message| frame(message, 0, Epoch(0), &[]).unwrap().split_off(HEADER);
     let hello = Message::Hello {
-        protocol: 1,
+        protocol: 2,
         role: Role::Admin,
         model: String::new(),
         generation: Generation(0),
         client: ClientId(7),
     };
-    assert_eq!(body(&hello), [0, 1, 3, 0, 0, 7]);
-    let welcome = Message::Welcome { protocol: 1, shard: ShardId(2), epoch: Epoch(3), silence_ms: 4 };
-    assert_eq!(body(&welcome), [1, 1, 2, 3, 4]);
+    assert_eq!(body(&hello), [0, 2, 3, 0, 0, 7]);
+    let welcome = Message::Welcome { protocol: 2, shard: ShardId(2), epoch: Epoch(3), silence_ms: 4 };
+    assert_eq!(body(&welcome), [1, 2, 2, 3, 4]);
     let refused = Message::Refused(Refusal::Protocol { expected: 1, got: 2 });
     assert_eq!(body(&refused), [2, 1, 1, 2]);
 

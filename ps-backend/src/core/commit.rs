@@ -25,7 +25,7 @@ impl<S: Clone> ShardCore<S> {
             self.committed.iter().any(|c| c.contribution.learner == learner && c.place != Place::Folded);
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         stopped?;
-        member.last_seen = now;
+        member.is_used(now);
         if let Phase::Open { step, .. } = member.phase {
             return Ok(Opening { step, staging_lent });
         }
@@ -53,7 +53,7 @@ impl<S: Clone> ShardCore<S> {
     ) {
         let learner = contribution.learner;
         if let Some(member) = self.members.get_mut(&learner) {
-            member.last_seen = now;
+            member.is_used(now);
             if step == member.step && step != Step(0) {
                 return self.commit_again(ticket, &contribution, deadline, actions);
             }
@@ -228,7 +228,7 @@ impl<S: Clone> ShardCore<S> {
             actions.push(Action::Reply(ticket, Err(ShardError::UnknownLearner(learner))));
             return;
         };
-        member.last_seen = now;
+        member.is_used(now);
         if !member.unpublished {
             actions.push(Action::Reply(ticket, Ok(Answer::Version(self.version))));
         } else if let Err(error) = self.refuse_if_stopped() {
@@ -261,6 +261,7 @@ impl<S: Clone> ShardCore<S> {
         // Leases first: a request that waited for a learner that is gone may yet be in time.
         self.note_stall(now);
         self.expire_leases(now, actions);
+        self.expire_lingering(now, actions);
         if self.next_deadline().is_some_and(|deadline| deadline <= now) {
             self.expire_requests(now, actions);
             self.advance(now, actions);

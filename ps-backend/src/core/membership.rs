@@ -1,9 +1,18 @@
 //! Who is in the job: joining, leaving, leases, and when there are too few.
 
 use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
-use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::transport::{Attached, LeaveReason, ShardError};
 
-use super::{Action, Committed, MAX_LEARNERS, Member, Now, PendingKind, Phase, Place, ShardCore, Stall};
+use super::{
+    Action, Committed, Late, MAX_LEARNERS, Member, Now, PendingKind, Phase, Place, ShardCore, Stall, Wait,
+};
+
+/// After this it is said who is waited for.
+pub const LONG: Now = Now::from_secs(5);
+/// Names of those that are said.
+const SAID: usize = 16;
+/// A wait is the same one if somebody waits again within this: requests that time out come again.
+const PAUSE: Now = Now::from_secs(1);
 
 impl<S: Clone> ShardCore<S> {
     /// A learner joins as `name`. In the middle of a step it takes part from the next one.
@@ -37,6 +46,7 @@ impl<S: Clone> ShardCore<S> {
             joined_at: if in_mid_step { self.version.next() } else { self.version },
             last_seen: now,
             attached: false,
+            exited: None,
             step: Step(0),
             unpublished: false,
             published_in: Version(0),
@@ -139,12 +149,13 @@ impl<S: Clone> ShardCore<S> {
         }
     }
 
-    /// Sign of life from `learner`. `attached`: a living process is known to use it.
-    pub fn touch(&mut self, learner: LearnerId, attached: Option<bool>, now: Now) {
+    /// Sign of life from `learner`. `attached`: whether a process uses it, where that is known anew.
+    pub fn touch(&mut self, learner: LearnerId, attached: Option<Attached>, now: Now) {
         if let Some(member) = self.members.get_mut(&learner) {
             member.last_seen = now;
             if let Some(attached) = attached {
-                member.attached = attached;
+                member.attached = attached == Attached::Yes;
+                member.exited = (attached == Attached::Exited).then_some(now);
             }
         }
     }
@@ -167,6 +178,48 @@ impl<S: Clone> ShardCore<S> {
             let lease = self.controls.lease;
             self.stall.take_if(|stall| now.saturating_sub(stall.until) >= lease);
         }
+        let at = if self.limits_lead() { slowest } else { self.version.0 };
+        let waits = waits && self.formed;
+        let is_long = |wait: &mut Wait| wait.paused.is_some_and(|since| now.saturating_sub(since) >= PAUSE);
+        self.wait.take_if(|wait| wait.at != at || is_long(wait));
+        match &mut self.wait {
+            Some(wait) if waits => wait.paused = None,
+            Some(wait) => _ = wait.paused.get_or_insert(now),
+            None => self.wait = waits.then_some(Wait { since: now, paused: None, at }),
+        }
+    }
+
+    /// Learners whose last process exited so long ago, and for whom somebody has been waiting for as long.
+    pub(super) fn expire_lingering(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        let Some(wait) = self.wait.filter(|wait| wait.paused.is_none()) else { return };
+        let linger = self.controls.linger;
+        let lingers = |member: &Member| {
+            let since = member.exited.map(|at| at.max(member.last_seen).max(wait.since));
+            since.is_some_and(|since| now.saturating_sub(since) >= linger)
+        };
+        let gone: Vec<LearnerId> =
+            self.waited_for().filter(|(_, member)| lingers(member)).map(|(learner, _)| learner).collect();
+        for learner in gone {
+            // Cannot fail: the learner was just found.
+            let _ = self.leave(learner, LeaveReason::Exited, now, actions);
+        }
+    }
+
+    /// Learners that somebody who waits may be waiting for.
+    fn waited_for(&self) -> impl Iterator<Item = (LearnerId, &Member)> {
+        let is_one = |&(&learner, member): &(&LearnerId, &Member)| {
+            !member.unpublished && self.holds_up(learner, member) && !self.waits(learner)
+        };
+        self.members.iter().filter(is_one).map(|(&learner, member)| (learner, member))
+    }
+
+    /// Who is waited for, if somebody has been waiting for long.
+    pub fn late(&self, now: Now) -> Option<Late> {
+        let wait = self.wait.filter(|wait| now.saturating_sub(wait.since) >= LONG)?;
+        let mut names = self.waited_for().map(|(_, member)| member.name.clone());
+        let learners: Vec<String> = names.by_ref().take(SAID).collect();
+        let more = names.count();
+        (!learners.is_empty()).then_some(Late { since: wait.since, learners, more })
     }
 
     /// Learners whose lease is over: silent for as long, and either nobody's process, or somebody has

@@ -46,6 +46,7 @@ use crate::controls::{Consistency, Controls};
 use crate::reducer::{self, Hyper, Reducer};
 use crate::tensors::TensorSteps;
 
+pub use membership::LONG;
 pub use view::MemberView;
 
 /// Time since the shard started. The core has no clock of its own.
@@ -215,6 +216,8 @@ struct Member {
     last_seen: Now,
     /// Some process that is known to live uses it.
     attached: bool,
+    /// When its last process had exited. None if it has one, or nothing is known of any.
+    exited: Option<Now>,
     /// Last committed step.
     step: Step,
     /// That step waits for its version.
@@ -224,6 +227,14 @@ struct Member {
     /// Steps committed, from where the slowest learner was when it joined.
     pace: u64,
     phase: Phase,
+}
+
+impl Member {
+    /// A request of its own has come.
+    fn is_used(&mut self, now: Now) {
+        self.last_seen = now;
+        self.exited = None;
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -292,6 +303,35 @@ struct Stall {
     slowest: u64,
 }
 
+/// A wait for other learners that is not over, but for a moment in which those whose requests have timed out come again.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Wait {
+    since: Now,
+    /// Since when nobody waits, if so.
+    paused: Option<Now>,
+    /// The version before the one that is waited for; where learners wait for slower ones, how far those are.
+    at: u64,
+}
+
+/// Whom others have been waiting for so long that it is worth saying.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Late {
+    /// Since when somebody waits. It tells waits apart.
+    pub since: Now,
+    /// Names of those who are waited for, at least one: the first of them, as many as are worth saying.
+    pub learners: Vec<String>,
+    /// How many more there are.
+    pub more: usize,
+}
+
+impl Late {
+    /// As one says it in a line.
+    pub fn names(&self) -> String {
+        let more = if self.more > 0 { format!(" and {} more", self.more) } else { String::new() };
+        format!("{}{more}", self.learners.join(", "))
+    }
+}
+
 /// The shard, without its memory and its sockets.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(bound(serialize = "S: Serialize", deserialize = "S: Deserialize<'de>"))]
@@ -341,6 +381,7 @@ pub struct ShardCore<S> {
     holds: bool,
     /// Somebody waits for other learners.
     stall: Option<Stall>,
+    wait: Option<Wait>,
     /// Optimizer steps of each tensor since its state was zero.
     optimizer_steps: TensorSteps,
     contributions_taken: u64,
@@ -379,6 +420,7 @@ impl<S: Clone> ShardCore<S> {
             buffer_ready: true,
             holds: false,
             stall: None,
+            wait: None,
             optimizer_steps: TensorSteps::uniform(tensors, 0),
             contributions_taken: 0,
             blocks_on_arrival: 0,

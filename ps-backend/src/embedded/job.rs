@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use libmodelio::ids::{LearnerId, Version};
 use libmodelio::layout::ModelLayout;
-use libmodelio::transport::{Region, ShardError};
+use libmodelio::transport::{Attached, Region, ShardError};
 
 use super::EmbeddedShard;
 use crate::controls::Controls;
@@ -78,7 +78,7 @@ impl Job for EmbeddedShard {
         EmbeddedShard::last_commit(self, learner)
     }
 
-    fn touch(&self, learner: LearnerId, attached: Option<bool>) {
+    fn touch(&self, learner: LearnerId, attached: Option<Attached>) {
         EmbeddedShard::touch(self, learner, attached);
     }
 

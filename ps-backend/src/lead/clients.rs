@@ -374,11 +374,13 @@ impl LeadCore {
             over: self.over(),
             heard: self.clients.get(&id).map_or(0, |client| client.heard),
             controls: texts(self.core.controls()),
-            state: if self.failed.is_some() { "failed" } else { self.core.state() }.to_owned(),
+            state: self.doing().to_owned(),
             learners: learners.into_iter().flatten().filter_map(view).collect(),
             members: self.core.members(now).len() as u32,
             committed: self.core.committed() as u32,
             contributions: self.core.contributions_taken(),
+            late: self.core.late(now).map(|late| late.learners).unwrap_or_default(),
+            away: self.away.clone(),
         }
     }
 

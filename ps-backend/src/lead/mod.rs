@@ -14,7 +14,7 @@ mod tests;
 
 use std::collections::{BTreeMap, VecDeque};
 
-use libmodelio::ids::{ClientId, LearnerId, PlanId, Version};
+use libmodelio::ids::{ClientId, LearnerId, PlanId, ShardId, Version};
 use libmodelio::layout::ModelLayout;
 use libmodelio::wire::{BlockRanges, Message, Refusal};
 use serde::{Deserialize, Serialize};
@@ -59,6 +59,9 @@ const REPEAT: Now = Now::from_millis(500);
 /// and after this at last, if it stays the same.
 const REPEAT_SELDOM: Now = Now::from_secs(4);
 
+/// A shard that has not been reached for so long is away, which is said.
+pub const AWAY: Now = Now::from_secs(2);
+
 /// Clients of one model.
 pub const MAX_CLIENTS: usize = 4096;
 
@@ -89,6 +92,9 @@ pub struct LeadCore {
     told_at: Now,
     /// Why nothing goes any more.
     failed: Option<Refusal>,
+    /// Shards that have not been reached for long.
+    #[serde(skip)]
+    away: Vec<ShardId>,
 }
 
 impl LeadCore {
@@ -113,6 +119,7 @@ impl LeadCore {
             changed: false,
             told_at: Now::ZERO,
             failed: None,
+            away: Vec::new(),
         }
     }
 
@@ -134,6 +141,28 @@ impl LeadCore {
     /// Why the job has failed, if it has.
     pub fn failed(&self) -> Option<&Refusal> {
         self.failed.as_ref()
+    }
+
+    /// These shards have not been reached for long: what waits may wait for them.
+    pub fn are_away(&mut self, shards: Vec<ShardId>, now: Now, actions: &mut Vec<Action>) {
+        if self.away != shards {
+            self.away = shards;
+            self.tell_all(now, actions);
+        }
+    }
+
+    /// Those shards.
+    pub fn away(&self) -> &[ShardId] {
+        &self.away
+    }
+
+    /// What the job is doing, in a word.
+    pub fn doing(&self) -> &'static str {
+        match (&self.failed, self.away.is_empty()) {
+            (Some(_), _) => "failed",
+            (None, false) => "waiting",
+            (None, true) => self.core.state(),
+        }
     }
 
     /// Carries out what the core wants, until nothing is left.

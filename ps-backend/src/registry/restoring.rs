@@ -92,7 +92,7 @@ impl RegistryCore {
             let known = self.at(&claim.address).and_then(|known| self.shards.remove(&known));
             let until = known.as_ref().map_or(now, |known| known.until);
             claim.draining = known.is_some_and(|known| known.record.draining);
-            self.shards.insert(claim.shard, Shard { record: claim, until, holds: false });
+            self.shards.insert(claim.shard, Shard { record: claim, until, heard: None, holds: false });
         }
         Ok(())
     }

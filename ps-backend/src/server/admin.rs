@@ -171,6 +171,7 @@ impl Shared {
             "threads": self.options.threads,
             "registry": self.options.registry.as_deref().unwrap_or("here"),
             "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),
+            "registry_heard": self.table.as_ref().map(|table| table.heard()),
             "models": models,
             "adopting": self.adopting_status(),
             "left": self.left(),
@@ -209,8 +210,11 @@ fn status_of(name: &str, model: &Model) -> Value {
                 })
             })
             .collect();
-        let unreachable: Vec<Value> =
-            status.unreachable.iter().map(|(shard, why)| json!({ "shard": shard.0, "why": why })).collect();
+        let unreachable = status
+            .unreachable
+            .iter()
+            .map(|(shard, gone, why)| json!({ "shard": shard.0, "why": why, "seconds": gone.as_secs_f64() }));
+        let unreachable: Vec<Value> = unreachable.collect();
         json!({
             "version": status.version.0,
             "state": status.state,
@@ -220,6 +224,11 @@ fn status_of(name: &str, model: &Model) -> Value {
             "clients": status.clients.0,
             "contributions": status.contributions,
             "unreachable": unreachable,
+            "late": status.late.map(|(late, waited)| json!({
+                "learners": late.learners,
+                "more": late.more,
+                "seconds": waited.as_secs_f64(),
+            })),
             "moving": status.moving.map(|moving| json!({
                 "off": moving.off.0,
                 "stage": moving.stage,

@@ -16,8 +16,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::moving::{Moves, Progress, Whereabouts};
 use super::part::{self, Part};
-use crate::core::MemberView;
-use crate::lead::{Action, LeadCore};
+use crate::core::{Late, MemberView};
+use crate::lead::{AWAY, Action, LeadCore};
 use remote::Remote;
 
 /// How a shard's address is found.
@@ -30,6 +30,8 @@ struct State {
     frozen: bool,
     /// Clients whose connections have come or gone meanwhile.
     missed: BTreeSet<ClientId>,
+    /// The wait for learners that was logged last.
+    late: Option<Duration>,
 }
 
 enum Way {
@@ -76,8 +78,10 @@ pub struct LeadStatus {
     pub contributions: u64,
     /// The settings.
     pub controls: crate::controls::Controls,
-    /// Shards that cannot be reached, and why.
-    pub unreachable: Vec<(ShardId, String)>,
+    /// Shards that cannot be reached, for how long, and why.
+    pub unreachable: Vec<(ShardId, Duration, String)>,
+    /// Who has been waited for, and for how long, if it is long.
+    pub late: Option<(Late, Duration)>,
     /// The model's blocks are on their way.
     pub moving: Option<Progress>,
 }
@@ -98,26 +102,28 @@ impl Lead {
         known: &[ShardRecord],
     ) -> Result<Arc<Lead>, String> {
         let map = record.block_map().map_err(|error| error.to_string())?;
+        let began_at = handed_over.map_or(Duration::ZERO, |(_, now)| now);
         let ways: Vec<Way> = map
             .shares()
             .into_keys()
             .map(|other| match other {
                 _ if other == shard => Way::Here(Arc::clone(here)),
-                other => Way::There(Arc::new(Remote::new(other, known))),
+                other => Way::There(Arc::new(Remote::new(other, known, began_at))),
             })
             .collect();
         let layout = record.layout().map_err(|error| error.to_string())?;
-        let (core, began_at) = match handed_over {
+        let core = match handed_over {
             None => {
                 let controls = part::controls(record).map_err(|error| error.to_string())?;
-                (LeadCore::new(&layout, ways.len(), controls, patience(layout.size())), Duration::ZERO)
+                LeadCore::new(&layout, ways.len(), controls, patience(layout.size()))
             }
             Some((bytes, now)) => {
                 let core = LeadCore::taken_over(bytes, &layout, ways.len(), now);
-                (core.map_err(|error| error.to_string())?, now)
+                core.map_err(|error| error.to_string())?
             }
         };
-        let state = State { core, clients: HashMap::new(), frozen: false, missed: BTreeSet::new() };
+        let state =
+            State { core, clients: HashMap::new(), frozen: false, missed: BTreeSet::new(), late: None };
         let lead = Arc::new_cyclic(|this| Lead {
             model: record.name.clone(),
             generation: record.generation,
@@ -195,22 +201,61 @@ impl Lead {
     pub fn status(&self) -> LeadStatus {
         let state = self.state.lock();
         let job = state.core.job();
-        let unreachable = self.ways.iter().filter_map(|way| match way {
-            Way::There(remote) if remote.link.lock().is_none() => {
-                let why = remote.trouble.lock().clone().unwrap_or_else(|| "no connection yet".into());
-                Some((remote.shard, why))
-            }
-            _ => None,
-        });
+        let now = self.now();
         LeadStatus {
             version: job.version(),
-            state: if state.core.failed().is_some() { "failed".into() } else { job.state().into() },
-            members: job.members(self.now()),
+            state: state.core.doing().into(),
+            members: job.members(now),
             clients: state.core.client_count(),
             contributions: job.contributions_taken(),
             controls: job.controls().clone(),
-            unreachable: unreachable.collect(),
+            unreachable: self.gone(now),
+            late: job.late(now).map(|late| {
+                let since = late.since;
+                (late, now.saturating_sub(since))
+            }),
             moving: self.moves.progress(),
+        }
+    }
+
+    /// Shards that are not connected, for how long, and why.
+    fn gone(&self, now: Duration) -> Vec<(ShardId, Duration, String)> {
+        let gone = |way: &Way| match way {
+            Way::There(remote) => remote.is_gone(now).map(|(gone, why)| (remote.shard, gone, why)),
+            Way::Here(_) => None,
+        };
+        self.ways.iter().filter_map(gone).collect()
+    }
+
+    /// Tells clients and the log which shards have been away for long, and the log which learners are waited for.
+    fn say_who_is_waited_for(&self) {
+        if self.is_frozen() {
+            return;
+        }
+        let now = self.now();
+        let mut gone = self.gone(now);
+        gone.retain(|(_, gone, _)| *gone >= AWAY);
+        let away: Vec<ShardId> = gone.iter().map(|(shard, ..)| *shard).collect();
+        let (mut before, mut late) = (Vec::new(), None);
+        self.with_core(|state, now, actions| {
+            before = state.core.away().to_vec();
+            state.core.are_away(away.clone(), now, actions);
+            late = state.core.job().late(now);
+            let known = std::mem::replace(&mut state.late, late.as_ref().map(|late| late.since));
+            late.take_if(|late| known == Some(late.since));
+        });
+        for (shard, gone, why) in gone.iter().filter(|(shard, ..)| !before.contains(shard)) {
+            tracing::warn!(
+                model = %self.model, %shard, "waiting for this shard, which has not been reached for {:.0} s: {why}",
+                gone.as_secs_f64()
+            );
+        }
+        for shard in before.iter().filter(|shard| !away.contains(shard)) {
+            tracing::info!(model = %self.model, %shard, "this shard is there again");
+        }
+        if let Some(late) = late {
+            let seconds = now.saturating_sub(late.since).as_secs();
+            tracing::warn!(model = %self.model, "learners have been waiting for {seconds} s, for {}", late.names());
         }
     }
 
@@ -398,6 +443,7 @@ fn run_timer(lead: &Weak<Lead>) {
         ticked = Instant::now();
         lead.connect_missing();
         lead.with_core(|state, now, actions| state.core.tick(now, actions));
+        lead.say_who_is_waited_for();
         let mut state = lead.state.lock();
         let due = state.core.next_deadline().saturating_sub(lead.now());
         let pause = due.clamp(Duration::from_millis(1), IDLE);

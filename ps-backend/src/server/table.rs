@@ -9,6 +9,7 @@ use libmodelio::wire::{
     Fate, Held, ModelRecord, Refusal, RefusedShard, RegistryAnswer, RegistryRequest, ShardRecord,
 };
 use parking_lot::Mutex;
+use serde_json::{Value, json};
 
 use crate::registry::{Answer, RegistryCore};
 
@@ -25,6 +26,17 @@ impl Table {
 
     pub(super) fn handle(&self, request: &RegistryRequest, payload: &[u8]) -> Result<Answer, Refusal> {
         self.core.lock().handle(request, payload, self.age())
+    }
+
+    /// Which shards are known, and how long ago each has announced itself.
+    pub(super) fn heard(&self) -> Value {
+        let age = self.age();
+        let core = self.core.lock();
+        let shards = core.heard().map(|(record, heard)| {
+            let seconds = heard.map(|heard| age.saturating_sub(heard).as_secs_f64());
+            json!({ "shard": record.shard.0, "address": record.address, "seconds": seconds })
+        });
+        shards.collect()
     }
 
     /// For how long there has been a table.

@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use libmodelio::contributor::{ContributeError, Contributor, Fill, Share, Traffic, request};
 use libmodelio::ids::{BlockId, Incarnation, LearnerId, Version};
 use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::transport::{Channel, Device, Message, Reply, ShardError};
+use libmodelio::transport::{Attached, Channel, Device, Message, Reply, ShardError};
 use ps_backend::controls::Controls;
 use ps_backend::embedded::{EmbeddedShard, InProcess};
 use ps_backend::reducer::{Aggregation, Hyper, Reducer};
@@ -53,7 +53,7 @@ impl Job {
     pub fn join(&self, name: &str) -> Learner {
         let reply = request(&*self.channel, Message::Join { name: name.into() }, LONG).unwrap();
         let Reply::Joined { learner, incarnation } = reply else { panic!("{reply:?}") };
-        self.shard.touch(learner, Some(true));
+        self.shard.touch(learner, Some(Attached::Yes));
         let (device, channel) = (Arc::clone(&self.device) as Arc<dyn Device>, Arc::clone(&self.channel));
         let (layout, traffic) = (Arc::clone(&self.layout), Arc::<Traffic>::default());
         let writes = Contributor::new(learner, incarnation, layout, device, channel, traffic).unwrap();

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use libmodelio::client::core::{Action, ClientCore, Part, Token};
 use libmodelio::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
+use libmodelio::transport::Attached;
 use libmodelio::wire::{Granted, Message};
 
 use crate::history::{Content, GARBAGE, Uid};
@@ -190,7 +191,11 @@ impl World {
             ClientEvent::Touch => {
                 let learners =
                     self.clients[index].programs.iter().filter_map(|program| program.learner).collect();
-                let attached = Some(self.settings.attached);
+                let attached = Some(match (self.settings.exits, self.settings.attached) {
+                    (true, _) => Attached::Exited,
+                    (false, true) => Attached::Yes,
+                    (false, false) => Attached::No,
+                });
                 let message = Message::Touch { learners, attached };
                 self.on_client(index, |core, _, actions| core.notify(message, actions));
                 self.after(self.settings.lease / 4, Event::Client(index, ClientEvent::Touch));

@@ -61,6 +61,8 @@ pub struct Settings {
     pub jumps: usize,
     /// Processes of shards end.
     pub kills: bool,
+    /// Programs are said to have exited whenever they are spoken of: who is waited for leaves soon.
+    pub exits: bool,
 }
 
 /// Tensors are one and a half blocks long, so that many blocks have two of them.
@@ -107,7 +109,7 @@ impl Settings {
             changes.extend([("reducer", "assign"), ("reducer", "sgd"), ("min_learners", "1")]);
         }
         let rough = rng.u32(0..4);
-        Settings {
+        let mut settings = Settings {
             blocks: rng.u32(1..=12),
             parts: rng.u16(1..=3),
             colocated: rng.bool(),
@@ -142,7 +144,12 @@ impl Settings {
             drift: one_of(rng, &[0, 0, 10_000, 50_000]),
             jumps: one_of(rng, &[0, 0, 0, 2, 6]),
             kills: rng.u8(0..4) == 0,
+            exits: rng.u8(0..4) == 0,
+        };
+        if settings.exits {
+            settings.controls.linger = settings.lease / 10;
         }
+        settings
     }
 
     /// The consistency of the whole run, if it is one throughout.

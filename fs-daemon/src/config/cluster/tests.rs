@@ -152,13 +152,16 @@ fn unknown_keys_are_refused_by_name() {
 fn a_registry_is_needed_where_there_is_something_to_ask() {
     let none = [flags(&[("mount", "/mnt"), ("name", "m"), ("size", "1MiB")])];
     for text in [
-        said(CreateConfig::merge(&none)),
         said(MountConfig::merge(&none)),
         said(DeleteConfig::merge("m", &none)),
         said(DrainConfig::merge("node1", "1", None, false, &none)),
     ] {
         assert!(text.starts_with("no registry is given (") && text.contains("GRADFS_REGISTRY"), "{text}");
     }
+    // These need no other host to ask.
+    let here = at("localhost", 7070);
+    assert_eq!(CreateConfig::merge(&none).unwrap().registry, here);
+    assert_eq!(StatusConfig::merge(&none, false).unwrap().registry, here);
     assert!(said(RegistryConfig::merge(&none)).starts_with("no address to listen on is given"));
     assert!(said(ShardConfig::merge(&none)).contains("--listen 10.0.0.1:7070"));
 }
@@ -194,9 +197,27 @@ fn a_shard_says_where_it_is() {
     assert!(said(shard(&[("listen", "[::]")])).contains("add --advertise HOST"));
     assert!(said(shard(&[("listen", "node2"), ("advertise", "0.0.0.0")])).starts_with("--advertise: "));
     assert!(said(shard(&[("listen", "node2"), ("advertise", "node2:0")])).contains("port 0"));
-    // It would wait for itself.
-    let text = said(shard(&[("listen", "node1"), ("registry", "node1:7070")]));
-    assert!(text.contains("own address") && text.contains("GRADFS_REGISTRY"), "{text}");
+}
+
+#[test]
+fn a_shard_whose_own_address_is_the_registrys_becomes_the_registry() {
+    let file = file("registry = 'node1'\nlisten = '0.0.0.0'");
+    let on = |host: &str| ShardConfig::merge(&[flags(&[("advertise", host)]), file.clone()]).unwrap();
+    assert_eq!(on("node1").registry, None);
+    assert_eq!(on("node1:7070").registry, None);
+    assert_eq!(on("node2").registry, Some(at("node1", 7070)));
+    // Another port of the same host is another process.
+    assert_eq!(on("node1:7071").registry, Some(at("node1", 7070)));
+    assert_eq!(shard(&[("listen", "node1"), ("registry", "node1:7070")]).unwrap().registry, None);
+
+    // Under another name, which only looking it up can tell.
+    let all = shard(&[("listen", "0.0.0.0"), ("advertise", "node1")]).unwrap();
+    assert!(all.is_the_registry(&at("127.0.0.1", 7070)) && all.is_the_registry(&at("localhost", 7070)));
+    assert!(!all.is_the_registry(&at("127.0.0.1", 7071)), "another port");
+    assert!(!all.is_the_registry(&at("192.0.2.1", 7070)), "another host");
+    let one = shard(&[("listen", "127.0.0.2"), ("advertise", "127.0.0.3:7171")]).unwrap();
+    assert!(one.is_the_registry(&at("127.0.0.2", 7070)) && one.is_the_registry(&at("127.0.0.3", 7171)));
+    assert!(!one.is_the_registry(&at("127.0.0.1", 7070)), "it does not listen there");
 }
 
 #[test]

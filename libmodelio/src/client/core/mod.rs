@@ -100,6 +100,8 @@ pub struct ClientCore {
     next_request: u64,
     /// What the lead was last told that the client has heard.
     heard: u64,
+    /// Why nobody leads the job any more.
+    lost: Option<ShardError>,
     state: JobState,
     /// With the number of the first state that names each.
     learners: BTreeMap<LearnerId, (LearnerState, u64)>,
@@ -143,6 +145,7 @@ impl ClientCore {
             requests: BTreeMap::new(),
             next_request: 1,
             heard: 0,
+            lost: None,
             state: JobState::default(),
             learners: BTreeMap::new(),
             committed: BTreeMap::new(),

@@ -52,6 +52,7 @@ impl ClientCore {
         self.epoch = map.epoch();
         (self.shards, self.owned) = parts(map);
         self.lead_up = false;
+        self.found();
         self.shard_up = vec![false; self.shards.len()];
         if let Some(plan) = self.outgoing.as_ref().map(|outgoing| outgoing.plan) {
             self.plan_over(plan, actions);

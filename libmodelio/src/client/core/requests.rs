@@ -60,6 +60,38 @@ impl ClientCore {
             actions.push(request.send(id, now));
         }
         self.requests.insert(id, request);
+        if let Some(why) = self.lost.clone() {
+            self.answered(id, Message::Refused(why.into()), now, actions);
+        }
+    }
+
+    /// The process that led the job is gone, and the job with it: `why` answers what waits, and what is asked from now on.
+    /// It is over if another block map takes the place of this one, or the lead is there after all.
+    pub fn fail(&mut self, why: ShardError, now: Now, actions: &mut Vec<Action>) {
+        self.lost = Some(why.clone());
+        self.state.state = "failed".into();
+        for id in self.requests.keys().copied().collect::<Vec<_>>() {
+            self.answered(id, Message::Refused(why.clone().into()), now, actions);
+        }
+        // Nobody will ask for what earlier requests have left here.
+        for (learner, step) in self.held.keys().copied().collect::<Vec<_>>() {
+            self.release(learner, step, actions);
+        }
+        self.answer_waits(now, actions);
+        actions.push(Action::State);
+    }
+
+    /// Somebody leads the job.
+    pub(super) fn found(&mut self) {
+        if self.lost.take().is_some() {
+            self.state.state = "running".into();
+        }
+    }
+
+    /// Why requests fail from now on, if the job has lost a shard's blocks.
+    pub fn lost(&self) -> Option<ShardError> {
+        let told = || ShardError::Lost("a shard does not have its blocks any more".into());
+        self.lost.clone().or_else(|| (self.state.state == "failed").then(told))
     }
 
     /// Sends what is not answered.
@@ -72,6 +104,7 @@ impl ClientCore {
     /// The connection to the lead is there: what is not answered is sent (again).
     pub fn lead_up(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.lead_up = true;
+        self.found();
         if self.heard > 0 {
             actions.push(Action::ToLead(0, Message::Heard { request: self.heard }));
         }

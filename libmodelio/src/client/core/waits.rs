@@ -45,7 +45,7 @@ impl ClientCore {
     }
 
     pub(super) fn answer_waits(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let stopped = self.stopped();
+        let ended = self.lost().or_else(|| self.stopped());
         let mut waits = std::mem::take(&mut self.waits);
         waits.retain(|wait| {
             let late = |why: &'static str| {
@@ -58,12 +58,14 @@ impl ClientCore {
                 Awaits::Step(learner) => match self.last_commit(learner) {
                     LastCommit::In(_) => Some(Ok(self.version())),
                     LastCommit::Waits => late("other learners have not contributed to this step")
-                        .or_else(|| stopped.clone().map(Err)),
+                        .or_else(|| ended.clone().map(Err)),
                 },
                 Awaits::Version(version) if self.shown.is_some_and(|shown| shown >= version) => {
                     Some(Ok(self.version()))
                 }
-                Awaits::Version(_) => late("the newest version has not come"),
+                Awaits::Version(_) => {
+                    late("the newest version has not come").or_else(|| self.lost().map(Err))
+                }
             };
             let Some(result) = result else { return true };
             actions.push(Action::Awaited(wait.token, result));

@@ -20,7 +20,7 @@ use crate::ids::{ClientId, LearnerId, Step, Version};
 use crate::layout::ModelLayout;
 use crate::net::{Reactor, ReactorOptions};
 use crate::payload::{Payloads, Tally};
-use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
+use crate::transport::{Attached, LeaveReason, Region, ShardError, TransportKind};
 use crate::wire::{self, JobState, Message, ModelRecord, ShardRecord};
 
 /// A process that takes part in a job on a network: it joins learners, contributes for them, and shows versions.
@@ -168,7 +168,11 @@ impl Client {
     /// The shards, in the order of the block map's owners.
     pub fn peers(&self) -> Vec<PeerView> {
         let inner = self.shared.inner.lock();
-        let view = |(place, peer): (&Place, &Peer)| {
+        let now = Instant::now();
+        let view = |(part, (place, peer)): (usize, (&Place, &Peer))| {
+            let lead = Some(&inner.lead).filter(|_| part == inner.map.lead);
+            let gone_since =
+                [Some(peer), lead].into_iter().flatten().filter_map(|peer| peer.gone_since).min();
             // What must not go another way does not.
             let must = self.shared.options.transport;
             let barred = |way| place.barred.clone().filter(|_| must == way);
@@ -187,13 +191,14 @@ impl Client {
                 blocks: place.blocks,
                 address: place.record.address.clone(),
                 connected: !peer.links.is_empty(),
+                gone: gone_since.map(|since| now.saturating_duration_since(since)),
                 transport,
                 no_memory,
                 no_rdma,
                 lost: peer.lost.clone(),
             }
         };
-        inner.map.parts.iter().zip(&inner.parts).map(view).collect()
+        inner.map.parts.iter().zip(&inner.parts).enumerate().map(view).collect()
     }
 
     /// Payload that has gone to shards and come from them.
@@ -315,7 +320,7 @@ impl Client {
     }
 
     /// Signs of life of learners.
-    pub fn touch(&self, learners: Vec<LearnerId>, attached: Option<bool>) {
+    pub fn touch(&self, learners: Vec<LearnerId>, attached: Option<Attached>) {
         let mut inner = self.shared.inner.lock();
         let mut actions = Vec::new();
         inner.core.notify(Message::Touch { learners, attached }, &mut actions);

@@ -37,6 +37,8 @@ pub(super) struct Peer {
     pub(super) unmet: u32,
     /// Since when it cannot be reached.
     pub(super) gone_since: Option<Instant>,
+    /// It has been reached under the block map in force.
+    pub(super) met: bool,
     /// It must not be reached by the only way there is.
     barred: bool,
 }
@@ -56,6 +58,7 @@ impl Peer {
             detours: Detours::default(),
             unmet: 0,
             gone_since: (!barred).then(Instant::now),
+            met: false,
             barred,
         }
     }
@@ -64,6 +67,7 @@ impl Peer {
         self.tries = 0;
         self.trouble = None;
         self.gone_since = None;
+        self.met = true;
     }
 }
 

@@ -12,7 +12,8 @@ use crate::client::core::{Action, ClientCore, Now};
 use crate::ids::{Epoch, ShardId};
 use crate::net::Close;
 use crate::registry::{Registry, RegistryError};
-use crate::wire::{ModelRecord, Moved, ShardRecord};
+use crate::transport::ShardError;
+use crate::wire::{ModelRecord, Moved, Refusal, ShardRecord};
 
 /// A shard that cannot be reached for so long may have been stopped because its blocks are elsewhere: the registry is
 /// asked, and again after pauses that grow from this.
@@ -44,6 +45,10 @@ pub(super) struct Inquiry {
     next: Option<Instant>,
     /// What a shard has said that is to be confirmed, and which shard that was.
     word: Option<(Moved, String)>,
+    /// What the process at the lead's address has said when it knew nothing of the job that it led.
+    lost: Option<String>,
+    /// How often in a row the registry had another life of the name.
+    other_lives: u32,
     /// The epoch of what a shard has said that the registry knows nothing of, and until when it is not asked of it again.
     refused: Option<(Epoch, Instant)>,
 }
@@ -122,6 +127,36 @@ impl Shared {
             self.ask_registry();
         }
         Err(in_question())
+    }
+
+    /// Where the lead was met there is a process that knows nothing of the job: that has failed, unless the model has
+    /// moved, which the registry is asked.
+    pub(in crate::client) fn lead_has_not(&self, way: &Way, refusal: &Refusal) {
+        {
+            let mut inner = self.inner.lock();
+            if !inner.is_in_force(way) || !inner.lead.met || inner.core.lost().is_some() {
+                return;
+            }
+            inner.inquiry.lost =
+                Some(format!("{} led the job and has come back without it: {refusal}", way.address()));
+            if self.options.registry.is_some() && std::mem::replace(&mut inner.inquiry.under_way, true) {
+                return;
+            }
+        }
+        match self.options.registry {
+            Some(_) => self.ask_registry(),
+            None => self.fail_if_lost(),
+        }
+    }
+
+    /// The model is not elsewhere.
+    fn fail_if_lost(&self) {
+        let mut inner = self.inner.lock();
+        let Some(why) = inner.inquiry.lost.take() else { return };
+        tracing::error!(model = %self.model, "the job has failed: {why}");
+        let mut actions = Vec::new();
+        inner.core.fail(ShardError::Lost(why), self.now(), &mut actions);
+        self.act(inner, actions);
     }
 
     /// Where `record` leads, if it is of this model and leads anywhere.
@@ -209,7 +244,7 @@ impl Shared {
             let gone = inner.parts.iter().chain([&inner.lead]).filter_map(|peer| peer.gone_since).min();
             let since = gone.or(inner.unconfirmed.as_ref().map(|(_, since)| *since));
             let Some(since) = since else {
-                (inner.inquiry.tries, inner.inquiry.next) = (0, None);
+                (inner.inquiry.tries, inner.inquiry.other_lives, inner.inquiry.next) = (0, 0, None);
                 return;
             };
             let at = inner.inquiry.next.unwrap_or(since + GONE);
@@ -246,6 +281,7 @@ impl Shared {
         let outcome = match found {
             Ok((record, mut shards)) => {
                 // A shard whose lease is over is not listed, but still where it was, if anywhere.
+                self.is_gone(&record);
                 let is_listed = |place: &Place| shards.iter().any(|shard| shard.shard == place.record.shard);
                 let others = known.parts.iter().filter(|place| unconfirmed.is_none() && !is_listed(place));
                 let others: Vec<ShardRecord> = others.map(|place| place.record.clone()).collect();
@@ -278,7 +314,25 @@ impl Shared {
         if let Err(why) = outcome {
             tracing::debug!(model = %self.model, "the registry does not know where the model is: {why}");
         }
+        self.fail_if_lost();
         self.asked();
+    }
+
+    /// The name is another model's by now: while nobody leads this one any more, it is gone.
+    fn is_gone(&self, record: &ModelRecord) {
+        /// Once may be a registry that has not heard of all models yet.
+        const SURE: u32 = 2;
+        let mut inner = self.inner.lock();
+        let is_other = record.generation != self.generation;
+        inner.inquiry.other_lives = if is_other { inner.inquiry.other_lives + 1 } else { 0 };
+        let is_away = inner.lead.gone_since.is_some_and(|since| since.elapsed() >= GONE);
+        if is_away && inner.inquiry.other_lives >= SURE && inner.core.lost().is_none() {
+            let (address, now) = (inner.map.address(inner.map.lead), record.generation);
+            let why = format!(
+                "{address} led the job and is gone, and the name is another model's, of generation {now}"
+            );
+            inner.inquiry.lost = Some(why);
+        }
     }
 
     /// The registry's record counts, whatever a shard has said.
@@ -337,7 +391,12 @@ impl Shared {
         inquiry.under_way = false;
         inquiry.word = None;
         inquiry.tries += 1;
-        inquiry.next = Some(Instant::now() + (GONE * 2u32.pow(inquiry.tries.min(5))).min(LONGEST));
+        let pause = match inquiry.other_lives {
+            // Whether that stays so is known soon.
+            1 => GONE,
+            _ => (GONE * 2u32.pow(inquiry.tries.min(5))).min(LONGEST),
+        };
+        inquiry.next = Some(Instant::now() + pause);
     }
 }
 

@@ -158,6 +158,8 @@ pub struct PeerView {
     pub address: String,
     /// Whether it can be reached just now.
     pub connected: bool,
+    /// For how long it cannot be reached for blocks, or, if it leads the job, for requests.
+    pub gone: Option<Duration>,
     /// Which way blocks go.
     pub transport: TransportKind,
     /// Why they do not go through shared memory, where they might.

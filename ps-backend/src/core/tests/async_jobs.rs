@@ -1,7 +1,7 @@
 //! Promises of asynchronous jobs.
 
 use libmodelio::ids::{Step, Version};
-use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::transport::{Attached, LeaveReason, ShardError};
 
 use super::super::*;
 use super::sim::{Id, Sim, Uid, blocks, open, slot};
@@ -10,7 +10,7 @@ fn job(names: &[&str]) -> (Sim, Vec<Id>) {
     let mut sim = Sim::new(&[("consistency", "async"), ("lease", "1")]);
     let ids: Vec<Id> = names.iter().map(|name| sim.join(name).unwrap()).collect();
     for id in &ids {
-        sim.core.touch(id.0, Some(true), sim.now);
+        sim.core.touch(id.0, Some(Attached::Yes), sim.now);
     }
     (sim, ids)
 }
@@ -77,7 +77,7 @@ fn who_holds_up_a_commit_in_silence_leaves() {
     let (step, a) = open(&mut sim, ids[0]);
     assert!(fuse(&mut sim, ids[0], step, a, 1));
     let b = sim.join("b").unwrap();
-    sim.core.touch(b.0, Some(true), sim.now);
+    sim.core.touch(b.0, Some(Attached::Yes), sim.now);
     let (of_b, _) = commit(&mut sim, b, 60_000);
     sim.tick(1_000);
     assert_eq!(sim.left, [(ids[0].0, LeaveReason::LeaseExpired)]);

@@ -1,7 +1,7 @@
 //! Promises about who is in the job: forming, joining, leaving, leases, too few.
 
 use libmodelio::ids::{Incarnation, Step, Version};
-use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::transport::{Attached, LeaveReason, ShardError};
 
 use super::super::*;
 use super::sim::{Sim, blocks, everything, is_fused, job, ok, open, slot};
@@ -145,7 +145,7 @@ fn a_silent_learner_leaves_when_nobody_is_attached() {
     let mut sim = Sim::new(&[("lease", "1")]);
     let a = sim.join("a").unwrap();
     sim.join("b").unwrap();
-    sim.core.touch(a.0, Some(true), sim.now);
+    sim.core.touch(a.0, Some(Attached::Yes), sim.now);
     sim.tick(1_000);
     assert_eq!(sim.left.len(), 1, "a is attached, and nobody waits for it");
     assert_eq!(sim.left[0].1, LeaveReason::LeaseExpired);
@@ -156,7 +156,7 @@ fn a_silent_learner_leaves_when_it_has_been_waited_for() {
     let mut sim = Sim::new(&[("lease", "1"), ("learners", "2")]);
     let ids = [sim.join("a").unwrap(), sim.join("b").unwrap()];
     for id in ids {
-        sim.core.touch(id.0, Some(true), sim.now);
+        sim.core.touch(id.0, Some(Attached::Yes), sim.now);
     }
     sim.tick(900);
     let (a, _) = everything(&mut sim, ids[0], true);
@@ -166,6 +166,102 @@ fn a_silent_learner_leaves_when_it_has_been_waited_for() {
     assert_eq!(sim.left, [(ids[1].0, LeaveReason::LeaseExpired)]);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[a]), [Some(Version(1))], "the job goes on with the rest");
+}
+
+#[test]
+fn a_learner_whose_last_process_has_exited_leaves_after_linger_when_others_wait_for_it() {
+    for consistency in ["sync", "quorum(3)", "ssp(0)"] {
+        let (mut sim, ids) = job("3", &["a", "b", "c"]);
+        sim.set("consistency", consistency);
+        ids.iter().for_each(|id| sim.core.touch(id.0, Some(Attached::Yes), sim.now));
+        // `a` ends, `b` only hangs.
+        sim.core.touch(ids[0].0, Some(Attached::Exited), sim.now);
+        sim.tick(10_000);
+        assert_eq!(sim.left, [], "{consistency}: nobody waits for it");
+        everything(&mut sim, ids[2], true);
+        if consistency.starts_with("ssp") {
+            // Its first step makes a version, the next one has to wait.
+            sim.reduce_done(true);
+            let (step, uid) = open(&mut sim, ids[2]);
+            sim.commit(ids[2].0, step, uid, (blocks([0]), blocks([0])), true, 60_000);
+        }
+        sim.tick(1_900);
+        assert_eq!(sim.left, [], "{consistency}: not for that long");
+        sim.tick(100);
+        assert_eq!(sim.left, [(ids[0].0, LeaveReason::Exited)], "{consistency}");
+        sim.tick(20_000);
+        assert_eq!(sim.left.len(), 1, "{consistency}: the other one's lease is not over");
+    }
+}
+
+#[test]
+fn a_learner_that_comes_back_within_linger_stays() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    sim.set("linger", "2");
+    for step in 1..=5 {
+        let (b, _) = everything(&mut sim, ids[1], true);
+        // Each step of `a` is a process of its own, which comes after a while.
+        sim.tick(1_900);
+        sim.core.touch(ids[0].0, Some(Attached::Yes), sim.now);
+        everything(&mut sim, ids[0], true);
+        sim.core.touch(ids[0].0, Some(Attached::Exited), sim.now);
+        sim.reduce_done(true);
+        assert_eq!(sim.versions_of(&[b]), [Some(Version(step))]);
+        // Nobody waits for it meanwhile.
+        sim.tick(3_000);
+    }
+    assert_eq!(sim.left, []);
+    // What it asks for shows that it is used, though nobody says so.
+    everything(&mut sim, ids[1], true);
+    sim.tick(1_900);
+    open(&mut sim, ids[0]);
+    sim.tick(10_000);
+    assert_eq!(sim.left, []);
+}
+
+#[test]
+fn whoever_waits_for_others_itself_does_not_linger() {
+    let (mut sim, ids) = job("3", &["a", "b", "c"]);
+    sim.set("linger", "0");
+    everything(&mut sim, ids[0], true);
+    // What it has left open is committed at its end, and waits.
+    let (step, uid) = open(&mut sim, ids[0]);
+    let ticket = sim.commit(ids[0].0, step, uid, (blocks([0]), blocks([0])), true, 60_000);
+    sim.core.touch(ids[0].0, Some(Attached::Exited), sim.now);
+    sim.core.touch(ids[1].0, Some(Attached::Exited), sim.now);
+    sim.tick(1);
+    assert_eq!(sim.left, [(ids[1].0, LeaveReason::Exited)], "at once, with linger at 0");
+    sim.tick(10_000);
+    assert!(sim.is_waiting(ticket) && sim.left.len() == 1);
+}
+
+#[test]
+fn who_is_waited_for_is_named_after_a_while() {
+    let names: Vec<String> = (0..20).map(|i| format!("l{i}")).collect();
+    let (mut sim, ids) = job("20", &names.iter().map(String::as_str).collect::<Vec<_>>());
+    ids.iter().for_each(|id| sim.core.touch(id.0, Some(Attached::Yes), sim.now));
+    sim.tick(60_000);
+    assert_eq!(sim.core.late(sim.now), None, "nobody waits");
+    let (step, uid) = open(&mut sim, ids[3]);
+    sim.commit(ids[3].0, step, uid, (blocks([]), blocks([])), true, 1_000);
+    let began = sim.now;
+    sim.tick(4_900);
+    assert_eq!(sim.core.late(sim.now), None);
+    sim.tick(100);
+    let late = sim.core.late(sim.now).unwrap();
+    assert_eq!((late.since, late.learners.len(), late.more), (began, 16, 3));
+    assert!(!late.learners.contains(&"l3".to_owned()), "it has committed");
+    assert_eq!(late.learners[..4], ["l0", "l1", "l2", "l4"]);
+    for id in ids.iter().filter(|id| id.0 != ids[3].0 && id.0 != ids[7].0) {
+        everything(&mut sim, *id, true);
+    }
+    sim.tick(10);
+    let late = sim.core.late(sim.now).unwrap();
+    assert_eq!((late.since, late.learners, late.more), (began, vec!["l7".to_owned()], 0), "the same wait");
+    everything(&mut sim, ids[7], true);
+    sim.reduce_done(true);
+    sim.tick(10);
+    assert_eq!(sim.core.late(sim.now), None);
 }
 
 #[test]
@@ -216,7 +312,7 @@ fn who_comes_again_after_a_timeout_stays_and_who_hangs_leaves() {
     open(&mut sim, a);
     let b = sim.join("b").unwrap();
     for id in [a, b] {
-        sim.core.touch(id.0, Some(true), sim.now);
+        sim.core.touch(id.0, Some(Attached::Yes), sim.now);
     }
     let (step, uid) = open(&mut sim, b);
     for _ in 0..3 {

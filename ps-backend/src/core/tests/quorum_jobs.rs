@@ -1,7 +1,7 @@
 //! Promises of jobs whose versions need a quorum.
 
 use libmodelio::ids::Version;
-use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::transport::{Attached, LeaveReason, ShardError};
 
 use super::sim::{BLOCKS, Id, Sim, blocks, everything, is_fused, ok, open};
 
@@ -11,7 +11,7 @@ fn quorum(k: u32, names: &[&str]) -> (Sim, Vec<Id>) {
         Sim::new(&[("consistency", &format!("quorum({k})")), ("learners", &learners), ("lease", "1")]);
     let ids: Vec<Id> = names.iter().map(|name| sim.join(name).unwrap()).collect();
     for id in &ids {
-        sim.core.touch(id.0, Some(true), sim.now);
+        sim.core.touch(id.0, Some(Attached::Yes), sim.now);
     }
     (sim, ids)
 }

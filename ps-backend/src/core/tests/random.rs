@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::ids::{Incarnation, LearnerId, Step};
+use libmodelio::transport::Attached;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 
@@ -35,7 +36,7 @@ enum Op {
     Buffer,
     Assign(u64),
     Control(usize),
-    Touch(usize, bool),
+    Touch(usize, Attached),
     Tick(u64),
 }
 
@@ -85,9 +86,13 @@ fn op() -> impl Strategy<Value = Op> {
         3 => Just(Op::Buffer),
         1 => (1..200u64).prop_map(Op::Assign),
         2 => (0..CONTROLS.len()).prop_map(Op::Control),
-        1 => (who, any::<bool>()).prop_map(|(who, attached)| Op::Touch(who, attached)),
+        2 => (who, attached()).prop_map(|(who, attached)| Op::Touch(who, attached)),
         2 => (1..60u64).prop_map(Op::Tick),
     ]
+}
+
+fn attached() -> impl Strategy<Value = Attached> {
+    prop_oneof![Just(Attached::No), Just(Attached::Yes), Just(Attached::Exited)]
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

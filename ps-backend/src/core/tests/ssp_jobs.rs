@@ -1,7 +1,7 @@
 //! Promises of jobs with bounded staleness.
 
 use libmodelio::ids::Version;
-use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::transport::{Attached, LeaveReason, ShardError};
 
 use super::sim::{Id, Sim, blocks, everything, ok, open};
 
@@ -10,7 +10,7 @@ fn ssp(s: u32, names: &[&str]) -> (Sim, Vec<Id>) {
     let mut sim = Sim::new(&[("consistency", &format!("ssp({s})")), ("learners", &learners), ("lease", "1")]);
     let ids: Vec<Id> = names.iter().map(|name| sim.join(name).unwrap()).collect();
     for id in &ids {
-        sim.core.touch(id.0, Some(true), sim.now);
+        sim.core.touch(id.0, Some(Attached::Yes), sim.now);
     }
     (sim.with_fixed_consistency(), ids)
 }

@@ -1,5 +1,6 @@
 //! Holding a job between two versions, and taking it elsewhere.
 
+use libmodelio::transport::Attached;
 use proptest::prelude::*;
 
 use super::*;
@@ -105,7 +106,7 @@ fn nobodys_lease_ends_because_the_job_is_held() {
     let commit = Message::Commit { learner, step: Step(1), blocks, tensors, timeout_ms: 1 << 30 };
     bench.client(A, 2, commit);
     // A living program that does nothing, as far as anybody knows.
-    bench.client(B, 0, Message::Touch { learners: vec![LearnerId(2)], attached: Some(true) });
+    bench.client(B, 0, Message::Touch { learners: vec![LearnerId(2)], attached: Some(Attached::Yes) });
     for _ in 0..200 {
         bench.pass(Now::from_secs(1));
         bench.lead.client_alive(A, bench.now);

@@ -34,6 +34,8 @@ pub(super) struct Remote {
     /// A connection exists or is on its way.
     busy: AtomicBool,
     pub trouble: Mutex<Option<String>>,
+    /// Since when there is no connection.
+    gone_since: Mutex<Option<Duration>>,
     place: Mutex<Place>,
     pauses: Mutex<Pauses>,
 }
@@ -66,7 +68,7 @@ impl Pauses {
 
 impl Remote {
     /// The shard of this number; if it is among the `known` ones its blocks are there.
-    pub(super) fn new(shard: ShardId, known: &[ShardRecord]) -> Remote {
+    pub(super) fn new(shard: ShardId, known: &[ShardRecord], now: Duration) -> Remote {
         let known = known.iter().find(|record| record.shard == shard);
         let place = known.map_or(Place::Unknown, |record| Place::Found(record.address.clone()));
         Remote {
@@ -74,6 +76,7 @@ impl Remote {
             link: Mutex::new(None),
             busy: AtomicBool::new(false),
             trouble: Mutex::new(None),
+            gone_since: Mutex::new(Some(now)),
             place: Mutex::new(place),
             pauses: Mutex::default(),
         }
@@ -100,8 +103,16 @@ impl Remote {
     /// There is no connection, and another one may be tried after a pause.
     pub(super) fn is_lost(&self, why: String, now: Duration) {
         *self.trouble.lock() = Some(why);
+        self.gone_since.lock().get_or_insert(now);
         self.pauses.lock().failed(now);
         self.busy.store(false, Ordering::Relaxed);
+    }
+
+    /// For how long there has been no connection, and why.
+    pub(super) fn is_gone(&self, now: Duration) -> Option<(Duration, String)> {
+        let since = (*self.gone_since.lock())?;
+        let why = self.trouble.lock().clone().unwrap_or_else(|| "no connection yet".into());
+        Some((now.saturating_sub(since), why))
     }
 
     /// Where it is; asked for once, unless it is not there.
@@ -188,6 +199,7 @@ impl Conversation for ToPart {
                 self.silence = Some(Duration::from_millis((*silence_ms).into()));
                 *self.remote.link.lock() = Some(self.link.clone());
                 *self.remote.trouble.lock() = None;
+                *self.remote.gone_since.lock() = None;
                 self.remote.has_it(&self.address);
                 let index = self.index;
                 self.lead.with_core(|state, _, actions| state.core.part_up(index, actions));

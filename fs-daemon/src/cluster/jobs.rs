@@ -1,0 +1,158 @@
+//! What the jobs of a cluster wait for: as the shards that lead them tell, or as follows from their silence.
+
+use libmodelio::registry::Registry;
+use serde_json::{Value, json};
+
+use super::{ask, deadline};
+use crate::config::endpoint::Endpoint;
+
+/// A shard that has not been reached for so many seconds is waited for.
+const AWAY: f64 = 2.0;
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+/// The jobs that `shards` lead, and those of `models` that none of them does: `name`, `state`, the shards and the learners
+/// that they wait for, and for how many seconds.
+pub fn look(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: &[String]) -> Vec<Value> {
+    let mut jobs: Vec<Value> = shards.iter().flat_map(|shard| led(shards, shard)).collect();
+    let mut heard = None;
+    for name in models {
+        if jobs.iter().any(|job| job["name"] == json!(name)) {
+            continue;
+        }
+        // Of those that are not ready nobody expects anything yet.
+        let Some(record) = registry.model(name, deadline()).ok().filter(|record| record.ready) else {
+            continue;
+        };
+        let heard = heard.get_or_insert_with(|| ask(&at.to_string()).unwrap_or_default());
+        let known = list(&heard["registry_heard"]).iter().find(|one| one["shard"] == json!(record.lead.0));
+        let address = known.and_then(|one| one["address"].as_str());
+        // The lead may have moved there since the shard was asked.
+        let answer = address.map_or_else(|| Err("the registry does not know where it is".to_owned()), ask);
+        match answer {
+            Err(why) => jobs.push(json!({
+                "name": name,
+                "state": "waiting",
+                "waits_for_shards": [{
+                    "shard": record.lead.0,
+                    "address": address,
+                    "seconds": known.map_or(&Value::Null, |one| &one["seconds"]),
+                    "why": why,
+                }],
+                "waits_for_learners": null,
+            })),
+            Ok(answer) => match led(shards, &answer).find(|job| job["name"] == json!(name)) {
+                Some(job) => jobs.push(job),
+                None if has(&answer, name) => {}
+                None => jobs.push(json!({
+                    "name": name,
+                    "state": "failed",
+                    "why": format!("shard {} led it and has come back without it", record.lead),
+                    "waits_for_shards": [],
+                    "waits_for_learners": null,
+                })),
+            },
+        }
+    }
+    jobs
+}
+
+/// The jobs that a shard leads, as it says itself.
+fn led<'a>(shards: &'a [Value], shard: &'a Value) -> impl Iterator<Item = Value> + 'a {
+    let leads = list(&shard["models"]).iter().filter(|model| model["lead"].is_object());
+    leads.map(move |model| {
+        let lead = &model["lead"];
+        let away =
+            list(&lead["unreachable"]).iter().filter(|one| one["seconds"].as_f64().unwrap_or(0.0) >= AWAY);
+        let away = away.map(|one| {
+            let known = shards.iter().find(|shard| shard["shard"] == one["shard"]);
+            let address = known.map_or(&Value::Null, |shard| &shard["address"]);
+            json!({ "shard": one["shard"], "address": address, "seconds": one["seconds"], "why": one["why"] })
+        });
+        json!({
+            "name": model["name"],
+            "state": lead["state"],
+            "waits_for_shards": away.collect::<Vec<_>>(),
+            "waits_for_learners": lead["late"],
+        })
+    })
+}
+
+/// Whether a shard has a part of the model, or is about to.
+fn has(shard: &Value, name: &str) -> bool {
+    let of = |key: &str| list(&shard[key]).iter().any(|model| model["name"] == json!(name));
+    of("models") || of("adopting")
+}
+
+/// Whether a job cannot go on.
+pub fn is_in_trouble(job: &Value) -> bool {
+    matches!(job["state"].as_str(), Some("waiting" | "failed"))
+}
+
+/// What is to be said of a job, for people.
+pub fn lines(job: &Value) -> Vec<String> {
+    let name = job["name"].as_str().unwrap_or_default();
+    let mut lines = Vec::new();
+    let since =
+        |value: &Value| value.as_f64().map_or(String::new(), |seconds| format!(" for {seconds:.0} s"));
+    for shard in list(&job["waits_for_shards"]) {
+        let at = shard["address"].as_str().map_or(String::new(), |address| format!(" at {address}"));
+        let (number, since) = (&shard["shard"], since(&shard["seconds"]));
+        let why = shard["why"].as_str().unwrap_or_default();
+        lines.push(format!("{name}: waiting for shard {number}{at}, not reached{since}: {why}"));
+    }
+    if job["state"] == json!("failed") {
+        let why = job["why"].as_str().map_or(String::new(), |why| format!(": {why}"));
+        lines.push(format!("{name}: failed{why}"));
+    }
+    let late = &job["waits_for_learners"];
+    if late.is_object() {
+        let names: Vec<&str> = list(&late["learners"]).iter().filter_map(Value::as_str).collect();
+        let more = late["more"].as_u64().filter(|more| *more > 0);
+        let more = more.map_or(String::new(), |more| format!(" and {more} more"));
+        lines.push(format!(
+            "{name}: waiting{} for learners: {}{more}",
+            since(&late["seconds"]),
+            names.join(", ")
+        ));
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_waited_for_is_said_with_since_when() {
+        let shards = [
+            json!({ "shard": 1, "address": "node1:7070", "models": [{ "name": "m", "lead": {
+                "state": "waiting",
+                "unreachable": [
+                    { "shard": 2, "why": "connection refused", "seconds": 12.4 },
+                    { "shard": 3, "why": "no connection yet", "seconds": 1.9 },
+                ],
+                "late": { "learners": ["a", "b"], "more": 2, "seconds": 7.1 },
+            } }, { "name": "n", "lead": null }] }),
+            json!({ "shard": 2, "address": "node2:7070", "unreachable": "connection refused" }),
+        ];
+        let jobs: Vec<Value> = led(&shards, &shards[0]).collect();
+        assert_eq!(jobs.len(), 1, "{jobs:?}");
+        assert!(is_in_trouble(&jobs[0]));
+        assert_eq!(
+            lines(&jobs[0]),
+            [
+                "m: waiting for shard 2 at node2:7070, not reached for 12 s: connection refused",
+                "m: waiting for 7 s for learners: a, b and 2 more",
+            ]
+        );
+        let running =
+            json!({ "name": "m", "state": "running", "waits_for_shards": [], "waits_for_learners": null });
+        assert!(!is_in_trouble(&running) && lines(&running).is_empty());
+        let failed = json!({ "name": "m", "state": "failed", "why": "so", "waits_for_shards": [] });
+        assert!(is_in_trouble(&failed));
+        assert_eq!(lines(&failed), ["m: failed: so"]);
+    }
+}

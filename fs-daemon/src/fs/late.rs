@@ -1,0 +1,126 @@
+//! Says in the log whom jobs wait for: one line a wait, for learners and for shards.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use libmodelio::ids::ShardId;
+use ps_backend::job::JobStatus;
+
+use super::model::Model;
+
+/// How often it is looked whether there is something to say.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// What was said of a model, and still is so.
+#[derive(Default)]
+struct Said {
+    learners: bool,
+    shards: BTreeSet<ShardId>,
+}
+
+/// What was said of each model.
+#[derive(Default)]
+pub struct Late {
+    looked: Option<Instant>,
+    of: BTreeMap<u8, Said>,
+}
+
+impl Late {
+    /// Looks, if it is time to.
+    pub fn look(&mut self, models: &[Arc<Model>]) {
+        let now = Instant::now();
+        if self.looked.is_some_and(|at| now.duration_since(at) < LOOK) {
+            return;
+        }
+        self.looked = Some(now);
+        for model in models {
+            for line in self.of.entry(model.index).or_default().news(&model.job.status()) {
+                tracing::warn!(model = model.name, "{line}");
+            }
+        }
+    }
+}
+
+impl Said {
+    /// What is to be said now.
+    fn news(&mut self, status: &JobStatus) -> Vec<String> {
+        let mut lines = Vec::new();
+        if let Some((names, waited)) = &status.late
+            && !self.learners
+        {
+            let (seconds, names) = (waited.as_secs(), names.join(", "));
+            lines.push(format!("learners have been waiting for {seconds} s for {names}"));
+        }
+        self.learners = status.late.is_some();
+        let away = |shard: &ps_backend::job::ShardView| shard.away.filter(|_| status.state == "waiting");
+        self.shards
+            .retain(|known| status.shards.iter().any(|shard| shard.shard == *known && away(shard).is_some()));
+        for shard in &status.shards {
+            if let Some(gone) = away(shard)
+                && self.shards.insert(shard.shard)
+            {
+                let (address, why) = (shard.address.as_deref().unwrap_or_default(), shard.lost.as_deref());
+                lines.push(format!(
+                    "waiting for shard {} at {address}, which has not been reached for {} s: {}",
+                    shard.shard,
+                    gone.as_secs(),
+                    why.unwrap_or("the shard that leads the job does not reach it")
+                ));
+            }
+        }
+        lines
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use libmodelio::ids::Version;
+    use libmodelio::transport::TransportKind;
+    use ps_backend::job::ShardView;
+
+    use super::*;
+
+    fn status(late: &[&str], away: &[u16]) -> JobStatus {
+        let shard = |number: u16| ShardView {
+            shard: ShardId(number),
+            address: Some(format!("node{number}:7070")),
+            transport: TransportKind::Tcp,
+            blocks: 1,
+            no_memory: None,
+            no_rdma: None,
+            lost: Some("connection refused".into()),
+            connected: false,
+            away: away.contains(&number).then_some(Duration::from_millis(2300)),
+        };
+        let names: Vec<String> = late.iter().map(|name| (*name).to_owned()).collect();
+        JobStatus {
+            state: if away.is_empty() { "running" } else { "waiting" },
+            late: (!names.is_empty()).then_some((names, Duration::from_millis(5400))),
+            version: Version(0),
+            members: Vec::new(),
+            committed: 0,
+            contributions: 0,
+            blocks_on_arrival: 0,
+            buffers: (0, 0),
+            versions: Vec::new(),
+            shards: (1..=3).map(shard).collect(),
+        }
+    }
+
+    #[test]
+    fn a_wait_is_said_once() {
+        let mut said = Said::default();
+        assert!(said.news(&status(&[], &[])).is_empty());
+        let line =
+            "waiting for shard 2 at node2:7070, which has not been reached for 2 s: connection refused";
+        assert_eq!(
+            said.news(&status(&["a", "b"], &[2])),
+            ["learners have been waiting for 5 s for a, b", line]
+        );
+        assert!(said.news(&status(&["b"], &[2])).is_empty(), "the same waits");
+        assert_eq!(said.news(&status(&["b"], &[2, 3])).len(), 1);
+        assert!(said.news(&status(&[], &[])).is_empty());
+        assert_eq!(said.news(&status(&["b"], &[2])).len(), 2, "others");
+    }
+}
