@@ -102,7 +102,7 @@ impl Conversation for Control {
             self.0.shared.lead_has_not(&self.0.way, refusal);
         }
         if self.0.welcomed(&received.message)? {
-            self.0.shared.greeted(&self.0.way, &self.0.link, false)?;
+            self.0.shared.greeted(&self.0.way, &self.0.link, None)?;
             return Ok(Take::Nothing);
         }
         let (request, message) = (received.header.request(), received.message.clone());
@@ -187,7 +187,7 @@ impl Conversation for Data {
             self.no_rdma = Some(format!("refused by the shard: {why}"));
         }
         if self.greeting.welcomed(&received.message)? {
-            let by_memory = self.memory.is_some();
+            let by_memory = self.memory.as_ref().map(Memory::end_of_loan);
             self.greeting.link.expect_much();
             self.greeting.shared.greeted(&self.greeting.way, &self.greeting.link, by_memory)?;
             return Ok(Take::Nothing);

@@ -45,11 +45,15 @@ impl Bench {
     }
 
     fn commit(&mut self, token: u64, seconds: u64) {
+        self.commit_of(token, seconds, false);
+    }
+
+    fn commit_of(&mut self, token: u64, seconds: u64, lent: bool) {
         let blocks = vec![0..3];
         let timeout_ms = seconds as u32 * 1000;
         self.ask(
             token,
-            Message::Commit { learner: L, step: Step(1), blocks, tensors: vec![0..1], timeout_ms },
+            Message::Commit { learner: L, step: Step(1), blocks, tensors: vec![0..1], timeout_ms, lent },
             seconds,
         );
     }
@@ -132,6 +136,48 @@ fn what_is_granted_is_sent_to_its_shards_and_kept_until_it_is_taken() {
 }
 
 #[test]
+fn what_was_lent_is_sent_no_more_when_its_commit_is_answered_whatever_the_answer() {
+    for lead_answers in [true, false] {
+        let mut bench = Bench::new();
+        bench.commit_of(3, 2, true);
+        bench.grant(1);
+        assert_eq!(bench.pushes(0), [0, 2]);
+        bench.said.clear();
+        if lead_answers {
+            bench.lead(3, Message::Refused(ShardError::TimedOut("it was dropped".into()).into()));
+        } else {
+            bench.pass(2000);
+        }
+        let at = |what: &dyn Fn(&Action) -> bool| bench.said.iter().position(what);
+        let answered = at(&|action| matches!(action, Action::Answer(3, Err(_)))).expect("an answer");
+        let released = at(&|action| *action == Action::Release(L, Step(1))).expect("a release");
+        assert!(released < answered, "{:?}", bench.said);
+        // The lead's word is that the plan is dropped. Without it, what shards may be reading has to end first.
+        let ended = at(&|action| *action == Action::EndLoans);
+        assert_eq!(ended.map(|ended| ended < answered), (!lead_answers).then_some(true), "{:?}", bench.said);
+        assert_eq!((bench.core.outgoing(), bench.core.kept()), (None, (0, 0)));
+        assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![], vec![]));
+        // Asked again, it is told to be gone.
+        bench.said.clear();
+        bench.grant(1);
+        let lacks = Message::Lacks { plan: PlanId(1), learner: Some(L) };
+        assert_eq!(bench.said, [Action::ToLead(0, lacks)]);
+    }
+}
+
+#[test]
+fn what_was_lent_is_given_back_when_the_client_ends() {
+    let mut bench = Bench::new();
+    bench.commit_of(3, 10, true);
+    bench.grant(1);
+    bench.said.clear();
+    let mut said = Vec::new();
+    bench.core.end_loans(&mut said);
+    assert_eq!(said, [Action::Release(L, Step(1)), Action::EndLoans]);
+    assert_eq!((bench.core.outgoing(), bench.core.kept()), (None, (0, 0)));
+}
+
+#[test]
 fn a_request_is_sent_again_with_less_time_until_its_deadline() {
     let mut bench = Bench::new();
     bench.commit(3, 2);
@@ -148,7 +194,7 @@ fn a_request_is_sent_again_with_less_time_until_its_deadline() {
     assert_eq!(bench.core.kept(), (0, 1));
     bench.said.clear();
     let (blocks, tensors) = (vec![0..4], vec![0..1]);
-    let other = Message::Commit { learner: L, step: Step(1), blocks, tensors, timeout_ms: 1000 };
+    let other = Message::Commit { learner: L, step: Step(1), blocks, tensors, timeout_ms: 1000, lent: false };
     bench.ask(4, other, 1);
     assert!(matches!(bench.said[..], [Action::Answer(4, Err(Refusal::Shard(ShardError::NotAllowed(_))))]));
 }

@@ -6,9 +6,13 @@
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 
 use nix::errno::Errno;
-use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{
+    ControlMessage, ControlMessageOwned, MsgFlags, Shutdown, UnixAddr, recvmsg, sendmsg, shutdown,
+};
 
 /// As many as the kernel passes on at once (SCM_MAX_FD): room for fewer would lose those that do not fit.
 const AT_ONCE: usize = 253;
@@ -42,6 +46,31 @@ impl Descriptors {
     /// Over this socket, which keeps messages apart (SOCK_SEQPACKET).
     pub fn new(socket: Arc<OwnedFd>) -> Descriptors {
         Descriptors(socket)
+    }
+
+    /// Ends the connection for both ends before this returns: the peer finds it ended from now on.
+    pub fn hang_up(&self) {
+        // On one that is over already it does nothing.
+        let _ = shutdown(self.0.as_raw_fd(), Shutdown::Both);
+    }
+
+    /// Whether the peer, or this end, has ended the connection. What was read of the peer's memory before is looked at
+    /// after it was read.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn is_hung_up(&self) -> Result<bool, Errno> {
+        // What was read is read before this is asked.
+        fence(Ordering::SeqCst);
+        let ended = PollFlags::POLLHUP | PollFlags::POLLERR;
+        let mut socket = [PollFd::new(self.0.as_fd(), ended)];
+        loop {
+            match poll(&mut socket, PollTimeout::ZERO) {
+                Ok(_) => return Ok(socket[0].revents().is_none_or(|seen| seen.intersects(ended))),
+                Err(Errno::EINTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
     }
 
     /// Sends the descriptor of region `number`. The message that tells of it is said afterwards, so that whoever has

@@ -118,6 +118,9 @@ pub enum Message {
         tensors: TensorRanges,
         /// For how long it may wait to be taken, in milliseconds.
         timeout_ms: u32,
+        /// It lies in memory of a program's, which has it back when this is answered: a refusal says that no plan that
+        /// read it can count any more.
+        lent: bool,
     },
     /// The open contribution is dropped. Answered by `Done`.
     Abort {
@@ -487,6 +490,13 @@ pub enum Message {
         wide: bool,
         /// Which slot.
         slot: u32,
+    },
+
+    // -- a shard to the lead again
+    /// The plan has read memory of a client's that may not have been lent any more: nothing of it may count here.
+    Torn {
+        /// The plan.
+        plan: PlanId,
     },
 }
 

@@ -72,6 +72,7 @@ pub enum Protocol {
     /// The second one, and the first that this program speaks. New in it: `Commit` names tensors, and `Work::Reduce`
     /// gives the optimizer step of each tensor. `Touch` tells of learners whose last process has
     /// exited, and a learner can leave for that reason; a `State` names learners that are late and shards that are away.
+    /// `Commit` says whether its memory is lent, and a shard says `Torn` of a plan that has read memory for too long.
     V2 = 2,
 }
 

@@ -277,13 +277,14 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(Step), any::<bool>())
             .prop_map(|(step, staging_lent)| Message::Opened { step, staging_lent })
             .boxed(),
-        (learner(), id64(Step), block_ranges(), block_ranges(), any::<u32>())
-            .prop_map(|(learner, step, blocks, tensors, timeout_ms)| Message::Commit {
+        (learner(), id64(Step), block_ranges(), block_ranges(), any::<u32>(), any::<bool>())
+            .prop_map(|(learner, step, blocks, tensors, timeout_ms, lent)| Message::Commit {
                 learner,
                 step,
                 blocks,
                 tensors,
                 timeout_ms,
+                lent,
             })
             .boxed(),
         learner().prop_map(|learner| Message::Abort { learner }).boxed(),
@@ -412,6 +413,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(PlanId), block(), any::<bool>(), any::<u32>())
             .prop_map(|(plan, block, wide, slot)| Message::PushIn { plan, block, wide, slot })
             .boxed(),
+        id64(PlanId).prop_map(|plan| Message::Torn { plan }).boxed(),
     ]
 }
 

@@ -252,7 +252,9 @@ impl<S: Clone> ShardCore<S> {
     pub fn next_deadline(&self) -> Option<Now> {
         let pending = self.pending.iter().map(|pending| pending.deadline);
         let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
-        let taken = self.committed.iter().filter_map(|c| c.ticket).chain(self.running_ticket);
+        // Who reads what is lent looks at its deadline: see `overdue`.
+        let taken = self.committed.iter().filter(|c| !c.is_read_on_loan());
+        let taken = taken.filter_map(|c| c.ticket).chain(self.running_ticket);
         pending.chain(waiters).chain(taken.map(|(_, deadline)| deadline)).chain(self.next_fold()).min()
     }
 
@@ -266,6 +268,20 @@ impl<S: Clone> ShardCore<S> {
             self.expire_requests(now, actions);
             self.advance(now, actions);
         }
+    }
+
+    /// Learners whose commits are past their deadlines while what they have lent is being read. Whoever reads it answers
+    /// for them: by [`Self::reclaim`], or by having read it soon.
+    pub fn overdue(&self, now: Now) -> Vec<LearnerId> {
+        let on_loan = self.committed.iter().filter(|c| c.is_read_on_loan());
+        let is_over = |c: &&Committed<S>| c.ticket.is_some_and(|(_, deadline)| deadline <= now);
+        on_loan.filter(is_over).map(|c| c.contribution.learner).collect()
+    }
+
+    /// When there is somebody in [`Self::overdue`].
+    pub fn next_overdue(&self) -> Option<Now> {
+        let on_loan = self.committed.iter().filter(|c| c.is_read_on_loan());
+        on_loan.filter_map(|c| c.ticket).map(|(_, deadline)| deadline).min()
     }
 
     fn expire_requests(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
@@ -313,7 +329,7 @@ impl<S: Clone> ShardCore<S> {
             timed_out(ticket, "the version is still being made; it will come");
         }
         let mut back = Vec::new();
-        for committed in &mut self.committed {
+        for committed in self.committed.iter_mut().filter(|c| !c.is_read_on_loan()) {
             if let Some((ticket, _)) = committed.ticket.take_if(over) {
                 if committed.place == Place::ToFold {
                     back.push(committed.contribution.learner);

@@ -77,6 +77,9 @@ pub struct Contribution<S> {
     /// Nobody has looked for NaN and Inf in `source`: whoever reads it first does, and the commit is taken
     /// back if some are found.
     pub unchecked: bool,
+    /// `source` is memory of a program's, which has it back when the commit is answered: it is answered with an error
+    /// only when nothing that has read it can count any more.
+    pub lent: bool,
 }
 
 /// What to compute for the next version.
@@ -261,6 +264,18 @@ struct Committed<S> {
     /// What its learner's phase was: until the payload has left its program's memory and was found to be
     /// good, the commit can be taken back.
     undo: Option<Phase>,
+}
+
+impl<S> Committed<S> {
+    /// Whether its payload is being read where it is not the shard's own.
+    fn is_read(&self) -> bool {
+        self.place == Place::Folding || self.place == Place::Lent && !self.lendable
+    }
+
+    /// Whether it is being read in memory that is lent.
+    fn is_read_on_loan(&self) -> bool {
+        self.contribution.lent && self.is_read()
+    }
 }
 
 /// A commit that cannot be taken yet.

@@ -73,6 +73,33 @@ impl<S: Clone> ShardCore<S> {
         void
     }
 
+    /// The program of `learner` has the memory back that it has lent for its last commit. Unless that is folded, it fails
+    /// with `why` and is open again.
+    ///
+    /// Returns whether the plan or the fold under way reads it, which is void then, as with [`Self::lost`].
+    pub fn reclaim(
+        &mut self,
+        learner: LearnerId,
+        why: ShardError,
+        now: Now,
+        actions: &mut Vec<Action<S>>,
+    ) -> bool {
+        let is_it = |c: &&Committed<S>| {
+            c.contribution.lent && c.contribution.learner == learner && c.place != Place::Folded
+        };
+        let Some(committed) = self.committed.iter().find(is_it) else { return false };
+        let (place, is_read) = (committed.place, committed.is_read());
+        match place {
+            Place::Folding => self.stop_fold(),
+            Place::Lent => self.stop_plan(),
+            Place::ToFold | Place::Folded => {}
+        }
+        self.fail(vec![(learner, why)], actions);
+        self.release_params();
+        self.advance(now, actions);
+        is_read
+    }
+
     /// The write of `weights` that the running plan publishes has failed: there is no new version.
     pub fn assign_failed(&mut self, error: ShardError, now: Now, actions: &mut Vec<Action<S>>) {
         let is_assign = |plan: &mut Arc<Plan<S>>| matches!(plan.work, Work::Assign { .. });

@@ -57,8 +57,8 @@ impl EmbeddedShard {
                 let reject = inner.core.controls().nonfinite == NonFinite::Reject;
                 // What is lent is answered at once, and has been looked at.
                 let unchecked = reject && !lendable && !unchecked.is_clear();
-                let source = staging;
-                let contribution = Contribution { learner, sent, deferred, tensors, source, unchecked };
+                let (source, lent) = (staging, !lendable);
+                let contribution = Contribution { learner, sent, deferred, tensors, source, unchecked, lent };
                 inner.core.commit(ticket, step, contribution, lendable, deadline, now, &mut actions);
                 self.wake.notify_all();
                 return self.act(inner, actions);

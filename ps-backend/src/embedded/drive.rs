@@ -282,6 +282,16 @@ pub(super) fn run_timer(shard: &Weak<EmbeddedShard>) {
         shard.wake.wait_for(&mut inner, pause);
         let now = shard.now();
         let mut actions = Vec::new();
+        if !inner.retries.is_empty() {
+            // What is lent for a version that is not being made is read by nobody. What is being read is answered when it
+            // was, which is soon.
+            for learner in inner.core.overdue(now) {
+                let late = ShardError::TimedOut("there is no memory for the next version".into());
+                if inner.core.reclaim(learner, late, now, &mut actions) {
+                    inner.retries.clear();
+                }
+            }
+        }
         for retry in inner.retries.extract_if(.., |retry| retry.at <= now).collect::<Vec<_>>() {
             actions.push(Action::Reduce(retry.plan));
         }

@@ -170,14 +170,13 @@ impl LeadCore {
             }
             _ => false,
         };
-        if let Some(newest) = subject(&message).and_then(|learner| client.learners.get_mut(&learner))
-            && !repeats
-        {
-            if request < *newest {
+        if let Some(newest) = subject(&message).and_then(|learner| client.learners.get_mut(&learner)) {
+            // Nor does it end the wait of one that was sent anew since.
+            if request < *newest && (!repeats || client.open.contains(newest)) {
                 let overtaken = Message::Refused(ShardError::Interrupted.into());
                 return self.answer(id, request, overtaken, actions);
             }
-            *newest = request;
+            *newest = request.max(*newest);
         }
         if let Err(refusal) = self.carry_out(id, request, message, now, actions) {
             self.answer(id, request, Message::Refused(refusal), actions);
@@ -220,6 +219,13 @@ impl LeadCore {
         if let Some(failed) = &self.failed {
             return Err(failed.clone());
         }
+        if let Message::Open { learner } | Message::Abort { learner } | Message::Withdraw { learner } =
+            message
+            && self.owners.get(&learner) == Some(&id)
+        {
+            // Nobody waits for what it has lent.
+            self.reclaim(learner, ShardError::Interrupted, now, actions);
+        }
         let mut wanted = Vec::new();
         let core = &mut self.core;
         let deadline = |timeout_ms: u32| now + Now::from_millis(timeout_ms.into());
@@ -255,7 +261,7 @@ impl LeadCore {
                 core.withdraw(mine(learner)?, now, &mut wanted)?;
                 Some(Message::Done)
             }
-            Message::Commit { learner, step, blocks, tensors, timeout_ms } => {
+            Message::Commit { learner, step, blocks, tensors, timeout_ms, lent } => {
                 let learner = mine(learner)?;
                 // Clients open by themselves and say so beside: their word of it may be under way still.
                 let next = core.member(learner, now).map(|member| member.step.next());
@@ -268,7 +274,7 @@ impl LeadCore {
                 let source = Source { client: id, name: step.0, weights: BlockRanges::new() };
                 let deferred = sent.clone();
                 let contribution =
-                    Contribution { learner, sent, deferred, tensors, source, unchecked: false };
+                    Contribution { learner, sent, deferred, tensors, source, unchecked: false, lent };
                 let deadline = deadline(timeout_ms);
                 self.core.commit(ticket, step, contribution, false, deadline, now, &mut wanted);
                 None

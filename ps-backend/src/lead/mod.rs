@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use libmodelio::ids::{ClientId, LearnerId, PlanId, ShardId, Version};
 use libmodelio::layout::ModelLayout;
+use libmodelio::transport::ShardError;
 use libmodelio::wire::{BlockRanges, Message, Refusal};
 use serde::{Deserialize, Serialize};
 
@@ -214,8 +215,9 @@ impl LeadCore {
     /// When [`Self::tick`] has something to do at the latest.
     pub fn next_deadline(&self) -> Now {
         let repeat = self.run.as_ref().map(Run::repeat_at);
-        let deadlines = [Some(self.told_at + REPEAT), repeat, self.core.next_deadline()];
-        deadlines.into_iter().flatten().min().unwrap_or(Now::MAX)
+        let core = [self.core.next_deadline(), self.core.next_overdue()];
+        let deadlines = [Some(self.told_at + REPEAT), repeat].into_iter().chain(core);
+        deadlines.flatten().min().unwrap_or(Now::MAX)
     }
 
     /// Time passes: deadlines, leases, and what has to be said again.
@@ -224,6 +226,10 @@ impl LeadCore {
         let mut wanted = Vec::new();
         self.core.tick(now, &mut wanted);
         self.perform(wanted, now, actions);
+        for learner in self.core.overdue(now) {
+            let late = "a shard has not read the contribution in time: it is dropped";
+            self.reclaim(learner, ShardError::TimedOut(late.into()), now, actions);
+        }
         self.repeat(now, actions);
         if now >= self.told_at + REPEAT {
             self.tell_again(now, actions);

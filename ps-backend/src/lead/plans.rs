@@ -113,6 +113,9 @@ impl LeadCore {
                 let learner = sender.and_then(|sender| sender.learners.first().copied());
                 self.spoilt(learner, ShardError::NonFinite(block), now, actions);
             }
+            Message::Torn { plan } if plan == run.id && run.stage == Stage::Gathering => {
+                self.torn(now, actions)
+            }
             Message::Done if request == run.id.0 && run.stage != Stage::Gathering => {
                 run.waiting.remove(&part);
                 if run.waiting.is_empty() {
@@ -165,6 +168,34 @@ impl LeadCore {
             (_, None) => return,
         }
         self.drop_run(now, actions);
+        self.perform(wanted, now, actions);
+    }
+
+    /// A shard has read memory of a client's that may not have been lent any more: another plan reads all of it anew.
+    fn torn(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let mut wanted = Vec::new();
+        match self.run.as_ref().map(|run| &run.kind) {
+            Some(Kind::Fold(_)) => self.core.fold_failed(Vec::new(), now, &mut wanted),
+            Some(Kind::Reduce) => self.core.refused(Vec::new(), now, &mut wanted),
+            // New weights are nobody's to write again.
+            Some(Kind::Assign) | None => return,
+        }
+        self.drop_run(now, actions);
+        self.perform(wanted, now, actions);
+    }
+
+    /// The memory that `learner` has lent for its last commit is its program's again: whatever reads it is void.
+    pub(super) fn reclaim(
+        &mut self,
+        learner: LearnerId,
+        why: ShardError,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        let mut wanted = Vec::new();
+        if self.core.reclaim(learner, why, now, &mut wanted) {
+            self.drop_work(|work| !is_assign(work), now, actions);
+        }
         self.perform(wanted, now, actions);
     }
 

@@ -60,9 +60,15 @@ impl Bench {
 
     /// A learner opens its step and commits all of it, under requests `from` and the one after.
     fn commit(&mut self, client: ClientId, learner: u32, step: u64, from: u64) {
+        self.commit_as(client, learner, step, from, false);
+    }
+
+    fn commit_as(&mut self, client: ClientId, learner: u32, step: u64, from: u64, lent: bool) {
         let learner = LearnerId(learner);
         self.client(client, from, Message::Open { learner });
-        self.commit_of(client, learner.0, step, from + 1, (0..4, 0..2));
+        let (step, blocks, tensors) = (Step(step), vec![0..4], vec![0..2]);
+        let commit = Message::Commit { learner, step, blocks, tensors, timeout_ms: 10_000, lent };
+        self.client(client, from + 1, commit);
     }
 
     /// A learner commits these blocks and tensors.
@@ -76,7 +82,7 @@ impl Bench {
     ) {
         let (learner, step) = (LearnerId(learner), Step(step));
         let (blocks, tensors) = (vec![blocks], vec![tensors]);
-        let commit = Message::Commit { learner, step, blocks, tensors, timeout_ms: 10_000 };
+        let commit = Message::Commit { learner, step, blocks, tensors, timeout_ms: 10_000, lent: false };
         self.client(client, request, commit);
     }
 
@@ -251,4 +257,104 @@ fn a_client_that_lacks_what_it_was_granted_does_not_hold_the_job_up() {
     bench.client(B, 0, Message::Lacks { plan: plan.plan, learner: Some(LearnerId(2)) });
     assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }]);
     assert!(bench.heard_by(B).contains(&(3, Message::Refused(ShardError::Interrupted.into()))));
+}
+
+fn timed_out(answer: &(u64, Message)) -> bool {
+    matches!(answer, (_, Message::Refused(Refusal::Shard(ShardError::TimedOut(_)))))
+}
+
+#[test]
+fn what_is_lent_is_in_no_plan_that_goes_on_when_its_commit_has_timed_out() {
+    let mut bench = Bench::new();
+    bench.commit_as(A, 1, 1, 2, true);
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started();
+    assert_eq!(bench.lead.next_deadline().min(Now::from_secs(10)), bench.lead.next_deadline());
+    bench.client(A, 0, Message::Ping);
+    bench.said.clear();
+    bench.pass(Now::from_secs(10));
+    assert_eq!(bench.heard_by_part().last(), Some(&Message::Drop { plan: plan.plan }));
+    let heard = bench.heard_by(A);
+    assert!(
+        heard.contains(&(0, Message::Over { plan: plan.plan })) && heard.iter().any(timed_out),
+        "{heard:?}"
+    );
+    // The other one's stays where it is, and its commit is taken.
+    bench.part(0, Message::Ready { plan: plan.plan });
+    assert!(!bench.said.contains(&Action::Published(Version(1))), "it was dropped");
+    bench.part(plan.plan.0, Message::Done);
+    bench.pass(PATIENCE);
+    let next = bench.started();
+    assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [B]);
+    // Its learner commits the same step anew.
+    bench.client(A, 4, Message::Abort { learner: LearnerId(1) });
+    bench.commit_as(A, 1, 1, 5, true);
+    bench.part(0, Message::Ready { plan: next.plan });
+    bench.part(next.plan.0, Message::Done);
+    let last = bench.started();
+    assert_eq!(last.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A]);
+}
+
+#[test]
+fn what_is_lent_is_in_no_plan_that_goes_on_when_nobody_waits_for_it() {
+    let learner = LearnerId(1);
+    for end in [Message::Abort { learner }, Message::Withdraw { learner }, Message::Open { learner }] {
+        let mut bench = Bench::new();
+        bench.commit_as(A, 1, 1, 2, true);
+        bench.commit(B, 2, 1, 2);
+        let plan = bench.started();
+        bench.client(A, 4, end.clone());
+        assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }], "{end:?}");
+        let heard = bench.heard_by(A);
+        assert!(heard.contains(&(3, Message::Refused(ShardError::Interrupted.into()))), "{heard:?}");
+        if matches!(end, Message::Open { .. }) {
+            assert!(
+                heard.contains(&(4, Message::Opened { step: Step(1), staging_lent: false })),
+                "{heard:?}"
+            );
+        }
+        // What is not lent is kept by its client until the plan is over.
+        let mut bench = Bench::new();
+        bench.commit(A, 1, 1, 2);
+        bench.commit(B, 2, 1, 2);
+        bench.started();
+        bench.client(A, 4, end);
+        assert_eq!(bench.heard_by_part(), []);
+    }
+}
+
+#[test]
+fn what_a_shard_has_read_for_too_long_is_read_again_and_nobody_is_blamed() {
+    let mut bench = Bench::new();
+    bench.commit_as(A, 1, 1, 2, true);
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started();
+    bench.said.clear();
+    bench.part(0, Message::Torn { plan: plan.plan });
+    assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }]);
+    bench.part(0, Message::Torn { plan: plan.plan });
+    assert_eq!(bench.heard_by_part(), [], "said again");
+    bench.part(plan.plan.0, Message::Done);
+    let next = bench.started();
+    assert_eq!((next.sources, next.work), (plan.sources, plan.work));
+    let is_refused =
+        |(request, message): &(u64, Message)| *request > 0 && matches!(message, Message::Refused(_));
+    let heard = [bench.heard_by(A), bench.heard_by(B)].concat();
+    assert!(!heard.iter().any(is_refused), "{heard:?}");
+}
+
+#[test]
+fn a_commit_that_comes_late_does_not_end_the_wait_of_one_that_was_sent_anew() {
+    let mut bench = Bench::new();
+    let (learner, blocks, tensors) = (LearnerId(1), vec![0..4], vec![0..2]);
+    let commit = Message::Commit { learner, step: Step(1), blocks, tensors, timeout_ms: 10_000, lent: false };
+    bench.client(A, 4, commit.clone());
+    assert!(bench.heard_by(A).is_empty(), "it waits for the other one of the step");
+    bench.client(A, 3, commit);
+    let interrupted = Message::Refused(ShardError::Interrupted.into());
+    assert_eq!(bench.heard_by(A), [(3, interrupted)], "nobody waits for it");
+    bench.commit(B, 2, 1, 2);
+    let plan = bench.started();
+    bench.part(0, Message::Ready { plan: plan.plan });
+    assert!(bench.heard_by(A).contains(&(4, Message::Done)));
 }

@@ -98,6 +98,8 @@ pub enum Action {
         /// Where.
         block: u32,
     },
+    /// Tell the lead that the plan cannot be completed here: a payload may have changed while it was read.
+    Torn(PlanId),
     /// What the plan has made counts: publish the version, or keep the sum.
     Conclude(PlanId, Kind),
     /// What the plan has made is void. Nothing of it is landing any more.
@@ -149,6 +151,8 @@ enum Stage {
         client: ClientId,
         block: u32,
     },
+    /// A payload may have changed while it was read; the lead has yet to drop the plan.
+    Torn,
     /// Dropped while payloads were landing.
     Dropped,
 }
@@ -212,6 +216,7 @@ impl PartCore {
                     Stage::Spoilt { client, block } => {
                         actions.push(Action::Spoilt { plan: plan.id, client, block });
                     }
+                    Stage::Torn => actions.push(Action::Torn(plan.id)),
                     Stage::Beginning | Stage::Gathering | Stage::Dropped => {}
                 }
                 return Ok(());
@@ -315,7 +320,7 @@ impl PartCore {
             Stage::Beginning => return Placement::Later,
             Stage::Gathering => {}
             Stage::Ready => return Placement::Duplicate,
-            Stage::Spoilt { .. } | Stage::Dropped => return Placement::Unwanted,
+            Stage::Spoilt { .. } | Stage::Torn | Stage::Dropped => return Placement::Unwanted,
         }
         let b = block as usize;
         let wants = |source: &Source| source.client == client && source.blocks.contains(b);
@@ -372,6 +377,19 @@ impl PartCore {
         self.settle(actions);
     }
 
+    /// A payload is where [`Self::arrive`] said, but it was read in memory that may not have been lent any more when it
+    /// was: nothing of the plan can count.
+    pub fn torn(&mut self, plan: PlanId, block: u32, actions: &mut Vec<Action>) {
+        let Some(running) = self.running_if(plan) else { return };
+        running.busy.set(block as usize, false);
+        running.in_flight -= 1;
+        if running.stage == Stage::Gathering {
+            running.stage = Stage::Torn;
+            actions.push(Action::Torn(plan));
+        }
+        self.settle(actions);
+    }
+
     /// A payload that was to land did not come, or not as it was sent: it can come again.
     pub fn failed(&mut self, plan: PlanId, block: u32, actions: &mut Vec<Action>) {
         let Some(running) = self.running_if(plan) else { return };
@@ -393,7 +411,7 @@ impl PartCore {
         match running.stage {
             Stage::Beginning => return None,
             Stage::Gathering => {}
-            Stage::Ready | Stage::Spoilt { .. } | Stage::Dropped => return Some(missing),
+            Stage::Ready | Stage::Spoilt { .. } | Stage::Torn | Stage::Dropped => return Some(missing),
         }
         for (source, got) in running.plan.sources.iter().zip(&running.got) {
             if source.client == client {

@@ -139,7 +139,8 @@ impl Memory {
                 let len = payload.wanted_len(part.layout(), local);
                 // Wherever it is said to lie, it lies within a region.
                 let piece = self.borrowed.piece(region, offset, len).map_err(Refusal::other)?;
-                if !self.early.is_empty() || !reduce(client, part, received, &piece, unheard, link)? {
+                let (descriptors, early) = (&self.descriptors, !self.early.is_empty());
+                if early || !reduce(client, part, received, (&piece, descriptors), unheard, link)? {
                     // A client names each block of a plan once, and once more when it has looked after it.
                     let most = 2 * part.store().part().blocks().len();
                     if self.early.len() >= most {
@@ -162,7 +163,7 @@ impl Memory {
         link: &Link,
     ) -> Result<(), Refusal> {
         while let Some((received, piece)) = self.early.front() {
-            if !reduce(client, part, received, piece, unheard, link)? {
+            if !reduce(client, part, received, (piece, &self.descriptors), unheard, link)? {
                 break;
             }
             self.early.pop_front();
@@ -173,19 +174,25 @@ impl Memory {
 
 /// Does with a block what is to be done with it, and says so to the client if that wants to know. False if it cannot
 /// be done yet: the connection is woken when it may be.
+///
+/// What is read is lent as long as the connection lasts: a client that needs its memory back ends it.
 fn reduce(
     client: ClientId,
     part: &Arc<Part>,
     received: &Received,
-    piece: &shm::Piece,
+    (piece, descriptors): (&shm::Piece, &Descriptors),
     unheard: &mut Unheard,
     link: &Link,
 ) -> Result<bool, Refusal> {
     match part.arrive(client, received, unheard, link)? {
         (Take::Later, _) => return Ok(false),
-        // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through it are those
-        // of its length.
-        (_, Some(landing)) => part.landed(landing, unsafe { piece.bytes() }, link)?,
+        (_, Some(landing)) => {
+            let stands = || matches!(descriptors.is_hung_up(), Ok(false));
+            // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through it are
+            // those of its length.
+            let bytes = unsafe { piece.bytes() };
+            part.landed_on_loan(landing, bytes, stands, link)?;
+        }
         (_, None) => {}
     }
     let request = received.header.request();

@@ -1,6 +1,7 @@
 //! Shards and clients over real connections, in one process.
 
 #[cfg(feature = "rdma")]
+mod lent;
 mod liars;
 mod living;
 mod memory;

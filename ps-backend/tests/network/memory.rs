@@ -157,7 +157,7 @@ fn a_shard_that_starts_again_is_met_again() {
 }
 
 /// A process that speaks by itself through shared memory.
-struct Raw {
+pub struct Raw {
     end: End,
     socket: Arc<OwnedFd>,
     descriptors: Descriptors,
@@ -168,32 +168,43 @@ struct Raw {
 
 impl Raw {
     fn meet(world: &World) -> Raw {
-        let Meeting { end, socket } = meet(&world.shards()[0].address, LONG).unwrap();
+        Raw::meet_shard(world, 0)
+    }
+
+    fn meet_shard(world: &World, shard: usize) -> Raw {
+        let Meeting { end, socket } = meet(&world.shards()[shard].address, LONG).unwrap();
         let descriptors = Descriptors::new(Arc::clone(&socket));
         let epoch = world.record.epoch;
         Raw { end, socket, descriptors, receiver: Receiver::new(Limits::MAX), epoch, came: Vec::new() }
     }
 
     fn greet(world: &World, role: Role) -> Raw {
-        let mut raw = Raw::meet(world);
-        raw.say(Message::Hello {
+        Raw::meet(world).greets(world, role)
+    }
+
+    fn greets(mut self, world: &World, role: Role) -> Raw {
+        self.say(Message::Hello {
             protocol: Protocol::NEWEST.number(),
             role,
             model: world.record.name.clone(),
             generation: world.record.generation,
             client: ClientId(7),
         });
-        raw
+        self
     }
 
     fn welcomed(world: &World) -> Raw {
-        let mut raw = Raw::greet(world, Role::Data);
+        Raw::welcomed_by(world, 0)
+    }
+
+    pub fn welcomed_by(world: &World, shard: usize) -> Raw {
+        let mut raw = Raw::meet_shard(world, shard).greets(world, Role::Data);
         let answer = raw.hear().unwrap().message;
         assert!(matches!(answer, Message::Welcome { .. }), "{answer:?}");
         raw
     }
 
-    fn say(&mut self, message: Message) {
+    pub fn say(&mut self, message: Message) {
         self.ask(0, message);
     }
 
@@ -208,7 +219,7 @@ impl Raw {
     }
 
     /// The next message; none if the shard hangs up.
-    fn hear(&mut self) -> Option<Received> {
+    pub fn hear(&mut self) -> Option<Received> {
         let deadline = Instant::now() + LONG;
         loop {
             let gone = self.is_gone(Duration::ZERO);

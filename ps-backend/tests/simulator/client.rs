@@ -23,6 +23,8 @@ pub struct Payload {
     pub uid: Uid,
     /// Which of its learner's two staging regions.
     pub slot: u32,
+    /// It is mapped by its program, which has it back when the commit is answered.
+    pub lent: bool,
     /// It was written over since.
     pub overwritten: bool,
 }
@@ -36,8 +38,8 @@ pub enum Keys {
 
 #[derive(Clone, Debug)]
 pub enum ClientEvent {
-    /// A block has left; this is when its payload is read.
-    Pushed { to: Node, epoch: u64, plan: PlanId, block: BlockId, keys: Keys },
+    /// A block has left; this is when its payload is read. What is added up, or was `lent`, is looked after then.
+    Pushed { to: Node, epoch: u64, plan: PlanId, block: BlockId, keys: Keys, lent: bool },
     /// A block of a version is in the back buffer.
     Landed { version: Version, block: BlockId, content: Content },
     /// The buffers are flipped.
@@ -153,6 +155,12 @@ impl World {
                 let known = self.clients[index].weights.remove(&token);
                 assert!(known.is_some(), "client {id}: weights {token} are released, but not held");
             }
+            Action::EndLoans => {
+                for part in 0..self.clients[index].sending.len() {
+                    let to = self.shard_of(index, part);
+                    self.reset(Node::Client(index), to);
+                }
+            }
             Action::Left(learner, _) => self.program_left(index, learner),
             Action::Pulled(version) => {
                 self.history.shows(id, version, &self.clients[index].back);
@@ -164,15 +172,25 @@ impl World {
 
     pub fn client_event(&mut self, index: usize, event: ClientEvent) {
         match event {
-            ClientEvent::Pushed { to, epoch, plan, block, keys } => {
+            ClientEvent::Pushed { to, epoch, plan, block, keys, lent } => {
                 // Nobody listens any more where the model was.
                 let Some(Some(part)) = self.clients[index].part_of(&self.courses, to) else { return };
                 self.clients[index].sending[part] -= 1;
-                let sum = self.read_payload(index, block, &keys);
                 let way = (Node::Client(index), to);
+                let is_sum = matches!(&keys, Keys::Contributions(holders, _) if holders.len() > 1);
+                let (wide, body) = match self.settings.shared && !is_sum {
+                    true => (false, Body::Named { index, keys, epoch }),
+                    false => {
+                        let sum = self.read_payload(index, block, &keys);
+                        let sends = self.clients[index].core.outgoing().is_some_and(|(of, _)| of == plan);
+                        if (is_sum || lent) && !sends {
+                            return;
+                        }
+                        (sum.of.len() > 1, Body::Sum(sum))
+                    }
+                };
                 if self.network.connection(way.0, way.1).epoch == epoch {
-                    let message = Message::Push { plan, block, wide: sum.of.len() > 1 };
-                    self.send(way.0, way.1, 0, message, Body::Sum(sum));
+                    self.send(way.0, way.1, 0, Message::Push { plan, block, wide }, body);
                 }
             }
             ClientEvent::Landed { version, block, content } => {
@@ -303,14 +321,16 @@ impl World {
                 return self.on_client(index, |core, _, actions| core.unfit(plan, learner, block, actions));
             }
         }
+        let is_lent = |key: &(LearnerId, Step)| self.clients[index].payloads[key].lent;
+        let lent = matches!(&keys, Keys::Contributions(holders, _) if holders.iter().any(is_lent));
         self.clients[index].sending[part] += 1;
         let after = self.some_time(self.settings.landing);
-        self.after(after, Event::Client(index, ClientEvent::Pushed { to, epoch, plan, block, keys }));
+        self.after(after, Event::Client(index, ClientEvent::Pushed { to, epoch, plan, block, keys, lent }));
     }
 
     /// Reads the payload of a block that is being sent. If it was given back meanwhile, the plan is over, and
     /// nobody uses what is read.
-    fn read_payload(&self, index: usize, block: BlockId, keys: &Keys) -> Sum {
+    pub fn read_payload(&self, index: usize, block: BlockId, keys: &Keys) -> Sum {
         let client = &self.clients[index];
         let mut of: Vec<Uid> = match keys {
             Keys::Contributions(holders, _) => {

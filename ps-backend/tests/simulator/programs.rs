@@ -52,6 +52,8 @@ pub struct Program {
     step: Step,
     slot: u32,
     uid: Option<Uid>,
+    /// What it contributes just now lies in memory that is its own when it is answered.
+    mapped: bool,
     /// Steps acknowledged since the network is well.
     pub since: u32,
     /// The coordinator may have carried out a join of which it does not know.
@@ -69,6 +71,7 @@ impl Program {
             step: Step(0),
             slot: 0,
             uid: None,
+            mapped: false,
             since: 0,
             doubts_join: false,
         }
@@ -199,7 +202,7 @@ impl World {
             return self.program_rests(index, at, Now::from_millis(10));
         };
         program.doing = Doing::Waiting;
-        let (step, slot) = (program.step, program.slot);
+        let (step, slot, lent) = (program.step, program.slot, program.mapped);
         self.history.offered(uid);
         let mut blocks: Vec<std::ops::Range<u32>> = Vec::new();
         for &block in &self.history.records[&uid].blocks {
@@ -208,7 +211,7 @@ impl World {
                 _ => blocks.push(block..block + 1),
             }
         }
-        let payload = Payload { uid, slot, overwritten: false };
+        let payload = Payload { uid, slot, lent, overwritten: false };
         self.clients[index].payloads.insert((learner, step), payload);
         let mut tensors: Vec<std::ops::Range<u32>> = Vec::new();
         for of in self.history.records[&uid].blocks.iter().map(|&block| tensors_of(block)) {
@@ -218,7 +221,7 @@ impl World {
                 _ => tensors.push(start..end),
             }
         }
-        let commit = |timeout_ms| Message::Commit { learner, step, blocks, tensors, timeout_ms };
+        let commit = |timeout_ms| Message::Commit { learner, step, blocks, tensors, timeout_ms, lent };
         let token = self.ask(index, at, Asked::Commit(uid), commit);
         if self.chance(self.settings.interrupts) {
             let after = self.some_time(500_000);
@@ -255,6 +258,12 @@ impl World {
         let compute = self.settings.compute;
         let timed_out = matches!(&result, Err(Refusal::Shard(ShardError::TimedOut(_))));
         let unknown = matches!(&result, Err(Refusal::Shard(ShardError::UnknownLearner(_))));
+        let mapped = matches!(asked, Asked::Commit(_)) && self.clients[index].programs[at].mapped;
+        if let (Asked::Commit(uid), true) = (asked, mapped) {
+            // It stores into its memory from now on: whoever reads there finds something else.
+            let lent = self.clients[index].payloads.values().find(|payload| payload.uid == uid);
+            assert!(lent.is_none(), "client {index}: {uid} is answered, and may be asked for still");
+        }
         match (asked, result) {
             (Asked::Join, Ok(Message::Joined { learner, .. })) => {
                 let program = &mut self.clients[index].programs[at];
@@ -279,6 +288,16 @@ impl World {
                 if let Some(learner) = program.learner.filter(|_| self.rng.bool()) {
                     return self.await_own_step(index, at, learner, uid);
                 }
+            }
+            (Asked::Commit(uid), Err(why)) if timed_out && mapped => {
+                let text = why.to_string();
+                // The lead's word is that it never counts. Silence says nothing.
+                if text.contains("does not answer") || text.contains("silent past the lease") {
+                    self.history.record(uid).doubted = true;
+                } else {
+                    self.history.refused(uid, &why);
+                }
+                return self.abort(index, at);
             }
             (Asked::Commit(uid), Err(_)) if timed_out => {
                 self.history.record(uid).doubted = true;
@@ -325,6 +344,7 @@ impl World {
 
     /// The first write of a contribution: from here on its staging region is written over.
     fn opened(&mut self, index: usize, at: usize, step: Step, lent: bool) {
+        let maps = self.rng.f64() < self.settings.mapped;
         let client = &mut self.clients[index];
         let program = &mut client.programs[at];
         let Some(learner) = program.learner else {
@@ -338,10 +358,11 @@ impl World {
         }
         program.doing = Doing::Writing;
         program.step = step;
+        program.mapped = maps;
         let slot = program.slot;
         let of_learner = client.payloads.iter_mut().filter(|((l, _), _)| *l == learner);
         of_learner
-            .filter(|(_, payload)| payload.slot == slot)
+            .filter(|(_, payload)| payload.slot == slot && !payload.lent && !maps)
             .for_each(|(_, payload)| payload.overwritten = true);
         let uid = self.history.begins(Some((learner, step)));
         client.programs[at].uid = Some(uid);

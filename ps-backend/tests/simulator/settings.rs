@@ -45,6 +45,10 @@ pub struct Settings {
     pub interrupts: f64,
     pub bad: f64,
     pub leaves: f64,
+    /// Share of contributions that lie in memory which their programs have back when they are answered.
+    pub mapped: f64,
+    /// Shards read blocks in their clients' memory.
+    pub shared: bool,
     /// There are programs that change settings and write weights.
     pub operators: bool,
     /// What they change.
@@ -135,6 +139,8 @@ impl Settings {
             interrupts: one_of(rng, &[0.0, 0.1]),
             bad: one_of(rng, &[0.0, 0.0, 0.05]),
             leaves: one_of(rng, &[0.0, 0.01]),
+            mapped: one_of(rng, &[0.0, 0.5, 1.0]),
+            shared: rng.bool(),
             operators: rng.bool(),
             changes,
             chaos: millis(rng.u64(3000..15_000)),

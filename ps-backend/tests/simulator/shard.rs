@@ -9,6 +9,7 @@ use ps_backend::part::core::{self, Action, Kind, PartCore, Placement};
 use ps_backend::reducer::{self, Reducer};
 use ps_backend::tensors::TensorSteps;
 
+use crate::client::Keys;
 use crate::history::{Content, Uid};
 use crate::moving::Life;
 use crate::state::{Block, Step};
@@ -32,7 +33,7 @@ pub struct Landing {
     plan: PlanId,
     block: u32,
     placement: Placement,
-    sum: Sum,
+    body: Body,
 }
 
 /// What is done after a while.
@@ -69,7 +70,7 @@ pub struct Shard {
     step: Option<(Reducer, bool, TensorSteps)>,
     landing: BTreeMap<u64, Landing>,
     next_landing: u64,
-    parked: VecDeque<(ClientId, PlanId, u32, Sum)>,
+    parked: VecDeque<(ClientId, PlanId, u32, Body)>,
 }
 
 impl Shard {
@@ -239,6 +240,7 @@ impl World {
                     self.after(after, Event::Shard(part, ShardEvent::Computed(plan, blocks)));
                 }
                 Action::Ready(plan) => self.say_to_lead(part, 0, Message::Ready { plan }),
+                Action::Torn(plan) => self.say_to_lead(part, 0, Message::Torn { plan }),
                 Action::Spoilt { plan, client, block } => {
                     let block = self.shards[part].mine[block as usize];
                     self.say_to_lead(part, 0, Message::Spoilt { plan, client, block });
@@ -337,7 +339,21 @@ impl World {
     /// A payload is there, or is lost in the middle.
     fn shard_lands(&mut self, part: usize, id: u64, whole: bool) {
         let shard = &mut self.shards[part];
-        let Some(Landing { client, plan, block, placement, sum }) = shard.landing.remove(&id) else { return };
+        let Some(Landing { client, plan, block, placement, body }) = shard.landing.remove(&id) else {
+            return;
+        };
+        let of_model = shard.mine[block as usize];
+        let (sum, stands) = match body {
+            Body::Sum(sum) => (sum, true),
+            Body::Named { index, keys, epoch } => {
+                let sum = self.read_payload(index, of_model, &keys);
+                let now = self.network.connection(Node::Client(index), Node::Part(part)).epoch;
+                // New weights are not written again.
+                (sum, now == epoch || matches!(keys, Keys::Weights(_)))
+            }
+            other => panic!("{other:?} lands"),
+        };
+        let shard = &mut self.shards[part];
         let b = block as usize;
         let is_sum = |open: &Option<Vec<Uid>>| open.as_ref().is_some_and(|open| !open.is_empty());
         if !whole {
@@ -377,18 +393,21 @@ impl World {
                 unreachable!("nothing lands then")
             }
         }
-        self.on_shard(part, |core, actions| core.landed(client, plan, block, fit, actions));
+        self.on_shard(part, |core, actions| match stands {
+            true => core.landed(client, plan, block, fit, actions),
+            false => core.torn(plan, block, actions),
+        });
         self.ask_again(part);
     }
 
     /// What waits may be wanted now.
     fn ask_again(&mut self, part: usize) {
-        for (client, plan, block, sum) in std::mem::take(&mut self.shards[part].parked) {
-            self.payload_comes(part, client, plan, block, sum);
+        for (client, plan, block, body) in std::mem::take(&mut self.shards[part].parked) {
+            self.payload_comes(part, client, plan, block, body);
         }
     }
 
-    fn payload_comes(&mut self, part: usize, client: ClientId, plan: PlanId, block: u32, sum: Sum) {
+    fn payload_comes(&mut self, part: usize, client: ClientId, plan: PlanId, block: u32, body: Body) {
         let placement = self.shards[part].core.arrive(client, plan, block);
         self.trace(|| format!("part {part}: block {block} of {client} for {plan}: {placement:?}"));
         match placement {
@@ -398,7 +417,7 @@ impl World {
                 let room = self.healed || self.shards[part].parked.len() < MAX_PARKED;
                 let parked = &mut self.shards[part].parked;
                 if room && !drop {
-                    parked.push_back((client, plan, block, sum));
+                    parked.push_back((client, plan, block, body));
                 }
             }
             Placement::Duplicate | Placement::Unwanted => {}
@@ -407,7 +426,7 @@ impl World {
                 let shard = &mut self.shards[part];
                 let id = shard.next_landing;
                 shard.next_landing += 1;
-                shard.landing.insert(id, Landing { client, plan, block, placement, sum });
+                shard.landing.insert(id, Landing { client, plan, block, placement, body });
                 self.after(after, Event::Shard(part, ShardEvent::Landed(id)));
             }
         }
@@ -447,10 +466,9 @@ impl World {
         let client = self.clients[index].id;
         match message {
             Message::Push { plan, block, .. } => {
-                let Body::Sum(sum) = body else { panic!("a push without payload") };
                 let mine = &self.shards[part].mine;
                 let block = mine.binary_search(&block).expect("a block of this shard") as u32;
-                self.payload_comes(part, client, plan, block, sum);
+                self.payload_comes(part, client, plan, block, body);
             }
             Message::Probe { plan } => {
                 let Some(missing) = self.shards[part].core.missing(client, plan) else { return };

@@ -15,7 +15,7 @@ use ps_backend::lead::{self, LeadCore};
 use ps_backend::registry::RegistryCore;
 
 use crate::chaos::Fault;
-use crate::client::{Client, ClientEvent};
+use crate::client::{Client, ClientEvent, Keys};
 use crate::clock::Clock;
 use crate::history::{Content, History};
 use crate::moving::{Course, Life, Moves, Moving};
@@ -45,6 +45,12 @@ pub enum Node {
 pub enum Body {
     None,
     Sum(Sum),
+    /// It lies in the memory of this client, which is lent as long as the connection is this one.
+    Named {
+        index: usize,
+        keys: Keys,
+        epoch: u64,
+    },
     Content(Content),
     /// Where the model is now: on this course.
     Course(usize),

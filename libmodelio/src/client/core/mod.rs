@@ -68,6 +68,8 @@ pub enum Action {
     Release(LearnerId, Step),
     /// The new weights of this token are no longer needed.
     ReleaseWeights(u64),
+    /// What was lent to shards is read no more when the actions after this one are carried out.
+    EndLoans,
     /// The state of the job has changed.
     State,
     /// A learner of this client is no longer in the job.

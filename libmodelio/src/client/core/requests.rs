@@ -171,7 +171,7 @@ impl ClientCore {
                 self.release(*learner, *step, actions);
             }
             // Taken or not, that is not said: it may yet be asked for.
-            (Message::Commit { learner, .. }, Err(Refusal::Shard(ShardError::TimedOut(_)))) => {
+            (Message::Commit { learner, lent: false, .. }, Err(Refusal::Shard(ShardError::TimedOut(_)))) => {
                 self.next_is(*learner, id, None);
             }
             // The same commit was sent again, and that will be answered.
@@ -187,6 +187,25 @@ impl ClientCore {
         self.release_weights(actions);
         actions.push(Action::Answer(request.token, result));
         self.answer_waits(now, actions);
+    }
+
+    /// Programs have back what they have lent, whatever becomes of their commits: nobody waits for those any more.
+    pub fn end_loans(&mut self, actions: &mut Vec<Action>) {
+        let lent = |request: &Request| match request.message {
+            Message::Commit { learner, step, lent: true, .. } => Some((learner, step)),
+            _ => None,
+        };
+        let ended: Vec<_> = self.requests.extract_if(.., |_, request| lent(request).is_some()).collect();
+        for (learner, step) in ended.iter().filter_map(|(_, request)| lent(request)) {
+            self.end_loan(learner, step, actions);
+        }
+    }
+
+    /// The lead has not said what becomes of this commit, and its program has the memory back: what was not read of it yet
+    /// never counts.
+    fn end_loan(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
+        self.release(learner, step, actions);
+        actions.push(Action::EndLoans);
     }
 
     /// An answer tells which step of `learner` is next; one that comes late tells nothing.
@@ -205,7 +224,12 @@ impl ClientCore {
             if let Some(request) = self.requests.remove(&id) {
                 let late = ShardError::TimedOut("the shard that leads this model does not answer".into());
                 match request.message {
-                    Message::Commit { learner, .. } => self.next_is(learner, id, None),
+                    Message::Commit { learner, step, lent, .. } => {
+                        self.next_is(learner, id, None);
+                        if lent {
+                            self.end_loan(learner, step, actions);
+                        }
+                    }
                     // The core's own: while the lead names a learner that nobody uses, it is asked again.
                     Message::Leave { learner, .. } if request.token == Token::MAX => {
                         self.learners.remove(&learner);

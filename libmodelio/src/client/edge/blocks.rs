@@ -177,7 +177,12 @@ impl Shared {
         // SAFETY: as above.
         let parts: Vec<&[u8]> =
             sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
-        match sum::sum(&self.layout, block, &parts, replaces, check, &mut out) {
+        let summed = sum::sum(&self.layout, block, &parts, replaces, check, &mut out);
+        if !self.still_sends(plan) {
+            self.inner.lock().spare.push(out);
+            return Some(None);
+        }
+        match summed {
             Ok(wide) => {
                 self.tally.moved(Flow::Push, out.len());
                 self.tally.copied(Flow::Push, sum::copied(&self.layout, block, parts.len(), replaces));
@@ -195,6 +200,12 @@ impl Shared {
                 Some(None)
             }
         }
+    }
+
+    /// Whether a plan is under way still. What is read of contributions for it is looked at so after it was read: if one
+    /// of them was lent, and is not any more, that may be something else.
+    pub(super) fn still_sends(&self, plan: PlanId) -> bool {
+        self.inner.lock().core.outgoing().is_some_and(|(of, _)| of == plan)
     }
 
     /// The memory that is being pulled into.

@@ -248,7 +248,8 @@ impl Client {
     }
 
     /// Commits a contribution that lies in `source`, where it stays until the answer, and if that is a timeout until
-    /// the learner's next opening says that it is not lent.
+    /// the learner's next opening says that it is not lent. What is not steady is lent until the answer and no longer: if
+    /// that is an error, nothing counts of which anything was read later.
     pub fn commit(
         &self,
         learner: LearnerId,
@@ -266,7 +267,8 @@ impl Client {
         let Ok((blocks, tensors)) = ranges else {
             return done(Err(ShardError::NotAllowed("the contribution is too scattered".into()).into()));
         };
-        let message = Message::Commit { learner, step, blocks, tensors, timeout_ms: millis(timeout) };
+        let (timeout_ms, lent) = (millis(timeout), !source.steady);
+        let message = Message::Commit { learner, step, blocks, tensors, timeout_ms, lent };
         self.shared.request(message, timeout, done, |inner| {
             inner.sources.insert((learner, step), source);
         });

@@ -15,9 +15,14 @@ use crate::client::core::Part;
 use crate::link::{Framed, Link};
 use crate::net::{Close, SocketOptions, Thread};
 
+/// Ends a connection by which a shard reads memory of this end's, before it returns: nothing that is read later counts.
+pub(in crate::client) type EndOfLoan = Box<dyn Fn() + Send + Sync>;
+
 pub(super) struct Peer {
     /// Connections that are greeted.
     pub(super) links: Vec<Link>,
+    /// Of those by which the shard reads memory of this end's, what ends them.
+    pub(super) lenders: Vec<(Link, EndOfLoan)>,
     /// Connections in existence or on their way, by their numbers.
     opened: Vec<usize>,
     /// When to try again.
@@ -48,6 +53,7 @@ impl Peer {
     pub(super) fn new(barred: bool) -> Peer {
         Peer {
             links: Vec::new(),
+            lenders: Vec::new(),
             opened: Vec::new(),
             retry_at: None,
             tries: 0,
@@ -101,11 +107,16 @@ impl std::fmt::Display for Shortcut {
 }
 
 impl Shared {
-    /// The greeting of a connection.
+    /// The greeting of a connection, which goes by memory if that ends in some way.
     ///
     /// # Errors
     /// If it was opened under a block map that is no longer in force.
-    pub(in crate::client) fn greeted(&self, way: &Way, link: &Link, by_memory: bool) -> Result<(), Close> {
+    pub(in crate::client) fn greeted(
+        &self,
+        way: &Way,
+        link: &Link,
+        by_memory: Option<EndOfLoan>,
+    ) -> Result<(), Close> {
         let mut inner = self.inner.lock();
         if !inner.is_in_force(way) {
             return Err(overtaken());
@@ -121,8 +132,10 @@ impl Shared {
             Some(part) => {
                 let peer = &mut inner.parts[part];
                 peer.greeted();
-                if by_memory {
+                let better = by_memory.is_some();
+                if let Some(end) = by_memory {
                     peer.unmet = 0;
+                    peer.lenders.push((link.clone(), end));
                     if let Some(leaving) = peer.detours.overcome(way.number, Instant::now()) {
                         let address = way.address();
                         tracing::info!(model = %self.model, %address, "in place of one by TCP there is a better way");
@@ -132,8 +145,8 @@ impl Shared {
                     peer.detours.greeted(way.number, link);
                 }
                 // Those that come first are used.
-                let better = |other: &Link| by_memory && peer.detours.is_one(other);
-                let at = peer.links.iter().position(better).unwrap_or(peer.links.len());
+                let worse = |other: &Link| better && peer.detours.is_one(other);
+                let at = peer.links.iter().position(worse).unwrap_or(peer.links.len());
                 peer.links.insert(at, link.clone());
                 inner.core.shard_up(part, now, &mut actions);
                 // For the next connection.
@@ -164,6 +177,7 @@ impl Shared {
         }
         let before = peer.links.len();
         peer.links.retain(|known| !known.is(link));
+        peer.lenders.retain(|(known, _)| !known.is(link));
         peer.usage.forget(link);
         let was_up = before > peer.links.len();
         let alone = peer.links.is_empty();

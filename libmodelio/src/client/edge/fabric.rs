@@ -113,6 +113,11 @@ impl Remote {
         })
     }
 
+    /// What it goes over.
+    pub(super) fn line(&self) -> Arc<Line> {
+        Arc::clone(&self.line)
+    }
+
     /// The number under which the shard knows `memory`, and what it is to be told if it does not yet.
     pub(super) fn lend(&mut self, memory: &Arc<Mapping>) -> Result<(u32, Option<Message>), String> {
         let key = Arc::as_ptr(memory).addr();

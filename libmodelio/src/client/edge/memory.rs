@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use parking_lot::MutexGuard;
 
+use super::connections::EndOfLoan;
 #[cfg(feature = "rdma")]
 use super::fabric::{self, Remote};
 use super::{Inner, Shared, Shortcut, Way};
@@ -129,6 +130,26 @@ impl Memory {
     #[cfg(feature = "rdma")]
     pub(super) fn by_rdma(way: Way, remote: Box<Remote>) -> Memory {
         Memory::with(way, Common::Fabric(remote))
+    }
+
+    /// What ends the shard's reading of this end's memory.
+    pub(in crate::client) fn end_of_loan(&self) -> EndOfLoan {
+        match &self.common {
+            Common::Host { descriptors, .. } => {
+                let descriptors = descriptors.clone();
+                // The shard looks after it has read.
+                Box::new(move || descriptors.hang_up())
+            }
+            #[cfg(feature = "rdma")]
+            Common::Fabric(remote) => {
+                let line = remote.line();
+                Box::new(move || {
+                    // What the device has not read by then, it never reads.
+                    line.end();
+                    line.break_off("memory that was lent is needed back".into());
+                })
+            }
+        }
     }
 
     /// Whether devices reach it.
@@ -379,6 +400,10 @@ impl Shared {
         let check = check && count > 1;
         let summed = sum::sum_to(&self.layout, block, &parts, payload.replaces, check, out);
         let named = match summed {
+            _ if !self.still_sends(plan) => {
+                slots.free.push(slot);
+                Named::Dropped
+            }
             Ok(()) => {
                 let push = Message::PushAt { plan, block, wide, region, offset: start as u64 };
                 memory.ready.push_back(memory.saying(u64::from(slot) + 1, push));

@@ -153,6 +153,7 @@ impl Shared {
 
     /// Answers all who wait: nothing comes any more.
     fn dismiss(&self) {
+        self.with_core(|core, _, actions| core.end_loans(actions));
         let mut after = After::default();
         let mut inner = self.inner.lock();
         let gone = || Refusal::Shard(ShardError::Unreachable);
@@ -256,6 +257,9 @@ impl Shared {
             }
             Action::ReleaseWeights(token) => {
                 inner.weights.remove(&token);
+            }
+            Action::EndLoans => {
+                inner.parts.iter_mut().flat_map(|peer| peer.lenders.drain(..)).for_each(|(_, end)| end());
             }
             Action::State => after.events.push(ClientEvent::State),
             Action::Left(learner, reason) => after.events.push(ClientEvent::Left(learner, reason)),

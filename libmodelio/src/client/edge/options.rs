@@ -136,8 +136,8 @@ pub type Awaited = Box<dyn FnOnce(Result<Version, ShardError>) + Send>;
 pub struct Staged {
     /// The memory.
     pub region: Region,
-    /// Nobody stores into it until the contribution is answered. False where a program has it mapped: it should not,
-    /// but it can.
+    /// Nobody stores into it while it may be read. False where a program has it mapped: until the contribution is answered
+    /// it should not, but it can; then the memory is its own, whatever the answer is.
     pub steady: bool,
 }
 

@@ -468,6 +468,7 @@ impl Sim {
             tensors,
             source: uid,
             unchecked: !lendable && !uid.is_multiple_of(3),
+            lent: false,
         };
         self.call(|core, now, actions| {
             core.commit(ticket, step, contribution, lendable, deadline, now, actions);

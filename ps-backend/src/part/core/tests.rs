@@ -154,6 +154,27 @@ fn nan_spoils_a_plan_until_it_is_dropped() {
 }
 
 #[test]
+fn what_may_have_changed_while_it_was_read_is_in_no_plan() {
+    let mut bench = Bench::new();
+    let plan = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
+    bench.begin(plan.clone());
+    bench.core.arrive(A, ONE, 0);
+    bench.lands(A, ONE, 0);
+    bench.core.arrive(A, ONE, 1);
+    bench.core.arrive(A, ONE, 2);
+    assert_eq!(bench.acts(|core, actions| core.torn(ONE, 1, actions)), [Action::Torn(ONE)]);
+    // What else lands makes it no better, and nothing more is wanted.
+    assert_eq!(bench.lands(A, ONE, 2), []);
+    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Unwanted);
+    let early = bench.core.conclude(ONE, &mut Vec::new());
+    assert_eq!(early, Err(PartError::NotReady(ONE)));
+    // The lead asks again: it may not have heard.
+    assert_eq!(bench.acts(|core, actions| core.start(plan, actions).unwrap()), [Action::Torn(ONE)]);
+    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions));
+    assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
+}
+
+#[test]
 fn a_dropped_plan_is_void_when_nothing_of_it_lands_any_more() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0, 1])]));

@@ -14,7 +14,7 @@ use super::Part;
 use crate::part::core::Placement;
 #[cfg(feature = "rdma")]
 use crate::part::fetches::Turn;
-use crate::part::store::{self, PartJob, Payload, PinnedVersion};
+use crate::part::store::{self, PartJob, PartWork, Payload, PinnedVersion};
 use crate::part::unheard::Unheard;
 #[cfg(feature = "rdma")]
 use crate::region_store::accumulator::is_direct;
@@ -240,6 +240,18 @@ impl Part {
         bytes: &[u8],
         link: &Link,
     ) -> Result<(), Refusal> {
+        self.landed_on_loan(landing, bytes, || true, link)
+    }
+
+    /// The same of `bytes` in memory of the client's: `stands` says, once they are read, whether that was lent until then.
+    /// If not, they may be those of another contribution, and the plan is not made.
+    pub(in crate::server) fn landed_on_loan(
+        self: &Arc<Part>,
+        landing: Landing,
+        bytes: &[u8],
+        stands: impl FnOnce() -> bool,
+        link: &Link,
+    ) -> Result<(), Refusal> {
         let Landing { plan, client, block, wide, how, job, target } = landing;
         let payload = if wide { Payload::Wide(bytes) } else { Payload::Plain(bytes) };
         let len = payload.wanted_len(self.layout(), block);
@@ -256,12 +268,19 @@ impl Part {
             }
             _ => (Ok(true), false),
         };
+        // New weights lie in memory that is not written again.
+        let stands = *job.work() == PartWork::Assign || stands();
         // Before the core hears of it: from then on its memory may be wanted.
         drop(job);
         let mut state = self.state.lock();
         state.landing.retain(|(_, of)| !of.is(link));
         let mut actions = Vec::new();
         let outcome = match fine {
+            Ok(_) if !stands => {
+                tracing::debug!(model = %self.model, %plan, %block, "its client is gone: it may have changed while it was read");
+                state.core.torn(plan, block.0, &mut actions);
+                Ok(())
+            }
             Ok(fit) => {
                 state.core.landed(client, plan, block.0, fit || !check, &mut actions);
                 Ok(())

@@ -125,6 +125,7 @@ impl Part {
                     let block = self.store.part().global(BlockId(block)).unwrap_or_default();
                     said.push((0, Message::Spoilt { plan, client, block }));
                 }
+                Action::Torn(plan) => said.push((0, Message::Torn { plan })),
                 Action::Done(plan) => said.push((plan.0, Message::Done)),
                 Action::Conclude(plan, _) => {
                     if let Err(error) = self.conclude(&mut state, plan, &mut jobs) {

@@ -1,0 +1,94 @@
+//! Memory of a program's is lent to shards until its commit is answered, and no longer.
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::client::Staged;
+use libmodelio::ids::{Step, Version};
+use libmodelio::mmap::Mapping;
+use libmodelio::net::Choice;
+use libmodelio::transport::{Region, RegionKey, ShardError};
+use libmodelio::wire::{Message, Refusal};
+
+use crate::memory::Raw;
+use crate::world::{LONG, Learner, Way, World, ask};
+
+const BYTES: u64 = 16 << 20;
+
+/// What a program has mapped, and contributes by a call that it waits for.
+struct Mapped<'a> {
+    learner: &'a Learner,
+    region: Region,
+}
+
+impl<'a> Mapped<'a> {
+    fn new(learner: &'a Learner) -> Mapped<'a> {
+        let memory = Mapping::memfd("mapped", learner.client.layout().size() as usize).unwrap();
+        Mapped { learner, region: Region::new(Arc::new(memory), RegionKey(1 << 40)) }
+    }
+
+    /// Stores a value everywhere.
+    fn store(&self, value: f32) {
+        // SAFETY: what shards read meanwhile they find out to be no longer lent.
+        unsafe { self.region.memory().floats_mut(0..BYTES as usize / 4) }.fill(value);
+    }
+
+    /// As an fsync of the mapping.
+    fn commit(&self, timeout: Duration) -> Result<Message, Refusal> {
+        let (learner, client) = (self.learner.id, &self.learner.client);
+        let step: Step = self.learner.open();
+        let (sender, receiver) = channel();
+        let mut blocks = FixedBitSet::with_capacity(client.layout().blocks() as usize);
+        blocks.insert_range(..);
+        let mut tensors = FixedBitSet::with_capacity(client.layout().tensors().len());
+        tensors.insert_range(..);
+        let staged = Staged { region: self.region.clone(), steady: false };
+        let done = Box::new(move |result| drop(sender.send(result)));
+        client.commit(learner, step, (&blocks, &tensors), staged, timeout, done);
+        let answer = receiver.recv_timeout(timeout + LONG).unwrap();
+        if answer.is_err() {
+            assert_eq!(ask(client, Message::Abort { learner }), Ok(Message::Done));
+        }
+        answer
+    }
+}
+
+#[test]
+fn mapped_memory_that_changes_after_a_timeout_never_counts() {
+    for way in [Way::Memory, Way::Tcp(Choice::Auto)] {
+        let world = World::new(2, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
+        let client = world.client();
+        let learner = Learner::join(&client, "l");
+        let mapped = Mapped::new(&learner);
+        mapped.store(1.0);
+        // Readers hold versions of the second shard, until it has no memory for another one: its blocks are read later.
+        let mut readers = Vec::new();
+        let (mut sum, late) = loop {
+            assert!(readers.len() < 10, "as many versions as there are buffers are read");
+            let mut raw = Raw::welcomed_by(&world, 1);
+            let block = world.record.block_map().unwrap().blocks_of(world.shards()[1].shard).next().unwrap();
+            let version = Version(readers.len() as u64);
+            raw.say(Message::Pull { version, blocks: block.0..block.0 + 1 });
+            assert!(matches!(raw.hear().unwrap().message, Message::Share { .. }));
+            readers.push(raw);
+            match mapped.commit(Duration::from_secs(1)) {
+                Ok(_) => assert_eq!(learner.pull().0, Version(readers.len() as u64)),
+                Err(late) => break (readers.len() as f32 - 1.0, late),
+            }
+        };
+        assert!(matches!(late, Refusal::Shard(ShardError::TimedOut(_))), "{late}");
+        mapped.store(1000.0);
+        drop(readers);
+        // Whatever the shards read now is not that contribution any more.
+        for _ in 0..3 {
+            assert_eq!(mapped.commit(LONG), Ok(Message::Done), "{way:?}");
+            sum += 1000.0;
+            let (_, weights) = learner.pull();
+            let wrong = weights.iter().position(|&weight| weight != sum);
+            assert_eq!(wrong.map(|at| (at, weights[at])), None, "{way:?}: {sum} is expected");
+        }
+        client.shut_down();
+    }
+}
