@@ -1,11 +1,12 @@
-"""Hugging Face checkpoints: several files are one model, and their directory names it."""
+"""What models are loaded from: Hugging Face checkpoints, whose several files are one model and whose directory names it, and
+tensors of types that no reducer takes."""
 
 import json
 
 import numpy as np
 import pytest
 from filetools import write_safetensors
-from refusals import refused_up
+from refusals import refused_up, safetensors, tensor
 
 INDEX = "model.safetensors.index.json"
 PARTS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -38,13 +39,13 @@ def test_a_checkpoint_of_several_files_is_one_model(start_mount, checkpoint, wha
     assert (np.load(mount.model / "tensors/a.npy") == values(16, 8).reshape(2, 4)).all()
 
 
-def test_a_checkpoint_is_called_as_its_directory(gradfs, checkpoint, tmp_path):
+def test_a_checkpoint_of_several_files_is_one_model__called_as_its_directory(gradfs, checkpoint, tmp_path):
     for model in (checkpoint, f"{checkpoint}/", checkpoint / INDEX):
         done = gradfs("up", "--dry-run", model, tmp_path)
         assert done.returncode == 0 and done.stdout.startswith("Tiny-3.1-8B: 96 bytes"), done
 
 
-def test_files_of_one_name_are_called_as_their_directories(gradfs, tmp_path):
+def test_a_checkpoint_of_several_files_is_one_model__nor_are_files_of_one_name_mixed_up(gradfs, tmp_path):
     for folder in ("policy", "value"):
         (tmp_path / folder).mkdir()
         write_safetensors(tmp_path / folder / "model.safetensors", {"a": ("F32", (4,), values(0, 4).tobytes())})
@@ -92,7 +93,24 @@ def test_a_checkpoint_that_is_not_whole_is_refused(gradfs, checkpoint, tmp_path,
     refused_up(gradfs, tmp_path, checkpoint, words=words, code=1)
 
 
-def test_a_directory_without_a_model_is_said(gradfs, tmp_path):
+def test_a_checkpoint_that_is_not_whole_is_refused__and_a_directory_without_one(gradfs, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     refused_up(gradfs, tmp_path, empty, words=["there is no safetensors file in", str(empty)], code=1)
+
+
+def test_tensors_that_cannot_be_trained_are_named(start_mount, gradfs, tmp_path):
+    """One warning for all of them; integers have no gradients, so nobody misses theirs."""
+    model = tmp_path / "mixed.safetensors"
+    names = [f"wide{number}" for number in range(6)]
+    tensors = {"a": tensor(0, 32), "counter": tensor(32, 40, dtype="I64", shape=[1])}
+    for number, name in enumerate(names):
+        tensors[name] = tensor(40 + 16 * number, 56 + 16 * number, dtype="F64", shape=[2])
+    model.write_bytes(safetensors(tensors, bytes(40 + 16 * len(names))))
+    mount = start_mount(model=model)
+    [line] = [line for line in mount.stderr().splitlines() if "never trained" in line]
+    assert "WARN" in line and "wide0 is F64" in line and "and 2 more" in line and "counter" not in line, line
+
+    model.write_bytes(safetensors({"a": tensor(0, 32, dtype="F8_E4M3", shape=[32])}, bytes(32)))
+    refused_up(gradfs, tmp_path, model, words=["no tensor can be trained", "a is F8_E4M3", "--reducer assign"], code=2)
+    assert start_mount(model=model, reducer="assign").weights() == bytes(32)

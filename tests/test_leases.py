@@ -179,7 +179,7 @@ def one_step(place, then="ends", status=0):
 
 
 @pytest.mark.parametrize("then", ["ends", "fails"])
-def test_a_learner_whose_last_process_exits_leaves_after_linger_while_others_wait_for_it(start_mount, then):
+def test_a_learner_whose_last_process_exits_leaves_after_linger__while_others_wait_for_it(start_mount, then):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=2, timeout=30, lease=20)
     assert mount.control("linger") == "2"
     mount.control("linger", 1)

@@ -94,13 +94,6 @@ impl Kernel for Announcer {
             tracing::debug!(%error, name, "telling the kernel about a moved name");
         }
     }
-
-    fn forget_attributes(&self, ino: u64) {
-        // An offset below zero means the attributes alone.
-        if let Err(error) = self.0.inval_inode(INodeNo(ino), -1, 0) {
-            tracing::debug!(%error, ino, "telling the kernel about new attributes");
-        }
-    }
 }
 
 impl Binding {

@@ -112,8 +112,12 @@ fn names_are_checked() {
     assert!(refused(&[("name", "a,b")]).contains("2 name(s) for 1 model(s)"));
 
     let files = ("models", "x/a.safetensors,y/a.safetensors");
-    let error = UpConfig::merge(&[flags(&[("mount", "/mnt"), files])]).unwrap_err();
-    assert_eq!(error.message, "two models are called a");
+    let config = UpConfig::merge(&[flags(&[("mount", "/mnt"), files])]).unwrap();
+    let names: Vec<_> = config.models.iter().map(|model| &model.name).collect();
+    assert_eq!(names, ["x", "y"], "as their directories");
+    let same = ("models", "x/a.safetensors,z/x/a.safetensors");
+    let error = UpConfig::merge(&[flags(&[("mount", "/mnt"), same])]).unwrap_err();
+    assert_eq!(error.message, "two models are called x");
     let config = UpConfig::merge(&[flags(&[("mount", "/mnt"), files, ("name", "one,two")])]).unwrap();
     assert_eq!(config.models[1].name, "two");
 }

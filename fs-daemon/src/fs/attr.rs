@@ -56,7 +56,8 @@ impl Fs {
             keep: false,
         };
         match node {
-            Node::Root => Ok(Attributes { links: 2 + self.models.len() as u32, keep: true, ..base }),
+            // Asked for anew each time, so that a mount whose daemon is gone is seen to be dead at once.
+            Node::Root => Ok(Attributes { links: 2 + self.models.len() as u32, ..base }),
             Node::Readme => {
                 let size = text::readme(&self.models).len() as u64;
                 Ok(Attributes { size, keep: true, ..base })
@@ -71,7 +72,7 @@ impl Fs {
         let size = model.layout.size();
         let with_header = model.safetensors_header_len() + size;
         Ok(match file {
-            File::Dir => Attributes { links: 6, modified: newest(), keep: true, ..base },
+            File::Dir => Attributes { links: 6, modified: newest(), ..base },
             File::Weights(v) => Attributes { size, mode: 0o644, modified: of(v)?, keep: true, ..base },
             File::RetainedWeights(v) | File::LearnerWeights(_, v) => {
                 Attributes { size, modified: of(v)?, keep: true, ..base }

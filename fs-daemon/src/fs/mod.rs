@@ -58,9 +58,6 @@ pub struct Caller {
 pub trait Kernel: Send + Sync {
     /// `name` in directory `parent` leads elsewhere now.
     fn forget_name(&self, parent: u64, name: &str);
-
-    /// The attributes of this inode are others now.
-    fn forget_attributes(&self, ino: u64);
 }
 
 /// Somebody polls a file; called once when it is ready.
@@ -306,7 +303,6 @@ impl Fs {
             wake();
         }
         if let Ok(model) = self.model(index) {
-            kernel.forget_attributes(Node::Model(index, File::Dir).ino());
             self.drop_moved_names(model, kernel, true);
         }
     }

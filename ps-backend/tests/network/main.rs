@@ -1,7 +1,7 @@
 //! Shards and clients over real connections, in one process.
 
-#[cfg(feature = "rdma")]
 mod lent;
+#[cfg(feature = "rdma")]
 mod liars;
 mod living;
 mod memory;
