@@ -166,6 +166,19 @@ fn what_was_lent_is_sent_no_more_when_its_commit_is_answered_whatever_the_answer
 }
 
 #[test]
+fn what_was_lent_is_given_back_when_the_job_has_failed_by_another_word_than_the_leads() {
+    let mut bench = Bench::new();
+    bench.commit_of(3, 10, true);
+    bench.grant(1);
+    bench.said.clear();
+    bench.core.fail(ShardError::Lost("its process is gone".into()), bench.now, &mut bench.said);
+    let ended = bench.said.iter().position(|action| *action == Action::EndLoans).expect("an end");
+    let answered = bench.said.iter().position(|action| matches!(action, Action::Answer(3, Err(_))));
+    assert!(answered.is_some_and(|answered| ended < answered), "{:?}", bench.said);
+    assert_eq!((bench.core.outgoing(), bench.core.kept()), (None, (0, 0)));
+}
+
+#[test]
 fn what_was_lent_is_given_back_when_the_client_ends() {
     let mut bench = Bench::new();
     bench.commit_of(3, 10, true);

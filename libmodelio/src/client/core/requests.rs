@@ -70,6 +70,11 @@ impl ClientCore {
     pub fn fail(&mut self, why: ShardError, now: Now, actions: &mut Vec<Action>) {
         self.lost = Some(why.clone());
         self.state.state = "failed".into();
+        let is_lent = |request: &Request| matches!(request.message, Message::Commit { lent: true, .. });
+        if self.requests.values().any(is_lent) {
+            // It is not the lead that says so.
+            actions.push(Action::EndLoans);
+        }
         for id in self.requests.keys().copied().collect::<Vec<_>>() {
             self.answered(id, Message::Refused(why.clone().into()), now, actions);
         }
