@@ -199,6 +199,16 @@ pub struct UpArgs {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
           hide_possible_values = true, help_heading = "Daemon")]
     allow_other: Option<String>,
+    /// User that the files belong to, by name or number; learners belong to whoever made them [default: the daemon's]
+    #[arg(long, value_name = "USER", help_heading = "Daemon")]
+    uid: Option<String>,
+    /// Group that the files belong to, by name or number [default: the daemon's]
+    #[arg(long, value_name = "GROUP", help_heading = "Daemon")]
+    gid: Option<String>,
+    /// Permissions that files lack, in octal: 007 lets the group write and make learners, 0 everybody [default: only
+    /// the owner writes]
+    #[arg(long, value_name = "OCTAL", help_heading = "Daemon")]
+    umask: Option<String>,
     /// Serve reads through the daemon even where the kernel could bypass it
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
           hide_possible_values = true, help_heading = "Daemon")]
@@ -337,6 +347,9 @@ impl UpArgs {
             ("block_size", self.block_size),
             ("threads", self.threads),
             ("allow_other", self.allow_other),
+            ("uid", self.uid),
+            ("gid", self.gid),
+            ("umask", self.umask),
             ("no_passthrough", self.no_passthrough),
             ("metrics", self.metrics),
         ] {

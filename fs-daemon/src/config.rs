@@ -50,6 +50,8 @@ pub struct UpConfig {
     pub threads: usize,
     /// Whether other users may use the mount.
     pub allow_other: bool,
+    /// Whose its files are.
+    pub permissions: Permissions,
     /// Whether reads may bypass the daemon (FUSE passthrough) where the system allows it.
     pub passthrough: bool,
     /// Where metrics are served, if they are.
@@ -58,6 +60,17 @@ pub struct UpConfig {
     pub settings: BTreeMap<String, String>,
     /// Control-file name to where its text came from (`--learning-rate`, `GRADFS_LEARNING_RATE`, …).
     pub origins: BTreeMap<String, String>,
+}
+
+/// Whose the files of a mount are, where that is not the daemon's user, and who else may write.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Permissions {
+    /// Their user.
+    pub uid: Option<u32>,
+    /// Their group.
+    pub gid: Option<u32>,
+    /// The permission bits that they do not have.
+    pub umask: Option<u16>,
 }
 
 /// One model to serve.
@@ -95,6 +108,7 @@ impl UpConfig {
             block_size,
             threads: merged.threads(THREADS_OF_MOUNT)?,
             allow_other: merged.switch("allow_other")?,
+            permissions: merged.permissions()?,
             passthrough: !merged.switch("no_passthrough")?,
             metrics: merged.metrics()?,
             settings,
@@ -178,6 +192,46 @@ impl<'a> Merged<'a> {
                     .hint(what_for))
             }
         }
+    }
+
+    /// Users and groups go by number or name.
+    fn permissions(&self) -> Result<Permissions, Error> {
+        let user =
+            |name: &str| nix::unistd::User::from_name(name).map(|found| found.map(|user| user.uid.as_raw()));
+        let group = |name: &str| {
+            nix::unistd::Group::from_name(name).map(|found| found.map(|group| group.gid.as_raw()))
+        };
+        let umask = self.text("umask")?.map(|(origin, text)| match u16::from_str_radix(text, 8) {
+            Ok(umask @ 0..=0o777) => Ok(umask),
+            _ => Err(Error::usage(format!("{origin}: {text:?} is not an octal number from 0 to 777"))
+                .hint("--umask 007 lets the group write, --umask 0 everybody")),
+        });
+        Ok(Permissions {
+            uid: self.id("uid", "user", user)?,
+            gid: self.id("gid", "group", group)?,
+            umask: umask.transpose()?,
+        })
+    }
+
+    fn id(
+        &self,
+        key: &str,
+        what: &str,
+        named: impl Fn(&str) -> nix::Result<Option<u32>>,
+    ) -> Result<Option<u32>, Error> {
+        let Some((origin, text)) = self.text(key)? else { return Ok(None) };
+        // The highest number means nobody to the kernel.
+        if let Ok(id) = text.parse::<u32>()
+            && id != u32::MAX
+        {
+            return Ok(Some(id));
+        }
+        let found = named(text)
+            .map_err(|error| Error::new(format!("{origin}: looking up {text:?}")).caused_by(error))?;
+        let missing = || {
+            Error::usage(format!("{origin}: there is no {what} {text:?}")).hint("use its name or its number")
+        };
+        found.map(Some).ok_or_else(missing)
     }
 
     fn block_size(&self) -> Result<u32, Error> {

@@ -9,9 +9,11 @@ use std::time::Duration;
 use ps_backend::job::ShardView;
 
 use crate::background::Ready;
+use crate::config::Permissions;
 use crate::config::endpoint::Endpoint;
 use crate::error::{self, Error};
 use crate::fs::Fs;
+use crate::fs::access::Access;
 use crate::fs::model::Model;
 use crate::fuse::{self, MountSettings};
 use crate::memory;
@@ -30,6 +32,8 @@ pub struct Mounting<'a> {
     pub threads: usize,
     /// Whether other users may use it.
     pub allow_other: bool,
+    /// Whose the files are.
+    pub permissions: Permissions,
     /// Whether reads may bypass the daemon where the system allows it.
     pub passthrough: bool,
     /// Where metrics are served, if they are.
@@ -60,8 +64,10 @@ pub fn serve(
     let hindrance = if mounting.passthrough { no_passthrough() } else { None };
     let passthrough = mounting.passthrough && hindrance.is_none();
     let models = load()?;
-    let owner = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
-    let started = Fs::start(models, passthrough, owner)
+    let Permissions { uid, gid, umask } = mounting.permissions;
+    let uid = uid.unwrap_or_else(|| nix::unistd::geteuid().as_raw());
+    let gid = gid.unwrap_or_else(|| nix::unistd::getegid().as_raw());
+    let started = Fs::start(models, passthrough, Access { owner: (uid, gid), umask })
         .map_err(|error| Error::new("cannot start the filesystem's threads").caused_by(error))?;
     let fs = Arc::clone(&started.fs);
     let of_metrics = Arc::clone(&fs);

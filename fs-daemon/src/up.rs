@@ -29,6 +29,7 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
         mountpoint: &config.mountpoint,
         threads: config.threads,
         allow_other: config.allow_other,
+        permissions: config.permissions,
         passthrough: config.passthrough,
         metrics: config.metrics.as_ref(),
     };

@@ -298,6 +298,16 @@ pub struct MountArgs {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
           hide_possible_values = true)]
     allow_other: Option<String>,
+    /// User that the files belong to, by name or number; learners belong to whoever made them [default: the daemon's]
+    #[arg(long, value_name = "USER")]
+    uid: Option<String>,
+    /// Group that the files belong to, by name or number [default: the daemon's]
+    #[arg(long, value_name = "GROUP")]
+    gid: Option<String>,
+    /// Permissions that files lack, in octal: 007 lets the group write and make learners, 0 everybody [default: only
+    /// the owner writes]
+    #[arg(long, value_name = "OCTAL")]
+    umask: Option<String>,
     /// Serve reads through the daemon even where the kernel could bypass it
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
           hide_possible_values = true)]
@@ -333,6 +343,9 @@ impl MountArgs {
         for (key, value) in [
             ("threads", self.threads),
             ("allow_other", self.allow_other),
+            ("uid", self.uid),
+            ("gid", self.gid),
+            ("umask", self.umask),
             ("no_passthrough", self.no_passthrough),
             ("transport", self.transport),
             ("connections", self.connections),

@@ -143,6 +143,8 @@ pub struct MountConfig {
     pub threads: usize,
     /// Whether other users may use the mount.
     pub allow_other: bool,
+    /// Whose its files are.
+    pub permissions: super::Permissions,
     /// Whether reads may bypass the daemon (FUSE passthrough) where the system allows it.
     pub passthrough: bool,
     /// Where metrics are served, if they are.
@@ -319,6 +321,7 @@ impl MountConfig {
             registry: merged.registry_needed()?,
             threads: merged.threads(super::THREADS_OF_MOUNT)?,
             allow_other: merged.switch("allow_other")?,
+            permissions: merged.permissions()?,
             passthrough: !merged.switch("no_passthrough")?,
             metrics: merged.metrics()?,
             transport: merged.transport()?,

@@ -47,6 +47,7 @@ fn defaults() {
             block_size: 256 << 10,
             threads: 2,
             allow_other: false,
+            permissions: Permissions::default(),
             passthrough: true,
             metrics: None,
             settings: [("reducer", "sgd"), ("consistency", "sync")].map(|(k, v)| (k.into(), v.into())).into(),
@@ -219,6 +220,19 @@ fn threads_and_switches() {
     assert!(blank(&[("allow_other", "yes")]).unwrap().allow_other);
     assert!(!blank(&[("allow_other", "0")]).unwrap().allow_other);
     assert!(refused(&[("allow_other", "maybe")]).contains("true or false"));
+}
+
+#[test]
+fn owners_and_masks() {
+    let of = |pairs| blank(pairs).unwrap().permissions;
+    assert_eq!(of(&[]), Permissions::default());
+    let set = Permissions { uid: Some(1000), gid: Some(0), umask: Some(0o027) };
+    assert_eq!(of(&[("uid", "1000"), ("gid", "root"), ("umask", "027")]), set);
+    assert!(refused(&[("uid", "no-such-user")]).contains("no user"));
+    assert!(refused(&[("gid", "-1")]).contains("no group"));
+    for bad in ["8", "1777", "u=rwx", ""] {
+        assert!(refused(&[("umask", bad)]).contains("octal"), "{bad}");
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::time::SystemTime;
 use libmodelio::ids::Version;
 use ps_backend::controls::SETTINGS;
 
+use super::access::{Owner, Use};
 use super::errno::{FsError, FsResult};
 use super::model::Model;
 use super::node::{File, Node};
@@ -36,17 +37,29 @@ pub struct Attributes {
 }
 
 impl Fs {
+    /// A learner and what is in its directory belong to whoever made it.
+    fn owner_of(&self, node: Node) -> Owner {
+        let learner = match node {
+            Node::Model(index, file) => {
+                file.learner().and_then(|id| self.model(index).ok()?.learner(id).ok())
+            }
+            _ => None,
+        };
+        learner.and_then(|learner| learner.owner).unwrap_or(self.access.owner)
+    }
+
     /// Attributes of an inode.
     ///
     /// # Errors
     /// ENOENT for learners and versions that are gone.
     pub fn attributes(&self, ino: u64) -> FsResult<Attributes> {
         let node = self.node(ino)?;
-        let (uid, gid) = self.owner;
+        let (uid, gid) = self.owner_of(node);
+        let mode = self.access.mode(use_of(node));
         let base = Attributes {
             ino,
             size: 0,
-            mode: if node.is_dir() { 0o755 } else { 0o444 },
+            mode,
             is_dir: node.is_dir(),
             links: if node.is_dir() { 2 } else { 1 },
             modified: self.started,
@@ -73,7 +86,7 @@ impl Fs {
         let with_header = model.safetensors_header_len() + size;
         Ok(match file {
             File::Dir => Attributes { links: 6, modified: newest(), ..base },
-            File::Weights(v) => Attributes { size, mode: 0o644, modified: of(v)?, keep: true, ..base },
+            File::Weights(v) => Attributes { size, modified: of(v)?, keep: true, ..base },
             File::RetainedWeights(v) | File::LearnerWeights(_, v) => {
                 Attributes { size, modified: of(v)?, keep: true, ..base }
             }
@@ -91,12 +104,12 @@ impl Fs {
                 Attributes { size: model.npy_size(i), modified: of(v)?, keep: true, ..base }
             }
             File::RetainedText(v) => Attributes { size: text_len(v), modified: of(v)?, keep: true, ..base },
-            File::Gradients => Attributes { size, mode: 0o600, modified: newest(), ..base },
+            File::Gradients => Attributes { size, modified: newest(), ..base },
             File::LearnerGradients(id) => {
                 model.learner(id)?;
-                Attributes { size, mode: 0o600, modified: newest(), ..base }
+                Attributes { size, modified: newest(), ..base }
             }
-            File::Device => Attributes { size, mode: 0o600, modified: newest(), ..base },
+            File::Device => Attributes { size, modified: newest(), ..base },
             File::VersionText => {
                 Attributes { size: text_len(model.job.version()), modified: newest(), ..base }
             }
@@ -125,7 +138,7 @@ impl Fs {
             File::Control(i) => {
                 let (name, _) = SETTINGS.get(i as usize).ok_or_else(FsError::not_found)?;
                 let value = model.job.controls().get(name).unwrap_or_default();
-                Attributes { size: value.len() as u64 + 1, mode: 0o644, ..base }
+                Attributes { size: value.len() as u64 + 1, ..base }
             }
         })
     }
@@ -157,6 +170,17 @@ pub struct Space {
     pub free: u64,
     /// Files.
     pub files: u64,
+}
+
+/// What can be done with an inode.
+fn use_of(node: Node) -> Use {
+    match node {
+        Node::Model(_, File::Learners) => Use::Learners,
+        Node::Model(_, File::Weights(_) | File::Control(_)) => Use::Shared,
+        Node::Model(_, File::Gradients | File::LearnerGradients(_) | File::Device) => Use::Contribute,
+        _ if node.is_dir() => Use::Dir,
+        _ => Use::Read,
+    }
 }
 
 fn published(model: &Model, version: Version) -> Option<SystemTime> {

@@ -3,6 +3,7 @@
 //! The FUSE adapter turns requests into calls here and outcomes into replies; an NBD server or a test
 //! can make the same calls. Nothing here blocks for long: what has to wait takes a callback.
 
+pub mod access;
 pub mod errno;
 pub mod handle;
 pub mod model;
@@ -32,6 +33,7 @@ use libmodelio::transport::LeaveReason;
 use parking_lot::Mutex;
 use ps_backend::job::Event;
 
+use self::access::Access;
 use self::cached::{CachedNames, Fate};
 use self::doubts::Settled;
 use self::errno::{FsError, FsResult};
@@ -84,7 +86,7 @@ pub struct Fs {
     handles: Handles,
     /// Whether reads and mappings may bypass the daemon.
     passthrough: bool,
-    owner: (u32, u32),
+    access: Access,
     started: SystemTime,
     pollers: Mutex<HashMap<u64, (u8, Wake)>>,
     waits: Arc<Waits>,
@@ -101,17 +103,17 @@ pub struct Fs {
 const DEATH_PATIENCE: Duration = Duration::from_millis(500);
 
 impl Fs {
-    /// A filesystem with these models, owned by `owner` (user, group). Starts its two helper threads.
+    /// A filesystem with these models. Starts its two helper threads.
     ///
     /// # Errors
     /// When a thread cannot be started.
-    pub fn start(models: Vec<Arc<Model>>, passthrough: bool, owner: (u32, u32)) -> std::io::Result<Started> {
+    pub fn start(models: Vec<Arc<Model>>, passthrough: bool, access: Access) -> std::io::Result<Started> {
         let (chores, inbox) = mpsc::channel();
         let fs = Arc::new(Fs {
             models,
             handles: Handles::default(),
             passthrough,
-            owner,
+            access,
             started: SystemTime::now(),
             pollers: Mutex::default(),
             waits: Arc::default(),

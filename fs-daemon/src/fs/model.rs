@@ -13,6 +13,7 @@ use libmodelio::{npy, safetensors_file};
 use parking_lot::Mutex;
 use ps_backend::job::Job;
 
+use super::access::Owner;
 use super::doubts::Doubts;
 use super::errno::{FsError, FsResult};
 use super::node::{File, MAX_JOINS};
@@ -39,6 +40,8 @@ pub struct Learner {
     pub mapped_ready: AtomicBool,
     /// Programs that are dying with something written.
     pub doubts: Doubts,
+    /// Who made it; `None` for the mount's own.
+    pub owner: Option<Owner>,
     /// Why its last call failed.
     pub refusal: Arc<LastRefusal>,
     use_: Mutex<Use>,
@@ -181,21 +184,15 @@ impl Model {
             File::Weights(_) | File::Gradients | File::Device | File::Error => {
                 Some(Arc::clone(&self.own_refusal))
             }
-            File::LearnerWeights(id, _)
-            | File::LearnerGradients(id)
-            | File::LearnerVersion(id)
-            | File::LearnerStatus(id)
-            | File::LearnerError(id)
-            | File::Learner(id) => Some(Arc::clone(&self.learner(id).ok()?.refusal)),
-            _ => None,
+            file => Some(Arc::clone(&self.learner(file.learner()?).ok()?.refusal)),
         }
     }
 
-    /// A learner joins. Waits for the job's answer.
+    /// A learner joins, for `owner`. Waits for the job's answer.
     ///
     /// # Errors
     /// EEXIST for a name in use, EDQUOT when the job is full, ENOMEM.
-    pub fn join(&self, name: &str) -> FsResult<Arc<Learner>> {
+    pub fn join(&self, name: &str, owner: Option<Owner>) -> FsResult<Arc<Learner>> {
         let reply = request(&*self.channel, Message::Join { name: name.to_owned() }, self.prompt())?;
         let Reply::Joined { learner: id, incarnation } = reply else {
             return Err(FsError::new(libc::EIO, "the shard did not answer the join"));
@@ -239,6 +236,7 @@ impl Model {
             joined: SystemTime::now(),
             mapped_ready: AtomicBool::new(false),
             doubts: Doubts::default(),
+            owner,
             refusal: if name == self.own_name { Arc::clone(&self.own_refusal) } else { Arc::default() },
             use_: Mutex::default(),
         });
@@ -266,7 +264,7 @@ impl Model {
             // Its lease is over, and the word of it still under way.
             self.learners.lock().remove(&gone.id);
         }
-        self.join(&self.own_name)
+        self.join(&self.own_name, None)
     }
 
     /// How long to wait for the answer to what is answered at once, unless the job is out of reach.

@@ -7,6 +7,7 @@ use libmodelio::ids::{LearnerId, Version};
 use libmodelio::transport::LeaveReason;
 use ps_backend::controls::SETTINGS;
 
+use super::access::Owner;
 use super::beside::beside;
 use super::errno::{FsError, FsResult};
 use super::model::Model;
@@ -126,18 +127,18 @@ impl Fs {
         Ok(())
     }
 
-    /// A learner joins. The job is asked, so the answer may come later.
+    /// A learner joins, for `owner`. The job is asked, so the answer may come later.
     ///
     /// # Errors
     /// EPERM outside of `learners/`, EEXIST, EINVAL or ENAMETOOLONG for an unfit name, EDQUOT.
-    pub fn make_dir(self: &Arc<Self>, parent: u64, name: &OsStr, done: Done<Attributes>) {
+    pub fn make_dir(self: &Arc<Self>, parent: u64, name: &OsStr, owner: Owner, done: Done<Attributes>) {
         let (model, name) = match self.joins_as(parent, name) {
             Ok((model, name)) => (Arc::clone(model), name.to_owned()),
             Err(error) => return done(Err(error)),
         };
         let this = Arc::clone(self);
         beside("gradfs-join", move || {
-            let joined = model.join(&name);
+            let joined = model.join(&name, Some(owner));
             let dir = |id| this.attributes(Node::Model(model.index, File::Learner(id)).ino());
             done(joined.and_then(|learner| dir(learner.id)));
         });

@@ -173,6 +173,19 @@ impl File {
         }
     }
 
+    /// The learner that it is the directory of, or in the directory of.
+    pub fn learner(self) -> Option<LearnerId> {
+        match self {
+            File::Learner(id)
+            | File::LearnerWeights(id, _)
+            | File::LearnerGradients(id)
+            | File::LearnerVersion(id)
+            | File::LearnerStatus(id)
+            | File::LearnerError(id) => Some(id),
+            _ => None,
+        }
+    }
+
     /// The version that the kernel's interest in this inode keeps from being recycled. A tensor has no need of that:
     /// while its name is known its directory keeps the version, and while it is open or mapped its handle does.
     pub fn pins(self) -> Option<Version> {

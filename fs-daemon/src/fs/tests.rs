@@ -189,7 +189,8 @@ impl Mounted {
         let own = "host1".to_owned();
         let model =
             Model::new("m".into(), 0, Arc::clone(&job) as _, device, Default::default(), own).unwrap();
-        let Started { fs, inbox } = Fs::start(vec![Arc::new(model)], false, (0, 0)).unwrap();
+        let Started { fs, inbox } =
+            Fs::start(vec![Arc::new(model)], false, Access { owner: (0, 0), umask: None }).unwrap();
         Mounted { fs, job, held, _inbox: inbox }
     }
 
@@ -269,12 +270,13 @@ fn learners_join_and_leave_beside_other_requests() {
     let learners = Node::Model(0, File::Learners).ino();
     let (sender, made) = channel();
     let done = Box::new(move |outcome: FsResult<Attributes>| sender.send(outcome).unwrap());
-    mounted.fs.make_dir(learners, OsStr::new("a"), done);
+    mounted.fs.make_dir(learners, OsStr::new("a"), (1000, 100), done);
     // This thread is free for others, though nobody has answered.
     assert!(made.try_recv().is_err());
     assert_eq!(mounted.fs.lookup(learners, OsStr::new("a")).unwrap_err().errno, libc::ENOENT);
     mounted.answer();
-    assert!(made.recv_timeout(PATIENCE).unwrap().unwrap().is_dir);
+    let dir = made.recv_timeout(PATIENCE).unwrap().unwrap();
+    assert_eq!((dir.is_dir, dir.uid, dir.gid), (true, 1000, 100));
     assert!(mounted.fs.lookup(learners, OsStr::new("a")).is_ok());
 
     let (sender, removed) = channel();

@@ -104,7 +104,7 @@ impl Filesystem for Binding {
 
     fn mkdir(
         &self,
-        _request: &Request,
+        request: &Request,
         parent: INodeNo,
         name: &OsStr,
         _mode: u32,
@@ -114,6 +114,7 @@ impl Filesystem for Binding {
         self.fs.make_dir(
             parent.0,
             name,
+            (request.uid(), request.gid()),
             Box::new(move |outcome| match outcome {
                 Ok(a) => reply.entry_with_ttls(&Duration::ZERO, &Duration::ZERO, &attr(&a), Generation(0)),
                 Err(error) => reply.error(errno("mkdir", &error)),
