@@ -25,7 +25,7 @@ def as_user(code, *args, user=NOBODY, group=NOBODY, groups=()):
 
 
 @pytest.fixture
-def mounted(start_mount, place_for_all):  # noqa: F811
+def mounted(place_for_all, start_mount):  # noqa: F811
     def start(**options):
         root = place_for_all / "mnt"
         root.mkdir()
