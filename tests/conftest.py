@@ -157,7 +157,8 @@ class Mount:
 
     def _wait_until_mounted(self):
         deadline = time.monotonic() + START_DEADLINE
-        while not (os.path.ismount(self.root) and all(path.is_dir() for path in self.models)):
+        # It says that it is ready last of all, so whatever else it has to say is there then.
+        while not (": ready" in self.stdout() and os.path.ismount(self.root) and all(path.is_dir() for path in self.models)):
             if self.process.poll() is not None:
                 raise MountFailed(self._story(f"gradfs ended with {self.process.returncode}"))
             if time.monotonic() > deadline:

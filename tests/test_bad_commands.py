@@ -53,7 +53,7 @@ BAD_USES = {
     "threads_zero": (["--size", "1MiB", "--threads", "0"], ["--threads", '"0"']),
     "threads_too_many": (["--size", "1MiB", "--threads", "100000"], ["--threads", "256"]),
     "name_twice": (["--name", "a", "--name", "a", "a.safetensors", "b.safetensors"], ["two models are called a", "--name"]),
-    "files_of_one_name": (["x/m.safetensors", "y/m.safetensors"], ["two models are called m", "--name"]),
+    "files_of_one_name": (["x/m.safetensors", "z/x/m.safetensors"], ["two models are called x", "--name"]),
     "names_too_few": (["--name", "a", "x.safetensors", "y.safetensors"], ["--name", "1 name(s) for 2 model(s)"]),
     "name_with_a_slash": (["--size", "1MiB", "--name", "a/b"], ['"a/b"', "slash"]),
     "name_dot_dot": (["--size", "1MiB", "--name", ".."], ['".."']),

@@ -166,14 +166,19 @@ fn resolve(path: &Path, missing: impl Fn(Display<'_>) -> String) -> Result<PathB
     // A mount without a living daemon: at the path itself, or on the way to it.
     match mountinfo::containing(&absolute).map_err(failed)? {
         Some(mount) if mount.point == absolute => Ok(absolute),
-        Some(mount) if mount.is_fuse() && (is_dead(&error) || is_late(&error)) => {
-            let point = mount.point.display();
-            let state = if is_dead(&error) { "is dead" } else { "does not answer" };
-            Err(Error::new(format!("{shown} is inside {point}, a mount of {mount} that {state}"))
-                .hint(format!("unmount that first: {}", unmount_command(&mount))))
-        }
-        _ => Err(failed(error)),
+        Some(mount) => Err(inside_dead(&absolute, &mount, &error).unwrap_or_else(|| failed(error))),
+        None => Err(failed(error)),
     }
+}
+
+/// Why `path` cannot be used: `mount`, in which it lies, has answered `error` because its daemon is gone.
+fn inside_dead(path: &Path, mount: &Mount, error: &io::Error) -> Option<Error> {
+    let state = if is_dead(error) { "is dead" } else { "does not answer" };
+    let (shown, point) = (path.display(), mount.point.display());
+    (mount.is_fuse() && (is_dead(error) || is_late(error))).then(|| {
+        Error::new(format!("{shown} is inside {point}, a mount of {mount} that {state}"))
+            .hint(format!("unmount that first: {}", unmount_command(mount)))
+    })
 }
 
 fn in_use(path: &Path, held: &Held) -> Error {
@@ -222,9 +227,15 @@ fn check_directory(path: &Path) -> Result<(), Error> {
         Ok(Some(false)) => Err(Error::new(format!("the mountpoint {shown} is not empty"))
             .hint("the mount would hide what is in it: use an empty directory")),
         Ok(None) => Err(not_a_directory(path)),
-        Err(e) => Err(Error::new(format!("cannot look into the mountpoint {shown}"))
-            .caused_by(e)
-            .hint("use a directory that you own")),
+        Err(e) => {
+            // What the kernel still knew of a dead mount can have led here.
+            let mount = mountinfo::containing(path).ok().flatten();
+            Err(mount.and_then(|mount| inside_dead(path, &mount, &e)).unwrap_or_else(|| {
+                Error::new(format!("cannot look into the mountpoint {shown}"))
+                    .caused_by(e)
+                    .hint("use a directory that you own")
+            }))
+        }
     }
 }
 

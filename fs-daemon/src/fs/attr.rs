@@ -32,8 +32,19 @@ pub struct Attributes {
     pub gid: u32,
     /// Good read and write size.
     pub block_size: u32,
-    /// Whether the kernel may keep it: it never changes, or the kernel is told when it does.
-    pub keep: bool,
+    /// How long the kernel may keep it.
+    pub keep: Keep,
+}
+
+/// How long the kernel may keep attributes without asking again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// Not at all: they change.
+    No,
+    /// A few milliseconds: they are asked for with every path, and soon show that the daemon is gone.
+    Briefly,
+    /// They never change.
+    Forever,
 }
 
 impl Fs {
@@ -66,14 +77,13 @@ impl Fs {
             uid,
             gid,
             block_size: 1 << 20,
-            keep: false,
+            keep: Keep::No,
         };
         match node {
-            // Asked for anew each time, so that a mount whose daemon is gone is seen to be dead at once.
-            Node::Root => Ok(Attributes { links: 2 + self.models.len() as u32, ..base }),
+            Node::Root => Ok(Attributes { links: 2 + self.models.len() as u32, keep: Keep::Briefly, ..base }),
             Node::Readme => {
                 let size = text::readme(&self.models).len() as u64;
-                Ok(Attributes { size, keep: true, ..base })
+                Ok(Attributes { size, keep: Keep::Forever, ..base })
             }
             Node::Model(index, file) => self.file_attributes(self.model(index)?, file, base),
         }
@@ -85,25 +95,27 @@ impl Fs {
         let size = model.layout.size();
         let with_header = model.safetensors_header_len() + size;
         Ok(match file {
-            File::Dir => Attributes { links: 6, modified: newest(), ..base },
-            File::Weights(v) => Attributes { size, modified: of(v)?, keep: true, ..base },
+            File::Dir => Attributes { links: 6, modified: newest(), keep: Keep::Briefly, ..base },
+            File::Weights(v) => Attributes { size, modified: of(v)?, keep: Keep::Forever, ..base },
             File::RetainedWeights(v) | File::LearnerWeights(_, v) => {
-                Attributes { size, modified: of(v)?, keep: true, ..base }
+                Attributes { size, modified: of(v)?, keep: Keep::Forever, ..base }
             }
             File::Safetensors(v) | File::RetainedSafetensors(v) => {
-                Attributes { size: with_header, modified: of(v)?, keep: true, ..base }
+                Attributes { size: with_header, modified: of(v)?, keep: Keep::Forever, ..base }
             }
             File::Tensors(v) | File::RetainedTensors(v) => {
-                Attributes { modified: of(v)?, keep: true, ..base }
+                Attributes { modified: of(v)?, keep: Keep::Forever, ..base }
             }
-            File::Retained(v) => Attributes { links: 3, modified: of(v)?, keep: true, ..base },
+            File::Retained(v) => Attributes { links: 3, modified: of(v)?, keep: Keep::Forever, ..base },
             File::Tensor(v, i) | File::RetainedTensor(v, i) => {
                 if i as usize >= model.layout.tensors().len() {
                     return Err(FsError::not_found());
                 }
-                Attributes { size: model.npy_size(i), modified: of(v)?, keep: true, ..base }
+                Attributes { size: model.npy_size(i), modified: of(v)?, keep: Keep::Forever, ..base }
             }
-            File::RetainedText(v) => Attributes { size: text_len(v), modified: of(v)?, keep: true, ..base },
+            File::RetainedText(v) => {
+                Attributes { size: text_len(v), modified: of(v)?, keep: Keep::Forever, ..base }
+            }
             File::Gradients => Attributes { size, modified: newest(), ..base },
             File::LearnerGradients(id) => {
                 model.learner(id)?;

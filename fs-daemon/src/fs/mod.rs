@@ -43,7 +43,7 @@ use self::node::{File, Node};
 use self::waits::{SecondLooks, Waits};
 use crate::process::{Exit, Watcher};
 
-pub use attr::Attributes;
+pub use attr::{Attributes, Keep};
 pub use open::{Opened, Way};
 
 /// Called with the outcome, perhaps from another thread.

@@ -6,10 +6,12 @@ use fuser::{Errno, FileAttr, FileType, INodeNo, ReplyEmpty, ReplyXattr, Request}
 
 use super::refusals;
 use crate::fs::errno::FsError;
-use crate::fs::{Attributes, Caller, Done};
+use crate::fs::{Attributes, Caller, Done, Keep};
 
 /// How long the kernel may keep a name or attributes that do not change.
 pub(super) const FOREVER: Duration = Duration::from_secs(86_400);
+/// Long enough for a thousand paths through a directory, and too short for a person to see.
+const BRIEFLY: Duration = Duration::from_millis(10);
 
 /// What the kernel is told about a file.
 pub(super) fn attr(a: &Attributes) -> FileAttr {
@@ -34,7 +36,11 @@ pub(super) fn attr(a: &Attributes) -> FileAttr {
 
 /// How long it may believe that.
 pub(super) fn attr_ttl(a: &Attributes) -> Duration {
-    if a.keep { FOREVER } else { Duration::ZERO }
+    match a.keep {
+        Keep::No => Duration::ZERO,
+        Keep::Briefly => BRIEFLY,
+        Keep::Forever => FOREVER,
+    }
 }
 
 /// The errno of a refused call, whose sentence goes into the log.

@@ -89,6 +89,7 @@ fn defaults() {
             registry: at("node1", 7070),
             threads: 2,
             allow_other: false,
+            permissions: crate::config::Permissions::default(),
             passthrough: true,
             metrics: None,
             transport: Transport::Auto,
