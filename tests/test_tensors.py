@@ -3,11 +3,13 @@
 The reference is torch's: an optimizer passes over parameters whose `grad` is None, and counts steps for each parameter.
 """
 
+import errno
+import mmap
 import os
 
 import numpy as np
 import pytest
-from filetools import BLOCK, array, mounts, write_safetensors
+from filetools import BLOCK, array, mounts, raises, write_safetensors
 
 pytestmark = pytest.mark.also_on_network
 mounted = mounts()
@@ -140,3 +142,40 @@ def test_unwritten_parts_of_a_written_tensor_count_as_zero(model):
     for name in SHAPES:
         np.testing.assert_allclose(tensor(mount, name), reference.weights[name], rtol=2e-6)
     assert array(mount.model / "weights").nbytes == sum(value.nbytes for value in weights.values())
+
+
+def test_frozen_tensors_are_never_reduced(model):
+    """Full-size writers and mappings leave them alone."""
+    mount, weights, offsets = model(reducer="sgd", frozen=["*.running_*", "hea?"])
+    assert mount.control("frozen") == "*.running_*\nhea?"
+    with raises(errno.EINVAL):
+        mount.control("frozen", "*.running_*\nbody")
+    assert mount.control("frozen") == "*.running_*\nhea?", "a pattern that matches nothing changes nothing"
+    reference, frozen = Torch("sgd", weights), {"norm.running_mean", "head"}
+    size = sum(value.nbytes for value in weights.values())
+    ones = {name: np.ones(shape) for name, shape in SHAPES.items()}
+    mount.contribute(np.ones(size // 4, "<f4"))
+    reference.step({name: ones[name] for name in SHAPES if name not in frozen})
+    fd = os.open(mount.model / "gradients", os.O_RDWR)
+    mapping = mmap.mmap(fd, size)
+    mapping[:] = np.ones(size // 4, "<f4").tobytes()
+    os.fsync(fd)
+    mapping.close()
+    os.close(fd)
+    reference.step({name: ones[name] for name in SHAPES if name not in frozen})
+    mount.catch_up()
+    for name in SHAPES:
+        if name in frozen:
+            assert tensor(mount, name).tobytes() == weights[name].tobytes(), name
+        np.testing.assert_allclose(tensor(mount, name), reference.weights[name], rtol=2e-5, atol=2e-6)
+    mount.control("frozen", "\n")
+    mount.contribute(np.ones(size // 4, "<f4"))
+    mount.catch_up()
+    assert (tensor(mount, "head") != weights["head"]).all()
+
+
+def test_frozen_tensors_are_never_reduced__patterns_that_match_nothing(gradfs, tmp_path):
+    path = write_safetensors(tmp_path / "model.safetensors", {"w": ("F32", (4,), bytes(16))})
+    (tmp_path / "mnt").mkdir()
+    done = gradfs("up", path, tmp_path / "mnt", "--frozen", "w", "--frozen", "bn.*")
+    assert done.returncode == 2 and '"bn.*"' in done.stderr, done.stderr

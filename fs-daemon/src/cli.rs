@@ -256,6 +256,9 @@ struct JobArgs {
     /// What to do with a contribution that holds NaN or Inf [default: reject]
     #[arg(long, value_parser = PossibleValuesParser::new(NONFINITES), ignore_case = true, help_heading = "Job")]
     nonfinite: Option<String>,
+    /// Never reduce tensors whose names match, with * and ?; may be repeated
+    #[arg(long, value_name = "PATTERN", help_heading = "Job")]
+    frozen: Vec<String>,
 
     /// Step size of the optimizers [default: 0.01]
     #[arg(
@@ -362,6 +365,7 @@ impl UpArgs {
 
 impl JobArgs {
     fn add_to(self, layer: &mut Layer) {
+        layer.set("frozen", self.frozen);
         for (key, value) in [
             ("reducer", self.reducer),
             ("consistency", self.consistency),

@@ -377,7 +377,15 @@ impl<'a> Merged<'a> {
         for key in KEYS.iter().filter(|key| key.setting) {
             let Some((origin, text)) = self.text(key.name)? else { continue };
             check_setting(&origin, text, key.kind, self.help())?;
-            settings.insert(key.name.to_owned(), text.to_owned());
+            let text = match (key.kind, self.get(key.name)) {
+                // One a line.
+                (Kind::Names, Some((_, all))) => {
+                    let all: Result<Vec<&str>, Error> = all.iter().map(|one| utf8(&origin, one)).collect();
+                    all?.join("\n")
+                }
+                _ => text.to_owned(),
+            };
+            settings.insert(key.name.to_owned(), text);
             origins.insert(key.name.to_owned(), origin);
         }
         let learners = settings.get("learners").and_then(|text| text.parse::<u64>().ok()).unwrap_or(1);

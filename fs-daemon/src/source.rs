@@ -65,6 +65,9 @@ impl Source {
     /// # Errors
     /// A model of which no tensor can be reduced, unless the reducer is `assign`: its training would change nothing.
     pub fn check_types(&self, name: &str, controls: &Controls) -> Result<(), Error> {
+        let names = self.layout.tensors().iter().map(|tensor| tensor.name.as_str());
+        let frozen = controls.frozen.tensors(names);
+        frozen.map_err(|error| Error::usage(format!("model {name}: {error}")))?;
         if controls.reducer == Reducer::Assign {
             return Ok(());
         }

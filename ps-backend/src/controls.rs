@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::frozen::Frozen;
 use crate::reducer::{Aggregation, Hyper, Reducer};
 
 /// Which contributions a version waits for.
@@ -93,6 +94,9 @@ const MOST: u32 = 65_536;
 /// Most learners of a job at a time.
 pub const MAX_LEARNERS: u32 = 4096;
 
+/// Bytes of patterns in `frozen`, at most: every state of the job tells them.
+const LONGEST: usize = 4096;
+
 /// What happens to NaN and Inf in a contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum NonFinite {
@@ -130,6 +134,8 @@ pub struct Controls {
     pub max_versions: u32,
     /// NaN and Inf.
     pub nonfinite: NonFinite,
+    /// Tensors that are never reduced.
+    pub frozen: Frozen,
 }
 
 impl Default for Controls {
@@ -148,6 +154,7 @@ impl Default for Controls {
             retain: 1,
             max_versions: 16,
             nonfinite: NonFinite::Reject,
+            frozen: Frozen::default(),
         }
     }
 }
@@ -199,6 +206,7 @@ pub const SETTINGS: &[(&str, &str)] = &[
     ("retain", "older versions kept under versions/"),
     ("max_versions", "version buffers that may exist, the held ones included"),
     ("nonfinite", "NaN and Inf in a contribution: reject or accept"),
+    ("frozen", "tensors that are never reduced: name patterns with * and ?, one a line"),
 ];
 
 impl Controls {
@@ -232,6 +240,7 @@ impl Controls {
                 NonFinite::Reject => "reject".into(),
                 NonFinite::Accept => "accept".into(),
             },
+            "frozen" => self.frozen.to_string(),
             _ => return None,
         })
     }
@@ -279,6 +288,15 @@ impl Controls {
                     "accept" => NonFinite::Accept,
                     _ => return Err(field.invalid("reject or accept")),
                 }
+            }
+            "frozen" => {
+                if field.value.len() > LONGEST {
+                    return Err(ControlError::Conflict(format!(
+                        "frozen: {} bytes of patterns, the limit is {LONGEST}",
+                        field.value.len()
+                    )));
+                }
+                new.frozen = field.parse("patterns, one a line")?;
             }
             _ => return Err(ControlError::Unknown((*name).to_owned())),
         }
@@ -438,11 +456,12 @@ mod tests {
             ("retain", "3"),
             ("max_versions", "9"),
             ("nonfinite", "accept"),
+            ("frozen", "*.running_*\nhead"),
         ] {
             controls = controls.with(name, &format!("{value}\n")).unwrap();
             assert_eq!(controls.get(name).as_deref(), Some(value), "{name}");
         }
-        assert_eq!(SETTINGS.len(), 20);
+        assert_eq!(SETTINGS.len(), 21);
         assert!(SETTINGS.iter().all(|(name, _)| controls.get(name).is_some()));
     }
 

@@ -78,9 +78,12 @@ impl EmbeddedShard {
             .thread_name(|i| format!("reduce-{i}"))
             .build()
             .map_err(io::Error::other)?;
+        let frozen = controls.frozen.tensors(names(&layout)).map_err(io::Error::other)?;
+        let mut core = ShardCore::new(layout.blocks(), layout.tensors().len(), controls)
+            .with_fold_patience(fold_patience(&layout));
+        core.freeze(frozen);
         let inner = Inner {
-            core: ShardCore::new(layout.blocks(), layout.tensors().len(), controls)
-                .with_fold_patience(fold_patience(&layout)),
+            core,
             store,
             completions: HashMap::new(),
             next_ticket: 1,
@@ -194,6 +197,7 @@ impl EmbeddedShard {
     pub fn set_control(&self, name: &str, value: &str) -> Result<(), crate::controls::ControlError> {
         let mut inner = self.inner.lock();
         let controls = inner.core.controls().with(name, value)?;
+        inner.core.freeze(controls.frozen.tensors(names(&self.layout))?);
         let mut actions = Vec::new();
         inner.core.set_controls(controls, self.now(), &mut actions);
         if !inner.core.is_under_way() {
@@ -294,6 +298,10 @@ impl EmbeddedShard {
     fn now(&self) -> Duration {
         self.started.elapsed()
     }
+}
+
+fn names(layout: &ModelLayout) -> impl ExactSizeIterator<Item = &str> + Clone {
+    layout.tensors().iter().map(|tensor| tensor.name.as_str())
 }
 
 /// As long as folding a contribution takes, about.

@@ -4,6 +4,7 @@ pub mod controls;
 pub mod core;
 pub mod create;
 pub mod embedded;
+pub mod frozen;
 pub mod job;
 pub mod kernels;
 pub mod lead;

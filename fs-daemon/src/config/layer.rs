@@ -99,6 +99,7 @@ pub const KEYS: &[Key] = &[
     setting("carry", Kind::Number),
     setting("aggregation", Kind::Word(AGGREGATIONS)),
     setting("nonfinite", Kind::Word(NONFINITES)),
+    setting("frozen", Kind::Names),
 ];
 
 pub(super) const fn key(name: &'static str, kind: Kind) -> Key {

@@ -38,7 +38,7 @@ impl<S: Clone> ShardCore<S> {
 
     /// Whose optimizer state there is.
     pub fn state_of(&self) -> Reducer {
-        self.params.as_ref().map_or(self.state_of, |(reducer, _)| *reducer)
+        self.params.as_ref().map_or(self.state_of, |(reducer, ..)| *reducer)
     }
 
     /// The job was taken elsewhere while it was held: nobody could be heard meanwhile, so all leases begin anew.
@@ -72,6 +72,8 @@ impl<S: Clone> ShardCore<S> {
         self.blocks == blocks as usize
             && self.tensors == tensors
             && self.optimizer_steps.tensors() == tensors as u64
+            && self.frozen.0.len() == tensors
+            && self.params.as_ref().is_none_or(|(.., frozen)| frozen.0.len() == tensors)
             && of_model(&self.accumulated)
             && self.accumulated.is_clear()
             && self.fuses_in_flight == 0

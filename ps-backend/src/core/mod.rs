@@ -278,6 +278,10 @@ impl<S> Committed<S> {
     }
 }
 
+/// Some of the model's tensors.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Tensors(#[serde(deserialize_with = "bits::deserialize")] FixedBitSet);
+
 /// A commit that cannot be taken yet.
 #[derive(Debug, Serialize, Deserialize)]
 struct Pending<S> {
@@ -383,8 +387,10 @@ pub struct ShardCore<S> {
     fold_batch: usize,
     /// The write of `weights` that the running plan publishes.
     running_ticket: Option<(Ticket, Now)>,
-    /// Reducer and constants of the coming version, fixed once something of it was computed.
-    params: Option<(Reducer, Hyper)>,
+    /// Reducer and constants of the coming version, and what is frozen in it, fixed once something of it was computed.
+    params: Option<(Reducer, Hyper, Tensors)>,
+    /// Tensors that are never reduced, as the settings have them.
+    frozen: Tensors,
     /// Whose optimizer state there is.
     state_of: Reducer,
     /// `learners` was raised, or all have left, in mid-step: count again after it.
@@ -414,6 +420,7 @@ impl<S: Clone> ShardCore<S> {
             consistency: controls.consistency,
             state_of: controls.reducer,
             params: None,
+            frozen: Tensors(FixedBitSet::with_capacity(tensors)),
             controls,
             version: Version(0),
             members: BTreeMap::new(),
@@ -456,6 +463,15 @@ impl<S: Clone> ShardCore<S> {
     pub fn with_fold_batch(mut self, most: usize) -> ShardCore<S> {
         self.fold_batch = most.max(1);
         self
+    }
+
+    /// Never reduces these tensors, from the next version of which nothing has been computed.
+    ///
+    /// # Panics
+    /// If it is not a set of the model's tensors.
+    pub fn freeze(&mut self, tensors: FixedBitSet) {
+        assert_eq!(tensors.len(), self.tensors, "tensors of the model");
+        self.frozen = Tensors(tensors);
     }
 
     /// New settings take effect at the next version.
@@ -511,12 +527,13 @@ impl<S: Clone> ShardCore<S> {
         inputs.sort_by_key(|contribution| contribution.learner);
         let mut todo = FixedBitSet::with_capacity(self.blocks);
         todo.insert_range(..);
-        let (reducer, hyper) = self.params();
+        let (reducer, hyper, frozen) = self.params();
         let mut written = FixedBitSet::with_capacity(self.tensors);
         if more > 0 {
             written.insert_range(..);
         }
         self.committed.iter().for_each(|committed| written.union_with(&committed.contribution.tensors));
+        written.difference_with(&frozen.0);
         let tensors = self.optimizer_steps.next(&written);
         Plan {
             version: self.version.next(),
@@ -537,7 +554,8 @@ impl<S: Clone> ShardCore<S> {
     }
 
     /// What the coming version is computed with.
-    fn params(&self) -> (Reducer, Hyper) {
-        self.params.clone().unwrap_or_else(|| (self.controls.reducer, self.controls.hyper.clone()))
+    fn params(&self) -> (Reducer, Hyper, Tensors) {
+        let set = || (self.controls.reducer, self.controls.hyper.clone(), self.frozen.clone());
+        self.params.clone().unwrap_or_else(set)
     }
 }

@@ -294,6 +294,8 @@ impl LeadCore {
             Message::SetControl { name, value } => {
                 let controls = core.controls().with(&name, &value);
                 let controls = controls.map_err(|error| Refusal::Control(error.to_string()))?;
+                let frozen = controls.frozen.tensors(self.names.iter().map(String::as_str));
+                core.freeze(frozen.map_err(|error| Refusal::Control(error.to_string()))?);
                 core.set_controls(controls, now, &mut wanted);
                 self.changed = true;
                 Some(Message::Done)

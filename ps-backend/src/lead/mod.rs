@@ -13,6 +13,7 @@ mod plans;
 mod tests;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 use libmodelio::ids::{ClientId, LearnerId, PlanId, ShardId, Version};
 use libmodelio::layout::ModelLayout;
@@ -20,7 +21,7 @@ use libmodelio::transport::ShardError;
 use libmodelio::wire::{BlockRanges, Message, Refusal};
 use serde::{Deserialize, Serialize};
 
-use crate::controls::Controls;
+use crate::controls::{ControlError, Controls};
 use crate::core::{self, Answer, Now, ShardCore, Ticket};
 
 use clients::Client;
@@ -72,6 +73,9 @@ pub struct LeadCore {
     core: ShardCore<Source>,
     blocks: u32,
     tensors: u32,
+    /// Of the tensors.
+    #[serde(skip)]
+    names: Arc<[String]>,
     parts: usize,
     clients: BTreeMap<ClientId, Client>,
     /// Clients that were given up, with the highest number of a request of each: the newest ones.
@@ -98,15 +102,30 @@ pub struct LeadCore {
     away: Vec<ShardId>,
 }
 
+fn names(layout: &ModelLayout) -> Arc<[String]> {
+    layout.tensors().iter().map(|tensor| tensor.name.clone()).collect()
+}
+
 impl LeadCore {
     /// A job at version 0, for a model of this layout on `parts` shards.
-    pub fn new(layout: &ModelLayout, parts: usize, controls: Controls, patience: Now) -> LeadCore {
-        let (blocks, tensors) = (layout.blocks(), layout.tensors().len());
-        let core = ShardCore::new(blocks, tensors, controls);
-        LeadCore {
+    ///
+    /// # Errors
+    /// Settings that do not fit the model.
+    pub fn new(
+        layout: &ModelLayout,
+        parts: usize,
+        controls: Controls,
+        patience: Now,
+    ) -> Result<LeadCore, ControlError> {
+        let (blocks, tensors, names) = (layout.blocks(), layout.tensors().len(), names(layout));
+        let frozen = controls.frozen.tensors(names.iter().map(String::as_str))?;
+        let mut core = ShardCore::new(blocks, tensors, controls);
+        core.freeze(frozen);
+        Ok(LeadCore {
             core: core.with_fold_patience(patience).with_fold_batch(usize::MAX),
             blocks,
             tensors: tensors as u32,
+            names,
             parts,
             clients: BTreeMap::new(),
             given_up: VecDeque::new(),
@@ -121,7 +140,7 @@ impl LeadCore {
             told_at: Now::ZERO,
             failed: None,
             away: Vec::new(),
-        }
+        })
     }
 
     /// The job itself, to look at.

@@ -78,6 +78,7 @@ impl LeadCore {
             return Err(TakeOverError(what));
         }
         lead.parts = parts;
+        lead.names = super::names(layout);
         lead.told_at = now;
         lead.clients.values_mut().for_each(|client| client.taken_over(now));
         lead.core.taken_over(now);

@@ -35,7 +35,7 @@ impl Bench {
     /// Two clients, with learner 1 on the first and learner 2 on the second.
     fn new() -> Bench {
         let controls = Controls::default().with("learners", "2").unwrap();
-        let lead = LeadCore::new(&layout(4), 1, controls, PATIENCE);
+        let lead = LeadCore::new(&layout(4), 1, controls, PATIENCE).unwrap();
         let mut bench = Bench { lead, now: Now::ZERO, said: Vec::new() };
         for (client, name) in [(A, "a"), (B, "b")] {
             bench.lead.client_up(client, bench.now, &mut bench.said).unwrap();

@@ -115,7 +115,8 @@ impl Lead {
         let core = match handed_over {
             None => {
                 let controls = part::controls(record).map_err(|error| error.to_string())?;
-                LeadCore::new(&layout, ways.len(), controls, patience(layout.size()))
+                let core = LeadCore::new(&layout, ways.len(), controls, patience(layout.size()));
+                core.map_err(|error| error.to_string())?
             }
             Some((bytes, now)) => {
                 let core = LeadCore::taken_over(bytes, &layout, ways.len(), now);

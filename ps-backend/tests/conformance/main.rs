@@ -112,6 +112,7 @@ macro_rules! conforms {
                 adam_counts_its_steps_per_tensor,
                 unwritten_parts_of_a_written_tensor_count_as_zero,
                 a_mapping_writes_every_tensor,
+                frozen_tensors_are_never_reduced,
             ],
             rounds: [random_rounds_count_exactly_once],
         }

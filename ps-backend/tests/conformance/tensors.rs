@@ -212,3 +212,42 @@ pub fn a_mapping_writes_every_tensor(way: &Way) {
     assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(()));
     ALL.iter().for_each(|tensor| writer.sees_all_at(tensor, 3.0));
 }
+
+pub fn frozen_tensors_are_never_reduced(way: &Way) {
+    for learners in [1, 2] {
+        let settings =
+            [("learning_rate", "0.5"), ("weight_decay", "0.5"), ("reducer", "sgd"), ("frozen", "m?re\ntin*")];
+        let (site, writers) = job(way, learners, &settings);
+        let step = |expected: f32, expected_of_frozen: f32| {
+            for writer in &writers {
+                writer.write_all(&ALL, -8.0);
+                writer.commit(Fill::Zero);
+            }
+            for tensor in ALL {
+                let frozen = ["more", "tiny"].contains(&tensor);
+                writers[0].sees_all_at(tensor, if frozen { expected_of_frozen } else { expected });
+            }
+        };
+        step(4.0, 0.0);
+        let end = site.end();
+        let refused = end.set("frozen", "more\nnobody*").unwrap_err();
+        assert!(refused.to_string().contains("\"nobody*\""), "{refused}");
+        step(7.0, 0.0);
+        end.set("frozen", "").unwrap();
+        step(9.25, 4.0);
+        // What is frozen is judged like all else, wherever it comes by.
+        writers[0].learner.end.set("frozen", "first").unwrap();
+        let layout = end.job.layout();
+        let nan = f32::NAN.to_le_bytes();
+        let whole = nan.repeat(BLOCK / 4);
+        assert!(layout.tensors()[0].bytes.end > BLOCK as u64);
+        let written = writers[0].contributor.write(&mut Share::None, 0, &whole, LONG);
+        let (sender, receiver) = channel();
+        writers[0]
+            .contributor
+            .commit(Share::None, Fill::Zero, LONG, move |result| sender.send(result).unwrap());
+        let committed = receiver.recv_timeout(2 * LONG).expect("an answer");
+        assert!(written.is_err() || committed.is_err(), "NaN in a frozen tensor");
+        writers[0].contributor.abort();
+    }
+}

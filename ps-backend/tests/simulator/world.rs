@@ -148,7 +148,8 @@ impl World {
         history.sync_throughout = settings.sync_throughout();
         history.consistency = settings.consistency_throughout();
         let network = Network::new(settings.weather);
-        let lead = LeadCore::new(&settings.layout(), parts, settings.controls.clone(), settings.patience);
+        let lead = LeadCore::new(&settings.layout(), parts, settings.controls.clone(), settings.patience)
+            .expect("settings of this model");
         let mut world = World {
             now: Now::ZERO,
             network,
