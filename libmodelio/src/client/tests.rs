@@ -213,6 +213,34 @@ fn a_request_is_sent_again_with_less_time_until_its_deadline() {
 }
 
 #[test]
+fn the_late_answer_to_an_earlier_request_releases_nothing_that_was_committed_since() {
+    for open_is_late in [true, false] {
+        let mut bench = Bench::new();
+        // A first write opens the step, and a commit follows. The coordinator takes the commit, and its time is over.
+        let (early, late) = if open_is_late {
+            bench.ask(3, Message::Open { learner: L }, 10);
+            (3, Message::Opened { step: Step(1), staging_lent: false })
+        } else {
+            bench.commit(3, 10);
+            (3, Message::Refused(ShardError::NotAllowed("the same commit was sent again".into()).into()))
+        };
+        bench.commit(4, 10);
+        bench.grant(1);
+        bench.said.clear();
+        bench.lead(4, Message::Refused(ShardError::TimedOut("its version is being made".into()).into()));
+        // The answer to the earlier request took a detour.
+        bench.lead(early, late);
+        assert!(!bench.said.contains(&Action::Release(L, Step(1))), "{:?}", bench.said);
+        assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]), "it is sent as before");
+        // An answer to a later request does tell: the commit was in vain.
+        bench.lead(0, Message::Over { plan: PlanId(1) });
+        bench.ask(5, Message::Open { learner: L }, 10);
+        bench.lead(5, Message::Opened { step: Step(1), staging_lent: false });
+        assert!(bench.said.contains(&Action::Release(L, Step(1))), "{:?}", bench.said);
+    }
+}
+
+#[test]
 fn a_lead_that_is_away_is_not_looked_for_in_a_loop() {
     let mut bench = Bench::new();
     bench.commit(3, 10);

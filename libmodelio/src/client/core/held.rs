@@ -10,6 +10,14 @@ use super::{Action, ClientCore};
 use crate::ids::{LearnerId, Step};
 use crate::wire::{Granted, Message};
 
+/// A contribution whose payload is kept.
+#[derive(Debug)]
+pub(super) struct Held {
+    pub(super) blocks: FixedBitSet,
+    /// The newest commit of it. What was answered to an earlier request says nothing of this one.
+    pub(super) request: u64,
+}
+
 impl ClientCore {
     pub(super) fn bits(&self, ranges: &[Range<u32>]) -> FixedBitSet {
         let mut bits = FixedBitSet::with_capacity(self.blocks);
@@ -39,6 +47,20 @@ impl ClientCore {
         };
         let left: Vec<_> = self.held.keys().copied().filter(is_left).collect();
         for (learner, step) in left {
+            self.release(learner, step, actions);
+        }
+    }
+
+    /// The answer to a request says that this contribution is not part of the job. It is released unless it was committed
+    /// after that request was made.
+    pub(super) fn release_refused(
+        &mut self,
+        request: u64,
+        (learner, step): (LearnerId, Step),
+        actions: &mut Vec<Action>,
+    ) {
+        let newer = self.held.get(&(learner, step)).is_some_and(|held| held.request > request);
+        if !newer && !self.is_committing(learner, step) {
             self.release(learner, step, actions);
         }
     }

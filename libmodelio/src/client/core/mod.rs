@@ -30,6 +30,7 @@ use crate::block_map::BlockMap;
 use crate::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
 use crate::transport::{LeaveReason, ShardError};
 use crate::wire::{JobState, LearnerState, Message, Refusal};
+use held::Held;
 pub use pulling::PULL_BLOCKS;
 use pulling::Pull;
 use pushing::Outgoing;
@@ -112,8 +113,8 @@ pub struct ClientCore {
     /// The next step of each learner, and the request that has told. None where a commit was not answered with
     /// success: only the lead knows.
     next_steps: BTreeMap<LearnerId, (u64, Option<Step>)>,
-    /// Blocks of the contributions that may have to be sent.
-    held: BTreeMap<(LearnerId, Step), FixedBitSet>,
+    /// The contributions that may have to be sent.
+    held: BTreeMap<(LearnerId, Step), Held>,
     /// The same for new weights.
     weights: BTreeMap<u64, FixedBitSet>,
     outgoing: Option<Outgoing>,

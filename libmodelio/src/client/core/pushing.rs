@@ -40,7 +40,9 @@ impl ClientCore {
         let mut blocks = FixedBitSet::with_capacity(self.blocks);
         let lacks = match &payload {
             Granted::Contributions { of, .. } => {
-                of.iter().filter_map(|key| self.held.get(key)).for_each(|held| blocks.union_with(held));
+                of.iter()
+                    .filter_map(|key| self.held.get(key))
+                    .for_each(|held| blocks.union_with(&held.blocks));
                 of.iter().find(|key| !self.held.contains_key(key)).map(|(learner, _)| Some(*learner))
             }
             Granted::Weights(token) => {
@@ -85,7 +87,7 @@ impl ClientCore {
     /// Which of the plan's contributions hold `block`, in the order in which they are to be added; all of them for
     /// new weights.
     pub fn holds(&self, learner: LearnerId, step: Step, block: BlockId) -> bool {
-        self.held.get(&(learner, step)).is_some_and(|held| held.contains(block.index()))
+        self.held.get(&(learner, step)).is_some_and(|held| held.blocks.contains(block.index()))
     }
 
     /// The next block to send to a shard. It counts as sent: call [`Self::shard_down`] if it may not have been.

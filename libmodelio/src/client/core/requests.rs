@@ -1,6 +1,6 @@
 //! What is asked of the lead: sent when it is connected, again when it is silent, answered once.
 
-use super::{Action, ClientCore, Now, PATIENCE, Token};
+use super::{Action, ClientCore, Held, Now, PATIENCE, Token};
 use crate::ids::{LearnerId, Step, Version};
 use crate::transport::ShardError;
 use crate::wire::{LearnerState, Message, Refusal};
@@ -39,14 +39,15 @@ impl ClientCore {
     ) {
         match &message {
             Message::Commit { learner, step, blocks, .. } => {
-                let bits = self.bits(blocks);
-                if self.held.get(&(*learner, *step)).is_some_and(|held| *held != bits) {
+                let blocks = self.bits(blocks);
+                if self.held.get(&(*learner, *step)).is_some_and(|held| held.blocks != blocks) {
                     let why =
                         "the commit of this step may have been taken: commit the same blocks, or abort it";
                     let refused = Refusal::Shard(ShardError::NotAllowed(why.into()));
                     return actions.push(Action::Answer(token, Err(refused)));
                 }
-                self.held.insert((*learner, *step), bits);
+                let request = self.next_request;
+                self.held.insert((*learner, *step), Held { blocks, request });
             }
             Message::Assign { token, blocks, .. } => {
                 self.weights.insert(*token, self.bits(blocks));
@@ -163,10 +164,8 @@ impl ClientCore {
                 if !staging_lent {
                     self.release_older(*learner, *step, actions);
                 }
-                // If this one was committed before, that was in vain; unless it has been committed meanwhile.
-                if !self.is_committing(*learner, *step) {
-                    self.release(*learner, *step, actions);
-                }
+                // If this one was committed before, that was in vain.
+                self.release_refused(id, (*learner, *step), actions);
             }
             (Message::Commit { learner, step, .. }, Ok(_)) => {
                 if self.learners.contains_key(learner) {
@@ -183,7 +182,7 @@ impl ClientCore {
             (Message::Commit { learner, step, .. }, Err(_)) if self.is_committing(*learner, *step) => {}
             (Message::Commit { learner, step, .. }, Err(_)) => {
                 self.next_is(*learner, id, None);
-                self.release(*learner, *step, actions);
+                self.release_refused(id, (*learner, *step), actions);
             }
             (Message::Leave { learner, reason }, Ok(_)) => self.learner_left(*learner, *reason, now, actions),
             _ => {}
