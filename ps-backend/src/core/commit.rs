@@ -168,15 +168,17 @@ impl<S: Clone> ShardCore<S> {
         Ok(())
     }
 
-    /// Nobody waits any more for the publication of the buffer that `is_it` knows. If it has not begun, it does
-    /// not take place.
+    /// Nobody waits any more for the publication of the buffers that `is_it` knows. Those that have not begun do not take
+    /// place.
     pub fn withdraw_assign(&mut self, is_it: impl Fn(&S) -> bool, now: Now, actions: &mut Vec<Action<S>>) {
         let is_it = |pending: &Pending<S>| matches!(&pending.kind, PendingKind::Assign { buffer, .. } if is_it(buffer));
-        if let Some(at) = self.pending.iter().position(is_it)
-            && let Some(pending) = self.pending.remove(at)
-        {
-            actions.push(Action::Reply(pending.ticket, Err(ShardError::Interrupted)));
-        }
+        self.pending.retain(|pending| {
+            let over = is_it(pending);
+            if over {
+                actions.push(Action::Reply(pending.ticket, Err(ShardError::Interrupted)));
+            }
+            !over
+        });
         self.advance(now, actions);
     }
 

@@ -259,6 +259,27 @@ fn a_client_that_lacks_what_it_was_granted_does_not_hold_the_job_up() {
     assert!(bench.heard_by(B).contains(&(3, Message::Refused(ShardError::Interrupted.into()))));
 }
 
+#[test]
+fn no_new_weights_of_a_client_that_is_gone_are_waited_for() {
+    let mut bench = Bench::new();
+    let assign = |token| Message::Assign { token, blocks: vec![0..4], timeout_ms: 600_000 };
+    bench.client(B, 2, Message::SetControl { name: "reducer".into(), value: "assign".into() });
+    // Two programs of the first client write weights while a write of the second one is being published.
+    bench.client(B, 3, assign(1));
+    let running = bench.started();
+    bench.client(A, 2, assign(1));
+    bench.client(A, 3, assign(2));
+    bench.now += bench.lead.job().controls().lease;
+    bench.lead.client_alive(B, bench.now);
+    bench.pass(Now::ZERO);
+    assert_eq!(bench.lead.client_count().1, 1, "the first client is given up");
+    bench.said.clear();
+    bench.part(0, Message::Ready { plan: running.plan });
+    bench.part(running.plan.0, Message::Done);
+    assert_eq!(bench.lead.running(), None, "nobody can send what it would wait for");
+    assert_eq!(bench.lead.job().version(), Version(1));
+}
+
 fn timed_out(answer: &(u64, Message)) -> bool {
     matches!(answer, (_, Message::Refused(Refusal::Shard(ShardError::TimedOut(_)))))
 }
