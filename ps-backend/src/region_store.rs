@@ -16,6 +16,7 @@ mod block;
 mod buffers;
 mod keeping;
 mod making;
+pub mod table;
 mod versions;
 
 use std::io;
@@ -42,6 +43,7 @@ use buffers::{StateBuffer, VOID, element_span, span, wire};
 pub(crate) use keeping::Keeping;
 use making::widen;
 pub(crate) use making::{Making, Part};
+use table::Left;
 pub use versions::VersionWatch;
 use versions::Versions;
 
@@ -229,41 +231,28 @@ impl RegionStore {
 
     /// Keeps `version` from being recycled. False when it is gone.
     pub fn pin(&mut self, version: Version) -> bool {
-        self.versions.get_mut(version).map(|published| published.pins += 1).is_some()
+        self.versions.pin(version)
     }
 
     /// Takes `count` pins back.
     pub fn unpin(&mut self, version: Version, count: u64) {
-        if let Some(published) = self.versions.get_mut(version) {
-            debug_assert!(published.pins >= count, "{version} has {} pins", published.pins);
-            published.pins = published.pins.saturating_sub(count);
-        }
+        self.versions.unpin(version, count);
     }
 
     /// Somebody outside of this process may go on reading the buffer of `version`, and nobody knows for how long. The
     /// buffer is not used for another version: once this one is over, the store lets go of it, and the kernel keeps it
     /// for whoever has it mapped. The caller holds a pin.
     pub fn give_up(&mut self, version: Version) {
-        if let Some(published) = self.versions.get_mut(version) {
-            debug_assert!(published.pins > 0, "{version} may have been used again");
-            published.given_up = true;
-        }
+        self.versions.give_up(version);
     }
 
     /// Recycles versions that are neither retained nor pinned, and finds the next version's buffer if
     /// it has none. Returns whether it has one now.
     pub fn recycle(&mut self, retain: usize, max: usize) -> bool {
-        let keep = self.versions.keys().rev().nth(retain).copied().unwrap_or(Version(0));
-        let idle: Vec<Version> = self
-            .versions
-            .range(..keep)
-            .filter(|(_, published)| published.pins == 0)
-            .map(|(&version, _)| version)
-            .collect();
-        for version in idle {
+        for version in self.versions.idle(retain) {
             match self.versions.remove(version) {
-                Some(published) if published.given_up => self.live -= 1,
-                Some(published) => self.free.push(published.buffer),
+                Some(Left::GivenUp) => self.live -= 1,
+                Some(Left::Free(buffer)) => self.free.push(buffer),
                 None => {}
             }
         }

@@ -2,7 +2,6 @@
 //!
 //! A version's buffer is written again only when it has left this table; whoever watches is told before it leaves.
 
-use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -11,6 +10,7 @@ use std::time::SystemTime;
 use libmodelio::ids::Version;
 use libmodelio::transport::Region;
 
+use super::table::{Left, Table};
 use super::{RegionStore, VersionBuffer};
 
 /// Somebody who is told which versions there are: one who shows them to readers that the store does not know of.
@@ -26,26 +26,10 @@ pub trait VersionWatch: Send + Sync + Debug {
     fn retired(&self, version: Version);
 }
 
-/// A version that is there.
-#[derive(Debug)]
-pub(super) struct Published {
-    pub(super) buffer: Arc<VersionBuffer>,
-    pub(super) at: SystemTime,
-    pub(super) pins: u64,
-    /// Somebody outside of this process may read the buffer for as long as it likes: it is never written again.
-    pub(super) given_up: bool,
-}
-
-impl Published {
-    fn now(buffer: Arc<VersionBuffer>) -> Published {
-        Published { buffer, at: SystemTime::now(), pins: 0, given_up: false }
-    }
-}
-
 /// Versions by their numbers. It is never empty, but for the time in which the first gets another number.
 #[derive(Debug)]
 pub(super) struct Versions {
-    all: BTreeMap<Version, Published>,
+    all: Table<Arc<VersionBuffer>>,
     watches: Vec<Arc<dyn VersionWatch>>,
     /// The first version is loaded. Until then nobody is told of it.
     complete: bool,
@@ -54,16 +38,14 @@ pub(super) struct Versions {
 impl Versions {
     /// Version 0, which is to be loaded.
     pub(super) fn loading(buffer: Arc<VersionBuffer>) -> Versions {
-        let all = BTreeMap::from([(Version(0), Published::now(buffer))]);
+        let all = Table::new(Version(0), buffer, SystemTime::now());
         Versions { all, watches: Vec::new(), complete: false }
     }
 
     /// What is loaded is this version, and not the one that it was. Nothing happens once it is complete.
     pub(super) fn load_as(&mut self, version: Version) {
-        if !self.complete
-            && let Some((_, first)) = self.all.pop_first()
-        {
-            self.all.insert(version, first);
+        if !self.complete {
+            self.all.rename_first(version);
         }
     }
 
@@ -94,19 +76,31 @@ impl Versions {
     pub(super) fn insert(&mut self, version: Version, buffer: Arc<VersionBuffer>) {
         debug_assert!(self.complete && self.all.keys().all(|&known| known < version), "{version}");
         self.watches.iter().for_each(|watch| watch.published(version, buffer.region()));
-        self.all.insert(version, Published::now(buffer));
+        self.all.insert(version, buffer, SystemTime::now());
     }
 
-    /// What there was of a version that is no more.
-    pub(super) fn remove(&mut self, version: Version) -> Option<Published> {
-        let published = self.all.get(&version)?;
-        debug_assert!(self.complete && published.pins == 0, "{version} is needed");
-        self.watches.iter().for_each(|watch| watch.retired(version));
-        self.all.remove(&version)
+    /// What is left of a version that is no more.
+    pub(super) fn remove(&mut self, version: Version) -> Option<Left<Arc<VersionBuffer>>> {
+        debug_assert!(self.complete, "{version} is being loaded");
+        if self.all.contains_key(&version) {
+            self.watches.iter().for_each(|watch| watch.retired(version));
+        }
+        self.all.remove(version)
     }
 
-    pub(super) fn get_mut(&mut self, version: Version) -> Option<&mut Published> {
-        self.all.get_mut(&version)
+    /// See [`Table::pin`].
+    pub(super) fn pin(&mut self, version: Version) -> bool {
+        self.all.pin(version)
+    }
+
+    /// See [`Table::unpin`].
+    pub(super) fn unpin(&mut self, version: Version, count: u64) {
+        self.all.unpin(version, count);
+    }
+
+    /// See [`Table::give_up`].
+    pub(super) fn give_up(&mut self, version: Version) {
+        self.all.give_up(version);
     }
 }
 
@@ -123,9 +117,9 @@ impl RegionStore {
 }
 
 impl Deref for Versions {
-    type Target = BTreeMap<Version, Published>;
+    type Target = Table<Arc<VersionBuffer>>;
 
-    fn deref(&self) -> &BTreeMap<Version, Published> {
+    fn deref(&self) -> &Table<Arc<VersionBuffer>> {
         &self.all
     }
 }

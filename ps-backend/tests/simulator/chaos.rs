@@ -107,10 +107,7 @@ impl World {
                 }
             }
             Fault::Slow(time, by) => self.network.slow_down(a, b, self.now + time, by),
-            Fault::Hang(time) => {
-                let until = self.hung.entry(self.process(node)).or_default();
-                *until = (*until).max(self.now + time);
-            }
+            Fault::Hang(time) => self.hangs(node, time),
             Fault::Crash { again } => {
                 let Node::Client(index) = node else { return };
                 self.crash(index);

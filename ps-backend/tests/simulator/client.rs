@@ -41,7 +41,7 @@ pub enum ClientEvent {
     /// A block has left; this is when its payload is read. What is added up, or was `lent`, is looked after then.
     Pushed { to: Node, epoch: u64, plan: PlanId, block: BlockId, keys: Keys, lent: bool },
     /// A block of a version is in the back buffer.
-    Landed { version: Version, block: BlockId, content: Content },
+    Landed { version: Version, block: BlockId, body: Body },
     /// The buffers are flipped.
     Flipped(Version),
     /// Signs of life are due.
@@ -193,7 +193,8 @@ impl World {
                     self.send(way.0, way.1, 0, Message::Push { plan, block, wide }, body);
                 }
             }
-            ClientEvent::Landed { version, block, content } => {
+            ClientEvent::Landed { version, block, body } => {
+                let content = self.copies(index, version, body);
                 let whole = !self.chance(self.settings.broken);
                 let client = &mut self.clients[index];
                 client.back[block.index()] = if whole { content } else { Content::replaced(&[GARBAGE]) };
@@ -233,10 +234,9 @@ impl World {
         let Message::Block { version, block } = message else {
             return self.on_client(index, |core, now, actions| core.from_shard(part, message, now, actions));
         };
-        let Body::Content(content) = body else { panic!("a block without payload") };
-        if self.clients[index].core.lands(version, block) {
-            let after = self.some_time(self.settings.landing);
-            self.after(after, Event::Client(index, ClientEvent::Landed { version, block, content }));
+        match self.clients[index].core.lands(version, block) {
+            true => self.begins_to_copy(index, version, block, body),
+            false => self.not_copied(index, &body),
         }
     }
 

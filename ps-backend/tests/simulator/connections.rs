@@ -58,6 +58,9 @@ impl World {
         connection.epoch += 1;
         connection.acceptor_up = true;
         let epoch = connection.epoch;
+        if let (Node::Client(index), Node::Part(part)) = (opener, acceptor) {
+            self.loses_pins(part, index, epoch);
+        }
         self.trace(|| format!("{opener:?} connects to {acceptor:?} ({epoch})"));
         // Who comes while nobody leads will come again.
         if let Node::Client(index) = opener
@@ -125,6 +128,9 @@ impl World {
         }
         if !at_opener {
             connection.acceptor_up = false;
+            if let (Node::Client(index), Node::Part(part)) = (opener, acceptor) {
+                self.loses_pins(part, index, epoch);
+            }
             if let Node::Client(index) = opener
                 && acceptor == self.lead_node()
                 && self.life(acceptor) == Life::Live

@@ -22,7 +22,7 @@ impl World {
             course.parts.iter().map(|&part| (part, &self.shards[part])).filter(|(_, s)| s.life == Life::Live)
         };
         for (part, shard) in living() {
-            for (block, front, _) in shard.memory() {
+            for (block, front, _) in shard.known() {
                 self.history.made_block(part, shard.newest(), block.0, front);
             }
         }
@@ -37,10 +37,10 @@ impl World {
                     continue;
                 }
                 // Where values replace each other, an earlier one may be gone from what waits.
-                for (block, front, memory) in
-                    shard.memory().filter(|(block, ..)| record.blocks.contains(&block.0))
+                for (block, front, known) in
+                    shard.known().filter(|(block, ..)| record.blocks.contains(&block.0))
                 {
-                    let there = front.weights.adds(*uid) || memory.holds(*uid) || memory.replaces();
+                    let there = front.weights.adds(*uid) || known.holds(*uid) || known.replaces();
                     assert!(
                         there,
                         "part {part} has lost block {block} of {uid}, which was acknowledged: {record:?}"

@@ -219,8 +219,8 @@ impl History {
         record.outcome = Outcome::Refused;
     }
 
-    /// The model is on other shards from now on, so many.
-    pub fn moved(&mut self, parts: usize) {
+    /// The model is on other shards from now on, so many. They have room for what this reducer keeps.
+    pub fn moved(&mut self, parts: usize, reducer: Reducer) {
         assert!(
             self.sealed.is_empty(),
             "sums wait for the coming version, and the model moves: {:?}",
@@ -232,6 +232,14 @@ impl History {
             "the newest version is not complete, and the model moves"
         );
         self.parts = parts;
+        if reducer.state_slots() == 0 {
+            let made = self.versions.last_mut().into_iter().flat_map(|made| &mut made.blocks).flatten();
+            let chosen = self.optimizer.chosen;
+            for block in made {
+                let lost = std::mem::take(&mut block.state.slots) != 0;
+                assert!(!lost || chosen, "the model moves, and leaves behind what the optimizer remembers");
+            }
+        }
     }
 
     // -- what the lead says
@@ -361,7 +369,7 @@ impl History {
         };
         let (before, after) = (blocks(Version(version.0 - 1)), blocks(version));
         match &planned.work {
-            Work::Assign => self.check_assigned(version, planned.may_begin_anew, &before, &after),
+            Work::Assign => self.check_assigned(version, &before, &after),
             Work::Reduce { step, fresh_state, .. } => {
                 let step: ps_backend::reducer::Step = serde_json::from_str(step).expect("a step");
                 let anew = (*fresh_state, planned.may_begin_anew);
@@ -408,18 +416,14 @@ impl History {
     }
 
     /// New weights: all of one write, everything else as it was.
-    fn check_assigned(&mut self, version: Version, anew: bool, before: &[Block], after: &[Block]) {
+    fn check_assigned(&mut self, version: Version, before: &[Block], after: &[Block]) {
         let uids: BTreeSet<Uid> =
             after.iter().flat_map(|block| block.weights.added.iter().copied()).collect();
         assert!(uids.len() <= 1, "version {version} is of several writes: {uids:?}");
         for (block, (before, after)) in before.iter().zip(after).enumerate() {
             let holds = uids.iter().find(|uid| self.records[uid].blocks.contains(&(block as u32)));
             let holds = holds.map(|uid| [*uid]);
-            let mut expected = before.assigned(holds.as_ref().map(<[Uid; 1]>::as_slice));
-            if anew && after.state.slots == 0 {
-                // They were of a reducer that is not chosen any more, and a move has left them behind.
-                expected.state.slots = 0;
-            }
+            let expected = before.assigned(holds.as_ref().map(<[Uid; 1]>::as_slice));
             assert_eq!(*after, expected, "block {block} of version {version}, which is written by {uids:?}");
         }
         for uid in uids {

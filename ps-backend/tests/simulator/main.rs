@@ -11,6 +11,7 @@ mod clock;
 mod connections;
 mod ended;
 mod history;
+mod memory;
 mod moving;
 mod network;
 mod programs;
@@ -43,6 +44,11 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("competing moves", |world| world.moves.competed, 100),
     ("kills", |world| world.killed, 16),
     ("ended jobs", |world| u64::from(world.ended), 64),
+    ("mapped commits that timed out", |world| world.loans.timed_out, 1),
+    ("reads of what was lent no more", |world| world.loans.late_reads, 8),
+    ("of them, reads of what had changed", |world| world.loans.changed, 16),
+    ("lost pins", |world| world.loans.lost_pins, 1),
+    ("copies of versions that were over", |world| world.loans.late_copies, 16),
 ];
 
 type Counts = [u64; COUNTED.len()];

@@ -564,7 +564,7 @@ impl World {
         let parts = map.shares().len();
         let at = map.shares().into_keys().position(|owner| owner == plan.after.lead);
         let local = at.filter(|_| self.rng.bool());
-        self.history.moved(parts);
+        self.history.moved(parts, self.moves.attempts[of].reducer);
         self.add_course(plan.after.clone(), map, local, Some(of));
         Ok(())
     }

@@ -10,6 +10,11 @@ use crate::history::Uid;
 use crate::settings::tensors_of;
 use crate::world::{Event, Node, Now, World};
 
+/// Memory that is lent counts only if the version is made before its program needs it back. Learners that wait for less
+/// than a version takes may keep each other from it for ever, also while the network is well. Then they wait for this
+/// much longer.
+const ENOUGH: Now = Now::from_secs(5);
+
 /// What a request was for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Asked {
@@ -115,7 +120,12 @@ impl World {
         let client = &mut self.clients[index];
         let token = client.next_token;
         client.next_token += 1;
-        let timeout = self.settings.timeout / 4 + self.some_time(self.settings.timeout.as_micros() as u64);
+        let mut timeout =
+            self.settings.timeout / 4 + self.some_time(self.settings.timeout.as_micros() as u64);
+        let lends = matches!(asked, Asked::Commit(_)) && self.clients[index].programs[program].mapped;
+        if self.healed && lends {
+            timeout += ENOUGH;
+        }
         // The lead's answer may take a while: it says more than silence does.
         let deadline = self.clock(Node::Client(index)) + timeout + self.settings.grace;
         self.clients[index].tokens.insert(token, (program, asked, deadline));
@@ -290,6 +300,7 @@ impl World {
                 }
             }
             (Asked::Commit(uid), Err(why)) if timed_out && mapped => {
+                self.loans.timed_out += 1;
                 let text = why.to_string();
                 // The lead's word is that it never counts. Silence says nothing.
                 if text.contains("does not answer") || text.contains("silent past the lease") {

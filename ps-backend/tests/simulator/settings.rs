@@ -47,8 +47,11 @@ pub struct Settings {
     pub leaves: f64,
     /// Share of contributions that lie in memory which their programs have back when they are answered.
     pub mapped: f64,
-    /// Shards read blocks in their clients' memory.
+    /// Shards read blocks in their clients' memory, and clients copy versions out of shards' memory.
     pub shared: bool,
+    /// Share of blocks in whose copying a client is stopped, for longer than shards wait for a sign of life.
+    pub freezes: f64,
+    pub silence: Now,
     /// There are programs that change settings and write weights.
     pub operators: bool,
     /// What they change.
@@ -141,6 +144,8 @@ impl Settings {
             leaves: one_of(rng, &[0.0, 0.01]),
             mapped: one_of(rng, &[0.0, 0.5, 1.0]),
             shared: rng.bool(),
+            freezes: one_of(rng, &[0.0, 0.0, 0.01]),
+            silence: millis(one_of(rng, &[50, 300, 3000])),
             operators: rng.bool(),
             changes,
             chaos: millis(rng.u64(3000..15_000)),

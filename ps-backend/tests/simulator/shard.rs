@@ -10,7 +10,8 @@ use ps_backend::reducer::{self, Reducer};
 use ps_backend::tensors::TensorSteps;
 
 use crate::client::Keys;
-use crate::history::{Content, Uid};
+use crate::history::{Content, GARBAGE, Uid};
+use crate::memory::Memory;
 use crate::moving::Life;
 use crate::state::{Block, Step};
 use crate::world::{Body, Event, Node, Now, World};
@@ -42,6 +43,10 @@ pub enum ShardEvent {
     Begun(PlanId),
     Computed(PlanId, FixedBitSet),
     Landed(u64),
+    /// A client has copied what was pinned for it under this number.
+    Copied(u64),
+    /// A client has been silent for long, if it hangs still and its connection is this one.
+    Silent(usize, u64),
 }
 
 pub struct Shard {
@@ -53,8 +58,7 @@ pub struct Shard {
     pub process: Option<Node>,
     /// Its blocks, in order.
     mine: Vec<BlockId>,
-    /// The newest one last.
-    versions: VecDeque<(Version, Vec<Content>)>,
+    pub memory: Memory,
     /// The newest one with its optimizer state.
     front: Vec<Block>,
     keep: usize,
@@ -83,7 +87,7 @@ impl Shard {
             course: 0,
             life: Life::Live,
             process: None,
-            versions: VecDeque::from([(version, weights(&front))]),
+            memory: Memory::new(version, weights(&front), keep - 1),
             front,
             keep,
             values: false,
@@ -121,13 +125,13 @@ impl Shard {
 
     /// The newest version.
     pub fn newest(&self) -> Version {
-        self.versions.back().expect("a version").0
+        self.memory.newest()
     }
 
     /// Its blocks, and of each what there is: of the newest version, and in what was added up for the next one.
-    pub fn memory(&self) -> impl Iterator<Item = (BlockId, &Block, Memory<'_>)> {
+    pub fn known(&self) -> impl Iterator<Item = (BlockId, &Block, Known<'_>)> {
         let sums = self.sealed.iter().zip(&self.open).zip(&self.back);
-        let sums = sums.map(|((sealed, open), back)| Memory {
+        let sums = sums.map(|((sealed, open), back)| Known {
             sums: [sealed.as_deref(), open.as_deref()],
             replaces: self.values,
             back: back.as_ref(),
@@ -137,7 +141,7 @@ impl Shard {
             .copied()
             .zip(&self.front)
             .zip(sums)
-            .map(|((block, front), memory)| (block, front, memory))
+            .map(|((block, front), known)| (block, front, known))
     }
 
     fn replaces(&self) -> bool {
@@ -148,6 +152,12 @@ impl Shard {
             }
             Some(Work::Assign) | None => true,
         }
+    }
+
+    /// A block of the next version is computed.
+    fn finish(&mut self, block: usize, made: Block) {
+        self.memory.write(block, made.weights.clone());
+        self.back[block] = Some(made);
     }
 
     /// The block of the next version, from what is there and `last`.
@@ -172,13 +182,13 @@ impl Shard {
 }
 
 /// What a shard has of a block besides the newest version.
-pub struct Memory<'a> {
+pub struct Known<'a> {
     sums: [Option<&'a [Uid]>; 2],
     replaces: bool,
     back: Option<&'a Block>,
 }
 
-impl Memory<'_> {
+impl Known<'_> {
     /// Whether a contribution is in it.
     pub fn holds(&self, uid: Uid) -> bool {
         self.sums.iter().flatten().any(|sum| sum.contains(&uid))
@@ -232,6 +242,11 @@ impl World {
                     let clean =
                         shard.open.iter().all(Option::is_none) && shard.back.iter().all(Option::is_none);
                     assert!(clean, "part {part}: plan {plan} begins with what another one has left");
+                    let adds = matches!(shard.plan.as_ref().map(|plan| &plan.work), Some(Work::Add { .. }));
+                    if !adds {
+                        let shard = &mut self.shards[part];
+                        shard.memory.begin(shard.mine.len());
+                    }
                     let after = self.some_time(3000);
                     self.after(after, Event::Shard(part, ShardEvent::Begun(plan)));
                 }
@@ -283,7 +298,7 @@ impl World {
             (shard.plan, shard.step) = (None, None);
             return self.history.sealed(part, plan);
         }
-        let version = shard.versions.back().expect("a version").0.next();
+        let version = shard.newest().next();
         assert_eq!(version, shard.core.version());
         let missing =
             |block: usize| panic!("part {part}: plan {plan} counts, but block {block} is not computed");
@@ -295,11 +310,8 @@ impl World {
             shard.sealed.fill(None);
         }
         (shard.plan, shard.step) = (None, None);
-        shard.versions.push_back((version, weights(&blocks)));
+        shard.memory.publish(version);
         shard.front.clone_from(&blocks);
-        while shard.versions.len() > shard.keep {
-            shard.versions.pop_front();
-        }
         let of_model = shard.mine.iter().map(|block| block.0).zip(blocks).collect();
         self.history.published(part, version, plan, of_model);
     }
@@ -318,11 +330,13 @@ impl World {
                 let shard = &mut self.shards[part];
                 if shard.core.wants(plan) {
                     for block in blocks.ones() {
-                        shard.back[block] = Some(shard.compute(block, false, None));
+                        shard.finish(block, shard.compute(block, false, None));
                     }
                 }
                 self.on_shard(part, |core, actions| core.computed(plan, actions));
             }
+            ShardEvent::Copied(pin) => self.has_copied(part, pin),
+            ShardEvent::Silent(client, epoch) => self.is_silent(part, client, epoch),
             ShardEvent::Landed(id) => {
                 let whole = !self.chance(self.settings.broken);
                 self.shard_lands(part, id, whole);
@@ -349,7 +363,10 @@ impl World {
                 let sum = self.read_payload(index, of_model, &keys);
                 let now = self.network.connection(Node::Client(index), Node::Part(part)).epoch;
                 // New weights are not written again.
-                (sum, now == epoch || matches!(keys, Keys::Weights(_)))
+                let stands = now == epoch || matches!(keys, Keys::Weights(_));
+                self.loans.late_reads += u64::from(!stands);
+                self.loans.changed += u64::from(!stands && sum.of.contains(&GARBAGE));
+                (sum, stands)
             }
             other => panic!("{other:?} lands"),
         };
@@ -386,7 +403,7 @@ impl World {
                 assert_eq!(shard.back[b], None, "plan {plan} finishes block {block} twice");
                 fit = !(check && sum.bad);
                 if fit {
-                    shard.back[b] = Some(shard.compute(b, with_sum, Some(&sum.of)));
+                    shard.finish(b, shard.compute(b, with_sum, Some(&sum.of)));
                 }
             }
             Placement::Duplicate | Placement::Unwanted | Placement::Later => {
@@ -479,20 +496,13 @@ impl World {
             Message::Pull { version, blocks } => {
                 let shard = &self.shards[part];
                 let newest = shard.core.version();
-                let Some((_, contents)) = shard.versions.iter().find(|(known, _)| *known == version) else {
+                if shard.memory.version(version).is_none() {
                     let refusal = Refusal::NoVersion { wanted: version, newest };
                     return self.say_to_client(part, index, Message::Refused(refusal), Body::None);
-                };
-                let asked = shard.mine.iter().zip(contents).filter(|(block, _)| blocks.contains(&block.0));
-                let asked: Vec<_> = asked.map(|(block, content)| (*block, content.clone())).collect();
-                for (block, content) in asked {
-                    self.say_to_client(
-                        part,
-                        index,
-                        Message::Block { version, block },
-                        Body::Content(content),
-                    );
                 }
+                let asked = shard.mine.iter().copied().enumerate();
+                let asked: Vec<_> = asked.filter(|(_, block)| blocks.contains(&block.0)).collect();
+                self.lends(part, index, version, &asked);
             }
             other => panic!("a client sends {} to a shard", other.name()),
         }
@@ -501,6 +511,10 @@ impl World {
     fn say_to_lead(&mut self, part: usize, request: u64, message: Message) {
         let lead = Node::Lead(self.shards[part].course);
         self.send(Node::Part(part), lead, request, message, Body::None);
+    }
+
+    pub fn say_block(&mut self, part: usize, index: usize, version: Version, block: BlockId, body: Body) {
+        self.say_to_client(part, index, Message::Block { version, block }, body);
     }
 
     fn say_to_client(&mut self, part: usize, index: usize, message: Message, body: Body) {

@@ -18,6 +18,7 @@ use crate::chaos::Fault;
 use crate::client::{Client, ClientEvent, Keys};
 use crate::clock::Clock;
 use crate::history::{Content, History};
+use crate::memory::{Lent, Loans};
 use crate::moving::{Course, Life, Moves, Moving};
 use crate::network::Network;
 use crate::programs::Program;
@@ -52,6 +53,8 @@ pub enum Body {
         epoch: u64,
     },
     Content(Content),
+    /// It lies in the memory of a shard.
+    Lent(Lent),
     /// Where the model is now: on this course.
     Course(usize),
 }
@@ -115,6 +118,7 @@ pub struct World {
     pub frozen: bool,
     pub registry: RegistryCore,
     pub moves: Moves,
+    pub loans: Loans,
     /// Processes that were killed.
     pub killed: u64,
     /// That has ended the job.
@@ -162,6 +166,7 @@ impl World {
             frozen: false,
             registry: RegistryCore::new(),
             moves: Moves::default(),
+            loans: Loans::default(),
             killed: 0,
             ended: false,
             healed: false,

@@ -1,0 +1,127 @@
+//! Which versions there are, who needs them, and whose memory may be written again. Pure: `B` stands for the memory.
+
+use std::collections::BTreeMap;
+use std::ops::Deref;
+use std::time::SystemTime;
+
+use libmodelio::ids::Version;
+
+/// A version that is there.
+#[derive(Debug)]
+pub struct Published<B> {
+    /// What it lies in.
+    pub buffer: B,
+    /// Since when.
+    pub at: SystemTime,
+    pins: u64,
+    /// Somebody outside of this process may read the buffer for as long as it likes: it is never written again.
+    given_up: bool,
+}
+
+/// What is left of a version that is no more.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Left<B> {
+    /// Its memory, which may be written.
+    Free(B),
+    /// Nothing: somebody may still read its memory.
+    GivenUp,
+}
+
+/// Versions by their numbers.
+#[derive(Debug)]
+pub struct Table<B> {
+    all: BTreeMap<Version, Published<B>>,
+}
+
+impl<B> Table<B> {
+    /// With one version.
+    pub fn new(version: Version, buffer: B, at: SystemTime) -> Table<B> {
+        let mut table = Table { all: BTreeMap::new() };
+        table.insert(version, buffer, at);
+        table
+    }
+
+    /// One more version.
+    pub fn insert(&mut self, version: Version, buffer: B, at: SystemTime) {
+        self.all.insert(version, Published { buffer, at, pins: 0, given_up: false });
+    }
+
+    /// The first version is this one from now on.
+    pub fn rename_first(&mut self, version: Version) {
+        if let Some((_, first)) = self.all.pop_first() {
+            self.all.insert(version, first);
+        }
+    }
+
+    /// Keeps `version` from being removed. False when it is gone.
+    pub fn pin(&mut self, version: Version) -> bool {
+        self.all.get_mut(&version).map(|published| published.pins += 1).is_some()
+    }
+
+    /// Takes `count` pins back.
+    pub fn unpin(&mut self, version: Version, count: u64) {
+        if let Some(published) = self.all.get_mut(&version) {
+            debug_assert!(published.pins >= count, "{version} has {} pins", published.pins);
+            published.pins = published.pins.saturating_sub(count);
+        }
+    }
+
+    /// Somebody outside of this process may go on reading the buffer of `version`, and nobody knows for how long. The
+    /// buffer is not used for another version. The caller holds a pin.
+    pub fn give_up(&mut self, version: Version) {
+        if let Some(published) = self.all.get_mut(&version) {
+            debug_assert!(published.pins > 0, "{version} may have been used again");
+            published.given_up = true;
+        }
+    }
+
+    /// Versions that are neither pinned nor among the newest one and the `retain` before it.
+    pub fn idle(&self, retain: usize) -> Vec<Version> {
+        let keep = self.all.keys().rev().nth(retain).copied().unwrap_or(Version(0));
+        let older = self.all.range(..keep);
+        older.filter(|(_, published)| published.pins == 0).map(|(&version, _)| version).collect()
+    }
+
+    /// A version that is idle is no more.
+    pub fn remove(&mut self, version: Version) -> Option<Left<B>> {
+        let published = self.all.remove(&version)?;
+        debug_assert!(published.pins == 0, "{version} is needed");
+        Some(if published.given_up { Left::GivenUp } else { Left::Free(published.buffer) })
+    }
+}
+
+impl<B> Deref for Table<B> {
+    type Target = BTreeMap<Version, Published<B>>;
+
+    fn deref(&self) -> &BTreeMap<Version, Published<B>> {
+        &self.all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_a_silent_reader_may_still_read_is_never_written_again() {
+        let at = SystemTime::UNIX_EPOCH;
+        let mut table = Table::new(Version(0), "a", at);
+        table.insert(Version(1), "b", at);
+        for version in [0, 0, 1].map(Version) {
+            assert!(table.pin(version));
+        }
+        table.insert(Version(2), "c", at);
+        table.insert(Version(3), "d", at);
+        assert_eq!(table.idle(1), [], "both old ones are pinned");
+        // One of two readers is silent for too long, the other goes on.
+        table.give_up(Version(0));
+        table.unpin(Version(0), 1);
+        assert_eq!(table.idle(1), []);
+        table.unpin(Version(0), 1);
+        table.unpin(Version(1), 1);
+        assert_eq!(table.idle(1), [0, 1].map(Version));
+        assert_eq!(table.remove(Version(0)), Some(Left::GivenUp));
+        assert_eq!(table.remove(Version(1)), Some(Left::Free("b")));
+        assert_eq!((table.remove(Version(1)), table.pin(Version(1))), (None, false));
+    }
+}
