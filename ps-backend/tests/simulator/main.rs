@@ -45,10 +45,10 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("kills", |world| world.killed, 16),
     ("ended jobs", |world| u64::from(world.ended), 64),
     ("mapped commits that timed out", |world| world.loans.timed_out, 1),
-    ("reads of what was lent no more", |world| world.loans.late_reads, 8),
-    ("of them, reads of what had changed", |world| world.loans.changed, 16),
+    ("reads of what was lent no more", |world| world.loans.late_reads, 16),
+    ("of them, reads of what had changed", |world| world.loans.changed, 32),
     ("lost pins", |world| world.loans.lost_pins, 1),
-    ("copies of versions that were over", |world| world.loans.late_copies, 16),
+    ("copies of versions that were over", |world| world.loans.late_copies, 32),
 ];
 
 type Counts = [u64; COUNTED.len()];
