@@ -28,6 +28,9 @@ use crate::shard::{Shard, ShardEvent, Sum};
 /// Of a block, in bytes that nobody has.
 const BLOCK: u32 = 64 << 10;
 
+/// More than any run has, also one of a job that trains on for minutes while it is waited for a move to end.
+const MOST_EVENTS: u64 = 20_000_000;
+
 /// Time since the beginning of the world.
 pub type Now = Duration;
 
@@ -211,7 +214,8 @@ impl World {
         let mut client = Client::new(id, core, course, self.history.first());
         client.programs.extend((0..learners).map(|at| Program::learner(format!("c{index}-{at}"))));
         if self.settings.operators {
-            client.programs.push(Program::operator(format!("c{index}-op")));
+            let operators = self.rng.usize(1..=2);
+            client.programs.extend((0..operators).map(|at| Program::operator(format!("c{index}-op{at}"))));
         }
         let programs = client.programs.len();
         self.clients.push(client);
@@ -283,7 +287,7 @@ impl World {
             let event = entry.remove();
             self.now = self.now.max(at);
             self.events += 1;
-            assert!(self.events < 5_000_000, "the run does not end");
+            assert!(self.events < MOST_EVENTS, "the run does not end");
             let node = self.node_of(&event);
             if let Some(node) = node {
                 let hung = self.hung.get(&self.process(node)).copied().filter(|&until| until > self.now);
