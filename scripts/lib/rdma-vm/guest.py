@@ -147,8 +147,9 @@ class Guest:
         image, settings = self._image, self._settings
         serial = "stdio,signal=off" if settings.interactive else f"file,path={self.folder}/console"
         words, more = image.qemu()
-        # Without checks that cost an emulation much.
-        words += ["-M", "q35", "-accel", "tcg,thread=multi,tb-size=256", "-cpu", "max,-la57,-smap,-smep"]
+        # Without checks that cost an emulation much, and without string instructions, which it does byte by byte.
+        words += ["-M", "q35", "-accel", "tcg,thread=multi,tb-size=256"]
+        words += ["-cpu", "max,-la57,-smap,-smep,-erms,-fsrm"]
         words += ["-smp", settings.cpus, "-m", settings.memory]
         words += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-monitor", "none"]
         words += ["-kernel", image.kernel, "-initrd", image.initramfs]
