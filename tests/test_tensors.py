@@ -179,3 +179,76 @@ def test_frozen_tensors_are_never_reduced__patterns_that_match_nothing(gradfs, t
     (tmp_path / "mnt").mkdir()
     done = gradfs("up", path, tmp_path / "mnt", "--frozen", "w", "--frozen", "bn.*")
     assert done.returncode == 2 and '"bn.*"' in done.stderr, done.stderr
+
+
+SIZE = 1 << 20
+
+
+def initial():
+    return np.random.RandomState(4).randint(0, 1000, SIZE // 4).astype("<f4")
+
+
+@pytest.fixture
+def values(mounted, tmp_path):
+    """Starts a mount of one tensor whose contributions are values."""
+
+    def start(**options):
+        path = write_safetensors(tmp_path / "values.safetensors", {"w": ("F32", (SIZE // 4,), initial().tobytes())})
+        return mounted(size=None, model=path, block_size=BLOCK, reducer="assign", **options)
+
+    return start
+
+
+def put(mount, ranges, value, learner=None):
+    """One contribution of `value` in these bytes and nowhere else."""
+    fd = os.open(mount.place(learner) / "gradients", os.O_WRONLY)
+    for start, end in ranges:
+        os.pwrite(fd, np.full((end - start) // 4, value, "<f4").tobytes(), start)
+    os.close(fd)
+
+
+def check(mount, expected):
+    mount.catch_up()
+    seen = array(mount.model / "weights")
+    wrong = np.flatnonzero(seen != expected)
+    assert wrong.size == 0, f"{wrong.size} elements, the first is {wrong[0]}: {seen[wrong[0]]}, not {expected[wrong[0]]}"
+
+
+def test_what_was_not_written_takes_no_part_in_assign(values):
+    mount = values()
+    expected = initial()
+    for step, written in enumerate([[(300_000, 301_024)], [(0, 4), (SIZE - 4, SIZE)], [(BLOCK, 2 * BLOCK + 8)]]):
+        put(mount, written, -step - 1)
+        for start, end in written:
+            expected[start // 4 : end // 4] = -step - 1
+        check(mount, expected)
+
+
+HALF = BLOCK // 2
+OF_TWO = {
+    "halves of a block": ([(BLOCK, BLOCK + HALF)], [(BLOCK + HALF, 2 * BLOCK)]),
+    "halves of a tensor": ([(0, SIZE // 2)], [(SIZE // 2, SIZE)]),
+    "halves that meet in a block": ([(0, SIZE // 2 + 40)], [(SIZE // 2 + 40, SIZE)]),
+    "both, and neither": ([(100, 600), (5000, 6000)], [(400, 1000), (5500, 5600), (9000, 9004)]),
+    "a piece of a whole block": ([(BLOCK, 3 * BLOCK)], [(2 * BLOCK + 8, 2 * BLOCK + 16)]),
+    "pieces of which others have the whole": ([(8, 16), (BLOCK, BLOCK + 4)], [(0, BLOCK)]),
+    "comb": ([(at, at + 4) for at in range(0, 4000, 8)], [(at + 4, at + 8) for at in range(0, 4000, 16)]),
+}
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+@pytest.mark.parametrize("of_a, of_b", OF_TWO.values(), ids=OF_TWO.keys())
+def test_what_was_not_written_takes_no_part_in_assign__of_two_learners(values, of_a, of_b, first):
+    """What one has written counts, what both have written is the second one's, whoever comes first."""
+    mount = values(learners=2)
+    for learner in "ab":
+        mount.join(learner)
+    for step in range(2):
+        expected = array(mount.model / "weights").copy()
+        puts = {"a": (of_a, -1 - step), "b": (of_b, -11 - step)}
+        for ranges, value in puts.values():
+            for start, end in ranges:
+                expected[start // 4 : end // 4] = value
+        for learner in [first, "b" if first == "a" else "a"]:
+            put(mount, *puts[learner], learner)
+        check(mount, expected)

@@ -22,6 +22,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::ids::{BlockId, Incarnation, LearnerId, Step};
 use crate::layout::ModelLayout;
 use crate::mmap::Mapping;
+use crate::partly::PartlyWritten;
 use crate::tracker::{ContributionTracker, Piece, WriteRefused};
 use crate::transport::{
     BlockSlot, Channel, Device, Message, Placement, Region, RegionKey, Reply, ShardError,
@@ -57,15 +58,6 @@ pub enum Share {
     Of(u64),
 }
 
-/// What an unwritten byte of a partly written block counts as.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fill {
-    /// Zero: it is a gradient.
-    Zero,
-    /// Its present value: the contribution holds weights (reducer `assign`).
-    Present,
-}
-
 /// Bytes through this client, for status and for counting copies.
 #[derive(Debug, Default)]
 pub struct Traffic {
@@ -93,6 +85,8 @@ struct State {
     shipped: [Option<(Step, RegionKey)>; 2],
     /// Blocks that were completed with zeros at the end.
     unchecked: FixedBitSet,
+    /// What of those was written.
+    partly: PartlyWritten,
     /// Tensors of which something was written.
     tensors: FixedBitSet,
     /// Counts the contributions that were opened.
@@ -144,6 +138,7 @@ impl State {
         }
         self.tracker.reset();
         self.unchecked.clear();
+        self.partly.clear();
         self.tensors.clear();
         self.step = None;
         self.failed = None;
@@ -192,6 +187,7 @@ impl Contributor {
             spare: None,
             shipped: [None; 2],
             unchecked: FixedBitSet::with_capacity(layout.blocks() as usize),
+            partly: PartlyWritten::default(),
             tensors: FixedBitSet::with_capacity(layout.tensors().len()),
             number: 1,
             dropped: BTreeSet::new(),

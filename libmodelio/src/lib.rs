@@ -11,6 +11,7 @@ pub mod link;
 pub mod mmap;
 pub mod net;
 pub mod npy;
+pub mod partly;
 pub mod payload;
 pub mod published;
 pub mod publisher;

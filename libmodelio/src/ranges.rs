@@ -18,6 +18,25 @@ pub fn insert<T: Ord + Copy>(ranges: &mut Vec<Range<T>>, new: Range<T>) {
     }
 }
 
+/// What of a sorted list of disjoint ranges is in none of `others`, which are another such list.
+pub fn without<T: Ord + Copy>(ranges: &[Range<T>], others: &[Range<T>]) -> Vec<Range<T>> {
+    let mut rest = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        let mut at = range.start;
+        let from = others.partition_point(|other| other.end <= range.start);
+        for other in others[from..].iter().take_while(|other| other.start < range.end) {
+            if at < other.start {
+                rest.push(at..other.start);
+            }
+            at = other.end;
+        }
+        if at < range.end {
+            rest.push(at..range.end);
+        }
+    }
+    rest
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -30,5 +49,16 @@ mod tests {
         }
         insert(&mut set, 0..3);
         assert_eq!(set, vec![0..3, 10..60]);
+    }
+
+    #[test]
+    fn what_others_have_is_taken_out() {
+        let ranges = [0..10, 20..30, 40..50];
+        assert_eq!(without(&ranges, &[]), ranges);
+        assert_eq!(
+            without(&ranges, &[2..4, 8..25, 26..27, 30..40, 49..60]),
+            [0..2, 4..8, 25..26, 27..30, 40..49]
+        );
+        assert_eq!(without(&ranges, std::slice::from_ref(&(0..u32::MAX))), []);
     }
 }

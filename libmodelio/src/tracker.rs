@@ -77,6 +77,8 @@ pub struct ContributionTracker {
 pub struct Gaps {
     /// The block.
     pub block: BlockId,
+    /// Its written bytes, relative to it.
+    pub written: Vec<Range<u32>>,
     /// Unwritten bytes in the model's flat range.
     pub missing: Vec<Range<u64>>,
 }
@@ -195,14 +197,15 @@ impl ContributionTracker {
     }
 
     /// Ends the contribution's writing: incomplete blocks count as sent from staging. Their gaps are
-    /// for the caller to fill (zeros, or for `assign` the present weights).
+    /// for the caller to fill with zeros.
     pub fn seal(&mut self) -> Vec<Gaps> {
         let mut gaps = Vec::new();
         while let Some((&block, _)) = self.partial.first_key_value() {
             let extent = self.block_bytes(block);
             let mut missing = Vec::new();
             let mut at = extent.start;
-            for range in &self.partial[&block].ranges {
+            let written = self.partial[&block].ranges.clone();
+            for range in &written {
                 let start = extent.start + u64::from(range.start);
                 if start > at {
                     missing.push(at..start);
@@ -212,7 +215,7 @@ impl ContributionTracker {
             if at < extent.end {
                 missing.push(at..extent.end);
             }
-            gaps.push(Gaps { block, missing });
+            gaps.push(Gaps { block, written, missing });
             self.retire(block);
             self.sent.insert(block.index());
             self.deferred.insert(block.index());
@@ -296,7 +299,10 @@ mod tests {
         t.sent(BlockId(0), true);
         assert_eq!(t.begin(5, 1, |_| panic!()), Err(WriteRefused::Rewrite(BlockId(0))));
         let gaps = t.seal();
-        assert_eq!(gaps, vec![Gaps { block: BlockId(1), missing: vec![block + 5..2 * block] }]);
+        assert_eq!(
+            gaps,
+            vec![Gaps { block: BlockId(1), written: vec![0..5], missing: vec![block + 5..2 * block] }]
+        );
         assert_eq!(t.deferred_blocks().count_ones(..), 2);
     }
 

@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use crate::layout::ModelLayout;
 use crate::mmap::Mapping;
+use crate::partly::PartlyWritten;
 
 /// Which way the bytes go. Named at start, in `status.json` and in messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -127,6 +128,9 @@ pub struct CommitNotice {
     /// Tensors of which something was written, by number; others stay as they are, unless another learner has written
     /// them.
     pub tensors: FixedBitSet,
+    /// What of its blocks was written, where that is not all; the rest is zero. `None` if that is in more than
+    /// [`MAX_PIECES`](crate::partly::MAX_PIECES) pieces: then it cannot be of values.
+    pub partly: Option<PartlyWritten>,
     /// The learner's staging region.
     pub staging: Region,
     /// Whether the staging memory stays untouched until the learner opens its next contribution, so
@@ -146,6 +150,7 @@ impl CommitNotice {
             && self.deferred.is_subset(&self.sent)
             && self.unchecked.is_subset(&self.deferred)
             && self.tensors.len() == layout.tensors().len()
+            && self.partly.as_ref().is_none_or(|partly| partly.check(layout.blocks()).is_ok())
             && self.staging.memory().len() as u64 >= layout.size();
         if fits { Ok(()) } else { Err(ShardError::OutOfRange) }
     }
@@ -363,6 +368,11 @@ pub enum ShardError {
         "out of open files: {0}; start gradfs with a higher limit (ulimit -Hn), or have fewer learners and versions"
     )]
     OutOfFiles(String),
+    /// Values in too many pieces.
+    #[error(
+        "written in too many pieces: with reducer assign, a version takes {0} pieces of partly written blocks at most, of all learners"
+    )]
+    Scattered(usize),
 }
 
 impl ShardError {

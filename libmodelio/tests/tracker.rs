@@ -96,7 +96,17 @@ impl Model {
                 None => missing.push(at..at + 1),
             }
         }
-        Gaps { block: BlockId(block as u32), missing }
+        let extent = self.range(block);
+        let (start, end) = (extent.start as u64, extent.end as u64);
+        let mut written = Vec::new();
+        let mut at = start;
+        for gap in missing.iter().cloned().chain([end..end]) {
+            if at < gap.start {
+                written.push((at - start) as u32..(gap.start - start) as u32);
+            }
+            at = gap.end;
+        }
+        Gaps { block: BlockId(block as u32), written, missing }
     }
 
     fn mark(&mut self, range: Range<usize>, as_what: Byte) {

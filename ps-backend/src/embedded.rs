@@ -197,6 +197,7 @@ impl EmbeddedShard {
     pub fn set_control(&self, name: &str, value: &str) -> Result<(), crate::controls::ControlError> {
         let mut inner = self.inner.lock();
         let controls = inner.core.controls().with(name, value)?;
+        inner.core.may_set(&controls)?;
         inner.core.freeze(controls.frozen.tensors(names(&self.layout))?);
         let mut actions = Vec::new();
         inner.core.set_controls(controls, self.now(), &mut actions);

@@ -42,7 +42,7 @@ pub use buffers::VersionBuffer;
 use buffers::{StateBuffer, VOID, element_span, span, wire};
 pub(crate) use keeping::Keeping;
 use making::widen;
-pub(crate) use making::{Making, Part};
+pub(crate) use making::{Making, Part, Written};
 use table::Left;
 pub use versions::VersionWatch;
 use versions::Versions;

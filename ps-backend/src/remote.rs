@@ -403,8 +403,8 @@ impl Channel for RemoteJob {
                 if let Err(error) = fits.and_then(|()| self.offers.lock().ends(learner, step)) {
                     return done(Err(error));
                 }
-                let CommitNotice { sent, tensors, staging, lendable, .. } = notice;
-                let staged = client::Staged { region: staging, steady: lendable };
+                let CommitNotice { sent, tensors, partly, staging, lendable, .. } = notice;
+                let staged = client::Staged { region: staging, steady: lendable, partly };
                 let this = self.this.clone();
                 let ended: Completion = Box::new(move |result| {
                     if let Some(job) = this.upgrade() {

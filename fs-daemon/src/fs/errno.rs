@@ -57,6 +57,7 @@ impl From<ShardError> for FsError {
             ShardError::StepOutOfOrder { .. }
             | ShardError::BadBlock { .. }
             | ShardError::OutOfRange
+            | ShardError::Scattered(_)
             | ShardError::NonFinite(_) => libc::EINVAL,
             ShardError::Stopped { .. } => libc::ECANCELED,
             ShardError::TimedOut(_) => libc::ETIMEDOUT,

@@ -4,11 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use libmodelio::contributor::{ContributeError, Fill};
+use libmodelio::contributor::ContributeError;
 use libmodelio::ids::Version;
 use libmodelio::publisher::Publisher;
 use libmodelio::transport::{Message, ShardError};
-use ps_backend::reducer::Reducer;
 
 use super::doubts::{Settled, Then};
 use super::errno::{FsError, FsResult};
@@ -354,7 +353,6 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
     let model = &contribution.model;
     let contributor = Arc::clone(&contribution.learner.contributor);
     let controls = model.job.controls();
-    let fill = if controls.reducer == Reducer::Assign { Fill::Present } else { Fill::Zero };
     let mapped = closing == Closing::No && contribution.mappable && !contributor.is_open();
     let takes = mapped || contributor.is_open();
     let timed_out = closing == Closing::Yes && contribution.timed_out.load(Ordering::Relaxed);
@@ -393,7 +391,7 @@ fn commit(handle: Arc<Handle>, closing: Closing, done: Done<()>) {
     if mapped {
         contributor.commit_mapped(controls.timeout, finished);
     } else {
-        contributor.commit(contribution.share(), fill, timeout, finished);
+        contributor.commit(contribution.share(), timeout, finished);
     }
 }
 

@@ -3,10 +3,15 @@
 //! Sums are made in fp32, in the order of the contributions, and stay fp32 on the wire where the model has half
 //! precision: nothing is rounded twice. The loops are plain; compilers vectorise them, and memory bounds them.
 
+use std::ops::Range;
+
 use half::{bf16, f16};
 
 use crate::ids::BlockId;
 use crate::layout::{DType, ModelLayout, Segment};
+
+/// The bytes of a block that one contribution has written, if those are not all of it.
+pub type Written = Option<Vec<Range<u32>>>;
 
 /// How a sum of `count` contributions to `block` looks: whether it is wide, with its reducible elements as fp32, and how
 /// many bytes it has.
@@ -30,7 +35,8 @@ pub fn copied(layout: &ModelLayout, block: BlockId, count: usize, replaces: bool
 }
 
 /// Puts the sum of `parts` (each the whole block) into `out`. True if it is wide: reducible elements as fp32.
-/// Of elements that cannot be reduced, and of all if it `replaces`, the last part counts.
+/// Of elements that cannot be reduced, and of all if it `replaces`, the last part counts; there, `written` has for each
+/// part what of it does, if that is not all, or is empty.
 ///
 /// # Errors
 /// The index of a part that holds NaN or Inf, if they are to be looked for.
@@ -38,13 +44,13 @@ pub fn sum(
     layout: &ModelLayout,
     block: BlockId,
     parts: &[&[u8]],
-    replaces: bool,
+    (replaces, written): (bool, &[Written]),
     check: bool,
     out: &mut Vec<u8>,
 ) -> Result<bool, usize> {
     let (wide, len) = shape(layout, block, parts.len(), replaces);
     out.resize(len, 0);
-    sum_to(layout, block, parts, replaces, check, out)?;
+    sum_to(layout, block, parts, (replaces, written), check, out)?;
     Ok(wide)
 }
 
@@ -59,18 +65,27 @@ pub fn sum_to(
     layout: &ModelLayout,
     block: BlockId,
     parts: &[&[u8]],
-    replaces: bool,
+    (replaces, written): (bool, &[Written]),
     check: bool,
     out: &mut [u8],
 ) -> Result<(), usize> {
     let Some((last, before)) = parts.split_last() else { return Ok(()) };
     if replaces || before.is_empty() {
-        if check && let Some(bad) = before.iter().position(|part| !is_finite(layout, block, part)) {
+        let written = |part: usize| written.get(part).and_then(Option::as_deref);
+        let whole = (0..parts.len()).rfind(|&part| written(part).is_none()).unwrap_or(0);
+        let mut others = parts.iter().enumerate().filter(|(part, _)| *part != whole);
+        if check && let Some((bad, _)) = others.find(|(_, part)| !is_finite(layout, block, part)) {
             return Err(bad);
         }
-        // A program may be storing into what it has mapped: what counts is looked at, and that alone.
-        out.copy_from_slice(last);
-        return if check && !is_finite(layout, block, out) { Err(before.len()) } else { Ok(()) };
+        // A program may be storing into what it has mapped, which is a whole: what counts is looked at, and that alone.
+        out.copy_from_slice(parts[whole]);
+        for (at, part) in parts.iter().enumerate().skip(whole + 1) {
+            for range in written(at).unwrap_or_default() {
+                let range = (range.start as usize).min(out.len())..(range.end as usize).min(out.len());
+                out[range.clone()].copy_from_slice(&part[range]);
+            }
+        }
+        return if check && !is_finite(layout, block, out) { Err(whole) } else { Ok(()) };
     }
     let start = layout.block_bytes(block).start;
     let mut rest = out;
@@ -160,10 +175,32 @@ mod tests {
         let layout = ModelLayout::blank(8, DType::F32, 64 << 10).unwrap();
         let (a, b, c) = (bytes(&[1e8, 1.0]), bytes(&[1.0, 2.0]), bytes(&[-1e8, 3.0]));
         let mut out = Vec::new();
-        assert_eq!(sum(&layout, BlockId(0), &[&a, &b, &c], false, true, &mut out), Ok(false));
+        assert_eq!(sum(&layout, BlockId(0), &[&a, &b, &c], (false, &[]), true, &mut out), Ok(false));
         assert_eq!(out, bytes(&[(1e8 + 1.0) + -1e8, 6.0]));
-        assert_eq!(sum(&layout, BlockId(0), &[&a, &b], true, true, &mut out), Ok(false));
+        assert_eq!(sum(&layout, BlockId(0), &[&a, &b], (true, &[]), true, &mut out), Ok(false));
         assert_eq!(out, b);
+    }
+
+    #[test]
+    fn what_was_not_written_takes_no_part_in_assign() {
+        let layout = ModelLayout::blank(16, DType::F32, 64 << 10).unwrap();
+        let parts =
+            [[1.0, 1.0, 1.0, 1.0], [2.0, 0.0, 2.0, 0.0], [0.0, 0.0, 3.0, 0.0]].map(|part| bytes(&part));
+        let parts: Vec<&[u8]> = parts.iter().map(Vec::as_slice).collect();
+        let mut out = Vec::new();
+        let mut of = |parts: &[&[u8]], written: &[Written]| {
+            assert_eq!(sum(&layout, BlockId(0), parts, (true, written), true, &mut out), Ok(false));
+            out.clone()
+        };
+        let written = [None, Some(vec![0..4, 8..12]), Some(vec![8..12])];
+        assert_eq!(of(&parts, &written), bytes(&[2.0, 1.0, 3.0, 1.0]));
+        assert_eq!(of(&parts[1..], &written[1..]), bytes(&[2.0, 0.0, 3.0, 0.0]));
+        // Nothing shows of what the last whole one has covered.
+        let [whole, first, second] = written;
+        assert_eq!(
+            of(&[parts[1], parts[0], parts[2]], &[first, whole, second]),
+            bytes(&[1.0, 1.0, 3.0, 1.0])
+        );
     }
 
     #[test]
@@ -178,9 +215,9 @@ mod tests {
         };
         let (a, b) = (part(2048.0, 7), part(1.0, 9));
         let mut out = Vec::new();
-        assert_eq!(sum(&layout, BlockId(0), &[&a, &b], false, true, &mut out), Ok(true));
+        assert_eq!(sum(&layout, BlockId(0), &[&a, &b], (false, &[]), true, &mut out), Ok(true));
         assert_eq!(out, [bytes(&[2049.0, 2.0]), vec![9]].concat(), "2049 is no fp16");
-        assert_eq!(sum(&layout, BlockId(0), &[&a], false, true, &mut out), Ok(false));
+        assert_eq!(sum(&layout, BlockId(0), &[&a], (false, &[]), true, &mut out), Ok(false));
         assert_eq!(out, a);
     }
 
@@ -189,7 +226,7 @@ mod tests {
         let layout = ModelLayout::blank(4, DType::F32, 64 << 10).unwrap();
         let (a, b) = (bytes(&[1.0]), bytes(&[f32::NAN]));
         let mut out = Vec::new();
-        assert_eq!(sum(&layout, BlockId(0), &[&a, &b], false, true, &mut out), Err(1));
-        assert_eq!(sum(&layout, BlockId(0), &[&a, &b], false, false, &mut out), Ok(false));
+        assert_eq!(sum(&layout, BlockId(0), &[&a, &b], (false, &[]), true, &mut out), Err(1));
+        assert_eq!(sum(&layout, BlockId(0), &[&a, &b], (false, &[]), false, &mut out), Ok(false));
     }
 }

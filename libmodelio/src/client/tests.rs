@@ -53,7 +53,15 @@ impl Bench {
         let timeout_ms = seconds as u32 * 1000;
         self.ask(
             token,
-            Message::Commit { learner: L, step: Step(1), blocks, tensors: vec![0..1], timeout_ms, lent },
+            Message::Commit {
+                learner: L,
+                step: Step(1),
+                blocks,
+                tensors: vec![0..1],
+                partly: Some(Default::default()),
+                timeout_ms,
+                lent,
+            },
             seconds,
         );
     }
@@ -207,7 +215,15 @@ fn a_request_is_sent_again_with_less_time_until_its_deadline() {
     assert_eq!(bench.core.kept(), (0, 1));
     bench.said.clear();
     let (blocks, tensors) = (vec![0..4], vec![0..1]);
-    let other = Message::Commit { learner: L, step: Step(1), blocks, tensors, timeout_ms: 1000, lent: false };
+    let other = Message::Commit {
+        learner: L,
+        step: Step(1),
+        blocks,
+        tensors,
+        partly: Some(Default::default()),
+        timeout_ms: 1000,
+        lent: false,
+    };
     bench.ask(4, other, 1);
     assert!(matches!(bench.said[..], [Action::Answer(4, Err(Refusal::Shard(ShardError::NotAllowed(_))))]));
 }

@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 
-use super::{ContributeError, Contributor, Fill, Share, request};
+use super::{ContributeError, Contributor, Share, request};
 use crate::ids::Step;
-use crate::transport::{CommitNotice, Completion, Message, Region, ShardError};
+use crate::partly::{MAX_PIECES, PartlyWritten};
+use crate::transport::{CommitNotice, Completion, Message, ShardError};
 
 /// For what ends by itself at once unless the machine is stuck.
 const STUCK: Duration = Duration::from_secs(10);
@@ -36,7 +37,6 @@ impl Contributor {
     pub fn commit(
         self: &Arc<Self>,
         share: Share,
-        fill: Fill,
         timeout: Duration,
         done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
     ) {
@@ -57,7 +57,7 @@ impl Contributor {
                     return state.joined.push(Box::new(done));
                 }
             }
-            match self.seal(fill, timeout) {
+            match self.seal(timeout) {
                 // Somebody else was faster: it is the same contribution that ends.
                 Err(ContributeError::Busy) if share != Share::None && !self.state.lock().aborting => {}
                 sealed => break sealed,
@@ -72,7 +72,7 @@ impl Contributor {
 
     /// Waits for writes in flight and completes blocks that were written in part. On success the state is
     /// `committing`.
-    fn seal(&self, fill: Fill, timeout: Duration) -> Result<Option<(Step, CommitNotice)>, ContributeError> {
+    fn seal(&self, timeout: Duration) -> Result<Option<(Step, CommitNotice)>, ContributeError> {
         let (step, gaps, staging) = {
             let mut state = self.state.lock();
             if state.committing {
@@ -98,15 +98,17 @@ impl Contributor {
         let missing = || gaps.iter().flat_map(|gaps| &gaps.missing);
         let mut cuts = missing().flat_map(|range| [range.start, range.end]);
         if let Some(half) = cuts.find(|&cut| self.layout.splits_element(cut)) {
-            return Err(self.unseal(None, ContributeError::HalfElement(half)));
+            return Err(self.unseal(ContributeError::HalfElement(half)));
         }
-        let filled = missing().try_for_each(|missing| self.fill(&staging, missing.clone(), fill));
-        if let Err(error) = filled {
-            return Err(self.unseal(Some(error.clone()), error.into()));
+        for missing in missing() {
+            let range = missing.start as usize..missing.end as usize;
+            // SAFETY: this is `committing`, and nothing is in flight: no write is in these bytes.
+            unsafe { staging.memory().bytes_mut(range) }.fill(0);
         }
         let mut state = self.state.lock();
         for gaps in gaps {
             state.unchecked.insert(gaps.block.index());
+            state.partly.insert(gaps.block, gaps.written);
         }
         state.ship(step, staging.key());
         let notice = CommitNotice {
@@ -114,6 +116,7 @@ impl Contributor {
             deferred: state.tracker.deferred_blocks().clone(),
             unchecked: state.unchecked.clone(),
             tensors: state.tensors.clone(),
+            partly: Some(&state.partly).filter(|partly| partly.pieces() <= MAX_PIECES).cloned(),
             staging,
             lendable: true,
         };
@@ -121,11 +124,10 @@ impl Contributor {
     }
 
     /// The contribution cannot be committed after all; those who wait with the caller hear why.
-    fn unseal(&self, failed: Option<ShardError>, error: ContributeError) -> ContributeError {
+    fn unseal(&self, error: ContributeError) -> ContributeError {
         let joined = {
             let mut state = self.state.lock();
             state.committing = false;
-            state.failed = failed.or(state.failed.take());
             std::mem::take(&mut state.joined)
         };
         joined.into_iter().for_each(|done| done(Err(error.clone())));
@@ -165,6 +167,7 @@ impl Contributor {
             deferred: all.clone(),
             unchecked: all,
             tensors,
+            partly: Some(PartlyWritten::default()),
             staging: self.mapped.clone(),
             lendable: false,
         };
@@ -245,18 +248,5 @@ impl Contributor {
             // A learner that is gone has nothing open either.
             tracing::debug!(learner = %self.learner, %error, "dropping a contribution");
         }
-    }
-
-    fn fill(&self, staging: &Region, missing: std::ops::Range<u64>, fill: Fill) -> Result<(), ShardError> {
-        let range = missing.start as usize..missing.end as usize;
-        // SAFETY: called while `committing` and with nothing in flight: no write is in these bytes.
-        let bytes = unsafe { staging.memory().bytes_mut(range) };
-        match fill {
-            Fill::Zero => bytes.fill(0),
-            Fill::Present => {
-                self.channel.read(missing.start, bytes)?;
-            }
-        }
-        Ok(())
     }
 }

@@ -9,6 +9,7 @@ use super::{
 };
 use crate::ids::Epoch;
 use crate::layout::MAX_BLOCK_SIZE;
+use crate::partly::PartlyWritten;
 
 /// Longest text of a refusal that says what went wrong in its own words, in bytes.
 const MAX_REASON: usize = 1024;
@@ -79,13 +80,20 @@ impl Message {
         let blocks = |blocks: &BlockRanges| {
             ranges::check(blocks, u32::MAX).map_err(|error| WireError::Ranges { message: self.name(), error })
         };
+        let pieces = |partly: &PartlyWritten| {
+            partly.check(u32::MAX).map_err(|error| WireError::Ranges { message: self.name(), error })
+        };
         match self {
-            Message::Commit { blocks: list, tensors, .. } => {
+            Message::Commit { blocks: list, tensors, partly, .. } => {
                 blocks(list)?;
-                blocks(tensors)
+                blocks(tensors)?;
+                partly.iter().try_for_each(pieces)
             }
             Message::Assign { blocks: list, .. } | Message::Missing { blocks: list, .. } => blocks(list),
-            Message::Start(plan) => plan.sources.iter().try_for_each(|source| blocks(&source.blocks)),
+            Message::Start(plan) => plan.sources.iter().try_for_each(|source| {
+                blocks(&source.blocks)?;
+                pieces(&source.partly)
+            }),
             Message::Pull { blocks: range, .. } if range.is_empty() => Err(WireError::Ranges {
                 message: self.name(),
                 error: ranges::RangesError::Empty { start: range.start, end: range.end },

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
+use crate::partly::PartlyWritten;
 use crate::transport::{Attached, LeaveReason, ShardError};
 
 /// Blocks of the model, as sorted, disjoint, non-adjacent ranges of block numbers.
@@ -116,6 +117,8 @@ pub enum Message {
         blocks: BlockRanges,
         /// Tensors of which something was written.
         tensors: TensorRanges,
+        /// What of its blocks was written, where that is not all; the rest is zero. None if that is in too many pieces.
+        partly: Option<PartlyWritten>,
         /// For how long it may wait to be taken, in milliseconds.
         timeout_ms: u32,
         /// It lies in memory of a program's, which has it back when this is answered: a refusal says that no plan that
@@ -608,6 +611,9 @@ pub struct PlanSource {
     pub blocks: BlockRanges,
     /// NaN and Inf in them are refused. Not for sums of several learners: those have been looked at one by one.
     pub check: bool,
+    /// What counts of those of them that it sends in part. Only where values are replaced; what others send of them is
+    /// something else.
+    pub partly: PartlyWritten,
 }
 
 /// Why a request is refused.

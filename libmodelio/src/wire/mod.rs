@@ -73,6 +73,7 @@ pub enum Protocol {
     /// gives the optimizer step of each tensor. `Touch` tells of learners whose last process has
     /// exited, and a learner can leave for that reason; a `State` names learners that are late and shards that are away.
     /// `Commit` says whether its memory is lent, and a shard says `Torn` of a plan that has read memory for too long.
+    /// `Commit` and the sources of a plan name the written bytes of blocks that were written in part.
     V2 = 2,
 }
 

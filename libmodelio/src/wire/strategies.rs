@@ -9,6 +9,7 @@ use super::*;
 use crate::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
+use crate::partly::PartlyWritten;
 use crate::transport::{Attached, LeaveReason, ShardError};
 
 fn text() -> impl Strategy<Value = String> {
@@ -157,6 +158,16 @@ fn job_state() -> impl Strategy<Value = JobState> {
         )
 }
 
+fn partly() -> impl Strategy<Value = PartlyWritten> {
+    vec(((0..u32::MAX).prop_map(BlockId), block_ranges()), 0..4).prop_map(|blocks| {
+        let mut partly = PartlyWritten::default();
+        for (block, written) in blocks.into_iter().filter(|(_, written)| !written.is_empty()) {
+            partly.insert(block, written);
+        }
+        partly
+    })
+}
+
 fn plan() -> impl Strategy<Value = Plan> {
     let work = prop_oneof![
         any::<bool>().prop_map(|replaces| Work::Add { replaces }),
@@ -164,8 +175,8 @@ fn plan() -> impl Strategy<Value = Plan> {
         (text(), vec((any::<u32>(), any::<u64>()), 0..4), any::<bool>())
             .prop_map(|(step, tensors, fresh_state)| Work::Reduce { step, tensors, fresh_state })
     ];
-    let source = (id64(ClientId), block_ranges(), any::<bool>())
-        .prop_map(|(client, blocks, check)| PlanSource { client, blocks, check });
+    let source = (id64(ClientId), block_ranges(), any::<bool>(), partly())
+        .prop_map(|(client, blocks, check, partly)| PlanSource { client, blocks, check, partly });
     (id64(PlanId), id64(Version), work, vec(source, 0..4), any::<bool>())
         .prop_map(|(plan, base, work, sources, ordered)| Plan { plan, base, work, sources, ordered })
 }
@@ -277,12 +288,16 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(Step), any::<bool>())
             .prop_map(|(step, staging_lent)| Message::Opened { step, staging_lent })
             .boxed(),
-        (learner(), id64(Step), block_ranges(), block_ranges(), any::<u32>(), any::<bool>())
-            .prop_map(|(learner, step, blocks, tensors, timeout_ms, lent)| Message::Commit {
+        (
+            (learner(), id64(Step), block_ranges(), block_ranges()),
+            (proptest::option::of(partly()), any::<u32>(), any::<bool>()),
+        )
+            .prop_map(|((learner, step, blocks, tensors), (partly, timeout_ms, lent))| Message::Commit {
                 learner,
                 step,
                 blocks,
                 tensors,
+                partly,
                 timeout_ms,
                 lent,
             })

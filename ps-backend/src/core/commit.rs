@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::ids::{LearnerId, Step, Version};
+use libmodelio::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::transport::ShardError;
 
 use super::{
@@ -82,6 +83,13 @@ impl<S: Clone> ShardCore<S> {
                 "the commit names blocks that the model does not have".into(),
             ));
         }
+        if self.params().0 == Reducer::Assign || self.controls.reducer == Reducer::Assign {
+            let pieces = contribution.partly.as_ref().map(PartlyWritten::pieces);
+            let all = pieces.and_then(|pieces| Some(pieces + self.pieces(Some(learner))?));
+            if all.is_none_or(|all| all > MAX_PIECES) {
+                return Err(ShardError::Scattered(MAX_PIECES));
+            }
+        }
         if tensors.len() != self.tensors {
             return Err(ShardError::NotAllowed(
                 "the commit names tensors that the model does not have".into(),
@@ -104,7 +112,8 @@ impl<S: Clone> ShardCore<S> {
             return;
         };
         let same = taken.contribution.sent == contribution.sent
-            && taken.contribution.tensors == contribution.tensors;
+            && taken.contribution.tensors == contribution.tensors
+            && taken.contribution.partly == contribution.partly;
         if !same {
             let what = "the contribution was already taken, without what was written since";
             actions.push(Action::Reply(ticket, Err(ShardError::NotAllowed(what.into()))));

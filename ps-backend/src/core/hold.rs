@@ -59,6 +59,7 @@ impl<S: Clone> ShardCore<S> {
             of_model(&contribution.sent)
                 && of_model(&contribution.deferred)
                 && contribution.tensors.len() == tensors
+                && contribution.partly.as_ref().is_none_or(|partly| partly.check(blocks).is_ok())
         };
         let held = |committed: &Committed<S>| {
             !matches!(committed.place, Place::Folding)

@@ -38,11 +38,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use libmodelio::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::transport::{LeaveReason, ShardError};
 use serde::{Deserialize, Serialize};
 
-use crate::controls::{Consistency, Controls};
+use crate::controls::{Consistency, ControlError, Controls};
 use crate::reducer::{self, Hyper, Reducer};
 use crate::tensors::TensorSteps;
 
@@ -72,6 +73,8 @@ pub struct Contribution<S> {
     /// Tensors of which it holds something.
     #[serde(deserialize_with = "bits::deserialize")]
     pub tensors: FixedBitSet,
+    /// What of its blocks was written, where that is not all. `None` if that is in too many pieces to be of values.
+    pub partly: Option<PartlyWritten>,
     /// The staging memory.
     pub source: S,
     /// Nobody has looked for NaN and Inf in `source`: whoever reads it first does, and the commit is taken
@@ -80,6 +83,13 @@ pub struct Contribution<S> {
     /// `source` is memory of a program's, which has it back when the commit is answered: it is answered with an error
     /// only when nothing that has read it can count any more.
     pub lent: bool,
+}
+
+impl<S> Contribution<S> {
+    /// What of `block`, which it holds, was written, if that is not all.
+    pub fn written(&self, block: BlockId) -> Option<&[Range<u32>]> {
+        self.partly.as_ref().and_then(|partly| partly.of(block))
+    }
 }
 
 /// What to compute for the next version.
@@ -485,6 +495,38 @@ impl<S: Clone> ShardCore<S> {
         }
         self.stop_if_too_few(actions);
         self.advance(now, actions);
+    }
+
+    /// Whether these settings can be had now.
+    ///
+    /// # Errors
+    /// Why not: contributions that were taken as gradients are written in too many pieces to be values.
+    pub fn may_set(&self, controls: &Controls) -> Result<(), ControlError> {
+        let assigns = controls.reducer == Reducer::Assign && self.controls.reducer != Reducer::Assign;
+        if !assigns || self.pieces(None).is_some_and(|pieces| pieces <= MAX_PIECES) {
+            return Ok(());
+        }
+        let why = "contributions of the coming version are written in too many pieces to be values: set it once that version is out";
+        Err(ControlError::Conflict(why.into()))
+    }
+
+    /// In how many pieces partly written blocks of contributions to the coming version are, and of those that wait to be
+    /// taken, but for the one of `sender`. None if of one of them that is not known.
+    fn pieces(&self, sender: Option<LearnerId>) -> Option<usize> {
+        let waiting = self.pending.iter().filter_map(|pending| match &pending.kind {
+            PendingKind::Commit { contribution, .. } => {
+                Some(contribution).filter(|of| sender != Some(of.learner))
+            }
+            PendingKind::Assign { .. } => None,
+        });
+        let committed = self.committed.iter().map(|committed| &*committed.contribution);
+        committed.chain(waiting).map(|of| of.partly.as_ref().map(PartlyWritten::pieces)).sum()
+    }
+
+    /// Contributions to the coming version that are added up already.
+    pub(crate) fn folded_contributions(&self) -> impl Iterator<Item = &Arc<Contribution<S>>> {
+        let folded = self.committed.iter().filter(|committed| committed.place == Place::Folded);
+        folded.map(|committed| &committed.contribution)
     }
 
     /// Lets new settings and new learners in where nothing that has begun depends on the old ones.

@@ -53,12 +53,13 @@ impl EmbeddedShard {
             }
             Message::Commit { learner, step, notice } => {
                 let ticket = inner.ticket(done);
-                let CommitNotice { sent, deferred, staging, lendable, unchecked, tensors } = notice;
+                let CommitNotice { sent, deferred, staging, lendable, unchecked, tensors, partly } = notice;
                 let reject = inner.core.controls().nonfinite == NonFinite::Reject;
                 // What is lent is answered at once, and has been looked at.
                 let unchecked = reject && !lendable && !unchecked.is_clear();
                 let (source, lent) = (staging, !lendable);
-                let contribution = Contribution { learner, sent, deferred, tensors, source, unchecked, lent };
+                let contribution =
+                    Contribution { learner, sent, deferred, tensors, partly, source, unchecked, lent };
                 inner.core.commit(ticket, step, contribution, lendable, deadline, now, &mut actions);
                 self.wake.notify_all();
                 return self.act(inner, actions);

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use libmodelio::ids::{ClientId, LearnerId};
+use libmodelio::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::transport::ShardError;
 use libmodelio::wire::{BlockRanges, JobState, LearnerState, Message, Refusal, ranges};
 use serde::{Deserialize, Serialize};
@@ -261,7 +262,7 @@ impl LeadCore {
                 core.withdraw(mine(learner)?, now, &mut wanted)?;
                 Some(Message::Done)
             }
-            Message::Commit { learner, step, blocks, tensors, timeout_ms, lent } => {
+            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent } => {
                 let learner = mine(learner)?;
                 // Clients open by themselves and say so beside: their word of it may be under way still.
                 let next = core.member(learner, now).map(|member| member.step.next());
@@ -270,11 +271,18 @@ impl LeadCore {
                 }
                 let sent = self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 let tensors = ranges::to_bits(&tensors, self.tensors).map_err(|_| ShardError::OutOfRange)?;
+                let fits = |partly: &PartlyWritten| {
+                    partly.pieces() <= MAX_PIECES && partly.check(self.blocks).is_ok()
+                };
+                if !partly.as_ref().is_none_or(fits) {
+                    return Err(ShardError::OutOfRange.into());
+                }
                 let ticket = self.ticket(id, request);
                 let source = Source { client: id, name: step.0, weights: BlockRanges::new() };
                 let deferred = sent.clone();
+                let unchecked = false;
                 let contribution =
-                    Contribution { learner, sent, deferred, tensors, source, unchecked: false, lent };
+                    Contribution { learner, sent, deferred, tensors, partly, source, unchecked, lent };
                 let deadline = deadline(timeout_ms);
                 self.core.commit(ticket, step, contribution, false, deadline, now, &mut wanted);
                 None
@@ -294,6 +302,7 @@ impl LeadCore {
             Message::SetControl { name, value } => {
                 let controls = core.controls().with(&name, &value);
                 let controls = controls.map_err(|error| Refusal::Control(error.to_string()))?;
+                core.may_set(&controls).map_err(|error| Refusal::Control(error.to_string()))?;
                 let frozen = controls.frozen.tensors(self.names.iter().map(String::as_str));
                 core.freeze(frozen.map_err(|error| Refusal::Control(error.to_string()))?);
                 core.set_controls(controls, now, &mut wanted);

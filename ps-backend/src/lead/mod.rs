@@ -9,6 +9,7 @@
 mod clients;
 mod moving;
 mod plans;
+mod shares;
 #[cfg(test)]
 mod tests;
 

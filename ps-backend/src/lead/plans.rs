@@ -5,9 +5,11 @@ use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::ids::{ClientId, LearnerId, PlanId, Step};
+use libmodelio::partly::PartlyWritten;
 use libmodelio::transport::ShardError;
 use libmodelio::wire::{BlockRanges, Granted, Message, Plan, PlanSource, Refusal, Work};
 
+use super::shares::{Share, Values, shares};
 use super::{Action, LeadCore, Part, REPEAT, Source};
 use crate::controls::NonFinite;
 use crate::core::{self, Contribution, Now};
@@ -21,6 +23,8 @@ struct Sender {
     learners: Vec<LearnerId>,
     payload: Granted,
     blocks: FixedBitSet,
+    /// What counts of those of them that others send, too, or nobody has written as a whole.
+    partly: PartlyWritten,
 }
 
 #[derive(Debug)]
@@ -208,7 +212,8 @@ impl LeadCore {
             core::Action::Fold { contributions, reducer, .. } => {
                 let learners = contributions.iter().map(|c| c.learner).collect();
                 let replaces = reducer == Reducer::Assign;
-                (Kind::Fold(learners), senders(&contributions, replaces), Work::Add { replaces })
+                let senders = senders(&contributions, self.core.folded_contributions(), replaces);
+                (Kind::Fold(learners), senders, Work::Add { replaces })
             }
             core::Action::Reduce(plan) => match &plan.work {
                 core::Work::Reduce { step, tensors, fresh_state, inputs, .. } => {
@@ -216,7 +221,8 @@ impl LeadCore {
                     // Plain numbers: it cannot fail.
                     let step = serde_json::to_string(step).unwrap_or_default();
                     let (tensors, fresh_state) = (tensors.runs().to_vec(), *fresh_state);
-                    (Kind::Reduce, senders(inputs, replaces), Work::Reduce { step, tensors, fresh_state })
+                    let senders = senders(inputs, self.core.folded_contributions(), replaces);
+                    (Kind::Reduce, senders, Work::Reduce { step, tensors, fresh_state })
                 }
                 core::Work::Assign { buffer, .. } => {
                     let sender = Sender {
@@ -225,6 +231,7 @@ impl LeadCore {
                         payload: Granted::Weights(buffer.name),
                         // They were a model's when they came.
                         blocks: self.block_set(&buffer.weights).unwrap_or_default(),
+                        partly: PartlyWritten::default(),
                     };
                     (Kind::Assign, vec![sender], Work::Assign)
                 }
@@ -242,6 +249,7 @@ impl LeadCore {
             blocks: ranges(&sender.blocks),
             // Sums were looked at by those who have made them.
             check: reject && sender.learners.len() <= 1,
+            partly: sender.partly.clone(),
         };
         let start = Message::Start(Plan {
             plan: id,
@@ -387,34 +395,50 @@ fn is_assign(work: &core::Action<Source>) -> bool {
     matches!(work, core::Action::Reduce(plan) if matches!(plan.work, core::Work::Assign { .. }))
 }
 
-/// Contributions by client; clients in the order of their first learners.
-fn senders(contributions: &[Arc<Contribution<Source>>], replaces: bool) -> Vec<Sender> {
+/// Contributions by client; clients in the order of their first learners. Where the last one `replaces` the others, the
+/// highest learner's counts of each byte, whatever others send, or have sent before, which is `folded`.
+fn senders<'a>(
+    contributions: &'a [Arc<Contribution<Source>>],
+    folded: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
+    replaces: bool,
+) -> Vec<Sender> {
     let mut sorted: Vec<_> = contributions.iter().collect();
     sorted.sort_by_key(|contribution| contribution.learner);
     let mut by_client: BTreeMap<ClientId, (Vec<(LearnerId, Step)>, FixedBitSet)> = BTreeMap::new();
-    for contribution in sorted {
+    for contribution in &sorted {
         let (of, blocks) = by_client.entry(contribution.source.client).or_default();
         of.push((contribution.learner, Step(contribution.source.name)));
         blocks.grow(contribution.sent.len());
-        blocks.union_with(&contribution.sent);
-        if replaces {
-            // Of each block, the highest learner's counts, whoever else sends it too.
-            let client = contribution.source.client;
-            let others = by_client.iter_mut().filter(|(other, _)| **other != client);
-            others.for_each(|(_, (_, blocks))| blocks.difference_with(&contribution.sent));
+        if !replaces {
+            blocks.union_with(&contribution.sent);
         }
     }
+    let mut shares = if replaces { shares(values(&sorted, folded)) } else { BTreeMap::new() };
     let mut senders: Vec<Sender> = by_client
         .into_iter()
-        .map(|(client, (of, blocks))| Sender {
-            client,
-            learners: of.iter().map(|(learner, _)| *learner).collect(),
-            payload: Granted::Contributions { of, replaces },
-            blocks,
+        .map(|(client, (of, mut blocks))| {
+            let Share { blocks: share, partly } = shares.remove(&client).unwrap_or_default();
+            blocks.union_with(&share);
+            let learners = of.iter().map(|(learner, _)| *learner).collect();
+            Sender { client, learners, payload: Granted::Contributions { of, replaces }, blocks, partly }
         })
         .collect();
     senders.sort_by_key(|sender| sender.learners.first().copied());
     senders
+}
+
+fn values<'a>(
+    sending: &[&'a Arc<Contribution<Source>>],
+    folded: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
+) -> Vec<Values<'a>> {
+    let values = |of: &'a Contribution<Source>, sender| Values {
+        learner: of.learner,
+        sender,
+        sent: &of.sent,
+        partly: of.partly.as_ref(),
+    };
+    let sending = sending.iter().map(|of| values(of, Some(of.source.client)));
+    sending.chain(folded.map(|of| values(of, None))).collect()
 }
 
 /// A set of blocks as ranges.

@@ -67,7 +67,15 @@ impl Bench {
         let learner = LearnerId(learner);
         self.client(client, from, Message::Open { learner });
         let (step, blocks, tensors) = (Step(step), vec![0..4], vec![0..2]);
-        let commit = Message::Commit { learner, step, blocks, tensors, timeout_ms: 10_000, lent };
+        let commit = Message::Commit {
+            learner,
+            step,
+            blocks,
+            tensors,
+            partly: Some(Default::default()),
+            timeout_ms: 10_000,
+            lent,
+        };
         self.client(client, from + 1, commit);
     }
 
@@ -82,7 +90,15 @@ impl Bench {
     ) {
         let (learner, step) = (LearnerId(learner), Step(step));
         let (blocks, tensors) = (vec![blocks], vec![tensors]);
-        let commit = Message::Commit { learner, step, blocks, tensors, timeout_ms: 10_000, lent: false };
+        let commit = Message::Commit {
+            learner,
+            step,
+            blocks,
+            tensors,
+            partly: Some(Default::default()),
+            timeout_ms: 10_000,
+            lent: false,
+        };
         self.client(client, request, commit);
     }
 
@@ -368,7 +384,15 @@ fn what_a_shard_has_read_for_too_long_is_read_again_and_nobody_is_blamed() {
 fn a_commit_that_comes_late_does_not_end_the_wait_of_one_that_was_sent_anew() {
     let mut bench = Bench::new();
     let (learner, blocks, tensors) = (LearnerId(1), vec![0..4], vec![0..2]);
-    let commit = Message::Commit { learner, step: Step(1), blocks, tensors, timeout_ms: 10_000, lent: false };
+    let commit = Message::Commit {
+        learner,
+        step: Step(1),
+        blocks,
+        tensors,
+        partly: Some(Default::default()),
+        timeout_ms: 10_000,
+        lent: false,
+    };
     bench.client(A, 4, commit.clone());
     assert!(bench.heard_by(A).is_empty(), "it waits for the other one of the step");
     bench.client(A, 3, commit);

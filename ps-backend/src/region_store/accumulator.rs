@@ -83,6 +83,28 @@ fn segments<'a>(
     })
 }
 
+/// The segments of `block` with those of their bytes that were `written`. Half an element is not.
+fn pieces<'a>(
+    layout: &'a ModelLayout,
+    block: BlockId,
+    written: &'a [Range<u32>],
+) -> impl Iterator<Item = (&'a Segment, Range<u64>)> {
+    let start = layout.block_bytes(block).start;
+    layout.segments(block).iter().flat_map(move |segment| {
+        written.iter().filter_map(move |range| Some((segment, within(segment, start, range)?)))
+    })
+}
+
+/// The whole elements of `segment` in `range`, which is relative to `start`.
+pub(super) fn within(segment: &Segment, start: u64, range: &Range<u32>) -> Option<Range<u64>> {
+    let size = wire(segment.dtype).map_or(1, |wire| wire.size() as u64);
+    let bytes = &segment.bytes;
+    let [from, to] = [range.start, range.end]
+        .map(|at| (start + u64::from(at)).clamp(bytes.start, bytes.end) - bytes.start);
+    let (from, to) = (from.next_multiple_of(size), to - to % size);
+    (from < to).then(|| bytes.start + from..bytes.start + to)
+}
+
 /// Bytes of a wide payload of `block`.
 pub fn wide_len(layout: &ModelLayout, block: BlockId) -> usize {
     layout
@@ -204,6 +226,60 @@ impl Accumulator {
             }
         }
         finite
+    }
+
+    /// Stores what was `written` of a block that was sent as it lies in the model, for `assign`; the rest stays as it is.
+    /// Returns whether all that is stored is finite.
+    ///
+    /// # Safety
+    /// As of [`Self::fold`].
+    pub(crate) unsafe fn overlay(
+        &self,
+        layout: &ModelLayout,
+        block: BlockId,
+        payload: &[u8],
+        written: &[Range<u32>],
+    ) -> bool {
+        let start = layout.block_bytes(block).start;
+        let mut finite = true;
+        for (segment, range) in pieces(layout, block, written) {
+            let bytes = &payload[(range.start - start) as usize..(range.end - start) as usize];
+            // SAFETY: the block is the caller's alone.
+            unsafe {
+                if let Some(own) = wire(segment.dtype) {
+                    let sum = self.sum.floats_mut(element_span(&segment.cut(range), own));
+                    finite &= kernels::fold(own, bytes, sum, true, true);
+                } else if let Some(raw) = &self.raw {
+                    kernels::stream_copy(bytes, raw.bytes_mut(span(&range)));
+                }
+            }
+        }
+        finite
+    }
+
+    /// Stores what another one holds of these bytes of the block, for `assign`.
+    ///
+    /// # Safety
+    /// The block is the caller's alone in both.
+    pub(crate) unsafe fn overlay_from(
+        &self,
+        layout: &ModelLayout,
+        block: BlockId,
+        other: &Accumulator,
+        written: &[Range<u32>],
+    ) {
+        for (segment, range) in pieces(layout, block, written) {
+            // SAFETY: passed on to the caller.
+            unsafe {
+                if let Some(own) = wire(segment.dtype) {
+                    let elements = element_span(&segment.cut(range), own);
+                    let bytes = elements.start * 4..elements.end * 4;
+                    kernels::stream_copy(other.sum.bytes(bytes.clone()), self.sum.bytes_mut(bytes));
+                } else if let (Some(from), Some(to)) = (&other.raw, &self.raw) {
+                    kernels::stream_copy(from.bytes(span(&range)), to.bytes_mut(span(&range)));
+                }
+            }
+        }
     }
 
     /// Adds what another one holds of the block.

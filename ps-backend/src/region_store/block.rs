@@ -12,7 +12,7 @@ use libmodelio::transport::Region;
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, Payload};
-use super::making::{INLINE, Making, Part, widen};
+use super::making::{INLINE, Making, Part, Written, widen};
 use super::{span, wire};
 use crate::core::{Plan, Work};
 use crate::kernels;
@@ -43,10 +43,10 @@ impl Job {
             self.assign_block(block);
             return Blamed::new();
         };
-        let parts = self.parts(block, own, &[]);
+        let (parts, written) = self.parts(block, own, &[]);
         // SAFETY: the core gives the block to one thread at a time; folding is over before a plan that reads the
         // accumulator begins, and what is read from staging is lent until the version is made.
-        if unsafe { self.making.block(block, step, &parts) } {
+        if unsafe { self.making.block(block, step, &parts, &written) } {
             return Blamed::new();
         }
         let blamed = self.judge(block, step, own);
@@ -79,31 +79,36 @@ impl Job {
         let bad = copies.iter().filter(|(_, copy)| !is_finite(&self.making.layout, block, copy));
         let bad: Blamed = bad.map(|(learner, _)| *learner).collect();
         if bad.is_empty() && !copies.is_empty() {
+            let (parts, written) = self.parts(block, None, &copies);
             // SAFETY: as in `block`.
-            unsafe { self.making.compute(block, step, &self.parts(block, None, &copies)) };
+            unsafe { self.making.compute(block, step, &parts, &written) };
         }
         bad
     }
 
     /// What is added up for `block`: the accumulator, then payloads in the order of learners, so that the
-    /// sum does not depend on who came last. Those of `copies` are taken from there.
+    /// sum does not depend on who came last; and what each has written of it. Those of `copies` are taken from there.
     fn parts<'a>(
         &'a self,
         block: BlockId,
         own: Option<(LearnerId, &'a [u8])>,
         copies: &'a [(LearnerId, Vec<u8>)],
-    ) -> SmallVec<[Part<'a>; INLINE]> {
-        let mut parts = SmallVec::new();
-        let Work::Reduce { inputs, accumulated, .. } = &self.plan.work else { return parts };
+    ) -> (SmallVec<[Part<'a>; INLINE]>, SmallVec<[Written<'a>; INLINE]>) {
+        let (mut parts, mut written) = (SmallVec::new(), SmallVec::new());
+        let Work::Reduce { inputs, accumulated, .. } = &self.plan.work else { return (parts, written) };
         if let (true, Some(accumulator)) = (accumulated.contains(block.index()), &self.accumulator) {
+            // Only what is mapped is added up, and that is whole.
             parts.push(Part::Sum(accumulator));
+            written.push(None);
         }
         let range = span(&self.making.layout.block_bytes(block));
         let mut own = own;
         for contribution in inputs.iter().filter(|c| c.deferred.contains(block.index())) {
             if let Some((_, bytes)) = own.take_if(|(learner, _)| *learner < contribution.learner) {
                 parts.push(Part::Sent(Payload::Plain(bytes)));
+                written.push(None);
             }
+            written.push(contribution.written(block));
             let copy = copies.iter().find(|(learner, _)| *learner == contribution.learner);
             parts.push(Part::Sent(Payload::Plain(match copy {
                 Some((_, copy)) => copy,
@@ -113,8 +118,9 @@ impl Job {
         }
         if let Some((_, bytes)) = own {
             parts.push(Part::Sent(Payload::Plain(bytes)));
+            written.push(None);
         }
-        parts
+        (parts, written)
     }
 
     /// A block of a version that was written to `weights`: bytes that were not written keep their

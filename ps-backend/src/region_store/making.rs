@@ -11,7 +11,7 @@ use libmodelio::ids::{BlockId, Version};
 use libmodelio::layout::{ModelLayout, Segment};
 use smallvec::SmallVec;
 
-use super::accumulator::{Accumulator, Payload};
+use super::accumulator::{Accumulator, Payload, within};
 use super::{StateBuffer, VOID, VersionBuffer, element_span, span, wire};
 use crate::kernels::{self, Input, Output, Source, Wire};
 use crate::reducer::{self, Reducer};
@@ -27,6 +27,19 @@ pub(crate) enum Part<'a> {
     Sum(&'a Accumulator),
     /// What was sent.
     Sent(Payload<'a>),
+}
+
+/// The bytes of a block that a part of it brings, if those are not all. Only `assign` looks at it: there, of each byte the
+/// last part counts that brings it, and what no part brings stays as it is.
+pub(crate) type Written<'a> = Option<&'a [Range<u32>]>;
+
+/// Which of its parts a piece of a block is made of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Brings {
+    All,
+    /// Of `assign`, one of them.
+    Only(usize),
+    Nobody,
 }
 
 /// The buffers that a version is computed from and into.
@@ -52,13 +65,20 @@ thread_local! {
 }
 
 impl Making {
-    /// Puts `block` together, or carries it over if nothing changes it. Returns whether all `parts` were finite; the
+    /// Puts `block` together, or carries it over if nothing changes it. `written` has for each of `parts` what it brings,
+    /// or is empty if each brings all. Returns whether all `parts` were finite; the
     /// block is void if not, unless it is [`Self::approve`]d.
     ///
     /// # Safety
     /// The block is this thread's alone in the next version, and nobody writes what `parts` refer to, whose
     /// payloads are as long as they should be.
-    pub(crate) unsafe fn block(&self, block: BlockId, step: &reducer::Step, parts: &[Part<'_>]) -> bool {
+    pub(crate) unsafe fn block(
+        &self,
+        block: BlockId,
+        step: &reducer::Step,
+        parts: &[Part<'_>],
+        written: &[Written<'_>],
+    ) -> bool {
         // SAFETY: passed on to the caller.
         unsafe {
             if parts.is_empty() && (is_inert(step) || self.stays(block)) {
@@ -66,7 +86,7 @@ impl Making {
                 return true;
             }
             self.mark(block, VOID);
-            let finite = self.compute(block, step, parts);
+            let finite = self.compute(block, step, parts, written);
             if finite {
                 self.approve(block);
             }
@@ -121,11 +141,17 @@ impl Making {
     ///
     /// # Safety
     /// As for [`Self::block`].
-    pub(super) unsafe fn compute(&self, block: BlockId, step: &reducer::Step, parts: &[Part<'_>]) -> bool {
+    pub(super) unsafe fn compute(
+        &self,
+        block: BlockId,
+        step: &reducer::Step,
+        parts: &[Part<'_>],
+        written: &[Written<'_>],
+    ) -> bool {
         let start = self.layout.block_bytes(block).start;
         let mut finite = true;
         let mut wide_at = 0;
-        for (piece, t) in self.pieces(block) {
+        let mut make = |piece: &Segment, t: u64, brings: Brings| {
             let range = span(&piece.bytes);
             let local = (piece.bytes.start - start) as usize..(piece.bytes.end - start) as usize;
             // SAFETY: this thread has the block of the next version to itself.
@@ -135,7 +161,12 @@ impl Making {
                 let wide = wide_at..wide_at + range.len();
                 wide_at = wide.end;
                 // Bytes that cannot be reduced stay, or with `assign` become the last contribution's.
-                let source = match parts.last().filter(|_| step.reducer == Reducer::Assign && t > 0) {
+                let last = match brings {
+                    Brings::All => parts.last(),
+                    Brings::Only(part) => parts.get(part),
+                    Brings::Nobody => None,
+                };
+                let source = match last.filter(|_| step.reducer == Reducer::Assign && t > 0) {
                     None => weights,
                     Some(Part::Sent(Payload::Plain(bytes))) => &bytes[local],
                     Some(Part::Sent(Payload::Wide(bytes))) => &bytes[wide],
@@ -143,9 +174,9 @@ impl Making {
                     Some(Part::Sum(sum)) => unsafe { sum.raw(range) }.unwrap_or(weights),
                 };
                 kernels::stream_copy(source, output);
-                continue;
+                return;
             };
-            let elements = element_span(&piece, wire);
+            let elements = element_span(piece, wire);
             let wide = wide_at..wide_at + elements.len() * 4;
             wide_at = wide.end;
             let mut aligned = ALIGNED.take();
@@ -165,19 +196,39 @@ impl Making {
                     (Part::Sent(Payload::Wide(bytes)), None) => Source::Wire(&bytes[wide.clone()]),
                 })
                 .collect();
-            if t > 0 {
+            let counts = match brings {
+                Brings::All => &sources[..],
+                Brings::Only(part) => &sources[part..=part],
+                Brings::Nobody => &[],
+            };
+            if brings != Brings::All && self.check {
+                // Of sums that bring nothing here, what is there means nothing; what was sent is judged, for nobody has.
+                let sent = parts.iter().zip(&sources).filter(|(part, _)| matches!(part, Part::Sent(_)));
+                finite &= sent
+                    .into_iter()
+                    .all(|(_, source)| kernels::sources_are_finite(wire, std::slice::from_ref(source)));
+            }
+            if t > 0 && brings != Brings::Nobody {
                 let step = reducer::Step { t, ..step.clone() };
                 // SAFETY: states and masters are owned by block like the buffers they belong to.
-                finite &= unsafe { self.reduce(wire, &step, &sources, elements, weights, output) };
+                finite &= unsafe { self.reduce(wire, &step, counts, elements, weights, output) };
             } else {
                 // What is not reduced is judged all the same: everybody's contributions are, wherever they come by.
-                finite &= !self.check || kernels::sources_are_finite(wire, &sources);
+                finite &= !self.check || kernels::sources_are_finite(wire, counts);
                 kernels::stream_copy(weights, output);
                 // SAFETY: as above.
                 unsafe { self.copy_state(elements) };
             }
             drop(sources);
             ALIGNED.set(aligned);
+        };
+        let assigns = step.reducer == Reducer::Assign && written.iter().any(Option::is_some);
+        for (piece, t) in self.pieces(block) {
+            if assigns {
+                brought(&piece, start, written, |piece, brings| make(&piece, t, brings));
+            } else {
+                make(&piece, t, Brings::All);
+            }
         }
         finite
     }
@@ -302,6 +353,43 @@ fn is_inert(step: &reducer::Step) -> bool {
         Reducer::Sgd => step.hyper.weight_decay == 0.0,
         Reducer::Assign => true,
         _ => false,
+    }
+}
+
+/// Cuts `piece`, of a block that begins at `start`, by who brings what of it. Whoever says that half an element is written
+/// has not written it.
+fn brought(piece: &Segment, start: u64, written: &[Written<'_>], mut each: impl FnMut(Segment, Brings)) {
+    let bytes = &piece.bytes;
+    let within = |range: &Range<u32>| within(piece, start, range);
+    let parts: SmallVec<[Option<Vec<Range<u64>>>; INLINE]> =
+        written.iter().map(|part| part.map(|part| part.iter().filter_map(within).collect())).collect();
+    let cuts = parts.iter().flatten().flatten().flat_map(|range| [range.start, range.end]);
+    let mut cuts: Vec<u64> = cuts.chain([bytes.end]).collect();
+    cuts.sort_unstable();
+    cuts.dedup();
+    let mut pending: Option<(Range<u64>, Brings)> = None;
+    let mut at = bytes.start;
+    for cut in cuts.into_iter().filter(|&cut| cut > bytes.start) {
+        let brings = |part: &Option<Vec<Range<u64>>>| match part {
+            None => true,
+            Some(ranges) => {
+                let next = ranges.partition_point(|range| range.end <= at);
+                ranges.get(next).is_some_and(|range| range.start <= at)
+            }
+        };
+        let who = parts.iter().rposition(brings).map_or(Brings::Nobody, Brings::Only);
+        match &mut pending {
+            Some((range, of)) if *of == who => range.end = cut,
+            pending => {
+                if let Some((range, of)) = pending.replace((at..cut, who)) {
+                    each(piece.cut(range), of);
+                }
+            }
+        }
+        at = cut;
+    }
+    if let Some((range, of)) = pending {
+        each(piece.cut(range), of);
     }
 }
 

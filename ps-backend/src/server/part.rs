@@ -15,12 +15,13 @@ mod moving;
 mod plans;
 mod resting;
 
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use libmodelio::ids::{BlockId, Epoch, Generation, PlanId, ShardId, Version};
+use libmodelio::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::layout::ModelLayout;
 use libmodelio::link::Link;
-use libmodelio::wire::{Message, ModelRecord, Refusal};
+use libmodelio::wire::{Message, ModelRecord, PlanSource, Refusal};
 use parking_lot::Mutex;
 
 use super::moving::Whereabouts;
@@ -46,6 +47,8 @@ struct State {
     /// The plan that was started last, for its beginning.
     starting: Option<(PlanId, Version, PartWork, bool)>,
     job: Option<(PlanId, Arc<PartJob>)>,
+    /// Of its plan, sources that send blocks in part.
+    partly: Vec<PlanSource>,
     /// Connections that are to ask again when something has changed.
     waiting: Vec<Link>,
     /// Payloads that are landing, by their connections.
@@ -56,6 +59,14 @@ struct State {
     lead: Option<ToLead>,
     /// What the lead is spoken to by, if it is elsewhere.
     lead_link: Option<Link>,
+}
+
+impl State {
+    /// What counts of a block that `client` sends for the plan under way, if that is not all.
+    fn written(&self, client: ClientId, block: BlockId) -> Option<Vec<Range<u32>>> {
+        let source = self.partly.iter().find(|source| source.client == client)?;
+        source.partly.of(block).map(<[_]>::to_vec)
+    }
 }
 
 /// One shard's part of a model.
@@ -143,6 +154,7 @@ impl Part {
         let state = State {
             core: PartCore::new(store.part().blocks().len() as u32, Version(0)),
             starting: None,
+            partly: Vec::new(),
             job: None,
             waiting: Vec::new(),
             landing: Vec::new(),

@@ -113,6 +113,9 @@ macro_rules! conforms {
                 unwritten_parts_of_a_written_tensor_count_as_zero,
                 a_mapping_writes_every_tensor,
                 frozen_tensors_are_never_reduced,
+                what_was_not_written_takes_no_part_in_assign,
+                values_that_a_mount_has_not_seen_yet_stay,
+                values_in_too_many_pieces_are_refused,
             ],
             rounds: [random_rounds_count_exactly_once],
         }
@@ -164,6 +167,7 @@ macro_rules! moves {
             versions: [a_pinned_version_stays_as_it_is, no_read_is_torn],
             weights: [what_is_not_written_keeps_its_value],
             arithmetic: [halves_are_added_up_in_full],
+            tensors: [what_was_not_written_takes_no_part_in_assign],
         }
     };
 }

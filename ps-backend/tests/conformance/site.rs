@@ -261,6 +261,7 @@ impl Learner {
             deferred: none.clone(),
             unchecked: none,
             tensors: FixedBitSet::with_capacity(self.end.job.layout().tensors().len()),
+            partly: Some(Default::default()),
             staging: self.rooms[step.0 as usize % 2].clone(),
             lendable: true,
         };

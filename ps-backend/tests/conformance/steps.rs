@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 
-use libmodelio::contributor::{Contributor, Fill, Share, Traffic};
+use libmodelio::contributor::{Contributor, Share, Traffic};
 use libmodelio::ids::{Step, Version};
 use libmodelio::transport::Placement;
 use ps_backend::core::LastCommit;
@@ -137,7 +137,7 @@ pub fn a_contributor_writes_at_any_offset(way: &Way) {
                 contributor.write(&mut Share::None, (i * piece) as u64, bytes, LONG).unwrap();
             }
             let (sender, receiver) = channel();
-            contributor.commit(Share::None, Fill::Zero, LONG, move |result| sender.send(result).unwrap());
+            contributor.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
             assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(()));
         }
         for learner in &learners {

@@ -4,8 +4,10 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use half::{bf16, f16};
-use libmodelio::contributor::{Contributor, Fill, Share, Traffic};
+use libmodelio::contributor::{ContributeError, Contributor, Share, Traffic};
 use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::partly::MAX_PIECES;
+use libmodelio::transport::ShardError;
 
 use crate::site::{BLOCK, End, LONG, Learner, Site, Way};
 
@@ -76,9 +78,9 @@ impl Writer {
         }
     }
 
-    fn commit(&self, fill: Fill) {
+    fn commit(&self) {
         let (sender, receiver) = channel();
-        self.contributor.commit(Share::None, fill, LONG, move |result| sender.send(result).unwrap());
+        self.contributor.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
         assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(()));
     }
 
@@ -125,7 +127,7 @@ pub fn a_tensor_that_nobody_wrote_stays_as_it_is(way: &Way) {
             let step = |of: &dyn Fn(&Writer, usize)| {
                 writers.iter().enumerate().for_each(|(i, writer)| {
                     of(writer, i);
-                    writer.commit(Fill::Zero);
+                    writer.commit();
                 });
             };
             step(&|writer, _| writer.write_all(&ALL, 1.0));
@@ -160,7 +162,7 @@ pub fn adam_counts_its_steps_per_tensor(way: &Way) {
             for step in steps {
                 for (writer, value) in writers.iter().zip([1.0, 3.0]) {
                     writer.write_all(step, value);
-                    writer.commit(Fill::Zero);
+                    writer.commit();
                 }
             }
             ALL.map(|tensor| writers[0].sees(tensor))
@@ -181,14 +183,14 @@ pub fn unwritten_parts_of_a_written_tensor_count_as_zero(way: &Way) {
     let [one, other] = &writers[..] else { unreachable!("two") };
     for writer in [one, other] {
         writer.write_all(&ALL, -8.0);
-        writer.commit(Fill::Zero);
+        writer.commit();
     }
     ALL.iter().for_each(|tensor| one.sees_all_at(tensor, 4.0));
     // One writes the beginning of a tensor, the other nothing of it.
     one.write("first", 0, 100, 2.0);
     other.write("more", 39_000, 40_000, 2.0);
-    one.commit(Fill::Zero);
-    other.commit(Fill::Zero);
+    one.commit();
+    other.commit();
     let first = decoded(DType::F32, &one.sees("first"));
     assert!(first[..100].iter().all(|&value| value == 4.0 - 0.5 * (1.0 + 2.0)), "the mean of 2 and 0");
     assert!(first[100..].iter().all(|&value| value == 4.0 - 0.5 * 2.0), "it decays");
@@ -204,7 +206,7 @@ pub fn a_mapping_writes_every_tensor(way: &Way) {
     let (_site, writers) = job(way, 1, &settings);
     let writer = &writers[0];
     writer.write_all(&ALL, -8.0);
-    writer.commit(Fill::Zero);
+    writer.commit();
     ALL.iter().for_each(|tensor| writer.sees_all_at(tensor, 4.0));
     // It holds zeros.
     let (sender, receiver) = channel();
@@ -221,7 +223,7 @@ pub fn frozen_tensors_are_never_reduced(way: &Way) {
         let step = |expected: f32, expected_of_frozen: f32| {
             for writer in &writers {
                 writer.write_all(&ALL, -8.0);
-                writer.commit(Fill::Zero);
+                writer.commit();
             }
             for tensor in ALL {
                 let frozen = ["more", "tiny"].contains(&tensor);
@@ -243,11 +245,120 @@ pub fn frozen_tensors_are_never_reduced(way: &Way) {
         assert!(layout.tensors()[0].bytes.end > BLOCK as u64);
         let written = writers[0].contributor.write(&mut Share::None, 0, &whole, LONG);
         let (sender, receiver) = channel();
-        writers[0]
-            .contributor
-            .commit(Share::None, Fill::Zero, LONG, move |result| sender.send(result).unwrap());
+        writers[0].contributor.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
         let committed = receiver.recv_timeout(2 * LONG).expect("an answer");
         assert!(written.is_err() || committed.is_err(), "NaN in a frozen tensor");
         writers[0].contributor.abort();
     }
+}
+
+/// Deterministic numbers below `below`.
+struct Draws(u64);
+
+impl Draws {
+    fn below(&mut self, below: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % below
+    }
+}
+
+pub fn what_was_not_written_takes_no_part_in_assign(way: &Way) {
+    let site = way.job_of(layout(), &[("learners", "3"), ("reducer", "assign")]);
+    let [here, there] = site.two_ends();
+    // Two of one end, and between them one of another.
+    let writers = [Writer::new(&here, "a"), Writer::new(&there, "b"), Writer::new(&here, "c")];
+    let of_model = here.job.layout();
+    let mut expected = here.bytes().1;
+    let mut draws = Draws(1);
+    for round in 0..8 {
+        let mut late = Vec::new();
+        let mut values = vec![Vec::new(); writers.len()];
+        for (number, writer) in writers.iter().enumerate() {
+            let value = (10 * round + number + 1) as f32;
+            // By tensor, so that a block is sometimes written as a whole.
+            for name in ALL {
+                let tensor = &of_model.tensors()[of_model.tensor_index(name).unwrap()];
+                let (len, size) = (tensor.shape[0], tensor.dtype.size_bytes().unwrap());
+                let ends = [0, 0].map(|_| draws.below(len + 1));
+                let (from, to) = match draws.below(4) {
+                    0 => (0, len),
+                    1 => continue,
+                    _ => (ends[0].min(ends[1]), ends[0].max(ends[1])),
+                };
+                // Blocks that are whole are sent before others have said what they write.
+                if from < to && draws.below(2) == 0 {
+                    writer.write(name, from, to, value);
+                } else if from < to {
+                    late.push((number, name, from, to, value));
+                }
+                let start = tensor.bytes.start as usize;
+                values[number].push((start + from * size, encoded(tensor.dtype, value, to - from)));
+            }
+        }
+        for (number, name, from, to, value) in late {
+            writers[number].write(name, from, to, value);
+        }
+        for (at, bytes) in values.into_iter().flatten() {
+            expected[at..at + bytes.len()].copy_from_slice(&bytes);
+        }
+        let first = draws.below(3);
+        let order = [first, (first + 1 + round % 2) % 3, (first + 2 - round % 2) % 3];
+        if round % 4 < 2 {
+            // Who is late finds the others added up.
+            order.iter().for_each(|&number| writers[number].commit());
+        } else {
+            let (sender, receiver) = channel();
+            for number in order {
+                let sender = sender.clone();
+                let done = move |result| sender.send(result).unwrap();
+                writers[number].contributor.commit(Share::None, LONG, done);
+            }
+            (0..3).for_each(|_| assert_eq!(receiver.recv_timeout(2 * LONG).expect("an answer"), Ok(())));
+        }
+        writers.iter().for_each(|writer| _ = writer.learner.pull());
+        for end in [&here, &there] {
+            let (_, bytes) = end.bytes();
+            let wrong = bytes.iter().zip(&expected).position(|(seen, expected)| seen != expected);
+            assert_eq!(wrong.map(|at| (at, at / BLOCK)), None, "round {round}, {order:?}");
+        }
+    }
+}
+
+pub fn values_that_a_mount_has_not_seen_yet_stay(way: &Way) {
+    let settings = [("consistency", "async"), ("reducer", "assign"), ("learners", "2")];
+    let (_site, writers) = job(way, 2, &settings);
+    // Elements of one block in turn, as fast as they go.
+    for i in 0..60 {
+        writers[i % 2].write("first", i, i + 1, (i + 1) as f32);
+        writers[i % 2].commit();
+    }
+    let expected: Vec<f32> = (0..61).map(|i| if i < 60 { (i + 1) as f32 } else { 0.0 }).collect();
+    // The last one's writer sees all of them.
+    assert_eq!(decoded(DType::F32, &writers[1].sees("first"))[..61], expected);
+}
+
+pub fn values_in_too_many_pieces_are_refused(way: &Way) {
+    let wide = ModelLayout::blank(4 * 40_000, DType::F32, BLOCK as u32).unwrap();
+    let site = way.job_of(wide, &[("reducer", "assign")]);
+    let writer = Writer::new(&site.end(), "a");
+    let comb = |pieces: usize| {
+        for i in 0..pieces {
+            let (at, bytes) = (8 * i as u64, 3f32.to_le_bytes());
+            writer.contributor.write(&mut Share::None, at, &bytes, LONG).unwrap();
+        }
+        let (sender, receiver) = channel();
+        writer.contributor.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
+        receiver.recv_timeout(2 * LONG).expect("an answer")
+    };
+    let refused = comb(MAX_PIECES + 1).unwrap_err();
+    assert_eq!(refused, ContributeError::Shard(ShardError::Scattered(MAX_PIECES)));
+    writer.contributor.abort();
+    assert_eq!(comb(MAX_PIECES), Ok(()));
+    writer.learner.pull();
+    let (_, weights) = writer.learner.end.weights();
+    let expected = |i: usize| if i % 2 == 0 && i < 2 * MAX_PIECES { 3.0 } else { 0.0 };
+    assert_eq!(weights.iter().enumerate().find(|(i, value)| **value != expected(*i)), None);
+    // Gradients may be written in as many as they like.
+    writer.learner.end.set("reducer", "sum").unwrap();
+    assert_eq!(comb(MAX_PIECES + 1), Ok(()));
 }

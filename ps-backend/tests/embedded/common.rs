@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use half::{bf16, f16};
-use libmodelio::contributor::{ContributeError, Contributor, Fill, Share, Traffic, request};
+use libmodelio::contributor::{ContributeError, Contributor, Share, Traffic, request};
 use libmodelio::ids::{BlockId, Incarnation, LearnerId, Version};
 use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::transport::{Attached, Channel, Device, Message, Reply, ShardError};
@@ -98,12 +98,12 @@ impl Learner {
     }
 
     pub fn commit(&self) -> Result<(), ContributeError> {
-        self.commit_within(Fill::Zero, LONG)
+        self.commit_within(LONG)
     }
 
-    pub fn commit_within(&self, fill: Fill, timeout: Duration) -> Result<(), ContributeError> {
+    pub fn commit_within(&self, timeout: Duration) -> Result<(), ContributeError> {
         let (sender, receiver) = mpsc::channel();
-        self.writes.commit(Share::None, fill, timeout, move |result| sender.send(result).unwrap());
+        self.writes.commit(Share::None, timeout, move |result| sender.send(result).unwrap());
         receiver.recv_timeout(LONG).expect("an answer")
     }
 

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use libmodelio::contributor::{ContributeError, Fill};
+use libmodelio::contributor::ContributeError;
 use libmodelio::transport::{LeaveReason, Message, ShardError};
 
 use crate::common::{BLOCK, Job, LONG, Learner, decode, encode, floats_layout};
@@ -71,7 +71,7 @@ fn stress(consistency: &str, steps: u64) {
                     } else {
                         write(learner, &bytes, &mut random).unwrap();
                         let timeout = if random.below(4) == 0 { Duration::from_millis(1) } else { LONG };
-                        while let Err(error) = learner.commit_within(Fill::Zero, timeout) {
+                        while let Err(error) = learner.commit_within(timeout) {
                             let late = matches!(error, ContributeError::Shard(ShardError::TimedOut(_)));
                             assert!(late, "{error}");
                         }

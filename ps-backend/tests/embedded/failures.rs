@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::contributor::{ContributeError, Fill, Share};
+use libmodelio::contributor::{ContributeError, Share};
 use libmodelio::ids::{BlockId, Step, Version};
 use libmodelio::transport::{
     BlockSlot, Channel, CommitNotice, LeaveReason, Message, Placement, Reply, ShardError,
@@ -208,12 +208,12 @@ fn a_commit_without_a_buffer_times_out_and_goes_through_when_one_is_free() {
         learner.contribute(&ones).unwrap();
     }
     learner.write(0, &ones).unwrap();
-    assert!(is_timeout(learner.commit_within(Fill::Zero, SHORT)), "{:?}", job.shard.status());
+    assert!(is_timeout(learner.commit_within(SHORT)), "{:?}", job.shard.status());
     assert_eq!(job.shard.version(), Version(2));
     assert!(job.send(Message::Allocate).is_err());
     let writes = Arc::clone(&learner.writes);
     let (sender, receiver) = mpsc::channel();
-    writes.commit(Share::None, Fill::Zero, LONG, move |result| sender.send(result).unwrap());
+    writes.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
     assert!(receiver.recv_timeout(SHORT).is_err());
     for (version, bytes) in &pinned {
         assert!(job.weights_of(*version) == *bytes);
@@ -234,7 +234,7 @@ fn a_buffer_for_new_weights_counts_until_it_is_dropped() {
     let first = job.shard.pin_newest();
     learner.contribute(&ones).unwrap();
     learner.write(0, &ones).unwrap();
-    assert!(is_timeout(learner.commit_within(Fill::Zero, SHORT)));
+    assert!(is_timeout(learner.commit_within(SHORT)));
     assert_eq!(job.shard.status().buffers.0, 3);
     drop(buffer);
     learner.commit().unwrap();
@@ -255,8 +255,8 @@ fn waiting_ends_at_the_deadline() {
     assert!(started.elapsed() < SHORT * 5);
     // Written ahead, the next contribution waits for its step, stays open, and counts once.
     a.write(0, &data).unwrap();
-    assert!(is_timeout(a.commit_within(Fill::Zero, SHORT)));
-    assert!(is_timeout(a.commit_within(Fill::Zero, SHORT)));
+    assert!(is_timeout(a.commit_within(SHORT)));
+    assert!(is_timeout(a.commit_within(SHORT)));
     b.contribute(&data).unwrap();
     a.commit().unwrap();
     b.contribute(&data).unwrap();
@@ -272,7 +272,7 @@ fn shutting_down_answers_everybody() {
     a.write(0, &data).unwrap();
     let (sender, receiver) = mpsc::channel();
     let of_commit = sender.clone();
-    a.writes.commit(Share::None, Fill::Zero, LONG, move |result| of_commit.send(result.is_err()).unwrap());
+    a.writes.commit(Share::None, LONG, move |result| of_commit.send(result.is_err()).unwrap());
     let message = Message::AwaitStep { learner: a.id };
     job.channel.send(message, LONG, Box::new(move |reply| sender.send(reply.is_err()).unwrap()));
     job.shard.shut_down();
@@ -311,6 +311,7 @@ fn nonsense_is_refused_and_changes_nothing() {
             sent,
             unchecked,
             tensors: set(job.layout.tensors().len()),
+            partly: Some(Default::default()),
             staging: learner.writes.mapped().clone(),
             lendable: true,
         };

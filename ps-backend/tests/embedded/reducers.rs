@@ -1,6 +1,5 @@
 //! What a version's numbers are: every reducer, however the bytes come.
 
-use libmodelio::contributor::Fill;
 use libmodelio::ids::Version;
 use libmodelio::publisher::Publisher;
 use ps_backend::reducer::Reducer;
@@ -154,7 +153,7 @@ fn assigned_contributions_replace_everything_folded_or_not() {
                         learner.commit_mapped(&data).unwrap();
                     } else {
                         learner.write(start, &data[start..end]).unwrap();
-                        learner.commit_within(Fill::Present, LONG).unwrap();
+                        learner.commit_within(LONG).unwrap();
                     }
                 }
                 learners.iter().for_each(|learner| _ = job.wait(learner));
@@ -180,7 +179,7 @@ fn assigned_bytes_that_were_folded_survive_when_the_last_learner_brings_nothing(
     a.commit_mapped(&data).unwrap();
     let tail = job.size() - 10;
     b.write(tail, &data[tail..]).unwrap();
-    b.commit_within(Fill::Present, LONG).unwrap();
+    b.commit_within(LONG).unwrap();
     job.wait(&b);
     let last = (job.layout.blocks() as usize - 1) * BLOCK as usize;
     assert!(job.weights()[..last] == data[..last]);
@@ -196,7 +195,7 @@ fn partly_written_blocks_count_zeros_or_keep_values() {
         learner.write(range.start, &data[range.clone()]).unwrap();
         expected[range.clone()].copy_from_slice(&data[range]);
     }
-    learner.commit_within(Fill::Present, LONG).unwrap();
+    learner.commit_within(LONG).unwrap();
     assert!(job.weights() == expected);
 }
 

@@ -79,7 +79,7 @@ fn what_was_written_ahead_and_dropped_does_not_touch_what_was_committed() {
     for _ in 0..3 {
         // Each of these is staged anew while the first one is still to be read.
         a.write_in_pieces(&value(64.0), 7_001);
-        let late = a.commit_within(libmodelio::contributor::Fill::Zero, std::time::Duration::from_millis(1));
+        let late = a.commit_within(std::time::Duration::from_millis(1));
         assert!(late.is_err());
         a.writes.abort();
     }

@@ -44,7 +44,7 @@ impl<'a> Mapped<'a> {
         blocks.insert_range(..);
         let mut tensors = FixedBitSet::with_capacity(client.layout().tensors().len());
         tensors.insert_range(..);
-        let staged = Staged { region: self.region.clone(), steady: false };
+        let staged = Staged { region: self.region.clone(), steady: false, partly: Some(Default::default()) };
         let done = Box::new(move |result| drop(sender.send(result)));
         client.commit(learner, step, (&blocks, &tensors), staged, timeout, done);
         let answer = receiver.recv_timeout(timeout + LONG).unwrap();

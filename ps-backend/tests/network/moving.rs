@@ -274,7 +274,15 @@ fn lives_through(lead_moves: bool) {
     // Its commit waits for a learner that is still to come.
     control.ask(2, &Message::Open { learner });
     let (blocks, tensors) = (vec![0..1], vec![0..1]);
-    let commit = Message::Commit { learner, step: Step(1), blocks, tensors, timeout_ms: 20_000, lent: false };
+    let commit = Message::Commit {
+        learner,
+        step: Step(1),
+        blocks,
+        tensors,
+        partly: Some(Default::default()),
+        timeout_ms: 20_000,
+        lent: false,
+    };
     control.say(3, &commit);
     assert_eq!(
         control.ask(4, &Message::SetControl { name: "carry".into(), value: "1".into() }),

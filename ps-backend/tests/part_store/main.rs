@@ -5,6 +5,7 @@
 mod common;
 mod driver;
 mod moving;
+mod partly;
 mod random;
 mod rules;
 mod threads;

@@ -52,7 +52,7 @@ fn an_inf_of_a_sum_that_was_looked_at_is_nobodys_fault() {
     // One learner's would be refused; a sum of two counts.
     assert!(!job.finish(BlockId(0), Some(Payload::Plain(&infinite))).unwrap());
     assert!(matches!(store.conclude(&job), Err(PartError::Unfinished(_))));
-    job.finish_unjudged(BlockId(0), Payload::Plain(&infinite)).unwrap();
+    assert!(job.finish_written(BlockId(0), Payload::Plain(&infinite), None, false).unwrap());
     store.conclude(&job).unwrap();
     let newest = store.newest().unwrap();
     assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|&value| value == f32::INFINITY));

@@ -484,10 +484,8 @@ impl History {
             let bad = added.iter().find(is_nan).filter(|_| self.reject);
             assert_eq!(bad, None, "block {block} of version {version} holds NaN");
             if replaces {
-                // The last plan that holds the block counts, and of it the highest learner.
-                let last = of.iter().rev().find_map(|plan| {
-                    plan.iter().flatten().copied().filter(holds).max_by_key(|uid| self.records[uid].of)
-                });
+                // The highest learner counts, whichever plan it is in.
+                let last = all.iter().copied().filter(holds).max_by_key(|uid| self.records[uid].of);
                 let last = last.map(|uid| [uid]);
                 let expected = before.replaced(expected, last.as_ref().map(<[Uid; 1]>::as_slice));
                 assert_eq!(*after, expected, "block {block} of version {version}");

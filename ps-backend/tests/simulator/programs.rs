@@ -231,7 +231,15 @@ impl World {
                 _ => tensors.push(start..end),
             }
         }
-        let commit = |timeout_ms| Message::Commit { learner, step, blocks, tensors, timeout_ms, lent };
+        let commit = |timeout_ms| Message::Commit {
+            learner,
+            step,
+            blocks,
+            tensors,
+            partly: Some(Default::default()),
+            timeout_ms,
+            lent,
+        };
         let token = self.ask(index, at, Asked::Commit(uid), commit);
         if self.chance(self.settings.interrupts) {
             let after = self.some_time(500_000);

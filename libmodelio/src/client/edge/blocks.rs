@@ -9,7 +9,7 @@ use parking_lot::MutexGuard;
 
 use super::{Inner, Shared, Staged, Way};
 use crate::client::core::{PULL_BLOCKS, Part};
-use crate::client::sum;
+use crate::client::sum::{self, Written};
 use crate::client::versions;
 use crate::ids::{BlockId, LearnerId, PlanId, Version};
 use crate::link::{Guard, Link, Outgoing, Piece, Target};
@@ -30,6 +30,8 @@ pub(super) struct Payload {
     pub(super) learners: Vec<LearnerId>,
     /// The last one counts, and not the sum.
     pub(super) replaces: bool,
+    /// Then, and if there are several: what of each counts, if that is not all.
+    pub(super) written: Vec<Written>,
 }
 
 impl Inner {
@@ -39,16 +41,28 @@ impl Inner {
         match granted.clone() {
             Granted::Weights(token) => {
                 let sources = vec![self.weights.get(&token)?.clone()];
-                Some(Payload { plan, sources, steady: true, learners: Vec::new(), replaces: false })
+                Some(Payload {
+                    plan,
+                    sources,
+                    steady: true,
+                    learners: Vec::new(),
+                    replaces: false,
+                    written: Vec::new(),
+                })
             }
             Granted::Contributions { mut of, replaces } => {
                 of.retain(|&(learner, step)| self.core.holds(learner, step, block));
                 let staged: Option<Vec<&Staged>> = of.iter().map(|key| self.sources.get(key)).collect();
                 let staged = staged?;
                 let steady = staged.iter().all(|staged| staged.steady);
+                let written = |staged: &&Staged| staged.partly.as_ref()?.of(block).map(<[_]>::to_vec);
+                let written = match &staged[..] {
+                    several @ [_, _, ..] if replaces => several.iter().map(written).collect(),
+                    _ => Vec::new(),
+                };
                 let sources = staged.into_iter().map(|staged| staged.region.clone()).collect();
                 let learners = of.iter().map(|(learner, _)| *learner).collect();
-                Some(Payload { plan, sources, steady, learners, replaces })
+                Some(Payload { plan, sources, steady, learners, replaces, written })
             }
         }
     }
@@ -161,7 +175,7 @@ impl Shared {
     ) -> Option<Option<(bool, Piece)>> {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
-        let Payload { sources, steady, learners, replaces, .. } = inner.granted(block)?;
+        let Payload { sources, steady, learners, replaces, written, .. } = inner.granted(block)?;
         // What may change between its checksum and the kernel's copy is copied here.
         if let ([source], true) = (&sources[..], steady) {
             let memory = Arc::clone(source.memory());
@@ -177,7 +191,7 @@ impl Shared {
         // SAFETY: as above.
         let parts: Vec<&[u8]> =
             sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
-        let summed = sum::sum(&self.layout, block, &parts, replaces, check, &mut out);
+        let summed = sum::sum(&self.layout, block, &parts, (replaces, &written), check, &mut out);
         if !self.still_sends(plan) {
             self.inner.lock().spare.push(out);
             return Some(None);

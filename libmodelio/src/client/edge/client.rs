@@ -19,6 +19,7 @@ use crate::client::versions::{self, Versions};
 use crate::ids::{ClientId, LearnerId, Step, Version};
 use crate::layout::ModelLayout;
 use crate::net::{Reactor, ReactorOptions};
+use crate::partly::MAX_PIECES;
 use crate::payload::{Payloads, Tally};
 use crate::transport::{Attached, LeaveReason, Region, ShardError, TransportKind};
 use crate::wire::{self, JobState, Message, ModelRecord, ShardRecord};
@@ -268,7 +269,8 @@ impl Client {
             return done(Err(ShardError::NotAllowed("the contribution is too scattered".into()).into()));
         };
         let (timeout_ms, lent) = (millis(timeout), !source.steady);
-        let message = Message::Commit { learner, step, blocks, tensors, timeout_ms, lent };
+        let partly = source.partly.clone().filter(|partly| partly.pieces() <= MAX_PIECES);
+        let message = Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent };
         self.shared.request(message, timeout, done, |inner| {
             inner.sources.insert((learner, step), source);
         });

@@ -398,7 +398,8 @@ impl Shared {
         // cannot write there: its mapping is for reading).
         let out = unsafe { slots.memory.bytes_mut(start..start + len) };
         let check = check && count > 1;
-        let summed = sum::sum_to(&self.layout, block, &parts, payload.replaces, check, out);
+        let summed =
+            sum::sum_to(&self.layout, block, &parts, (payload.replaces, &payload.written), check, out);
         let named = match summed {
             _ if !self.still_sends(plan) => {
                 slots.free.push(slot);

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::memory::TransportChoice;
 use crate::ids::{LearnerId, ShardId, Version};
 use crate::net::Choice;
+use crate::partly::PartlyWritten;
 use crate::rdma::RdmaOptions;
 use crate::registry::Registry;
 use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
@@ -139,11 +140,14 @@ pub struct Staged {
     /// Nobody stores into it while it may be read. False where a program has it mapped: until the contribution is answered
     /// it should not, but it can; then the memory is its own, whatever the answer is.
     pub steady: bool,
+    /// What of its blocks was written, where that is not all. `None` if that is in more than
+    /// [`MAX_PIECES`](crate::partly::MAX_PIECES) pieces.
+    pub partly: Option<PartlyWritten>,
 }
 
 impl From<Region> for Staged {
     fn from(region: Region) -> Staged {
-        Staged { region, steady: true }
+        Staged { region, steady: true, partly: Some(PartlyWritten::default()) }
     }
 }
 

@@ -218,7 +218,15 @@ impl World {
                 let (step, blocks) = (program.step, program.blocks.clone());
                 self.held.insert((learner, step));
                 let tensors = vec![0..1];
-                Message::Commit { learner, step, blocks, tensors, timeout_ms: seconds * 1000, lent: false }
+                Message::Commit {
+                    learner,
+                    step,
+                    blocks,
+                    tensors,
+                    partly: Some(Default::default()),
+                    timeout_ms: seconds * 1000,
+                    lent: false,
+                }
             }
         };
         program.doing = Doing::Waits;

@@ -466,6 +466,7 @@ impl Sim {
             sent,
             deferred,
             tensors,
+            partly: Some(Default::default()),
             source: uid,
             unchecked: !lendable && !uid.is_multiple_of(3),
             lent: false,

@@ -103,8 +103,15 @@ fn nobodys_lease_ends_because_the_job_is_held() {
     let mut bench = Bench::new();
     bench.lead.hold();
     let (learner, blocks, tensors) = (LearnerId(1), vec![0..4], vec![0..2]);
-    let commit =
-        Message::Commit { learner, step: Step(1), blocks, tensors, timeout_ms: 1 << 30, lent: false };
+    let commit = Message::Commit {
+        learner,
+        step: Step(1),
+        blocks,
+        tensors,
+        partly: Some(Default::default()),
+        timeout_ms: 1 << 30,
+        lent: false,
+    };
     bench.client(A, 2, commit);
     // A living program that does nothing, as far as anybody knows.
     bench.client(B, 0, Message::Touch { learners: vec![LearnerId(2)], attached: Some(Attached::Yes) });

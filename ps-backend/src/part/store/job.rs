@@ -2,6 +2,7 @@
 //!
 //! Holds `unsafe`; why it is sound is told in the module above.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
@@ -15,7 +16,7 @@ use super::{PartError, PartWork, Payload, check_payload};
 use crate::kernels::{self, Wire};
 use crate::reducer::Reducer;
 use crate::region_store::accumulator::is_direct;
-use crate::region_store::{Making, Part};
+use crate::region_store::{Making, Part, Written};
 
 /// A thread is at work on the block.
 const CLAIMED: u8 = 1;
@@ -138,12 +139,35 @@ impl PartJob {
     /// # Errors
     /// [`PartError::NoBlock`], [`PartError::Length`], [`PartError::Claimed`], [`PartError::Complete`].
     pub fn add(&self, block: BlockId, payload: Payload<'_>) -> Result<bool, PartError> {
+        self.add_written(block, payload, None)
+    }
+
+    /// The same of a payload of which, with `assign`, only what was `written` counts.
+    ///
+    /// # Errors
+    /// As of [`Self::add`].
+    pub fn add_written(
+        &self,
+        block: BlockId,
+        payload: Payload<'_>,
+        written: Option<&[Range<u32>]>,
+    ) -> Result<bool, PartError> {
         let reducer = self.work.reducer().ok_or(PartError::AssignsOnly)?;
         check_payload(&self.layout, block, payload)?;
         let claim = self.claim(block)?;
         let open = self.sums.open(block);
         // SAFETY: the block is claimed, and the payload is as long as it should be.
-        let finite = unsafe { open.fold(&self.layout, block, payload, !claim.holds(), reducer) };
+        let finite = unsafe {
+            match (reducer, payload, written) {
+                (Reducer::Assign, Payload::Plain(bytes), Some(written)) => {
+                    open.overlay(&self.layout, block, bytes, written)
+                }
+                _ => open.fold(&self.layout, block, payload, !claim.holds(), reducer),
+            }
+        };
+        if reducer == Reducer::Assign {
+            self.sums.holds_too(block, claim.holds(), written);
+        }
         claim.set(HELD);
         Ok(finite || !self.check)
     }
@@ -156,21 +180,29 @@ impl PartJob {
     /// # Errors
     /// [`PartError::AddsOnly`], and those of [`Self::add`].
     pub fn finish(&self, block: BlockId, last: Option<Payload<'_>>) -> Result<bool, PartError> {
-        self.finish_judged(block, last, self.check)
+        self.finish_judged(block, last, None, self.check)
     }
 
-    /// The same with a payload that was looked at before it was sent: a sum of several, whose Inf is nobody's fault.
+    /// The same with a payload of which, with `assign`, only what was `written` counts. It is `judged` unless it was before
+    /// it was sent: the Inf of a sum of several is nobody's fault.
     ///
     /// # Errors
     /// As of [`Self::finish`].
-    pub fn finish_unjudged(&self, block: BlockId, last: Payload<'_>) -> Result<(), PartError> {
-        self.finish_judged(block, Some(last), false).map(drop)
+    pub fn finish_written(
+        &self,
+        block: BlockId,
+        last: Payload<'_>,
+        written: Option<&[Range<u32>]>,
+        judged: bool,
+    ) -> Result<bool, PartError> {
+        self.finish_judged(block, Some(last), written, judged && self.check)
     }
 
     fn finish_judged(
         &self,
         block: BlockId,
         last: Option<Payload<'_>>,
+        of_last: Option<&[Range<u32>]>,
         judged: bool,
     ) -> Result<bool, PartError> {
         let making = self.making().ok_or(PartError::AddsOnly)?;
@@ -184,8 +216,17 @@ impl PartJob {
         parts.extend(self.sums.sealed(block).map(Part::Sum));
         parts.extend(claim.holds().then(|| Part::Sum(self.sums.open(block))));
         parts.extend(last.map(Part::Sent));
+        let of_sealed = self.sums.sealed(block).and_then(|_| self.sums.sealed_written(block));
+        let of_open = self.sums.open_written(block).filter(|_| claim.holds());
+        let mut written = SmallVec::<[Written<'_>; 3]>::new();
+        if step.reducer == Reducer::Assign && (of_sealed.is_some() || of_open.is_some() || of_last.is_some())
+        {
+            written.extend(self.sums.sealed(block).map(|_| of_sealed.as_deref()));
+            written.extend(claim.holds().then_some(of_open.as_deref()));
+            written.extend(last.map(|_| of_last));
+        }
         // SAFETY: the block is claimed, and with it its sums; the payload is as long as it should be.
-        if !unsafe { making.block(block, step, &parts) } {
+        if !unsafe { making.block(block, step, &parts, &written) } {
             if let Some(payload) = last.filter(|_| judged) {
                 // Memory that others have, too, may change while it is read: it is judged by a copy, and if that is
                 // good, the copy is what counts.
@@ -201,7 +242,7 @@ impl PartJob {
                 parts.pop();
                 parts.push(Part::Sent(payload));
                 // SAFETY: as above; the copy is nobody else's.
-                unsafe { making.block(block, step, &parts) };
+                unsafe { making.block(block, step, &parts, &written) };
             }
             making.approve(block);
         }
@@ -246,6 +287,11 @@ impl PartJob {
         &self.sums
     }
 
+    /// Whether what comes takes the place of what was there.
+    pub(super) fn replaces(&self) -> bool {
+        self.work.reducer() == Some(Reducer::Assign)
+    }
+
     /// # Errors
     /// [`PartError::Unfinished`] names a block that is not computed.
     pub(super) fn check_finished(&self) -> Result<(), PartError> {
@@ -271,10 +317,10 @@ impl PartJob {
                 return Err(PartError::Claimed(BlockId(i as u32)));
             }
         }
-        let replaces = self.work.reducer() == Some(Reducer::Assign);
         let mut both = Vec::new();
         for block in (0..self.layout.blocks()).map(BlockId).filter(|&block| self.holds(block)) {
-            if !replaces && self.sums.sealed(block).is_some() {
+            let adds = !self.replaces() || self.sums.open_written(block).is_some();
+            if adds && self.sums.sealed(block).is_some() {
                 both.push(block);
             } else {
                 self.sums.seal(block);
@@ -306,8 +352,16 @@ impl Target {
 
     /// All of the payload is there, and part of the sum. Returns whether it is finite, or true if that does not
     /// matter. Without this, nothing has come.
-    pub fn complete(mut self) -> bool {
+    pub fn complete(self) -> bool {
+        self.complete_written(None)
+    }
+
+    /// The same of a payload of which, with `assign`, only what was `written` counts.
+    pub fn complete_written(mut self, written: Option<&[Range<u32>]>) -> bool {
         let finite = !self.job.check || kernels::all_finite(Wire::F32, self.bytes());
+        if self.job.replaces() {
+            self.job.sums.holds_too(self.block, false, written);
+        }
         self.mark().fetch_or(HELD, Ordering::Relaxed);
         finite
     }

@@ -5,6 +5,7 @@
 //! There are two accumulators, and for each block a note which of them is the open one. So what a plan has added up
 //! becomes part of the sealed sum by turning the note round. Only where both hold something do bytes have to be added.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,6 +14,8 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use libmodelio::ids::BlockId;
 use libmodelio::layout::ModelLayout;
 use libmodelio::mmap::Mapping;
+use libmodelio::ranges;
+use parking_lot::Mutex;
 
 use super::PartJob;
 use crate::region_store::accumulator::{Accumulator, has_opaque};
@@ -32,6 +35,10 @@ pub(super) struct Sums {
     /// Whether bytes that are not reduced were ever kept.
     assigned: AtomicBool,
     blocks: Box<[AtomicU8]>,
+    /// With `assign`, of blocks of which an accumulator does not hold all: what it holds. Of most there is nothing here.
+    partly: [Mutex<BTreeMap<BlockId, Vec<Range<u32>>>>; 2],
+    /// Whether there is something in there.
+    any_partly: AtomicBool,
 }
 
 impl Sums {
@@ -40,16 +47,62 @@ impl Sums {
         let raw = has_opaque(&layout);
         let accumulators = [Accumulator::new(&layout, raw)?, Accumulator::new(&layout, raw)?];
         let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
-        Ok(Sums { layout, accumulators, used: Default::default(), assigned: AtomicBool::new(false), blocks })
+        let (assigned, any_partly) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (used, partly) = Default::default();
+        Ok(Sums { layout, accumulators, used, assigned, blocks, partly, any_partly })
     }
 
     fn note(&self, block: BlockId) -> u8 {
         self.blocks[block.index()].load(Ordering::Relaxed)
     }
 
+    fn open_at(&self, block: BlockId) -> usize {
+        usize::from(self.note(block) & TURNED)
+    }
+
+    /// What the open sum holds of `block`, if that is not all.
+    pub(super) fn open_written(&self, block: BlockId) -> Option<Vec<Range<u32>>> {
+        self.written(self.open_at(block), block)
+    }
+
+    /// The same of the sealed one.
+    pub(super) fn sealed_written(&self, block: BlockId) -> Option<Vec<Range<u32>>> {
+        self.written(1 - self.open_at(block), block)
+    }
+
+    fn written(&self, at: usize, block: BlockId) -> Option<Vec<Range<u32>>> {
+        if !self.any_partly.load(Ordering::Relaxed) {
+            return None;
+        }
+        self.partly[at].lock().get(&block).cloned()
+    }
+
+    /// The open sum holds this of `block`, too (all of it, if nothing is said), besides what it held before, if it `held`
+    /// something.
+    pub(super) fn holds_too(&self, block: BlockId, held: bool, written: Option<&[Range<u32>]>) {
+        self.note_written(self.open_at(block), block, held, written);
+    }
+
+    fn note_written(&self, at: usize, block: BlockId, held: bool, written: Option<&[Range<u32>]>) {
+        if written.is_none() && !self.any_partly.load(Ordering::Relaxed) {
+            return;
+        }
+        self.any_partly.store(true, Ordering::Relaxed);
+        let mut partly = self.partly[at].lock();
+        match (written, partly.get_mut(&block)) {
+            (Some(written), Some(there)) if held => {
+                written.iter().for_each(|range| ranges::insert(there, range.clone()));
+            }
+            // All of it stays all of it.
+            (Some(_), None) if held => {}
+            (Some(written), _) => drop(partly.insert(block, written.to_vec())),
+            (None, _) => drop(partly.remove(&block)),
+        }
+    }
+
     /// Where the running plan adds up.
     pub(super) fn open(&self, block: BlockId) -> &Accumulator {
-        let at = usize::from(self.note(block) & TURNED);
+        let at = self.open_at(block);
         if !self.used[at].load(Ordering::Relaxed) {
             self.used[at].store(true, Ordering::Relaxed);
         }
@@ -80,6 +133,9 @@ impl Sums {
     /// Forgets all sums. As every version begins with the first accumulator, the second is not touched unless it is
     /// needed.
     pub(super) fn clear(&self) {
+        if self.any_partly.swap(false, Ordering::Relaxed) {
+            self.partly.iter().for_each(|partly| partly.lock().clear());
+        }
         for note in &self.blocks {
             note.store(0, Ordering::Relaxed);
         }
@@ -134,9 +190,18 @@ impl Merge {
                 continue;
             }
             if let Some(sealed) = sums.sealed(block) {
+                let written = sums.open_written(block).filter(|_| self.job.replaces());
                 // SAFETY: the job is concluded, so that nobody can claim the block; no other begins while this one
                 // exists; and whoever has taken the block here is alone with it.
-                unsafe { sealed.add(&sums.layout, block, sums.open(block)) };
+                unsafe {
+                    match &written {
+                        Some(written) => sealed.overlay_from(&sums.layout, block, sums.open(block), written),
+                        None => sealed.add(&sums.layout, block, sums.open(block)),
+                    }
+                }
+                if written.is_some() {
+                    sums.note_written(1 - sums.open_at(block), block, true, written.as_deref());
+                }
             }
         }
     }

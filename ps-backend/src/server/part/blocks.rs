@@ -2,6 +2,7 @@
 //!
 //! One of the modules that hold `unsafe`: memory of sums and versions is lent to connections.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -27,6 +28,8 @@ pub(in crate::server) struct Landing {
     block: BlockId,
     wide: bool,
     how: Placement,
+    /// What of it counts where values are replaced, if that is not all.
+    written: Option<Vec<Range<u32>>>,
     job: Arc<PartJob>,
     target: Option<store::Target>,
 }
@@ -112,8 +115,9 @@ impl Part {
         if comes {
             state.landing.push((plan, link.clone()));
         }
+        let written = state.written(client, global);
         drop(state);
-        let mut landing = Landing { plan, client, block, wide, how, job, target: None };
+        let mut landing = Landing { plan, client, block, wide, how, written, job, target: None };
         if comes && matches!(how, Placement::Store { .. }) {
             match landing.job.destination(block, wide) {
                 Ok(target) => landing.target = target,
@@ -193,12 +197,13 @@ impl Part {
         let registration = registered(start, len)?;
         state.core.arrive(client, plan, block.0);
         state.fetching.wait_for(plan, link);
+        let written = state.written(client, global);
         drop(state);
         let target = Arc::new(target);
         // SAFETY: the block is claimed, and its memory there, as long as the guard lives, and nobody else asks for its
         // bytes: `fetched` does only once the guard is gone.
         let into = unsafe { Target::new(start, len, Arc::clone(&target) as Guard) };
-        let landing = Landing { plan, client, block, wide, how, job, target: None };
+        let landing = Landing { plan, client, block, wide, how, written, job, target: None };
         Some((into, registration, Fetching { landing, target }))
     }
 
@@ -252,7 +257,8 @@ impl Part {
         stands: impl FnOnce() -> bool,
         link: &Link,
     ) -> Result<(), Refusal> {
-        let Landing { plan, client, block, wide, how, job, target } = landing;
+        let Landing { plan, client, block, wide, how, written, job, target } = landing;
+        let written = written.as_deref();
         let payload = if wide { Payload::Wide(bytes) } else { Payload::Plain(bytes) };
         let len = payload.wanted_len(self.layout(), block);
         self.store.tally().moved(Flow::Push, len);
@@ -260,11 +266,12 @@ impl Part {
             self.store.tally().stored(len);
         }
         let (fine, check) = match (how, target) {
-            (Placement::Store { check }, Some(target)) => (Ok(target.complete()), check),
-            (Placement::Store { check } | Placement::Add { check }, None) => (job.add(block, payload), check),
-            (Placement::Finish { check: true, .. }, _) => (job.finish(block, Some(payload)), true),
-            (Placement::Finish { check: false, .. }, _) => {
-                (job.finish_unjudged(block, payload).map(|()| true), false)
+            (Placement::Store { check }, Some(target)) => (Ok(target.complete_written(written)), check),
+            (Placement::Store { check } | Placement::Add { check }, None) => {
+                (job.add_written(block, payload, written), check)
+            }
+            (Placement::Finish { check, .. }, _) => {
+                (job.finish_written(block, payload, written, check), check)
             }
             _ => (Ok(true), false),
         };

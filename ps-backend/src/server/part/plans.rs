@@ -91,6 +91,7 @@ impl Part {
         let before = actions.len();
         state.core.start(started, actions).map_err(Refusal::other)?;
         if actions[before..].contains(&Action::Begin(id)) {
+            state.partly = plan.sources.into_iter().filter(|of| !of.partly.is_empty()).collect();
             state.starting = Some((id, base, work, check));
         }
         Ok(())

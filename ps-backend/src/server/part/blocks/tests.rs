@@ -41,7 +41,12 @@ fn begun() -> Arc<Part> {
         assert!(!matches!(message, Message::Refused(_)), "{message:?} to {request}");
     };
     part.follow(Arc::new(refused), None);
-    let source = |client| PlanSource { client, blocks: std::iter::once(0..BLOCKS).collect(), check: true };
+    let source = |client| PlanSource {
+        client,
+        blocks: std::iter::once(0..BLOCKS).collect(),
+        check: true,
+        partly: Default::default(),
+    };
     part.from_lead(
         1,
         Message::Start(wire::Plan {
