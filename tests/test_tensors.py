@@ -252,3 +252,28 @@ def test_what_was_not_written_takes_no_part_in_assign__of_two_learners(values, o
         for learner in [first, "b" if first == "a" else "a"]:
             put(mount, *puts[learner], learner)
         check(mount, expected)
+
+
+def test_values_in_too_many_pieces_are_refused(values):
+    """As gradients they count; then they cannot become values any more."""
+    most = 16384
+    mount = values(learners=2)
+    for learner in "ab":
+        mount.join(learner)
+    fd = os.open(mount.place("a") / "gradients", os.O_WRONLY)
+    for piece in range(most + 1):
+        os.pwrite(fd, bytes(4), 8 * piece)
+    with raises(errno.EINVAL):
+        os.fsync(fd)
+    assert "too many pieces" in (mount.place("a") / "error").read_text()
+    os.close(fd)
+    mount.control("reducer", "sum")
+    put(mount, [(8 * piece, 8 * piece + 4) for piece in range(most + 1)], 1, "a")
+    with raises(errno.EINVAL):
+        mount.control("reducer", "assign")
+    put(mount, [(0, 4)], 1, "b")
+    expected = initial()
+    expected[: 2 * most + 1 : 2] += 1
+    expected[0] += 1
+    check(mount, expected)
+    mount.control("reducer", "assign")

@@ -75,6 +75,7 @@ impl PartlyWritten {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // lists of ranges that happen to have one
 mod tests {
     use super::*;
 

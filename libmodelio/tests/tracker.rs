@@ -100,7 +100,7 @@ impl Model {
         let (start, end) = (extent.start as u64, extent.end as u64);
         let mut written = Vec::new();
         let mut at = start;
-        for gap in missing.iter().cloned().chain([end..end]) {
+        for gap in missing.iter().cloned().chain(std::iter::once(end..end)) {
             if at < gap.start {
                 written.push((at - start) as u32..(gap.start - start) as u32);
             }

@@ -36,7 +36,7 @@ use crate::reducer::Reducer;
 use crate::tensors::ByteSteps;
 
 pub use accumulator::Accumulator;
-pub use block::{Job, fold_block, is_finite, place, region_is_finite, written_is_finite};
+pub use block::{Job, fold_block, is_finite, is_outranked, place, region_is_finite, written_is_finite};
 pub(crate) use buffers::Loading;
 pub use buffers::VersionBuffer;
 use buffers::{StateBuffer, VOID, element_span, span, wire};
@@ -356,7 +356,7 @@ impl RegionStore {
                 self.making(plan.version, Arc::new(back), ByteSteps::default(), resume, check)?
             }
         };
-        Ok(Job { making, plan, accumulator: self.accumulator.clone() })
+        Ok(Job { making, plan, folded: Vec::new(), accumulator: self.accumulator.clone() })
     }
 
     /// The memory for computing `version` by `reducer` from what is at hand elsewhere, with these optimizer `steps`.

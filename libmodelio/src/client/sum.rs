@@ -163,6 +163,7 @@ pub fn is_finite(layout: &ModelLayout, block: BlockId, bytes: &[u8]) -> bool {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // lists of ranges that happen to have one
 mod tests {
     use super::*;
 

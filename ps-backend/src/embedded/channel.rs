@@ -156,7 +156,8 @@ impl Inner {
         // The old one goes first: the state that it holds may have to change.
         self.arrivals = None;
         let check = self.core.controls().nonfinite == NonFinite::Reject;
-        let job = Arc::new(self.store.job(Arc::clone(plan), false, check)?);
+        let job = self.store.job(Arc::clone(plan), false, check)?;
+        let job = Arc::new(job.after(self.core.folded_contributions()));
         self.arrivals = Some(Arc::clone(&job));
         Ok(job)
     }

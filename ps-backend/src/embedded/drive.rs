@@ -119,8 +119,12 @@ impl EmbeddedShard {
             Action::Fold { contributions, accumulated, reducer } => match inner.store.accumulator(reducer) {
                 Ok(accumulator) => {
                     let Some(this) = self.this.upgrade() else { return };
+                    let assigns = reducer == Reducer::Assign;
+                    let folded =
+                        inner.core.folded_contributions().filter(|_| assigns).cloned().collect::<Vec<_>>();
                     after.jobs.push(Box::new(move || {
-                        let outcome = this.fold(&contributions, accumulated, &accumulator, reducer);
+                        let held = (accumulated, &folded[..]);
+                        let outcome = this.fold(&contributions, held, &accumulator, reducer);
                         this.folded(&contributions, outcome);
                     }));
                 }
@@ -144,7 +148,7 @@ impl EmbeddedShard {
     fn fold(
         &self,
         contributions: &[Arc<Contribution<Region>>],
-        mut accumulated: FixedBitSet,
+        (mut accumulated, folded): (FixedBitSet, &[Arc<Contribution<Region>>]),
         accumulator: &Accumulator,
         reducer: Reducer,
     ) -> Result<(), Vec<(LearnerId, ShardError)>> {
@@ -168,7 +172,8 @@ impl EmbeddedShard {
             let Contribution { learner, deferred, source, unchecked, .. } = &**contribution;
             let check = *unchecked && !reversible;
             let bad = Mutex::new(None);
-            self.for_each_block(deferred.ones(), |block| {
+            let outranked = |block| region_store::is_outranked(folded, *learner, BlockId(block as u32));
+            self.for_each_block(deferred.ones().filter(|&block| !outranked(block)), |block| {
                 let first = !accumulated.contains(block.index());
                 let layout = &self.layout;
                 if !region_store::fold_block(layout, block, source, accumulator, first, reducer, check) {
@@ -217,7 +222,7 @@ impl EmbeddedShard {
         inner.arrivals = None;
         let resume = !plan.todo.is_full();
         let job = match inner.store.job(Arc::clone(&plan), resume, plan.has_unchecked()) {
-            Ok(job) => job,
+            Ok(job) => job.after(inner.core.folded_contributions()),
             Err(error) => {
                 tracing::error!(%error, version = %plan.version, "cannot make the version; trying again");
                 inner.retries.push(Retry { at: self.now() + RETRY_AFTER, plan });

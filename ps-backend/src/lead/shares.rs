@@ -71,7 +71,7 @@ pub(super) fn shares(mut values: Vec<Values<'_>>) -> BTreeMap<ClientId, Share> {
     for ((sender, block), counts) in pieces.into_iter().filter(|(_, counts)| !counts.is_empty()) {
         let share = shares.entry(sender).or_default();
         share.blocks.insert(block);
-        if counts != [0..u32::MAX] {
+        if counts[..] != *std::slice::from_ref(&(0..u32::MAX)) {
             share.partly.insert(BlockId(block as u32), counts);
         }
     }
@@ -79,6 +79,7 @@ pub(super) fn shares(mut values: Vec<Values<'_>>) -> BTreeMap<ClientId, Share> {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // lists of ranges that happen to have one
 mod tests {
     use proptest::prelude::*;
 

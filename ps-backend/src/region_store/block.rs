@@ -14,7 +14,7 @@ use smallvec::SmallVec;
 use super::accumulator::{Accumulator, Payload};
 use super::making::{INLINE, Making, Part, Written, widen};
 use super::{span, wire};
-use crate::core::{Plan, Work};
+use crate::core::{Contribution, Plan, Work};
 use crate::kernels;
 use crate::reducer::{self, Reducer};
 
@@ -24,12 +24,28 @@ pub struct Job {
     pub(super) making: Making,
     pub(super) plan: Arc<Plan<Region>>,
     pub(super) accumulator: Option<Accumulator>,
+    /// With `assign`, what was folded into it.
+    pub(super) folded: Vec<Arc<Contribution<Region>>>,
+}
+
+/// Whether a higher learner than `learner` has folded `block`: with `assign`, that counts.
+pub fn is_outranked(folded: &[Arc<Contribution<Region>>], learner: LearnerId, block: BlockId) -> bool {
+    folded.iter().any(|of| of.learner > learner && of.deferred.contains(block.index()))
 }
 
 /// Learners whose contributions are refused.
 pub type Blamed = SmallVec<[LearnerId; 2]>;
 
 impl Job {
+    /// These were folded into the accumulator.
+    #[must_use]
+    pub fn after<'a>(mut self, folded: impl Iterator<Item = &'a Arc<Contribution<Region>>>) -> Job {
+        if matches!(&self.plan.work, Work::Reduce { step, .. } if step.reducer == Reducer::Assign) {
+            self.folded = folded.cloned().collect();
+        }
+        self
+    }
+
     /// The plan it computes.
     pub fn plan(&self) -> &Arc<Plan<Region>> {
         &self.plan
@@ -102,13 +118,17 @@ impl Job {
             written.push(None);
         }
         let range = span(&self.making.layout.block_bytes(block));
+        // What does not count is judged all the same.
+        let brings = |learner: LearnerId, written: Written<'a>| {
+            if is_outranked(&self.folded, learner, block) { Some(&[][..]) } else { written }
+        };
         let mut own = own;
         for contribution in inputs.iter().filter(|c| c.deferred.contains(block.index())) {
-            if let Some((_, bytes)) = own.take_if(|(learner, _)| *learner < contribution.learner) {
+            if let Some((learner, bytes)) = own.take_if(|(learner, _)| *learner < contribution.learner) {
                 parts.push(Part::Sent(Payload::Plain(bytes)));
-                written.push(None);
+                written.push(brings(learner, None));
             }
-            written.push(contribution.written(block));
+            written.push(brings(contribution.learner, contribution.written(block)));
             let copy = copies.iter().find(|(learner, _)| *learner == contribution.learner);
             parts.push(Part::Sent(Payload::Plain(match copy {
                 Some((_, copy)) => copy,
@@ -116,9 +136,9 @@ impl Job {
                 None => unsafe { contribution.source.memory().bytes(range.clone()) },
             })));
         }
-        if let Some((_, bytes)) = own {
+        if let Some((learner, bytes)) = own {
             parts.push(Part::Sent(Payload::Plain(bytes)));
-            written.push(None);
+            written.push(brings(learner, None));
         }
         (parts, written)
     }

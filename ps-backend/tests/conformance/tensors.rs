@@ -356,7 +356,7 @@ pub fn values_in_too_many_pieces_are_refused(way: &Way) {
     assert_eq!(comb(MAX_PIECES), Ok(()));
     writer.learner.pull();
     let (_, weights) = writer.learner.end.weights();
-    let expected = |i: usize| if i % 2 == 0 && i < 2 * MAX_PIECES { 3.0 } else { 0.0 };
+    let expected = |i: usize| if i.is_multiple_of(2) && i < 2 * MAX_PIECES { 3.0 } else { 0.0 };
     assert_eq!(weights.iter().enumerate().find(|(i, value)| **value != expected(*i)), None);
     // Gradients may be written in as many as they like.
     writer.learner.end.set("reducer", "sum").unwrap();

@@ -186,6 +186,42 @@ fn assigned_bytes_that_were_folded_survive_when_the_last_learner_brings_nothing(
 }
 
 #[test]
+fn assigned_contributions_hold_values_of_the_highest_learner_whoever_comes_first() {
+    // 0 and 2 ship mappings, 1 writes blocks in whole and in part.
+    for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+        for highest_writes in [false, true] {
+            let job = Job::new(&[("reducer", "assign"), ("learners", "3")]);
+            let learners = ["a", "b", "c"].map(|name| job.join(name));
+            let data = [11, 12, 13].map(|seed| gradient(&job.layout, seed));
+            let block = BLOCK as usize;
+            let mut expected = Vec::new();
+            let written = [0..2 * block + 16, 3 * block + 8..3 * block + 16];
+            let writer = if highest_writes { 2 } else { 1 };
+            if highest_writes {
+                expected.clone_from(&data[1]);
+                written
+                    .iter()
+                    .for_each(|range| expected[range.clone()].copy_from_slice(&data[2][range.clone()]));
+            } else {
+                expected.clone_from(&data[2]);
+            }
+            for number in order {
+                if number == writer {
+                    for range in &written {
+                        learners[number].write(range.start, &data[number][range.clone()]).unwrap();
+                    }
+                    learners[number].commit().unwrap();
+                } else {
+                    learners[number].commit_mapped(&data[number]).unwrap();
+                }
+            }
+            learners.iter().for_each(|learner| _ = job.wait(learner));
+            assert!(job.weights() == expected, "{order:?}, the highest writes: {highest_writes}");
+        }
+    }
+}
+
+#[test]
 fn partly_written_blocks_count_zeros_or_keep_values() {
     let job = Job::new(&[("reducer", "assign")]);
     let learner = job.join("a");

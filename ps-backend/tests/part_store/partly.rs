@@ -1,5 +1,7 @@
 //! Values of blocks that are written in part, against a copy of the model's bytes.
 
+#![allow(clippy::single_range_in_vec_init)] // Lists of ranges that happen to have one.
+
 use std::ops::Range;
 use std::sync::Arc;
 
