@@ -27,7 +27,7 @@ BAD_USES = {
     "block_size_is_too_large": (["--size", "16MiB", "--block-size", "8MiB"], ["--block-size", "4MiB"]),
     "block_size_is_zero": (["--size", "1MiB", "--block-size", "0"], ["--block-size"]),
     "block_size_is_a_word": (["--size", "1MiB", "--block-size", "x"], ["--block-size", '"x"']),
-    "dtype": (["--size", "1MiB", "--dtype", "f64"], ["--dtype", "f64", "f32", "bf16"]),
+    "dtype": (["--size", "1MiB", "--dtype", "f8"], ["--dtype", "f8", "f32", "f64", "bf16"]),
     "dtype_with_a_file": (["--dtype", "f32", "m.safetensors"], ["--dtype", "of no use"]),
     "reducer": (["--size", "1MiB", "--reducer", "magic"], ["--reducer", "magic", "adamw"]),
     "consistency": (["--size", "1MiB", "--consistency", "sometimes"], ["--consistency", "sometimes", "async"]),

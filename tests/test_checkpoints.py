@@ -105,11 +105,11 @@ def test_tensors_that_cannot_be_trained_are_named(start_mount, gradfs, tmp_path)
     names = [f"wide{number}" for number in range(6)]
     tensors = {"a": tensor(0, 32), "counter": tensor(32, 40, dtype="I64", shape=[1])}
     for number, name in enumerate(names):
-        tensors[name] = tensor(40 + 16 * number, 56 + 16 * number, dtype="F64", shape=[2])
+        tensors[name] = tensor(40 + 16 * number, 56 + 16 * number, dtype="C64", shape=[2])
     model.write_bytes(safetensors(tensors, bytes(40 + 16 * len(names))))
     mount = start_mount(model=model)
     [line] = [line for line in mount.stderr().splitlines() if "never trained" in line]
-    assert "WARN" in line and "wide0 is F64" in line and "and 2 more" in line and "counter" not in line, line
+    assert "WARN" in line and "wide0 is C64" in line and "and 2 more" in line and "counter" not in line, line
 
     model.write_bytes(safetensors({"a": tensor(0, 32, dtype="F8_E4M3", shape=[32])}, bytes(32)))
     refused_up(gradfs, tmp_path, model, words=["no tensor can be trained", "a is F8_E4M3", "--reducer assign"], code=2)

@@ -91,7 +91,7 @@ pub enum ModelSource {
     Blank {
         /// Its size, a positive multiple of the element size.
         bytes: u64,
-        /// Its element type: `F32`, `F16` or `BF16`.
+        /// Its element type: `F32`, `F64`, `F16` or `BF16`.
         dtype: DType,
     },
 }
@@ -296,6 +296,7 @@ impl<'a> Merged<'a> {
             None => (DType::F32, 4),
             Some((origin, text)) => match element_type(text) {
                 Some("f32") => (DType::F32, 4),
+                Some("f64") => (DType::F64, 8),
                 Some("f16") => (DType::F16, 2),
                 Some("bf16") => (DType::BF16, 2),
                 _ => return Err(not_a_word(&origin, text, DTYPES)),

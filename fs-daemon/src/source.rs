@@ -74,7 +74,7 @@ impl Source {
         let tensors = self.layout.tensors();
         if !tensors.iter().any(|tensor| tensor.dtype.is_reducible()) {
             return Err(Error::usage(format!(
-                "model {name}: no tensor can be trained: reducer {} takes f32, bf16 and f16, and {}",
+                "model {name}: no tensor can be trained: reducer {} takes f32, f64, bf16 and f16, and {}",
                 controls.reducer,
                 named(tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.dtype))),
             ))
@@ -88,7 +88,7 @@ impl Source {
         if !left.is_empty() {
             tracing::warn!(
                 model = name,
-                "{} never trained, as reducers take f32, bf16 and f16: {}",
+                "{} never trained, as reducers take f32, f64, bf16 and f16: {}",
                 if left.len() == 1 { "a tensor is" } else { "some tensors are" },
                 named(left.into_iter())
             );

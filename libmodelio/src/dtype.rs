@@ -10,12 +10,14 @@ use serde::de::value::{Error as ValueError, StrDeserializer};
 
 /// A name that is no element type.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("unknown element type {0:?}: use f32, bf16, f16 or a safetensors name such as I64 or F8_E4M3")]
+#[error("unknown element type {0:?}: use f32, f64, bf16, f16 or a safetensors name such as I64 or F8_E4M3")]
 pub struct UnknownDType(pub String);
 
 /// Element type of a tensor, as safetensors names them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DType {
+    /// 64-bit float.
+    F64,
     /// 32-bit float.
     F32,
     /// 16-bit IEEE float.
@@ -79,6 +81,11 @@ impl DType {
         DType::from(Dtype::from(self))
     }
 
+    /// Values of 32 bits that a sum, or one slot of optimizer state, takes for each element.
+    pub fn words(self) -> usize {
+        if self == DType::F64 { 2 } else { 1 }
+    }
+
     /// Whether contributions of this type can be summed.
     pub fn is_reducible(self) -> bool {
         !matches!(self, DType::Opaque(_))
@@ -88,6 +95,7 @@ impl DType {
 impl From<Dtype> for DType {
     fn from(dtype: Dtype) -> DType {
         match dtype {
+            Dtype::F64 => DType::F64,
             Dtype::F32 => DType::F32,
             Dtype::F16 => DType::F16,
             Dtype::BF16 => DType::BF16,
@@ -99,6 +107,7 @@ impl From<Dtype> for DType {
 impl From<DType> for Dtype {
     fn from(dtype: DType) -> Dtype {
         match dtype {
+            DType::F64 => Dtype::F64,
             DType::F32 => Dtype::F32,
             DType::F16 => Dtype::F16,
             DType::BF16 => Dtype::BF16,
@@ -138,7 +147,7 @@ mod tests {
         }
         assert_eq!(DType::parse("int64"), Ok(DType::Opaque(Dtype::I64)));
         assert_eq!(DType::parse("uint8"), Ok(DType::Opaque(Dtype::U8)));
-        assert_eq!(DType::parse("double"), Ok(DType::Opaque(Dtype::F64)));
+        assert_eq!(DType::parse("double"), Ok(DType::F64));
         assert_eq!(DType::parse("bool"), Ok(DType::Opaque(Dtype::BOOL)));
         assert_eq!(DType::parse("fp8_e4m3"), Ok(DType::Opaque(Dtype::F8_E4M3)));
         for text in ["", "f", "f33", "fp", "tf32", "f32 ", "q4_0"] {
@@ -168,9 +177,9 @@ mod tests {
     }
 
     #[test]
-    fn three_types_are_reducible() {
+    fn four_types_are_reducible() {
         assert!(DType::F32.is_reducible() && DType::F16.is_reducible() && DType::BF16.is_reducible());
-        assert!(!DType::Opaque(Dtype::F64).is_reducible());
+        assert!(DType::F64.is_reducible() && !DType::Opaque(Dtype::C64).is_reducible());
         assert_eq!(DType::Opaque(Dtype::F16).canonical(), DType::F16);
     }
 }

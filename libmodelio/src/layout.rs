@@ -140,15 +140,16 @@ pub struct Tensor {
 
 /// A maximal run of bytes inside one block with one element type.
 ///
-/// Reducible segments (`F32`, `F16`, `BF16`) begin and end on element boundaries.
+/// Reducible segments (`F64`, `F32`, `F16`, `BF16`) begin and end on element boundaries.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// Byte range in the model's flat range; never crosses a block boundary.
     pub bytes: Range<u64>,
     /// Element type of every byte in it.
     pub dtype: DType,
-    /// Index of its first element among all reducible elements of the model (the index into fp32
-    /// accumulators and optimizer state). Meaningless for opaque segments.
+    /// Index of its first element among all reducible elements of the model (the index into
+    /// accumulators and optimizer state, in values of 32 bits: an `F64` element counts as two).
+    /// Meaningless for opaque segments.
     pub element: u64,
 }
 
@@ -157,16 +158,18 @@ impl Segment {
     #[must_use]
     pub fn cut(&self, bytes: Range<u64>) -> Segment {
         let skipped = match self.dtype.size_bytes() {
-            Some(size) => (bytes.start - self.bytes.start) / size as u64,
+            Some(size) => (bytes.start - self.bytes.start) / size as u64 * self.dtype.words() as u64,
             None => 0,
         };
         Segment { bytes, dtype: self.dtype, element: self.element + skipped }
     }
 
-    /// Number of reducible elements in it; 0 for an opaque segment.
+    /// Number of reducible elements in it, an `F64` element counting as two; 0 for an opaque segment.
     pub fn elements(&self) -> u64 {
         match self.dtype.size_bytes() {
-            Some(bytes) if self.dtype.is_reducible() => (self.bytes.end - self.bytes.start) / bytes as u64,
+            Some(bytes) if self.dtype.is_reducible() => {
+                (self.bytes.end - self.bytes.start) / bytes as u64 * self.dtype.words() as u64
+            }
             _ => 0,
         }
     }
@@ -289,7 +292,8 @@ impl ModelLayout {
         self.size.div_ceil(u64::from(self.block_size)) as u32
     }
 
-    /// Number of reducible elements: the length of an fp32 accumulator for the whole model.
+    /// Number of reducible elements, `F64` elements counting as two: the length of an accumulator for the whole
+    /// model, in values of 32 bits.
     pub fn elements(&self) -> u64 {
         self.elements
     }

@@ -179,7 +179,7 @@ proptest! {
                     let size = segment.dtype.size_bytes().unwrap() as u64;
                     prop_assert_eq!((segment.bytes.start % size, segment.bytes.end % size), (0, 0));
                     prop_assert_eq!(segment.element, element);
-                    prop_assert_eq!(segment.elements(), (segment.bytes.end - segment.bytes.start) / size);
+                    prop_assert_eq!(segment.elements(), (segment.bytes.end - segment.bytes.start) / size * segment.dtype.words() as u64);
                 } else {
                     prop_assert_eq!(segment.elements(), 0);
                 }

@@ -59,6 +59,7 @@ fn random(seed: u64, n: usize) -> Vec<f32> {
 
 fn encode(wire: Wire, values: &[f32]) -> Vec<u8> {
     let one = |&value: &f32| match wire {
+        Wire::F64 => f64::from(value).to_le_bytes().to_vec(),
         Wire::F32 => value.to_le_bytes().to_vec(),
         Wire::F16 => f16::from_f32(value).to_le_bytes().to_vec(),
         Wire::BF16 => bf16::from_f32(value).to_le_bytes().to_vec(),
@@ -345,6 +346,7 @@ fn check_found(wire: Wire, at: usize, value: f32, n: usize) {
 fn a_bad_value_is_found_at_every_position_in_every_source() {
     for (level, wire) in Level::available().flat_map(|level| WIRES.map(|wire| (level, wire))) {
         let largest = match wire {
+            Wire::F64 => unreachable!("not among WIRES"),
             Wire::F32 => f32::MAX,
             Wire::F16 => f16::MAX.to_f32(),
             Wire::BF16 => bf16::MAX.to_f32(),

@@ -47,10 +47,14 @@ pub enum Kind {
 }
 
 /// Element types of a blank model.
-pub const DTYPES: &[&str] = &["f32", "f16", "bf16"];
+pub const DTYPES: &[&str] = &["f32", "f64", "f16", "bf16"];
 /// Other names that people know for [`DTYPES`].
-pub const DTYPE_ALIASES: &[(&str, &[&str])] =
-    &[("f32", &["float32", "fp32", "float"]), ("f16", &["float16", "fp16", "half"]), ("bf16", &["bfloat16"])];
+pub const DTYPE_ALIASES: &[(&str, &[&str])] = &[
+    ("f32", &["float32", "fp32", "float"]),
+    ("f64", &["float64", "fp64", "double"]),
+    ("f16", &["float16", "fp16", "half"]),
+    ("bf16", &["bfloat16"]),
+];
 /// Short names of keys, as torch has them. They are flags; elsewhere the key is named to who writes one.
 pub const KEY_ALIASES: &[(&str, &str)] = &[("lr", "learning_rate"), ("wd", "weight_decay")];
 /// What a shard can do with contributions.

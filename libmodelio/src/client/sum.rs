@@ -1,7 +1,7 @@
 //! Adding up one block of several contributions before it crosses the network: the lower of the two levels.
 //!
-//! Sums are made in fp32, in the order of the contributions, and stay fp32 on the wire where the model has half
-//! precision: nothing is rounded twice. The loops are plain; compilers vectorise them, and memory bounds them.
+//! Sums are made in fp32 (of f64: in f64), in the order of the contributions, and stay fp32 on the wire where the model
+//! has half precision: nothing is rounded twice. The loops are plain; compilers vectorise them, and memory bounds them.
 
 use std::ops::Range;
 
@@ -103,6 +103,7 @@ pub fn sum_to(
             let fine = match segment.dtype {
                 DType::F16 => add(here, at == 0, bytes, |b: [u8; 2]| f16::from_le_bytes(b).to_f32()),
                 DType::BF16 => add(here, at == 0, bytes, |b: [u8; 2]| bf16::from_le_bytes(b).to_f32()),
+                DType::F64 => add_doubles(here, at == 0, bytes),
                 _ => add(here, at == 0, bytes, f32::from_le_bytes),
             };
             if check && !fine {
@@ -136,12 +137,28 @@ fn add<const N: usize>(sums: &mut [u8], first: bool, bytes: &[u8], widen: impl F
     fine
 }
 
+/// As [`add`], of f64 in f64.
+fn add_doubles(sums: &mut [u8], first: bool, bytes: &[u8]) -> bool {
+    let mut fine = true;
+    for (sum, element) in sums.as_chunks_mut::<8>().0.iter_mut().zip(bytes.as_chunks::<8>().0) {
+        let value = f64::from_le_bytes(*element);
+        fine &= value.is_finite();
+        *sum = (if first { value } else { f64::from_le_bytes(*sum) + value }).to_le_bytes();
+    }
+    fine
+}
+
 /// Whether a whole block holds only finite numbers.
 pub fn is_finite(layout: &ModelLayout, block: BlockId, bytes: &[u8]) -> bool {
     let start = layout.block_bytes(block).start;
     layout.segments(block).iter().all(|segment| {
         let bytes = &bytes[(segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize];
         match segment.dtype {
+            DType::F64 => bytes
+                .as_chunks::<8>()
+                .0
+                .iter()
+                .fold(true, |fine, b| fine & f64::from_le_bytes(*b).is_finite()),
             DType::F32 => bytes
                 .as_chunks::<4>()
                 .0
@@ -202,6 +219,20 @@ mod tests {
             of(&[parts[1], parts[0], parts[2]], &[first, whole, second]),
             bytes(&[1.0, 1.0, 3.0, 1.0])
         );
+    }
+
+    #[test]
+    fn sums_of_doubles_are_doubles_beside_wide_halves() {
+        let tensors = vec![("d".into(), DType::F64, vec![1]), ("h".into(), DType::BF16, vec![2])];
+        let layout = ModelLayout::new(tensors, 64 << 10).unwrap();
+        let part =
+            |d: f64| [&d.to_le_bytes()[..], &bf16::ONE.to_le_bytes(), &bf16::ONE.to_le_bytes()].concat();
+        let (a, b) = (part(1.0), part(1e-12));
+        let mut out = Vec::new();
+        assert_eq!(sum(&layout, BlockId(0), &[&a, &b], (false, &[]), true, &mut out), Ok(true));
+        assert_eq!(out, [&(1.0 + 1e-12f64).to_le_bytes()[..], &bytes(&[2.0, 2.0])].concat());
+        let bad = part(f64::INFINITY);
+        assert_eq!(sum(&layout, BlockId(0), &[&a, &bad], (false, &[]), true, &mut out), Err(1));
     }
 
     #[test]

@@ -16,15 +16,38 @@ pub type Raw = [u8; 64];
 /// Sixteen half-precision values as bytes, at any address.
 pub type RawHalf = [u8; 32];
 
-/// Sixteen fp32 lanes in registers.
-pub trait Line:
+/// What arithmetic is written over: several numbers of one type.
+pub trait Lanes:
     Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self>
 {
+    /// The type of each.
+    type Scalar: Scalar;
     /// The same value in all lanes.
-    fn splat(value: f32) -> Self;
+    fn splat(value: Self::Scalar) -> Self;
     /// Square root of each lane.
     fn sqrt(self) -> Self;
+}
 
+/// A type that constants are rounded to.
+pub trait Scalar: Copy {
+    /// A hyper-parameter, which is fp32, as arithmetic of this precision means it.
+    fn meant(value: f32) -> f64;
+    /// The nearest value.
+    fn nearest(value: f64) -> Self;
+}
+
+impl Scalar for f32 {
+    fn meant(value: f32) -> f64 {
+        f64::from(value)
+    }
+
+    fn nearest(value: f64) -> f32 {
+        value as f32
+    }
+}
+
+/// Sixteen fp32 lanes in registers.
+pub trait Line: Lanes<Scalar = f32> {
     fn load(src: &Raw) -> Self;
     fn load_f16(src: &RawHalf) -> Self;
     fn load_bf16(src: &RawHalf) -> Self;
@@ -89,7 +112,9 @@ macro_rules! lanewise {
 }
 lanewise!(Add add +, Sub sub -, Mul mul *, Div div /);
 
-impl Line for Portable {
+impl Lanes for Portable {
+    type Scalar = f32;
+
     #[inline(always)]
     fn splat(value: f32) -> Self {
         Self([value; LANES])
@@ -99,7 +124,9 @@ impl Line for Portable {
     fn sqrt(self) -> Self {
         Self(self.0.map(f32::sqrt))
     }
+}
 
+impl Line for Portable {
     #[inline(always)]
     fn load(src: &Raw) -> Self {
         Self(from_fn(|i| f32::from_le_bytes([src[4 * i], src[4 * i + 1], src[4 * i + 2], src[4 * i + 3]])))

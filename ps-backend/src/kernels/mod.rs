@@ -6,9 +6,10 @@
 //! then memory: 8 bytes moved for each fp32 weight with `sum` and `sgd`, 24 with `adam`.
 //!
 //! Everything is written once over [`line::Line`] and compiled for several instruction sets, chosen at
-//! run time in [`level`]. Results are the same bit for bit (but for which NaN a NaN is) whatever the
+//! run time in [`level`]. Doubles have plain loops over [`double::Eight`], compiled for the same sets. Results are the same bit for bit (but for which NaN a NaN is) whatever the
 //! instruction set, address or length: sources are added in the given order, and nothing is fused.
 
+mod double;
 mod level;
 mod line;
 mod ops;
@@ -21,6 +22,7 @@ pub use level::{Level, with_level};
 
 use crate::reducer::{Reducer, Step};
 use level::dispatch;
+use line::Scalar;
 use ops::Op;
 use pass::{bytes, bytes_mut};
 
@@ -29,6 +31,8 @@ const _: () = assert!(cfg!(target_endian = "little"), "wire bytes are used as th
 /// Element type of a segment as it travels and as `weights` shows it; little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Wire {
+    /// IEEE binary64.
+    F64,
     /// IEEE binary32.
     F32,
     /// IEEE binary16.
@@ -42,9 +46,28 @@ impl Wire {
     #[inline]
     pub fn size(self) -> usize {
         match self {
+            Self::F64 => 8,
             Self::F32 => 4,
             Self::F16 | Self::BF16 => 2,
         }
+    }
+
+    /// Values of 32 bits that an element takes in accumulators, masters and optimizer state.
+    #[inline]
+    pub fn words(self) -> usize {
+        if self == Self::F64 { 2 } else { 1 }
+    }
+
+    /// Whether its arithmetic is wider than itself, so that its weights have masters.
+    #[inline]
+    pub fn is_half(self) -> bool {
+        matches!(self, Self::F16 | Self::BF16)
+    }
+
+    /// What its sums, masters and optimizer state are.
+    #[inline]
+    pub fn wide(self) -> Self {
+        if self == Self::F64 { Self::F64 } else { Self::F32 }
     }
 }
 
@@ -53,7 +76,7 @@ impl Wire {
 pub enum Source<'a> {
     /// Bytes of the segment's [`Wire`] type, at any address.
     Wire(&'a [u8]),
-    /// An fp32 accumulator, as [`fold`] makes it.
+    /// An accumulator, as [`fold`] makes it: fp32, or of F64 elements the bytes of an f64 in two values each.
     Acc(&'a [f32]),
 }
 
@@ -61,7 +84,7 @@ impl Source<'_> {
     fn elements(&self, wire: Wire) -> usize {
         match self {
             Self::Wire(src) => elements(wire, src),
-            Self::Acc(acc) => acc.len(),
+            Self::Acc(acc) => acc.len() / wire.words(),
         }
     }
 }
@@ -72,9 +95,9 @@ pub struct Input<'a> {
     /// Weights in the segment's wire type, at any address.
     pub weights: &'a [u8],
     /// fp32 master of half-precision weights. Without one the weights are widened and rounded again at
-    /// each step; F32 has none.
+    /// each step; F32 and F64 have none.
     pub master: Option<&'a [f32]>,
-    /// Optimizer state; what the reducer does not have is empty.
+    /// Optimizer state; what the reducer does not have is empty. Of F64, the bytes of f64.
     pub slots: [&'a [f32]; 2],
 }
 
@@ -104,7 +127,7 @@ fn elements(wire: Wire, bytes: &[u8]) -> usize {
 
 /// Compute the next version of a segment: `output = reducer(input, sum of sources)`.
 ///
-/// Sources are summed in fp32 in the order given; none at all is a zero gradient, with which optimizers
+/// Sources are summed in fp32 (F64 in f64) in the order given; none at all is a zero gradient, with which optimizers
 /// still decay and step. `assign` takes the last source, bytes as they are, and without one keeps the
 /// weights.
 ///
@@ -124,37 +147,77 @@ pub fn apply(
     let n = elements(wire, input.weights);
     assert_eq!(output.weights.len(), input.weights.len(), "output weights");
     assert!(sources.iter().all(|source| source.elements(wire) == n), "a source is not of {n} elements");
-    assert!(wire != Wire::F32 || input.master.is_none(), "F32 weights are their own master");
+    assert!(wire.is_half() || input.master.is_none(), "{wire:?} weights are their own master");
     assert_eq!(input.master.map(<[f32]>::len), output.master.as_ref().map(|out| out.len()), "masters");
     assert!(input.master.is_none_or(|master| master.len() == n), "the master is not of {n} elements");
     for slot in 0..2 {
-        let want = if slot < step.reducer.state_slots() { n } else { 0 };
+        let want = if slot < step.reducer.state_slots() { n * wire.words() } else { 0 };
         assert_eq!((input.slots[slot].len(), output.slots[slot].len()), (want, want), "slot {slot}");
     }
 
-    let h = &step.hyper;
     let finite = match step.reducer {
         Reducer::Assign => return assign(wire, sources, input, output, check),
-        Reducer::Sum if h.carry == 0.0 && !sources.is_empty() => {
-            reduce(ops::Replace, wire, sources, input, output)
-        }
-        Reducer::Sum => reduce(ops::Sum { carry: h.carry }, wire, sources, input, output),
-        Reducer::Sgd => reduce(ops::Sgd::new(step), wire, sources, input, output),
-        Reducer::Momentum | Reducer::Nesterov => {
-            let nesterov = step.reducer == Reducer::Nesterov;
-            if step.t <= 1 {
-                reduce(ops::Momentum::<true>::new(step, nesterov), wire, sources, input, output)
-            } else {
-                reduce(ops::Momentum::<false>::new(step, nesterov), wire, sources, input, output)
-            }
-        }
-        Reducer::Adam => reduce(ops::Adam::new(step, false), wire, sources, input, output),
-        Reducer::AdamW => reduce(ops::Adam::new(step, true), wire, sources, input, output),
+        _ if wire == Wire::F64 => optimize(step, Doubles(sources, input, output), !sources.is_empty()),
+        _ => optimize(step, Floats(wire, sources, input, output), !sources.is_empty()),
     };
     finite || !check
 }
 
-fn reduce<O: Op>(op: O, wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'_>) -> bool {
+/// What one reduction reads and writes, waiting for its arithmetic.
+trait Operands<S> {
+    /// Returns whether all sources were finite.
+    fn reduce(self, op: impl Op<Scalar = S>) -> bool;
+}
+
+fn optimize<S: Scalar>(step: &Step, operands: impl Operands<S>, any: bool) -> bool {
+    match step.reducer {
+        Reducer::Sum if step.hyper.carry == 0.0 && any => operands.reduce(ops::Replace::new()),
+        Reducer::Sum => operands.reduce(ops::Sum::new(step)),
+        Reducer::Sgd => operands.reduce(ops::Sgd::new(step)),
+        Reducer::Momentum | Reducer::Nesterov => {
+            let nesterov = step.reducer == Reducer::Nesterov;
+            if step.t <= 1 {
+                operands.reduce(ops::Momentum::<_, true>::new(step, nesterov))
+            } else {
+                operands.reduce(ops::Momentum::<_, false>::new(step, nesterov))
+            }
+        }
+        Reducer::Adam => operands.reduce(ops::Adam::new(step, false)),
+        Reducer::AdamW => operands.reduce(ops::Adam::new(step, true)),
+        Reducer::Assign => operands.reduce(ops::Replace::new()),
+    }
+}
+
+struct Floats<'a>(Wire, &'a [Source<'a>], Input<'a>, Output<'a>);
+
+impl Operands<f32> for Floats<'_> {
+    fn reduce(self, op: impl Op<Scalar = f32>) -> bool {
+        reduce(op, self.0, self.1, self.2, self.3)
+    }
+}
+
+struct Doubles<'a>(&'a [Source<'a>], Input<'a>, Output<'a>);
+
+impl Operands<f64> for Doubles<'_> {
+    fn reduce(self, op: impl Op<Scalar = f64>) -> bool {
+        let Doubles(sources, input, output) = self;
+        let [slot0, slot1] = output.slots;
+        dispatch(double::Reduce {
+            op,
+            sources,
+            weights: (input.weights, output.weights),
+            slots: [(bytes(input.slots[0]), bytes_mut(slot0)), (bytes(input.slots[1]), bytes_mut(slot1))],
+        })
+    }
+}
+
+fn reduce<O: Op<Scalar = f32>>(
+    op: O,
+    wire: Wire,
+    sources: &[Source<'_>],
+    input: Input<'_>,
+    output: Output<'_>,
+) -> bool {
     let plain = |i: usize| match sources[i] {
         Source::Wire(source) => source,
         Source::Acc(source) => bytes(source),
@@ -168,7 +231,7 @@ fn reduce<O: Op>(op: O, wire: Wire, sources: &[Source<'_>], input: Input<'_>, ou
     }
 }
 
-fn reduce_as<O: Op, const N: usize>(
+fn reduce_as<O: Op<Scalar = f32>, const N: usize>(
     op: O,
     wire: Wire,
     sources: &[Source<'_>],
@@ -214,7 +277,12 @@ fn assign(wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'
             }
         }
         Some(Source::Acc(_)) => {
-            let fine = reduce(ops::Replace, wire, &sources[sources.len() - 1..], input, output);
+            let last = &sources[sources.len() - 1..];
+            let fine = if wire == Wire::F64 {
+                Doubles(last, input, output).reduce(ops::Replace::new())
+            } else {
+                reduce(ops::Replace::new(), wire, last, input, output)
+            };
             finite &= fine || !check;
         }
     }
@@ -228,18 +296,21 @@ fn assign(wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'
 pub fn sources_are_finite(wire: Wire, sources: &[Source<'_>]) -> bool {
     sources.iter().all(|source| match source {
         Source::Wire(src) => all_finite(wire, src),
-        Source::Acc(acc) => all_finite(Wire::F32, bytes(acc)),
+        Source::Acc(acc) => all_finite(wire.wide(), bytes(acc)),
     })
 }
 
-/// Add (or, when `first`, store) wire bytes into an fp32 accumulator.
+/// Add (or, when `first`, store) wire bytes into an accumulator.
 ///
 /// Returns whether every element was finite, or true if not asked to `check`.
 ///
 /// # Panics
 /// If the lengths disagree.
 pub fn fold(wire: Wire, src: &[u8], acc: &mut [f32], first: bool, check: bool) -> bool {
-    assert_eq!(elements(wire, src), acc.len(), "accumulator");
+    assert_eq!(elements(wire, src) * wire.words(), acc.len(), "accumulator");
+    if wire == Wire::F64 {
+        return dispatch(double::Fold { src, acc: bytes_mut(acc), first }) || !check;
+    }
     dispatch(pass::Fold { wire, src, acc: bytes_mut(acc), first }) || !check
 }
 
@@ -268,10 +339,13 @@ pub fn stream_copy(src: &[u8], dst: &mut [u8]) {
 pub fn copy_checked(wire: Wire, src: &[u8], dst: &mut [u8]) -> bool {
     assert_eq!(src.len(), dst.len(), "copy");
     elements(wire, src);
+    if wire == Wire::F64 {
+        return dispatch(double::Fold { src, acc: dst, first: true });
+    }
     if wire != Wire::F32 {
         // Widened and narrowed again, which changes no finite number: each byte is read once.
         return dispatch(pass::Reduce::<_, 0> {
-            op: ops::Replace,
+            op: ops::Replace::new(),
             wire,
             sources: &[Source::Wire(src)],
             plain: [],
@@ -290,5 +364,8 @@ pub fn copy_checked(wire: Wire, src: &[u8], dst: &mut [u8]) -> bool {
 /// If the bytes are not whole elements.
 pub fn all_finite(wire: Wire, src: &[u8]) -> bool {
     elements(wire, src);
-    dispatch(pass::Finite { wire, src })
+    match wire {
+        Wire::F64 => dispatch(double::Finite { src }),
+        _ => dispatch(pass::Finite { wire, src }),
+    }
 }

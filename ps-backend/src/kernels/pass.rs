@@ -111,6 +111,8 @@ fn line<const N: usize, L>(src: &[u8], piece: Piece, load: impl Fn(&[u8; N]) -> 
 #[inline(always)]
 fn get<L: Line>(wire: Wire, src: &[u8], piece: Piece) -> L {
     match wire {
+        // Doubles have passes of their own; see `apply` and its like.
+        Wire::F64 => unreachable!(),
         Wire::F32 => line(src, piece, L::load),
         Wire::F16 => line(src, piece, L::load_f16),
         Wire::BF16 => line(src, piece, L::load_bf16),
@@ -189,7 +191,7 @@ pub struct Reduce<'a, O, const N: usize> {
     pub staged: RawHalf,
 }
 
-impl<O: Op, const N: usize> Pass for Reduce<'_, O, N> {
+impl<O: Op<Scalar = f32>, const N: usize> Pass for Reduce<'_, O, N> {
     fn split(&self) -> Split {
         let [(_, slot0), (_, slot1)] = &self.slots;
         let outputs = [
@@ -345,4 +347,4 @@ macro_rules! jobs {
         }
     )*};
 }
-jobs!([O: Op, const N: usize] Reduce<'_, O, N>, [] Fold<'_>, [] Finite<'_>);
+jobs!([O: Op<Scalar = f32>, const N: usize] Reduce<'_, O, N>, [] Fold<'_>, [] Finite<'_>);

@@ -8,7 +8,7 @@
 use std::arch::x86_64::*;
 use std::ops::{Add, Div, Mul, Sub};
 
-use super::line::{INFINITY, Line, MAGNITUDE, Raw, RawHalf};
+use super::line::{INFINITY, Lanes, Line, MAGNITUDE, Raw, RawHalf};
 
 /// One 512-bit register. Needs avx512f.
 #[derive(Clone, Copy)]
@@ -45,7 +45,9 @@ lanewise!(
     Div div _mm512_div_ps _mm256_div_ps
 );
 
-impl Line for Avx512 {
+impl Lanes for Avx512 {
+    type Scalar = f32;
+
     #[inline(always)]
     fn splat(value: f32) -> Self {
         // SAFETY: entered with avx512f.
@@ -57,7 +59,9 @@ impl Line for Avx512 {
         // SAFETY: entered with avx512f.
         Self(unsafe { _mm512_sqrt_ps(self.0) })
     }
+}
 
+impl Line for Avx512 {
     #[inline(always)]
     fn load(src: &Raw) -> Self {
         // SAFETY: entered with avx512f; 64 readable bytes, and the load takes any address.
@@ -175,7 +179,9 @@ impl Avx2 {
     }
 }
 
-impl Line for Avx2 {
+impl Lanes for Avx2 {
+    type Scalar = f32;
+
     #[inline(always)]
     fn splat(value: f32) -> Self {
         // SAFETY: entered with avx2.
@@ -188,7 +194,9 @@ impl Line for Avx2 {
         // SAFETY: entered with avx2.
         unsafe { Self(_mm256_sqrt_ps(self.0), _mm256_sqrt_ps(self.1)) }
     }
+}
 
+impl Line for Avx2 {
     #[inline(always)]
     fn load(src: &Raw) -> Self {
         let src = src.as_ptr().cast::<f32>();

@@ -1,4 +1,4 @@
-//! Sums of contributions: fp32 memory that blocks are stored into, added to and read from.
+//! Sums of contributions: memory of fp32 (for F64 elements: of f64, in two values each) that blocks are stored into, added to and read from.
 //!
 //! Holds `unsafe`; why it is sound is told in the module above. What is there of a block is its owner's: one
 //! thread's while it is added to, nobody's to change while a plan reads it.
@@ -29,7 +29,7 @@ pub struct Accumulator {
 pub enum Payload<'a> {
     /// As it lies in the model.
     Plain(&'a [u8]),
-    /// The same segments in the same order, reducible elements as fp32: sums of several half-precision
+    /// The same segments in the same order, reducible elements as fp32 unless they are F64: sums of several half-precision
     /// contributions lose nothing on their way.
     Wide(&'a [u8]),
 }
@@ -74,7 +74,7 @@ fn segments<'a>(
     layout.segments(block).iter().map(move |segment| {
         let own = wire(segment.dtype);
         let (sent, len) = match (own, payload) {
-            (Some(own), Payload::Wide(_)) => (Some(Wire::F32), element_span(segment, own).len() * 4),
+            (Some(own), Payload::Wide(_)) => (Some(own.wide()), element_span(segment, own).len() * 4),
             _ => (own, span(&segment.bytes).len()),
         };
         let (bytes, others) = rest.split_at(len);
@@ -120,7 +120,7 @@ pub fn wide_len(layout: &ModelLayout, block: BlockId) -> usize {
 /// Whether a payload of `block` is byte for byte what an accumulator holds of it.
 pub fn is_direct(layout: &ModelLayout, block: BlockId, wide: bool) -> bool {
     layout.segments(block).iter().all(|segment| match segment.dtype {
-        DType::F32 => true,
+        DType::F32 | DType::F64 => true,
         other => wide && other.is_reducible(),
     })
 }
@@ -293,7 +293,7 @@ impl Accumulator {
             // SAFETY: passed on to the caller.
             unsafe {
                 let bytes = other.sum.bytes(elements.start * 4..elements.end * 4);
-                kernels::fold(Wire::F32, bytes, self.sum.floats_mut(elements), false, false);
+                kernels::fold(wire.wide(), bytes, self.sum.floats_mut(elements), false, false);
             }
         }
     }

@@ -182,7 +182,7 @@ fn elements_of(segment: &Segment, range: &Range<u64>) -> Option<Segment> {
     let first = range.start.saturating_sub(bytes.start) / size;
     let end = bytes.end.min(bytes.start + range.end.saturating_sub(bytes.start).next_multiple_of(size));
     let start = bytes.start + first * size;
-    (start < end).then(|| Segment { bytes: start..end, element: segment.element + first, ..segment.clone() })
+    (start < end).then(|| segment.cut(start..end))
 }
 
 /// Adds a deferred block of a contribution into the accumulator; stores it if it is the `first`, or if the

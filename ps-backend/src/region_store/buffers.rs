@@ -126,6 +126,7 @@ impl Loading {
 
 pub(super) fn wire(dtype: DType) -> Option<Wire> {
     match dtype {
+        DType::F64 => Some(Wire::F64),
         DType::F32 => Some(Wire::F32),
         DType::F16 => Some(Wire::F16),
         DType::BF16 => Some(Wire::BF16),
@@ -137,8 +138,8 @@ pub(super) fn span(bytes: &Range<u64>) -> Range<usize> {
     bytes.start as usize..bytes.end as usize
 }
 
-/// A segment's elements in fp32 arrays.
+/// A segment's elements in accumulators and states, by values of 32 bits.
 pub(super) fn element_span(segment: &Segment, wire: Wire) -> Range<usize> {
-    let count = (segment.bytes.end - segment.bytes.start) as usize / wire.size();
+    let count = (segment.bytes.end - segment.bytes.start) as usize / wire.size() * wire.words();
     segment.element as usize..segment.element as usize + count
 }

@@ -11,7 +11,7 @@ use libmodelio::layout::ModelLayout;
 use libmodelio::wire::Kept;
 
 use super::{Loading, RegionStore, StateBuffer, VersionBuffer, element_span, wire};
-use crate::kernels::{self, Wire};
+use crate::kernels;
 
 /// The newest version with its masters and optimizer state.
 #[derive(Debug)]
@@ -133,5 +133,5 @@ fn state_bytes(layout: &ModelLayout, block: BlockId) -> Range<usize> {
 /// Whether some of the block's elements have masters.
 fn has_halves(layout: &ModelLayout, block: BlockId) -> bool {
     let mut wires = layout.segments(block).iter().filter_map(|segment| wire(segment.dtype));
-    wires.any(|wire| wire != Wire::F32)
+    wires.any(|wire| wire.is_half())
 }

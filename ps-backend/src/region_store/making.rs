@@ -182,7 +182,7 @@ impl Making {
             let mut aligned = ALIGNED.take();
             // At most one of the parts is wide and half-precision: what others sent before is in a sum.
             let sent = parts.iter().find_map(|part| match part {
-                Part::Sent(Payload::Wide(bytes)) if wire != Wire::F32 => Some(&bytes[wide.clone()]),
+                Part::Sent(Payload::Wide(bytes)) if wire.is_half() => Some(&bytes[wide.clone()]),
                 _ => None,
             });
             let sent = sent.map(|bytes| floats(bytes, &mut aligned));
@@ -253,7 +253,7 @@ impl Making {
         output: &mut [u8],
     ) -> bool {
         let [old, new] = &self.state;
-        let halves = wire != Wire::F32;
+        let halves = wire.is_half();
         let none = || -> &mut [f32] { &mut [] };
         // SAFETY: the old state is immutable while its version is the newest; the new one's elements
         // belong to this thread.
@@ -408,7 +408,7 @@ fn floats<'a>(bytes: &'a [u8], aligned: &'a mut Vec<f32>) -> &'a [f32] {
 
 /// Sets the fp32 master of a half-precision segment from its weights.
 pub(super) fn widen(segment: &Segment, weights: &VersionBuffer, state: &StateBuffer) {
-    let Some(wire) = wire(segment.dtype).filter(|wire| *wire != Wire::F32) else { return };
+    let Some(wire) = wire(segment.dtype).filter(|wire| wire.is_half()) else { return };
     if let Some(master) = &state.master {
         // SAFETY: called while the block belongs to this thread, in both buffers.
         unsafe {

@@ -3,6 +3,7 @@
 #[path = "../embedded/common.rs"]
 #[allow(dead_code)]
 mod common;
+mod doubles;
 mod driver;
 mod moving;
 mod partly;

@@ -13,7 +13,6 @@ use smallvec::SmallVec;
 
 use super::sums::Sums;
 use super::{PartError, PartWork, Payload, check_payload};
-use crate::kernels::{self, Wire};
 use crate::reducer::Reducer;
 use crate::region_store::accumulator::is_direct;
 use crate::region_store::{Making, Part, Written};
@@ -358,7 +357,8 @@ impl Target {
 
     /// The same of a payload of which, with `assign`, only what was `written` counts.
     pub fn complete_written(mut self, written: Option<&[Range<u32>]>) -> bool {
-        let finite = !self.job.check || kernels::all_finite(Wire::F32, self.bytes());
+        let (job, block) = (Arc::clone(&self.job), self.block);
+        let finite = !job.check || Payload::Wide(self.bytes()).is_finite(&job.layout, block);
         if self.job.replaces() {
             self.job.sums.holds_too(self.block, false, written);
         }
