@@ -22,7 +22,7 @@ built on this machine runs in the guest: `{gradfs_binary()}` is its path there, 
 their kind, which finds no trace of the one before.
 
 Setting up takes a minute and downloads, once. Where that cannot be had, these tests are skipped with the reason. All of
-them together have GRADFS_RDMA_VM_BUDGET seconds (1080) from when the first one begins: what is under way then fails, and so
+them together have GRADFS_RDMA_VM_BUDGET seconds (780) from when the first one begins: what is under way then fails, and so
 does what is left.
 """
 
@@ -52,7 +52,7 @@ OUT_OF_TIME = 124
 CRASHED = 125
 
 SETUP_DEADLINE = 1800
-BUDGET = float(os.environ.get("GRADFS_RDMA_VM_BUDGET", 1080))
+BUDGET = float(os.environ.get("GRADFS_RDMA_VM_BUDGET", 780))
 
 
 @dataclass(frozen=True)

@@ -185,4 +185,5 @@ def test_a_dry_run_shows_what_a_model_takes_and_mounts_nothing(gradfs, tmp_path)
         done = gradfs("up", *dry_run, "--size", size, "--reducer", "adam", "--retain", "0", "--learners", "9", mnt)
         assert done.returncode == 1 and "not enough memory" in done.stderr, done
         assert not os.path.ismount(mnt)
+        assert ("GiB" in done.stdout) == bool(dry_run), "what it takes is shown also where there is too little"
     assert "versions " in done.stderr and "staging " in done.stderr and "--dry-run" in done.stderr, done

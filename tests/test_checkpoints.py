@@ -30,11 +30,13 @@ def checkpoint(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("what", ["directory", "index"])
+@pytest.mark.parametrize("what", ["directory", "index", "other_index"])
 @pytest.mark.also_on_network
 def test_a_checkpoint_of_several_files_is_one_model(start_mount, checkpoint, what):
     """With its files one behind the other, in the order of their names."""
-    mount = start_mount(model=checkpoint if what == "directory" else checkpoint / INDEX, name="tiny")
+    if what == "other_index":
+        (checkpoint / INDEX).rename(checkpoint / "diffusion_pytorch_model.safetensors.index.json")
+    mount = start_mount(model=checkpoint / INDEX if what == "index" else checkpoint, name="tiny")
     assert mount.weights() == values(0, 24).tobytes()
     assert (np.load(mount.model / "tensors/a.npy") == values(16, 8).reshape(2, 4)).all()
 
@@ -85,7 +87,7 @@ def damaged(checkpoint, fault):
     ("unlisted", [PARTS[0], '"y"', "the index does not have there"]),
     ("outside", ["../other.safetensors", "no file beside it"]),
     ("no_file", [PARTS[1], "No such file"]),
-    ("no_index", ["2 safetensors files", INDEX, "name one"]),
+    ("no_index", ["2 safetensors files of one model", INDEX, "copy the checkpoint again"]),
     ("no_map", [INDEX, "weight_map"]),
 ])
 def test_a_checkpoint_that_is_not_whole_is_refused(gradfs, checkpoint, tmp_path, fault, words):

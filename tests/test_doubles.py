@@ -55,7 +55,7 @@ def test_f64_models_train_in_double_precision(start_mount, model):
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_f64_models_train_in_double_precision_on_a_network(cluster, model, transport):
+def test_f64_models_train_in_double_precision__on_a_network(cluster, model, transport):
     one = cluster(2)
     one.create("m", model=model, reducer="sum", learners=2, block_size="64KiB")
     train([one.mount(transport=transport) for _ in "ab"])

@@ -50,18 +50,34 @@ impl Checkpoint {
         }
         let shown = path.display();
         let failed = |error| Error::new(format!("cannot read {shown}")).caused_by(error);
-        let mut found = Vec::new();
+        let (mut found, mut indices) = (Vec::new(), Vec::new());
         for entry in path.read_dir().map_err(failed)? {
             let file = entry.map_err(failed)?.path();
-            if file.extension() == Some(OsStr::new("safetensors")) {
+            if is_index(&file) {
+                indices.push(file);
+            } else if file.extension() == Some(OsStr::new("safetensors")) {
                 found.push(file);
             }
         }
-        match found.len() {
-            0 => Err(Error::new(format!("there is no safetensors file in {shown}"))),
-            1 => Ok(Checkpoint::single(found.remove(0))),
-            several => Err(Error::new(format!("{shown} has {several} safetensors files, and no {INDEX}"))
-                .hint("name one of them")),
+        if let [index] = &indices[..] {
+            return Checkpoint::indexed(index);
+        }
+        let is_part = |file: &PathBuf| file.to_string_lossy().contains("-of-");
+        match (indices.len(), found.len()) {
+            (0, 0) => Err(Error::new(format!("there is no safetensors file in {shown}"))),
+            (0, 1) => Ok(Checkpoint::single(found.remove(0))),
+            (0, several) if found.iter().all(is_part) => Err(Error::new(format!(
+                "{shown} has {several} safetensors files of one model, and no {INDEX}"
+            ))
+            .hint("copy the checkpoint again, with its index")),
+            (0, several) => {
+                Err(Error::new(format!("{shown} has {several} safetensors files, and no {INDEX}"))
+                    .hint("name one of them"))
+            }
+            (several, _) => {
+                Err(Error::new(format!("{shown} has the indices of {several} models"))
+                    .hint("name one of them"))
+            }
         }
     }
 

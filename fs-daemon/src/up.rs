@@ -43,6 +43,9 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
     })
 }
 
+/// Bytes of a model up to which `--dry-run` makes its table of blocks to show what it takes, whatever memory there is.
+const MOST_SHOWN: u64 = 1 << 40;
+
 /// Shows what the models would take of this machine's memory, and what there is of it.
 ///
 /// # Errors
@@ -51,8 +54,11 @@ pub fn dry_run(config: &UpConfig) -> Result<(), Error> {
     let controls = config.controls()?;
     let mut needed = 0u64;
     for ModelSpec { name, source } in &config.models {
-        if let ModelSource::Blank { bytes, .. } = source {
-            memory::check_size(name, *bytes, &controls)?;
+        match source {
+            ModelSource::Blank { bytes, .. } if *bytes > MOST_SHOWN => {
+                memory::check_size(name, *bytes, &controls)?;
+            }
+            _ => {}
         }
         let source = Source::open(name, source, config.block_size)?;
         source.check_types(name, &controls)?;
@@ -69,7 +75,7 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
     let memory = |error: std::io::Error| {
         Error::new(format!("model {name}: not enough memory"))
             .caused_by(error)
-            .hint("a model takes its size at least twice, and optimizer state twice more per moment")
+            .hint("`gradfs up --dry-run` shows what the model takes, and what there is")
     };
     if let ModelSource::Blank { bytes, .. } = &spec.source {
         memory::check_size(name, *bytes, controls)?;

@@ -40,8 +40,8 @@ impl Access {
             };
         };
         let bits = match file {
-            // The owner may always make learners; that of others is what the mask is about.
             Use::Dir => 0o755,
+            // The mask decides who makes learners.
             Use::Learners => 0o777,
             Use::Read => 0o444,
             Use::Shared | Use::Contribute => 0o666,

@@ -112,10 +112,10 @@ const WIDER: [(u64, &str); 4] = [(16, "complex128"), (8, "float64"), (4, "float3
 
 /// What kind of array may have been too long.
 fn past_end(layout: &ModelLayout, offset: u64, end: u64, size: u64) -> String {
-    let Some(dtype) = layout.tensors().first().map(|tensor| tensor.dtype) else { return String::new() };
-    let Some(own) =
-        dtype.size_bytes().filter(|_| layout.tensors().iter().all(|tensor| tensor.dtype == dtype))
-    else {
+    // That of what is trained: counters beside it are of no interest.
+    let mut trained = layout.tensors().iter().map(|tensor| tensor.dtype).filter(|dtype| dtype.is_reducible());
+    let Some(dtype) = trained.next() else { return String::new() };
+    let Some(own) = dtype.size_bytes().filter(|_| trained.all(|other| other == dtype)) else {
         return String::new();
     };
     let (written, room) = (end - offset, size.saturating_sub(offset));
@@ -125,9 +125,14 @@ fn past_end(layout: &ModelLayout, offset: u64, end: u64, size: u64) -> String {
             ": that is an array of {name}, {}x the size; the model is {dtype}, convert the array first",
             bytes / own as u64
         ),
-        None => format!(
-            "; the model is {dtype}, {own} bytes an element: is the array of a wider type, or of another model?"
-        ),
+        // The kernel cuts long arrays, so this may be a piece of one.
+        None => match WIDER.iter().rev().find(|(bytes, _)| *bytes > own as u64) {
+            Some((bytes, name)) => format!(
+                "; the model is {dtype}, {own} bytes an element: an array of {name} is {}x the size, convert it first",
+                bytes / own as u64
+            ),
+            None => format!("; the model is {dtype}, {own} bytes an element"),
+        },
     }
 }
 
@@ -231,6 +236,6 @@ mod tests {
         assert!(says(0, 1 << 13).contains("float64, 2x the size; the model is F32"));
         assert!(says(1 << 11, (1 << 11) + (1 << 12)).contains("float64"), "of what is left");
         assert!(says(0, 5000).contains("F32, 4 bytes an element"));
-        assert!(says(1 << 12, 1 << 13).contains("wider type"));
+        assert!(says(1 << 12, 1 << 13).contains("an array of float64 is 2x the size"), "a piece of one");
     }
 }
