@@ -1,11 +1,14 @@
-"""What models are loaded from: Hugging Face checkpoints, whose several files are one model and whose directory names it, and
-tensors of types that no reducer takes."""
+"""What models are loaded from: Hugging Face checkpoints, whose several files are one model and whose directory names it,
+tensors whose names are paths, and tensors of types that no reducer takes."""
 
+import errno
 import json
+import mmap
+import os
 
 import numpy as np
 import pytest
-from filetools import write_safetensors
+from filetools import eventually, raises, write_safetensors
 from refusals import refused_up, safetensors, tensor
 
 INDEX = "model.safetensors.index.json"
@@ -99,6 +102,146 @@ def test_a_checkpoint_that_is_not_whole_is_refused__and_a_directory_without_one(
     empty = tmp_path / "empty"
     empty.mkdir()
     refused_up(gradfs, tmp_path, empty, words=["there is no safetensors file in", str(empty)], code=1)
+
+
+NESTED = {"encoder/0/weight": (30, 1000), "head": (50,), "encoder/0/bias": (1000,), "encoder/1/weight": (7,), "encoder": (3,)}
+TREE = {
+    "": (["encoder"], ["encoder.npy", "head.npy"]),
+    "encoder": (["0", "1"], []),
+    "encoder/0": ([], ["bias.npy", "weight.npy"]),
+    "encoder/1": ([], ["weight.npy"]),
+}
+
+
+@pytest.fixture
+def nested(start_mount, tmp_path):
+    """Starts a mount of these tensors; gives it with their values, which count up, and where each of them begins."""
+
+    def start(**options):
+        tensors, offsets, at = {}, {}, 0
+        for name, shape in NESTED.items():
+            tensors[name], offsets[name] = values(at, int(np.prod(shape))).reshape(shape), 4 * at
+            at += tensors[name].size
+        path = tmp_path / "nested.safetensors"
+        write_safetensors(path, {name: ("F32", value.shape, value.tobytes()) for name, value in tensors.items()})
+        return start_mount(model=path, **{"reducer": "sum", "timeout": 20, **options}), tensors, offsets
+
+    return start
+
+
+def check_tree(top, expected):
+    """Names, kinds, links and modes, `.` and `..`, and what the tensors hold."""
+    found = {os.path.relpath(path, top): (sorted(dirs), sorted(files)) for path, dirs, files in os.walk(top)}
+    assert {"" if path == "." else path: inside for path, inside in found.items()} == TREE
+    inodes = set()
+    for path, (dirs, files) in TREE.items():
+        stat = (top / path).stat()
+        assert (oct(stat.st_mode), stat.st_nlink) == (oct(0o40755), 2 + len(dirs)), path
+        inodes.add(stat.st_ino)
+        for name in dirs:
+            assert os.path.samestat((top / path / name / "..").stat(), stat)
+        for name in files:
+            stat = (top / path / name).stat()
+            assert (oct(stat.st_mode), stat.st_nlink) == (oct(0o100444), 1), name
+            inodes.add(stat.st_ino)
+    assert len(inodes) == len(TREE) + len(expected)
+    for name, value in expected.items():
+        assert np.array_equal(np.load(top / f"{name}.npy"), value), name
+        assert np.array_equal(np.load(top / f"{name}.npy", mmap_mode="r"), value), name
+    for name in ("0", "encoder/head.npy", "encoder/0.npy", "encoder/0/weight", "encoder/2", "weight.npy"):
+        assert not (top / name).exists(), name
+    return inodes
+
+
+@pytest.mark.also_on_network
+def test_tensor_names_with_slashes_are_directories(nested):
+    mount, tensors, offsets = nested()
+    top = mount.model / "tensors"
+    at_start = check_tree(top, tensors)
+    check_tree(mount.model / "versions/0/tensors", tensors)
+    # What is mapped keeps its version, and so does a directory that is open.
+    name, before = "encoder/0/weight", {name: value.copy() for name, value in tensors.items()}
+    mapped = np.load(top / f"{name}.npy", mmap_mode="r")
+    held = [os.open(where / "encoder/0", os.O_RDONLY) for where in (top, mount.model / "versions/0/tensors")]
+    inodes = [at_start]
+    for version in (1, 2):
+        mount.contribute(np.ones(NESTED[name], "<f4"), offsets[name])
+        mount.catch_up()
+        tensors[name] += 1
+        assert np.array_equal(np.load(top / f"{name}.npy"), tensors[name])
+        assert np.array_equal(mapped, before[name])
+        inodes.append(check_tree(top, tensors))
+        inodes.append(check_tree(mount.model / f"versions/{version}/tensors", tensors))
+    check_tree(mount.model / "versions/1/tensors", {**tensors, name: tensors[name] - 1})
+    assert len(set.union(*inodes)) == sum(map(len, inodes)), "inodes of one version are those of another"
+    eventually(lambda: not (mount.model / "versions/0").exists())
+    for fd in held:
+        assert sorted(os.listdir(fd)) == ["bias.npy", "weight.npy"]
+    with open(os.open("weight.npy", os.O_RDONLY, dir_fd=held[1]), "rb") as file:
+        assert np.array_equal(np.load(file), before[name])
+    for fd in held:
+        os.close(fd)
+    with raises(errno.EPERM):
+        (top / "encoder/2").mkdir()
+    with raises(errno.EACCES):
+        open(top / "head.npy", "r+b")
+
+
+@pytest.mark.also_on_network
+def test_tensor_names_with_slashes_are_directories__and_are_trained(nested):
+    """By writers and by mappings; patterns of frozen tensors go by the whole name, and `*` goes past a slash."""
+    mount, tensors, offsets = nested(frozen=["enc*/weight"])
+    size = sum(value.nbytes for value in tensors.values())
+    fd = os.open(mount.model / "gradients", os.O_RDWR)
+    mapping = mmap.mmap(fd, size)
+    mapping[:] = np.ones(size // 4, "<f4").tobytes()
+    os.fsync(fd)
+    mapping.close()
+    os.close(fd)
+    mount.contribute(np.ones(1000, "<f4"), offsets["encoder/0/bias"])
+    mount.catch_up()
+    for name, more in [("head", 1), ("encoder", 1), ("encoder/0/bias", 2)]:
+        tensors[name] += more
+    check_tree(mount.model / "tensors", tensors)
+    with raises(errno.EINVAL):
+        mount.control("frozen", "weight")
+    mount.control("frozen", "encoder/?/bias")
+    mount.contribute(np.ones(size // 4, "<f4"))
+    mount.catch_up()
+    for name in set(tensors) - {"encoder/0/bias"}:
+        tensors[name] += 1
+    check_tree(mount.model / "tensors", tensors)
+
+
+def test_tensor_names_with_slashes_are_directories__that_hold_no_version(nested):
+    mount, tensors, _ = nested(max_versions=4, timeout=2)
+    for step in range(8):
+        check_tree(mount.model / "tensors", {name: value + step for name, value in tensors.items()})
+        mount.contribute(np.ones(sum(value.size for value in tensors.values()), "<f4"))
+        mount.catch_up()
+    eventually(lambda: len(mount.status()["versions_in_memory"]) <= 2)
+
+
+@pytest.mark.parametrize(("names", "words"), [
+    (["a//b"], ['"a//b"', "two in a row"]),
+    (["/a"], ['"/a"', "begins or ends with '/'"]),
+    (["a/"], ['"a/"', "begins or ends with '/'"]),
+    (["a/./b"], ['"a/./b"', "path component"]),
+    (["a/../../b"], ['"a/../../b"', "path component"]),
+    (["a/b\0"], ["NUL"]),
+    (["a/" + "n" * 252], ["nnn", "251"]),
+    (["n" * 256 + "/a"], ["nnn", "255"]),
+    (["n/" * 1024 + "a"], ["n/n/n", "2048"]),
+    (["a.npy/x", "a"], ['"a"', '"a.npy/x"', '"a.npy"']),
+    (["b/a", "b/a.npy/c/d"], ['"b/a"', '"b/a.npy/c/d"']),
+], ids=lambda value: "-".join(value)[:12].replace("/", "+").replace("\0", "0"))
+def test_tensor_names_that_are_no_paths_are_refused(gradfs, tmp_path, names, words):
+    model = tmp_path / "model.safetensors"
+    write_safetensors(model, {name: ("F32", (4,), bytes(16)) for name in names})
+    refused_up(gradfs, tmp_path, model, words=[*words, "rename"], code=1)
+    # Nor do they get into a registry, whether there is one or not.
+    done = gradfs("create", "nested", "--model", model, "--registry", "127.0.0.1:9")
+    assert done.returncode != 0 and all(word in done.stderr for word in [*words, "rename"]), done.stderr
 
 
 def test_tensors_that_cannot_be_trained_are_named(start_mount, gradfs, tmp_path):

@@ -11,8 +11,12 @@ pub use crate::dtype::{DType, UnknownDType};
 use crate::ids::BlockId;
 use crate::safetensors_file::{MAX_HEADER_BYTES, header_bytes};
 
+mod names;
 mod part;
 
+pub use names::MAX_DIRECTORIES;
+use names::index_names;
+pub(crate) use names::{check_name, shown};
 pub use part::PartLayout;
 
 /// Smallest block, in bytes.
@@ -25,8 +29,8 @@ pub const MAX_BLOCK_SIZE: u32 = 4 << 20;
 pub const MAX_TENSORS: usize = 1 << 20;
 /// Most blocks of a model: 16 TiB in blocks of the default size. Its tables take some gigabytes then.
 pub const MAX_BLOCKS: u32 = 1 << 26;
-/// Longest tensor name in bytes: `tensors/<name>.npy` is a file name, and those end at 255.
-pub const MAX_NAME_LEN: usize = 255 - ".npy".len();
+/// Longest tensor name in bytes: `tensors/<name>.npy` is a path, and those end at 4,096 with that of the mount.
+pub const MAX_NAME_LEN: usize = 2048;
 
 /// What of the header size is left to `__metadata__`, which the layout does not know.
 const METADATA_ROOM: usize = 1 << 20;
@@ -41,7 +45,7 @@ pub enum LayoutError {
     /// Tensors, but not one byte in them.
     #[error("the model's tensors hold no bytes: give at least one of them a shape without zeros")]
     Empty,
-    /// A name that cannot be a file name or a safetensors key.
+    /// A name that cannot be a path or a safetensors key.
     #[error("tensor name {name:?} {reason}: rename the tensor")]
     BadName {
         /// The name.
@@ -52,6 +56,19 @@ pub enum LayoutError {
     /// Two tensors of one name.
     #[error("two tensors are named {0:?}: rename one of them")]
     DuplicateName(String),
+    /// One tensor's file would be the directory of another.
+    #[error(
+        "tensor {file:?} is the file \"{file}.npy\", which is a directory of tensor {other:?}: rename one of them"
+    )]
+    FileAndDirectory {
+        /// The tensor whose file it is.
+        file: String,
+        /// The tensor whose directory it is.
+        other: String,
+    },
+    /// More than [`MAX_DIRECTORIES`].
+    #[error("the tensor names make {0} directories, more than {MAX_DIRECTORIES}: use fewer '/' in them")]
+    TooManyDirectories(usize),
     /// Not a power of two in the allowed range.
     #[error(
         "block size {0} is not a power of two from {MIN_BLOCK_SIZE} (64 KiB) to {MAX_BLOCK_SIZE} (4 MiB): \
@@ -360,28 +377,6 @@ pub(crate) fn tensor_bytes(name: &str, dtype: DType, shape: &[usize]) -> Result<
     }
 }
 
-/// Whether `name` can be a file name and a key of a safetensors header.
-pub(crate) fn check_name(name: &str) -> Result<(), LayoutError> {
-    let reason = match name {
-        "" => "is empty",
-        "." | ".." => "is a directory's own name",
-        "__metadata__" => "is what safetensors keeps its metadata under",
-        _ if name.contains('/') => "contains '/', so it cannot be a file name",
-        _ if name.contains('\0') => "contains a NUL byte, so it cannot be a file name",
-        _ if name.len() > MAX_NAME_LEN => "is longer than 251 bytes, so it cannot be a file name",
-        _ => return Ok(()),
-    };
-    Err(LayoutError::BadName { name: shown(name), reason })
-}
-
-/// As much of `text` as a message needs: what a file says may be megabytes long.
-pub(crate) fn shown(text: &str) -> String {
-    match text.char_indices().nth(MAX_NAME_LEN) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
-}
-
 /// Gives every tensor its bytes; returns them with their sum.
 fn place(mut specs: Vec<(String, DType, Vec<usize>)>) -> Result<(Vec<Tensor>, u64), LayoutError> {
     let (mut end, mut aligned) = (0u64, true);
@@ -404,17 +399,6 @@ fn place(mut specs: Vec<(String, DType, Vec<usize>)>) -> Result<(Vec<Tensor>, u6
         tensors.push(Tensor { name, dtype, shape, bytes });
     }
     Ok((tensors, start))
-}
-
-/// Tensor indices by rising name; refuses duplicates.
-fn index_names(tensors: &[Tensor]) -> Result<Vec<u32>, LayoutError> {
-    let name = |index: u32| &tensors[index as usize].name;
-    let mut by_name: Vec<u32> = (0..tensors.len() as u32).collect();
-    by_name.sort_unstable_by(|&a, &b| name(a).cmp(name(b)));
-    match by_name.windows(2).find(|pair| name(pair[0]) == name(pair[1])) {
-        Some(pair) => Err(LayoutError::DuplicateName(name(pair[0]).clone())),
-        None => Ok(by_name),
-    }
 }
 
 /// Maximal runs of one type, across tensors and blocks.

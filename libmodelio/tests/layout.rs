@@ -40,9 +40,9 @@ fn shape() -> impl Strategy<Value = Vec<usize>> {
     ]
 }
 
-/// Models with names that need escaping and at least one byte.
+/// Models with names that need escaping, some of them in directories, and at least one byte.
 fn specs() -> impl Strategy<Value = Vec<Spec>> {
-    let tensor = ("[a-z.\"\\\\ü\n]{0,6}", select(DTYPES.to_vec()), shape());
+    let tensor = ("(d[a-c.\"\\\\ü\n]{0,2}/){0,2}[a-z.\"\\\\ü\n]{0,6}", select(DTYPES.to_vec()), shape());
     prop::collection::vec(tensor, 1..12)
         .prop_map(|tensors| {
             let named = |(i, (name, dtype, mut shape)): (usize, (String, Dtype, Vec<usize>))| {

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::controls::ControlError;
 
-/// Patterns, one a line: `*` stands for any text, `?` for one character, everything else for itself.
+/// Patterns, one a line: `*` stands for any text, `?` for one character, everything else for itself. `/` is a character
+/// like any other.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Frozen(Vec<String>);
 
@@ -102,6 +103,9 @@ mod tests {
             ("*a*b", "xaxxbaa", false),
             ("a**", "a", true),
             ("[a]", "a", false),
+            ("enc*/weight", "encoder/0/weight", true),
+            ("enc?der/0?weight", "encoder/0/weight", true),
+            ("weight", "encoder/0/weight", false),
         ] {
             assert_eq!(matches(pattern, name), expected, "{pattern} {name}");
         }

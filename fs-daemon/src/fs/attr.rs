@@ -103,8 +103,9 @@ impl Fs {
             File::Safetensors(v) | File::RetainedSafetensors(v) => {
                 Attributes { size: with_header, modified: of(v)?, keep: Keep::Forever, ..base }
             }
-            File::Tensors(v) | File::RetainedTensors(v) => {
-                Attributes { modified: of(v)?, keep: Keep::Forever, ..base }
+            File::Tensors(v, directory) | File::RetainedTensors(v, directory) => {
+                let links = 2 + model.paths.get(directory)?.directories.len() as u32;
+                Attributes { links, modified: of(v)?, keep: Keep::Forever, ..base }
             }
             File::Retained(v) => Attributes { links: 3, modified: of(v)?, keep: Keep::Forever, ..base },
             File::Tensor(v, i) | File::RetainedTensor(v, i) => {
@@ -165,7 +166,7 @@ impl Fs {
             let used = model.job.versions().len() as u64;
             space.blocks += pages * most;
             space.free += pages * most.saturating_sub(used);
-            space.files += 32 + model.layout.tensors().len() as u64;
+            space.files += 32 + (model.layout.tensors().len() + model.paths.len()) as u64;
         }
         space
     }

@@ -18,6 +18,7 @@ mod io;
 mod late;
 mod names;
 mod open;
+mod paths;
 mod refusal;
 mod settings;
 mod waits;

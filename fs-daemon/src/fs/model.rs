@@ -17,6 +17,7 @@ use super::access::Owner;
 use super::doubts::Doubts;
 use super::errno::{FsError, FsResult};
 use super::node::{File, MAX_JOINS};
+use super::paths::TensorPaths;
 use super::refusal::LastRefusal;
 use crate::process::{Process, Watcher};
 
@@ -93,6 +94,8 @@ pub struct Model {
     pub metadata: BTreeMap<String, String>,
     /// Header of `tensors/<name>.npy`, by tensor.
     pub npy_headers: Vec<Arc<[u8]>>,
+    /// Directories below `tensors/`.
+    pub paths: TensorPaths,
     /// Why the last call of the mount's own learner failed, whether it is in the job or not.
     pub own_refusal: Arc<LastRefusal>,
     /// Name of the mount's own learner, which joins with the first open of `gradients`.
@@ -121,6 +124,7 @@ impl Model {
     ) -> FsResult<Model> {
         let layout = Arc::clone(job.layout());
         let npy_headers = layout.tensors().iter().map(|tensor| npy::npy_header(tensor).into()).collect();
+        let paths = TensorPaths::new(layout.tensors());
         let model = Model {
             name,
             index,
@@ -132,6 +136,7 @@ impl Model {
             started: SystemTime::now(),
             metadata,
             npy_headers,
+            paths,
             own_refusal: Arc::default(),
             own_name,
             learners: Mutex::default(),

@@ -12,6 +12,7 @@ use super::beside::beside;
 use super::errno::{FsError, FsResult};
 use super::model::Model;
 use super::node::{File, Node};
+use super::paths::Child;
 use super::{Attributes, Done, Fs};
 
 /// A directory entry.
@@ -111,9 +112,10 @@ impl Fs {
             }
             Node::Readme => return Err(FsError::new(libc::ENOTDIR, "README is no directory")),
             Node::Model(index, dir) => {
-                let files = list_in(self.model(index)?, dir, skip.saturating_sub(2))?;
+                let model = self.model(index)?;
+                let files = list_in(model, dir, skip.saturating_sub(2))?;
                 (
-                    parent_of(index, dir),
+                    parent_of(model, dir)?,
                     Box::new(files.map(move |(name, file)| (name, Node::Model(index, file)))),
                 )
             }
@@ -201,14 +203,19 @@ fn learner_name(name: &OsStr) -> FsResult<&str> {
     })
 }
 
-fn parent_of(index: u8, dir: File) -> Node {
-    match dir {
-        File::Dir => Node::Root,
-        File::Retained(_) => Node::Model(index, File::Versions),
-        File::RetainedTensors(version) => Node::Model(index, File::Retained(version)),
-        File::Learner(_) => Node::Model(index, File::Learners),
-        _ => Node::Model(index, File::Dir),
-    }
+fn parent_of(model: &Model, dir: File) -> FsResult<Node> {
+    Ok(Node::Model(
+        model.index,
+        match dir {
+            File::Dir => return Ok(Node::Root),
+            File::Retained(_) => File::Versions,
+            File::RetainedTensors(version, 0) => File::Retained(version),
+            File::RetainedTensors(version, d) => File::RetainedTensors(version, model.paths.get(d)?.parent),
+            File::Tensors(version, d) if d != 0 => File::Tensors(version, model.paths.get(d)?.parent),
+            File::Learner(_) => File::Learners,
+            _ => File::Dir,
+        },
+    ))
 }
 
 /// The version directory of this name, if it is retained. Only the plain decimal number is a name.
@@ -217,17 +224,13 @@ fn retained(model: &Model, name: &str) -> Option<Version> {
     (version.to_string() == name && model.job.retained().contains(&version)).then_some(version)
 }
 
-fn tensor(model: &Model, name: &str) -> Option<u32> {
-    model.layout.tensor_index(name.strip_suffix(".npy")?).map(|index| index as u32)
-}
-
 fn lookup_in(model: &Arc<Model>, dir: File, name: &str) -> Option<File> {
     let newest = || model.job.version();
     match dir {
         File::Dir => Some(match name {
             "weights" => File::Weights(newest()),
             "weights.safetensors" => File::Safetensors(newest()),
-            "tensors" => File::Tensors(newest()),
+            "tensors" => File::Tensors(newest(), 0),
             "gradients" => File::Gradients,
             "device" => File::Device,
             "version" => File::VersionText,
@@ -238,13 +241,23 @@ fn lookup_in(model: &Arc<Model>, dir: File, name: &str) -> Option<File> {
             "control" => File::Controls,
             _ => return None,
         }),
-        File::Tensors(version) => tensor(model, name).map(|i| File::Tensor(version, i)),
-        File::RetainedTensors(version) => tensor(model, name).map(|i| File::RetainedTensor(version, i)),
+        File::Tensors(version, directory) => {
+            Some(match model.paths.lookup(&model.layout, directory, name)? {
+                Child::Directory(i) => File::Tensors(version, i),
+                Child::Tensor(i) => File::Tensor(version, i),
+            })
+        }
+        File::RetainedTensors(version, directory) => {
+            Some(match model.paths.lookup(&model.layout, directory, name)? {
+                Child::Directory(i) => File::RetainedTensors(version, i),
+                Child::Tensor(i) => File::RetainedTensor(version, i),
+            })
+        }
         File::Versions => retained(model, name).map(File::Retained),
         File::Retained(version) => Some(match name {
             "weights" => File::RetainedWeights(version),
             "weights.safetensors" => File::RetainedSafetensors(version),
-            "tensors" => File::RetainedTensors(version),
+            "tensors" => File::RetainedTensors(version, 0),
             "version" => File::RetainedText(version),
             _ => return None,
         }),
@@ -271,18 +284,26 @@ fn lookup_in(model: &Arc<Model>, dir: File, name: &str) -> Option<File> {
 fn list_in(model: &Model, dir: File, skip: usize) -> FsResult<Box<dyn Iterator<Item = (String, File)> + '_>> {
     let fixed = |names: &[(&str, File)]| names.iter().map(|(n, f)| ((*n).to_owned(), *f)).collect::<Vec<_>>();
     let newest = model.job.version();
-    let tensors = |file: fn(Version, u32) -> File, version| {
-        // There may be many of them, and a listing comes back for more: those before are not even formatted.
-        let named = model.layout.tensors().iter().enumerate().skip(skip);
-        named.map(move |(i, tensor)| (format!("{}.npy", tensor.name), file(version, i as u32)))
-    };
+    // There may be many tensors, and a listing comes back for more: those before are not even formatted.
     let few = match dir {
-        File::Tensors(version) => return Ok(Box::new(tensors(File::Tensor, version))),
-        File::RetainedTensors(version) => return Ok(Box::new(tensors(File::RetainedTensor, version))),
+        File::Tensors(version, directory) => {
+            let children = model.paths.list(&model.layout, directory, skip)?;
+            return Ok(Box::new(children.map(move |(name, child)| match child {
+                Child::Directory(i) => (name, File::Tensors(version, i)),
+                Child::Tensor(i) => (name, File::Tensor(version, i)),
+            })));
+        }
+        File::RetainedTensors(version, directory) => {
+            let children = model.paths.list(&model.layout, directory, skip)?;
+            return Ok(Box::new(children.map(move |(name, child)| match child {
+                Child::Directory(i) => (name, File::RetainedTensors(version, i)),
+                Child::Tensor(i) => (name, File::RetainedTensor(version, i)),
+            })));
+        }
         File::Dir => fixed(&[
             ("weights", File::Weights(newest)),
             ("weights.safetensors", File::Safetensors(newest)),
-            ("tensors", File::Tensors(newest)),
+            ("tensors", File::Tensors(newest, 0)),
             ("gradients", File::Gradients),
             ("device", File::Device),
             ("version", File::VersionText),
@@ -299,7 +320,7 @@ fn list_in(model: &Model, dir: File, skip: usize) -> FsResult<Box<dyn Iterator<I
         File::Retained(version) => fixed(&[
             ("weights", File::RetainedWeights(version)),
             ("weights.safetensors", File::RetainedSafetensors(version)),
-            ("tensors", File::RetainedTensors(version)),
+            ("tensors", File::RetainedTensors(version, 0)),
             ("version", File::RetainedText(version)),
         ]),
         File::Learners => {

@@ -1,12 +1,12 @@
 //! Which inode number is which file.
 //!
-//! Numbers are computed, not handed out: kind, model, index (tensor, setting or learner) and version
+//! Numbers are computed, not handed out: kind, model, index (tensor, directory, setting or learner) and version
 //! are packed into 64 bits, so that no table can leak or be looked up. A name that moves with the
 //! version (`weights`) leads to another inode for each version, as rename(2) would.
 
 use libmodelio::ids::{LearnerId, Version};
 
-/// Most models of one mount, most tensors, settings or learners of a model: what the packing holds.
+/// Most models of one mount, most tensors, directories of tensors, settings or learners of a model: what the packing holds.
 pub const MAX_MODELS: usize = 1 << MODEL_BITS;
 
 /// Learners that can join in the life of a mount.
@@ -28,8 +28,8 @@ pub enum File {
     Weights(Version),
     /// `weights.safetensors` of the newest version.
     Safetensors(Version),
-    /// `tensors/` of the newest version.
-    Tensors(Version),
+    /// A directory of tensors of the newest version, by number: 0 is `tensors/`.
+    Tensors(Version, u32),
     /// `tensors/<name>.npy` of the newest version.
     Tensor(Version, u32),
     /// `gradients` of the mount's own learner.
@@ -50,8 +50,8 @@ pub enum File {
     RetainedWeights(Version),
     /// `versions/<n>/weights.safetensors`.
     RetainedSafetensors(Version),
-    /// `versions/<n>/tensors/`.
-    RetainedTensors(Version),
+    /// A directory of tensors of this version, by number: 0 is `versions/<n>/tensors/`.
+    RetainedTensors(Version, u32),
     /// `versions/<n>/tensors/<name>.npy`.
     RetainedTensor(Version, u32),
     /// `versions/<n>/version`.
@@ -96,7 +96,7 @@ impl File {
             File::Dir => (1, 0, NONE),
             File::Weights(v) => (2, 0, v),
             File::Safetensors(v) => (3, 0, v),
-            File::Tensors(v) => (4, 0, v),
+            File::Tensors(v, d) => (4, d, v),
             File::Tensor(v, i) => (5, i, v),
             File::Gradients => (6, 0, NONE),
             File::Device => (7, 0, NONE),
@@ -106,7 +106,7 @@ impl File {
             File::Retained(v) => (11, 0, v),
             File::RetainedWeights(v) => (12, 0, v),
             File::RetainedSafetensors(v) => (13, 0, v),
-            File::RetainedTensors(v) => (14, 0, v),
+            File::RetainedTensors(v, d) => (14, d, v),
             File::RetainedTensor(v, i) => (15, i, v),
             File::RetainedText(v) => (16, 0, v),
             File::Learners => (17, 0, NONE),
@@ -128,7 +128,7 @@ impl File {
             1 => File::Dir,
             2 => File::Weights(version),
             3 => File::Safetensors(version),
-            4 => File::Tensors(version),
+            4 => File::Tensors(version, index),
             5 => File::Tensor(version, index),
             6 => File::Gradients,
             7 => File::Device,
@@ -138,7 +138,7 @@ impl File {
             11 => File::Retained(version),
             12 => File::RetainedWeights(version),
             13 => File::RetainedSafetensors(version),
-            14 => File::RetainedTensors(version),
+            14 => File::RetainedTensors(version, index),
             15 => File::RetainedTensor(version, index),
             16 => File::RetainedText(version),
             17 => File::Learners,
@@ -160,12 +160,12 @@ impl File {
         match self {
             File::Weights(v)
             | File::Safetensors(v)
-            | File::Tensors(v)
+            | File::Tensors(v, _)
             | File::Tensor(v, _)
             | File::Retained(v)
             | File::RetainedWeights(v)
             | File::RetainedSafetensors(v)
-            | File::RetainedTensors(v)
+            | File::RetainedTensors(v, _)
             | File::RetainedTensor(v, _)
             | File::RetainedText(v)
             | File::LearnerWeights(_, v) => Some(v),
@@ -200,10 +200,10 @@ impl File {
         matches!(
             self,
             File::Dir
-                | File::Tensors(_)
+                | File::Tensors(..)
                 | File::Versions
                 | File::Retained(_)
-                | File::RetainedTensors(_)
+                | File::RetainedTensors(..)
                 | File::Learners
                 | File::Learner(_)
                 | File::Controls

@@ -173,7 +173,11 @@ struct Mounted {
 
 impl Mounted {
     fn new() -> Mounted {
-        let layout = Arc::new(ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap());
+        Mounted::of(ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap())
+    }
+
+    fn of(layout: ModelLayout) -> Mounted {
+        let layout = Arc::new(layout);
         let shard = EmbeddedShard::new(layout, Controls::default(), 1).unwrap();
         shard.initialised().unwrap();
         let (sender, held) = channel();
@@ -261,6 +265,53 @@ fn a_version_that_goes_while_its_name_is_looked_up_gives_way_to_the_next_one() {
     *mounted.job.goes.lock() = Some(Version(1));
     let versions = Node::Model(0, File::Versions).ino();
     let gone = mounted.fs.lookup(versions, OsStr::new("1")).unwrap_err();
+    assert_eq!(gone.errno, libc::ENOENT);
+}
+
+#[test]
+fn directories_of_tensors_are_part_of_their_version() {
+    let elements = 1 << 13;
+    let tensors = ["a/b/w", "a/v"].map(|name| (name.to_owned(), DType::F32, vec![elements]));
+    let mounted = Mounted::of(ModelLayout::new(tensors.into(), 64 << 10).unwrap());
+    let (fs, job) = (&mounted.fs, &mounted.job);
+    let set = Box::new(|outcome: Result<(), SetError>| outcome.unwrap());
+    Job::set_control(&*job.shard, "reducer", "assign", PATIENCE, set);
+    let set = Box::new(|outcome: Result<(), SetError>| outcome.unwrap());
+    Job::set_control(&*job.shard, "retain", "0", PATIENCE, set);
+    let mut seen = std::collections::HashSet::new();
+    for (way, top) in
+        [("versions", File::RetainedTensors(Version(0), 0)), ("newest", File::Tensors(Version(0), 0))]
+    {
+        let top = Node::Model(0, top).ino();
+        let a = fs.lookup(top, OsStr::new("a")).unwrap();
+        let b = fs.lookup(a.ino, OsStr::new("b")).unwrap();
+        let w = fs.lookup(b.ino, OsStr::new("w.npy")).unwrap();
+        assert!([top, a.ino, b.ino, w.ino].into_iter().all(|ino| seen.insert(ino)), "{way}");
+        for (parent, dir, links) in [(top, a, 3), (a.ino, b, 2)] {
+            assert!(dir.is_dir && fs.is_fixed(parent, dir.ino), "{way}");
+            assert_eq!((dir.links, dir.mode, dir.keep), (links, 0o755, Keep::Forever), "{way}");
+            let mut entries = Vec::new();
+            fs.list(dir.ino, 0, |entry| {
+                entries.push((entry.name, entry.ino));
+                true
+            })
+            .unwrap();
+            assert_eq!(entries[..2], [(".".to_owned(), dir.ino), ("..".to_owned(), parent)], "{way}");
+        }
+        assert!(!w.is_dir && fs.is_fixed(b.ino, w.ino));
+        // The kernel's interest in any of the directories keeps the version.
+        fs.forget(w.ino, 1);
+        fs.forget(a.ino, 1);
+    }
+    job.publish();
+    let held = [File::RetainedTensors(Version(0), 2), File::Tensors(Version(0), 2)];
+    for file in held {
+        assert!(job.versions().contains(&Version(0)), "{file:?}");
+        fs.forget(Node::Model(0, file).ino(), 1);
+    }
+    job.publish();
+    assert!(!job.versions().contains(&Version(0)), "{:?}", job.versions());
+    let gone = fs.lookup(Node::Model(0, held[1]).ino(), OsStr::new("w.npy")).unwrap_err();
     assert_eq!(gone.errno, libc::ENOENT);
 }
 

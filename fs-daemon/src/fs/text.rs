@@ -34,7 +34,7 @@ pub fn readme(models: &[std::sync::Arc<Model>]) -> String {
          weights              flat bytes of the newest version. A handle keeps the version it was opened on;\n\
          \x20                    open again to see a newer one.\n\
          weights.safetensors  the same version as a safetensors file\n\
-         tensors/NAME.npy     one tensor of the same version, in NumPy's format\n\
+         tensors/NAME.npy     one tensor of the same version, in NumPy's format; a / in NAME makes a directory\n\
          gradients            write a contribution, at the same offsets as in weights. fsync or close ends it,\n\
          \x20                    and only when that succeeds is it taken. Bytes you do not write count as zero.\n\
          \x20                    It can also be mapped (open it read-write): store, then fsync the descriptor.\n\

@@ -91,14 +91,64 @@ fn bad_input_is_refused() {
 
 #[test]
 fn bad_names_are_refused() {
-    let long = "x".repeat(MAX_NAME_LEN + 1);
-    for name in ["", ".", "..", "a/b", "/", "a\0", "__metadata__", &long] {
+    let (long_file, long_directory) = ("x".repeat(252), format!("{}/w", "x".repeat(256)));
+    let long = "x/".repeat(MAX_NAME_LEN / 2) + "x";
+    let of_path = ["a//b", "/a", "a/", "/", "//", "./a", "a/.", "a/../b", "../a", "a/b\0"];
+    let of_file = ["", ".", "..", "a\0", "__metadata__", &long_file, &long_directory, &long];
+    for name in of_path.into_iter().chain(of_file) {
         let error = refusal(vec![spec(name, DType::F32, &[1])]);
         assert!(matches!(error, LayoutError::BadName { .. }), "{name:?}: {error}");
     }
-    for name in ["model.layers.0.weight", "...", "a b", "ü", "a\nb", &long[1..]] {
+    let (long_file, long_directory) = ("x/".to_owned() + &long_file[1..], &long_directory[1..]);
+    for name in ["layers.0.weight", "...", "a b", "ü", "a\nb", "a/b", "a/.../b", "_/__metadata__"]
+        .into_iter()
+        .chain([long_file.as_str(), long_directory, &long[2..]])
+    {
         assert!(ModelLayout::new(vec![spec(name, DType::F32, &[1])], BLOCK).is_ok(), "{name:?}");
     }
+}
+
+#[test]
+fn names_whose_file_is_another_ones_directory_are_refused() {
+    let layout = |names: &[&str]| {
+        ModelLayout::new(names.iter().map(|name| spec(name, DType::F32, &[1])).collect(), BLOCK)
+    };
+    for (names, file, other) in [
+        (["a.npy/x", "a"], "a", "a.npy/x"),
+        (["b/a", "b/a.npy/c/d"], "b/a", "b/a.npy/c/d"),
+        (["b.npy/a/c", "b"], "b", "b.npy/a/c"),
+    ] {
+        let error = layout(&names).expect_err("must be refused");
+        let LayoutError::FileAndDirectory { file: of_file, other: of_directory } = &error else {
+            panic!("{error}");
+        };
+        assert_eq!((of_file.as_str(), of_directory.as_str()), (file, other));
+        assert!(error.to_string().contains("rename one of them"), "{error}");
+    }
+    for names in [["a/x", "a"], ["a.npy/x", "b"], ["a.npy", "a"], ["c/a.npy/x", "a"], ["a.npy.npy/x", "a"]] {
+        assert!(layout(&names).is_ok(), "{names:?}");
+    }
+}
+
+#[test]
+fn directories_are_counted_once() {
+    let index = |names: &mut dyn Iterator<Item = String>| {
+        let tensors: Vec<Tensor> = names.map(tensor_named).collect();
+        names::index_names(&tensors).map(|by_name| by_name.len())
+    };
+    // `tensors/`, `all`, `all/y`, and two for each number.
+    let paths = |count| {
+        let numbered = (0..count).map(|i| format!("all/{i}/x/w"));
+        numbered.chain(["all/y/w", "all/y/x", "all/w", "w"].map(str::to_owned))
+    };
+    let most = MAX_DIRECTORIES / 2 - 2;
+    assert_eq!(index(&mut paths(most)).unwrap(), most + 4);
+    let over = index(&mut paths(most + 1)).unwrap_err();
+    assert!(matches!(over, LayoutError::TooManyDirectories(n) if n == MAX_DIRECTORIES + 1), "{over}");
+}
+
+fn tensor_named(name: String) -> Tensor {
+    Tensor { name, dtype: DType::F32, shape: vec![], bytes: 0..4 }
 }
 
 #[test]
