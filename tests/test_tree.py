@@ -276,14 +276,15 @@ def test_xattrs_describe_the_data(start_mount, tmp_path):
     assert os.getxattr(path, "user.gradfs.shape") == b"[2048]"
 
 
-def many_tensors(path, count=300):
+def many_tensors(path, count=300, below=""):
     """More tensors than fit into one answer to a listing."""
-    return write_safetensors(path, {f"t{i}": ("F32", (1,), f32(i).tobytes()) for i in range(count)})
+    return write_safetensors(path, {f"{below}t{i}": ("F32", (1,), f32(i).tobytes()) for i in range(count)})
 
 
-def test_what_a_listing_has_shown_is_not_asked_for_again(start_mount, tmp_path):
-    mount = start_mount(model=many_tensors(tmp_path / "many.safetensors"), reducer="sum")
-    folder = os.open(mount.model / "tensors", os.O_RDONLY | os.O_DIRECTORY)
+@pytest.mark.parametrize("below", ["", "a/b/"], ids=["tensors", "below"])
+def test_what_a_listing_has_shown_is_not_asked_for_again(start_mount, tmp_path, below):
+    mount = start_mount(model=many_tensors(tmp_path / "many.safetensors", below=below), reducer="sum")
+    folder = os.open(mount.model / "tensors" / below, os.O_RDONLY | os.O_DIRECTORY)
     listed = sorted(os.listdir(folder))
     assert len(listed) == 300
     look = "import os\nfor name in os.listdir(): os.lstat(name)"
@@ -298,7 +299,7 @@ def test_what_a_listing_has_shown_is_not_asked_for_again(start_mount, tmp_path):
     finally:
         os.kill(mount.pid, signal.SIGCONT)
         os.close(folder)
-    assert int(asked.stdout) == sum((mount.model / "tensors" / name).stat().st_size for name in listed)
+    assert int(asked.stdout) == sum((mount.model / "tensors" / below / name).stat().st_size for name in listed)
 
 
 def test_a_listing_holds_no_version(start_mount, tmp_path):
