@@ -35,12 +35,13 @@ REFUSALS = {number: name for name, number in _numbers("refusal").items()}
 REFUSAL_FIELDS = {
     "Protocol": "uu", "NoModel": "s", "Generation": "suu", "Exists": "s", "Epoch": "uu", "NotMine": "u",
     "NoVersion": "uu", "Role": "s", "Control": "s", "Other": "s", "Frame": "sss",
-    "Deleted": "s", "NumberTaken": "us", "NoRdma": "s",
+    "Deleted": "s", "NumberTaken": "us", "NoRdma": "s", "Plan": "uu",
 }
 SHARD_REFUSALS = [
     ("unknown learner", "u"), ("name taken", "s"), ("too many learners", "u"), ("step out of order", "uu"),
     ("bad block", "uu"), ("out of range", ""), ("not finite", "u"), ("stopped", "uu"), ("timed out", "s"),
     ("interrupted", ""), ("unreachable", ""), ("out of memory", "s"), ("not allowed", "s"), ("lost", "s"),
+    ("out of open files", "s"), ("scattered", "u"),
 ]
 
 _CRC = []

@@ -64,16 +64,16 @@ id!(
 );
 
 impl Version {
-    /// The version after this one.
+    /// The version after this one. Peers may name any number: there is none after the last.
     pub fn next(self) -> Version {
-        Version(self.0 + 1)
+        Version(self.0.saturating_add(1))
     }
 }
 
 impl Step {
-    /// The step after this one.
+    /// The step after this one; as for versions.
     pub fn next(self) -> Step {
-        Step(self.0 + 1)
+        Step(self.0.saturating_add(1))
     }
 }
 

@@ -19,8 +19,10 @@ use progress::Progress;
 const SEND_AT_ONCE: usize = 512 << 10;
 /// Of a longer payload, bytes that are received before their checksum is made, while they are in the core's own cache.
 const SUM_AT_ONCE: usize = 512 << 10;
-/// Room for the headers and bodies that are sent at once; longer ones get memory of their own.
+/// Room for the headers and bodies that are sent at once, on a connection where much is; longer ones get memory of their own.
 const HEADS: usize = 32 << 10;
+/// The same at first: most of those who connect and are nobody say little, and hear little.
+const FIRST_HEADS: usize = 1 << 10;
 
 /// Last words are being said.
 struct Farewell {
@@ -62,6 +64,8 @@ pub struct Framed<C> {
     waiting: Option<Received>,
     scratch: Option<Buffer>,
     heads: Buffer,
+    /// Of it, at the last time that something was sent.
+    used: usize,
     /// What the kernel may be reading.
     sending: Vec<Outgoing>,
     long: Vec<Vec<u8>>,
@@ -87,7 +91,7 @@ pub struct Framed<C> {
 /// Longest time for the last words, and for the peer to hear them.
 const FAREWELL: Duration = Duration::from_secs(2);
 /// Bytes that are passed over at once.
-const DRAIN: usize = 16 << 10;
+const DRAIN: usize = 2 << 10;
 
 impl<C: Conversation> Framed<C> {
     /// `ahead` is how many bytes are read besides a payload: few where blocks come one after the other, many where
@@ -105,7 +109,8 @@ impl<C: Conversation> Framed<C> {
             incoming: None,
             waiting: None,
             scratch: None,
-            heads: Buffer::zeroed(HEADS),
+            heads: Buffer::zeroed(FIRST_HEADS),
+            used: 0,
             sending: Vec::new(),
             long: Vec::new(),
             encoded: Vec::new(),
@@ -292,7 +297,7 @@ impl<C: Conversation> Framed<C> {
             return;
         }
         let len = self.encoded.len();
-        if HEADS - *used >= len {
+        if self.heads.len() - *used >= len {
             self.heads.bytes_mut()[*used..*used + len].copy_from_slice(&self.encoded);
             // SAFETY: `heads` is left alone until all of this is transmitted.
             unsafe { out.push(self.heads.start().add(*used), len) };
@@ -400,13 +405,17 @@ impl<C: Conversation> Stream for Framed<C> {
         // All that was handed out before is with the kernel.
         self.sending.clear();
         self.long.clear();
+        if self.used > FIRST_HEADS / 2 && self.heads.len() < HEADS {
+            self.heads = Buffer::zeroed(HEADS);
+        }
         let mut used = 0;
-        while out.room() >= 2 && out.bytes() < SEND_AT_ONCE && HEADS - used >= 256 {
+        while out.room() >= 2 && out.bytes() < SEND_AT_ONCE && self.heads.len() - used >= 256 {
             let queued = self.link.pop();
             let next = || if self.farewell.is_none() { self.conversation.next() } else { None };
             let Some(outgoing) = queued.or_else(next) else { break };
             self.push(outgoing, &mut used, out);
         }
+        self.used = used;
         self.unsent = out.bytes();
     }
 

@@ -708,4 +708,12 @@ pub enum Refusal {
     /// The shard cannot serve the connection by RDMA; by TCP it may.
     #[error("{0}")]
     NoRdma(String),
+    /// A plan that cannot begin, or end, here: it is over, or its turn has not come.
+    #[error("plan {plan} is past, or not the next one: the newest here is {newest}")]
+    Plan {
+        /// Which.
+        plan: PlanId,
+        /// The newest one here.
+        newest: PlanId,
+    },
 }

@@ -46,6 +46,13 @@ pub const MAX_PAYLOAD: u32 = 16 << 20;
 /// A connection whose hello is not complete by then ends.
 pub const HELLO_DEADLINE: Duration = Duration::from_secs(5);
 
+/// Numbers of requests that a client may skip: those that it gave up while it was not connected, and all of them where the
+/// coordinator has forgotten it. A number that is further ahead is refused.
+pub const MAX_SKIPPED: u64 = 1 << 32;
+
+/// The highest number of a plan, a version or a state of a job that a coordinator is believed: nobody gets so far in years.
+pub const MAX_NUMBER: u64 = 1 << 48;
+
 /// How long what a peer sends may be, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -74,6 +81,8 @@ pub enum Protocol {
     /// exited, and a learner can leave for that reason; a `State` names learners that are late and shards that are away.
     /// `Commit` says whether its memory is lent, and a shard says `Torn` of a plan that has read memory for too long.
     /// `Commit` and the sources of a plan name the written bytes of blocks that were written in part.
+    /// The greeting of a lead says which of its plans are over, and a shard refuses plans by their numbers. `OutOfFiles` is
+    /// among the errors of a shard.
     V2 = 2,
 }
 

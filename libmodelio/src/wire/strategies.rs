@@ -108,6 +108,8 @@ fn refusal() -> impl Strategy<Value = Refusal> {
         text().prop_map(Refusal::Deleted),
         (shard(), text()).prop_map(|(shard, address)| Refusal::NumberTaken { shard, address }),
         text().prop_map(Refusal::NoRdma),
+        (any::<u64>(), any::<u64>())
+            .prop_map(|(plan, newest)| Refusal::Plan { plan: PlanId(plan), newest: PlanId(newest) }),
     ]
 }
 

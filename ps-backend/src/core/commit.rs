@@ -9,8 +9,8 @@ use libmodelio::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::transport::ShardError;
 
 use super::{
-    Action, Answer, Committed, Contribution, LastCommit, Now, Opening, Pending, PendingKind, Phase, Place,
-    ShardCore, Ticket, Waiter,
+    Action, Answer, Committed, Contribution, LastCommit, MAX_ASSIGNS, Now, Opening, Pending, PendingKind,
+    Phase, Place, ShardCore, Ticket, Waiter,
 };
 use crate::reducer::Reducer;
 
@@ -204,6 +204,12 @@ impl<S: Clone> ShardCore<S> {
     ) {
         if let Err(error) = self.may_assign() {
             actions.push(Action::Reply(ticket, Err(error)));
+            return;
+        }
+        let waits = |pending: &&Pending<S>| matches!(pending.kind, PendingKind::Assign { .. });
+        if self.pending.iter().filter(waits).count() >= MAX_ASSIGNS {
+            let why = format!("{MAX_ASSIGNS} writes of new weights wait already, the limit");
+            actions.push(Action::Reply(ticket, Err(ShardError::OutOfMemory(why))));
             return;
         }
         let kind = PendingKind::Assign { buffer, written };

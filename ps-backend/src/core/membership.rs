@@ -14,27 +14,43 @@ const SAID: usize = 16;
 /// A wait is the same one if somebody waits again within this: requests that time out come again.
 const PAUSE: Now = Now::from_secs(1);
 
+/// Longest name of a learner, in bytes.
+const MAX_NAME: usize = 64;
+
+/// Names are those of directories: whoever asks has looked already, unless it is no mount.
+fn check_name(name: &str) -> Result<(), ShardError> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if !name.is_empty() && name.len() <= MAX_NAME && !name.starts_with('.') && name.chars().all(fits) {
+        return Ok(());
+    }
+    let start: String = name.chars().take(MAX_NAME).collect();
+    let why = format!("learner name {start:?}: use up to {MAX_NAME} letters, digits, '-', '_' and '.'");
+    Err(ShardError::NotAllowed(why))
+}
+
 impl<S: Clone> ShardCore<S> {
     /// A learner joins as `name`. In the middle of a step it takes part from the next one.
     ///
     /// # Errors
-    /// [`ShardError::NameTaken`], [`ShardError::TooManyLearners`].
+    /// [`ShardError::NameTaken`], [`ShardError::TooManyLearners`]; [`ShardError::NotAllowed`] for a name that is none.
     pub fn join(
         &mut self,
         name: &str,
         now: Now,
         actions: &mut Vec<Action<S>>,
     ) -> Result<(LearnerId, Incarnation), ShardError> {
+        check_name(name)?;
         if self.members.values().any(|member| member.name == name) {
             return Err(ShardError::NameTaken(name.to_owned()));
         }
         if self.members.len() >= MAX_LEARNERS {
             return Err(ShardError::TooManyLearners(MAX_LEARNERS));
         }
+        let none_left = || ShardError::NotAllowed("the job has no number left for a learner".into());
         let learner = LearnerId(self.next_learner);
-        self.next_learner += 1;
-        let incarnation = self.lives.entry(name.to_owned()).or_insert(Incarnation(0));
-        incarnation.0 += 1;
+        self.next_learner = self.next_learner.checked_add(1).ok_or_else(none_left)?;
+        let incarnation = self.lives.entry(name.to_owned()).or_insert(self.forgotten);
+        incarnation.0 = incarnation.0.saturating_add(1);
         let incarnation = *incarnation;
         let in_mid_step = self.formed
             && (!self.committed.is_empty()
@@ -83,12 +99,27 @@ impl<S: Clone> ShardCore<S> {
         actions: &mut Vec<Action<S>>,
     ) -> Result<(), ShardError> {
         self.drop_open(learner, ShardError::UnknownLearner(learner), actions)?;
-        self.members.remove(&learner);
+        if let Some(member) = self.members.remove(&learner) {
+            self.remember(member.name);
+        }
         for waiter in self.waiters.extract_if(.., |waiter| waiter.learner == learner) {
             actions.push(Action::Reply(waiter.ticket, Err(ShardError::UnknownLearner(learner))));
         }
         actions.push(Action::Left { learner, reason });
         Ok(())
+    }
+
+    /// A name is free, and comes back as another incarnation. Of the names that have left the newest are known one by one;
+    /// of the others, the highest incarnation that any of them has had.
+    fn remember(&mut self, name: String) {
+        self.left.push_back(name);
+        if self.left.len() > MAX_LEARNERS
+            && let Some(oldest) = self.left.pop_front()
+            && !self.members.values().any(|member| member.name == oldest)
+            && let Some(incarnation) = self.lives.remove(&oldest)
+        {
+            self.forgotten = self.forgotten.max(incarnation);
+        }
     }
 
     /// What follows when learners have left.

@@ -56,6 +56,9 @@ pub type Now = Duration;
 /// Names a request whose answer comes later.
 pub type Ticket = u64;
 
+/// Writes of new weights that can wait at once.
+pub const MAX_ASSIGNS: usize = 64;
+
 /// Learners a job can have at once.
 pub const MAX_LEARNERS: usize = crate::controls::MAX_LEARNERS as usize;
 
@@ -140,7 +143,7 @@ pub enum Work<S> {
 }
 
 /// What the edge has to do.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub enum Action<S> {
     /// Add the deferred blocks of all of these into the accumulator, then call [`ShardCore::folded`], or
     /// [`ShardCore::fold_failed`] if nothing was added.
@@ -372,8 +375,12 @@ pub struct ShardCore<S> {
     consistency: Consistency,
     version: Version,
     members: BTreeMap<LearnerId, Member>,
-    /// Last incarnation of each name.
+    /// Last incarnation of each name that is in the job, or among `left`.
     lives: BTreeMap<String, Incarnation>,
+    /// Names that have left, the newest last.
+    left: VecDeque<String>,
+    /// The highest incarnation of a name that is known no more.
+    forgotten: Incarnation,
     next_learner: u32,
     /// As many learners as expected have been here.
     formed: bool,
@@ -435,6 +442,8 @@ impl<S: Clone> ShardCore<S> {
             version: Version(0),
             members: BTreeMap::new(),
             lives: BTreeMap::new(),
+            left: VecDeque::new(),
+            forgotten: Incarnation(0),
             next_learner: 1,
             formed: false,
             committed: Vec::new(),

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use libmodelio::ids::{ClientId, LearnerId};
 use libmodelio::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::transport::ShardError;
-use libmodelio::wire::{BlockRanges, JobState, LearnerState, Message, Refusal, ranges};
+use libmodelio::wire::{BlockRanges, JobState, LearnerState, MAX_SKIPPED, Message, Refusal, ranges};
 use serde::{Deserialize, Serialize};
 
 use super::{Action, LeadCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
@@ -14,6 +14,12 @@ use crate::core::{Contribution, Now, Ticket};
 
 /// Answers that are kept for a client that does not say what it has heard.
 const MAX_ANSWERS: usize = 8192;
+
+/// Longest name of a setting and longest value of one, in bytes.
+const MAX_SETTING: (usize, usize) = (64, 64 << 10);
+
+/// Longest reason of a refusal that is made of what a client has said, in characters.
+const MAX_REASON: usize = 1000;
 
 /// A client that is not connected and has nothing in the job is forgotten after this where leases never end.
 const FORGET: Now = Now::from_secs(60);
@@ -52,6 +58,17 @@ impl Client {
         let open = self.open.last().copied().unwrap_or_default();
         let answered = self.answered.keys().next_back().copied().unwrap_or_default();
         open.max(answered).max(self.heard).max(self.before)
+    }
+
+    /// Whether it can have asked so often: somebody else may speak under its number.
+    fn reaches(&self, request: u64) -> Result<(), Refusal> {
+        let newest = self.newest();
+        if request.saturating_sub(newest) <= MAX_SKIPPED {
+            return Ok(());
+        }
+        Err(Refusal::Other(format!(
+            "request {request} is too far ahead: the newest of the client is {newest}"
+        )))
     }
 
     pub(super) fn answers(&self) -> usize {
@@ -158,6 +175,9 @@ impl LeadCore {
         if let Some(answer) = client.answered.get(&request) {
             return actions.push(Action::ToClient(id, request, answer.clone()));
         }
+        if let Err(refusal) = client.reaches(request) {
+            return actions.push(Action::ToClient(id, request, Message::Refused(refusal)));
+        }
         if client.answered.len() >= MAX_ANSWERS {
             let why = format!("{MAX_ANSWERS} answers were not heard");
             return actions.push(Action::Close(id, Refusal::Other(why)));
@@ -189,8 +209,12 @@ impl LeadCore {
         match message {
             Message::Heard { request } => {
                 if let Some(client) = self.clients.get_mut(&id) {
-                    client.heard = client.heard.max(request);
-                    client.answered = client.answered.split_off(&(client.heard + 1));
+                    if let Err(refusal) = client.reaches(request) {
+                        return actions.push(Action::Close(id, refusal));
+                    }
+                    // It may have given up requests that have not come here: others of those numbers still may.
+                    client.heard = client.heard.max(request.min(client.newest()));
+                    client.answered = client.answered.split_off(&client.heard.saturating_add(1));
                 }
             }
             Message::Touch { learners, attached } => {
@@ -300,11 +324,21 @@ impl LeadCore {
                 Some(Message::Done)
             }
             Message::SetControl { name, value } => {
+                if name.len() > MAX_SETTING.0 || value.len() > MAX_SETTING.1 {
+                    let (names, values) = MAX_SETTING;
+                    return Err(Refusal::Control(format!(
+                        "a setting's name has up to {names} bytes, its value up to {values}"
+                    )));
+                }
                 let controls = core.controls().with(&name, &value);
-                let controls = controls.map_err(|error| Refusal::Control(error.to_string()))?;
-                core.may_set(&controls).map_err(|error| Refusal::Control(error.to_string()))?;
+                // Answers are kept.
+                let refused = |error: &dyn std::fmt::Display| {
+                    Refusal::Control(error.to_string().chars().take(MAX_REASON).collect())
+                };
+                let controls = controls.map_err(|error| refused(&error))?;
+                core.may_set(&controls).map_err(|error| refused(&error))?;
                 let frozen = controls.frozen.tensors(self.names.iter().map(String::as_str));
-                core.freeze(frozen.map_err(|error| Refusal::Control(error.to_string()))?);
+                core.freeze(frozen.map_err(|error| refused(&error))?);
                 core.set_controls(controls, now, &mut wanted);
                 self.changed = true;
                 Some(Message::Done)
@@ -356,10 +390,13 @@ impl LeadCore {
     /// A client and what waited there are lost.
     fn client_gone(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.remove(&id) else { return };
-        if self.given_up.len() >= MAX_CLIENTS {
-            self.given_up.pop_front();
+        // One that has asked for nothing has nothing that could come late.
+        if client.newest() > 0 {
+            if self.given_up.len() >= MAX_CLIENTS {
+                self.given_up.pop_front();
+            }
+            self.given_up.push_back((id, client.newest()));
         }
-        self.given_up.push_back((id, client.newest()));
         self.tickets.retain(|_, (of, _)| *of != id);
         let mut wanted = Vec::new();
         self.core.withdraw_assign(|source| source.client == id, now, &mut wanted);

@@ -48,6 +48,8 @@ enum Stage {
 #[derive(Debug)]
 pub(super) struct Run {
     id: PlanId,
+    /// What the core has asked for.
+    work: core::Action<Source>,
     kind: Kind,
     senders: Vec<Sender>,
     start: Message,
@@ -82,10 +84,17 @@ impl Run {
     /// What the stage says to the shards.
     fn order(&self) -> (u64, Message) {
         match self.stage {
-            Stage::Gathering => (0, self.start.clone()),
+            Stage::Gathering => (self.id.0, self.start.clone()),
             Stage::Concluding => (self.id.0, Message::Conclude { plan: self.id }),
             Stage::Dropping => (self.id.0, Message::Drop { plan: self.id }),
         }
+    }
+
+    /// The same, for one that may have missed it, or has heard something else over another connection: which plan is
+    /// meant is said, too.
+    fn orders(&self) -> impl Iterator<Item = (u64, Message)> {
+        let start = (self.stage != Stage::Gathering).then(|| (self.id.0, self.start.clone()));
+        start.into_iter().chain([self.order()])
     }
 }
 
@@ -99,10 +108,20 @@ impl LeadCore {
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        if let Message::Refused(refusal) = &message
-            && (self.run.is_some() || request == 0)
-        {
-            return self.fail(part, refusal, now, actions);
+        let is_current = self.run.as_ref().is_some_and(|run| run.id.0 == request);
+        match &message {
+            // Said of the plan that is being wound up it means nothing: that is said again.
+            Message::Refused(Refusal::Plan { plan, newest }) => {
+                let is_past = |run: &Run| run.id == *plan && newest >= plan && run.stage == Stage::Gathering;
+                if self.run.as_ref().is_some_and(is_past) {
+                    self.begin_again(now, actions);
+                }
+                return;
+            }
+            Message::Refused(refusal) if is_current || request == 0 => {
+                return self.fail(part, refusal, now, actions);
+            }
+            _ => {}
         }
         let Some(run) = &mut self.run else { return };
         match message {
@@ -136,8 +155,7 @@ impl LeadCore {
         if let Some(run) = &self.run
             && run.waiting.contains(&part)
         {
-            let (request, message) = run.order();
-            actions.push(Action::ToPart(part, request, message));
+            actions.extend(run.orders().map(|(request, message)| Action::ToPart(part, request, message)));
         }
     }
 
@@ -208,11 +226,11 @@ impl LeadCore {
         if self.failed.is_some() {
             return;
         }
-        let (kind, senders, work) = match work {
+        let (kind, senders, todo) = match &work {
             core::Action::Fold { contributions, reducer, .. } => {
                 let learners = contributions.iter().map(|c| c.learner).collect();
-                let replaces = reducer == Reducer::Assign;
-                let senders = senders(&contributions, self.core.folded_contributions(), replaces);
+                let replaces = *reducer == Reducer::Assign;
+                let senders = senders(contributions, self.core.folded_contributions(), replaces);
                 (Kind::Fold(learners), senders, Work::Add { replaces })
             }
             core::Action::Reduce(plan) => match &plan.work {
@@ -242,7 +260,7 @@ impl LeadCore {
         self.next_plan = PlanId(id.0 + 1);
         let controls = self.core.controls();
         let reject = controls.nonfinite == NonFinite::Reject;
-        let replaces = matches!(work, Work::Add { replaces: true })
+        let replaces = matches!(todo, Work::Add { replaces: true })
             || senders.iter().any(|s| matches!(s.payload, Granted::Contributions { replaces: true, .. }));
         let source = |sender: &Sender| PlanSource {
             client: sender.client,
@@ -254,12 +272,13 @@ impl LeadCore {
         let start = Message::Start(Plan {
             plan: id,
             base: self.core.version(),
-            work,
+            work: todo,
             sources: senders.iter().map(source).collect(),
             ordered: replaces || controls.deterministic,
         });
         let run = Run {
             id,
+            work,
             kind,
             senders,
             start,
@@ -295,8 +314,16 @@ impl LeadCore {
         for sender in &run.senders {
             actions.push(Action::ToClient(sender.client, 0, Message::Over { plan: run.id }));
         }
-        run.repeat_at = now;
-        self.repeat(now, actions);
+        run.repeat_at = now + REPEAT;
+        let (request, message) = run.order();
+        actions.extend(run.waiting.iter().map(|&part| Action::ToPart(part, request, message.clone())));
+    }
+
+    /// A shard takes the plan for one that is over, as somebody else may have told it: the same is done by another one.
+    fn begin_again(&mut self, now: Now, actions: &mut Vec<Action>) {
+        let Some(run) = &self.run else { return };
+        self.queue.push_front(run.work.clone());
+        self.drop_run(now, actions);
     }
 
     fn begin_next(&mut self, now: Now, actions: &mut Vec<Action>) {
@@ -309,8 +336,9 @@ impl LeadCore {
     pub(super) fn repeat(&mut self, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = self.run.as_mut().filter(|run| run.repeat_at <= now) else { return };
         run.repeat_at = now + REPEAT;
-        let (request, message) = run.order();
-        actions.extend(run.waiting.iter().map(|&part| Action::ToPart(part, request, message.clone())));
+        for (request, message) in run.orders() {
+            actions.extend(run.waiting.iter().map(|&part| Action::ToPart(part, request, message.clone())));
+        }
         if run.stage == Stage::Gathering {
             actions.extend(run.senders.iter().map(|sender| run.grant(sender)));
         }
@@ -360,7 +388,7 @@ impl LeadCore {
     }
 
     /// Plans up to this one are over.
-    pub(super) fn over(&self) -> PlanId {
+    pub fn over(&self) -> PlanId {
         let gathers = self.run.as_ref().is_some_and(|run| run.stage == Stage::Gathering);
         PlanId(self.next_plan.0 - 1 - u64::from(gathers))
     }

@@ -4,6 +4,7 @@
 
 mod moving;
 mod remembering;
+mod strangers;
 
 use std::ops::Range;
 

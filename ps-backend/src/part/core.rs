@@ -6,12 +6,16 @@
 //! payload that is refused here changes nothing, whatever it holds: late, repeated and reordered ones are told apart
 //! by the plan's number and its record of who has sent which block.
 //!
+//! Numbers of plans follow each other, and the lead says with each connection where it is, so what somebody else has said
+//! over another connection does not last: see [`PartCore::led_anew`].
+//!
 //! Blocks are numbered within the part here.
 
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::ids::{ClientId, PlanId, Version};
+use libmodelio::wire::Work;
 
 /// Whether a plan adds up or makes a version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,8 +28,18 @@ pub enum Kind {
     Assign,
 }
 
+impl From<&Work> for Kind {
+    fn from(work: &Work) -> Kind {
+        match work {
+            Work::Add { .. } => Kind::Add,
+            Work::Reduce { .. } => Kind::Reduce,
+            Work::Assign => Kind::Assign,
+        }
+    }
+}
+
 /// What a source sends, and what it has sent.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Source {
     /// Who.
     pub client: ClientId,
@@ -36,18 +50,24 @@ pub struct Source {
 }
 
 /// A plan as the core needs it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
     /// Its number, above those of all plans before it.
     pub id: PlanId,
     /// What becomes of the blocks.
-    pub kind: Kind,
+    pub work: Work,
     /// The version that it starts from.
     pub base: Version,
     /// Who sends what.
     pub sources: Vec<Source>,
     /// Add in the order of the sources.
     pub ordered: bool,
+}
+
+impl Plan {
+    fn kind(&self) -> Kind {
+        Kind::from(&self.work)
+    }
 }
 
 /// What to do with a payload that is about to come.
@@ -135,6 +155,15 @@ pub enum PartError {
         /// What is under way.
         running: PlanId,
     },
+    /// The plan is over, or is not the one that follows the newest; or another one is ready here, which its lead may still
+    /// conclude, and this connection has not named it.
+    #[error("plan {plan} is past, or not the next one: the newest here is {newest}")]
+    Order {
+        /// The plan.
+        plan: PlanId,
+        /// The newest one here.
+        newest: PlanId,
+    },
     /// A plan that does not fit the part.
     #[error("plan {0} is not of this part's blocks")]
     Shape(PlanId),
@@ -155,12 +184,16 @@ enum Stage {
     Torn,
     /// Dropped while payloads were landing.
     Dropped,
+    /// The lead knows nothing of it: somebody else has started it. Payloads are landing.
+    Disowned,
 }
 
 #[derive(Debug)]
 struct Running {
     plan: Plan,
     stage: Stage,
+    /// Whoever leads by the newest connection has started it, or its start was repeated there.
+    vouched: bool,
     /// By source: blocks that have landed.
     got: Vec<FixedBitSet>,
     /// By block: payloads that have landed, and that will.
@@ -181,12 +214,14 @@ pub struct PartCore {
     running: Option<Running>,
     /// The newest plan that was begun or dropped here.
     newest: PlanId,
+    /// The newest one that was concluded here, if one was.
+    concluded: Option<PlanId>,
 }
 
 impl PartCore {
     /// A part of `blocks` blocks at `version`.
     pub fn new(blocks: u32, version: Version) -> PartCore {
-        PartCore { blocks, version, running: None, newest: PlanId(0) }
+        PartCore { blocks, version, running: None, newest: PlanId(0), concluded: None }
     }
 
     /// The newest version.
@@ -204,43 +239,72 @@ impl PartCore {
         plan <= self.newest
     }
 
-    /// A plan begins. Repeated, it is answered again.
+    /// The lead has a new connection, and says over it that its plans up to `over` are over: the next one follows that.
+    /// Whatever was said of numbers over other connections is void. What is under way goes on if the lead names it again.
+    pub fn led_anew(&mut self, over: PlanId) {
+        let mut newest = over;
+        if let Some(running) = &mut self.running {
+            running.vouched = false;
+            if !running.is_void() && running.plan.id.0 <= over.0.saturating_add(1) {
+                newest = newest.max(running.plan.id);
+            }
+        }
+        self.newest = newest;
+    }
+
+    /// A plan begins. Repeated, it is answered again. One that takes the place of another, which is ready here and was
+    /// started over another connection, has to be one that the lead `insists` on, for so long that it does not know of that.
     ///
     /// # Errors
     /// [`PartError`]; nothing has changed then.
-    pub fn start(&mut self, plan: Plan, actions: &mut Vec<Action>) -> Result<(), PartError> {
-        if let Some(running) = &self.running {
-            if running.plan.id == plan.id {
-                match running.stage {
-                    Stage::Ready => actions.push(Action::Ready(plan.id)),
-                    Stage::Spoilt { client, block } => {
-                        actions.push(Action::Spoilt { plan: plan.id, client, block });
-                    }
-                    Stage::Torn => actions.push(Action::Torn(plan.id)),
-                    Stage::Beginning | Stage::Gathering | Stage::Dropped => {}
+    pub fn start(&mut self, plan: Plan, insists: bool, actions: &mut Vec<Action>) -> Result<(), PartError> {
+        if let Some(running) = self.running.as_mut().filter(|running| running.plan == plan) {
+            running.vouched = true;
+            match running.stage {
+                Stage::Ready => actions.push(Action::Ready(plan.id)),
+                Stage::Spoilt { client, block } => {
+                    actions.push(Action::Spoilt { plan: plan.id, client, block });
                 }
-                return Ok(());
+                Stage::Torn => actions.push(Action::Torn(plan.id)),
+                Stage::Beginning | Stage::Gathering | Stage::Dropped | Stage::Disowned => {}
             }
-            if plan.id > self.newest {
-                return Err(PartError::Overlap { new: plan.id, running: running.plan.id });
-            }
-        }
-        if plan.id <= self.newest {
             return Ok(());
         }
-        if plan.base != self.version {
-            return Err(PartError::Base { plan: plan.id, base: plan.base, version: self.version });
+        let is_running = self.running.as_ref().is_some_and(|running| running.plan.id == plan.id);
+        let is_next = Some(plan.id.0) == self.newest.0.checked_add(1);
+        if !is_next && !is_running {
+            return Err(PartError::Order { plan: plan.id, newest: self.newest });
+        }
+        self.fits(&plan)?;
+        if let Some(running) = &mut self.running {
+            match running.stage {
+                // It is said again when that has come to its end.
+                Stage::Dropped | Stage::Disowned => return Ok(()),
+                _ if running.vouched => {
+                    return Err(PartError::Overlap { new: plan.id, running: running.plan.id });
+                }
+                Stage::Ready if !insists => {
+                    return Err(PartError::Order { plan: plan.id, newest: self.newest });
+                }
+                _ => {}
+            }
+            running.stage = Stage::Disowned;
+            if running.in_flight > 0 {
+                actions.push(Action::Abandon(running.plan.id));
+            }
+            self.newest = PlanId(plan.id.0.saturating_sub(1));
+            self.settle(actions);
+            if self.running.is_some() {
+                return Ok(());
+            }
         }
         let blocks = self.blocks as usize;
-        if plan.sources.iter().any(|source| source.blocks.len() != blocks) {
-            return Err(PartError::Shape(plan.id));
-        }
         let mut wanted = vec![0; blocks];
         for block in plan.sources.iter().flat_map(|source| source.blocks.ones()) {
             wanted[block] += 1;
         }
         let payloads: u64 = wanted.iter().map(|&count| u64::from(count)).sum();
-        let alone = match plan.kind {
+        let alone = match plan.kind() {
             Kind::Add => 0,
             Kind::Reduce | Kind::Assign => wanted.iter().filter(|&&count| count == 0).count() as u64,
         };
@@ -248,6 +312,7 @@ impl PartCore {
         actions.push(Action::Begin(plan.id));
         self.running = Some(Running {
             stage: Stage::Beginning,
+            vouched: true,
             got: vec![FixedBitSet::with_capacity(blocks); plan.sources.len()],
             landed: vec![0; blocks],
             wanted,
@@ -260,9 +325,19 @@ impl PartCore {
         Ok(())
     }
 
+    fn fits(&self, plan: &Plan) -> Result<(), PartError> {
+        if plan.base != self.version {
+            return Err(PartError::Base { plan: plan.id, base: plan.base, version: self.version });
+        }
+        if plan.sources.iter().any(|source| source.blocks.len() != self.blocks as usize) {
+            return Err(PartError::Shape(plan.id));
+        }
+        Ok(())
+    }
+
     /// Whether the plan is to go on: an edge that waits for memory need not when it is not.
     pub fn wants(&self, plan: PlanId) -> bool {
-        let live = |running: &Running| running.plan.id == plan && running.stage != Stage::Dropped;
+        let live = |running: &Running| running.plan.id == plan && !running.is_void();
         self.running.as_ref().is_some_and(live)
     }
 
@@ -274,7 +349,7 @@ impl PartCore {
             return self.settle(actions);
         }
         running.stage = Stage::Gathering;
-        if running.plan.kind != Kind::Add {
+        if running.plan.kind() != Kind::Add {
             let mut alone = FixedBitSet::with_capacity(running.wanted.len());
             alone.extend((0..running.wanted.len()).filter(|&block| running.wanted[block] == 0));
             if !alone.is_clear() {
@@ -320,7 +395,9 @@ impl PartCore {
             Stage::Beginning => return Placement::Later,
             Stage::Gathering => {}
             Stage::Ready => return Placement::Duplicate,
-            Stage::Spoilt { .. } | Stage::Torn | Stage::Dropped => return Placement::Unwanted,
+            Stage::Spoilt { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => {
+                return Placement::Unwanted;
+            }
         }
         let b = block as usize;
         let wants = |source: &Source| source.client == client && source.blocks.contains(b);
@@ -339,7 +416,7 @@ impl PartCore {
         }
         let check = running.plan.sources[at].check;
         let first = running.landed[b] == 0;
-        let last = running.plan.kind != Kind::Add && running.landed[b] + 1 == running.wanted[b];
+        let last = running.plan.kind() != Kind::Add && running.landed[b] + 1 == running.wanted[b];
         match (first, last) {
             (_, true) => Placement::Finish { with_sum: !first, check },
             (true, false) => Placement::Store { check },
@@ -411,7 +488,9 @@ impl PartCore {
         match running.stage {
             Stage::Beginning => return None,
             Stage::Gathering => {}
-            Stage::Ready | Stage::Spoilt { .. } | Stage::Torn | Stage::Dropped => return Some(missing),
+            Stage::Ready | Stage::Spoilt { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => {
+                return Some(missing);
+            }
         }
         for (source, got) in running.plan.sources.iter().zip(&running.got) {
             if source.client == client {
@@ -425,36 +504,50 @@ impl PartCore {
     /// What the plan has made counts. Repeated, it is answered again.
     ///
     /// # Errors
-    /// [`PartError::NotReady`].
+    /// [`PartError::NotReady`], or [`PartError::Order`] if the start is to be repeated before.
     pub fn conclude(&mut self, plan: PlanId, actions: &mut Vec<Action>) -> Result<(), PartError> {
-        if plan > self.newest {
-            return Err(PartError::NotReady(plan));
+        if self.running.as_ref().is_some_and(|running| running.plan.id == plan && !running.vouched) {
+            return Err(PartError::Order { plan, newest: self.newest });
         }
-        if let Some(running) = self.running.take_if(|running| running.plan.id == plan) {
-            if running.stage != Stage::Ready {
-                self.running = Some(running);
-                return Err(PartError::NotReady(plan));
-            }
-            if running.plan.kind != Kind::Add {
+        let is_ready = |running: &mut Running| running.plan.id == plan && running.stage == Stage::Ready;
+        if let Some(running) = self.running.take_if(is_ready) {
+            let kind = running.plan.kind();
+            if kind != Kind::Add {
                 self.version = self.version.next();
             }
-            actions.push(Action::Conclude(plan, running.plan.kind));
+            self.concluded = Some(plan);
+            actions.push(Action::Conclude(plan, kind));
+        } else if self.concluded != Some(plan) {
+            return Err(PartError::NotReady(plan));
         }
         actions.push(Action::Done(plan));
         Ok(())
     }
 
     /// The plan is given up, and if it has not begun here it never will. Repeated, it is answered again.
-    pub fn drop_plan(&mut self, plan: PlanId, actions: &mut Vec<Action>) {
+    ///
+    /// # Errors
+    /// [`PartError::Order`] for one that cannot have begun anywhere yet, or if its start is to be repeated before.
+    pub fn drop_plan(&mut self, plan: PlanId, actions: &mut Vec<Action>) -> Result<(), PartError> {
+        let newest = self.newest;
         let Some(running) = self.running_if(plan) else {
-            self.newest = self.newest.max(plan);
-            return actions.push(Action::Done(plan));
+            if plan.0 > newest.0.saturating_add(1) {
+                return Err(PartError::Order { plan, newest });
+            }
+            self.newest = newest.max(plan);
+            actions.push(Action::Done(plan));
+            return Ok(());
         };
+        if running.stage == Stage::Ready && !running.vouched {
+            return Err(PartError::Order { plan, newest });
+        }
         running.stage = Stage::Dropped;
         if running.in_flight > 0 {
             actions.push(Action::Abandon(plan));
         }
+        self.newest = newest.max(plan);
         self.settle(actions);
+        Ok(())
     }
 
     fn running_if(&mut self, plan: PlanId) -> Option<&mut Running> {
@@ -471,12 +564,22 @@ impl PartCore {
         }
     }
 
-    /// Ends a dropped plan when nothing of it is landing any more.
+    /// Ends a void plan when nothing of it is landing any more.
     fn settle(&mut self, actions: &mut Vec<Action>) {
-        let over = |running: &mut Running| running.stage == Stage::Dropped && running.in_flight == 0;
+        let over = |running: &mut Running| running.is_void() && running.in_flight == 0;
         if let Some(running) = self.running.take_if(over) {
-            actions.extend([Action::Void(running.plan.id), Action::Done(running.plan.id)]);
+            actions.push(Action::Void(running.plan.id));
+            if running.stage == Stage::Dropped {
+                actions.push(Action::Done(running.plan.id));
+            }
         }
+    }
+}
+
+impl Running {
+    /// Nothing more comes of it.
+    fn is_void(&self) -> bool {
+        matches!(self.stage, Stage::Dropped | Stage::Disowned)
     }
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{BlockId, ClientId, Epoch, Version};
+use libmodelio::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::layout::MAX_BLOCK_SIZE;
 use libmodelio::link::{Conversation, Link, Outgoing, Piece, Take};
 use libmodelio::net::Close;
@@ -214,7 +214,7 @@ impl Peer {
                 let tell = move |request, message| {
                     link.send(Outgoing { epoch, ..Outgoing::new(request, message) });
                 };
-                part.follow(Arc::new(tell), Some(of_part));
+                part.follow(Arc::new(tell), Some(of_part), PlanId(client.0));
                 Kind::Lead(part)
             }
             Role::Admin => Kind::Admin,
@@ -484,7 +484,7 @@ impl Conversation for Peer {
             }
             Kind::Data(data) => data.message(received, &self.link),
             Kind::Lead(part) => {
-                part.from_lead(request, received.message.clone());
+                part.from_lead(request, received.message.clone(), Some(&self.link));
                 Ok(Take::Nothing)
             }
             Kind::Admin if received.header.payload_len() > 0 => Ok(Take::Buffered),

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{ClientId, Epoch, Generation, ShardId, Version};
+use libmodelio::ids::{ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::link::{Link, Outgoing};
 use libmodelio::net::{Close, Handle};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
@@ -148,7 +148,7 @@ impl Lead {
                 lead.part_says(index, request, message);
             }
         };
-        here.follow(Arc::new(hears), None);
+        here.follow(Arc::new(hears), None, lead.over());
         let timer = Arc::downgrade(&lead);
         let spawned = std::thread::Builder::new().name("lead-timer".into()).spawn(move || run_timer(&timer));
         spawned.map_err(|error| error.to_string())?;
@@ -196,6 +196,11 @@ impl Lead {
     /// Whether it has been ended.
     pub(super) fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Relaxed)
+    }
+
+    /// Its newest plan that is over.
+    fn over(&self) -> PlanId {
+        self.state.lock().core.over()
     }
 
     /// What it is doing.
@@ -303,7 +308,7 @@ impl Lead {
         }
         for (part, request, message) in orders {
             match &self.ways[part] {
-                Way::Here(part) => part.from_lead(request, message),
+                Way::Here(part) => part.from_lead(request, message, None),
                 Way::There(remote) => {
                     if let Some(link) = &*remote.link.lock() {
                         link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });

@@ -17,6 +17,7 @@ mod resting;
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
+use std::time::Instant;
 
 use libmodelio::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::layout::ModelLayout;
@@ -59,6 +60,8 @@ struct State {
     lead: Option<ToLead>,
     /// What the lead is spoken to by, if it is elsewhere.
     lead_link: Option<Link>,
+    /// When that was there.
+    led_since: Instant,
 }
 
 impl State {
@@ -162,6 +165,7 @@ impl Part {
             fetching: FetchingPlan::default(),
             lead: None,
             lead_link: None,
+            led_since: Instant::now(),
         };
         Arc::new(Part {
             model: record.name.clone(),

@@ -31,6 +31,8 @@ pub enum Fault {
     Jump(Now),
     /// A client is killed; another one may come in its place.
     Crash { again: Option<Now> },
+    /// Somebody who is not of the job says what is not true.
+    Stranger,
     /// A client starts.
     Starts(usize),
     /// The model's blocks go elsewhere.
@@ -62,6 +64,10 @@ impl World {
         if self.settings.kills && self.rng.u8(0..4) == 0 {
             let at = Now::from_micros(self.rng.u64(0..chaos));
             self.at(at, Event::Fault(Fault::Kill));
+        }
+        for _ in 0..self.settings.strangers {
+            let at = Now::from_micros(self.rng.u64(0..chaos));
+            self.at(at, Event::Fault(Fault::Stranger));
         }
         for _ in 0..self.settings.moves {
             let at = Now::from_micros(self.rng.u64(0..chaos));
@@ -116,6 +122,7 @@ impl World {
                 }
             }
             Fault::Jump(time) => self.jump(node, time),
+            Fault::Stranger => self.stranger(),
             Fault::Move => self.begin_move(),
             Fault::Kill => self.kill(),
             Fault::Starts(learners) => {
@@ -169,7 +176,8 @@ impl World {
                 core.request(u64::MAX, message, deadline, now, actions);
             });
             // One after the other: they contradict each other the other way round.
-            self.run_until(self.now + Now::from_secs(2), |_| false);
+            let until = self.now + if self.killed > 0 { Now::from_secs(2) } else { PROGRESS };
+            self.run_until(until, |world| world.lead.job().controls().get(name).as_deref() == Some(value));
         }
     }
 

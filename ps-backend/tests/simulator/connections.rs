@@ -62,6 +62,11 @@ impl World {
             self.loses_pins(part, index, epoch);
         }
         self.trace(|| format!("{opener:?} connects to {acceptor:?} ({epoch})"));
+        if let Node::Part(part) = acceptor
+            && opener == self.lead_node()
+        {
+            self.led_anew(part, self.lead.over());
+        }
         // Who comes while nobody leads will come again.
         if let Node::Client(index) = opener
             && acceptor == self.lead_node()

@@ -40,7 +40,8 @@ impl World {
                 for (block, front, known) in
                     shard.known().filter(|(block, ..)| record.blocks.contains(&block.0))
                 {
-                    let there = front.weights.adds(*uid) || known.holds(*uid) || known.replaces();
+                    let replaced = known.replaces() || self.history.replaces(shard.newest());
+                    let there = front.weights.adds(*uid) || known.holds(*uid) || replaced;
                     assert!(
                         there,
                         "part {part} has lost block {block} of {uid}, which was acknowledged: {record:?}"

@@ -568,6 +568,16 @@ impl History {
         }
     }
 
+    /// Whether this is the newest version, not all parts have it, and values took the place of earlier ones in it.
+    pub fn replaces(&self, version: Version) -> bool {
+        let made = self.versions.get(version.0 as usize..).unwrap_or_default().first();
+        let step = made.and_then(|made| match &self.plans.get(&made.plan)?.work {
+            Work::Reduce { step, .. } => serde_json::from_str::<ps_backend::reducer::Step>(step).ok(),
+            _ => None,
+        });
+        version.0 as usize >= self.complete && step.is_some_and(|step| step.reducer == Reducer::Assign)
+    }
+
     /// A part has this block of a version that it has made.
     pub fn made_block(&self, part: usize, version: Version, block: u32, found: &Block) {
         let made =

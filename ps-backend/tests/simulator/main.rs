@@ -18,6 +18,7 @@ mod programs;
 mod settings;
 mod shard;
 mod state;
+mod stranger;
 mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -49,6 +50,7 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("of them, reads of what had changed", |world| world.loans.changed, 32),
     ("lost pins", |world| world.loans.lost_pins, 1),
     ("copies of versions that were over", |world| world.loans.late_copies, 32),
+    ("strangers", |world| world.strangers, 1),
 ];
 
 type Counts = [u64; COUNTED.len()];

@@ -59,6 +59,8 @@ pub struct Settings {
     /// How long things go wrong, and how often.
     pub chaos: Now,
     pub faults: usize,
+    /// How often somebody speaks who is not of the job.
+    pub strangers: usize,
     /// How often the model's blocks go elsewhere.
     pub moves: usize,
     /// Moves compete: another one is asked for while one is under way.
@@ -150,6 +152,7 @@ impl Settings {
             changes,
             chaos: millis(rng.u64(3000..15_000)),
             faults: [0, 3, 8, 20][rough as usize],
+            strangers: one_of(rng, &[0, 0, 3, 10, 40]),
             moves: one_of(rng, &[0, 0, 1, 2, 4]),
             competes: rng.bool(),
             drift: one_of(rng, &[0, 0, 10_000, 50_000]),

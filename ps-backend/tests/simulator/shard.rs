@@ -19,6 +19,9 @@ use crate::world::{Body, Event, Node, Now, World};
 /// Payloads that wait because the core has said later.
 const MAX_PARKED: usize = 16;
 
+/// A lead that begins a plan so long after it has connected knows of no other one.
+const INSISTS: Now = Now::from_secs(3);
+
 /// The sum of some contributions of one client, for one block.
 #[derive(Clone, Debug)]
 pub struct Sum {
@@ -51,6 +54,8 @@ pub enum ShardEvent {
 
 pub struct Shard {
     pub core: PartCore,
+    /// When its lead, or who says so, has connected.
+    pub led_since: Now,
     /// Which of the world's.
     pub course: usize,
     pub life: Life,
@@ -72,6 +77,8 @@ pub struct Shard {
     plan: Option<Plan>,
     /// What the plan does with the sum in the end.
     step: Option<(Reducer, bool, TensorSteps)>,
+    /// The one that begins, which may be in the place of another one.
+    starting: Option<Plan>,
     landing: BTreeMap<u64, Landing>,
     next_landing: u64,
     parked: VecDeque<(ClientId, PlanId, u32, Body)>,
@@ -84,6 +91,7 @@ impl Shard {
             mine.iter().map(|block| whole.get(block.index()).cloned().unwrap_or_default()).collect();
         Shard {
             core: PartCore::new(mine.len() as u32, version),
+            led_since: Now::ZERO,
             course: 0,
             life: Life::Live,
             process: None,
@@ -97,6 +105,7 @@ impl Shard {
             mine,
             plan: None,
             step: None,
+            starting: None,
             landing: BTreeMap::new(),
             next_landing: 0,
             parked: VecDeque::new(),
@@ -221,11 +230,7 @@ fn local(plan: &Plan, mine: &[BlockId]) -> core::Plan {
     };
     core::Plan {
         id: plan.plan,
-        kind: match plan.work {
-            Work::Add { .. } => Kind::Add,
-            Work::Reduce { .. } => Kind::Reduce,
-            Work::Assign => Kind::Assign,
-        },
+        work: plan.work.clone(),
         base: plan.base,
         sources: plan.sources.iter().map(source).collect(),
         ordered: plan.ordered,
@@ -238,7 +243,14 @@ impl World {
             self.trace(|| format!("part {part}: {action:?}"));
             match action {
                 Action::Begin(plan) => {
-                    let shard = &self.shards[part];
+                    let shard = &mut self.shards[part];
+                    if let Some(plan) = shard.starting.take() {
+                        let writes = matches!(plan.work, Work::Assign);
+                        (shard.step, shard.plan) = (step(&plan), Some(plan));
+                        if !writes {
+                            shard.values = shard.replaces();
+                        }
+                    }
                     let clean =
                         shard.open.iter().all(Option::is_none) && shard.back.iter().all(Option::is_none);
                     assert!(clean, "part {part}: plan {plan} begins with what another one has left");
@@ -449,31 +461,33 @@ impl World {
         }
     }
 
+    /// Somebody connects as its lead, whose plans up to `over` are over.
+    pub fn led_anew(&mut self, part: usize, over: PlanId) {
+        let now = self.now;
+        let shard = &mut self.shards[part];
+        shard.led_since = now;
+        shard.core.led_anew(over);
+    }
+
     /// A message of the lead.
     pub fn shard_from_lead(&mut self, part: usize, request: u64, message: Message) {
         let mut actions = Vec::new();
         let shard = &mut self.shards[part];
         let result = match message {
             Message::Start(plan) => {
-                let result = shard.core.start(local(&plan, &shard.mine), &mut actions);
+                let insists = self.now >= shard.led_since + INSISTS;
+                let result = shard.core.start(local(&plan, &shard.mine), insists, &mut actions);
                 if actions.iter().any(|action| matches!(action, Action::Begin(_))) {
-                    let writes = matches!(plan.work, Work::Assign);
-                    (shard.step, shard.plan) = (step(&plan), Some(plan));
-                    if !writes {
-                        shard.values = shard.replaces();
-                    }
+                    shard.starting = Some(plan);
                 }
                 result
             }
             Message::Conclude { plan } => shard.core.conclude(plan, &mut actions),
-            Message::Drop { plan } => {
-                shard.core.drop_plan(plan, &mut actions);
-                Ok(())
-            }
+            Message::Drop { plan } => shard.core.drop_plan(plan, &mut actions),
             other => panic!("the lead sends {} to a shard", other.name()),
         };
         if let Err(error) = result {
-            self.say_to_lead(part, request, Message::Refused(Refusal::Other(error.to_string())));
+            self.say_to_lead(part, request, Message::Refused(error.into()));
         }
         self.shard_acts(part, actions);
     }

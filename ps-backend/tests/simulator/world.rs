@@ -122,6 +122,8 @@ pub struct World {
     pub registry: RegistryCore,
     pub moves: Moves,
     pub loans: Loans,
+    /// How often a stranger has spoken.
+    pub strangers: u64,
     /// Processes that were killed.
     pub killed: u64,
     /// That has ended the job.
@@ -170,6 +172,7 @@ impl World {
             registry: RegistryCore::new(),
             moves: Moves::default(),
             loans: Loans::default(),
+            strangers: 0,
             killed: 0,
             ended: false,
             healed: false,

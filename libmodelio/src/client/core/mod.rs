@@ -106,6 +106,8 @@ pub struct ClientCore {
     /// Why nobody leads the job any more.
     lost: Option<ShardError>,
     state: JobState,
+    /// No state has come over the lead's newest connection yet.
+    is_anew: bool,
     /// With the number of the first state that names each.
     learners: BTreeMap<LearnerId, (LearnerState, u64)>,
     /// Last steps whose commit was answered with success, which the state may not show yet.
@@ -150,6 +152,7 @@ impl ClientCore {
             heard: 0,
             lost: None,
             state: JobState::default(),
+            is_anew: false,
             learners: BTreeMap::new(),
             committed: BTreeMap::new(),
             next_steps: BTreeMap::new(),
@@ -261,10 +264,12 @@ impl ClientCore {
     pub fn from_shard(&mut self, part: Part, message: Message, now: Now, actions: &mut Vec<Action>) {
         match message {
             Message::Missing { plan, blocks } => {
-                let bits = self.bits(&blocks);
+                let mut bits = self.bits(&blocks);
                 let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else {
                     return;
                 };
+                // Somebody else may have begun another plan of that number there.
+                bits.intersect_with(&outgoing.blocks);
                 let sending = &mut outgoing.parts[part];
                 sending.done = bits.is_clear();
                 sending.struggles |= !sending.done;

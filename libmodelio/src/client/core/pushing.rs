@@ -2,15 +2,16 @@
 
 use fixedbitset::FixedBitSet;
 
-use super::{Action, ClientCore, Now, Part};
+use super::{Action, ClientCore, Now, PATIENCE, Part};
 use crate::ids::{BlockId, LearnerId, PlanId, Step};
-use crate::wire::{Granted, Message};
+use crate::wire::{Granted, MAX_NUMBER, Message};
 
 /// What is being sent for a plan.
 #[derive(Debug)]
 pub(super) struct Outgoing {
     pub(super) plan: PlanId,
     pub(super) payload: Granted,
+    pub(super) blocks: FixedBitSet,
     pub(super) parts: Vec<Sending>,
 }
 
@@ -21,6 +22,8 @@ pub(super) struct Sending {
     /// From here on, round the end once.
     pub(super) at: usize,
     pub(super) round: bool,
+    /// There is something to send.
+    pub(super) any: bool,
     /// The shard has all of it.
     pub(super) done: bool,
     /// When something was last sent or asked.
@@ -31,9 +34,12 @@ pub(super) struct Sending {
 
 impl ClientCore {
     pub(super) fn granted(&mut self, plan: PlanId, payload: Granted, now: Now, actions: &mut Vec<Action>) {
+        if plan.0 > MAX_NUMBER {
+            return;
+        }
         let known = self.outgoing.as_ref().map_or(self.over, |outgoing| outgoing.plan.max(self.over));
         if plan <= known {
-            return;
+            return self.look_again(plan, now, actions);
         }
         // The lead has one plan at a time.
         self.plan_over(PlanId(plan.0 - 1), actions);
@@ -58,13 +64,29 @@ impl ClientCore {
         let first = if ordered { 0 } else { self.first };
         let parts = self.owned.iter().map(|owned| {
             let todo = owned & &blocks;
-            Sending { done: todo.is_clear(), todo, at: first, round: false, moved: now, struggles: false }
+            let any = !todo.is_clear();
+            Sending { any, done: !any, todo, at: first, round: false, moved: now, struggles: false }
         });
-        self.outgoing = Some(Outgoing { plan, payload, parts: parts.collect() });
+        let parts = parts.collect();
+        self.outgoing = Some(Outgoing { plan, payload, blocks, parts });
         actions.extend((0..self.shards.len()).map(Action::Wake));
     }
 
+    /// The lead still waits for the plan that is being sent. A shard that has had all of it may have begun it again.
+    fn look_again(&mut self, plan: PlanId, now: Now, actions: &mut Vec<Action>) {
+        let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else { return };
+        for (part, sending) in outgoing.parts.iter_mut().enumerate() {
+            if sending.any && sending.done && sending.moved + PATIENCE <= now {
+                sending.moved = now;
+                actions.push(Action::ToShard(part, Message::Probe { plan }));
+            }
+        }
+    }
+
     pub(super) fn plan_over(&mut self, plan: PlanId, actions: &mut Vec<Action>) {
+        if plan.0 > MAX_NUMBER {
+            return;
+        }
         self.over = self.over.max(plan);
         if self.outgoing.take_if(|outgoing| outgoing.plan <= plan).is_some() {
             self.release_left(actions);

@@ -1,7 +1,7 @@
 //! What is asked of the lead: sent when it is connected, again when it is silent, answered once.
 
 use super::{Action, ClientCore, Held, Now, PATIENCE, Token};
-use crate::ids::{LearnerId, Step, Version};
+use crate::ids::{LearnerId, PlanId, Step, Version};
 use crate::transport::ShardError;
 use crate::wire::{LearnerState, Message, Refusal};
 
@@ -111,6 +111,9 @@ impl ClientCore {
     pub fn lead_up(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.lead_up = true;
         self.found();
+        // What was said over another connection, by whoever led there, counts no longer than that.
+        self.over = PlanId(0);
+        self.is_anew = true;
         if self.heard > 0 {
             actions.push(Action::ToLead(0, Message::Heard { request: self.heard }));
         }

@@ -6,12 +6,20 @@ use super::requests::Request;
 use super::{Action, ClientCore, Now, PATIENCE, Token};
 use crate::ids::LearnerId;
 use crate::transport::LeaveReason;
-use crate::wire::{JobState, LearnerState, Message};
+use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message};
 
 impl ClientCore {
     pub(super) fn take_state(&mut self, state: JobState, now: Now, actions: &mut Vec<Action>) {
-        if state.sequence <= self.state.sequence {
+        if state.sequence.max(state.version.0).max(state.over.0) > MAX_NUMBER {
             return;
+        }
+        // The first one over a connection counts, whatever was said over those before it.
+        let is_anew = std::mem::take(&mut self.is_anew);
+        if state.sequence <= self.state.sequence && !is_anew {
+            return;
+        }
+        if is_anew {
+            self.pull.take_if(|pull| pull.version > state.version);
         }
         self.plan_over(state.over, actions);
         if state.heard < self.heard {

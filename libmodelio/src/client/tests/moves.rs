@@ -3,7 +3,7 @@
 use super::{Bench, L};
 use crate::block_map::BlockMap;
 use crate::client::core::Action;
-use crate::ids::{BlockId, Epoch, ShardId, Version};
+use crate::ids::{BlockId, Epoch, PlanId, ShardId, Version};
 use crate::wire::Message;
 
 /// Three shards in place of two, another one in front.
@@ -26,7 +26,8 @@ fn what_was_being_sent_is_granted_anew_and_asked_again_of_the_new_lead() {
     assert_eq!(bench.said, [], "nobody is connected");
     bench.core.lead_up(bench.now, &mut bench.said);
     assert!(matches!(bench.said[..], [Action::ToLead(3, Message::Commit { .. })]), "{:?}", bench.said);
-    // The old plan's number is of the past, wherever word of it comes from.
+    // The lead says which plans are over; the old plan is of the past then, wherever word of it comes from.
+    bench.lead(0, Message::Over { plan: PlanId(1) });
     bench.grant(1);
     assert_eq!(bench.core.outgoing(), None);
     bench.grant(2);

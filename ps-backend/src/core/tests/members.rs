@@ -301,7 +301,7 @@ fn the_table_of_learners_has_a_limit_and_names_are_taken_once() {
     for i in 1..MAX_LEARNERS {
         sim.join(&format!("l{i}")).unwrap();
     }
-    assert_eq!(sim.join("one more").unwrap_err(), ShardError::TooManyLearners(MAX_LEARNERS));
+    assert_eq!(sim.join("one-more").unwrap_err(), ShardError::TooManyLearners(MAX_LEARNERS));
 }
 
 #[test]
@@ -337,4 +337,62 @@ fn who_was_the_last_to_leave_is_told_so() {
     assert_eq!(sim.core.open(ids[0].0, sim.now).unwrap_err(), gone);
     let ticket = sim.commit(ids[0].0, step, uid, (blocks([0]), blocks([0])), true, 1_000);
     assert_eq!(sim.replies[&ticket], Err(gone));
+}
+
+/// The room that the state takes when it is handed over.
+fn room(sim: &Sim) -> usize {
+    postcard::to_stdvec(&sim.core).unwrap().len()
+}
+
+#[test]
+fn names_of_learners_that_left_take_bounded_room_and_come_back_as_others() {
+    let (mut sim, ids) = job("1", &["first"]);
+    sim.leave(ids[0].0);
+    let names = |sim: &mut Sim, from: usize| {
+        for at in from..from + MAX_LEARNERS {
+            let name = format!("{at:0>64}");
+            let (learner, incarnation) = sim.join(&name).unwrap();
+            assert!(incarnation > Incarnation(0), "{name}");
+            sim.leave(learner);
+        }
+        room(sim)
+    };
+    let full = names(&mut sim, 0);
+    assert!(names(&mut sim, MAX_LEARNERS) <= full + MAX_LEARNERS * 8, "{full}");
+    // It is not known any more, and has another incarnation all the same.
+    assert!(sim.join("first").unwrap().1 > ids[0].1);
+    // One that has left lately is.
+    let name = format!("{:0>64}", 2 * MAX_LEARNERS - 1);
+    let (learner, second) = sim.join(&name).unwrap();
+    sim.leave(learner);
+    assert!(sim.join(&name).unwrap().1 > second);
+}
+
+#[test]
+fn a_name_that_is_none_is_refused() {
+    let (mut sim, _) = job("1", &["a"]);
+    let before = room(&sim);
+    for name in ["", ".a", "a b", "a/b", "ü", &"x".repeat(65), &"x".repeat(1 << 20)] {
+        let Err(ShardError::NotAllowed(why)) = sim.join(name) else { panic!("{name:?} is taken") };
+        assert!(why.contains("use up to 64") && why.len() < 400, "{why}");
+    }
+    assert_eq!(room(&sim), before);
+    sim.join(&"x".repeat(64)).unwrap();
+}
+
+#[test]
+fn writes_of_new_weights_that_wait_are_limited() {
+    let (mut sim, _) = job("1", &["a"]);
+    sim.set("reducer", "assign");
+    sim.core.hold();
+    let mut refused = 0;
+    for ticket in 0..MAX_ASSIGNS as u64 + 3 {
+        let mut actions = Vec::new();
+        sim.core.assign(ticket, 0, Vec::new(), Now::from_secs(9), Now::ZERO, &mut actions);
+        refused += actions
+            .iter()
+            .filter(|action| matches!(action, Action::Reply(_, Err(ShardError::OutOfMemory(_)))))
+            .count();
+    }
+    assert_eq!(refused, 3);
 }

@@ -13,6 +13,10 @@ fn blocks(of: impl IntoIterator<Item = usize>) -> FixedBitSet {
     set
 }
 
+fn order(plan: PlanId, newest: PlanId) -> PartError {
+    PartError::Order { plan, newest }
+}
+
 fn source(client: ClientId, of: impl IntoIterator<Item = usize>) -> Source {
     Source { client, blocks: blocks(of), check: true }
 }
@@ -28,7 +32,12 @@ impl Bench {
     }
 
     fn plan(id: PlanId, kind: Kind, sources: Vec<Source>) -> Plan {
-        Plan { id, kind, base: Version(4), sources, ordered: false }
+        let work = match kind {
+            Kind::Add => Work::Add { replaces: false },
+            Kind::Reduce => Work::Reduce { step: "a step".into(), tensors: Vec::new(), fresh_state: false },
+            Kind::Assign => Work::Assign,
+        };
+        Plan { id, work, base: Version(4), sources, ordered: false }
     }
 
     /// What `f` makes the core want.
@@ -41,9 +50,20 @@ impl Bench {
     /// A plan is started and has its memory; what follows from that.
     fn begin(&mut self, plan: Plan) -> Vec<Action> {
         let id = plan.id;
-        let actions = self.acts(|core, actions| core.start(plan, actions).unwrap());
+        let actions = self.acts(|core, actions| core.start(plan, false, actions).unwrap());
         assert_eq!(actions, [Action::Begin(id)]);
         self.acts(|core, actions| core.begun(id, actions))
+    }
+
+    /// How the core refuses `f`, which makes it do nothing.
+    fn refused(
+        &mut self,
+        f: impl FnOnce(&mut PartCore, &mut Vec<Action>) -> Result<(), PartError>,
+    ) -> PartError {
+        let mut actions = Vec::new();
+        let error = f(&mut self.core, &mut actions).expect_err("it is refused");
+        assert_eq!(actions, []);
+        error
     }
 
     fn lands(&mut self, client: ClientId, plan: PlanId, block: u32) -> Vec<Action> {
@@ -120,7 +140,7 @@ fn payloads_may_come_before_their_plan() {
     assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later);
     assert_eq!(bench.core.missing(A, ONE), None);
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
-    bench.acts(|core, actions| core.start(plan, actions).unwrap());
+    bench.acts(|core, actions| core.start(plan, false, actions).unwrap());
     assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later, "the edge takes its memory");
     assert_eq!(bench.core.missing(A, ONE), None);
     bench.acts(|core, actions| core.begun(ONE, actions));
@@ -148,8 +168,8 @@ fn nan_spoils_a_plan_until_it_is_dropped() {
     assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Unwanted);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
     // The lead asks again: it may not have heard.
-    assert_eq!(bench.acts(|core, actions| core.start(plan, actions).unwrap()), spoilt);
-    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions));
+    assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), spoilt);
+    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
 }
 
@@ -169,8 +189,8 @@ fn what_may_have_changed_while_it_was_read_is_in_no_plan() {
     let early = bench.core.conclude(ONE, &mut Vec::new());
     assert_eq!(early, Err(PartError::NotReady(ONE)));
     // The lead asks again: it may not have heard.
-    assert_eq!(bench.acts(|core, actions| core.start(plan, actions).unwrap()), [Action::Torn(ONE)]);
-    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions));
+    assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), [Action::Torn(ONE)]);
+    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
 }
 
@@ -181,21 +201,25 @@ fn a_dropped_plan_is_void_when_nothing_of_it_lands_any_more() {
     bench.core.arrive(A, ONE, 0);
     bench.core.arrive(A, ONE, 1);
     assert!(bench.core.wants(ONE));
-    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions)), [Action::Abandon(ONE)]);
+    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Abandon(ONE)]);
     assert!(!bench.core.wants(ONE));
     assert_eq!(bench.acts(|core, actions| core.failed(ONE, 0, actions)), []);
     assert_eq!(bench.lands(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
-    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions)), [Action::Done(ONE)], "said again");
+    assert_eq!(
+        bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()),
+        [Action::Done(ONE)],
+        "said again"
+    );
 }
 
 #[test]
 fn a_plan_that_is_dropped_before_it_comes_never_begins() {
     let mut bench = Bench::new();
-    assert_eq!(bench.acts(|core, actions| core.drop_plan(TWO, actions)), [Action::Done(TWO)]);
-    let late = Bench::plan(TWO, Kind::Add, vec![source(A, [0])]);
-    assert_eq!(bench.acts(|core, actions| core.start(late, actions).unwrap()), []);
+    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Done(ONE)]);
+    let late = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
+    assert_eq!(bench.refused(|core, actions| core.start(late, false, actions)), order(ONE, ONE));
     assert_eq!(bench.core.running(), None);
-    assert_eq!(bench.core.arrive(A, TWO, 0), Placement::Unwanted);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Unwanted);
 }
 
 #[test]
@@ -203,16 +227,107 @@ fn orders_that_are_repeated_are_answered_again_and_change_nothing() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
     bench.begin(plan.clone());
-    assert_eq!(bench.acts(|core, actions| core.start(plan.clone(), actions).unwrap()), []);
+    assert_eq!(bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()), []);
     for block in 0..3 {
         bench.core.arrive(A, ONE, block);
         bench.lands(A, ONE, block);
     }
-    assert_eq!(bench.acts(|core, actions| core.start(plan.clone(), actions).unwrap()), [Action::Ready(ONE)]);
+    assert_eq!(
+        bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()),
+        [Action::Ready(ONE)]
+    );
     bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(bench.acts(|core, actions| core.conclude(ONE, actions).unwrap()), [Action::Done(ONE)]);
-    assert_eq!(bench.acts(|core, actions| core.start(plan, actions).unwrap()), []);
+    // What it says is past is no answer that the lead waits for, but not nothing either.
+    assert_eq!(bench.refused(|core, actions| core.start(plan, false, actions)), order(ONE, ONE));
     assert_eq!(bench.core.version(), Version(5));
+}
+
+#[test]
+fn a_number_that_does_not_follow_is_refused_and_changes_nothing() {
+    let mut bench = Bench::new();
+    for far in [TWO, PlanId(u64::MAX - 1), PlanId(u64::MAX)] {
+        let plan = Bench::plan(far, Kind::Add, vec![source(A, [0])]);
+        assert_eq!(bench.refused(|core, actions| core.start(plan, true, actions)), order(far, PlanId(0)));
+        assert_eq!(bench.refused(|core, actions| core.drop_plan(far, actions)), order(far, PlanId(0)));
+        assert_eq!(bench.refused(|core, actions| core.conclude(far, actions)), PartError::NotReady(far));
+        assert_eq!(bench.core.missing(A, far), None);
+    }
+    bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0])]));
+}
+
+#[test]
+fn numbers_that_a_false_lead_has_said_are_void_with_the_next_connection() {
+    for said in [PlanId(0), ONE, PlanId(77), PlanId(u64::MAX)] {
+        let mut bench = Bench::new();
+        bench.begin(Bench::plan(ONE, Kind::Add, vec![]));
+        bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+        bench.core.led_anew(said);
+        // Whatever it gets the part to do.
+        for plan in [TWO, PlanId(said.0.saturating_add(1)), said] {
+            let mut actions = Vec::new();
+            let _ = bench.core.drop_plan(plan, &mut actions);
+            let _ = bench.core.start(Bench::plan(plan, Kind::Add, vec![source(B, [0])]), true, &mut actions);
+        }
+        bench.core.led_anew(ONE);
+        let plan = Bench::plan(TWO, Kind::Add, vec![source(A, [0])]);
+        if let Some((running, _)) = bench.core.running() {
+            let begun = bench.acts(|core, actions| core.begun(running, actions));
+            assert_eq!(begun, []);
+        }
+        let started = bench.acts(|core, actions| core.start(plan, false, actions).unwrap());
+        assert_eq!(started.last(), Some(&Action::Begin(TWO)), "{said}");
+    }
+}
+
+#[test]
+fn a_plan_of_a_false_lead_makes_way_for_the_true_leads() {
+    let mut bench = Bench::new();
+    bench.core.led_anew(PlanId(0));
+    bench.begin(Bench::plan(ONE, Kind::Add, vec![source(B, [0, 1])]));
+    bench.core.arrive(B, ONE, 0);
+    bench.core.led_anew(PlanId(0));
+    let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
+    let start = |core: &mut PartCore, actions: &mut Vec<Action>| core.start(plan.clone(), false, actions);
+    assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Abandon(ONE)]);
+    assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [], "a payload of it is landing");
+    assert_eq!(bench.acts(|core, actions| core.failed(ONE, 0, actions)), [Action::Void(ONE)]);
+    assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Begin(ONE)]);
+    bench.acts(|core, actions| core.begun(ONE, actions));
+    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Unwanted);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
+}
+
+#[test]
+fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
+    let mut bench = Bench::new();
+    let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
+    bench.begin(plan.clone());
+    bench.core.arrive(A, ONE, 0);
+    assert_eq!(bench.lands(A, ONE, 0), [Action::Ready(ONE)]);
+    for said in [PlanId(0), ONE, PlanId(u64::MAX)] {
+        bench.core.led_anew(said);
+        let other = Bench::plan(ONE, Kind::Add, vec![]);
+        let newest = said.max(ONE).max(if said == PlanId(0) { ONE } else { said });
+        assert_eq!(bench.refused(|core, actions| core.start(other, false, actions)), order(ONE, newest));
+        assert_eq!(bench.refused(|core, actions| core.drop_plan(ONE, actions)), order(ONE, newest));
+        assert_eq!(bench.refused(|core, actions| core.conclude(ONE, actions)), order(ONE, newest));
+    }
+    // The lead is back: it names the plan, and then says what becomes of it.
+    bench.core.led_anew(ONE);
+    assert_eq!(
+        bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()),
+        [Action::Ready(ONE)]
+    );
+    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
+
+    // One that a lead knows nothing of, though it insists, does not stay.
+    let mut bench = Bench::new();
+    bench.begin(Bench::plan(ONE, Kind::Add, vec![]));
+    bench.core.led_anew(PlanId(0));
+    let began = bench.acts(|core, actions| core.start(plan, true, actions).unwrap());
+    assert_eq!(began, [Action::Void(ONE), Action::Begin(ONE)]);
 }
 
 #[test]
@@ -220,7 +335,7 @@ fn contradictions_are_refused_and_change_nothing() {
     let mut bench = Bench::new();
     let mut start = |plan: Plan| {
         let mut actions = Vec::new();
-        let result = bench.core.start(plan, &mut actions);
+        let result = bench.core.start(plan, false, &mut actions);
         assert_eq!(actions, []);
         result
     };
@@ -238,6 +353,6 @@ fn contradictions_are_refused_and_change_nothing() {
     assert_eq!(bench.core.conclude(ONE, &mut actions), Err(PartError::NotReady(ONE)));
     let next = Bench::plan(TWO, Kind::Add, vec![]);
     let overlap = PartError::Overlap { new: TWO, running: ONE };
-    assert_eq!(bench.core.start(next, &mut actions), Err(overlap));
+    assert_eq!(bench.core.start(next, false, &mut actions), Err(overlap));
     assert_eq!((actions, bench.core.running()), (vec![], Some((ONE, 1))));
 }

@@ -4,10 +4,11 @@ use std::rc::Rc;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::ids::{ClientId, PlanId, Version};
+use libmodelio::wire::Work;
 use proptest::prelude::*;
 
 use super::*;
-use crate::part::core::{Action, Kind, PartCore, Placement, Plan, Source};
+use crate::part::core::{Action, PartCore, Placement, Plan, Source};
 
 const PLAN: PlanId = PlanId(1);
 
@@ -187,9 +188,10 @@ impl World {
             every.insert_range(..);
             let source = |client| Source { client: ClientId(client), blocks: every.clone(), check: false };
             let sources = (0..clients).map(source).collect();
-            let plan = Plan { id: PLAN, kind: Kind::Reduce, base: Version(0), sources, ordered: true };
+            let work = Work::Reduce { step: String::new(), tensors: Vec::new(), fresh_state: false };
+            let plan = Plan { id: PLAN, work, base: Version(0), sources, ordered: true };
             let mut actions = Vec::new();
-            core.start(plan, &mut actions).unwrap();
+            core.start(plan, false, &mut actions).unwrap();
             assert_eq!(actions, [Action::Begin(PLAN)]);
             core.begun(PLAN, &mut actions);
             cores.push(core);

@@ -187,7 +187,7 @@ impl Conversation for ToPart {
             role: Role::Lead,
             model: self.lead.model.clone(),
             generation: self.lead.generation,
-            client: ClientId(0),
+            client: ClientId(self.lead.over().0),
         };
         link.send(Outgoing { epoch: self.lead.epoch, ..Outgoing::new(0, hello) });
         Ok(())
@@ -223,6 +223,9 @@ impl Conversation for ToPart {
                 return Err(Close::Asked(format!("refused by the shard: {refusal}").into()));
             }
             (message, Some(_)) => {
+                if let Message::Refused(refusal @ Refusal::Plan { .. }) = message {
+                    tracing::debug!(model = %self.lead.model, shard = %self.remote.shard, "{refusal}");
+                }
                 self.lead.part_says(self.index, received.header.request(), message.clone());
             }
         }

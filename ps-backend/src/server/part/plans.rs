@@ -11,7 +11,7 @@ use libmodelio::wire::{self, Message, Refusal, Work};
 use rayon::prelude::*;
 
 use super::{Part, State, ToLead};
-use crate::part::core::{Action, Kind, Plan, Source, local_blocks};
+use crate::part::core::{self, Action, Plan, Source, local_blocks};
 use crate::part::store::{PartError, PartWork};
 use crate::reducer::{self, Reducer};
 use crate::tensors::TensorSteps;
@@ -21,35 +21,56 @@ const BEGIN_AGAIN: Duration = Duration::from_millis(1);
 /// When that takes longer, the log says so.
 const BEGIN_QUIETLY: Duration = Duration::from_secs(2);
 
+/// A lead that still begins a plan after so long knows nothing of another one that is ready here.
+const INSISTS: Duration = Duration::from_secs(3);
+
+impl From<core::PartError> for Refusal {
+    fn from(error: core::PartError) -> Refusal {
+        match error {
+            core::PartError::Order { plan, newest } => Refusal::Plan { plan, newest },
+            other => Refusal::other(other),
+        }
+    }
+}
+
 impl Part {
-    /// Says who the lead is from now on, and over which connection. One from before is closed: if it was the true
-    /// lead's after all, that one connects again and has the last word.
-    pub(in crate::server) fn follow(&self, lead: ToLead, link: Option<Link>) {
+    /// Says who the lead is from now on, over which connection, and which of its plans are over. A connection from before
+    /// is closed: if it was the true lead's after all, that one connects again and has the last word.
+    pub(in crate::server) fn follow(&self, lead: ToLead, link: Option<Link>, over: PlanId) {
         let mut state = self.state.lock();
         if self.moved.get().is_some() {
             // It was its lead.
             return;
         }
         state.lead = Some(lead);
+        state.led_since = Instant::now();
+        state.core.led_anew(over);
         if let Some(before) = std::mem::replace(&mut state.lead_link, link) {
             before.close(Close::Asked("the lead has connected anew".into()));
         }
     }
 
-    /// An order of the lead.
-    pub(in crate::server) fn from_lead(self: &Arc<Part>, request: u64, message: Message) {
+    /// An order of the lead, over this connection if it is elsewhere.
+    pub(in crate::server) fn from_lead(
+        self: &Arc<Part>,
+        request: u64,
+        message: Message,
+        link: Option<&Link>,
+    ) {
         let mut actions = Vec::new();
         let mut state = self.state.lock();
-        if self.moved.get().is_some() {
+        // What comes over a connection that another one has taken the place of is nobody's word any more.
+        let is_the_lead = match (link, &state.lead_link) {
+            (Some(link), Some(known)) => known.is(link),
+            (link, known) => link.is_none() && known.is_none(),
+        };
+        if self.moved.get().is_some() || !is_the_lead {
             return;
         }
         let outcome = match message {
             Message::Start(plan) => self.start(&mut state, plan, &mut actions),
-            Message::Conclude { plan } => state.core.conclude(plan, &mut actions).map_err(Refusal::other),
-            Message::Drop { plan } => {
-                state.core.drop_plan(plan, &mut actions);
-                Ok(())
-            }
+            Message::Conclude { plan } => state.core.conclude(plan, &mut actions).map_err(Refusal::from),
+            Message::Drop { plan } => state.core.drop_plan(plan, &mut actions).map_err(Refusal::from),
             other => Err(Refusal::Role { what: other.name().to_owned() }),
         };
         let lead = state.lead.clone();
@@ -60,10 +81,10 @@ impl Part {
     }
 
     fn start(&self, state: &mut State, plan: wire::Plan, actions: &mut Vec<Action>) -> Result<(), Refusal> {
-        let (kind, work) = match &plan.work {
+        let work = match &plan.work {
             Work::Add { replaces } => {
                 let reducer = if *replaces { Reducer::Assign } else { Reducer::Sum };
-                (Kind::Add, PartWork::Add { reducer })
+                PartWork::Add { reducer }
             }
             Work::Reduce { step, tensors, fresh_state } => {
                 let step: reducer::Step = serde_json::from_str(step).map_err(Refusal::other)?;
@@ -74,9 +95,9 @@ impl Part {
                     let why = format!("the plan is of {got} tensors, the model has {expected}");
                     return Err(Refusal::other(why));
                 }
-                (Kind::Reduce, PartWork::Reduce { step, tensors, fresh_state })
+                PartWork::Reduce { step, tensors, fresh_state }
             }
-            Work::Assign => (Kind::Assign, PartWork::Assign),
+            Work::Assign => PartWork::Assign,
         };
         let mine = self.store.part().blocks();
         let source = |source: &wire::PlanSource| Source {
@@ -87,9 +108,10 @@ impl Part {
         let sources: Vec<Source> = plan.sources.iter().map(source).collect();
         let check = sources.iter().any(|source| source.check);
         let (id, base) = (plan.plan, plan.base);
-        let started = Plan { id, kind, base, sources, ordered: plan.ordered };
+        let started = Plan { id, work: plan.work, base, sources, ordered: plan.ordered };
         let before = actions.len();
-        state.core.start(started, actions).map_err(Refusal::other)?;
+        let insists = state.led_since.elapsed() >= INSISTS;
+        state.core.start(started, insists, actions)?;
         if actions[before..].contains(&Action::Begin(id)) {
             state.partly = plan.sources.into_iter().filter(|of| !of.partly.is_empty()).collect();
             state.starting = Some((id, base, work, check));

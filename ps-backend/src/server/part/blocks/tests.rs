@@ -40,7 +40,7 @@ fn begun() -> Arc<Part> {
     let refused = |request, message| {
         assert!(!matches!(message, Message::Refused(_)), "{message:?} to {request}");
     };
-    part.follow(Arc::new(refused), None);
+    part.follow(Arc::new(refused), None, PlanId(0));
     let source = |client| PlanSource {
         client,
         blocks: std::iter::once(0..BLOCKS).collect(),
@@ -56,6 +56,7 @@ fn begun() -> Arc<Part> {
             ordered: false,
             sources: CLIENTS.map(source).to_vec(),
         }),
+        None,
     );
     let deadline = Instant::now() + Duration::from_secs(20);
     while part.missing(CLIENTS[0], PlanId(1)).is_none() {
@@ -139,7 +140,7 @@ fn a_plan_that_is_dropped_waits_for_what_is_being_fetched() {
     let (part, link) = (begun(), Link::default());
     let (target, fetching) = fetch(&part, CLIENTS[0], 0).expect("room");
     assert!(part.given_up(&fetching).is_none());
-    part.from_lead(2, Message::Drop { plan: PlanId(1) });
+    part.from_lead(2, Message::Drop { plan: PlanId(1) }, None);
     assert!(part.progress().1.is_some());
     assert!(part.given_up(&fetching).is_some());
     assert!(fetch(&part, CLIENTS[0], 1).is_none());

@@ -1,0 +1,136 @@
+//! What a false lead, which a client may believe while the registry cannot be asked, says of numbers.
+
+use super::*;
+use crate::wire::MAX_NUMBER;
+
+const FAR: [u64; 3] = [1 << 62, 1 << 63, u64::MAX];
+/// What somebody may have reached.
+const NEAR: [u64; 3] = [1000, 1 << 40, MAX_NUMBER];
+
+impl Bench {
+    /// The connection to whoever led is over, and there is one to the lead.
+    fn comes_back(&mut self) {
+        self.core.lead_down();
+        self.said.clear();
+        self.core.lead_up(self.now, &mut self.said);
+    }
+}
+
+#[test]
+fn a_lie_about_numbers_lasts_no_longer_than_its_connection() {
+    for number in NEAR {
+        let mut bench = Bench::new();
+        bench.commit(3, 10);
+        bench.lead(0, Message::Over { plan: PlanId(number) });
+        bench.lead(
+            0,
+            Message::State(JobState {
+                sequence: number,
+                version: Version(number),
+                over: PlanId(number),
+                heard: number,
+                learners: vec![LearnerState {
+                    learner: L,
+                    incarnation: Incarnation(1),
+                    step: Step(u64::MAX),
+                    unpublished: false,
+                    published_in: Version(number),
+                    joined_at: Version(0),
+                }],
+                ..JobState::default()
+            }),
+        );
+        bench.grant(5);
+        assert_eq!(bench.core.outgoing(), None, "the liar is believed as long as it leads");
+        bench.comes_back();
+        bench.state(2, 1, 0, false);
+        assert_eq!((bench.core.state().version, bench.core.pulling()), (Version(1), Some(Version(1))));
+    }
+}
+
+#[test]
+fn a_plan_is_sent_after_somebody_has_called_all_plans_over() {
+    for number in NEAR {
+        let mut bench = Bench::new();
+        bench.commit(3, 10);
+        bench.lead(0, Message::Over { plan: PlanId(number) });
+        bench.comes_back();
+        bench.grant(1);
+        assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]));
+    }
+}
+
+#[test]
+fn a_plan_that_a_shard_has_begun_again_is_sent_again() {
+    let mut bench = Bench::new();
+    bench.commit(3, 10);
+    bench.grant(1);
+    assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]));
+    for part in 0..2 {
+        let missing = Message::Missing { plan: PlanId(1), blocks: vec![] };
+        bench.core.from_shard(part, missing, bench.now, &mut bench.said);
+    }
+    bench.said.clear();
+    bench.grant(1);
+    assert_eq!(bench.said, [], "it has just been asked");
+    bench.pass(1000);
+    bench.grant(1);
+    for part in 0..2 {
+        assert!(bench.said.contains(&Action::ToShard(part, Message::Probe { plan: PlanId(1) })));
+    }
+}
+
+#[test]
+fn a_number_that_no_coordinator_reaches_is_passed_over() {
+    for number in FAR.into_iter().chain([MAX_NUMBER + 1]) {
+        let mut bench = Bench::new();
+        bench.commit(3, 10);
+        bench.grant(1);
+        bench.said.clear();
+        bench.lead(0, Message::Over { plan: PlanId(number) });
+        let of = Vec::new();
+        bench.lead(
+            0,
+            Message::Grant { plan: PlanId(number), payload: Granted::Contributions { of, replaces: false } },
+        );
+        let state = |sequence, version, over| {
+            Message::State(JobState {
+                sequence,
+                version: Version(version),
+                over: PlanId(over),
+                ..JobState::default()
+            })
+        };
+        for state in [state(number, 0, 0), state(1000, number, 0), state(1000, 0, number)] {
+            bench.lead(0, state);
+        }
+        assert_eq!(bench.said, []);
+        assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]), "{number}");
+    }
+}
+
+#[test]
+fn blocks_that_are_not_of_the_plan_are_not_sent() {
+    let mut bench = Bench::new();
+    bench.ask(
+        3,
+        Message::Commit {
+            learner: L,
+            step: Step(1),
+            blocks: vec![0..1],
+            tensors: vec![0..1],
+            timeout_ms: 10_000,
+            lent: false,
+            partly: Some(Default::default()),
+        },
+        10,
+    );
+    bench.grant(1);
+    assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0], vec![]));
+    // A stranger has begun a plan of this number there, of all blocks.
+    for part in 0..2 {
+        let missing = Message::Missing { plan: PlanId(1), blocks: vec![0..3] };
+        bench.core.from_shard(part, missing, bench.now, &mut bench.said);
+    }
+    assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0], vec![]));
+}

@@ -1,0 +1,175 @@
+//! Somebody who is not of the job and says so: it greets shards as their lead, the lead as one of its clients and clients
+//! as their lead, and names numbers of plans, requests, steps, versions and states that nobody has reached. Each connection
+//! of its own takes the place of the true one, which its owner then opens anew. No number here is close to the true one:
+//! such a lie is a matter of identity.
+
+use libmodelio::ids::{ClientId, LearnerId, PlanId, Step, Version};
+use libmodelio::wire::{Granted, JobState, MAX_NUMBER, MAX_SKIPPED, Message, Plan, PlanSource, Work};
+
+use crate::client::Client;
+use crate::moving::Life;
+use crate::world::{Node, World};
+
+/// Learners that there are not.
+const NOBODY: LearnerId = LearnerId(u32::MAX);
+
+impl World {
+    /// It speaks to somebody.
+    pub fn stranger(&mut self) {
+        self.strangers += 1;
+        match self.rng.u8(0..3) {
+            0 => self.false_lead_of_a_part(),
+            1 => self.false_client(),
+            _ => self.false_lead_of_a_client(),
+        }
+    }
+
+    /// A number far beyond what anybody has reached, or can be believed to have reached.
+    fn number(&mut self) -> u64 {
+        match self.rng.u8(0..6) {
+            0 => MAX_NUMBER + 1,
+            1 => 1 << 63,
+            2 => u64::MAX - 1,
+            3 => u64::MAX,
+            _ => self.rng.u64(MAX_NUMBER + 1..),
+        }
+    }
+
+    /// The true connection is lost, which its ends hear in their time. Nothing that is said to the stranger comes to the
+    /// true peer.
+    fn intrude(&mut self, opener: Node, acceptor: Node) {
+        self.reset(opener, acceptor);
+        let connection = self.network.connection(opener, acceptor);
+        (connection.opener_up, connection.acceptor_up) = (false, false);
+    }
+
+    fn false_lead_of_a_part(&mut self) {
+        let lead = self.lead_node();
+        let parts = self.courses[self.leads].parts.clone();
+        let part = parts[self.rng.usize(0..parts.len())];
+        // The lead's own part listens to nobody else.
+        if self.life(Node::Part(part)) != Life::Live || self.network.is_local(lead, Node::Part(part)) {
+            return;
+        }
+        self.intrude(lead, Node::Part(part));
+        let over = self.number();
+        self.trace(|| format!("a stranger leads part {part}, says that plans up to {over} are over"));
+        self.led_anew(part, PlanId(over));
+        for _ in 0..self.rng.usize(0..4) {
+            let base = self.shards[part].core.version().0;
+            // What follows from its own word is taken, and void with its connection.
+            let plan = PlanId(if self.rng.bool() { over.saturating_add(1) } else { self.number() });
+            let message = match self.rng.u8(0..3) {
+                0 => Message::Drop { plan },
+                1 => Message::Conclude { plan },
+                _ => Message::Start(self.false_plan(plan, Version(base))),
+            };
+            self.trace(|| format!("a stranger to part {part}: {message:?}"));
+            self.shard_from_lead(part, plan.0, message);
+        }
+    }
+
+    fn false_plan(&mut self, plan: PlanId, base: Version) -> Plan {
+        let blocks = self.settings.blocks;
+        let client = match self.rng.bool() {
+            true => ClientId(self.rng.u64(..)),
+            false => self.clients[self.rng.usize(0..self.clients.len())].id,
+        };
+        let source = PlanSource {
+            client,
+            blocks: std::iter::once(0..blocks).collect(),
+            check: false,
+            partly: Default::default(),
+        };
+        let base = if self.rng.u8(0..4) > 0 { base } else { Version(self.number()) };
+        let sources = if self.rng.bool() { vec![source] } else { Vec::new() };
+        Plan { plan, base, work: Work::Add { replaces: false }, sources, ordered: false }
+    }
+
+    /// A client that has been told apart from all others by its number alone.
+    fn a_client(&mut self) -> Option<usize> {
+        let index = self.rng.usize(0..self.clients.len());
+        let client = &self.clients[index];
+        let is_led = self.is_led() && client.alive && client.course == self.leads;
+        (is_led && self.lead.failed().is_none()).then_some(index)
+    }
+
+    fn false_client(&mut self) {
+        let Some(index) = self.a_client() else { return };
+        let (id, lead) = (self.clients[index].id, self.lead_node());
+        self.intrude(Node::Client(index), lead);
+        self.trace(|| format!("a stranger is client {index}"));
+        self.on_lead(|lead, now, actions| lead.client_up(id, now, actions).expect("it is known"));
+        for _ in 0..self.rng.usize(1..4) {
+            let request = self.number().max(MAX_SKIPPED << 1);
+            let (plan, step) = (PlanId(self.number()), Step(self.number()));
+            let blocks = std::iter::once(0..self.settings.blocks).collect();
+            let (request, message) = match self.rng.u8(0..8) {
+                0..3 => (0, Message::Heard { request }),
+                3 => (0, Message::Lacks { plan, learner: None }),
+                4 => (request, Message::Open { learner: NOBODY }),
+                5 => (request, Message::WithdrawAssign { token: u64::MAX - step.0 }),
+                6 => (
+                    request,
+                    Message::Commit {
+                        learner: NOBODY,
+                        step,
+                        blocks,
+                        tensors: Vec::new(),
+                        timeout_ms: u32::MAX,
+                        lent: self.rng.bool(),
+                        partly: None,
+                    },
+                ),
+                // Its own, were it not for the numbers.
+                _ => {
+                    let view = self.members();
+                    let learner = view.first().map_or(NOBODY, |view| view.learner);
+                    let (tensors, timeout_ms, lent) = (Vec::new(), u32::MAX, self.rng.bool());
+                    (
+                        request,
+                        Message::Commit { learner, step, blocks, tensors, timeout_ms, lent, partly: None },
+                    )
+                }
+            };
+            self.trace(|| format!("a stranger as client {index}: {request}: {message:?}"));
+            self.on_lead(|lead, now, actions| lead.from_client(id, request, message, now, actions));
+        }
+    }
+
+    /// Whether the state that a client knows names all of its learners: it believes whoever leads that the others have left.
+    fn names_all(&self, index: usize) -> bool {
+        let Client { core, programs, .. } = &self.clients[index];
+        let is_named = |learner| core.state().learners.iter().any(|known| known.learner == learner);
+        programs.iter().filter_map(|program| program.learner).all(is_named)
+    }
+
+    /// A client takes somebody for the lead, as it may while the registry cannot be asked.
+    fn false_lead_of_a_client(&mut self) {
+        let Some(index) = self.a_client() else { return };
+        self.intrude(Node::Client(index), self.lead_node());
+        self.trace(|| format!("a stranger leads client {index}"));
+        self.on_client(index, |core, now, actions| core.lead_up(now, actions));
+        for _ in 0..self.rng.usize(1..4) {
+            let number = self.number();
+            let message = match self.rng.u8(0..3) {
+                0 => Message::Over { plan: PlanId(number) },
+                1 => {
+                    let of = vec![(NOBODY, Step(number))];
+                    let payload = Granted::Contributions { of, replaces: false };
+                    Message::Grant { plan: PlanId(number), payload }
+                }
+                _ if !self.names_all(index) => continue,
+                _ => {
+                    let state = self.clients[index].core.state().clone();
+                    let [sequence, version, over, heard] = [(); 4].map(|()| self.number());
+                    let (version, over) = (Version(version), PlanId(over));
+                    Message::State(JobState { sequence, version, over, heard, ..state })
+                }
+            };
+            self.trace(|| format!("a stranger to client {index}: {message:?}"));
+            self.on_client(index, |core, now, actions| core.from_lead(0, message, now, actions));
+        }
+        self.on_client(index, |core, _, _| core.lead_down());
+    }
+}
