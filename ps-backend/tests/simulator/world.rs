@@ -387,7 +387,11 @@ impl World {
         if !is_up {
             return;
         }
-        let deliveries = self.network.deliveries(from, to, self.now, &mut self.rng);
+        let mut deliveries = self.network.deliveries(from, to, self.now, &mut self.rng);
+        // Rings repeat nothing, and a second copy of what is lent would end the loan of the first.
+        if matches!(body, Body::Lent(_)) {
+            deliveries.truncate(1);
+        }
         self.trace(|| format!("{from:?} to {to:?}: {request} {message:?} comes {deliveries:?}"));
         let message = Box::new(message);
         for at in deliveries {
