@@ -210,7 +210,8 @@ impl LeadCore {
             Message::Heard { request } => {
                 if let Some(client) = self.clients.get_mut(&id) {
                     if let Err(refusal) = client.reaches(request) {
-                        return actions.push(Action::Close(id, refusal));
+                        actions.push(Action::Close(id, refusal));
+                        return self.client_down(id, now, actions);
                     }
                     // It may have given up requests that have not come here: others of those numbers still may.
                     client.heard = client.heard.max(request.min(client.newest()));

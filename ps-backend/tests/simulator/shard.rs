@@ -68,7 +68,7 @@ pub struct Shard {
     front: Vec<Block>,
     keep: usize,
     /// Sums are values, the last of which counts.
-    values: bool,
+    pub values: bool,
     /// What concluded plans have added up, and what the running one has.
     sealed: Vec<Option<Vec<Uid>>>,
     open: Vec<Option<Vec<Uid>>>,

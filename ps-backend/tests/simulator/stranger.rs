@@ -57,19 +57,21 @@ impl World {
         self.led_anew(part, PlanId(over));
         for _ in 0..self.rng.usize(0..4) {
             let base = self.shards[part].core.version().0;
-            // What follows from its own word is taken, and void with its connection.
-            let plan = PlanId(if self.rng.bool() { over.saturating_add(1) } else { self.number() });
+            // What follows from its own word is begun, and void with its connection. Whoever concludes that, too, says all that
+            // a lead says.
+            let next = over.saturating_add(1);
+            let plan = PlanId(if self.rng.bool() { next } else { self.number() });
             let message = match self.rng.u8(0..3) {
                 0 => Message::Drop { plan },
-                1 => Message::Conclude { plan },
-                _ => Message::Start(self.false_plan(plan, Version(base))),
+                1 if plan.0 != next => Message::Conclude { plan },
+                _ => Message::Start(self.false_plan(part, plan, Version(base))),
             };
             self.trace(|| format!("a stranger to part {part}: {message:?}"));
             self.shard_from_lead(part, plan.0, message);
         }
     }
 
-    fn false_plan(&mut self, plan: PlanId, base: Version) -> Plan {
+    fn false_plan(&mut self, part: usize, plan: PlanId, base: Version) -> Plan {
         let blocks = self.settings.blocks;
         let client = match self.rng.bool() {
             true => ClientId(self.rng.u64(..)),
@@ -83,7 +85,7 @@ impl World {
         };
         let base = if self.rng.u8(0..4) > 0 { base } else { Version(self.number()) };
         let sources = if self.rng.bool() { vec![source] } else { Vec::new() };
-        Plan { plan, base, work: Work::Add { replaces: false }, sources, ordered: false }
+        Plan { plan, base, work: Work::Add { replaces: self.shards[part].values }, sources, ordered: false }
     }
 
     /// A client that has been told apart from all others by its number alone.
