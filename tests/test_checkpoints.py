@@ -258,4 +258,19 @@ def test_tensors_that_cannot_be_trained_are_named(start_mount, gradfs, tmp_path)
 
     model.write_bytes(safetensors({"a": tensor(0, 32, dtype="F8_E4M3", shape=[32])}, bytes(32)))
     refused_up(gradfs, tmp_path, model, words=["no tensor can be trained", "a is F8_E4M3", "--reducer assign"], code=2)
-    assert start_mount(model=model, reducer="assign").weights() == bytes(32)
+    mount = start_mount(model=model, reducer="assign")
+    assert mount.weights() == bytes(32)
+    with raises(errno.EINVAL):
+        mount.control("reducer", "sgd")
+    assert mount.control("reducer") == "assign"
+
+
+@pytest.mark.also_on_network
+def test_tensors_that_cannot_be_trained_are_named__by_the_control_file(start_mount, tmp_path):
+    model = tmp_path / "counters.safetensors"
+    model.write_bytes(safetensors({"steps": tensor(0, 32, dtype="I64", shape=[4])}, bytes(32)))
+    mount = start_mount(model=model, reducer="assign")
+    with raises(errno.EINVAL):
+        mount.control("reducer", "sgd")
+    assert mount.control("reducer") == "assign"
+    mount.control("learning_rate", 0.5)

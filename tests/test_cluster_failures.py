@@ -390,6 +390,24 @@ def test_a_killed_shard_is_an_error_and_no_hang(cluster):
     eventually(lambda: mount.status()["state"] == "failed", deadline=5)
 
 
+def test_delete_cuts_off_whoever_uses_it__also_of_a_job_that_has_failed(cluster):
+    one = model(cluster(2), shards=2, timeout=60, lease=30)
+    mount = one.mount()
+    give(mount, 1)
+    assert only(mount) == 1
+    victim = next(shard for shard in one.shards if shard is not one.leader("m"))
+    victim.kill()
+    one.add_shard(listen=victim.address)
+    has_failed(mount, deadline=15)
+    assert "waiting for shard" not in one.run("status").stdout and mount.status()["waits_for_shards"] == []
+    eventually(lambda: one.run("delete", "m").returncode == 0, deadline=20)
+    model(one)
+    with takes(0, 12):
+        assert outcome(give, mount, 1) == "EIO"
+    has_failed(mount)
+    assert mount.stop() == 0
+
+
 def test_a_killed_lead_is_an_error_and_no_hang(cluster):
     one = model(cluster(2), timeout=1)
     mount = one.mount()

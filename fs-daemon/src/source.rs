@@ -68,17 +68,14 @@ impl Source {
         let names = self.layout.tensors().iter().map(|tensor| tensor.name.as_str());
         let frozen = controls.frozen.tensors(names);
         frozen.map_err(|error| Error::usage(format!("model {name}: {error}")))?;
+        let tensors = self.layout.tensors();
+        controls.check_trainable(self.layout.is_trainable()).map_err(|error| {
+            let named = named(tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.dtype)));
+            Error::usage(format!("model {name}: {error}, and {named}"))
+                .hint("convert the model, or use --reducer assign, which replaces values")
+        })?;
         if controls.reducer == Reducer::Assign {
             return Ok(());
-        }
-        let tensors = self.layout.tensors();
-        if !tensors.iter().any(|tensor| tensor.dtype.is_reducible()) {
-            return Err(Error::usage(format!(
-                "model {name}: no tensor can be trained: reducer {} takes f32, f64, bf16 and f16, and {}",
-                controls.reducer,
-                named(tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.dtype))),
-            ))
-            .hint("convert the model, or use --reducer assign, which replaces values"));
         }
         let left: Vec<_> = tensors
             .iter()

@@ -315,6 +315,11 @@ impl ModelLayout {
         self.elements
     }
 
+    /// Whether it has a tensor that reducers other than `assign` take.
+    pub fn is_trainable(&self) -> bool {
+        self.tensors.iter().any(|tensor| tensor.dtype.is_reducible())
+    }
+
     /// Tensors by rising offset.
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors

@@ -210,6 +210,20 @@ pub const SETTINGS: &[(&str, &str)] = &[
 ];
 
 impl Controls {
+    /// Whether the reducer does anything with a model that has tensors which reducers take, or (not `is_trainable`) none.
+    ///
+    /// # Errors
+    /// Training would change nothing.
+    pub fn check_trainable(&self, is_trainable: bool) -> Result<(), ControlError> {
+        if is_trainable || self.reducer == Reducer::Assign {
+            return Ok(());
+        }
+        Err(ControlError::Conflict(format!(
+            "no tensor can be trained: reducer {} takes f32, f64, bf16 and f16",
+            self.reducer
+        )))
+    }
+
     /// The present value of `name`, as text; `None` for an unknown name.
     pub fn get(&self, name: &str) -> Option<String> {
         let h = &self.hyper;

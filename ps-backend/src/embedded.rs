@@ -198,6 +198,7 @@ impl EmbeddedShard {
         let mut inner = self.inner.lock();
         let controls = inner.core.controls().with(name, value)?;
         inner.core.may_set(&controls)?;
+        controls.check_trainable(self.layout.is_trainable())?;
         inner.core.freeze(controls.frozen.tensors(names(&self.layout))?);
         let mut actions = Vec::new();
         inner.core.set_controls(controls, self.now(), &mut actions);

@@ -97,13 +97,15 @@ pub fn lines(job: &Value) -> Vec<String> {
     let mut lines = Vec::new();
     let since =
         |value: &Value| value.as_f64().map_or(String::new(), |seconds| format!(" for {seconds:.0} s"));
-    for shard in list(&job["waits_for_shards"]) {
+    let has_failed = job["state"] == json!("failed");
+    // A job that has failed waits for nobody.
+    for shard in list(&job["waits_for_shards"]).iter().filter(|_| !has_failed) {
         let at = shard["address"].as_str().map_or(String::new(), |address| format!(" at {address}"));
         let (number, since) = (&shard["shard"], since(&shard["seconds"]));
         let why = shard["why"].as_str().unwrap_or_default();
         lines.push(format!("{name}: waiting for shard {number}{at}, not reached{since}: {why}"));
     }
-    if job["state"] == json!("failed") {
+    if has_failed {
         let why = job["why"].as_str().map_or(String::new(), |why| format!(": {why}"));
         lines.push(format!("{name}: failed{why}"));
     }

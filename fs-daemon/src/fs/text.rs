@@ -104,6 +104,8 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
     let waits_for_shards: Vec<_> = status
         .shards
         .iter()
+        // A job that has failed waits for nobody.
+        .filter(|_| status.state != "failed")
         .filter_map(|shard| {
             let since = since(shard.away?);
             Some(json!({ "id": shard.shard, "address": shard.address, "since_unix_seconds": since, "because": shard.lost }))

@@ -126,6 +126,20 @@ fn a_job_that_nobody_leads_any_more_fails_at_once_until_it_is_found() {
 }
 
 #[test]
+fn a_job_that_has_failed_can_be_abandoned_too() {
+    let mut bench = Bench::new();
+    bench.lead(0, Message::State(JobState { sequence: 1, state: "failed".into(), ..JobState::default() }));
+    assert!(bench.core.lost().is_some() && !bench.core.is_abandoned(), "its coordinator says so");
+    let lost = || ShardError::Lost("the name is another model's".into());
+    bench.core.fail(lost(), bench.now, &mut bench.said);
+    bench.said.clear();
+    bench.ask(5, Message::Join { name: "x".into() }, 10);
+    assert!(bench.said.contains(&Action::Answer(5, Err(lost().into()))), "{:?}", bench.said);
+    bench.core.lead_up(bench.now, &mut bench.said);
+    assert_eq!(bench.core.state().state, "failed", "as before");
+}
+
+#[test]
 fn what_is_granted_is_sent_to_its_shards_and_kept_until_it_is_taken() {
     let mut bench = Bench::new();
     bench.commit(3, 10);

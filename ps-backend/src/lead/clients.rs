@@ -338,6 +338,7 @@ impl LeadCore {
                 };
                 let controls = controls.map_err(|error| refused(&error))?;
                 core.may_set(&controls).map_err(|error| refused(&error))?;
+                controls.check_trainable(self.is_trainable).map_err(|error| refused(&error))?;
                 let frozen = controls.frozen.tensors(self.names.iter().map(String::as_str));
                 core.freeze(frozen.map_err(|error| refused(&error))?);
                 core.set_controls(controls, now, &mut wanted);

@@ -77,6 +77,9 @@ pub struct LeadCore {
     /// Of the tensors.
     #[serde(skip)]
     names: Arc<[String]>,
+    /// Whether it has a tensor that can be reduced.
+    #[serde(skip)]
+    is_trainable: bool,
     parts: usize,
     clients: BTreeMap<ClientId, Client>,
     /// Clients that were given up, with the highest number of a request of each: the newest ones.
@@ -127,6 +130,7 @@ impl LeadCore {
             blocks,
             tensors: tensors as u32,
             names,
+            is_trainable: layout.is_trainable(),
             parts,
             clients: BTreeMap::new(),
             given_up: VecDeque::new(),

@@ -79,6 +79,7 @@ impl LeadCore {
         }
         lead.parts = parts;
         lead.names = super::names(layout);
+        lead.is_trainable = layout.is_trainable();
         lead.told_at = now;
         lead.clients.values_mut().for_each(|client| client.taken_over(now));
         lead.core.taken_over(now);

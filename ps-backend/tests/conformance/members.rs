@@ -85,12 +85,12 @@ pub fn there_are_only_so_many_learners(way: &Way) {
         }
     }
     let too_many = ShardError::TooManyLearners(MAX_LEARNERS);
-    assert_eq!(end.try_join("one more").unwrap_err(), too_many);
+    assert_eq!(end.try_join("one-more").unwrap_err(), too_many);
     // The place of one that leaves is free.
     let learner = learners[MAX_LEARNERS / 2];
     done(end.ask(Message::Leave { learner, reason: LeaveReason::Asked }));
-    end.try_join("one more").unwrap();
-    assert_eq!(end.try_join("and another").unwrap_err(), too_many);
+    end.try_join("one-more").unwrap();
+    assert_eq!(end.try_join("another").unwrap_err(), too_many);
 }
 
 pub fn who_is_in_the_job_is_shown(way: &Way) {

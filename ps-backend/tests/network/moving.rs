@@ -269,7 +269,7 @@ fn lives_through(lead_moves: bool) {
     assert!(matches!(control.hear().0.message, Message::Welcome { .. }));
     let mut data = Raw::greet(&world.address_of(off), Role::Data, &before, client);
     assert!(matches!(data.hear().0.message, Message::Welcome { .. }));
-    let joined = control.ask(1, &Message::Join { name: "by hand".into() });
+    let joined = control.ask(1, &Message::Join { name: "by-hand".into() });
     let Message::Joined { learner, .. } = joined else { panic!("{joined:?}") };
     // Its commit waits for a learner that is still to come.
     control.ask(2, &Message::Open { learner });
@@ -305,7 +305,7 @@ fn lives_through(lead_moves: bool) {
     // The client goes on with its learner and its requests.
     let mut control = Raw::greet(&world.address_of(world.record.lead), Role::Control, &world.record, client);
     assert!(matches!(control.hear().0.message, Message::Welcome { .. }));
-    assert_eq!(control.ask(1, &Message::Join { name: "by hand".into() }), joined, "it was carried out");
+    assert_eq!(control.ask(1, &Message::Join { name: "by-hand".into() }), joined, "it was carried out");
     control.say(3, &commit);
     let other = world.client();
     let late = Learner::join(&other, "late");

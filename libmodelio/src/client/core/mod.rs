@@ -103,8 +103,8 @@ pub struct ClientCore {
     next_request: u64,
     /// What the lead was last told that the client has heard.
     heard: u64,
-    /// Why nobody leads the job any more.
-    lost: Option<ShardError>,
+    /// Why nobody leads the job any more, and the job's state before that.
+    lost: Option<(ShardError, String)>,
     state: JobState,
     /// No state has come over the lead's newest connection yet.
     is_anew: bool,

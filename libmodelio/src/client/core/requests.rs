@@ -61,7 +61,7 @@ impl ClientCore {
             actions.push(request.send(id, now));
         }
         self.requests.insert(id, request);
-        if let Some(why) = self.lost.clone() {
+        if let Some((why, _)) = self.lost.clone() {
             self.answered(id, Message::Refused(why.into()), now, actions);
         }
     }
@@ -69,8 +69,8 @@ impl ClientCore {
     /// The process that led the job is gone, and the job with it: `why` answers what waits, and what is asked from now on.
     /// It is over if another block map takes the place of this one, or the lead is there after all.
     pub fn fail(&mut self, why: ShardError, now: Now, actions: &mut Vec<Action>) {
-        self.lost = Some(why.clone());
-        self.state.state = "failed".into();
+        let before = std::mem::replace(&mut self.state.state, "failed".into());
+        self.lost = Some((why.clone(), before));
         let is_lent = |request: &Request| matches!(request.message, Message::Commit { lent: true, .. });
         if self.requests.values().any(is_lent) {
             // It is not the lead that says so.
@@ -89,15 +89,21 @@ impl ClientCore {
 
     /// Somebody leads the job.
     pub(super) fn found(&mut self) {
-        if self.lost.take().is_some() {
-            self.state.state = "running".into();
+        if let Some((_, before)) = self.lost.take() {
+            self.state.state = before;
         }
+    }
+
+    /// Whether nobody leads the job any more ([`Self::fail`]). It may have failed before that, as its coordinator has said.
+    pub fn is_abandoned(&self) -> bool {
+        self.lost.is_some()
     }
 
     /// Why requests fail from now on, if the job has lost a shard's blocks.
     pub fn lost(&self) -> Option<ShardError> {
         let told = || ShardError::Lost("a shard does not have its blocks any more".into());
-        self.lost.clone().or_else(|| (self.state.state == "failed").then(told))
+        let abandoned = self.lost.as_ref().map(|(why, _)| why.clone());
+        abandoned.or_else(|| (self.state.state == "failed").then(told))
     }
 
     /// Sends what is not answered.

@@ -134,7 +134,7 @@ impl Shared {
     pub(in crate::client) fn lead_has_not(&self, way: &Way, refusal: &Refusal) {
         {
             let mut inner = self.inner.lock();
-            if !inner.is_in_force(way) || !inner.lead.met || inner.core.lost().is_some() {
+            if !inner.is_in_force(way) || !inner.lead.met || inner.core.is_abandoned() {
                 return;
             }
             inner.inquiry.lost =
@@ -326,7 +326,7 @@ impl Shared {
         let is_other = record.generation != self.generation;
         inner.inquiry.other_lives = if is_other { inner.inquiry.other_lives + 1 } else { 0 };
         let is_away = inner.lead.gone_since.is_some_and(|since| since.elapsed() >= GONE);
-        if is_away && inner.inquiry.other_lives >= SURE && inner.core.lost().is_none() {
+        if is_away && inner.inquiry.other_lives >= SURE && !inner.core.is_abandoned() {
             let (address, now) = (inner.map.address(inner.map.lead), record.generation);
             let why = format!(
                 "{address} led the job and is gone, and the name is another model's, of generation {now}"
