@@ -10,7 +10,7 @@ use serde::Deserialize;
 
 use crate::error::Error;
 
-/// What an index is called, and the only file of a checkpoint that has none.
+/// Names of the index of a checkpoint, and of the only file of a checkpoint without one.
 const INDEX: &str = "model.safetensors.index.json";
 const SINGLE: &str = "model.safetensors";
 const INDEX_ENDING: &str = ".safetensors.index.json";
@@ -23,7 +23,7 @@ pub struct Checkpoint {
     index: Option<(PathBuf, BTreeMap<String, String>)>,
 }
 
-/// What is read of an index.
+/// The part of an index that is read.
 #[derive(Deserialize)]
 struct Index {
     weight_map: BTreeMap<String, String>,
@@ -142,7 +142,7 @@ fn is_index(path: &Path) -> bool {
     path.file_name().and_then(OsStr::to_str).is_some_and(|name| name.ends_with(INDEX_ENDING))
 }
 
-/// What a model that is loaded from `path` is called: as its file, or as the directory of its checkpoint.
+/// The name of a model that is loaded from `path`: that of its file, or of the directory of its checkpoint.
 pub fn name_of(path: &Path) -> Option<String> {
     let name = if is_index(path) {
         return folder_of(path);

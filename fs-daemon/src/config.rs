@@ -50,7 +50,7 @@ pub struct UpConfig {
     pub threads: usize,
     /// Whether other users may use the mount.
     pub allow_other: bool,
-    /// Whose its files are.
+    /// Owner and mode of its files.
     pub permissions: Permissions,
     /// Whether reads may bypass the daemon (FUSE passthrough) where the system allows it.
     pub passthrough: bool,
@@ -62,14 +62,14 @@ pub struct UpConfig {
     pub origins: BTreeMap<String, String>,
 }
 
-/// Whose the files of a mount are, where that is not the daemon's user, and who else may write.
+/// Owner and mode of a mount's files, where they are not those of a mount that only the daemon's user writes to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Permissions {
     /// Their user.
     pub uid: Option<u32>,
     /// Their group.
     pub gid: Option<u32>,
-    /// The permission bits that they do not have.
+    /// Permission bits that are taken away from them.
     pub umask: Option<u16>,
 }
 

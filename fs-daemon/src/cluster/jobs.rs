@@ -1,4 +1,5 @@
-//! What the jobs of a cluster wait for: as the shards that lead them tell, or as follows from their silence.
+//! Learners and shards that the jobs of a cluster wait for. The coordinators name them; a coordinator that does not answer
+//! is itself waited for.
 
 use libmodelio::registry::Registry;
 use serde_json::{Value, json};
@@ -91,7 +92,7 @@ pub fn is_in_trouble(job: &Value) -> bool {
     matches!(job["state"].as_str(), Some("waiting" | "failed"))
 }
 
-/// What is to be said of a job, for people.
+/// Lines for people about a job that waits or has failed.
 pub fn lines(job: &Value) -> Vec<String> {
     let name = job["name"].as_str().unwrap_or_default();
     let mut lines = Vec::new();

@@ -143,7 +143,7 @@ pub struct MountConfig {
     pub threads: usize,
     /// Whether other users may use the mount.
     pub allow_other: bool,
-    /// Whose its files are.
+    /// Owner and mode of its files.
     pub permissions: super::Permissions,
     /// Whether reads may bypass the daemon (FUSE passthrough) where the system allows it.
     pub passthrough: bool,

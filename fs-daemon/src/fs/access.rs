@@ -1,4 +1,4 @@
-//! Whose the files are, and who may do what with them. The kernel decides by what is shown (`default_permissions`).
+//! Owners and modes of the files. The kernel decides by them who may do what (`default_permissions`).
 
 /// The owner of what is in the mount, but for the learners that others have made, and who else may use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
