@@ -29,7 +29,7 @@ use fixedbitset::FixedBitSet;
 use crate::block_map::BlockMap;
 use crate::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
 use crate::transport::{LeaveReason, ShardError};
-use crate::wire::{JobState, LearnerState, Message, Refusal};
+use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message, Refusal};
 use held::Held;
 pub use pulling::PULL_BLOCKS;
 use pulling::Pull;
@@ -280,7 +280,7 @@ impl ClientCore {
             }
             Message::Refused(Refusal::NoVersion { wanted, newest }) => {
                 let Some(pull) = self.pull.as_mut().filter(|pull| pull.version == wanted) else { return };
-                if newest > wanted {
+                if newest > wanted && newest.0 <= MAX_NUMBER {
                     // What one shard shows is decided, though the lead may not have said so here yet.
                     self.state.version = self.state.version.max(newest);
                     self.pull = None;

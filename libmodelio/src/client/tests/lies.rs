@@ -134,3 +134,18 @@ fn blocks_that_are_not_of_the_plan_are_not_sent() {
     }
     assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0], vec![]));
 }
+
+#[test]
+fn a_version_that_no_job_reaches_is_not_pulled() {
+    let mut bench = Bench::new();
+    bench.state(2, 1, 1, false);
+    let ask = |bench: &mut Bench| bench.core.next_pull(0, 8, bench.now);
+    assert!(ask(&mut bench).is_some());
+    for number in FAR {
+        let lie = Refusal::NoVersion { wanted: Version(1), newest: Version(number) };
+        bench.core.from_shard(0, Message::Refused(lie), bench.now, &mut bench.said);
+        assert_eq!((bench.core.pulling(), bench.core.state().version), (Some(Version(1)), Version(1)));
+        bench.pass(10);
+        assert_eq!(ask(&mut bench), Some(Message::Pull { version: Version(1), blocks: 0..3 }));
+    }
+}
