@@ -96,8 +96,8 @@ part() { # push or pull, BASE, SIZE: waits until a sixteenth to three quarters o
     done
     echo "of $3 bytes too few moved" >&2; return 1
 }
-# What this host sends goes at 1 MB/s; and as fast as can be.
-slow() { tc qdisc add dev eth0 root handle 1: netem rate 8mbit limit 100000 || exit 97; }
+# What this host sends goes at 1 MB/s, or at other Mbit/s; and as fast as can be.
+slow() { tc qdisc add dev eth0 root handle 1: netem rate ${1:-8}mbit limit 100000 || exit 97; }
 fast() { tc qdisc del dev eth0 root || exit 97; }
 cat >/tmp/learner.py <<'END'
 %s
@@ -282,7 +282,7 @@ def test_a_mount_that_is_killed_in_a_push_leaves_no_part_of_it(vm):  # noqa: F81
             b)
                 meet $how-shard; mounted /tmp/mnt
                 $python /tmp/learner.py /tmp/mnt/m 2 || exit 5
-                slow
+                slow 4
                 meet $how-learnt; meet $how-begin
                 $python /tmp/learner.py /tmp/mnt/m 1 &
                 learner=$!
