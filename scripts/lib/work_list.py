@@ -44,6 +44,6 @@ class FreshListing(Listing):
             raise Failed("a contribution has made no version")
 
 
-def listing(member, model, copy, count, **arguments):
-    """Races a model's `tensors/`, each time of a new version, against the directory `copy`."""
-    return race(member, {"mount": FreshListing(model, count), "tmpfs": Listing(copy, count)}, **arguments)
+def listing(member, model, copy, tensors, **arguments):
+    """Races a model's `tensors/` of so many, each time of a new version, against the directory `copy`."""
+    return race(member, {"mount": FreshListing(model, tensors), "tmpfs": Listing(copy, tensors)}, **arguments)
