@@ -302,6 +302,27 @@ def test_what_a_listing_has_shown_is_not_asked_for_again(start_mount, tmp_path, 
     assert int(asked.stdout) == sum((mount.model / "tensors" / below / name).stat().st_size for name in listed)
 
 
+def test_tensors_lead_to_the_version_that_was_told(start_mount, tmp_path):
+    """The kernel has the name all the time, for others use it."""
+    mount = start_mount(model=many_tensors(tmp_path / "many.safetensors"), reducer="sum")
+    tensor, steps = mount.model / "tensors" / "t0.npy", 200
+    reader = (
+        "import numpy as np\n"
+        "model, steps = argv[0], int(argv[1])\n"
+        "while (version := int(open(f'{model}/version').read())) < steps:\n"
+        "    shown = np.load(f'{model}/tensors/t0.npy')[0]\n"
+        "    assert shown >= version, (shown, version)\n"
+    )
+    readers = [program(reader, mount.model, steps) for _ in range(2)]
+    for step in range(1, steps + 1):
+        assert int(os.getxattr(tensor, "user.gradfs.version")) == step - 1
+        mount.contribute(f32(1))
+        mount.catch_up()
+        assert int(os.getxattr(tensor, "user.gradfs.version")) == step
+    for each in readers:
+        finish(each)
+
+
 def test_a_listing_holds_no_version(start_mount, tmp_path):
     mount = start_mount(model=many_tensors(tmp_path / "many.safetensors"), reducer="sum", max_versions=4, timeout=2)
     folder = mount.model / "tensors"

@@ -27,8 +27,9 @@ pub enum Event {
     Left(LearnerId, LeaveReason),
 }
 
-/// Called once for every [`Event`], with no lock held and without blocking. Events that follow each other
-/// closely may come from two threads and in either order: ask the job what is newest.
+/// Called once for every [`Event`], with no lock held, before those who wait for it are answered. It takes milliseconds
+/// at most. Events that follow each other closely may come from two threads and in either order: ask the job what is
+/// newest.
 pub type Listener = Box<dyn Fn(Event) + Send + Sync>;
 
 /// The memory of a version, here in this process.

@@ -15,6 +15,7 @@ mod beside;
 mod cached;
 mod doubts;
 mod io;
+mod kept;
 mod late;
 mod names;
 mod open;
@@ -127,12 +128,17 @@ impl Fs {
         });
         for model in &fs.models {
             let (index, chores) = (model.index, fs.chores.clone());
+            let of_listener = Arc::downgrade(model);
             model.job.subscribe(Box::new(move |event| {
                 // The receiver only goes when the mount does.
                 let _ = chores.send(match event {
                     Event::Published(_) => Chore::Published(index),
                     Event::Left(learner, reason) => Chore::Left(index, learner, reason),
                 });
+                // The job answers those who wait for the version after this.
+                if let (Event::Published(version), Some(model)) = (event, of_listener.upgrade()) {
+                    model.tensors_name.wait_until_at(version);
+                }
             }));
         }
         let of_watcher = Arc::downgrade(&fs);
@@ -159,6 +165,8 @@ impl Fs {
     pub fn is_fixed(&self, parent: u64, ino: u64) -> bool {
         match (Node::from_ino(parent), Node::from_ino(ino)) {
             (_, Some(Node::Model(_, File::Learner(_))) | None) => false,
+            // The kernel is told to drop it in time.
+            (_, Some(Node::Model(_, File::Tensors(..)))) => true,
             // A version's own directory never changes.
             (Some(Node::Model(_, dir)), _) if dir.version().is_some() => true,
             (_, Some(Node::Model(_, file))) => file.version().is_none(),
@@ -298,6 +306,8 @@ impl Fs {
     }
 
     fn published(&self, index: u8, kernel: &dyn Kernel) {
+        let Ok(model) = self.model(index) else { return };
+        model.tensors_name.drop_name(|| kernel.forget_name(Node::Model(index, File::Dir).ino(), "tensors"));
         let ready: Vec<Wake> = {
             let mut pollers = self.pollers.lock();
             pollers.extract_if(|_, (of, _)| *of == index).map(|(_, (_, wake))| wake).collect()
@@ -305,9 +315,7 @@ impl Fs {
         for wake in ready {
             wake();
         }
-        if let Ok(model) = self.model(index) {
-            self.drop_moved_names(model, kernel, true);
-        }
+        self.drop_moved_names(model, kernel, true);
     }
 
     /// Names that lead to new inodes are dropped from the kernel's cache. Then it lets go of the old inodes
@@ -315,7 +323,7 @@ impl Fs {
     fn drop_moved_names(&self, model: &Model, kernel: &dyn Kernel, patient: bool) {
         let index = model.index;
         let dir = Node::Model(index, File::Dir).ino();
-        for name in ["weights", "weights.safetensors", "tensors"] {
+        for name in ["weights", "weights.safetensors"] {
             kernel.forget_name(dir, name);
         }
         for learner in model.learners() {

@@ -16,6 +16,7 @@ use ps_backend::job::Job;
 use super::access::Owner;
 use super::doubts::Doubts;
 use super::errno::{FsError, FsResult};
+use super::kept::KeptName;
 use super::node::{File, MAX_JOINS};
 use super::paths::TensorPaths;
 use super::refusal::LastRefusal;
@@ -96,6 +97,8 @@ pub struct Model {
     pub npy_headers: Vec<Arc<[u8]>>,
     /// Directories below `tensors/`.
     pub paths: TensorPaths,
+    /// The name `tensors` in the kernel.
+    pub(super) tensors_name: KeptName,
     /// Why the last call of the mount's own learner failed, whether it is in the job or not.
     pub own_refusal: Arc<LastRefusal>,
     /// Name of the mount's own learner, which joins with the first open of `gradients`.
@@ -137,6 +140,7 @@ impl Model {
             metadata,
             npy_headers,
             paths,
+            tensors_name: KeptName::default(),
             own_refusal: Arc::default(),
             own_name,
             learners: Mutex::default(),
@@ -148,6 +152,13 @@ impl Model {
         let len = model.safetensors_header(Version(0)).len() as u64;
         model.header_len.store(len, Ordering::Relaxed);
         Ok(model)
+    }
+
+    /// The newest version, for somebody who then expects it, or a newer one, below `tensors`.
+    pub(super) fn version_to_tell(&self) -> Version {
+        let version = self.job.version();
+        self.tensors_name.wait_until_at(version);
+        version
     }
 
     /// Header of `weights.safetensors` of `version`; it names the version in its metadata.

@@ -41,7 +41,7 @@ impl Fs {
     /// be followed by a [`Fs::forget`] in the end.
     ///
     /// # Errors
-    /// ENOENT.
+    /// ENOENT; ESTALE in `tensors/` of a version that has gone, so that the kernel looks `tensors` up and tries again.
     pub fn lookup(&self, parent: u64, name: &OsStr) -> FsResult<Attributes> {
         if name.len() > MAX_NAME {
             return Err(too_long(name, MAX_NAME));
@@ -55,13 +55,14 @@ impl Fs {
             // The version has gone since. A name of the newest one leads to another one now.
             match self.named(parent, name)? {
                 other if other != node => node = other,
-                _ => return Err(FsError::not_found()),
+                _ => return Err(gone(node)),
             }
         };
-        let attributes = self.attributes(node.ino()).inspect_err(|_| {
+        let attributes = self.attributes(node.ino()).map_err(|_| {
             if pinned {
                 self.forget(node.ino(), 1);
             }
+            gone(node)
         })?;
         // Directories that can go while they are in use: of a version, or of a learner.
         if let Node::Model(index, file) = node
@@ -203,6 +204,14 @@ fn learner_name(name: &OsStr) -> FsResult<&str> {
     })
 }
 
+/// The version that `node` shows has gone.
+fn gone(node: Node) -> FsError {
+    match node {
+        Node::Model(_, File::Tensors(..) | File::Tensor(..)) => FsError::look_again(),
+        _ => FsError::not_found(),
+    }
+}
+
 fn parent_of(model: &Model, dir: File) -> FsResult<Node> {
     Ok(Node::Model(
         model.index,
@@ -230,7 +239,10 @@ fn lookup_in(model: &Arc<Model>, dir: File, name: &str) -> Option<File> {
         File::Dir => Some(match name {
             "weights" => File::Weights(newest()),
             "weights.safetensors" => File::Safetensors(newest()),
-            "tensors" => File::Tensors(newest(), 0),
+            "tensors" => {
+                model.tensors_name.keep(newest);
+                File::Tensors(newest(), 0)
+            }
             "gradients" => File::Gradients,
             "device" => File::Device,
             "version" => File::VersionText,

@@ -384,7 +384,7 @@ impl Fs {
         let Node::Model(_, file) = handle.node else { return Err(FsError::not_found()) };
         Ok(match file {
             File::VersionText | File::LearnerVersion(_) => {
-                let version = model.job.version();
+                let version = model.version_to_tell();
                 handle.seen.store(version.0, Ordering::Relaxed);
                 format!("{version}\n")
             }

@@ -118,6 +118,7 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
             names.iter().map(|name| json!({ "id": name, "since_unix_seconds": since(*waited) }))
         })
         .collect();
+    model.tensors_name.wait_until_at(status.version);
     let published = model.job.get(status.version).map(|view| view.published);
     let published =
         published.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map(|d| round(d.as_secs_f64()));
