@@ -175,7 +175,7 @@ def test_a_dry_run_shows_what_a_model_takes_and_mounts_nothing(gradfs, tmp_path)
     mib = 1 << 20
     available = shown.pop("available")
     assert shown == {
-        "versions": 5 * mib, "masters": 0, "state": 4 * mib, "sums": 0, "staging": 3 * mib, "in": 12 * mib
+        "versions": 5 * mib, "state": 4 * mib, "staging": 3 * mib, "in": 12 * mib
     }, done
     assert 0 < available <= total_memory(), done
     assert not os.path.ismount(mnt)

@@ -435,7 +435,7 @@ def has_failed(mount, **waits):
 
 
 @pytest.mark.parametrize("registry", ["in it", "elsewhere"])
-def test_a_lead_that_comes_back_empty_has_failed_the_job_on_all_mounts(cluster, registry):
+def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts(cluster, registry):
     """Also what waits already; also once there is another model of the name."""
     one = model(cluster(2), timeout=60, lease=30, learners=2)
     mounts = one.mount(), one.mount()

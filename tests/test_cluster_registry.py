@@ -451,7 +451,7 @@ def test_a_model_of_any_size_is_refused_soon(cluster, size):
     assert one.ask(one.shards[0])["models"] == []
 
 
-def test_a_lead_that_comes_back_empty_has_failed_the_job_on_all_mounts__after_another_was_created(apart):
+def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__after_another_was_created(apart):
     """The name is another model's before something answers at the old lead's address again, and after."""
     one = model(apart(2), timeout=1)
     mount = one.mount()

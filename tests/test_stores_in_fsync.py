@@ -123,7 +123,7 @@ def test_mapped_gradients_ship_at_fsync__and_their_memory_stalls_nobody(start_mo
 
     reader = Threads().start(read)
     eventually(lambda: len(reads) > 20)
-    before = len(reads)
+    before, start = len(reads), time.monotonic()
     code = "fd = os.open(argv[0], os.O_RDWR)\nsay('open')\nwait()"
     learners = [program(code, place / "gradients") for place in places]
     try:
@@ -131,7 +131,9 @@ def test_mapped_gradients_ship_at_fsync__and_their_memory_stalls_nobody(start_mo
             assert hear(learner) == "open"
     finally:
         opened.set()
+    elapsed = time.monotonic() - start
     reader.result(10)
-    assert max(reads[before:]) < 0.5
+    # A reader that waited for the memory would wait for as long as the learners, also on a busy machine.
+    assert max(reads[before:]) < max(0.5, elapsed / 2)
     for learner in learners:
         finish(learner)

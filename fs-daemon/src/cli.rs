@@ -233,25 +233,25 @@ struct JobArgs {
           hide_possible_values = true, help_heading = "Job")]
     deterministic: Option<String>,
     /// Learners to wait for before the first version [default: 1]
-    #[arg(long, value_name = "N", help_heading = "Job")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Job")]
     learners: Option<String>,
     /// Stop below this many active learners [default: 1]
-    #[arg(long, value_name = "N", help_heading = "Job")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Job")]
     min_learners: Option<String>,
     /// Silence after which a learner leaves; 0 is never [default: 60]
-    #[arg(long, value_name = "SECONDS", help_heading = "Job")]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, help_heading = "Job")]
     lease: Option<String>,
     /// Seconds for which others wait for a learner whose last process has exited [default: 2]
-    #[arg(long, value_name = "SECONDS", help_heading = "Job")]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, help_heading = "Job")]
     linger: Option<String>,
     /// Longest wait of an open, fsync or close [default: 120]
-    #[arg(long, value_name = "SECONDS", help_heading = "Job")]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, help_heading = "Job")]
     timeout: Option<String>,
     /// Older versions to keep under versions/ [default: 1]
-    #[arg(long, value_name = "K", help_heading = "Job")]
+    #[arg(long, value_name = "K", allow_negative_numbers = true, help_heading = "Job")]
     retain: Option<String>,
     /// Most version buffers at once: newest, next, retained and held open [default: 16]
-    #[arg(long, value_name = "N", help_heading = "Job")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Job")]
     max_versions: Option<String>,
     /// What to do with a contribution that holds NaN or Inf [default: reject]
     #[arg(long, value_parser = PossibleValuesParser::new(NONFINITES), ignore_case = true, help_heading = "Job")]

@@ -134,7 +134,10 @@ fn controls(texts: &BTreeMap<String, String>, origins: &BTreeMap<String, String>
             ControlError::Unknown(name) => name.as_str(),
             ControlError::Conflict(_) => "",
         };
-        setting_error(origins, name, &error)
+        match origins.contains_key(name) {
+            true => setting_error(origins, name, error.without_name()),
+            false => setting_error(origins, name, &error),
+        }
     })
 }
 

@@ -55,7 +55,8 @@ pub fn table(name: &str, layout: &ModelLayout, controls: &Controls) -> String {
         controls.get("reducer").unwrap_or_default(),
         controls.learners,
     );
-    for (item, bytes) in needed.items().into_iter().chain([("in all", needed.total())]) {
+    let items = needed.items().into_iter().filter(|(_, bytes)| *bytes > 0);
+    for (item, bytes) in items.chain([("in all", needed.total())]) {
         text.push_str(&format!("  {item:<10}{bytes:>16}  {:>8.3} GiB\n", gib(bytes)));
     }
     text

@@ -180,6 +180,16 @@ pub enum ControlError {
     Conflict(String),
 }
 
+impl ControlError {
+    /// The message, for a sentence that has the setting's name already.
+    pub fn without_name(&self) -> String {
+        match self {
+            ControlError::Invalid { value, expected, .. } => format!("{value:?} is not {expected}"),
+            ControlError::Unknown(_) | ControlError::Conflict(_) => self.to_string(),
+        }
+    }
+}
+
 /// Name and meaning of every setting, in the order `control/` lists them.
 pub const SETTINGS: &[(&str, &str)] = &[
     ("reducer", "sum, sgd, momentum, nesterov, adam, adamw or assign"),
@@ -306,7 +316,7 @@ impl Controls {
             "frozen" => {
                 if field.value.len() > LONGEST {
                     return Err(ControlError::Conflict(format!(
-                        "frozen: {} bytes of patterns, the limit is {LONGEST}",
+                        "{} bytes of patterns in frozen, the limit is {LONGEST}",
                         field.value.len()
                     )));
                 }

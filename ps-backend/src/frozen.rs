@@ -47,7 +47,9 @@ impl Frozen {
                 any = true;
             }
             if !any {
-                return Err(ControlError::Conflict(format!("frozen: no tensor is named like {pattern:?}")));
+                return Err(ControlError::Conflict(format!(
+                    "no tensor is named like {pattern:?}, which is to be frozen"
+                )));
             }
         }
         Ok(tensors)
@@ -119,7 +121,7 @@ mod tests {
         assert!(ones("").is_empty());
         assert_eq!(ones(" *running* \n\nhead\n"), [1, 2]);
         let error = of("head\nbody.*").unwrap_err().to_string();
-        assert_eq!(error, "frozen: no tensor is named like \"body.*\"");
+        assert_eq!(error, "no tensor is named like \"body.*\", which is to be frozen");
         assert_eq!(" a \n\nb".parse::<Frozen>().unwrap().to_string(), "a\nb");
     }
 }

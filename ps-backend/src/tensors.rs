@@ -206,7 +206,7 @@ mod tests {
         }
 
         #[test]
-        fn a_parts_bytes_have_the_steps_of_their_tensors(
+        fn bytes_of_a_partition_have_the_steps_of_their_tensors(
             sizes in proptest::collection::vec(0usize..40_000, 1..9),
             at in proptest::collection::vec(0u64..3, 9),
             owned in proptest::collection::vec(any::<bool>(), 64),

@@ -26,7 +26,7 @@ impl Fs {
                 tracing::info!(model = of_done, setting = name, value = written, "set");
                 done(Ok(()));
             }
-            Err(SetError::Refused(error)) => done(Err(unfit(name, &error.to_string()))),
+            Err(SetError::Refused(error)) => done(Err(unfit(name, &error.without_name()))),
             Err(SetError::Unanswered(error)) => done(Err(error.into())),
         };
         model.job.set_control(name, value, model.prompt(), Box::new(answer));

@@ -103,7 +103,7 @@ impl Bench {
 }
 
 #[test]
-fn a_job_that_nobody_leads_any_more_fails_at_once_until_it_is_found() {
+fn a_job_without_coordinator_fails_at_once_until_one_is_found() {
     let mut bench = Bench::new();
     bench.commit(3, 10);
     bench.core.await_step(4, L, Duration::from_secs(20), bench.now, &mut bench.said);
@@ -189,7 +189,7 @@ fn what_was_lent_is_sent_no_more_when_its_commit_is_answered_whatever_the_answer
 }
 
 #[test]
-fn what_was_lent_is_given_back_when_the_job_has_failed_by_another_word_than_the_leads() {
+fn loans_end_when_the_job_has_failed_by_another_word_than_the_coordinators() {
     let mut bench = Bench::new();
     bench.commit_of(3, 10, true);
     bench.grant(1);

@@ -406,9 +406,9 @@ impl LeadCore {
             })
     }
 
-    /// A shard contradicts the lead: it has lost its blocks, or is not of this job.
+    /// A partition contradicts the coordinator: it has lost its blocks, or is not of this job.
     fn fail(&mut self, part: Part, refusal: &Refusal, now: Now, actions: &mut Vec<Action>) {
-        let why = Refusal::Shard(ShardError::Lost(format!("shard {part} of the model: {refusal}")));
+        let why = Refusal::Shard(ShardError::Lost(format!("partition {part} of the model: {refusal}")));
         self.failed = Some(why.clone());
         self.run = None;
         self.queue.clear();

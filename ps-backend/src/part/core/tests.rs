@@ -257,7 +257,7 @@ fn a_number_that_does_not_follow_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn numbers_that_a_false_lead_has_said_are_void_with_the_next_connection() {
+fn numbers_of_a_false_coordinator_are_void_with_the_next_connection() {
     for said in [PlanId(0), ONE, PlanId(77), PlanId(u64::MAX)] {
         let mut bench = Bench::new();
         bench.begin(Bench::plan(ONE, Kind::Add, vec![]));
@@ -281,7 +281,7 @@ fn numbers_that_a_false_lead_has_said_are_void_with_the_next_connection() {
 }
 
 #[test]
-fn a_plan_of_a_false_lead_makes_way_for_the_true_leads() {
+fn a_plan_of_a_false_coordinator_makes_way_for_the_true_ones() {
     let mut bench = Bench::new();
     bench.core.led_anew(PlanId(0));
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(B, [0, 1])]));
