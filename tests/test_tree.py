@@ -303,17 +303,28 @@ def test_what_a_listing_has_shown_is_not_asked_for_again(start_mount, tmp_path, 
 
 
 def test_tensors_lead_to_the_version_that_was_told(start_mount, tmp_path):
-    """The kernel has the name all the time, for others use it."""
+    """The kernel has the name all the time, for others use it, more of them than there are cores."""
     mount = start_mount(model=many_tensors(tmp_path / "many.safetensors"), reducer="sum")
-    tensor, steps = mount.model / "tensors" / "t0.npy", 200
-    reader = (
-        "import numpy as np\n"
-        "model, steps = argv[0], int(argv[1])\n"
-        "while (version := int(open(f'{model}/version').read())) < steps:\n"
-        "    shown = np.load(f'{model}/tensors/t0.npy')[0]\n"
-        "    assert shown >= version, (shown, version)\n"
-    )
-    readers = [program(reader, mount.model, steps) for _ in range(2)]
+    tensor, steps = mount.model / "tensors" / "t0.npy", 300
+    told = {
+        "version": "int(open(f'{model}/version').read())",
+        "xattr": "int(os.getxattr(f'{model}/version', 'user.gradfs.version'))",
+        "status": "json.load(open(f'{model}/status.json'))['version']",
+        "weights": "int(np.fromfile(f'{model}/weights', 'f4', 1)[0])",
+    }
+    readers = [
+        program(
+            "import json\nimport numpy as np\n"
+            "model, steps = argv[0], int(argv[1])\n"
+            f"while (told := {how}) < steps:\n"
+            "    shown = np.load(f'{model}/tensors/t0.npy')[0]\n"
+            "    assert shown >= told, (shown, told)\n",
+            mount.model,
+            steps,
+        )
+        for how in told.values()
+        for _ in range(2)
+    ]
     for step in range(1, steps + 1):
         assert int(os.getxattr(tensor, "user.gradfs.version")) == step - 1
         mount.contribute(f32(1))

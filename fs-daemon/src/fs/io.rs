@@ -11,7 +11,7 @@ use libmodelio::transport::{Message, ShardError};
 
 use super::doubts::{Settled, Then};
 use super::errno::{FsError, FsResult};
-use super::handle::{Handle, PublishHandle, VersionHandle};
+use super::handle::{ContributionHandle, Handle, PublishHandle, VersionHandle};
 use super::node::{File, Node};
 use super::refusal::{explained, refuse_header};
 use super::waits::Asked;
@@ -96,8 +96,13 @@ impl Fs {
     }
 
     /// Ends the wait of fsync or close with its caller: what it waits for is withdrawn, so that an answer says
-    /// whether it counts.
+    /// whether it counts. A success tells of the version that it has made.
     fn guard(&self, handle: &Arc<Handle>, caller: Caller, done: Done<()>) -> Done<()> {
+        let done = match &**handle {
+            Handle::Contribution(ContributionHandle { model, .. })
+            | Handle::Publish(PublishHandle { model, .. }) => model.done_when_told(done),
+            _ => done,
+        };
         let asked = match &**handle {
             Handle::Contribution(contribution) => {
                 let contributor = Arc::clone(&contribution.learner.contributor);
@@ -225,7 +230,7 @@ impl Fs {
         else {
             return Ok(true);
         };
-        let is_new = || model.job.version() != Version(text.seen.load(Ordering::Relaxed));
+        let is_new = || model.version_to_tell() != Version(text.seen.load(Ordering::Relaxed));
         if !is_new()
             && let Some(wake) = wake
         {

@@ -4,105 +4,140 @@
 //! for each of them. It keeps the name instead, and drops it before anybody is told of a newer version: whoever knows
 //! of a version finds that one, or a newer one, below `tensors`.
 //!
-//! The kernel drops a name under the lock of its directory. That lock is also held while a name is looked up there, so
-//! an answer that is under way is not missed, and the thread that drops the name must not be one that answers lookups.
+//! The kernel drops a name under the lock of its directory. It holds that lock also while it looks a name up there. So
+//! no lookup that is under way brings an old name back, and no thread that answers lookups may wait for the drop.
 
-use std::time::Duration;
+use std::mem::take;
 
 use libmodelio::ids::Version;
-use parking_lot::{Condvar, Mutex};
-
-/// How long telling of a version waits for the kernel, which drops a name within microseconds unless all threads that
-/// answer it are busy.
-const PATIENCE: Duration = Duration::from_millis(20);
+use parking_lot::Mutex;
 
 /// What the kernel knows of one model's `tensors`.
 #[derive(Default)]
-pub(super) struct KeptName {
-    state: Mutex<State>,
-    dropped: Condvar,
-}
+pub(super) struct KeptName(Mutex<State>);
 
-/// The oldest version to which the name may lead.
 #[derive(Default)]
 struct State {
+    /// The oldest version to which the name may lead.
     kept: Option<Version>,
+    /// The same of a name that the kernel is just dropping.
     dropping: Option<Version>,
+    /// Answers that wait until the name leads to no version before theirs.
+    waiting: Vec<(Version, Answer)>,
+}
+
+type Answer = Box<dyn FnOnce() + Send>;
+
+impl State {
+    fn oldest(&self) -> Option<Version> {
+        [self.kept, self.dropping].into_iter().flatten().min()
+    }
+
+    fn leads_before(&self, version: Version) -> bool {
+        self.oldest().is_some_and(|oldest| oldest < version)
+    }
 }
 
 impl KeptName {
     /// The kernel is about to be told that the name leads to `newest`, or to a version after it.
     pub(super) fn keep(&self, newest: impl FnOnce() -> Version) {
-        let mut state = self.state.lock();
+        let mut state = self.0.lock();
         if state.kept.is_none() {
             state.kept = Some(newest());
         }
     }
 
-    /// Has the kernel drop the name, by `forget`. Only one thread calls this.
+    /// Has the kernel drop the name, by `forget`, and gives the answers that have waited for it. One thread calls this,
+    /// after each new version.
     pub(super) fn drop_name(&self, forget: impl FnOnce()) {
         {
-            let mut state = self.state.lock();
+            let mut state = self.0.lock();
             state.dropping = state.kept.take();
         }
         forget();
-        self.state.lock().dropping = None;
-        self.dropped.notify_all();
+        let ready: Vec<_> = {
+            let mut state = self.0.lock();
+            state.dropping = None;
+            let (wait, ready) =
+                take(&mut state.waiting).into_iter().partition(|(of, _)| state.leads_before(*of));
+            state.waiting = wait;
+            ready
+        };
+        for (_, answer) in ready {
+            answer();
+        }
     }
 
-    /// Waits until the name leads to no version before `version`, which is there already, and whose coming will have
-    /// [`Self::drop_name`] called.
-    pub(super) fn wait_until_at(&self, version: Version) {
-        let leads_back = |state: &mut State| {
-            [state.kept, state.dropping].into_iter().flatten().any(|oldest| oldest < version)
-        };
-        self.dropped.wait_while_for(&mut self.state.lock(), leads_back, PATIENCE);
+    /// The newest version that may be told, when `newest` is there.
+    pub(super) fn told(&self, newest: Version) -> Version {
+        self.0.lock().oldest().map_or(newest, |oldest| oldest.min(newest))
+    }
+
+    /// Calls `answer` once the name leads to no version before `newest`, which is there already: at once if it can.
+    pub(super) fn when_told(&self, newest: Version, answer: impl FnOnce() + Send + 'static) {
+        let mut state = self.0.lock();
+        if state.leads_before(newest) {
+            state.waiting.push((newest, Box::new(answer)));
+        } else {
+            drop(state);
+            answer();
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
-    use std::time::Instant;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
 
+    /// A name, and how many answers were given.
+    fn name() -> (KeptName, Arc<AtomicU32>) {
+        (KeptName::default(), Arc::default())
+    }
+
+    fn answer(given: &Arc<AtomicU32>) -> impl FnOnce() + Send + 'static {
+        let given = Arc::clone(given);
+        move || {
+            given.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
     #[test]
     fn a_version_is_told_of_once_the_name_of_an_older_one_is_dropped() {
-        let (name, forgotten) = (KeptName::default(), AtomicBool::new(false));
+        let (name, given) = name();
         name.keep(|| Version(3));
-        std::thread::scope(|scope| {
-            scope.spawn(|| {
-                std::thread::sleep(Duration::from_millis(2));
-                name.drop_name(|| {
-                    std::thread::sleep(Duration::from_millis(2));
-                    forgotten.store(true, Ordering::Relaxed);
-                });
-            });
-            name.wait_until_at(Version(4));
-            assert!(forgotten.load(Ordering::Relaxed));
+        name.when_told(Version(4), answer(&given));
+        assert_eq!(name.told(Version(4)), Version(3));
+        name.drop_name(|| {
+            assert_eq!((given.load(Ordering::Relaxed), name.told(Version(4))), (0, Version(3)));
+            name.when_told(Version(4), answer(&given));
+            assert_eq!(given.load(Ordering::Relaxed), 0, "the kernel is still dropping it");
         });
+        assert_eq!((given.load(Ordering::Relaxed), name.told(Version(4))), (2, Version(4)));
     }
 
     #[test]
     fn nothing_waits_for_a_name_that_leads_to_the_version_itself() {
-        let name = KeptName::default();
-        let begun = Instant::now();
-        name.wait_until_at(Version(4));
+        let (name, given) = name();
+        name.when_told(Version(4), answer(&given));
         name.keep(|| Version(4));
         name.keep(|| Version(5));
-        name.wait_until_at(Version(4));
-        name.drop_name(|| name.keep(|| Version(5)));
-        name.wait_until_at(Version(5));
-        assert!(begun.elapsed() < PATIENCE);
+        name.when_told(Version(4), answer(&given));
+        assert_eq!((given.load(Ordering::Relaxed), name.told(Version(4))), (2, Version(4)));
     }
 
     #[test]
-    fn a_kernel_that_does_not_answer_holds_a_version_up_for_a_moment_only() {
-        let name = KeptName::default();
+    fn a_name_that_is_kept_again_meanwhile_holds_later_versions_back() {
+        let (name, given) = name();
         name.keep(|| Version(3));
-        let begun = Instant::now();
-        name.wait_until_at(Version(4));
-        assert!(begun.elapsed() >= PATIENCE);
+        name.when_told(Version(4), answer(&given));
+        name.drop_name(|| name.keep(|| Version(4)));
+        assert_eq!((given.load(Ordering::Relaxed), name.told(Version(5))), (1, Version(4)));
+        name.when_told(Version(5), answer(&given));
+        assert_eq!(given.load(Ordering::Relaxed), 1);
+        name.drop_name(|| {});
+        assert_eq!((given.load(Ordering::Relaxed), name.told(Version(5))), (2, Version(5)));
     }
 }

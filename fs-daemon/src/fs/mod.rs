@@ -128,17 +128,12 @@ impl Fs {
         });
         for model in &fs.models {
             let (index, chores) = (model.index, fs.chores.clone());
-            let of_listener = Arc::downgrade(model);
             model.job.subscribe(Box::new(move |event| {
                 // The receiver only goes when the mount does.
                 let _ = chores.send(match event {
                     Event::Published(_) => Chore::Published(index),
                     Event::Left(learner, reason) => Chore::Left(index, learner, reason),
                 });
-                // The job answers those who wait for the version after this.
-                if let (Event::Published(version), Some(model)) = (event, of_listener.upgrade()) {
-                    model.tensors_name.wait_until_at(version);
-                }
             }));
         }
         let of_watcher = Arc::downgrade(&fs);

@@ -13,6 +13,7 @@ use libmodelio::{npy, safetensors_file};
 use parking_lot::Mutex;
 use ps_backend::job::Job;
 
+use super::Done;
 use super::access::Owner;
 use super::doubts::Doubts;
 use super::errno::{FsError, FsResult};
@@ -154,11 +155,18 @@ impl Model {
         Ok(model)
     }
 
-    /// The newest version, for somebody who then expects it, or a newer one, below `tensors`.
+    /// The newest version that may be told: who hears of it expects it, or a newer one, below `tensors`.
     pub(super) fn version_to_tell(&self) -> Version {
-        let version = self.job.version();
-        self.tensors_name.wait_until_at(version);
-        version
+        self.tensors_name.told(self.job.version())
+    }
+
+    /// `done`, which is told of a success once all versions that are there by then may be told.
+    pub(super) fn done_when_told<T: Send + 'static>(self: &Arc<Self>, done: Done<T>) -> Done<T> {
+        let model = Arc::clone(self);
+        Box::new(move |outcome| match outcome {
+            Ok(value) => model.tensors_name.when_told(model.job.version(), move || done(Ok(value))),
+            Err(error) => done(Err(error)),
+        })
     }
 
     /// Header of `weights.safetensors` of `version`; it names the version in its metadata.

@@ -139,6 +139,15 @@ impl Fs {
             }),
             None => done,
         };
+        // Whoever opens the newest version knows of it.
+        let done = match file {
+            File::Weights(_) | File::Safetensors(_) | File::LearnerWeights(..) | File::Device
+                if flags.read =>
+            {
+                model.done_when_told(done)
+            }
+            _ => done,
+        };
         let request = Request { model, node, file, flags, caller };
         match (last_commit, file.version()) {
             (Some((learner, LastCommit::In(version))), Some(named)) if named < version => {

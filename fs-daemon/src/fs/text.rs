@@ -118,8 +118,9 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
             names.iter().map(|name| json!({ "id": name, "since_unix_seconds": since(*waited) }))
         })
         .collect();
-    model.tensors_name.wait_until_at(status.version);
-    let published = model.job.get(status.version).map(|view| view.published);
+    let version = model.tensors_name.told(status.version);
+    let published =
+        model.job.get(version).or_else(|| model.job.get(status.version)).map(|view| view.published);
     let published =
         published.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map(|d| round(d.as_secs_f64()));
     let mut value = json!({
@@ -127,7 +128,7 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
         "state": status.state,
         "waits_for_shards": waits_for_shards,
         "waits_for_learners": waits_for_learners,
-        "version": status.version,
+        "version": version,
         "published_unix_seconds": published,
         "size_bytes": model.layout.size(),
         "tensors": model.layout.tensors().len(),
