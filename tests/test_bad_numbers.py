@@ -304,6 +304,7 @@ def test_vectored_writes(start_mount):
     with opened(mount.model / "gradients", os.O_WRONLY) as fd:
         many = [data[BLOCK + i:BLOCK + i + 1] for i in range(1000)]
         assert os.pwritev(fd, many, BLOCK) == 1000
+        os.fsync(fd)
         with refused(errno.EFBIG):
             os.pwritev(fd, [ONE, ONE, ONE], 4 * BLOCK - 8)
     twice = struct.pack("<250f", *(2 * (BLOCK // 4 + i) for i in range(250)))

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -212,6 +213,15 @@ def test_unmounted_from_outside(start_mount, how):
     assert mount.process.wait(5) == 0, mount.stderr()
     assert "panicked" not in mount.stderr()
     small(start_mount, root=mount.root).contribute(ONE)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_signal_without_descriptors_left(start_mount, number):
+    mount = small(start_mount)
+    resource.prlimit(mount.pid, resource.RLIMIT_NOFILE, (3, 3))
+    mount.process.send_signal(number)
+    assert mount.process.wait(10) == 0, mount.stderr()
+    assert not is_mounted(mount.root)
 
 
 @pytest.mark.parametrize("where", ["full", "closed_pipe"])

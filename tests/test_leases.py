@@ -258,6 +258,16 @@ def test_what_exit_leaves_open_counts__though_the_learner_does_not_linger(start_
     assert (array(mount.place("b") / "weights") == 11).all()
 
 
+def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__before_all_have_joined(start_mount):
+    mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=30)
+    mount.join("a")
+    mount.contribute(filled(mount, 1), learner="a")
+    assert mount.status()["waits_for_more_learners"] == 0
+    eventually(lambda: mount.status()["waits_for_more_learners"] == 2, deadline=9)
+    assert mount.status()["waits_for_learners"] == []
+    eventually(lambda: "s for 2 more to join (control/learners)" in mount.stderr())
+
+
 def test_after_5_s_of_waiting_it_is_said_who_is_waited_for(start_mount):
     mount = start_mount(size=SIZE, block_size=BLOCK, reducer="sum", learners=3, timeout=30, lease=0)
     for name in ("a", "slow", "b"):

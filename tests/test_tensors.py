@@ -6,6 +6,7 @@ The reference is torch's: an optimizer passes over parameters whose `grad` is No
 import errno
 import mmap
 import os
+import subprocess
 
 import numpy as np
 import pytest
@@ -172,6 +173,23 @@ def test_frozen_tensors_are_never_reduced(model):
     mount.contribute(np.ones(size // 4, "<f4"))
     mount.catch_up()
     assert (tensor(mount, "head") != weights["head"]).all()
+
+
+def test_an_emptied_setting_is_empty(model):
+    mount, *_ = model(reducer="sgd", frozen=["head"])
+    frozen, rate = mount.model / "control" / "frozen", mount.model / "control" / "learning_rate"
+    with raises(errno.EINVAL):
+        frozen.write_text("nothing-like-that")
+    assert mount.control("frozen") == "head", "a close after a refused write empties nothing"
+    frozen.write_text("")
+    assert mount.control("frozen") == ""
+    before = mount.control("learning_rate")
+    with raises(errno.EINVAL):
+        rate.write_text("")
+    assert mount.control("learning_rate") == before
+    frozen.write_text("head\n")
+    subprocess.run(["truncate", "-s", "0", frozen], check=True)
+    assert mount.control("frozen") == ""
 
 
 def test_frozen_tensors_are_never_reduced__patterns_that_match_nothing(gradfs, tmp_path):

@@ -334,6 +334,20 @@ def test_tensors_lead_to_the_version_that_was_told(start_mount, tmp_path):
         finish(each)
 
 
+def test_a_directory_in_use_keeps_its_version(start_mount, tmp_path):
+    mount = start_mount(model=many_tensors(tmp_path / "many.safetensors"), reducer="sum")
+    held = os.open(mount.model / "tensors", os.O_RDONLY)
+    for step in range(1, 6):
+        mount.contribute(f32(1))
+        mount.catch_up()
+        for name in ("t0.npy", "t1.npy", "t0.npy"):
+            fd = os.open(name, os.O_RDONLY, dir_fd=held)
+            assert int(os.getxattr(fd, "user.gradfs.version")) == 0
+            os.close(fd)
+        assert np.load(mount.model / "tensors" / "t0.npy")[0] == step
+    os.close(held)
+
+
 def test_a_listing_holds_no_version(start_mount, tmp_path):
     mount = start_mount(model=many_tensors(tmp_path / "many.safetensors"), reducer="sum", max_versions=4, timeout=2)
     folder = mount.model / "tensors"

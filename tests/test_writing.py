@@ -96,6 +96,31 @@ def test_bytes_are_written_once(mounted):
     mount.contribute(ones, offset=BLOCK)
     assert (array(mount.model / "weights")[BLOCK // 4 : BLOCK // 2] == 2).all(), "once a contribution"
 
+@pytest.mark.also_on_network
+@pytest.mark.parametrize("file", ["gradients", "weights"])
+def test_an_array_that_is_too_long_is_not_taken(start_mount, file):
+    """Longer than the longest request of the kernel, so that its beginning is taken before its end is seen."""
+    mount = start_mount(size="2MiB", reducer="sum" if file == "gradients" else "assign")
+    doubles = np.ones(1 << 19, "<f8")
+    before = mount.weights()
+    with raises(errno.EFBIG), open(mount.model / file, "wb", buffering=0) as to:
+        done = 0
+        while done < doubles.nbytes:
+            done += to.write(memoryview(doubles).cast("B")[done:])
+    assert "float64 is 2x the size" in (mount.model / "error").read_text()
+    fd = os.open(mount.model / file, os.O_WRONLY)
+    os.pwrite(fd, f32(1), 0)
+    with raises(errno.EFBIG):
+        os.pwrite(fd, f32(1), 2 << 20)
+    with raises(errno.EFBIG):
+        os.fsync(fd)
+    assert mount.weights() == before and mount.version() == 0
+    os.pwrite(fd, f32(1), 0)
+    os.close(fd)
+    mount.wait_for_version(1)
+    assert mount.weights() == f32(1).tobytes() + before[4:]
+
+
 
 def test_the_size_is_fixed(mounted):
     mount = mounted()

@@ -63,9 +63,9 @@ def test_an_error_is_gone_after_a_contribution_without_one(mounted):
     assert error(mount.model) == ""
     # In one contribution: what succeeds at its end was not all that was meant.
     fd = os.open(mount.model / "gradients", os.O_WRONLY)
-    os.pwrite(fd, f32(1), 0)
-    with raises(errno.EFBIG):
-        os.pwrite(fd, f32(1), 4096)
+    os.pwrite(fd, bytes(4096), 0)
+    with raises(errno.EINVAL):
+        os.pwrite(fd, f32(1), 0)
     os.close(fd)
     assert error(mount.model) != ""
     mount.contribute(f32(1))
@@ -85,6 +85,29 @@ def test_an_error_says_who_was_waited_for(start_mount):
     with raises(errno.ETIMEDOUT):
         mount.weights("here")
     assert '"late"' in error(mount.place("here"))
+
+
+@pytest.mark.also_on_network
+def test_an_error_says_who_was_waited_for__of_a_mapping(start_mount):
+    """Whose memory is its program's again, so that its learner has not committed either."""
+    mount = start_mount(size=4096, reducer="sum", learners=2, timeout=1, lease=0, deterministic=True)
+    mount.join("here")
+    mount.join("late")
+    fd = os.open(mount.place("here") / "gradients", os.O_RDWR)
+    with raises(errno.ETIMEDOUT):
+        os.fsync(fd)
+    os.close(fd)
+    assert error(mount.place("here")).rstrip().endswith('not committed: "late"'), error(mount.place("here"))
+
+
+@pytest.mark.also_on_network
+def test_an_error_says_who_was_waited_for__before_all_have_joined(start_mount):
+    mount = start_mount(size=4096, reducer="sum", learners=3, timeout=1)
+    mount.join("here")
+    mount.contribute(f32(1), learner="here")
+    with raises(errno.ETIMEDOUT):
+        mount.weights("here")
+    assert "1 of 3 learners have joined (control/learners)" in error(mount.place("here"))
 
 
 def test_an_error_says_that_the_job_is_stopped(start_mount):

@@ -272,7 +272,7 @@ struct JobArgs {
     /// Weight of the running gradient (momentum, nesterov) [default: 0.9]
     #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
     momentum: Option<String>,
-    /// Share of the new gradient left out (momentum) [default: 0]
+    /// Share of the new gradient left out (momentum, nesterov) [default: 0]
     #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
     dampening: Option<String>,
     /// Decay of the first moment (adam, adamw) [default: 0.9]

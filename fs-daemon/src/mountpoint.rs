@@ -13,7 +13,7 @@ use std::io;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Display, Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,9 +21,10 @@ use nix::errno::Errno;
 use nix::mount::{MntFlags, umount2};
 use nix::sys::statvfs::statvfs;
 use nix::unistd::geteuid;
+use parking_lot::Mutex;
 
 use self::lock::{Held, Lock};
-use self::mountinfo::Mount;
+use self::mountinfo::{Mount, OpenTable};
 use crate::error::Error;
 
 /// How long a path may take to answer.
@@ -41,6 +42,7 @@ const MAX_STACKED: usize = 32;
 #[derive(Debug)]
 pub struct Mountpoint {
     path: PathBuf,
+    mounts: Arc<Mutex<OpenTable>>,
     _lock: Lock,
 }
 
@@ -58,7 +60,8 @@ impl Mountpoint {
         };
         clear_dead(&path)?;
         check_directory(&path)?;
-        Ok(Mountpoint { path, _lock: lock })
+        let mounts = OpenTable::open().map_err(no_table)?;
+        Ok(Mountpoint { path, mounts: Arc::new(Mutex::new(mounts)), _lock: lock })
     }
 
     /// The directory, absolute and free of symbolic links.
@@ -80,23 +83,19 @@ impl Mountpoint {
 
     /// Takes the mount away even while it is used: what the daemon does on its way out.
     pub fn detach(&self) -> Result<(), Error> {
-        detach_mounted(&self.path)
+        detach_mounted(&self.path, &self.mounts)
     }
 
     /// Does what [`Mountpoint::detach`] does, from any thread, as long as this lives.
     pub fn detacher(&self) -> impl Fn() -> Result<(), Error> + Send + Sync + 'static {
-        let path = self.path.clone();
-        move || detach_mounted(&path)
+        let (path, mounts) = (self.path.clone(), Arc::clone(&self.mounts));
+        move || detach_mounted(&path, &mounts)
     }
 }
 
-/// Whether gradfs is mounted at `path` now. Never blocks.
-fn is_mounted(path: &Path) -> bool {
-    mountinfo::topmost(path).is_ok_and(|mount| mount.is_some_and(|mount| mount.is_gradfs()))
-}
-
-fn detach_mounted(path: &Path) -> Result<(), Error> {
-    if is_mounted(path) { detach(path) } else { Ok(()) }
+fn detach_mounted(path: &Path, mounts: &Mutex<OpenTable>) -> Result<(), Error> {
+    let mount = mounts.lock().topmost(path).map_err(no_table)?;
+    if mount.is_some_and(|mount| mount.is_gradfs()) { detach(path) } else { Ok(()) }
 }
 
 /// Unmounts the gradfs mount at `path` and waits for its daemon to end. One whose daemon is dead is
@@ -245,7 +244,11 @@ fn not_a_directory(path: &Path) -> Error {
 }
 
 fn topmost(path: &Path) -> Result<Option<Mount>, Error> {
-    mountinfo::topmost(path).map_err(|e| Error::new("cannot read the table of mounts").caused_by(e))
+    mountinfo::topmost(path).map_err(no_table)
+}
+
+fn no_table(error: io::Error) -> Error {
+    Error::new("cannot read the table of mounts").caused_by(error)
 }
 
 fn unmount_command(mount: &Mount) -> String {

@@ -76,7 +76,7 @@ struct State {
     /// A commit or an abort is on its way: nobody else may touch the contribution.
     committing: bool,
     /// Why the open contribution cannot succeed any more.
-    failed: Option<ShardError>,
+    failed: Option<ContributeError>,
     /// Where this contribution gathers what the shard does not reduce on arrival.
     staging: Region,
     /// A second one, for a learner that writes ahead while the shard still reads the first.
@@ -274,9 +274,9 @@ impl Contributor {
     /// too, once something of it was taken.
     ///
     /// # Errors
-    /// [`ContributeError::Refused`], [`ContributeError::Busy`] and [`ContributeError::Dropped`] change nothing. A
-    /// shard's refusal of a block spoils the contribution: later writes and the commit report it, and it counts
-    /// nowhere.
+    /// [`ContributeError::Refused`], [`ContributeError::Busy`] and [`ContributeError::Dropped`] change nothing, but for
+    /// [`WriteRefused::PastEnd`] where something was written before. That, and a shard's refusal of a block, spoil the
+    /// contribution: later writes and the commit report it, and it counts nowhere.
     pub fn write(
         &self,
         share: &mut Share,
@@ -298,10 +298,17 @@ impl Contributor {
                 return Err(ContributeError::Busy);
             }
             if let Some(failed) = &state.failed {
-                return Err(failed.clone().into());
+                return Err(failed.clone());
             }
             // Refusals come first, so that a wrong write opens nothing.
-            state.tracker.begin(offset, data.len() as u64, |piece| pieces.push(piece))?;
+            let begun = state.tracker.begin(offset, data.len() as u64, |piece| pieces.push(piece));
+            if let Err(refused) = begun {
+                // An array that is too long is another one than was meant, and so is what came of it before.
+                if state.step.is_some() && matches!(refused, WriteRefused::PastEnd { .. }) {
+                    state.failed = Some(refused.into());
+                }
+                return Err(refused.into());
+            }
             let step = match state.step {
                 Some(step) => step,
                 None => match self.open(state, timeout) {
@@ -309,7 +316,7 @@ impl Contributor {
                     Err(error) => {
                         state.tracker.reset();
                         // So that fsync or close does not say that all is well.
-                        state.failed = Some(error.clone());
+                        state.failed = Some(error.clone().into());
                         return Err(error.into());
                     }
                 },
@@ -404,7 +411,7 @@ impl Contributor {
         let mut state = self.state.lock();
         state.tracker.sent(piece.block, matches!(placed, Ok(Placement::Deferred)));
         if let Err(error) = &placed {
-            state.failed.get_or_insert_with(|| error.clone());
+            state.failed.get_or_insert_with(|| error.clone().into());
         }
         self.wake_if_idle(&state);
         placed.map(drop)

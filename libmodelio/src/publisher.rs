@@ -19,6 +19,8 @@ struct State {
     written: Vec<Range<u64>>,
     in_flight: u32,
     sealed: bool,
+    /// A write that was refused after others, so that what they have written is not what was meant.
+    spoiled: Option<WriteRefused>,
 }
 
 /// A version being written.
@@ -46,11 +48,16 @@ impl Publisher {
     /// Stores `data` at `offset`. Bytes may be written again until the commit.
     ///
     /// # Errors
-    /// [`WriteRefused::PastEnd`]; nothing is stored then.
+    /// [`WriteRefused::PastEnd`]; nothing is stored then, and what was written before is [`Self::spoiled`].
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<(), WriteRefused> {
         let end = offset.saturating_add(data.len() as u64);
         if end > self.size {
-            return Err(WriteRefused::PastEnd { offset, end, size: self.size });
+            let refused = WriteRefused::PastEnd { offset, end, size: self.size };
+            let mut state = self.state.lock();
+            if !state.written.is_empty() {
+                state.spoiled = Some(refused);
+            }
+            return Err(refused);
         }
         {
             let mut state = self.state.lock();
@@ -75,6 +82,11 @@ impl Publisher {
     pub fn is_open(&self) -> bool {
         let state = self.state.lock();
         !state.sealed && !state.written.is_empty()
+    }
+
+    /// Why what was written must not become a version.
+    pub fn spoiled(&self) -> Option<WriteRefused> {
+        self.state.lock().spoiled
     }
 
     /// The memory that becomes the version.
@@ -110,6 +122,7 @@ impl Publisher {
         let message = Message::Assign { buffer: self.buffer.clone(), written };
         self.channel.send(message, timeout, Box::new(|result| done(result.map(drop))));
     }
+
     /// Ends the wait for a commit that is on its way: unless it has begun, it does not take place.
     pub fn withdraw(&self) {
         let message = Message::WithdrawAssign { buffer: self.buffer.key() };

@@ -201,7 +201,7 @@ pub const SETTINGS: &[(&str, &str)] = &[
     ("deterministic", "true: sync adds up in the order of learners, also what is mapped; or false"),
     ("learning_rate", "step size of the optimizers"),
     ("momentum", "momentum, nesterov: weight of the running gradient"),
-    ("dampening", "momentum: share of the new gradient left out"),
+    ("dampening", "momentum and nesterov: share of the new gradient left out"),
     ("beta1", "adam, adamw: decay of the first moment"),
     ("beta2", "adam, adamw: decay of the second moment"),
     ("epsilon", "adam, adamw: added to the denominator"),

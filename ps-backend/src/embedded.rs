@@ -271,7 +271,7 @@ impl EmbeddedShard {
         let now = self.now();
         JobStatus {
             state: inner.core.state(),
-            late: inner.core.late(now).map(|late| (late.learners, now.saturating_sub(late.since))),
+            late: inner.core.late(now).map(|(since, late)| (late, now.saturating_sub(since))),
             version: inner.core.version(),
             members: inner.core.members(now),
             committed: inner.core.committed(),

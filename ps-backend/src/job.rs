@@ -16,7 +16,7 @@ use libmodelio::payload::Payloads;
 use libmodelio::transport::{Attached, LeaveReason, Region, ShardError, TransportKind};
 
 use crate::controls::{ControlError, Controls};
-use crate::core::{LastCommit, MemberView};
+use crate::core::{LastCommit, MemberView, WaitedFor};
 
 /// What happens in a job, for whoever shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,8 +81,8 @@ pub struct ShardView {
 pub struct JobStatus {
     /// `forming`, `running`, `reducing`, `stopped`, `waiting` (for a shard) or `failed`.
     pub state: &'static str,
-    /// Names of learners that others have been waiting for, and for how long, if that is long.
-    pub late: Option<(Vec<String>, Duration)>,
+    /// Learners that others have been waiting for, and for how long, if that is long.
+    pub late: Option<(WaitedFor, Duration)>,
     /// The newest version.
     pub version: Version,
     /// Learners in the job, those of other mounts included.

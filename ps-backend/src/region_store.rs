@@ -78,6 +78,8 @@ pub struct RegionStore {
     accumulator: Option<Accumulator>,
     /// The optimizer's slots are no longer zero.
     slots_used: bool,
+    /// The log says that there is no memory for another version.
+    said_full: bool,
 }
 
 impl RegionStore {
@@ -106,6 +108,7 @@ impl RegionStore {
             changed: (0..blocks).map(|_| AtomicU64::new(0)).collect(),
             accumulator: None,
             slots_used: false,
+            said_full: false,
             layout,
         };
         let back = store.allocate()?;
@@ -261,8 +264,15 @@ impl RegionStore {
         }
         if self.back.is_none() && self.total() < max {
             match self.allocate() {
-                Ok(buffer) => self.back = Some(buffer),
-                Err(error) => tracing::error!(%error, "no memory for another version"),
+                Ok(buffer) => {
+                    self.back = Some(buffer);
+                    self.said_full = false;
+                }
+                // Said once: it is tried again and again.
+                Err(error) if !std::mem::replace(&mut self.said_full, true) => {
+                    tracing::error!(%error, "no buffer for another version; trying again");
+                }
+                Err(_) => {}
             }
         }
         // Buffers beyond what the present bound allows go back to the system.

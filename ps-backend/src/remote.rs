@@ -26,7 +26,7 @@ use libmodelio::wire::{self, Refusal};
 use parking_lot::Mutex;
 
 use crate::controls::{ControlError, Controls, NonFinite};
-use crate::core::{LONG, LastCommit, MemberView};
+use crate::core::{LONG, LastCommit, MemberView, WaitedFor};
 use crate::job::{Event, Job, JobStatus, Listener, SetDone, ShardView, VersionMemory, VersionView};
 use crate::lead::AWAY;
 use crate::reducer::Reducer;
@@ -75,7 +75,7 @@ impl Waits {
     /// The lead says so when it has waited for a while.
     fn hear(&mut self, state: &wire::JobState) {
         let ago = |waited| Instant::now().checked_sub(waited).unwrap_or_else(Instant::now);
-        if state.late.is_empty() {
+        if state.late.is_empty() && state.late_more == 0 {
             self.learners = None;
         } else {
             self.learners.get_or_insert_with(|| ago(LONG));
@@ -643,7 +643,10 @@ impl Job for RemoteJob {
                 "stopped" => "stopped",
                 _ => "running",
             },
-            late: waits.learners.map(|since| (state.late.clone(), since.elapsed())),
+            late: waits.learners.map(|since| {
+                let late = WaitedFor { learners: state.late.clone(), more: state.late_more as usize };
+                (late, since.elapsed())
+            }),
             version: self.version(),
             members: state.learners.iter().filter_map(member).collect(),
             committed: state.committed as usize,

@@ -2,6 +2,7 @@
 //! is itself waited for.
 
 use libmodelio::registry::Registry;
+use ps_backend::core::WaitedFor;
 use serde_json::{Value, json};
 
 use super::{ask, deadline};
@@ -112,14 +113,11 @@ pub fn lines(job: &Value) -> Vec<String> {
     }
     let late = &job["waits_for_learners"];
     if late.is_object() {
-        let names: Vec<&str> = list(&late["learners"]).iter().filter_map(Value::as_str).collect();
-        let more = late["more"].as_u64().filter(|more| *more > 0);
-        let more = more.map_or(String::new(), |more| format!(" and {more} more"));
-        lines.push(format!(
-            "{name}: waiting{} for learners: {}{more}",
-            since(&late["seconds"]),
-            names.join(", ")
-        ));
+        let whom = WaitedFor {
+            learners: list(&late["learners"]).iter().filter_map(Value::as_str).map(str::to_owned).collect(),
+            more: late["more"].as_u64().unwrap_or(0) as usize,
+        };
+        lines.push(format!("{name}: waiting{} for learners: {whom}", since(&late["seconds"])));
     }
     lines
 }

@@ -211,6 +211,10 @@ pub struct TextHandle {
     pub seen: AtomicU64,
     /// Of which model; `None` for the mount's own README.
     pub model: Option<Arc<Model>>,
+    /// The thread that opened it.
+    pub opener: u32,
+    /// It was emptied, and nothing was written since.
+    pub emptied: AtomicBool,
 }
 
 impl TextHandle {

@@ -149,6 +149,9 @@ impl Fs {
                     done(Ok(()));
                 }
             }
+            Handle::Text(text) if text.emptied.load(Ordering::Relaxed) => {
+                self.set(text, 0, b"", caller, done)
+            }
             _ => done(Ok(())),
         }
     }
@@ -185,7 +188,12 @@ impl Fs {
             return Err(FsError::new(libc::EACCES, "README is read-only"));
         };
         match file {
-            File::Control(_) => Ok(()),
+            File::Control(_) => {
+                if size == 0 {
+                    self.mark_truncated(ino, fh, caller);
+                }
+                Ok(())
+            }
             File::Gradients | File::LearnerGradients(_) | File::Device | File::Weights(_) => {
                 let whole = self.attributes(ino)?.size;
                 if size != 0 && size != whole {
@@ -203,11 +211,17 @@ impl Fs {
         }
     }
 
-    /// A `weights` opened with O_TRUNC is meant to be written whole.
+    /// A `weights` opened with O_TRUNC is meant to be written whole, and a setting to be empty if nothing is written.
     fn mark_truncated(&self, ino: u64, fh: Option<u64>, caller: Caller) {
         // The truncation of open(2) does not say which handle it is of.
         let handles = fh.map_or_else(|| self.handles.all(), |fh| self.handles.get(fh).into_iter().collect());
         for handle in handles {
+            if let Handle::Text(text) = &*handle
+                && text.node.ino() == ino
+                && text.opener == caller.tid
+            {
+                text.emptied.store(true, Ordering::Relaxed);
+            }
             if let Handle::Publish(publish) = &*handle
                 && publish.ino == ino
                 && publish.opener == publish.users.lock().note(caller.tid)
@@ -439,7 +453,11 @@ fn publish(handle: &Arc<Handle>, done: Done<()>) {
         }
         done(outcome);
     });
-    if publish.truncated.swap(false, Ordering::Relaxed) && !whole {
+    let truncated = publish.truncated.swap(false, Ordering::Relaxed);
+    if let Some(refused) = publisher.as_ref().and_then(|publisher| publisher.spoiled()) {
+        return done(Err(explained(&publish.model, refused)));
+    }
+    if truncated && !whole {
         let size = publish.model.layout.size();
         return done(Err(FsError::new(
             libc::EINVAL,

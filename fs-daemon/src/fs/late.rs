@@ -46,11 +46,10 @@ impl Said {
     /// What is to be said now.
     fn news(&mut self, status: &JobStatus) -> Vec<String> {
         let mut lines = Vec::new();
-        if let Some((names, waited)) = &status.late
+        if let Some((late, waited)) = &status.late
             && !self.learners
         {
-            let (seconds, names) = (waited.as_secs(), names.join(", "));
-            lines.push(format!("learners have been waiting for {seconds} s for {names}"));
+            lines.push(format!("learners have been waiting for {} s for {late}", waited.as_secs()));
         }
         self.learners = status.late.is_some();
         let away = |shard: &ps_backend::job::ShardView| shard.away.filter(|_| status.state == "waiting");
@@ -77,6 +76,7 @@ impl Said {
 mod tests {
     use libmodelio::ids::Version;
     use libmodelio::transport::TransportKind;
+    use ps_backend::core::WaitedFor;
     use ps_backend::job::ShardView;
 
     use super::*;
@@ -96,7 +96,8 @@ mod tests {
         let names: Vec<String> = late.iter().map(|name| (*name).to_owned()).collect();
         JobStatus {
             state: if away.is_empty() { "running" } else { "waiting" },
-            late: (!names.is_empty()).then_some((names, Duration::from_millis(5400))),
+            late: (!names.is_empty())
+                .then_some((WaitedFor { learners: names, more: 0 }, Duration::from_millis(5400))),
             version: Version(0),
             members: Vec::new(),
             committed: 0,

@@ -110,7 +110,7 @@ impl Fs {
             Err(error) => return done(Err(error)),
         };
         let Node::Model(index, file) = node else {
-            return done(read_only(flags, "README").and_then(|()| self.open_text(node, None)));
+            return done(read_only(flags, "README").and_then(|()| self.open_text(node, None, caller)));
         };
         let model = match self.model(index) {
             Ok(model) => Arc::clone(model),
@@ -153,7 +153,7 @@ impl Fs {
             (Some((learner, LastCommit::In(version))), Some(named)) if named < version => {
                 // The version with its step came out between the lookup of the name and this.
                 let newest = request.model.job.version();
-                self.second_looks.expect(caller.tid, index, learner, newest);
+                self.second_looks.expect(caller.tid, index, learner, named, newest);
                 done(Err(FsError::look_again()));
             }
             (None | Some((_, LastCommit::In(_))), _) => self.open_when_settled(request, done),
@@ -171,13 +171,14 @@ impl Fs {
         channel.send(
             Message::AwaitStep { learner },
             request.model.timeout(),
-            Box::new(move |result| match result {
-                Ok(Reply::Version(newest)) if request.file.version().is_some() => {
-                    this.second_looks.expect(request.caller.tid, request.model.index, learner, newest);
+            Box::new(move |result| match (result, request.file.version()) {
+                (Ok(Reply::Version(newest)), Some(named)) => {
+                    let (tid, model) = (request.caller.tid, request.model.index);
+                    this.second_looks.expect(tid, model, learner, named, newest);
                     done(Err(FsError::look_again()));
                 }
-                Ok(_) => this.open_when_settled(request, done),
-                Err(error) => done(Err(explained(&request.model, error))),
+                (Ok(_), _) => this.open_when_settled(request, done),
+                (Err(error), _) => done(Err(explained(&request.model, error))),
             }),
         );
     }
@@ -259,7 +260,7 @@ impl Fs {
             File::Control(index) => {
                 let (name, _) = SETTINGS.get(index as usize).ok_or_else(FsError::not_found)?;
                 tracing::trace!(setting = name, "open");
-                self.open_text(node, Some(model))
+                self.open_text(node, Some(model), caller)
             }
             File::VersionText
             | File::Status
@@ -269,7 +270,7 @@ impl Fs {
             | File::Error
             | File::LearnerError(_) => {
                 read_only(flags, "this file")?;
-                self.open_text(node, Some(model))
+                self.open_text(node, Some(model), caller)
             }
             _ => Err(FsError::new(libc::EISDIR, "is a directory")),
         }
@@ -373,12 +374,14 @@ impl Fs {
         self.insert(Handle::Publish(handle), way)
     }
 
-    fn open_text(&self, node: Node, model: Option<&Arc<Model>>) -> FsResult<Opened> {
+    fn open_text(&self, node: Node, model: Option<&Arc<Model>>, caller: Caller) -> FsResult<Opened> {
         let handle = TextHandle {
             node,
             text: Mutex::new(Arc::from("")),
             seen: AtomicU64::new(u64::MAX),
             model: model.cloned(),
+            opener: caller.tid,
+            emptied: AtomicBool::new(false),
         };
         *handle.text.lock() = self.render(&handle)?.into();
         self.insert(Handle::Text(handle), Way::Direct)

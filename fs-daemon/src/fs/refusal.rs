@@ -8,6 +8,8 @@ use libmodelio::layout::ModelLayout;
 use libmodelio::tracker::WriteRefused;
 use libmodelio::transport::ShardError;
 use parking_lot::Mutex;
+use ps_backend::controls::Consistency;
+use ps_backend::core::NOT_COMMITTED;
 
 use super::errno::FsError;
 use super::model::Model;
@@ -84,7 +86,9 @@ fn detail(model: &Model, error: &ContributeError) -> String {
             None => String::new(),
         },
         ContributeError::Shard(ShardError::NonFinite(block)) => format!(" ({})", tensors_of(layout, *block)),
-        ContributeError::Shard(ShardError::TimedOut(_)) => waited_for(model),
+        ContributeError::Shard(ShardError::TimedOut(what)) if !what.starts_with(NOT_COMMITTED) => {
+            waited_for(model)
+        }
         _ => String::new(),
     }
 }
@@ -110,6 +114,9 @@ fn tensors_of(layout: &ModelLayout, block: BlockId) -> String {
 /// Types of NumPy's that people send by mistake: the size of an element in bytes, and its name.
 const WIDER: [(u64, &str); 4] = [(16, "complex128"), (8, "float64"), (4, "float32"), (2, "float16")];
 
+/// Longer writes come in pieces of this many bytes.
+const KERNEL_PIECE: u64 = 1 << 20;
+
 /// What kind of array may have been too long.
 fn past_end(layout: &ModelLayout, offset: u64, end: u64, size: u64) -> String {
     // That of what is trained: counters beside it are of no interest.
@@ -118,14 +125,14 @@ fn past_end(layout: &ModelLayout, offset: u64, end: u64, size: u64) -> String {
     let Some(own) = dtype.size_bytes().filter(|_| trained.all(|other| other == dtype)) else {
         return String::new();
     };
-    let (written, room) = (end - offset, size.saturating_sub(offset));
-    let fits = WIDER.iter().find(|(bytes, _)| written * own as u64 == room * bytes && room > 0);
+    // The kernel cuts long arrays: only of one that is written at once is it known how long it is.
+    let written = (end - offset < KERNEL_PIECE && offset == 0).then_some(end);
+    let fits = WIDER.iter().find(|(bytes, _)| written.is_some_and(|len| len * own as u64 == size * bytes));
     match fits {
         Some((bytes, name)) => format!(
             ": that is an array of {name}, {}x the size; the model is {dtype}, convert the array first",
             bytes / own as u64
         ),
-        // The kernel cuts long arrays, so this may be a piece of one.
         None => match WIDER.iter().rev().find(|(bytes, _)| *bytes > own as u64) {
             Some((bytes, name)) => format!(
                 "; the model is {dtype}, {own} bytes an element: an array of {name} is {}x the size, convert it first",
@@ -139,9 +146,16 @@ fn past_end(layout: &ModelLayout, offset: u64, end: u64, size: u64) -> String {
 /// Which learners have not contributed.
 fn waited_for(model: &Model) -> String {
     let status = model.job.status();
+    if status.state == "forming" {
+        let (joined, expected) = (status.members.len(), model.job.controls().learners);
+        return format!("; {joined} of {expected} learners have joined (control/learners)");
+    }
     let late: Vec<_> = status.members.iter().filter(|member| !member.unpublished).collect();
     if late.is_empty() || late.len() == status.members.len() {
-        return String::new();
+        // Learners that are ahead wait for the slowest, whose contribution need not be missing.
+        let is_bounded = matches!(model.job.controls().consistency, Consistency::Ssp(_));
+        let slowest = status.late.filter(|_| is_bounded);
+        return slowest.map_or(String::new(), |(slowest, _)| format!("; waiting for {slowest}"));
     }
     let shown: Vec<_> =
         late.iter().take(8).map(|member| format!("{:?} ({})", member.name, member.phase)).collect();
@@ -234,7 +248,8 @@ mod tests {
         let layout = ModelLayout::blank(1 << 12, DType::parse("f32").unwrap(), 64 << 10).unwrap();
         let says = |offset, end| past_end(&layout, offset, end, 1 << 12);
         assert!(says(0, 1 << 13).contains("float64, 2x the size; the model is F32"));
-        assert!(says(1 << 11, (1 << 11) + (1 << 12)).contains("float64"), "of what is left");
+        let across = says((1 << 12) - 8, (1 << 12) + 8);
+        assert!(across.contains("an array of float64 is 2x the size"), "it may be one: {across}");
         assert!(says(0, 5000).contains("F32, 4 bytes an element"));
         assert!(says(1 << 12, 1 << 13).contains("an array of float64 is 2x the size"), "a piece of one");
     }

@@ -1,5 +1,7 @@
 //! Writing `control/*`: one value a file, set for the whole job.
 
+use std::sync::atomic::Ordering;
+
 use ps_backend::controls::SETTINGS;
 use ps_backend::job::SetError;
 
@@ -15,6 +17,8 @@ const MAX_SETTING: usize = 4096;
 impl Fs {
     /// Writes a setting. Its caller is not kept waiting for the job's answer when it is asked to end.
     pub(super) fn set(&self, text: &TextHandle, offset: u64, data: &[u8], caller: Caller, done: Done<()>) {
+        // Whatever comes of it: closing does not empty the setting any more.
+        text.emptied.store(false, Ordering::Relaxed);
         let (model, name, value) = match setting(text, offset, data) {
             Ok(parts) => parts,
             Err(error) => return done(Err(error)),

@@ -114,8 +114,8 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
     let waits_for_learners: Vec<_> = status
         .late
         .iter()
-        .flat_map(|(names, waited)| {
-            names.iter().map(|name| json!({ "id": name, "since_unix_seconds": since(*waited) }))
+        .flat_map(|(late, waited)| {
+            late.learners.iter().map(|name| json!({ "id": name, "since_unix_seconds": since(*waited) }))
         })
         .collect();
     let version = model.tensors_name.told(status.version);
@@ -128,6 +128,7 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
         "state": status.state,
         "waits_for_shards": waits_for_shards,
         "waits_for_learners": waits_for_learners,
+        "waits_for_more_learners": status.late.as_ref().map_or(0, |(late, _)| late.more),
         "version": version,
         "published_unix_seconds": published,
         "size_bytes": model.layout.size(),

@@ -130,13 +130,14 @@ pub struct SecondLooks(Mutex<HashMap<(u32, u8), Look>>);
 
 struct Look {
     learner: LearnerId,
+    named: Version,
     newest: Version,
     at: Instant,
 }
 
 impl SecondLooks {
-    /// `tid` is sent to look again for a version of `model` that is at least `newest`.
-    pub fn expect(&self, tid: u32, model: u8, learner: LearnerId, newest: Version) {
+    /// `tid` is sent away from `named`, and to look again for a version of `model` that is at least `newest`.
+    pub fn expect(&self, tid: u32, model: u8, learner: LearnerId, named: Version, newest: Version) {
         if tid == 0 {
             return;
         }
@@ -145,14 +146,16 @@ impl SecondLooks {
             looks.retain(|_, look| look.at.elapsed() < SECOND_LOOK);
         }
         if looks.len() < MAX_LOOKS {
-            looks.insert((tid, model), Look { learner, newest, at: Instant::now() });
+            looks.insert((tid, model), Look { learner, named, newest, at: Instant::now() });
         }
     }
 
-    /// Whether `tid` comes back from that with `version`.
+    /// Whether `tid` comes back from that with `version`: with a newer one, or with the same, since it looks from a
+    /// directory of that version.
     pub fn is_expected(&self, tid: u32, model: u8, learner: LearnerId, version: Version) -> bool {
         let Some(look) = self.0.lock().remove(&(tid, model)) else { return false };
-        look.learner == learner && version >= look.newest && look.at.elapsed() < SECOND_LOOK
+        let is_one = version >= look.newest || version == look.named;
+        look.learner == learner && is_one && look.at.elapsed() < SECOND_LOOK
     }
 }
 
@@ -164,12 +167,14 @@ mod tests {
     #[test]
     fn a_second_look_is_expected_once_and_for_its_version() {
         let looks = SecondLooks::default();
-        looks.expect(7, 0, LearnerId(1), Version(5));
+        looks.expect(7, 0, LearnerId(1), Version(3), Version(5));
         assert!(!looks.is_expected(8, 0, LearnerId(1), Version(5)));
         assert!(looks.is_expected(7, 0, LearnerId(1), Version(6)));
         assert!(!looks.is_expected(7, 0, LearnerId(1), Version(6)), "once");
-        looks.expect(7, 0, LearnerId(1), Version(5));
+        looks.expect(7, 0, LearnerId(1), Version(3), Version(5));
         assert!(!looks.is_expected(7, 0, LearnerId(1), Version(4)), "too old");
+        looks.expect(7, 0, LearnerId(1), Version(3), Version(5));
+        assert!(looks.is_expected(7, 0, LearnerId(1), Version(3)), "from a directory of its own");
     }
 
     #[test]

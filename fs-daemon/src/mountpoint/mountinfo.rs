@@ -3,9 +3,11 @@
 use std::ffi::OsString;
 use std::fmt;
 use std::fs;
-use std::io;
+use std::io::{self, Read, Seek};
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
+
+const TABLE: &str = "/proc/self/mountinfo";
 
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,8 +44,31 @@ impl fmt::Display for Mount {
 
 /// The mount that one sees at `path`, if `path` is a mountpoint.
 pub fn topmost(path: &Path) -> io::Result<Option<Mount>> {
+    Ok(topmost_of(table()?, path))
+}
+
+fn topmost_of(table: Vec<Mount>, path: &Path) -> Option<Mount> {
     // Of several on one directory the last hides the others.
-    Ok(table()?.into_iter().rfind(|mount| mount.point == path))
+    table.into_iter().rfind(|mount| mount.point == path)
+}
+
+/// The table, open: it can be read also when the process has no file descriptor left.
+#[derive(Debug)]
+pub struct OpenTable(fs::File);
+
+impl OpenTable {
+    /// Opens it.
+    pub fn open() -> io::Result<OpenTable> {
+        fs::File::open(TABLE).map(OpenTable)
+    }
+
+    /// As [`topmost`].
+    pub fn topmost(&self, path: &Path) -> io::Result<Option<Mount>> {
+        let mut table = Vec::new();
+        (&self.0).rewind()?;
+        (&self.0).read_to_end(&mut table)?;
+        Ok(topmost_of(parse(&table), path))
+    }
 }
 
 /// The innermost mount that `path` is in, or is the root of.
@@ -54,7 +79,7 @@ pub fn containing(path: &Path) -> io::Result<Option<Mount>> {
 }
 
 fn table() -> io::Result<Vec<Mount>> {
-    Ok(parse(&fs::read("/proc/self/mountinfo")?))
+    Ok(parse(&fs::read(TABLE)?))
 }
 
 fn parse(table: &[u8]) -> Vec<Mount> {

@@ -99,7 +99,7 @@ fn an_empty_directory_is_taken_until_dropped() {
     let place = Place::new();
     let taken = place.prepare("mnt").unwrap();
     assert_eq!(taken.path(), place.path().canonicalize().unwrap());
-    assert!(!is_mounted(taken.path()));
+    assert!(topmost(taken.path()).unwrap().is_none());
     taken.detach().unwrap();
     let message = place.refused("mnt");
     assert!(message.contains(&format!("by gradfs pid {}", std::process::id())), "{message}");
@@ -153,7 +153,7 @@ fn dead_mounts_are_cleared_away_however_many() {
     let message = place.refused("mnt/below");
     assert!(message.contains("that is dead (unmount that first: gradfs unmount /"), "{message}");
     let taken = place.prepare("mnt").unwrap();
-    assert!(!is_mounted(taken.path()));
+    assert!(topmost(taken.path()).unwrap().is_none());
     assert_eq!(fs::read_dir(taken.path()).unwrap().count(), 0);
 }
 

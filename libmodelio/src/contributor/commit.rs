@@ -89,7 +89,7 @@ impl Contributor {
                 return Err(ContributeError::Busy);
             }
             if let Some(failed) = state.failed.clone() {
-                return Err(failed.into());
+                return Err(failed);
             }
             let Some(step) = state.step else { return Ok(None) };
             state.committing = true;
@@ -220,7 +220,7 @@ impl Contributor {
             if self.idle.wait_until(&mut state, deadline).timed_out() && state.tracker.is_busy() {
                 // Its bytes may still come: the region cannot be used again before.
                 let what = "a write of the dropped contribution is stuck";
-                state.failed = Some(ShardError::TimedOut(what.into()));
+                state.failed = Some(ShardError::TimedOut(what.into()).into());
                 tracing::error!(learner = %self.learner, what);
                 return true;
             }

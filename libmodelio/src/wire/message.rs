@@ -528,6 +528,8 @@ pub struct JobState {
     pub contributions: u64,
     /// Learners, everybody's, that others have been waiting for longer than is usual: the names of some of them.
     pub late: Vec<String>,
+    /// How many more of them there are. Without any name they are those that have not joined.
+    pub late_more: u32,
     /// Shards that the coordinator has not reached for longer than is usual.
     pub away: Vec<ShardId>,
 }

@@ -133,7 +133,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
         vec((text(), text()), 0..4),
         text(),
         vec(learner_state(), 0..4),
-        (vec(text(), 0..3), vec(any::<u16>().prop_map(ShardId), 0..3)),
+        (vec(text(), 0..3), any::<u32>(), vec(any::<u16>().prop_map(ShardId), 0..3)),
     )
         .prop_map(
             |(
@@ -142,7 +142,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 controls,
                 state,
                 learners,
-                (late, away),
+                (late, late_more, away),
             )| JobState {
                 sequence,
                 version,
@@ -155,6 +155,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 committed,
                 contributions,
                 late,
+                late_more,
                 away,
             },
         )

@@ -1,5 +1,6 @@
 //! Requests that end or begin something: opening, committing, assigning, waiting, and their deadlines.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -8,11 +9,15 @@ use libmodelio::ids::{LearnerId, Step, Version};
 use libmodelio::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::transport::ShardError;
 
+use super::membership::SAID;
 use super::{
     Action, Answer, Committed, Contribution, LastCommit, MAX_ASSIGNS, Now, Opening, Pending, PendingKind,
     Phase, Place, ShardCore, Ticket, Waiter,
 };
 use crate::reducer::Reducer;
+
+/// How a timeout begins that names those who were waited for.
+pub const NOT_COMMITTED: &str = "not committed: ";
 
 impl<S: Clone> ShardCore<S> {
     /// First write of a contribution of `learner`.
@@ -302,8 +307,8 @@ impl<S: Clone> ShardCore<S> {
     }
 
     fn expire_requests(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        let mut timed_out = |ticket, what: &'static str| {
-            actions.push(Action::Reply(ticket, Err(ShardError::TimedOut(what.into()))));
+        let mut timed_out = |ticket, what: Cow<'static, str>| {
+            actions.push(Action::Reply(ticket, Err(ShardError::TimedOut(what))));
         };
         // Who has waited until now was not silent.
         let mut alive = Vec::new();
@@ -330,29 +335,43 @@ impl<S: Clone> ShardCore<S> {
                 _ if !self.gathers() => "another learner is still writing",
                 _ => "the step before this one still waits for other learners",
             };
-            timed_out(pending.ticket, what);
+            timed_out(pending.ticket, what.into());
         }
         self.pending = kept;
         self.waiters.retain(|waiter| {
             let over = waiter.deadline <= now;
             if over {
                 alive.push(waiter.learner);
-                timed_out(waiter.ticket, "other learners have not contributed to this step");
+                timed_out(waiter.ticket, "other learners have not contributed to this step".into());
             }
             !over
         });
         let over = |ticket: &mut (Ticket, Now)| ticket.1 <= now;
         if let Some((ticket, _)) = self.running_ticket.take_if(over) {
-            timed_out(ticket, "the version is still being made; it will come");
+            timed_out(ticket, "the version is still being made; it will come".into());
         }
+        let missing =
+            match self.committed.iter().any(|c| c.ticket.is_some_and(|(_, deadline)| deadline <= now)) {
+                true => {
+                    self.waited_for().map(|(_, member)| format!("{:?}", member.name)).take(SAID).collect()
+                }
+                false => Vec::new(),
+            };
         let mut back = Vec::new();
         for committed in self.committed.iter_mut().filter(|c| !c.is_read_on_loan()) {
             if let Some((ticket, _)) = committed.ticket.take_if(over) {
                 if committed.place == Place::ToFold {
                     back.push(committed.contribution.learner);
-                    timed_out(ticket, "contributions of other learners are still being added up");
+                    let what = match &missing[..] {
+                        [] => "contributions of other learners are still being added up".into(),
+                        names => format!("{NOT_COMMITTED}{}", names.join(", ")).into(),
+                    };
+                    timed_out(ticket, what);
                 } else {
-                    timed_out(ticket, "the contribution is taken, but its version is still being made");
+                    timed_out(
+                        ticket,
+                        "the contribution is taken, but its version is still being made".into(),
+                    );
                 }
             }
         }

@@ -4,13 +4,14 @@ use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
 
 use super::{
-    Action, Committed, Late, MAX_LEARNERS, Member, Now, PendingKind, Phase, Place, ShardCore, Stall, Wait,
+    Action, Committed, MAX_LEARNERS, Member, Now, PendingKind, Phase, Place, ShardCore, Stall, Wait,
+    WaitedFor,
 };
 
 /// After this it is said who is waited for.
 pub const LONG: Now = Now::from_secs(5);
 /// Names of those that are said.
-const SAID: usize = 16;
+pub(super) const SAID: usize = 16;
 /// A wait is the same one if somebody waits again within this: requests that time out come again.
 const PAUSE: Now = Now::from_secs(1);
 
@@ -209,8 +210,11 @@ impl<S: Clone> ShardCore<S> {
             let lease = self.controls.lease;
             self.stall.take_if(|stall| now.saturating_sub(stall.until) >= lease);
         }
-        let at = if self.limits_lead() { slowest } else { self.version.0 };
-        let waits = waits && self.formed;
+        let at = match self.formed {
+            false => u64::MAX,
+            true if self.limits_lead() => slowest,
+            true => self.version.0,
+        };
         let is_long = |wait: &mut Wait| wait.paused.is_some_and(|since| now.saturating_sub(since) >= PAUSE);
         self.wait.take_if(|wait| wait.at != at || is_long(wait));
         match &mut self.wait {
@@ -222,7 +226,7 @@ impl<S: Clone> ShardCore<S> {
 
     /// Learners whose last process exited so long ago, and for whom somebody has been waiting for as long.
     pub(super) fn expire_lingering(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        let Some(wait) = self.wait.filter(|wait| wait.paused.is_none()) else { return };
+        let Some(wait) = self.wait.filter(|wait| self.formed && wait.paused.is_none()) else { return };
         let linger = self.controls.linger;
         let lingers = |member: &Member| {
             let since = member.exited.map(|at| at.max(member.last_seen).max(wait.since));
@@ -237,20 +241,24 @@ impl<S: Clone> ShardCore<S> {
     }
 
     /// Learners that somebody who waits may be waiting for.
-    fn waited_for(&self) -> impl Iterator<Item = (LearnerId, &Member)> {
+    pub(super) fn waited_for(&self) -> impl Iterator<Item = (LearnerId, &Member)> {
         let is_one = |&(&learner, member): &(&LearnerId, &Member)| {
             !member.unpublished && self.holds_up(learner, member) && !self.waits(learner)
         };
         self.members.iter().filter(is_one).map(|(&learner, member)| (learner, member))
     }
 
-    /// Who is waited for, if somebody has been waiting for long.
-    pub fn late(&self, now: Now) -> Option<Late> {
+    /// Who is waited for, if somebody has been waiting for long, and since when. That tells waits apart.
+    pub fn late(&self, now: Now) -> Option<(Now, WaitedFor)> {
         let wait = self.wait.filter(|wait| now.saturating_sub(wait.since) >= LONG)?;
-        let mut names = self.waited_for().map(|(_, member)| member.name.clone());
-        let learners: Vec<String> = names.by_ref().take(SAID).collect();
-        let more = names.count();
-        (!learners.is_empty()).then_some(Late { since: wait.since, learners, more })
+        let late = if self.formed {
+            let mut names = self.waited_for().map(|(_, member)| member.name.clone());
+            WaitedFor { learners: names.by_ref().take(SAID).collect(), more: names.count() }
+        } else {
+            let more = (self.controls.learners as usize).saturating_sub(self.members.len());
+            WaitedFor { learners: Vec::new(), more }
+        };
+        (late != WaitedFor::default()).then_some((wait.since, late))
     }
 
     /// Learners whose lease is over: silent for as long, and either nobody's process, or somebody has

@@ -33,6 +33,7 @@ mod tests;
 mod view;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,6 +48,7 @@ use crate::controls::{Consistency, ControlError, Controls};
 use crate::reducer::{self, Hyper, Reducer};
 use crate::tensors::TensorSteps;
 
+pub use commit::NOT_COMMITTED;
 pub use membership::LONG;
 pub use view::MemberView;
 
@@ -341,26 +343,28 @@ struct Wait {
     since: Now,
     /// Since when nobody waits, if so.
     paused: Option<Now>,
-    /// The version before the one that is waited for; where learners wait for slower ones, how far those are.
+    /// The version before the one that is waited for; where learners wait for slower ones, how far those are; the highest
+    /// number before as many have joined as are expected.
     at: u64,
 }
 
-/// Whom others have been waiting for so long that it is worth saying.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Late {
-    /// Since when somebody waits. It tells waits apart.
-    pub since: Now,
-    /// Names of those who are waited for, at least one: the first of them, as many as are worth saying.
+/// Whom others have been waiting for so long that it is worth saying: a name or a number is in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WaitedFor {
+    /// Names of those who are waited for: the first of them, as many as are worth saying.
     pub learners: Vec<String>,
-    /// How many more there are.
+    /// How many more there are. Without any name they are those that have not joined.
     pub more: usize,
 }
 
-impl Late {
-    /// As one says it in a line.
-    pub fn names(&self) -> String {
-        let more = if self.more > 0 { format!(" and {} more", self.more) } else { String::new() };
-        format!("{}{more}", self.learners.join(", "))
+/// As one says it in a line.
+impl fmt::Display for WaitedFor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.learners[..], self.more) {
+            ([], more) => write!(f, "{more} more to join (control/learners)"),
+            (names, 0) => f.write_str(&names.join(", ")),
+            (names, more) => write!(f, "{} and {more} more", names.join(", ")),
+        }
     }
 }
 

@@ -424,6 +424,7 @@ impl LeadCore {
                 joined_at: view.joined_at,
             })
         };
+        let late = self.core.late(now).map(|(_, late)| late).unwrap_or_default();
         JobState {
             sequence: 0,
             version: self.core.version(),
@@ -435,7 +436,8 @@ impl LeadCore {
             members: self.core.members(now).len() as u32,
             committed: self.core.committed() as u32,
             contributions: self.core.contributions_taken(),
-            late: self.core.late(now).map(|late| late.learners).unwrap_or_default(),
+            late: late.learners,
+            late_more: late.more as u32,
             away: self.away.clone(),
         }
     }

@@ -16,7 +16,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::moving::{Moves, Progress, Whereabouts};
 use super::part::{self, Part};
-use crate::core::{Late, MemberView};
+use crate::core::{MemberView, WaitedFor};
 use crate::lead::{AWAY, Action, LeadCore};
 use remote::Remote;
 
@@ -81,7 +81,7 @@ pub struct LeadStatus {
     /// Shards that cannot be reached, for how long, and why.
     pub unreachable: Vec<(ShardId, Duration, String)>,
     /// Who has been waited for, and for how long, if it is long.
-    pub late: Option<(Late, Duration)>,
+    pub late: Option<(WaitedFor, Duration)>,
     /// The model's blocks are on their way.
     pub moving: Option<Progress>,
 }
@@ -216,10 +216,7 @@ impl Lead {
             contributions: job.contributions_taken(),
             controls: job.controls().clone(),
             unreachable: self.gone(now),
-            late: job.late(now).map(|late| {
-                let since = late.since;
-                (late, now.saturating_sub(since))
-            }),
+            late: job.late(now).map(|(since, late)| (late, now.saturating_sub(since))),
             moving: self.moves.progress(),
         }
     }
@@ -247,8 +244,8 @@ impl Lead {
             before = state.core.away().to_vec();
             state.core.are_away(away.clone(), now, actions);
             late = state.core.job().late(now);
-            let known = std::mem::replace(&mut state.late, late.as_ref().map(|late| late.since));
-            late.take_if(|late| known == Some(late.since));
+            let known = std::mem::replace(&mut state.late, late.as_ref().map(|(since, _)| *since));
+            late.take_if(|(since, _)| known == Some(*since));
         });
         for (shard, gone, why) in gone.iter().filter(|(shard, ..)| !before.contains(shard)) {
             tracing::warn!(
@@ -259,9 +256,9 @@ impl Lead {
         for shard in before.iter().filter(|shard| !away.contains(shard)) {
             tracing::info!(model = %self.model, %shard, "this shard is there again");
         }
-        if let Some(late) = late {
-            let seconds = now.saturating_sub(late.since).as_secs();
-            tracing::warn!(model = %self.model, "learners have been waiting for {seconds} s, for {}", late.names());
+        if let Some((since, late)) = late {
+            let seconds = now.saturating_sub(since).as_secs();
+            tracing::warn!(model = %self.model, "learners have been waiting for {seconds} s for {late}");
         }
     }
 

@@ -236,6 +236,32 @@ fn whoever_waits_for_others_itself_does_not_linger() {
 }
 
 #[test]
+fn how_many_have_not_joined_is_said_after_a_while() {
+    let (mut sim, ids) = job("4", &["a", "b"]);
+    ids.iter().for_each(|id| sim.core.touch(id.0, Some(Attached::Yes), sim.now));
+    sim.set("linger", "1s");
+    sim.tick(60_000);
+    assert_eq!(sim.core.late(sim.now), None, "nobody waits");
+    let (step, uid) = open(&mut sim, ids[0]);
+    sim.commit(ids[0].0, step, uid, (blocks([]), blocks([])), true, 60_000);
+    sim.core.touch(ids[1].0, Some(Attached::Exited), sim.now);
+    sim.tick(4_900);
+    assert_eq!(sim.core.late(sim.now), None);
+    sim.tick(100);
+    let (_, late) = sim.core.late(sim.now).unwrap();
+    assert_eq!(late.to_string(), "2 more to join (control/learners)");
+    assert!(sim.left.is_empty(), "linger is for learners that others wait for");
+    for name in ["c", "d"] {
+        let (learner, _) = sim.join(name).unwrap();
+        sim.core.touch(learner, Some(Attached::Yes), sim.now);
+    }
+    sim.tick(10);
+    assert_eq!(sim.core.late(sim.now), None, "the wait for those that have joined begins anew");
+    sim.tick(5_100);
+    assert_eq!(sim.core.late(sim.now).unwrap().1.learners, ["c", "d"], "b is gone: it has exited");
+}
+
+#[test]
 fn who_is_waited_for_is_named_after_a_while() {
     let names: Vec<String> = (0..20).map(|i| format!("l{i}")).collect();
     let (mut sim, ids) = job("20", &names.iter().map(String::as_str).collect::<Vec<_>>());
@@ -248,8 +274,8 @@ fn who_is_waited_for_is_named_after_a_while() {
     sim.tick(4_900);
     assert_eq!(sim.core.late(sim.now), None);
     sim.tick(100);
-    let late = sim.core.late(sim.now).unwrap();
-    assert_eq!((late.since, late.learners.len(), late.more), (began, 16, 3));
+    let (since, late) = sim.core.late(sim.now).unwrap();
+    assert_eq!((since, late.learners.len(), late.more), (began, 16, 3));
     assert!(!late.learners.contains(&"l3".to_owned()), "it has committed");
     assert_eq!(late.learners[..4], ["l0", "l1", "l2", "l4"]);
     for id in ids.iter().filter(|id| id.0 != ids[3].0 && id.0 != ids[7].0) {
@@ -257,7 +283,7 @@ fn who_is_waited_for_is_named_after_a_while() {
     }
     sim.tick(10);
     let late = sim.core.late(sim.now).unwrap();
-    assert_eq!((late.since, late.learners, late.more), (began, vec!["l7".to_owned()], 0), "the same wait");
+    assert_eq!(late, (began, WaitedFor { learners: vec!["l7".to_owned()], more: 0 }), "the same wait");
     everything(&mut sim, ids[7], true);
     sim.reduce_done(true);
     sim.tick(10);
