@@ -1,5 +1,6 @@
 """Command lines and configurations that must be refused."""
 
+import json
 import os
 import subprocess
 import time
@@ -164,6 +165,27 @@ def test_more_than_memory_is_refused_before_it_is_touched(tmp_path, size):
     assert "not enough memory" in stderr and "gradfs: error: " in stderr, stderr
 
 
+def test_models_that_fit_one_by_one_but_not_together_are_refused(gradfs, tmp_path):
+    mnt = tmp_path / "mnt"
+    mnt.mkdir()
+    done = gradfs("up", "--dry-run", "--size", "1MiB", mnt)
+    available = int(next(line for line in done.stdout.splitlines() if line.startswith("available")).split()[1])
+    # Each takes five times its size: four versions and staging.
+    size = available // 8 // BLOCK * BLOCK
+    header = json.dumps({"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    for name in ("a", "b"):
+        with open(tmp_path / f"{name}.safetensors", "wb") as model:
+            model.write(len(header).to_bytes(8, "little") + header)
+            model.truncate(8 + len(header) + size)
+    models = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for words in (["--dry-run"], []):
+        done = gradfs("up", *words, *models, mnt)
+        assert done.returncode == 1 and "not enough memory" in done.stderr, done
+        assert not os.path.ismount(mnt)
+    assert "together" in done.stderr, done
+    assert gradfs("up", "--dry-run", models[0], mnt).returncode == 0
+
+
 def test_a_dry_run_shows_what_a_model_takes_and_mounts_nothing(gradfs, tmp_path):
     """The same sum refuses a model that is too large, and names what takes how much."""
     mnt = tmp_path / "mnt"
@@ -175,7 +197,7 @@ def test_a_dry_run_shows_what_a_model_takes_and_mounts_nothing(gradfs, tmp_path)
     mib = 1 << 20
     available = shown.pop("available")
     assert shown == {
-        "versions": 5 * mib, "state": 4 * mib, "staging": 3 * mib, "in": 12 * mib
+        "versions": 5 * mib, "state": 4 * mib, "sums": mib, "staging": 3 * mib, "in": 13 * mib
     }, done
     assert 0 < available <= total_memory(), done
     assert not os.path.ismount(mnt)

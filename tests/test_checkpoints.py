@@ -87,8 +87,8 @@ def damaged(checkpoint, fault):
 @pytest.mark.parametrize(("fault", "words"), [
     ("elsewhere", [PARTS[0], "lacks", '"a"']),
     ("lacks", [PARTS[1], "lacks", '"b"']),
-    ("unlisted", [PARTS[0], '"y"', "the index does not have there"]),
-    ("outside", ["../other.safetensors", "no file beside it"]),
+    ("unlisted", [PARTS[0], '"y"', "the index does not place"]),
+    ("outside", ["../other.safetensors", "in the same directory"]),
     ("no_file", [PARTS[1], "No such file"]),
     ("no_index", ["2 safetensors files of one model", INDEX, "copy the checkpoint again"]),
     ("no_map", [INDEX, "weight_map"]),

@@ -91,7 +91,9 @@ impl Checkpoint {
         let Index { weight_map } = serde_json::from_slice(&text).map_err(|error| bad(error.to_string()))?;
         let names: BTreeSet<&String> = weight_map.values().collect();
         if let Some(name) = names.iter().find(|name| Path::new(name).file_name() != Some(OsStr::new(name))) {
-            return Err(bad(format!("{name:?} is no file beside it")));
+            return Err(bad(format!(
+                "it names the file {name:?}: a plain name of a file in the same directory is expected"
+            )));
         }
         if names.is_empty() {
             return Err(bad("it has no tensors".to_owned()));
@@ -115,7 +117,7 @@ impl Checkpoint {
             for tensor in &header.tensors {
                 if map.get(&tensor.name).map(String::as_str) != Some(name) {
                     return Err(bad(format!(
-                        "{name} has tensor {:?}, which the index does not have there",
+                        "{name} has tensor {:?}, but the index does not place that tensor in this file",
                         tensor.name
                     )));
                 }

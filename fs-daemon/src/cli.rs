@@ -205,7 +205,7 @@ pub struct UpArgs {
     /// Group that the files belong to, by name or number [default: the daemon's]
     #[arg(long, value_name = "GROUP", help_heading = "Daemon")]
     gid: Option<String>,
-    /// Permissions that files lack, in octal: 007 lets the group write and make learners, 0 everybody [default: only
+    /// Permission bits to take away from files, in octal: 007 lets the group write and make learners, 0 everybody [default: only
     /// the owner writes]
     #[arg(long, value_name = "OCTAL", help_heading = "Daemon")]
     umask: Option<String>,

@@ -16,6 +16,14 @@ pub fn check(name: &str, layout: &ModelLayout, controls: &Controls) -> Result<()
     refuse_above_available(name, MemoryUse::of_one_process(layout, controls))
 }
 
+/// Refuses models that the machine has no memory for together.
+///
+/// # Errors
+/// As [`check`].
+pub fn check_together(needed: MemoryUse) -> Result<(), Error> {
+    refuse_above_available("of all together", needed)
+}
+
 /// Refuses to show a model of `size` bytes, held elsewhere, that the machine has no memory for.
 ///
 /// # Errors

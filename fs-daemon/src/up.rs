@@ -34,10 +34,18 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
         metrics: config.metrics.as_ref(),
     };
     serve::serve(&mounting, ready, || {
+        let mut sources = Vec::new();
+        let mut needed = MemoryUse::default();
+        for spec in &config.models {
+            let source = open(spec, &config, &controls)?;
+            needed = needed.with(MemoryUse::of_one_process(&source.layout, &controls));
+            sources.push((&spec.name, source));
+        }
+        memory::check_together(needed)?;
         let mut models = Vec::new();
-        for (index, spec) in config.models.iter().enumerate() {
+        for (index, (name, source)) in sources.into_iter().enumerate() {
             let index = u8::try_from(index).map_err(|_| Error::usage("more than 256 models"))?;
-            models.push(Arc::new(load(spec, index, &config, &controls)?));
+            models.push(Arc::new(load(name, source, index, &config, &controls)?));
         }
         Ok(models)
     })
@@ -69,21 +77,32 @@ pub fn dry_run(config: &UpConfig) -> Result<(), Error> {
     memory::compare(needed)
 }
 
-fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> Result<Model, Error> {
+/// Where a model comes from, if this machine has memory for it.
+fn open(spec: &ModelSpec, config: &UpConfig, controls: &Controls) -> Result<Source, Error> {
     let name = &spec.name;
+    if let ModelSource::Blank { bytes, .. } = &spec.source {
+        memory::check_size(name, *bytes, controls)?;
+    }
+    let source = Source::open(name, &spec.source, config.block_size)?;
+    source.check_types(name, controls)?;
+    memory::check(name, &source.layout, controls)?;
+    Ok(source)
+}
+
+fn load(
+    name: &str,
+    source: Source,
+    index: u8,
+    config: &UpConfig,
+    controls: &Controls,
+) -> Result<Model, Error> {
     let failed = |error: std::io::Error| Error::new(format!("model {name}")).caused_by(error);
     let memory = |error: std::io::Error| {
         Error::new(format!("model {name}: not enough memory"))
             .caused_by(error)
             .hint("`gradfs up --dry-run` shows what the model takes, and what there is")
     };
-    if let ModelSource::Blank { bytes, .. } = &spec.source {
-        memory::check_size(name, *bytes, controls)?;
-    }
-    let source = Source::open(name, &spec.source, config.block_size)?;
-    source.check_types(name, controls)?;
     let Source { layout, metadata, files, ranges } = source;
-    memory::check(name, &layout, controls)?;
     let shard = EmbeddedShard::new(Arc::new(layout), controls.clone(), config.threads).map_err(memory)?;
     if let (false, Some(target)) = (files.is_empty(), shard.initial()) {
         let progress = Progress::bytes(shard.layout().size(), format!("loading {name}"));
@@ -108,6 +127,6 @@ fn load(spec: &ModelSpec, index: u8, config: &UpConfig, controls: &Controls) -> 
     shard.initialised().map_err(memory)?;
     shard.warm_up();
     let device: Arc<dyn Device> = Arc::new(InProcess::new(Arc::clone(&shard)));
-    Model::new(name.clone(), index, shard, device, metadata, OWN_LEARNER.to_owned())
+    Model::new(name.to_owned(), index, shard, device, metadata, OWN_LEARNER.to_owned())
         .map_err(|error| Error::new(format!("model {name}: {error}")))
 }

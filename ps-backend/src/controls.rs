@@ -220,7 +220,7 @@ pub const SETTINGS: &[(&str, &str)] = &[
 ];
 
 impl Controls {
-    /// Whether the reducer does anything with a model that has tensors which reducers take, or (not `is_trainable`) none.
+    /// Whether the reducer changes anything of the model. `is_trainable`: the model has a tensor that can be reduced.
     ///
     /// # Errors
     /// Training would change nothing.

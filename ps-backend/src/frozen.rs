@@ -48,7 +48,7 @@ impl Frozen {
             }
             if !any {
                 return Err(ControlError::Conflict(format!(
-                    "no tensor is named like {pattern:?}, which is to be frozen"
+                    "no tensor has a name that matches the pattern {pattern:?}"
                 )));
             }
         }
@@ -121,7 +121,7 @@ mod tests {
         assert!(ones("").is_empty());
         assert_eq!(ones(" *running* \n\nhead\n"), [1, 2]);
         let error = of("head\nbody.*").unwrap_err().to_string();
-        assert_eq!(error, "no tensor is named like \"body.*\", which is to be frozen");
+        assert_eq!(error, "no tensor has a name that matches the pattern \"body.*\"");
         assert_eq!(" a \n\nb".parse::<Frozen>().unwrap().to_string(), "a\nb");
     }
 }

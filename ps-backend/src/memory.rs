@@ -34,10 +34,13 @@ pub struct MemoryUse {
 }
 
 impl MemoryUse {
-    /// Of a model in this process (`gradfs up`) with `control/learners` learners, once all of them have contributed.
+    /// Of a model in this process (`gradfs up`) with `control/learners` learners, once all of them have contributed. A
+    /// learner that maps `gradients` takes as much as one whose contribution is staged, but what is mapped by several is
+    /// added up before the last of them has come.
     pub fn of_one_process(layout: &ModelLayout, controls: &Controls) -> MemoryUse {
         let staging = layout.size().saturating_mul(controls.learners.max(1).into());
-        MemoryUse { staging, ..MemoryUse::kept(layout, controls, controls.retain.into()) }
+        let sums = if controls.learners > 1 { layout.elements().saturating_mul(4) } else { 0 };
+        MemoryUse { sums, staging, ..MemoryUse::kept(layout, controls, controls.retain.into()) }
     }
 
     /// Of the blocks of a model that one shard owns.
@@ -67,6 +70,18 @@ impl MemoryUse {
             masters: arrays(usize::from(halves)),
             state: arrays(controls.reducer.state_slots()),
             ..MemoryUse::default()
+        }
+    }
+
+    /// Of two models together.
+    #[must_use]
+    pub fn with(self, other: MemoryUse) -> MemoryUse {
+        MemoryUse {
+            versions: self.versions.saturating_add(other.versions),
+            masters: self.masters.saturating_add(other.masters),
+            state: self.state.saturating_add(other.state),
+            sums: self.sums.saturating_add(other.sums),
+            staging: self.staging.saturating_add(other.staging),
         }
     }
 

@@ -202,8 +202,8 @@ impl Fs {
         }
     }
 
-    /// A watched process ended. Killed ones take their learner with them; one that exits by itself may
-    /// have been one of many (a shell's `dd`), and the lease decides.
+    /// A watched process ended. A killed one takes its learner with it. One that exits by itself may have been one of many
+    /// (a shell's `dd`): `control/linger` and the lease decide.
     fn process_ended(&self, key: u64, exit: Exit) {
         for model in &self.models {
             let Some((learner, alone)) = model.unwatch(key) else { continue };

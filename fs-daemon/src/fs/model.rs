@@ -41,6 +41,8 @@ pub struct Learner {
     pub joined: SystemTime,
     /// The mapped region has its pages.
     pub mapped_ready: AtomicBool,
+    /// The staging region has its pages, or gets them.
+    staging_ready: AtomicBool,
     /// Programs that are dying with something written.
     pub doubts: Doubts,
     /// Who made it; `None` for the mount's own.
@@ -201,8 +203,8 @@ impl Model {
         self.learners.lock().values().find(|learner| learner.name == name).cloned()
     }
 
-    /// Where it is kept why calls on this file fail, if it is a learner's: the mount's own, or another that is in the
-    /// job.
+    /// The place that keeps why calls on this file failed. Only files of learners have one: of the mount's own, and of
+    /// others that are in the job.
     pub fn refusal_of(&self, file: File) -> Option<Arc<LastRefusal>> {
         match file {
             File::Weights(_) | File::Gradients | File::Device | File::Error => {
@@ -236,19 +238,6 @@ impl Model {
                 return Err(error.into());
             }
         };
-        if self.job.controls().learners > 1 {
-            // With others about, blocks will wait in staging: take its pages now, beside the request, for it takes
-            // a second a few gigabytes. A shortage shows when they are written; it need not fail the join.
-            let (contributor, learner) = (Arc::clone(&contributor), name.to_owned());
-            let prefault = move || {
-                if let Err(error) = contributor.prefault() {
-                    tracing::warn!(%error, learner, "pre-faulting the staging region");
-                }
-            };
-            if let Err(error) = std::thread::Builder::new().name("gradfs-prefault".into()).spawn(prefault) {
-                tracing::warn!(%error, "no thread to pre-fault a staging region");
-            }
-        }
         if id.0 >= MAX_JOINS {
             self.send_leave(id, LeaveReason::Asked);
             return Err(FsError::new(libc::EDQUOT, format!("{MAX_JOINS} learners have joined: mount again")));
@@ -259,6 +248,7 @@ impl Model {
             contributor,
             joined: SystemTime::now(),
             mapped_ready: AtomicBool::new(false),
+            staging_ready: AtomicBool::new(false),
             doubts: Doubts::default(),
             owner,
             refusal: if name == self.own_name { Arc::clone(&self.own_refusal) } else { Arc::default() },
@@ -267,6 +257,23 @@ impl Model {
         self.learners.lock().insert(id, Arc::clone(&learner));
         tracing::info!(model = self.name, learner = name, "joined");
         Ok(learner)
+    }
+
+    /// `learner` is about to write. With others about, blocks will wait in staging: its pages are taken now, beside the
+    /// request, for it takes a second a few gigabytes. A shortage shows when they are written.
+    pub fn make_staging_ready(&self, learner: &Learner) {
+        if self.job.controls().learners < 2 || learner.staging_ready.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let (contributor, learner) = (Arc::clone(&learner.contributor), learner.name.clone());
+        let prefault = move || {
+            if let Err(error) = contributor.prefault() {
+                tracing::warn!(%error, learner, "pre-faulting the staging region");
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("gradfs-prefault".into()).spawn(prefault) {
+            tracing::warn!(%error, "no thread to pre-fault a staging region");
+        }
     }
 
     /// The mount's own learner, if it is in the job.

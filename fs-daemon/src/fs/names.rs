@@ -199,7 +199,7 @@ fn learner_name(name: &OsStr) -> FsResult<&str> {
     name.to_str().filter(fits).ok_or_else(|| {
         FsError::new(
             libc::EINVAL,
-            format!("learner name {name:?}: use up to {MAX_LEARNER_NAME} letters, digits, '-', '_' and '.'"),
+            format!("learner name {name:?}: use up to {MAX_LEARNER_NAME} letters, digits, '-', '_' and '.', not '.' first"),
         )
     })
 }

@@ -307,6 +307,9 @@ impl Fs {
         device: bool,
     ) -> FsResult<Opened> {
         let region = learner.contributor.mapped().clone();
+        if !flags.read || device {
+            model.make_staging_ready(learner);
+        }
         if flags.read && !device && !learner.mapped_ready.swap(true, Ordering::Relaxed) {
             // It will be mapped: its pages are taken now, not one fault at a time in the program.
             region.memory().prefault().map_err(|error| FsError::new(libc::ENOMEM, error.to_string()))?;

@@ -292,8 +292,8 @@ impl<S: Clone> ShardCore<S> {
         }
     }
 
-    /// Learners whose commits are past their deadlines while what they have lent is being read. Whoever reads it answers
-    /// for them: by [`Self::reclaim`], or by having read it soon.
+    /// Learners whose commits are past their deadlines while the memory that they lend is being read. This core does not
+    /// answer such a commit: its caller calls [`Self::reclaim`], or ends the reading soon.
     pub fn overdue(&self, now: Now) -> Vec<LearnerId> {
         let on_loan = self.committed.iter().filter(|c| c.is_read_on_loan());
         let is_over = |c: &&Committed<S>| c.ticket.is_some_and(|(_, deadline)| deadline <= now);

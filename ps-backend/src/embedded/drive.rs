@@ -288,8 +288,8 @@ pub(super) fn run_timer(shard: &Weak<EmbeddedShard>) {
         let now = shard.now();
         let mut actions = Vec::new();
         if !inner.retries.is_empty() {
-            // What is lent for a version that is not being made is read by nobody. What is being read is answered when it
-            // was, which is soon.
+            // Nobody reads memory that is lent for a version that is not being made: those commits are answered here.
+            // Reading takes a moment only, and whoever reads answers after it.
             for learner in inner.core.overdue(now) {
                 let late = ShardError::TimedOut("there is no memory for the next version".into());
                 if inner.core.reclaim(learner, late, now, &mut actions) {

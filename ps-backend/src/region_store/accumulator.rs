@@ -1,4 +1,5 @@
-//! Sums of contributions: memory of fp32 (for F64 elements: of f64, in two values each) that blocks are stored into, added to and read from.
+//! Sums of contributions: an array of fp32, in which an F64 element takes two places. Blocks are stored into it, added to
+//! it, and read from it.
 //!
 //! Holds `unsafe`; why it is sound is told in the module above. What is there of a block is its owner's: one
 //! thread's while it is added to, nobody's to change while a plan reads it.

@@ -103,7 +103,7 @@ impl Job {
     }
 
     /// What is added up for `block`: the accumulator, then payloads in the order of learners, so that the
-    /// sum does not depend on who came last; and what each has written of it. Those of `copies` are taken from there.
+    /// sum does not depend on who came last; and what each has written of it. A learner in `copies` has its payload there.
     fn parts<'a>(
         &'a self,
         block: BlockId,

@@ -29,8 +29,8 @@ pub(crate) enum Part<'a> {
     Sent(Payload<'a>),
 }
 
-/// The bytes of a block that a part of it brings, if those are not all. Only `assign` looks at it: there, of each byte the
-/// last part counts that brings it, and what no part brings stays as it is.
+/// The bytes of a block that a contribution has written, if those are not all. Only `assign` looks at it: each byte gets
+/// the value of the last contribution that has written it, and a byte that none has written stays as it is.
 pub(crate) type Written<'a> = Option<&'a [Range<u32>]>;
 
 /// Which of its parts a piece of a block is made of.
@@ -356,8 +356,8 @@ fn is_inert(step: &reducer::Step) -> bool {
     }
 }
 
-/// Cuts `piece`, of a block that begins at `start`, by who brings what of it. Whoever says that half an element is written
-/// has not written it.
+/// Cuts `piece`, of a block that begins at `start`, where the set of contributions that have written it changes. An element
+/// that a contribution has written in part counts as not written by it.
 fn brought(piece: &Segment, start: u64, written: &[Written<'_>], mut each: impl FnMut(Segment, Brings)) {
     let bytes = &piece.bytes;
     let within = |range: &Range<u32>| within(piece, start, range);
