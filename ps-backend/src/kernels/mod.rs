@@ -265,18 +265,17 @@ fn assign(wire: Wire, sources: &[Source<'_>], input: Input<'_>, output: Output<'
                 stream_copy(bytes(old), bytes_mut(new));
             }
         }
-        Some(Source::Wire(src)) => {
-            // Others may be storing into the source: what counts is read once.
-            if check {
-                finite &= copy_checked(wire, src, output.weights);
-            } else {
-                stream_copy(src, output.weights);
-            }
+        // Others may be storing into the source: what is judged is read once.
+        Some(Source::Wire(src)) if check && output.master.is_none() => {
+            finite &= copy_checked(wire, src, output.weights);
+        }
+        Some(Source::Wire(src)) if !check => {
+            stream_copy(src, output.weights);
             if let Some(master) = output.master {
-                widen(wire, output.weights, master);
+                widen(wire, src, master);
             }
         }
-        Some(Source::Acc(_)) => {
+        Some(_) => {
             let last = &sources[sources.len() - 1..];
             let fine = if wire == Wire::F64 {
                 Doubles(last, input, output).reduce(ops::Replace::new())
