@@ -425,6 +425,27 @@ def test_a_killed_lead_is_an_error_and_no_hang(cluster):
         assert mount.stop() == 0
 
 
+def test_a_killed_lead_is_an_error_and_no_hang__of_a_job_that_has_failed(cluster):
+    one = model(cluster(3), timeout=60)
+    mounts = one.mount(), one.mount()
+    give(mounts[0], 1)
+    for mount in mounts:
+        eventually(lambda mount=mount: only(mount) == 1)
+    lead = one.leader("m")
+    lost = next(shard for shard in one.shards[1:] if shard is not lead)
+    lost.kill()
+    one.add_shard(listen=lost.address)
+    for mount in mounts:
+        has_failed(mount, deadline=20)
+    lead.kill()
+    for mount in mounts:
+        eventually(lambda mount=mount: not all(shard["connected"] for shard in mount.status()["shards"]))
+        has_failed(mount)
+        with takes(0, 1), raises(errno.EIO):
+            mount.control("learning_rate", 0.5)
+        assert mount.stop() == 0
+
+
 def has_failed(mount, **waits):
     eventually(lambda: mount.status()["state"] == "failed", **waits)
     with takes(0, 1), raises(errno.EIO):

@@ -126,6 +126,24 @@ fn a_job_without_coordinator_fails_at_once_until_one_is_found() {
 }
 
 #[test]
+fn a_job_that_has_failed_needs_no_coordinator_to_refuse_what_is_asked() {
+    let mut bench = Bench::new();
+    bench.ask(4, Message::Join { name: "w".into() }, 10);
+    bench.pass(10);
+    bench.lead(0, Message::State(JobState { sequence: 1, state: "failed".into(), ..JobState::default() }));
+    bench.said.clear();
+    bench.ask(5, Message::Join { name: "x".into() }, 10);
+    assert!(matches!(bench.said[..], [Action::ToLead(_, Message::Join { .. })]), "{:?}", bench.said);
+    bench.said.clear();
+    let why = bench.core.lost().unwrap();
+    bench.core.lead_down(bench.now, &mut bench.said);
+    assert_eq!(bench.said, [Action::Answer(5, Err(why.clone().into()))], "not what may have been taken");
+    bench.said.clear();
+    bench.ask(6, Message::Join { name: "y".into() }, 10);
+    assert_eq!(bench.said, [Action::Answer(6, Err(why.into()))]);
+}
+
+#[test]
 fn a_job_that_has_failed_can_be_abandoned_too() {
     let mut bench = Bench::new();
     bench.lead(0, Message::State(JobState { sequence: 1, state: "failed".into(), ..JobState::default() }));
@@ -275,7 +293,7 @@ fn the_late_answer_to_an_earlier_request_releases_nothing_that_was_committed_sin
 fn a_lead_that_is_away_is_not_looked_for_in_a_loop() {
     let mut bench = Bench::new();
     bench.commit(3, 10);
-    bench.core.lead_down();
+    bench.core.lead_down(bench.now, &mut bench.said);
     bench.pass(2000);
     assert_eq!(bench.core.next_deadline(), Some(Duration::from_secs(10)));
 }
@@ -359,7 +377,7 @@ fn a_learner_that_joined_after_it_was_given_up_leaves_again() {
     bench.lead(0, state(6));
     assert_eq!(leaves(&mut bench), 0, "it is being asked");
     // The lead was away for so long that this was given up, too.
-    bench.core.lead_down();
+    bench.core.lead_down(bench.now, &mut bench.said);
     bench.pass(20_000);
     bench.core.lead_up(bench.now, &mut bench.said);
     assert_eq!(leaves(&mut bench), 0);

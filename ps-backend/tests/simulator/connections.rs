@@ -155,7 +155,7 @@ impl World {
         }
         if let Node::Client(index) = opener {
             match self.clients[index].part_of(&self.courses, acceptor) {
-                Some(None) => self.on_client(index, |core, _, _| core.lead_down()),
+                Some(None) => self.on_client(index, |core, now, actions| core.lead_down(now, actions)),
                 Some(Some(part)) => self.on_client(index, |core, _, _| core.shard_down(part)),
                 None => {}
             }

@@ -172,6 +172,6 @@ impl World {
             self.trace(|| format!("a stranger to client {index}: {message:?}"));
             self.on_client(index, |core, now, actions| core.from_lead(0, message, now, actions));
         }
-        self.on_client(index, |core, _, _| core.lead_down());
+        self.on_client(index, |core, now, actions| core.lead_down(now, actions));
     }
 }

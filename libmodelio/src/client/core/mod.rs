@@ -105,6 +105,8 @@ pub struct ClientCore {
     heard: u64,
     /// Why nobody leads the job any more, and the job's state before that.
     lost: Option<(ShardError, String)>,
+    /// Since when the coordinator says that the job has failed.
+    failed_at: Option<Now>,
     state: JobState,
     /// No state has come over the lead's newest connection yet.
     is_anew: bool,
@@ -151,6 +153,7 @@ impl ClientCore {
             next_request: 1,
             heard: 0,
             lost: None,
+            failed_at: None,
             state: JobState::default(),
             is_anew: false,
             learners: BTreeMap::new(),

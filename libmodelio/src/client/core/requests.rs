@@ -61,7 +61,8 @@ impl ClientCore {
             actions.push(request.send(id, now));
         }
         self.requests.insert(id, request);
-        if let Some((why, _)) = self.lost.clone() {
+        // A coordinator that is there says so itself; if the one that has said so is away, nobody else will.
+        if let Some(why) = self.lost().filter(|_| self.is_abandoned() || !self.lead_up) {
             self.answered(id, Message::Refused(why.into()), now, actions);
         }
     }
@@ -128,9 +129,17 @@ impl ClientCore {
         }
     }
 
-    /// It is gone.
-    pub fn lead_down(&mut self) {
+    /// It is gone. What was asked after the coordinator had said that the job has failed was not taken by anybody, and
+    /// nobody will say so. What was asked before that may have been taken, and waits.
+    pub fn lead_down(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.lead_up = false;
+        let (Some(failed_at), Some(why)) = (self.failed_at, self.lost()) else { return };
+        let asked_since = |request: &Request| request.made >= failed_at;
+        let refused: Vec<u64> =
+            self.requests.iter().filter(|(_, request)| asked_since(request)).map(|(&id, _)| id).collect();
+        for id in refused {
+            self.answered(id, Message::Refused(why.clone().into()), now, actions);
+        }
     }
 
     /// A message from the lead.

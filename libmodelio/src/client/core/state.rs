@@ -60,6 +60,7 @@ impl ClientCore {
                 self.learners.insert(learner, (named[&learner].clone(), state.sequence));
             }
         }
+        self.failed_at = (state.state == "failed").then(|| self.failed_at.unwrap_or(now));
         self.state = state;
         actions.push(Action::State);
         self.start_pull(now, actions);

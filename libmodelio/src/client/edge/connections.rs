@@ -198,7 +198,7 @@ impl Shared {
             peer.retry_at = Some(Instant::now() + pause);
         }
         match way.part {
-            None if was_up => inner.core.lead_down(),
+            None if was_up => inner.core.lead_down(now, &mut actions),
             Some(part) if was_up && alone => inner.core.shard_down(part),
             Some(part) if was_up => inner.core.look_after(part, now, &mut actions),
             _ => {}

@@ -446,7 +446,7 @@ impl World {
             }
             17 => {
                 self.connected = false;
-                self.on_core(|core, _, _| core.lead_down());
+                self.on_core(|core, now, actions| core.lead_down(now, actions));
             }
             18 => self.connect(),
             _ => self.moves(),

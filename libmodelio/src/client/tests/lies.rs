@@ -10,7 +10,7 @@ const NEAR: [u64; 3] = [1000, 1 << 40, MAX_NUMBER];
 impl Bench {
     /// The connection to whoever led is over, and there is one to the lead.
     fn comes_back(&mut self) {
-        self.core.lead_down();
+        self.core.lead_down(self.now, &mut self.said);
         self.said.clear();
         self.core.lead_up(self.now, &mut self.said);
     }
