@@ -31,9 +31,11 @@ Examples:
 
   A Hugging Face checkpoint, whose several files are one model:
     gradfs up Qwen2.5-7B/ /mnt/job
-  What it would take of this machine's memory:
+
+  What a model would take of this machine's memory:
     gradfs up --dry-run --learners 2 --reducer adamw llama.safetensors /mnt/job
-  The same in the background: it returns when the mount answers:
+
+  In the background; the command returns when the mount answers:
     gradfs up --background --learners 2 --reducer adamw llama.safetensors /mnt/job
 
   Stop it, from anywhere:
