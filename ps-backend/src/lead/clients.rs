@@ -192,7 +192,7 @@ impl LeadCore {
             _ => false,
         };
         if let Some(newest) = subject(&message).and_then(|learner| client.learners.get_mut(&learner)) {
-            // Nor does it end the wait of one that was sent anew since.
+            // An older commit does not end the wait of one that was sent anew since, either.
             if request < *newest && (!repeats || client.open.contains(newest)) {
                 let overtaken = Message::Refused(ShardError::Interrupted.into());
                 return self.answer(id, request, overtaken, actions);
@@ -213,7 +213,7 @@ impl LeadCore {
                         actions.push(Action::Close(id, refusal));
                         return self.client_down(id, now, actions);
                     }
-                    // It may have given up requests that have not come here: others of those numbers still may.
+                    // The client may have given up requests that are still on their way here: they are not taken as heard.
                     client.heard = client.heard.max(request.min(client.newest()));
                     client.answered = client.answered.split_off(&client.heard.saturating_add(1));
                 }

@@ -110,7 +110,7 @@ impl LeadCore {
     ) {
         let is_current = self.run.as_ref().is_some_and(|run| run.id.0 == request);
         match &message {
-            // Said of the plan that is being wound up it means nothing: that is said again.
+            // While the plan is concluded or dropped the refusal means nothing: that order is sent again.
             Message::Refused(Refusal::Plan { plan, newest }) => {
                 let is_past = |run: &Run| run.id == *plan && newest >= plan && run.stage == Stage::Gathering;
                 if self.run.as_ref().is_some_and(is_past) {

@@ -252,8 +252,8 @@ impl PartCore {
         self.newest = newest;
     }
 
-    /// A plan begins. Repeated, it is answered again. One that takes the place of another, which is ready here and was
-    /// started over another connection, has to be one that the lead `insists` on, for so long that it does not know of that.
+    /// A plan begins. A repeated one is answered again. A plan that was started over another connection and is ready here is
+    /// replaced only if the coordinator `insists`: it has been asking for so long that it cannot know of the ready one.
     ///
     /// # Errors
     /// [`PartError`]; nothing has changed then.

@@ -216,7 +216,7 @@ impl World {
         }
     }
 
-    /// So long ago it has heard of a client that has hung then.
+    /// The time of silence after which the part gives up the pins of a client that hangs is over.
     pub fn is_silent(&mut self, part: usize, index: usize, epoch: u64) {
         let (client, part) = (Node::Client(index), Node::Part(part));
         let hangs = self.hung.get(&client).is_some_and(|&until| until > self.now);

@@ -88,7 +88,7 @@ impl World {
         Plan { plan, base, work: Work::Add { replaces: self.shards[part].values }, sources, ordered: false }
     }
 
-    /// A client that has been told apart from all others by its number alone.
+    /// Some client that lives and is connected to the coordinator.
     fn a_client(&mut self) -> Option<usize> {
         let index = self.rng.usize(0..self.clients.len());
         let client = &self.clients[index];

@@ -61,7 +61,7 @@ impl ClientCore {
             actions.push(request.send(id, now));
         }
         self.requests.insert(id, request);
-        // A coordinator that is there says so itself; if the one that has said so is away, nobody else will.
+        // A coordinator that is connected refuses the request itself. Without one, nobody else would.
         if let Some(why) = self.lost().filter(|_| self.is_abandoned() || !self.lead_up) {
             self.answered(id, Message::Refused(why.into()), now, actions);
         }

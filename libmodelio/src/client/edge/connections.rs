@@ -21,7 +21,7 @@ pub(in crate::client) type EndOfLoan = Box<dyn Fn() + Send + Sync>;
 pub(super) struct Peer {
     /// Connections that are greeted.
     pub(super) links: Vec<Link>,
-    /// Of those by which the shard reads memory of this end's, what ends them.
+    /// Connections over which the shard reads this end's memory, each with what ends that reading.
     pub(super) lenders: Vec<(Link, EndOfLoan)>,
     /// Connections in existence or on their way, by their numbers.
     opened: Vec<usize>,

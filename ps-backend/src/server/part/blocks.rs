@@ -75,8 +75,8 @@ impl FetchingPlan {
 }
 
 impl Part {
-    /// A block is about to come over `link`, which has waited for `unheard`. One that lies in memory which both ends see is there already: its bytes
-    /// go to [`Self::landed`] at once.
+    /// A block is about to come over `link`, which has waited for `unheard`. A block in memory that both ends see is there
+    /// already: its bytes go to [`Self::landed`] at once.
     pub(in crate::server) fn arrive(
         self: &Arc<Part>,
         client: ClientId,

@@ -16,7 +16,8 @@ use crate::part::store::{PartError, PartWork};
 use crate::reducer::{self, Reducer};
 use crate::tensors::TensorSteps;
 
-/// When a plan cannot begin yet because old versions are still read, or the plan before is being left.
+/// The pause before the next try of a plan that cannot begin yet: old versions are still read, or the plan before is being
+/// left.
 const BEGIN_AGAIN: Duration = Duration::from_millis(1);
 /// When that takes longer, the log says so.
 const BEGIN_QUIETLY: Duration = Duration::from_secs(2);
