@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from conftest import pause
 from filetools import BLOCK, Threads, array, eventually, finish, go, hear, outcome, program, raises, takes
 from test_metrics import Metrics
 
@@ -343,6 +344,31 @@ def test_a_stopped_shard_holds_requests_up_until_their_deadlines(cluster):
         assert tens in (0, 10) and 0 <= hundreds < len(ends), (before, now, ends)
 
 
+def test_a_stopped_shard_holds_requests_up_until_their_deadlines__also_writes_of_new_weights(cluster):
+    # More than what is between a mount and a shard can hold.
+    size = 16 << 20
+    one = model(cluster(2), size=size, timeout=0.7, lease=5, reducer="assign")
+    mount, other = one.mount(), one.mount()
+    weights = mount.model / "weights"
+
+    def write(value):
+        return outcome(weights.write_bytes, np.full(size // 4, value, "<f4").tobytes())
+
+    assert write(1) == "done"
+    for value, shard in enumerate(one.shards, 2):
+        shard.pause()
+        with takes(0.5, 4):
+            assert write(10 * value) == "ETIMEDOUT"
+        assert only(mount) in (1, value - 1)
+        shard.resume()
+        eventually(lambda value=value: write(value) == "done", deadline=10)
+        assert only(mount) == value
+        eventually(lambda value=value: only(other) == value)
+    mount.join("a")
+    mount.contribute(np.full(size // 4, 7, "<f4"), learner="a")
+    assert only(mount, "a") == 7, "contributions are taken as well"
+
+
 def test_a_shard_that_was_stopped_for_longer_than_the_lease_lets_nobody_go(cluster):
     one = model(cluster(2), timeout=10)
     mount = one.mount()
@@ -489,6 +515,23 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts(cl
         assert mount.stop() == 0
 
 
+def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__also_where_it_was_never_met(cluster):
+    one = model(cluster(2), shards=1, timeout=20, lease=30)
+    away, other = one.mount(), one.mount()
+    give(away, 1)
+    for mount in (away, other):
+        eventually(lambda mount=mount: only(mount) == 1)
+    pause(away.pid)
+    done = one.run("drain", one.leader("m").number)
+    assert done.returncode == 0, done.stderr
+    lead = one.leader("m")
+    lead.kill()
+    one.add_shard(listen=lead.address)
+    has_failed(other, deadline=10)
+    os.kill(away.pid, signal.SIGCONT)
+    has_failed(away, deadline=15)
+
+
 def test_a_partition_that_heals_loses_nothing(cluster):
     """Shorter than the lease: as if it had been slow. The other mount waits for it."""
     one, proxies = proxied(cluster, learners=2, lease=4)
@@ -598,6 +641,56 @@ def test_a_learner_whose_last_process_exits_leaves_after_linger__for_other_mount
     with takes(0.5, 6):
         assert array(b.place("b") / "weights")[0] == 66
     eventually(lambda: not a.place("a").exists())
+
+
+def cut_off(one, proxies):
+    """A mount of which nothing comes through: the mount, and what lets it through again."""
+    before = {client for proxy in proxies for client in proxy.clients()}
+    mount = one.mount()
+    its = {client for proxy in proxies for client in proxy.clients()} - before
+
+    def cut():
+        for proxy in proxies:
+            proxy.hold(lambda connection: connection.client in its)
+
+    def mend():
+        for proxy in proxies:
+            proxy.reset(lambda connection: connection.client in its)
+            proxy.release()
+
+    return mount, cut, mend
+
+
+def test_a_learner_whose_last_process_exits_leaves_after_linger__also_while_its_mount_is_cut_off(cluster):
+    one, proxies = proxied(cluster, learners=2, timeout=30, lease=20, linger=1)
+    b = one.mount()
+    a, cut, mend = cut_off(one, proxies)
+    a.join("a"), b.join("b")
+    child = program("fd = os.open(argv[0], os.O_WRONLY)\nsay('open')\nwait()", a.place("a") / "gradients")
+    hear(child)
+    cut()
+    finish(child)
+    time.sleep(0.5)
+    mend()
+    give(b, 1, "b")
+    with takes(0, 6):
+        assert array(b.place("b") / "weights")[0] == 1
+    eventually(lambda: not a.place("a").exists())
+
+
+def test_leases_expire__but_not_of_a_learner_that_was_opened_while_its_mount_was_cut_off(cluster):
+    one, proxies = proxied(cluster, lease=2)
+    a, cut, mend = cut_off(one, proxies)
+    a.join("a")
+    cut()
+    fd = os.open(a.place("a") / "gradients", os.O_WRONLY)
+    time.sleep(0.3)
+    mend()
+    time.sleep(4)
+    assert a.place("a").exists()
+    os.write(fd, np.ones(ELEMENTS, "<f4").tobytes())
+    os.close(fd)
+    assert only(a, "a") == 1
 
 
 def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__on_all_mounts_and_by_the_command(cluster):

@@ -85,7 +85,7 @@ def test_a_client_goes_on_after_somebody_has_used_its_number(world, number):
         assert refused.name == "Refused" and f"{number} is too far ahead" in refused.fields[1], refused
         stranger.say("Over", number, request=0, epoch=world.epoch)
         # Its connection ends.
-        stranger.say("Heard", number, epoch=world.epoch)
+        stranger.say("Heard", number, number, epoch=world.epoch)
         with pytest.raises(Closed):
             stranger.hear_of("Refused")
     with connects() as peer:
@@ -94,6 +94,40 @@ def test_a_client_goes_on_after_somebody_has_used_its_number(world, number):
         commit = ("Commit", learner, number, [(0, BLOCKS)], [(0, 1)], WHOLE, 100, False)
         assert peer.request(*commit, request=2, epoch=world.epoch).fields == ("step out of order", number, 1)
         assert peer.request("Leave", learner, 0, request=3, epoch=world.epoch).name == "Done"
+
+
+@pytest.mark.parametrize("number", [1 << 20, 1 << 31])
+@pytest.mark.parametrize("lie", ["a refused request", "a request of its learner", "all is heard", "nothing is made"])
+def test_a_client_goes_on_after_somebody_has_used_its_number__also_one_that_it_may_have_reached(world, number, lie):
+    client = next(CLIENTS)
+
+    def connects():
+        peer = Peer(world.lead.address)
+        assert peer.greet("control", "m", world.generation, client=client, epoch=world.epoch).name == "Welcome"
+        return peer
+
+    with connects() as peer:
+        learner = peer.request("Join", f"n{client}", request=1, epoch=world.epoch).fields.number()
+    with connects() as stranger:
+        match lie:
+            case "a refused request":
+                assert stranger.request("Open", 1 << 31, request=number, epoch=world.epoch).name == "Refused"
+            case "a request of its learner":
+                assert stranger.request("Abort", learner, request=number, epoch=world.epoch).name in ("Done", "Refused")
+            case "all is heard":
+                stranger.request("Open", 1 << 31, request=number, epoch=world.epoch)
+                stranger.say("Heard", number, number, epoch=world.epoch)
+            case "nothing is made":
+                stranger.say("Heard", 0, 0, epoch=world.epoch)
+        stranger.request("Open", 1 << 31, request=number + 1, epoch=world.epoch)
+    with connects() as peer:
+        peer.say("Heard", 0, 1, epoch=world.epoch)
+        again = peer.request("Join", f"n{client}", request=1, epoch=world.epoch)
+        assert again.name == "Joined" and again.fields.number() == learner, "the answer was not heard"
+        peer.say("Heard", 1, 1, epoch=world.epoch)
+        assert peer.request("Open", learner, request=2, epoch=world.epoch).name == "Opened"
+        assert peer.request("Abort", learner, request=3, epoch=world.epoch).name == "Done"
+        assert peer.request("Leave", learner, 0, request=4, epoch=world.epoch).name == "Done"
 
 
 def test_a_number_that_nobody_has_reached_stops_no_job__of_an_epoch(world):

@@ -614,6 +614,7 @@ impl Job for RemoteJob {
                 },
                 silent: Duration::ZERO,
                 joined_at: learner.joined_at,
+                attached: learner.attached,
             })
         };
         // Those of the block map in force, which may be another one by now.

@@ -76,6 +76,7 @@ fn led<'a>(shards: &'a [Value], shard: &'a Value) -> impl Iterator<Item = Value>
         json!({
             "name": model["name"],
             "state": lead["state"],
+            "why": lead["why"],
             "waits_for_shards": away.collect::<Vec<_>>(),
             "waits_for_learners": lead["late"],
         })

@@ -339,7 +339,7 @@ fn owns(opener: Option<u32>, users: &parking_lot::Mutex<super::handle::Users>, c
 }
 
 /// Longest wait of a close for what fsync has waited for in vain.
-const SECOND_WAIT: Duration = Duration::from_millis(500);
+const SECOND_WAIT: Duration = Duration::from_millis(250);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Closing {

@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::core::{Action, ClientCore, LastCommit, Now};
 use crate::block_map::BlockMap;
 use crate::ids::{BlockId, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
-use crate::transport::ShardError;
+use crate::transport::{Attached, ShardError};
 use crate::wire::{Granted, JobState, LearnerState, Message, Refusal};
 
 const L: LearnerId = LearnerId(7);
@@ -93,6 +93,7 @@ impl Bench {
             unpublished,
             published_in: Version(version),
             joined_at: Version(0),
+            attached: Attached::No,
         };
         let version = Version(version);
         self.lead(
@@ -363,6 +364,7 @@ fn a_learner_that_joined_after_it_was_given_up_leaves_again() {
         unpublished: false,
         published_in: Version(0),
         joined_at: Version(0),
+        attached: Attached::No,
     };
     let state = |sequence| {
         let learners = vec![learner(L), learner(LearnerId(8))];

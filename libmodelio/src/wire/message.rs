@@ -181,10 +181,13 @@ pub enum Message {
         /// Whose contribution; none for new weights.
         learner: Option<LearnerId>,
     },
-    /// Up to this number the client has had every answer, and will not ask again. Not answered.
+    /// Which numbers the client's requests have. Not answered. It is the first message over a connection: what came under
+    /// other numbers over an earlier one was somebody else's.
     Heard {
-        /// The number.
+        /// The client has every answer up to this number, and will not ask again.
         request: u64,
+        /// The newest request that the client has made.
+        newest: u64,
     },
 
     // -- the lead to a client, unasked (request 0); each says how things are, so the newest counts
@@ -512,8 +515,8 @@ pub struct JobState {
     pub version: Version,
     /// Plans up to this one are over.
     pub over: PlanId,
-    /// As the client has last said by `Heard`.
-    pub heard: u64,
+    /// As the client has last said by `Heard`; none if it has not yet over this connection.
+    pub heard: Option<u64>,
     /// Every setting's name and text.
     pub controls: Vec<(String, String)>,
     /// `forming`, `running`, `reducing` or `stopped`.
@@ -549,6 +552,8 @@ pub struct LearnerState {
     pub published_in: Version,
     /// Versions that it takes part in begin after this one.
     pub joined_at: Version,
+    /// Whether a process uses it, as the client has last said by `Touch`.
+    pub attached: Attached,
 }
 
 /// What a grant is for.

@@ -114,21 +114,22 @@ fn refusal() -> impl Strategy<Value = Refusal> {
 }
 
 fn learner_state() -> impl Strategy<Value = LearnerState> {
-    (learner(), any::<u32>(), id64(Step), any::<bool>(), id64(Version), id64(Version)).prop_map(
-        |(learner, incarnation, step, unpublished, published_in, joined_at)| LearnerState {
+    (learner(), any::<u32>(), id64(Step), any::<bool>(), id64(Version), id64(Version), attached()).prop_map(
+        |(learner, incarnation, step, unpublished, published_in, joined_at, attached)| LearnerState {
             learner,
             incarnation: Incarnation(incarnation),
             step,
             unpublished,
             published_in,
             joined_at,
+            attached,
         },
     )
 }
 
 fn job_state() -> impl Strategy<Value = JobState> {
     (
-        (id64(Version), id64(PlanId), any::<u64>()),
+        (id64(Version), id64(PlanId), any::<Option<u64>>()),
         any::<(u64, u32, u32, u64)>(),
         vec((text(), text()), 0..4),
         text(),
@@ -321,7 +322,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (id64(PlanId), proptest::option::of(learner()))
             .prop_map(|(plan, learner)| Message::Lacks { plan, learner })
             .boxed(),
-        any::<u64>().prop_map(|request| Message::Heard { request }).boxed(),
+        (any::<u64>(), any::<u64>()).prop_map(|(request, newest)| Message::Heard { request, newest }).boxed(),
         job_state().prop_map(Message::State).boxed(),
         (id64(PlanId), granted()).prop_map(|(plan, payload)| Message::Grant { plan, payload }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Over { plan }).boxed(),

@@ -187,7 +187,9 @@ impl<S: Clone> ShardCore<S> {
             member.last_seen = now;
             if let Some(attached) = attached {
                 member.attached = attached == Attached::Yes;
-                member.exited = (attached == Attached::Exited).then_some(now);
+                // Said again, it is as long ago as it was.
+                let since = member.exited.unwrap_or(now);
+                member.exited = (attached == Attached::Exited).then_some(since);
             }
         }
     }

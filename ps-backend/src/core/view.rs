@@ -1,6 +1,7 @@
 //! What the job is doing, for whoever shows it or works for it: nothing here decides.
 
 use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::transport::Attached;
 
 use super::{Member, Now, Phase, Place, ShardCore, Ticket};
 use crate::controls::Controls;
@@ -27,6 +28,8 @@ pub struct MemberView {
     pub silent: Now,
     /// Versions it takes part in begin after this one.
     pub joined_at: Version,
+    /// Whether a process uses it, as far as was said.
+    pub attached: Attached,
 }
 
 fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
@@ -44,6 +47,11 @@ fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
         },
         silent: now.saturating_sub(member.last_seen),
         joined_at: member.joined_at,
+        attached: match member.exited {
+            Some(_) => Attached::Exited,
+            None if member.attached => Attached::Yes,
+            None => Attached::No,
+        },
     }
 }
 

@@ -5,9 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use libmodelio::ids::{ClientId, LearnerId};
 use libmodelio::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::transport::ShardError;
-use libmodelio::wire::{BlockRanges, JobState, LearnerState, MAX_SKIPPED, Message, Refusal, ranges};
+use libmodelio::wire::{BlockRanges, JobState, LearnerState, Message, Refusal, ranges};
 use serde::{Deserialize, Serialize};
 
+use super::requests::{Asked, Known, Requests};
 use super::{Action, LeadCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
 use crate::controls::Controls;
 use crate::core::{Contribution, Now, Ticket};
@@ -25,20 +26,13 @@ const MAX_REASON: usize = 1000;
 const FORGET: Now = Now::from_secs(60);
 
 /// One client.
-#[derive(Debug, Default, Serialize, Deserialize)]
+#[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Client {
     connected: bool,
     last_seen: Now,
     /// With the newest request about each.
-    learners: BTreeMap<LearnerId, u64>,
-    /// Answers that it may not have had.
-    answered: BTreeMap<u64, Message>,
-    /// Requests that are not answered yet.
-    open: BTreeSet<u64>,
-    /// It has all answers up to this number.
-    heard: u64,
-    /// Requests up to this one were made in a time after which it was given up.
-    before: u64,
+    learners: BTreeMap<LearnerId, Asked>,
+    requests: Requests,
     #[serde(skip)]
     told: Option<Told>,
 }
@@ -53,26 +47,14 @@ struct Told {
 }
 
 impl Client {
-    /// The highest number of its requests so far.
-    fn newest(&self) -> u64 {
-        let open = self.open.last().copied().unwrap_or_default();
-        let answered = self.answered.keys().next_back().copied().unwrap_or_default();
-        open.max(answered).max(self.heard).max(self.before)
-    }
-
-    /// Whether it can have asked so often: somebody else may speak under its number.
-    fn reaches(&self, request: u64) -> Result<(), Refusal> {
-        let newest = self.newest();
-        if request.saturating_sub(newest) <= MAX_SKIPPED {
-            return Ok(());
-        }
-        Err(Refusal::Other(format!(
-            "request {request} is too far ahead: the newest of the client is {newest}"
-        )))
+    /// One whose requests up to `before` were made before it was given up.
+    fn new(before: u64) -> Client {
+        let requests = Requests::new(before);
+        Client { connected: false, last_seen: Now::ZERO, learners: BTreeMap::new(), requests, told: None }
     }
 
     pub(super) fn answers(&self) -> usize {
-        self.answered.len()
+        self.requests.kept()
     }
 
     /// It has to connect to another shard, and has all of its lease for it.
@@ -105,14 +87,18 @@ impl LeadCore {
     /// # Errors
     /// When there are too many.
     pub fn client_up(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) -> Result<(), Refusal> {
-        if !self.clients.contains_key(&id) && self.clients.len() >= MAX_CLIENTS {
+        let is_full = !self.clients.contains_key(&id) && self.clients.len() >= MAX_CLIENTS;
+        if is_full && let Some(idle) = self.idle_client() {
+            self.client_gone(idle, now, actions);
+        } else if is_full {
             return Err(Refusal::Other(format!("the model already has {MAX_CLIENTS} clients, its limit")));
         }
         let client = self.clients.entry(id).or_insert_with(|| {
             let was = self.given_up.iter().rposition(|(known, _)| *known == id);
             let before = was.and_then(|at| self.given_up.remove(at)).map_or(0, |(_, newest)| newest);
-            Client { before, ..Client::default() }
+            Client::new(before)
         });
+        client.requests.connects(now);
         client.connected = true;
         client.last_seen = now;
         self.tell(id, now, actions);
@@ -120,11 +106,17 @@ impl LeadCore {
         Ok(())
     }
 
+    /// The client that is not connected and has nothing in the job but answers, and was heard of least lately.
+    fn idle_client(&self) -> Option<ClientId> {
+        let idle = self.clients.iter().filter(|(id, client)| !client.connected && !self.takes_part(**id));
+        idle.min_by_key(|(_, client)| client.last_seen).map(|(&id, _)| id)
+    }
+
     /// Its connection is gone. It may come back within its lease; one that only reads need not be waited for.
     pub fn client_down(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.get_mut(&id) else { return };
         client.connected = false;
-        if client.open.is_empty() && client.answered.is_empty() && !self.takes_part(id) {
+        if client.requests.is_done() && !self.takes_part(id) {
             self.client_gone(id, now, actions);
         }
     }
@@ -164,25 +156,24 @@ impl LeadCore {
         if request == 0 {
             return self.told(id, message, now, actions);
         }
-        if request <= client.heard || client.open.contains(&request) {
-            return;
+        match client.requests.known(request) {
+            Known::New => {}
+            Known::Nothing => return,
+            Known::Late => {
+                // It may have been carried out.
+                let late = ShardError::TimedOut("the client was silent past the lease".into());
+                return actions.push(Action::ToClient(id, request, Message::Refused(late.into())));
+            }
+            Known::Answered(answer) => return actions.push(Action::ToClient(id, request, answer.clone())),
         }
-        if request <= client.before {
-            // It may have been carried out.
-            let late = ShardError::TimedOut("the client was silent past the lease".into());
-            return actions.push(Action::ToClient(id, request, Message::Refused(late.into())));
-        }
-        if let Some(answer) = client.answered.get(&request) {
-            return actions.push(Action::ToClient(id, request, answer.clone()));
-        }
-        if let Err(refusal) = client.reaches(request) {
+        if let Err(refusal) = client.requests.reaches(request) {
             return actions.push(Action::ToClient(id, request, Message::Refused(refusal)));
         }
-        if client.answered.len() >= MAX_ANSWERS {
+        if client.requests.kept() >= MAX_ANSWERS {
             let why = format!("{MAX_ANSWERS} answers were not heard");
             return actions.push(Action::Close(id, Refusal::Other(why)));
         }
-        client.open.insert(request);
+        let asked = client.requests.opens(request);
         // A commit that comes after what ended it must not count: each learner's requests are taken in order. But one
         // that repeats what was taken is told so.
         let repeats = match &message {
@@ -193,13 +184,16 @@ impl LeadCore {
         };
         if let Some(newest) = subject(&message).and_then(|learner| client.learners.get_mut(&learner)) {
             // An older commit does not end the wait of one that was sent anew since, either.
-            if request < *newest && (!repeats || client.open.contains(newest)) {
+            let is_overtaken = client.requests.is_before(request, *newest);
+            if is_overtaken && (!repeats || client.requests.is_open(*newest)) {
                 let overtaken = Message::Refused(ShardError::Interrupted.into());
                 return self.answer(id, request, overtaken, actions);
             }
-            *newest = request.max(*newest);
+            if !is_overtaken {
+                *newest = asked;
+            }
         }
-        if let Err(refusal) = self.carry_out(id, request, message, now, actions) {
+        if let Err(refusal) = self.carry_out(id, asked, message, now, actions) {
             self.answer(id, request, Message::Refused(refusal), actions);
         }
     }
@@ -207,15 +201,12 @@ impl LeadCore {
     /// What needs no answer.
     fn told(&mut self, id: ClientId, message: Message, now: Now, actions: &mut Vec<Action>) {
         match message {
-            Message::Heard { request } => {
-                if let Some(client) = self.clients.get_mut(&id) {
-                    if let Err(refusal) = client.reaches(request) {
-                        actions.push(Action::Close(id, refusal));
-                        return self.client_down(id, now, actions);
-                    }
-                    // The client may have given up requests that are still on their way here: they are not taken as heard.
-                    client.heard = client.heard.max(request.min(client.newest()));
-                    client.answered = client.answered.split_off(&client.heard.saturating_add(1));
+            Message::Heard { request, newest } => {
+                if let Some(client) = self.clients.get_mut(&id)
+                    && let Err(refusal) = client.requests.numbered(request, newest)
+                {
+                    actions.push(Action::Close(id, refusal));
+                    self.client_down(id, now, actions);
                 }
             }
             Message::Touch { learners, attached } => {
@@ -237,7 +228,7 @@ impl LeadCore {
     fn carry_out(
         &mut self,
         id: ClientId,
-        request: u64,
+        asked: Asked,
         message: Message,
         now: Now,
         actions: &mut Vec<Action>,
@@ -264,7 +255,7 @@ impl LeadCore {
                 let (learner, incarnation) = core.join(&name, now, &mut wanted)?;
                 self.owners.insert(learner, id);
                 if let Some(client) = self.clients.get_mut(&id) {
-                    client.learners.insert(learner, request);
+                    client.learners.insert(learner, asked);
                 }
                 self.changed = true;
                 Some(Message::Joined { learner, incarnation, since: self.sequence + 1 })
@@ -302,7 +293,7 @@ impl LeadCore {
                 if !partly.as_ref().is_none_or(fits) {
                     return Err(ShardError::OutOfRange.into());
                 }
-                let ticket = self.ticket(id, request);
+                let ticket = self.ticket(id, asked.number);
                 let source = Source { client: id, name: step.0, weights: BlockRanges::new() };
                 let deferred = sent.clone();
                 let unchecked = false;
@@ -315,7 +306,7 @@ impl LeadCore {
             Message::Assign { token, blocks, timeout_ms } => {
                 self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 self.core.may_assign()?;
-                let ticket = self.ticket(id, request);
+                let ticket = self.ticket(id, asked.number);
                 let source = Source { client: id, name: token, weights: blocks };
                 self.core.assign(ticket, source, Vec::new(), deadline(timeout_ms), now, &mut wanted);
                 None
@@ -348,7 +339,7 @@ impl LeadCore {
             other => return Err(Refusal::Role { what: other.name().to_owned() }),
         };
         if let Some(answer) = answer {
-            self.answer(id, request, answer, actions);
+            self.answer(id, asked.number, answer, actions);
         }
         self.perform(wanted, now, actions);
         Ok(())
@@ -363,25 +354,24 @@ impl LeadCore {
 
     pub(super) fn answer(&mut self, id: ClientId, request: u64, answer: Message, actions: &mut Vec<Action>) {
         if let Some(client) = self.clients.get_mut(&id) {
-            client.open.remove(&request);
-            // Nobody waits for the answer to a request that was given up.
-            if request > client.heard {
-                client.answered.insert(request, answer.clone());
-            }
+            client.requests.answers(request, &answer);
             actions.push(Action::ToClient(id, request, answer));
         }
     }
 
+    /// A client that is not heard of for so long is given up.
+    fn longest_absence(&self) -> Now {
+        let lease = self.core.controls().lease;
+        if lease.is_zero() { FORGET } else { lease }
+    }
+
     /// Ends clients that have been silent for the lease.
     pub(super) fn expire_clients(&mut self, now: Now, actions: &mut Vec<Action>) {
-        let lease = self.core.controls().lease;
+        let (longest, endless) = (self.longest_absence(), self.core.controls().lease.is_zero());
+        self.clients.values_mut().for_each(|client| client.requests.tick(longest, now));
         let is_gone = |(id, client): &(&ClientId, &Client)| {
-            let silent = now.saturating_sub(client.last_seen);
-            if lease.is_zero() {
-                silent >= FORGET && !client.connected && !self.takes_part(**id)
-            } else {
-                silent >= lease
-            }
+            let kept = endless && (client.connected || self.takes_part(**id));
+            now.saturating_sub(client.last_seen) >= longest && !kept
         };
         let gone: Vec<ClientId> = self.clients.iter().filter(is_gone).map(|(&id, _)| id).collect();
         for id in gone {
@@ -393,11 +383,11 @@ impl LeadCore {
     fn client_gone(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
         let Some(client) = self.clients.remove(&id) else { return };
         // One that has asked for nothing has nothing that could come late.
-        if client.newest() > 0 {
+        if client.requests.newest() > 0 {
             if self.given_up.len() >= MAX_CLIENTS {
                 self.given_up.pop_front();
             }
-            self.given_up.push_back((id, client.newest()));
+            self.given_up.push_back((id, client.requests.newest()));
         }
         self.tickets.retain(|_, (of, _)| *of != id);
         let mut wanted = Vec::new();
@@ -422,6 +412,7 @@ impl LeadCore {
                 unpublished: view.unpublished,
                 published_in: view.published_in,
                 joined_at: view.joined_at,
+                attached: view.attached,
             })
         };
         let late = self.core.late(now).map(|(_, late)| late).unwrap_or_default();
@@ -429,7 +420,7 @@ impl LeadCore {
             sequence: 0,
             version: self.core.version(),
             over: self.over(),
-            heard: self.clients.get(&id).map_or(0, |client| client.heard),
+            heard: self.clients.get(&id).and_then(|client| client.requests.heard()),
             controls: texts(self.core.controls()),
             state: self.doing().to_owned(),
             learners: learners.into_iter().flatten().filter_map(view).collect(),

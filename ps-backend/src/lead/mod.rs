@@ -9,6 +9,7 @@
 mod clients;
 mod moving;
 mod plans;
+mod requests;
 mod shares;
 #[cfg(test)]
 mod tests;
@@ -81,6 +82,9 @@ pub struct LeadCore {
     #[serde(skip)]
     is_trainable: bool,
     parts: usize,
+    /// Their numbers, for people.
+    #[serde(skip)]
+    shards: Arc<[ShardId]>,
     clients: BTreeMap<ClientId, Client>,
     /// Clients that were given up, with the highest number of a request of each: the newest ones.
     given_up: VecDeque<(ClientId, u64)>,
@@ -132,6 +136,7 @@ impl LeadCore {
             names,
             is_trainable: layout.is_trainable(),
             parts,
+            shards: Arc::default(),
             clients: BTreeMap::new(),
             given_up: VecDeque::new(),
             owners: BTreeMap::new(),
@@ -146,6 +151,11 @@ impl LeadCore {
             failed: None,
             away: Vec::new(),
         })
+    }
+
+    /// The numbers of the shards, by which what is said of them names them.
+    pub fn on_shards(self, shards: Vec<ShardId>) -> LeadCore {
+        LeadCore { shards: shards.into(), ..self }
     }
 
     /// The job itself, to look at.
@@ -200,7 +210,7 @@ impl LeadCore {
                     if let Some((client, request)) = self.tickets.remove(&ticket) {
                         let answer = match result {
                             Ok(Answer::Committed | Answer::Version(_)) => Message::Done,
-                            Err(error) => Message::Refused(error.into()),
+                            Err(error) => Message::Refused(self.with_shards(error).into()),
                         };
                         answers.push((client, request, answer));
                     }
@@ -233,6 +243,17 @@ impl LeadCore {
         // After the state that it is part of: whoever has its answer knows what came of it.
         for (client, request, answer) in answers {
             self.answer(client, request, answer, actions);
+        }
+    }
+
+    /// A timeout names the shards that the job waits for.
+    fn with_shards(&self, error: ShardError) -> ShardError {
+        match error {
+            ShardError::TimedOut(why) if !self.away.is_empty() => {
+                let shards: Vec<String> = self.away.iter().map(|shard| format!("shard {shard}")).collect();
+                ShardError::TimedOut(format!("{why}; the job waits for {}", shards.join(", ")).into())
+            }
+            error => error,
         }
     }
 

@@ -408,7 +408,8 @@ impl LeadCore {
 
     /// A partition contradicts the coordinator: it has lost its blocks, or is not of this job.
     fn fail(&mut self, part: Part, refusal: &Refusal, now: Now, actions: &mut Vec<Action>) {
-        let why = Refusal::Shard(ShardError::Lost(format!("partition {part} of the model: {refusal}")));
+        let whose = self.shards.get(part).map_or("a shard".into(), |shard| format!("shard {shard}"));
+        let why = Refusal::Shard(ShardError::Lost(format!("{whose} has lost its blocks: {refusal}")));
         self.failed = Some(why.clone());
         self.run = None;
         self.queue.clear();

@@ -240,7 +240,7 @@ fn a_request_that_is_repeated_is_carried_out_once() {
     let opened = bench.heard_by(A);
     bench.client(A, 2, Message::Open { learner: LearnerId(1) });
     assert_eq!(bench.heard_by(A), opened, "the same answer");
-    bench.client(A, 0, Message::Heard { request: 2 });
+    bench.client(A, 0, Message::Heard { request: 2, newest: 3 });
     bench.client(A, 2, Message::Open { learner: LearnerId(1) });
     assert_eq!(bench.heard_by(A), [], "what was heard is not said again");
     assert_eq!(bench.lead.kept(), (1, 1), "the commit waits; the join of the other client was not heard");
@@ -403,4 +403,21 @@ fn a_commit_that_comes_late_does_not_end_the_wait_of_one_that_was_sent_anew() {
     let plan = bench.started();
     bench.part(0, Message::Ready { plan: plan.plan });
     assert!(bench.heard_by(A).contains(&(4, Message::Done)));
+}
+
+#[test]
+fn an_error_says_which_shards_were_waited_for() {
+    let mut bench = Bench::new();
+    bench.lead = bench.lead.on_shards(vec![ShardId(5)]);
+    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 3000 });
+    bench.started();
+    bench.lead.are_away(vec![ShardId(5)], bench.now, &mut bench.said);
+    bench.said.clear();
+    bench.pass(Now::from_secs(3));
+    let said = format!("{:?}", bench.heard_by(A));
+    assert!(said.contains("; the job waits for shard 5"), "{said}");
+    bench.part(0, Message::Refused(Refusal::NoModel("m".into())));
+    bench.commit(A, 1, 1, 3);
+    let said = format!("{:?} {:?}", bench.heard_by(A), bench.lead.failed());
+    assert_eq!(said.matches("shard 5 has lost its blocks").count(), 3, "{said}");
 }

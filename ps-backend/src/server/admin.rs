@@ -218,6 +218,7 @@ fn status_of(name: &str, model: &Model) -> Value {
         json!({
             "version": status.version.0,
             "state": status.state,
+            "why": status.failed,
             "reducer": setting("reducer"),
             "consistency": setting("consistency"),
             "learners": learners,

@@ -70,6 +70,8 @@ pub struct LeadStatus {
     pub version: Version,
     /// `forming`, `running`, `reducing`, `stopped` or `failed`.
     pub state: String,
+    /// Why it has failed, if it has.
+    pub failed: Option<String>,
     /// Learners in the job.
     pub members: Vec<MemberView>,
     /// Clients that are connected, and all that are known.
@@ -123,6 +125,7 @@ impl Lead {
                 core.map_err(|error| error.to_string())?
             }
         };
+        let core = core.on_shards(map.shares().into_keys().collect());
         let state =
             State { core, clients: HashMap::new(), frozen: false, missed: BTreeSet::new(), late: None };
         let lead = Arc::new_cyclic(|this| Lead {
@@ -211,6 +214,7 @@ impl Lead {
         LeadStatus {
             version: job.version(),
             state: state.core.doing().into(),
+            failed: state.core.failed().map(Refusal::to_string),
             members: job.members(now),
             clients: state.core.client_count(),
             contributions: job.contributions_taken(),

@@ -55,9 +55,23 @@ impl<'a> Mapped<'a> {
     }
 }
 
+/// By RDMA, clients write into the memory of shards, or shards fetch from that of clients.
+fn ways() -> Vec<Way> {
+    let ways = vec![Way::Memory, Way::Tcp(Choice::Auto)];
+    #[cfg(feature = "rdma")]
+    let ways = {
+        use libmodelio::rdma::{Placement, RdmaOptions};
+
+        let placed: fn(&mut RdmaOptions) = |options| options.placement = Placement::Static;
+        let fetched: fn(&mut RdmaOptions) = |options| options.placement = Placement::Dynamic;
+        ways.into_iter().chain([placed, fetched].into_iter().filter_map(Way::rdma_with)).collect()
+    };
+    ways
+}
+
 #[test]
 fn mapped_memory_that_changes_after_a_timeout_never_counts() {
-    for way in [Way::Memory, Way::Tcp(Choice::Auto)] {
+    for way in ways() {
         let world = World::new(2, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
         let client = world.client();
         let learner = Learner::join(&client, "l");

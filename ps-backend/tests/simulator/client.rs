@@ -215,8 +215,7 @@ impl World {
                     (false, true) => Attached::Yes,
                     (false, false) => Attached::No,
                 });
-                let message = Message::Touch { learners, attached };
-                self.on_client(index, |core, _, actions| core.notify(message, actions));
+                self.on_client(index, |core, _, actions| core.touch(learners, attached, actions));
                 self.after(self.settings.lease / 4, Event::Client(index, ClientEvent::Touch));
             }
             ClientEvent::Program(program, turn) => self.program_goes_on(index, program, turn),

@@ -60,6 +60,10 @@ impl World {
         let (node, now) = (self.process(node), self.now);
         let Some(clock) = self.clocks.get_mut(&node) else { return };
         *clock = Clock { since: now, shown: clock.at(now) + by, ..*clock };
+        if let Node::Part(part) = node {
+            self.jumped += 1;
+            self.silence_jumps(part, by);
+        }
         self.arm(node);
         // Whoever moves the model there looks at the clock ten times a second at least.
         for of in self.moves.of_lead(node) {

@@ -51,8 +51,9 @@ impl World {
         }
     }
 
-    /// Every mount shows a whole version, which holds all that its programs were told it holds; and says that the job
-    /// has failed, if somebody is left to tell it.
+    /// Every mount shows a whole version, which holds all that its programs were told it holds, and no older one than
+    /// before; and says that the job has failed, if somebody is left to tell it. Where all shards live, it shows all
+    /// that it was told of: a version that a killed shard had alone, or first, is lost with its blocks.
     fn check_mounts(&mut self) {
         let (leads, course) = (self.leads, self.current());
         let failed = self.is_led() && self.lead.failed().is_some();

@@ -135,8 +135,8 @@ pub struct History {
     /// Where that is for one who joins now.
     slowest: u64,
     optimizer: Optimizer,
-    /// The newest version that any client has shown.
-    shown: Version,
+    /// The newest version that each client has shown.
+    shown: BTreeMap<ClientId, Version>,
 }
 
 impl History {
@@ -168,7 +168,7 @@ impl History {
                 chosen: false,
                 set: reducer,
             },
-            shown: Version(0),
+            shown: BTreeMap::new(),
         }
     }
 
@@ -553,9 +553,10 @@ impl History {
 
     // -- what clients show
 
-    /// A client shows these blocks as a version.
+    /// A client shows these blocks as a version. None that it has shown is taken back.
     pub fn shows(&mut self, client: ClientId, version: Version, blocks: &[Content]) {
-        self.shown = self.shown.max(version);
+        let before = self.shown.insert(client, version).unwrap_or_default();
+        assert!(version >= before, "client {client} shows version {version}, and has shown {before}");
         let made = self.versions.get(version.0 as usize);
         let made =
             made.unwrap_or_else(|| panic!("client {client} shows version {version}, which nobody has made"));

@@ -51,6 +51,8 @@ const COUNTED: &[(&str, Count, u64)] = &[
     ("lost pins", |world| world.loans.lost_pins, 1),
     ("copies of versions that were over", |world| world.loans.late_copies, 32),
     ("strangers", |world| world.strangers, 1),
+    ("lies that were believed", |world| world.believed, 1),
+    ("jumps of a shard's clock", |world| world.jumped, 4),
 ];
 
 type Counts = [u64; COUNTED.len()];

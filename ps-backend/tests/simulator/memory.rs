@@ -212,7 +212,22 @@ impl World {
         });
         for part in parts.collect::<Vec<_>>() {
             let epoch = self.network.connection(node, Node::Part(part)).epoch;
-            self.after(self.settings.silence, Event::Shard(part, ShardEvent::Silent(index, epoch)));
+            let over = self.clock(Node::Part(part)) + self.settings.silence;
+            let at = self.when(Node::Part(part), over);
+            self.at(at, Event::Shard(part, ShardEvent::Silent(index, epoch)));
+        }
+    }
+
+    /// The clock of a part jumps: whoever hangs has been silent for too long by it.
+    pub fn silence_jumps(&mut self, part: usize, by: Now) {
+        let is_client = |node: &Node| if let Node::Client(index) = node { Some(*index) } else { None };
+        let hung: Vec<usize> = self.hung.keys().filter_map(is_client).collect();
+        if by < self.settings.silence {
+            return;
+        }
+        for index in hung {
+            let epoch = self.network.connection(Node::Client(index), Node::Part(part)).epoch;
+            self.after(Now::ZERO, Event::Shard(part, ShardEvent::Silent(index, epoch)));
         }
     }
 

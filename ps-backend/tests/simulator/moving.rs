@@ -228,8 +228,11 @@ impl World {
         for shard in map.shares().into_keys() {
             let mut shard = Shard::new(map.blocks_of(shard).collect(), Version(0), &[], self.settings.keep);
             (shard.course, shard.life) = (course, Life::Coming);
-            parts.push(self.shards.len());
+            let part = self.shards.len();
+            parts.push(part);
             self.shards.push(shard);
+            let shown = self.some_time(1_000_000_000);
+            self.starts_clock(Node::Part(part), shown);
         }
         self.courses.push(Course { record, map, parts, lead: Life::Coming, local, by, stopped: false });
     }

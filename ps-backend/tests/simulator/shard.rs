@@ -463,7 +463,7 @@ impl World {
 
     /// Somebody connects as its lead, whose plans up to `over` are over.
     pub fn led_anew(&mut self, part: usize, over: PlanId) {
-        let now = self.now;
+        let now = self.clock(Node::Part(part));
         let shard = &mut self.shards[part];
         shard.led_since = now;
         shard.core.led_anew(over);
@@ -472,10 +472,11 @@ impl World {
     /// A message of the lead.
     pub fn shard_from_lead(&mut self, part: usize, request: u64, message: Message) {
         let mut actions = Vec::new();
+        let now = self.clock(Node::Part(part));
         let shard = &mut self.shards[part];
         let result = match message {
             Message::Start(plan) => {
-                let insists = self.now >= shard.led_since + INSISTS;
+                let insists = now >= shard.led_since + INSISTS;
                 let result = shard.core.start(local(&plan, &shard.mine), insists, &mut actions);
                 if actions.iter().any(|action| matches!(action, Action::Begin(_))) {
                     shard.starting = Some(plan);

@@ -1,7 +1,7 @@
 //! Somebody who is not of the job and says so: it greets shards as their lead, the lead as one of its clients and clients
 //! as their lead, and names numbers of plans, requests, steps, versions and states that nobody has reached. Each connection
-//! of its own takes the place of the true one, which its owner then opens anew. No number here is close to the true one:
-//! such a lie is a matter of identity.
+//! of its own takes the place of the true one, which its owner then opens anew. Some numbers of requests are such that the
+//! lead believes them. No number here is close to the true one: such a lie is a matter of identity.
 
 use libmodelio::ids::{ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::wire::{Granted, JobState, MAX_NUMBER, MAX_SKIPPED, Message, Plan, PlanSource, Work};
@@ -103,11 +103,16 @@ impl World {
         self.trace(|| format!("a stranger is client {index}"));
         self.on_lead(|lead, now, actions| lead.client_up(id, now, actions).expect("it is known"));
         for _ in 0..self.rng.usize(1..4) {
-            let request = self.number().max(MAX_SKIPPED << 1);
+            // The lead believes that a client has skipped so many, and takes the request.
+            let is_believed = self.rng.bool();
+            let request = match is_believed {
+                true => self.rng.u64(MAX_SKIPPED >> 12..MAX_SKIPPED),
+                false => self.number().max(MAX_SKIPPED << 1),
+            };
             let (plan, step) = (PlanId(self.number()), Step(self.number()));
             let blocks = std::iter::once(0..self.settings.blocks).collect();
             let (request, message) = match self.rng.u8(0..8) {
-                0..3 => (0, Message::Heard { request }),
+                0..3 => (0, Message::Heard { request: request.min(self.number()), newest: request }),
                 3 => (0, Message::Lacks { plan, learner: None }),
                 4 => (request, Message::Open { learner: NOBODY }),
                 5 => (request, Message::WithdrawAssign { token: u64::MAX - step.0 }),
@@ -134,6 +139,7 @@ impl World {
                     )
                 }
             };
+            self.believed += u64::from(is_believed);
             self.trace(|| format!("a stranger as client {index}: {request}: {message:?}"));
             self.on_lead(|lead, now, actions| lead.from_client(id, request, message, now, actions));
         }
@@ -166,7 +172,7 @@ impl World {
                     let state = self.clients[index].core.state().clone();
                     let [sequence, version, over, heard] = [(); 4].map(|()| self.number());
                     let (version, over) = (Version(version), PlanId(over));
-                    Message::State(JobState { sequence, version, over, heard, ..state })
+                    Message::State(JobState { sequence, version, over, heard: Some(heard), ..state })
                 }
             };
             self.trace(|| format!("a stranger to client {index}: {message:?}"));

@@ -124,6 +124,10 @@ pub struct World {
     pub loans: Loans,
     /// How often a stranger has spoken.
     pub strangers: u64,
+    /// What it has said under numbers of requests that the lead believes.
+    pub believed: u64,
+    /// How often the clock of a shard alone has jumped.
+    pub jumped: u64,
     /// Processes that were killed.
     pub killed: u64,
     /// That has ended the job.
@@ -173,6 +177,8 @@ impl World {
             moves: Moves::default(),
             loans: Loans::default(),
             strangers: 0,
+            believed: 0,
+            jumped: 0,
             killed: 0,
             ended: false,
             healed: false,
@@ -388,6 +394,10 @@ impl World {
             return;
         }
         let mut deliveries = self.network.deliveries(from, to, self.now, &mut self.rng);
+        // A connection over which this does not come ends.
+        if deliveries.is_empty() && matches!(message, Message::Heard { .. }) {
+            deliveries.push(self.now + self.some_time(3000));
+        }
         // Rings repeat nothing, and a second copy of what is lent would end the loan of the first.
         if matches!(body, Body::Lent(_)) {
             deliveries.truncate(1);
@@ -411,7 +421,9 @@ impl World {
     ) {
         let (opener, acceptor) = World::roles(from, to);
         let connection = self.network.connection(opener, acceptor).clone();
-        if self.network.weather.streams && connection.epoch != epoch {
+        // Only what a connection says of the numbers depends on the connection.
+        let depends = self.network.weather.streams || matches!(message, Message::Heard { .. });
+        if depends && connection.epoch != epoch {
             return;
         }
         match (from, to) {

@@ -28,7 +28,7 @@ use fixedbitset::FixedBitSet;
 
 use crate::block_map::BlockMap;
 use crate::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
-use crate::transport::{LeaveReason, ShardError};
+use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message, Refusal};
 use held::Held;
 pub use pulling::PULL_BLOCKS;
@@ -117,6 +117,8 @@ pub struct ClientCore {
     /// The next step of each learner, and the request that has told. None where a commit was not answered with
     /// success: only the lead knows.
     next_steps: BTreeMap<LearnerId, (u64, Option<Step>)>,
+    /// Whether a process uses each learner, where that is known.
+    uses: BTreeMap<LearnerId, Attached>,
     /// The contributions that may have to be sent.
     held: BTreeMap<(LearnerId, Step), Held>,
     /// The same for new weights.
@@ -159,6 +161,7 @@ impl ClientCore {
             learners: BTreeMap::new(),
             committed: BTreeMap::new(),
             next_steps: BTreeMap::new(),
+            uses: BTreeMap::new(),
             held: BTreeMap::new(),
             weights: BTreeMap::new(),
             outgoing: None,

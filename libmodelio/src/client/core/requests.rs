@@ -2,7 +2,7 @@
 
 use super::{Action, ClientCore, Held, Now, PATIENCE, Token};
 use crate::ids::{LearnerId, PlanId, Step, Version};
-use crate::transport::ShardError;
+use crate::transport::{Attached, ShardError};
 use crate::wire::{LearnerState, Message, Refusal};
 
 #[derive(Debug)]
@@ -107,6 +107,22 @@ impl ClientCore {
         abandoned.or_else(|| (self.state.state == "failed").then(told))
     }
 
+    /// Which numbers the requests have.
+    pub(super) fn numbers(&self) -> Action {
+        Action::ToLead(0, Message::Heard { request: self.heard, newest: self.next_request - 1 })
+    }
+
+    /// Sign of life of these learners. `attached` says whether a process uses them, where that is known anew: the lead
+    /// is told until it knows.
+    pub fn touch(&mut self, learners: Vec<LearnerId>, attached: Option<Attached>, actions: &mut Vec<Action>) {
+        if let Some(attached) = attached {
+            for learner in learners.iter().filter(|learner| self.learners.contains_key(learner)) {
+                self.uses.insert(*learner, attached);
+            }
+        }
+        self.notify(Message::Touch { learners, attached }, actions);
+    }
+
     /// Sends what is not answered.
     pub fn notify(&mut self, message: Message, actions: &mut Vec<Action>) {
         if self.lead_up {
@@ -121,9 +137,7 @@ impl ClientCore {
         // What was said over another connection, by whoever led there, counts no longer than that.
         self.over = PlanId(0);
         self.is_anew = true;
-        if self.heard > 0 {
-            actions.push(Action::ToLead(0, Message::Heard { request: self.heard }));
-        }
+        actions.push(self.numbers());
         for (&id, request) in &mut self.requests {
             actions.push(request.send(id, now));
         }
@@ -170,6 +184,7 @@ impl ClientCore {
                     unpublished: false,
                     published_in: Version(0),
                     joined_at: Version(0),
+                    attached: Attached::No,
                 };
                 self.learners.entry(*learner).or_insert((new, *since));
                 self.next_is(*learner, id, Some(Step(1)));
@@ -264,15 +279,15 @@ impl ClientCore {
             }
         }
         if self.lead_up {
-            for (&id, request) in &mut self.requests {
-                if request.sent.is_none_or(|sent| sent + PATIENCE <= now) {
-                    actions.push(request.send(id, now));
-                }
-            }
+            let is_late = |request: &Request| request.sent.is_none_or(|sent| sent + PATIENCE <= now);
             let heard = self.requests.keys().next().map_or(self.next_request, |&first| first) - 1;
-            if heard > self.heard {
-                self.heard = heard;
-                actions.push(Action::ToLead(0, Message::Heard { request: heard }));
+            if heard > self.heard || self.requests.values().any(is_late) {
+                // Where requests have no effect, their numbers may have had none either.
+                self.heard = self.heard.max(heard);
+                actions.push(self.numbers());
+            }
+            for (&id, request) in self.requests.iter_mut().filter(|(_, request)| is_late(request)) {
+                actions.push(request.send(id, now));
             }
         }
     }

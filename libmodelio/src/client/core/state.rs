@@ -22,8 +22,8 @@ impl ClientCore {
             self.pull.take_if(|pull| pull.version > state.version);
         }
         self.plan_over(state.over, actions);
-        if state.heard < self.heard {
-            self.notify(Message::Heard { request: self.heard }, actions);
+        if state.heard != Some(self.heard) && self.lead_up {
+            actions.push(self.numbers());
         }
         let named: BTreeMap<LearnerId, LearnerState> =
             state.learners.iter().map(|learner| (learner.learner, learner.clone())).collect();
@@ -38,6 +38,13 @@ impl ClientCore {
         }
         for learner in gone {
             self.learner_left(learner, LeaveReason::LeaseExpired, now, actions);
+        }
+        for (&learner, &attached) in &self.uses {
+            // Word of it was lost, or was not there when this was said.
+            if named.get(&learner).is_some_and(|known| known.attached != attached) && self.lead_up {
+                let told = Message::Touch { learners: vec![learner], attached: Some(attached) };
+                actions.push(Action::ToLead(0, told));
+            }
         }
         for state in &state.learners {
             // All before a step that was taken is in versions.
@@ -79,6 +86,7 @@ impl ClientCore {
         }
         self.committed.remove(&learner);
         self.next_steps.remove(&learner);
+        self.uses.remove(&learner);
         // What it has committed stays: its payload is needed until the lead has answered for it.
         self.release_left(actions);
         actions.push(Action::Left(learner, reason));

@@ -276,20 +276,14 @@ impl Client {
         });
     }
 
-    /// Publishes the whole blocks of `buffer` as the next version.
+    /// Publishes the whole blocks of `buffer` as the next version. A write that has timed out may have been taken: it stays
+    /// here until that is said.
     pub fn assign(&self, buffer: Region, blocks: &FixedBitSet, timeout: Duration, done: Answered) {
         let Ok(blocks) = wire::ranges::from_bits(blocks) else {
             return done(Err(ShardError::NotAllowed("the new weights are too scattered".into()).into()));
         };
         let token = buffer.key().0;
         let message = Message::Assign { token, blocks, timeout_ms: millis(timeout) };
-        let this = Arc::downgrade(&self.shared);
-        let done = Box::new(move |result| {
-            if let Some(shared) = this.upgrade() {
-                shared.inner.lock().weights.remove(&token);
-            }
-            done(result);
-        });
         self.shared.request(message, timeout, done, |inner| {
             inner.weights.insert(token, buffer);
         });
@@ -327,7 +321,7 @@ impl Client {
     pub fn touch(&self, learners: Vec<LearnerId>, attached: Option<Attached>) {
         let mut inner = self.shared.inner.lock();
         let mut actions = Vec::new();
-        inner.core.notify(Message::Touch { learners, attached }, &mut actions);
+        inner.core.touch(learners, attached, &mut actions);
         self.shared.act(inner, actions);
     }
 

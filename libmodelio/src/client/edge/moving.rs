@@ -195,6 +195,8 @@ impl Shared {
         let before = std::mem::replace(&mut inner.map, Arc::clone(&new));
         let parts = std::mem::replace(&mut inner.parts, peers);
         let lead = std::mem::replace(&mut inner.lead, Peer::new(false));
+        // Whoever leads now has taken over the job that was met.
+        inner.lead.met = lead.met;
         inner.unconfirmed = None;
         inner.inquiry = Inquiry { under_way: inner.inquiry.under_way, ..Inquiry::default() };
         parts.iter().chain([&lead]).flat_map(|peer| &peer.links).for_each(|link| link.close(overtaken()));
@@ -298,7 +300,9 @@ impl Shared {
                     );
                     let taken = self.moved(&moved.record, &moved.shards, false);
                     if taken == Ok(true) {
-                        self.inner.lock().unconfirmed = Some((moved, Instant::now()));
+                        let mut inner = self.inner.lock();
+                        inner.unconfirmed = Some((moved, Instant::now()));
+                        inner.lead.met = false;
                     }
                     taken.map(drop)
                 }

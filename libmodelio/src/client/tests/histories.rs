@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use crate::block_map::BlockMap;
 use crate::client::core::{Action, ClientCore, Now};
 use crate::ids::{BlockId, ClientId, Epoch, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
-use crate::transport::ShardError;
+use crate::transport::{Attached, ShardError};
 use crate::wire::{BlockRanges, Granted, JobState, LearnerState, Message, Refusal};
 
 const BLOCKS: u32 = 6;
@@ -45,13 +45,13 @@ impl Lead {
         self.sequence += 1;
         let learner = |&learner: &LearnerId| {
             let (step, published_in) = self.counts.get(&learner).copied().unwrap_or_default();
-            let (incarnation, joined_at) = (Incarnation(1), Version(0));
-            LearnerState { learner, incarnation, step, unpublished: false, published_in, joined_at }
+            let (incarnation, joined_at, attached) = (Incarnation(1), Version(0), Attached::No);
+            LearnerState { learner, incarnation, step, unpublished: false, published_in, joined_at, attached }
         };
         Message::State(JobState {
             sequence: self.sequence,
             version: self.version,
-            heard: self.heard,
+            heard: Some(self.heard),
             learners: LEARNERS.iter().map(learner).collect(),
             ..JobState::default()
         })
@@ -253,7 +253,7 @@ impl World {
     /// The lead hears what is first on its wire.
     fn lead_hears(&mut self, lossless: bool) {
         let Some((request, message)) = self.wire.pop_front() else { return };
-        if let Message::Heard { request } = message {
+        if let Message::Heard { request, .. } = message {
             self.lead.heard = self.lead.heard.max(request);
             self.lead.answered = self.lead.answered.split_off(&(self.lead.heard + 1));
         }

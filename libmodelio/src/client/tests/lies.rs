@@ -28,7 +28,7 @@ fn a_lie_about_numbers_lasts_no_longer_than_its_connection() {
                 sequence: number,
                 version: Version(number),
                 over: PlanId(number),
-                heard: number,
+                heard: Some(number),
                 learners: vec![LearnerState {
                     learner: L,
                     incarnation: Incarnation(1),
@@ -36,6 +36,7 @@ fn a_lie_about_numbers_lasts_no_longer_than_its_connection() {
                     unpublished: false,
                     published_in: Version(number),
                     joined_at: Version(0),
+                    attached: Attached::No,
                 }],
                 ..JobState::default()
             }),

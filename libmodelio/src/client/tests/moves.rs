@@ -25,7 +25,13 @@ fn what_was_being_sent_is_granted_anew_and_asked_again_of_the_new_lead() {
     bench.pass(100);
     assert_eq!(bench.said, [], "nobody is connected");
     bench.core.lead_up(bench.now, &mut bench.said);
-    assert!(matches!(bench.said[..], [Action::ToLead(3, Message::Commit { .. })]), "{:?}", bench.said);
+    let heard = Message::Heard { request: 0, newest: 3 };
+    assert_eq!(
+        bench.said[0],
+        Action::ToLead(0, heard),
+        "whoever leads is told which numbers are the client's"
+    );
+    assert!(matches!(bench.said[1..], [Action::ToLead(3, Message::Commit { .. })]), "{:?}", bench.said);
     // The lead says which plans are over; the old plan is of the past then, wherever word of it comes from.
     bench.lead(0, Message::Over { plan: PlanId(1) });
     bench.grant(1);

@@ -245,7 +245,11 @@ fn run(bench: &mut Bench, requests: &mut [u64; 2], steps: &[(u8, usize)]) {
             0..=2 => bench.commit(client, learner.0, step, request - 1),
             3 => bench.client(client, request, Message::Withdraw { learner }),
             4 => bench.client(client, request, Message::Abort { learner }),
-            5 => bench.client(client, 0, Message::Heard { request: request.saturating_sub(4) }),
+            5 => bench.client(
+                client,
+                0,
+                Message::Heard { request: request.saturating_sub(4), newest: request },
+            ),
             6 => bench.pass(Now::from_millis(40)),
             _ => {
                 bench.pass(PATIENCE);

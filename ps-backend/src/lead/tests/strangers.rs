@@ -8,19 +8,15 @@ const FAR: [u64; 3] = [1 << 63, u64::MAX - 1, u64::MAX];
 
 #[test]
 fn a_number_that_nobody_has_reached_does_not_make_the_coordinator_deaf() {
-    for number in FAR.into_iter().chain([2 + MAX_SKIPPED]) {
+    for number in FAR {
         let mut bench = Bench::new();
         bench.client(A, 2, Message::Open { learner: LearnerId(1) });
         let answers = bench.heard_by(A);
         // Neither word changes anything, and both are answered.
         bench.client(A, number, Message::Abort { learner: LearnerId(1) });
         let why = format!("request {number} is too far ahead: the newest of the client is 2");
-        if number == 2 + MAX_SKIPPED {
-            assert_eq!(bench.heard_by(A)[0].1.name(), "Done", "so many may have been given up");
-            continue;
-        }
         assert_eq!(bench.heard_by(A), [(number, Message::Refused(Refusal::Other(why.clone())))]);
-        bench.client(A, 0, Message::Heard { request: number });
+        bench.client(A, 0, Message::Heard { request: number, newest: number });
         assert_eq!(bench.said, [Action::Close(A, Refusal::Other(why))]);
         bench.said.clear();
         bench.client(A, 2, Message::Open { learner: LearnerId(1) });
@@ -32,9 +28,89 @@ fn a_number_that_nobody_has_reached_does_not_make_the_coordinator_deaf() {
 }
 
 #[test]
+fn a_number_that_is_believed_lasts_no_longer_than_its_connection() {
+    for number in [1000, 2 + MAX_SKIPPED] {
+        let learner = LearnerId(1);
+        let lies: [&[(u64, Message)]; 5] = [
+            &[(number, Message::Abort { learner })],
+            &[(number, Message::Open { learner: LearnerId(77) })],
+            &[(number, Message::Abort { learner }), (0, Message::Heard { request: number, newest: number })],
+            &[
+                (0, Message::Heard { request: 0, newest: number }),
+                (3, Message::Abort { learner: LearnerId(77) }),
+            ],
+            &[(0, Message::Heard { request: 2, newest: 0 })],
+        ];
+        for lie in lies {
+            let mut bench = Bench::new();
+            bench.client(A, 2, Message::Open { learner });
+            for (request, message) in lie {
+                bench.client(A, *request, message.clone());
+            }
+            bench.lead.client_down(A, bench.now, &mut bench.said);
+            bench.lead.client_up(A, bench.now, &mut bench.said).unwrap();
+            bench.said.clear();
+            bench.client(A, 0, Message::Heard { request: 1, newest: 2 });
+            bench.client(A, 2, Message::Open { learner });
+            assert_eq!(
+                bench.heard_by(A),
+                [(2, Message::Opened { step: Step(1), staging_lent: false })],
+                "{lie:?}"
+            );
+            bench.commit(A, 1, 1, 3);
+            let opened = Message::Opened { step: Step(1), staging_lent: false };
+            assert_eq!(
+                bench.heard_by(A),
+                [(3, opened)],
+                "it is taken, and the other learner is waited for: {lie:?}"
+            );
+            bench.commit(B, 2, 1, 2);
+            assert_eq!(bench.started().sources.len(), 2, "{lie:?}");
+        }
+    }
+}
+
+#[test]
+fn a_client_that_is_given_up_while_a_stranger_has_its_number_is_heard_when_it_is_back() {
+    let mut bench = Bench::new();
+    bench.client(A, 1000, Message::Abort { learner: LearnerId(1) });
+    bench.pass(bench.lead.job().controls().lease);
+    bench.lead.client_up(A, bench.now, &mut bench.said).unwrap();
+    bench.said.clear();
+    bench.client(A, 0, Message::Heard { request: 1, newest: 2 });
+    let late = |answers: &[(u64, Message)]| {
+        matches!(answers, [(_, Message::Refused(Refusal::Shard(ShardError::TimedOut(_))))])
+    };
+    bench.client(A, 2, Message::Open { learner: LearnerId(1) });
+    assert!(late(&bench.heard_by(A)), "it may have been carried out");
+    bench.client(A, 3, Message::Join { name: "again".into() });
+    assert_eq!(bench.heard_by(A)[0].1.name(), "Joined");
+}
+
+#[test]
+fn answers_that_nobody_hears_keep_no_client_out_and_refused_settings_are_not_kept() {
+    let mut bench = Bench::new();
+    for id in 0..MAX_CLIENTS as u64 {
+        let id = ClientId(1 << 20 | id);
+        let full = bench.lead.client_up(id, bench.now, &mut bench.said).is_err();
+        assert!(!full, "{id}");
+        let setting = Message::SetControl { name: "momentum".into(), value: "9".repeat(1 << 10) };
+        let kept = bench.lead.kept();
+        bench.client(id, 1, setting);
+        assert_eq!(bench.lead.kept(), kept, "{id}");
+        bench.client(id, 2, Message::Open { learner: LearnerId(77) });
+        bench.lead.client_down(id, bench.now, &mut bench.said);
+    }
+    assert_eq!(bench.lead.client_count(), (2, MAX_CLIENTS));
+    bench.commit(A, 1, 1, 2);
+    bench.commit(B, 2, 1, 2);
+    assert_eq!(bench.started().sources.len(), 2, "who takes part stays");
+}
+
+#[test]
 fn requests_that_were_given_up_before_they_came_stop_no_later_one() {
     let mut bench = Bench::new();
-    bench.client(A, 0, Message::Heard { request: 1000 });
+    bench.client(A, 0, Message::Heard { request: 1000, newest: 1000 });
     assert_eq!(bench.said, []);
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);

@@ -1,0 +1,187 @@
+//! The numbers of one client's requests: which have come, which are answered, and which answers the client has.
+//!
+//! Anybody can connect under a client's number. What a connection says of the numbers holds as long as the connection
+//! does: a request that the client had not made when it connected was somebody else's, and answers of earlier connections
+//! are kept until this one has lasted for long. If it were a stranger's, the client itself would have connected by then.
+
+use std::collections::BTreeMap;
+
+use libmodelio::wire::{MAX_SKIPPED, Message, Refusal};
+use serde::{Deserialize, Serialize};
+
+use crate::core::Now;
+
+/// A connection of the client, counted.
+type Connection = u64;
+
+/// The number of a request, and the connection over which it came first.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(super) struct Asked {
+    pub(super) number: u64,
+    over: Connection,
+}
+
+/// What is known of a request that comes.
+pub(super) enum Known<'a> {
+    /// Nothing.
+    New,
+    /// It waits for its answer, or the client has that.
+    Nothing,
+    /// It was made before the client was given up.
+    Late,
+    /// Its answer.
+    Answered(&'a Message),
+}
+
+/// What one client has asked.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Requests {
+    /// The one that counts, since when, and whether that is long ago.
+    connection: Connection,
+    since: Now,
+    settled: bool,
+    /// The client had made no request above this one when it connected, as it says.
+    made: u64,
+    /// It has all answers up to this one, as it says over this connection.
+    heard: u64,
+    /// Answers that it may not have had.
+    answered: BTreeMap<u64, (Connection, Message)>,
+    /// Requests that are not answered yet.
+    open: BTreeMap<u64, Connection>,
+    /// Requests up to this one were made in a time after which the client was given up.
+    before: u64,
+}
+
+impl Requests {
+    /// Of a client that was given up when the highest number was `before`; 0 for another one.
+    pub(super) fn new(before: u64) -> Requests {
+        Requests {
+            connection: 0,
+            since: Now::ZERO,
+            settled: false,
+            made: u64::MAX,
+            heard: 0,
+            answered: BTreeMap::new(),
+            open: BTreeMap::new(),
+            before,
+        }
+    }
+
+    /// The client connects: what was said of the numbers over its earlier connections holds no longer.
+    pub(super) fn connects(&mut self, now: Now) {
+        self.connection += 1;
+        (self.since, self.settled) = (now, false);
+        (self.made, self.heard) = (u64::MAX, 0);
+    }
+
+    /// Whether a request can have been the client's.
+    fn is_its_own(&self, number: u64, over: Connection) -> bool {
+        over == self.connection || number <= self.made
+    }
+
+    /// The highest number so far.
+    pub(super) fn newest(&self) -> u64 {
+        let open = self.open.keys().next_back().copied().unwrap_or_default();
+        let answered = self.answered.keys().next_back().copied().unwrap_or_default();
+        open.max(answered).max(self.heard).max(self.before)
+    }
+
+    /// # Errors
+    /// If the client cannot have asked so often.
+    pub(super) fn reaches(&self, number: u64) -> Result<(), Refusal> {
+        let newest = self.newest();
+        if number.saturating_sub(newest) <= MAX_SKIPPED {
+            return Ok(());
+        }
+        Err(Refusal::Other(format!(
+            "request {number} is too far ahead: the newest of the client is {newest}"
+        )))
+    }
+
+    /// The client says that it has all answers up to `heard`, and has made no request above `newest`.
+    ///
+    /// # Errors
+    /// If it cannot have asked so often.
+    pub(super) fn numbered(&mut self, heard: u64, newest: u64) -> Result<(), Refusal> {
+        self.reaches(heard.max(newest))?;
+        self.made = self.made.min(newest);
+        // The client may have given up requests that are still on their way here: they are not taken as heard.
+        self.heard = heard.min(self.newest());
+        self.forget();
+        Ok(())
+    }
+
+    /// Time passes: a connection that has lasted for `long` is the client's.
+    pub(super) fn tick(&mut self, long: Now, now: Now) {
+        if !self.settled && now.saturating_sub(self.since) >= long {
+            self.settled = true;
+            self.forget();
+        }
+    }
+
+    /// Forgets answers that nobody will ask for.
+    fn forget(&mut self) {
+        let (connection, settled, made, heard) = (self.connection, self.settled, self.made, self.heard);
+        self.answered.retain(|number, (over, _)| match *over == connection {
+            true => *number > heard,
+            false => !settled || (*number > heard && *number <= made),
+        });
+    }
+
+    /// What is known of this request.
+    pub(super) fn known(&self, number: u64) -> Known<'_> {
+        let is_open = self.open.get(&number).is_some_and(|over| self.is_its_own(number, *over));
+        let answer = self.answered.get(&number).filter(|(over, _)| self.is_its_own(number, *over));
+        if number <= self.heard || is_open {
+            Known::Nothing
+        } else if number <= self.before.min(self.made) {
+            Known::Late
+        } else {
+            answer.map_or(Known::New, |(_, answer)| Known::Answered(answer))
+        }
+    }
+
+    /// It is taken, and will be answered.
+    pub(super) fn opens(&mut self, number: u64) -> Asked {
+        self.open.insert(number, self.connection);
+        Asked { number, over: self.connection }
+    }
+
+    /// Whether it waits for its answer.
+    pub(super) fn is_open(&self, asked: Asked) -> bool {
+        self.open.contains_key(&asked.number)
+    }
+
+    /// Whether request `number` was made before this one.
+    pub(super) fn is_before(&self, number: u64, asked: Asked) -> bool {
+        number < asked.number && (asked.over == self.connection || number < asked.number.min(self.made))
+    }
+
+    /// Its answer, which is kept until the client has it.
+    pub(super) fn answers(&mut self, number: u64, answer: &Message) {
+        let over = self.open.remove(&number).unwrap_or(self.connection);
+        // A setting that was refused has changed nothing: asked again, it is refused again.
+        if matches!(answer, Message::Refused(Refusal::Control(_))) {
+            return;
+        }
+        // Nobody waits for the answer to a request that was given up.
+        if number > self.heard || over != self.connection {
+            self.answered.insert(number, (over, answer.clone()));
+        }
+    }
+
+    /// Answers that are kept.
+    pub(super) fn kept(&self) -> usize {
+        self.answered.len()
+    }
+
+    /// Whether nothing is kept, and nothing waits.
+    pub(super) fn is_done(&self) -> bool {
+        self.open.is_empty() && self.answered.is_empty()
+    }
+
+    /// What the client has said of that over this connection.
+    pub(super) fn heard(&self) -> Option<u64> {
+        (self.made < u64::MAX).then_some(self.heard)
+    }
+}
