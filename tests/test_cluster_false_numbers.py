@@ -25,6 +25,13 @@ def leads(world, over):
     return peer
 
 
+def connects(world, client):
+    """Somebody connects under the number of a client."""
+    peer = Peer(world.lead.address)
+    assert peer.greet("control", "m", world.generation, client=client, epoch=world.epoch).name == "Welcome"
+    return peer
+
+
 def start(plan, base, sources=()):
     return ("Start", plan, base, ADD, list(sources), False)
 
@@ -71,16 +78,10 @@ def test_a_number_that_nobody_has_reached_stops_no_job__which_is_refused_by_name
 @pytest.mark.parametrize("number", FAR)
 def test_a_client_goes_on_after_somebody_has_used_its_number(world, number):
     client = next(CLIENTS)
-
-    def connects():
-        peer = Peer(world.lead.address)
-        assert peer.greet("control", "m", world.generation, client=client, epoch=world.epoch).name == "Welcome"
-        return peer
-
-    with connects() as peer:
+    with connects(world, client) as peer:
         joined = peer.request("Join", f"n{client}", request=1, epoch=world.epoch)
         learner = joined.fields.number()
-    with connects() as stranger:
+    with connects(world, client) as stranger:
         refused = stranger.request("Abort", learner, request=number, epoch=world.epoch)
         assert refused.name == "Refused" and f"{number} is too far ahead" in refused.fields[1], refused
         stranger.say("Over", number, request=0, epoch=world.epoch)
@@ -88,7 +89,7 @@ def test_a_client_goes_on_after_somebody_has_used_its_number(world, number):
         stranger.say("Heard", number, number, epoch=world.epoch)
         with pytest.raises(Closed):
             stranger.hear_of("Refused")
-    with connects() as peer:
+    with connects(world, client) as peer:
         again = peer.request("Join", f"n{client}", request=1, epoch=world.epoch)
         assert again.name == "Joined" and again.fields.number() == learner, "the answer was not heard"
         commit = ("Commit", learner, number, [(0, BLOCKS)], [(0, 1)], WHOLE, 100, False)
@@ -100,15 +101,9 @@ def test_a_client_goes_on_after_somebody_has_used_its_number(world, number):
 @pytest.mark.parametrize("lie", ["a refused request", "a request of its learner", "all is heard", "nothing is made"])
 def test_a_client_goes_on_after_somebody_has_used_its_number__also_one_that_it_may_have_reached(world, number, lie):
     client = next(CLIENTS)
-
-    def connects():
-        peer = Peer(world.lead.address)
-        assert peer.greet("control", "m", world.generation, client=client, epoch=world.epoch).name == "Welcome"
-        return peer
-
-    with connects() as peer:
+    with connects(world, client) as peer:
         learner = peer.request("Join", f"n{client}", request=1, epoch=world.epoch).fields.number()
-    with connects() as stranger:
+    with connects(world, client) as stranger:
         match lie:
             case "a refused request":
                 assert stranger.request("Open", 1 << 31, request=number, epoch=world.epoch).name == "Refused"
@@ -120,7 +115,7 @@ def test_a_client_goes_on_after_somebody_has_used_its_number__also_one_that_it_m
             case "nothing is made":
                 stranger.say("Heard", 0, 0, epoch=world.epoch)
         stranger.request("Open", 1 << 31, request=number + 1, epoch=world.epoch)
-    with connects() as peer:
+    with connects(world, client) as peer:
         peer.say("Heard", 0, 1, epoch=world.epoch)
         again = peer.request("Join", f"n{client}", request=1, epoch=world.epoch)
         assert again.name == "Joined" and again.fields.number() == learner, "the answer was not heard"

@@ -312,6 +312,29 @@ fn a_grant_of_what_was_given_up_is_declined() {
 }
 
 #[test]
+fn a_job_that_has_failed_needs_no_new_weights_also_those_that_are_being_sent() {
+    let mut bench = Bench::new();
+    bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
+    bench.lead(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
+    bench.pass(1000);
+    bench.core.fail(ShardError::Lost("its process is gone".into()), bench.now, &mut bench.said);
+    assert!(bench.said.contains(&Action::ReleaseWeights(5)));
+    assert_eq!((bench.core.kept(), bench.core.outgoing()), ((0, 0), None));
+}
+
+#[test]
+fn a_learner_is_part_of_the_job_s_state_as_soon_as_its_join_is_answered() {
+    let mut bench = Bench::new();
+    bench.ask(3, Message::Join { name: "b".into() }, 1);
+    let joined = Message::Joined { learner: LearnerId(2), incarnation: Incarnation(4), since: 9 };
+    bench.lead(3, joined);
+    let known = |bench: &Bench| bench.core.state().learners.iter().any(|l| l.learner == LearnerId(2));
+    assert!(known(&bench));
+    bench.state(9, 0, 0, false);
+    assert!(!known(&bench), "the coordinator says who is there");
+}
+
+#[test]
 fn new_weights_that_are_being_sent_are_kept_until_the_plan_is_over() {
     let mut bench = Bench::new();
     bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
@@ -384,5 +407,9 @@ fn a_learner_that_joined_after_it_was_given_up_leaves_again() {
     bench.core.lead_up(bench.now, &mut bench.said);
     assert_eq!(leaves(&mut bench), 0);
     bench.lead(0, state(7));
+    assert_eq!(leaves(&mut bench), 1);
+    // It may not have been carried out.
+    bench.lead(5, Message::Refused(ShardError::TimedOut("it was given up".into()).into()));
+    bench.lead(0, state(8));
     assert_eq!(leaves(&mut bench), 1);
 }

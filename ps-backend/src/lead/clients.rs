@@ -8,13 +8,10 @@ use libmodelio::transport::ShardError;
 use libmodelio::wire::{BlockRanges, JobState, LearnerState, Message, Refusal, ranges};
 use serde::{Deserialize, Serialize};
 
-use super::requests::{Asked, Known, Requests};
+use super::requests::{Asked, Known, MAX_ANSWERS, Requests};
 use super::{Action, LeadCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
 use crate::controls::Controls;
 use crate::core::{Contribution, Now, Ticket};
-
-/// Answers that are kept for a client that does not say what it has heard.
-const MAX_ANSWERS: usize = 8192;
 
 /// Longest name of a setting and longest value of one, in bytes.
 const MAX_SETTING: (usize, usize) = (64, 64 << 10);
@@ -88,16 +85,19 @@ impl LeadCore {
     /// When there are too many.
     pub fn client_up(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) -> Result<(), Refusal> {
         let is_full = !self.clients.contains_key(&id) && self.clients.len() >= MAX_CLIENTS;
-        if is_full && let Some(idle) = self.idle_client() {
-            self.client_gone(idle, now, actions);
-        } else if is_full {
+        let idle = if is_full { self.idle_client() } else { None };
+        if is_full && idle.is_none() {
             return Err(Refusal::Other(format!("the model already has {MAX_CLIENTS} clients, its limit")));
         }
-        let client = self.clients.entry(id).or_insert_with(|| {
+        if !self.clients.contains_key(&id) {
             let was = self.given_up.iter().rposition(|(known, _)| *known == id);
             let before = was.and_then(|at| self.given_up.remove(at)).map_or(0, |(_, newest)| newest);
-            Client::new(before)
-        });
+            self.clients.insert(id, Client::new(before));
+        }
+        if let Some(idle) = idle {
+            self.client_gone(idle, now, actions);
+        }
+        let Some(client) = self.clients.get_mut(&id) else { return Ok(()) };
         client.requests.connects(now);
         client.connected = true;
         client.last_seen = now;
@@ -169,9 +169,10 @@ impl LeadCore {
         if let Err(refusal) = client.requests.reaches(request) {
             return actions.push(Action::ToClient(id, request, Message::Refused(refusal)));
         }
-        if client.requests.kept() >= MAX_ANSWERS {
+        if client.requests.is_full() {
             let why = format!("{MAX_ANSWERS} answers were not heard");
-            return actions.push(Action::Close(id, Refusal::Other(why)));
+            actions.push(Action::Close(id, Refusal::Other(why)));
+            return self.client_down(id, now, actions);
         }
         let asked = client.requests.opens(request);
         // A commit that comes after what ended it must not count: each learner's requests are taken in order. But one
@@ -187,14 +188,14 @@ impl LeadCore {
             let is_overtaken = client.requests.is_before(request, *newest);
             if is_overtaken && (!repeats || client.requests.is_open(*newest)) {
                 let overtaken = Message::Refused(ShardError::Interrupted.into());
-                return self.answer(id, request, overtaken, actions);
+                return self.answer(id, asked, overtaken, actions);
             }
             if !is_overtaken {
                 *newest = asked;
             }
         }
         if let Err(refusal) = self.carry_out(id, asked, message, now, actions) {
-            self.answer(id, request, Message::Refused(refusal), actions);
+            self.answer(id, asked, Message::Refused(refusal), actions);
         }
     }
 
@@ -293,7 +294,7 @@ impl LeadCore {
                 if !partly.as_ref().is_none_or(fits) {
                     return Err(ShardError::OutOfRange.into());
                 }
-                let ticket = self.ticket(id, asked.number);
+                let ticket = self.ticket(id, asked);
                 let source = Source { client: id, name: step.0, weights: BlockRanges::new() };
                 let deferred = sent.clone();
                 let unchecked = false;
@@ -306,7 +307,7 @@ impl LeadCore {
             Message::Assign { token, blocks, timeout_ms } => {
                 self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
                 self.core.may_assign()?;
-                let ticket = self.ticket(id, asked.number);
+                let ticket = self.ticket(id, asked);
                 let source = Source { client: id, name: token, weights: blocks };
                 self.core.assign(ticket, source, Vec::new(), deadline(timeout_ms), now, &mut wanted);
                 None
@@ -339,23 +340,24 @@ impl LeadCore {
             other => return Err(Refusal::Role { what: other.name().to_owned() }),
         };
         if let Some(answer) = answer {
-            self.answer(id, asked.number, answer, actions);
+            self.answer(id, asked, answer, actions);
         }
         self.perform(wanted, now, actions);
         Ok(())
     }
 
-    fn ticket(&mut self, client: ClientId, request: u64) -> Ticket {
+    fn ticket(&mut self, client: ClientId, asked: Asked) -> Ticket {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
-        self.tickets.insert(ticket, (client, request));
+        self.tickets.insert(ticket, (client, asked));
         ticket
     }
 
-    pub(super) fn answer(&mut self, id: ClientId, request: u64, answer: Message, actions: &mut Vec<Action>) {
-        if let Some(client) = self.clients.get_mut(&id) {
-            client.requests.answers(request, &answer);
-            actions.push(Action::ToClient(id, request, answer));
+    pub(super) fn answer(&mut self, id: ClientId, asked: Asked, answer: Message, actions: &mut Vec<Action>) {
+        if let Some(client) = self.clients.get_mut(&id)
+            && client.requests.answers(asked, &answer)
+        {
+            actions.push(Action::ToClient(id, asked.number, answer));
         }
     }
 
@@ -368,7 +370,9 @@ impl LeadCore {
     /// Ends clients that have been silent for the lease.
     pub(super) fn expire_clients(&mut self, now: Now, actions: &mut Vec<Action>) {
         let (longest, endless) = (self.longest_absence(), self.core.controls().lease.is_zero());
-        self.clients.values_mut().for_each(|client| client.requests.tick(longest, now));
+        for client in self.clients.values_mut().filter(|client| client.connected) {
+            client.requests.tick(longest, now);
+        }
         let is_gone = |(id, client): &(&ClientId, &Client)| {
             let kept = endless && (client.connected || self.takes_part(**id));
             now.saturating_sub(client.last_seen) >= longest && !kept

@@ -29,6 +29,7 @@ use crate::core::{self, Answer, Now, ShardCore, Ticket};
 use clients::Client;
 pub use moving::TakeOverError;
 use plans::Run;
+use requests::Asked;
 
 /// Where a contribution, or new weights, wait to be sent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -90,7 +91,7 @@ pub struct LeadCore {
     given_up: VecDeque<(ClientId, u64)>,
     owners: BTreeMap<LearnerId, ClientId>,
     /// Requests that the core answers later.
-    tickets: BTreeMap<Ticket, (ClientId, u64)>,
+    tickets: BTreeMap<Ticket, (ClientId, Asked)>,
     next_ticket: Ticket,
     #[serde(skip)]
     run: Option<Run>,
@@ -207,12 +208,12 @@ impl LeadCore {
         while let Some(action) = wanted.pop_front() {
             match action {
                 core::Action::Reply(ticket, result) => {
-                    if let Some((client, request)) = self.tickets.remove(&ticket) {
+                    if let Some((client, asked)) = self.tickets.remove(&ticket) {
                         let answer = match result {
                             Ok(Answer::Committed | Answer::Version(_)) => Message::Done,
                             Err(error) => Message::Refused(self.with_shards(error).into()),
                         };
-                        answers.push((client, request, answer));
+                        answers.push((client, asked, answer));
                     }
                 }
                 core::Action::Published(version) => {
@@ -241,17 +242,17 @@ impl LeadCore {
             self.tell_all(now, actions);
         }
         // After the state that it is part of: whoever has its answer knows what came of it.
-        for (client, request, answer) in answers {
-            self.answer(client, request, answer, actions);
+        for (client, asked, answer) in answers {
+            self.answer(client, asked, answer, actions);
         }
     }
 
-    /// A timeout names the shards that the job waits for.
+    /// A timeout names the shards that are out of reach.
     fn with_shards(&self, error: ShardError) -> ShardError {
         match error {
             ShardError::TimedOut(why) if !self.away.is_empty() => {
                 let shards: Vec<String> = self.away.iter().map(|shard| format!("shard {shard}")).collect();
-                ShardError::TimedOut(format!("{why}; the job waits for {}", shards.join(", ")).into())
+                ShardError::TimedOut(format!("{why}; out of reach: {}", shards.join(", ")).into())
             }
             error => error,
         }

@@ -406,15 +406,17 @@ impl LeadCore {
             })
     }
 
-    /// A partition contradicts the coordinator: it has lost its blocks, or is not of this job.
+    /// A partition contradicts the coordinator: it has lost its blocks, or is of another job.
     fn fail(&mut self, part: Part, refusal: &Refusal, now: Now, actions: &mut Vec<Action>) {
         let whose = self.shards.get(part).map_or("a shard".into(), |shard| format!("shard {shard}"));
-        let why = Refusal::Shard(ShardError::Lost(format!("{whose} has lost its blocks: {refusal}")));
+        let why = Refusal::Shard(ShardError::Lost(format!(
+            "{whose} does not have this job's blocks any more: {refusal}"
+        )));
         self.failed = Some(why.clone());
         self.run = None;
         self.queue.clear();
-        for (_, (client, request)) in std::mem::take(&mut self.tickets) {
-            self.answer(client, request, Message::Refused(why.clone()), actions);
+        for (_, (client, asked)) in std::mem::take(&mut self.tickets) {
+            self.answer(client, asked, Message::Refused(why.clone()), actions);
         }
         self.tell_all(now, actions);
     }

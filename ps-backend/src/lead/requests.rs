@@ -3,6 +3,7 @@
 //! Anybody can connect under a client's number. What a connection says of the numbers holds as long as the connection
 //! does: a request that the client had not made when it connected was somebody else's, and answers of earlier connections
 //! are kept until this one has lasted for long. If it were a stranger's, the client itself would have connected by then.
+//! Answers over one connection do not push out those of another.
 
 use std::collections::BTreeMap;
 
@@ -10,6 +11,12 @@ use libmodelio::wire::{MAX_SKIPPED, Message, Refusal};
 use serde::{Deserialize, Serialize};
 
 use crate::core::Now;
+
+/// Answers that are kept for a connection that does not say what it has heard, and for all earlier ones.
+pub(super) const MAX_ANSWERS: usize = 8192;
+
+/// Of a setting that was refused this much of the reason is kept, in characters.
+const KEPT_REASON: usize = 100;
 
 /// A connection of the client, counted.
 type Connection = u64;
@@ -44,6 +51,10 @@ pub(super) struct Requests {
     made: u64,
     /// It has all answers up to this one, as it says over this connection.
     heard: u64,
+    /// What it has said of that, of which requests that never came are part.
+    said: Option<u64>,
+    /// The highest number of a request that came, over whichever connection.
+    newest: u64,
     /// Answers that it may not have had.
     answered: BTreeMap<u64, (Connection, Message)>,
     /// Requests that are not answered yet.
@@ -61,6 +72,8 @@ impl Requests {
             settled: false,
             made: u64::MAX,
             heard: 0,
+            said: None,
+            newest: before,
             answered: BTreeMap::new(),
             open: BTreeMap::new(),
             before,
@@ -71,7 +84,11 @@ impl Requests {
     pub(super) fn connects(&mut self, now: Now) {
         self.connection += 1;
         (self.since, self.settled) = (now, false);
-        (self.made, self.heard) = (u64::MAX, 0);
+        (self.made, self.heard, self.said) = (u64::MAX, 0, None);
+        // The client counts on from what it has made: a number that it has not reached is higher than its own.
+        while self.answered.len() > MAX_ANSWERS {
+            self.answered.pop_last();
+        }
     }
 
     /// Whether a request can have been the client's.
@@ -81,15 +98,13 @@ impl Requests {
 
     /// The highest number so far.
     pub(super) fn newest(&self) -> u64 {
-        let open = self.open.keys().next_back().copied().unwrap_or_default();
-        let answered = self.answered.keys().next_back().copied().unwrap_or_default();
-        open.max(answered).max(self.heard).max(self.before)
+        self.newest
     }
 
     /// # Errors
     /// If the client cannot have asked so often.
     pub(super) fn reaches(&self, number: u64) -> Result<(), Refusal> {
-        let newest = self.newest();
+        let newest = self.newest;
         if number.saturating_sub(newest) <= MAX_SKIPPED {
             return Ok(());
         }
@@ -105,8 +120,9 @@ impl Requests {
     pub(super) fn numbered(&mut self, heard: u64, newest: u64) -> Result<(), Refusal> {
         self.reaches(heard.max(newest))?;
         self.made = self.made.min(newest);
+        self.said = Some(heard);
         // The client may have given up requests that are still on their way here: they are not taken as heard.
-        self.heard = heard.min(self.newest());
+        self.heard = heard.min(self.newest);
         self.forget();
         Ok(())
     }
@@ -115,6 +131,7 @@ impl Requests {
     pub(super) fn tick(&mut self, long: Now, now: Now) {
         if !self.settled && now.saturating_sub(self.since) >= long {
             self.settled = true;
+            self.before = self.before.min(self.made);
             self.forget();
         }
     }
@@ -132,24 +149,24 @@ impl Requests {
     pub(super) fn known(&self, number: u64) -> Known<'_> {
         let is_open = self.open.get(&number).is_some_and(|over| self.is_its_own(number, *over));
         let answer = self.answered.get(&number).filter(|(over, _)| self.is_its_own(number, *over));
-        if number <= self.heard || is_open {
-            Known::Nothing
-        } else if number <= self.before.min(self.made) {
-            Known::Late
-        } else {
-            answer.map_or(Known::New, |(_, answer)| Known::Answered(answer))
+        match answer {
+            _ if number <= self.heard || is_open => Known::Nothing,
+            Some((_, answer)) => Known::Answered(answer),
+            None if number <= self.before.min(self.made) => Known::Late,
+            None => Known::New,
         }
     }
 
     /// It is taken, and will be answered.
     pub(super) fn opens(&mut self, number: u64) -> Asked {
         self.open.insert(number, self.connection);
+        self.newest = self.newest.max(number);
         Asked { number, over: self.connection }
     }
 
     /// Whether it waits for its answer.
     pub(super) fn is_open(&self, asked: Asked) -> bool {
-        self.open.contains_key(&asked.number)
+        self.open.get(&asked.number) == Some(&asked.over)
     }
 
     /// Whether request `number` was made before this one.
@@ -157,22 +174,34 @@ impl Requests {
         number < asked.number && (asked.over == self.connection || number < asked.number.min(self.made))
     }
 
-    /// Its answer, which is kept until the client has it.
-    pub(super) fn answers(&mut self, number: u64, answer: &Message) {
-        let over = self.open.remove(&number).unwrap_or(self.connection);
-        // A setting that was refused has changed nothing: asked again, it is refused again.
-        if matches!(answer, Message::Refused(Refusal::Control(_))) {
-            return;
+    /// Its answer, which is kept until the client has it. Whether it is to be sent: nobody waits for the answer to a
+    /// stranger's request.
+    pub(super) fn answers(&mut self, asked: Asked, answer: &Message) -> bool {
+        let Asked { number, over } = asked;
+        if !self.is_open(asked) {
+            return false;
         }
+        self.open.remove(&number);
         // Nobody waits for the answer to a request that was given up.
-        if number > self.heard || over != self.connection {
-            self.answered.insert(number, (over, answer.clone()));
+        let is_wanted = match over == self.connection {
+            true => number > self.said.unwrap_or_default(),
+            false => !self.settled || (number > self.heard && number <= self.made),
+        };
+        if is_wanted {
+            self.answered.insert(number, (over, in_short(answer)));
         }
+        self.is_its_own(number, over)
     }
 
     /// Answers that are kept.
     pub(super) fn kept(&self) -> usize {
         self.answered.len()
+    }
+
+    /// Whether more answers are kept over this connection than a client leaves unheard.
+    pub(super) fn is_full(&self) -> bool {
+        let over_this = |(over, _): &&(Connection, Message)| *over == self.connection;
+        self.answered.len() >= MAX_ANSWERS && self.answered.values().filter(over_this).count() >= MAX_ANSWERS
     }
 
     /// Whether nothing is kept, and nothing waits.
@@ -182,6 +211,16 @@ impl Requests {
 
     /// What the client has said of that over this connection.
     pub(super) fn heard(&self) -> Option<u64> {
-        (self.made < u64::MAX).then_some(self.heard)
+        self.said
+    }
+}
+
+/// What is kept of an answer: reasons may be long, and a setting that is asked for again is refused again.
+fn in_short(answer: &Message) -> Message {
+    match answer {
+        Message::Refused(Refusal::Control(why)) => {
+            Message::Refused(Refusal::Control(why.chars().take(KEPT_REASON).collect()))
+        }
+        answer => answer.clone(),
     }
 }

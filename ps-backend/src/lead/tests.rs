@@ -415,9 +415,9 @@ fn an_error_says_which_shards_were_waited_for() {
     bench.said.clear();
     bench.pass(Now::from_secs(3));
     let said = format!("{:?}", bench.heard_by(A));
-    assert!(said.contains("; the job waits for shard 5"), "{said}");
+    assert!(said.contains("; out of reach: shard 5"), "{said}");
     bench.part(0, Message::Refused(Refusal::NoModel("m".into())));
     bench.commit(A, 1, 1, 3);
     let said = format!("{:?} {:?}", bench.heard_by(A), bench.lead.failed());
-    assert_eq!(said.matches("shard 5 has lost its blocks").count(), 3, "{said}");
+    assert_eq!(said.matches("shard 5 does not have this job's blocks any more").count(), 3, "{said}");
 }

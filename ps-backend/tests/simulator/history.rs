@@ -329,9 +329,11 @@ impl History {
 
     // -- what the shards do
 
-    /// A part keeps the sums of a plan for the coming version.
+    /// A part keeps the sums of a plan for the coming version: of a stranger's plan there are none.
     pub fn sealed(&mut self, part: usize, plan: PlanId) {
-        self.sealed.entry(plan).or_default().insert(part);
+        if self.plans.contains_key(&plan) {
+            self.sealed.entry(plan).or_default().insert(part);
+        }
     }
 
     /// A part has published a version.

@@ -139,7 +139,7 @@ impl World {
                     )
                 }
             };
-            self.believed += u64::from(is_believed);
+            self.believed += u64::from(is_believed && !matches!(message, Message::Lacks { .. }));
             self.trace(|| format!("a stranger as client {index}: {request}: {message:?}"));
             self.on_lead(|lead, now, actions| lead.from_client(id, request, message, now, actions));
         }

@@ -394,7 +394,7 @@ impl World {
             return;
         }
         let mut deliveries = self.network.deliveries(from, to, self.now, &mut self.rng);
-        // A connection over which this does not come ends.
+        // This comes, though late: a connection that loses it has ended.
         if deliveries.is_empty() && matches!(message, Message::Heard { .. }) {
             deliveries.push(self.now + self.some_time(3000));
         }

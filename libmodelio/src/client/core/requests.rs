@@ -3,7 +3,7 @@
 use super::{Action, ClientCore, Held, Now, PATIENCE, Token};
 use crate::ids::{LearnerId, PlanId, Step, Version};
 use crate::transport::{Attached, ShardError};
-use crate::wire::{LearnerState, Message, Refusal};
+use crate::wire::{Granted, LearnerState, Message, Refusal};
 
 #[derive(Debug)]
 pub(super) struct Request {
@@ -81,6 +81,8 @@ impl ClientCore {
             self.answered(id, Message::Refused(why.clone().into()), now, actions);
         }
         // Nobody will ask for what earlier requests have left here.
+        self.outgoing.take_if(|outgoing| matches!(outgoing.payload, Granted::Weights(_)));
+        self.release_weights(actions);
         for (learner, step) in self.held.keys().copied().collect::<Vec<_>>() {
             self.release(learner, step, actions);
         }
@@ -183,9 +185,13 @@ impl ClientCore {
                     step: Step(0),
                     unpublished: false,
                     published_in: Version(0),
-                    joined_at: Version(0),
+                    joined_at: self.state.version,
                     attached: Attached::No,
                 };
+                // The next state names it: until then the job is shown with it, too.
+                if self.state.learners.iter().all(|known| known.learner != *learner) {
+                    self.state.learners.push(new.clone());
+                }
                 self.learners.entry(*learner).or_insert((new, *since));
                 self.next_is(*learner, id, Some(Step(1)));
             }
@@ -218,6 +224,10 @@ impl ClientCore {
                 self.release_refused(id, (*learner, *step), actions);
             }
             (Message::Leave { learner, reason }, Ok(_)) => self.learner_left(*learner, *reason, now, actions),
+            // The core's own: while the lead names a learner that nobody uses, it is asked again.
+            (Message::Leave { learner, .. }, Err(_)) if request.token == Token::MAX => {
+                self.learners.remove(learner);
+            }
             _ => {}
         }
         self.release_left(actions);

@@ -276,8 +276,8 @@ impl Client {
         });
     }
 
-    /// Publishes the whole blocks of `buffer` as the next version. A write that has timed out may have been taken: it stays
-    /// here until that is said.
+    /// Publishes the whole blocks of `buffer` as the next version. A write that has timed out may have been taken: while a
+    /// plan sends it, it stays here until that is over.
     pub fn assign(&self, buffer: Region, blocks: &FixedBitSet, timeout: Duration, done: Answered) {
         let Ok(blocks) = wire::ranges::from_bits(blocks) else {
             return done(Err(ShardError::NotAllowed("the new weights are too scattered".into()).into()));

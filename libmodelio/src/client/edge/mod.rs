@@ -43,7 +43,7 @@ use crate::link::{Link, Outgoing};
 use crate::net::{Close, Handle};
 use crate::payload::Tally;
 use crate::transport::{Region, ShardError};
-use crate::wire::{Message, ModelRecord, Moved, Refusal};
+use crate::wire::{Message, ModelRecord, Refusal};
 pub use client::Client;
 use connections::Peer;
 pub(in crate::client) use connections::Shortcut;
@@ -73,8 +73,7 @@ struct Inner {
     lead: Peer,
     parts: Vec<Peer>,
     inquiry: Inquiry,
-    /// A shard has said that the model is where it is now, and since when nobody else has.
-    unconfirmed: Option<(Moved, Instant)>,
+    unconfirmed: Option<moving::Unconfirmed>,
     /// Sums that are on their way; the memory is used again.
     spare: Vec<Vec<u8>>,
 }

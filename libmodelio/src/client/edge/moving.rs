@@ -35,6 +35,25 @@ fn in_question() -> Close {
     Close::Asked(IN_QUESTION.into())
 }
 
+/// A shard has said that the model is where it is now, and the registry has not said so yet.
+pub(super) struct Unconfirmed {
+    moved: Moved,
+    since: Instant,
+    /// Whether the lead was met where the model was before.
+    met: bool,
+}
+
+/// On whose word the model has moved.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Word {
+    /// The registry's, or a shard's where there is no registry.
+    Good,
+    /// A shard's alone.
+    Unconfirmed,
+    /// The registry's, against what a shard has said.
+    Corrects,
+}
+
 /// What is asked of the registry.
 #[derive(Default)]
 pub(super) struct Inquiry {
@@ -98,7 +117,7 @@ impl Shared {
         };
         let moved = Moved::decode(bytes).map_err(|error| bad(&error))?;
         if self.options.registry.is_none() {
-            self.moved(&moved.record, &moved.shards, false).map_err(|why| bad(&why))?;
+            self.moved(&moved, Word::Good).map_err(|why| bad(&why))?;
             return self.check_in_force(way);
         }
         self.sense_of(&moved.record, &moved.shards).map_err(|why| bad(&why))?;
@@ -172,21 +191,21 @@ impl Shared {
         Ok((map, Arc::new(whereabouts)))
     }
 
-    /// The model is where `record` says, if that is of a newer map than the one in force; of any other map, if the one
+    /// The model is where `moved` says, if that is of a newer map than the one in force; of any other map, if the one
     /// in force is to be corrected. True if it was.
     ///
     /// # Errors
     /// For another model, or a record that leads nowhere: nothing has changed.
-    fn moved(&self, record: &ModelRecord, shards: &[ShardRecord], corrects: bool) -> Result<bool, String> {
-        let (map, new) = self.sense_of(record, shards)?;
+    fn moved(&self, moved: &Moved, word: Word) -> Result<bool, String> {
+        let (map, new) = self.sense_of(&moved.record, &moved.shards)?;
         let mut inner = self.inner.lock();
         let mut actions = Vec::new();
         let now = self.now();
         // Another connection may have said the same meanwhile.
         let taken = !self.is_stopping()
-            && match corrects {
-                true => inner.core.corrected(&map, now, &mut actions),
-                false => inner.core.moved(&map, now, &mut actions),
+            && match word {
+                Word::Corrects => inner.core.corrected(&map, now, &mut actions),
+                Word::Good | Word::Unconfirmed => inner.core.moved(&map, now, &mut actions),
             };
         if !taken {
             return Ok(false);
@@ -195,9 +214,14 @@ impl Shared {
         let before = std::mem::replace(&mut inner.map, Arc::clone(&new));
         let parts = std::mem::replace(&mut inner.parts, peers);
         let lead = std::mem::replace(&mut inner.lead, Peer::new(false));
-        // Whoever leads now has taken over the job that was met.
-        inner.lead.met = lead.met;
-        inner.unconfirmed = None;
+        // Whoever leads now has taken over the job that was met, unless the one who says so is wrong.
+        let met = lead.met || inner.unconfirmed.take().is_some_and(|before| before.met);
+        match word {
+            Word::Unconfirmed => {
+                inner.unconfirmed = Some(Unconfirmed { moved: moved.clone(), since: Instant::now(), met });
+            }
+            Word::Good | Word::Corrects => inner.lead.met = met,
+        }
         inner.inquiry = Inquiry { under_way: inner.inquiry.under_way, ..Inquiry::default() };
         parts.iter().chain([&lead]).flat_map(|peer| &peer.links).for_each(|link| link.close(overtaken()));
         self.act(inner, actions);
@@ -244,7 +268,7 @@ impl Shared {
         {
             let mut inner = self.inner.lock();
             let gone = inner.parts.iter().chain([&inner.lead]).filter_map(|peer| peer.gone_since).min();
-            let since = gone.or(inner.unconfirmed.as_ref().map(|(_, since)| *since));
+            let since = gone.or(inner.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.since));
             let Some(since) = since else {
                 (inner.inquiry.tries, inner.inquiry.other_lives, inner.inquiry.next) = (0, 0, None);
                 return;
@@ -277,7 +301,7 @@ impl Shared {
     fn looked_up(&self, found: Result<(ModelRecord, Vec<ShardRecord>), RegistryError>) {
         let (word, unconfirmed, known) = {
             let mut inner = self.inner.lock();
-            let unconfirmed = inner.unconfirmed.as_ref().map(|(moved, _)| moved.clone());
+            let unconfirmed = inner.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.moved.clone());
             (inner.inquiry.word.take(), unconfirmed, Arc::clone(&inner.map))
         };
         let outcome = match found {
@@ -288,7 +312,7 @@ impl Shared {
                 let others = known.parts.iter().filter(|place| unconfirmed.is_none() && !is_listed(place));
                 let others: Vec<ShardRecord> = others.map(|place| place.record.clone()).collect();
                 shards.extend(others);
-                self.registry_says(&record, &shards, word, unconfirmed)
+                self.registry_says(Moved { record, shards }, word, unconfirmed)
             }
             Err(RegistryError::Peer(error)) => match word {
                 Some((moved, who)) => {
@@ -298,13 +322,7 @@ impl Shared {
                         "the model has moved, as a shard says; the registry cannot be asked ({error}), and will be \
                          until it says so, too"
                     );
-                    let taken = self.moved(&moved.record, &moved.shards, false);
-                    if taken == Ok(true) {
-                        let mut inner = self.inner.lock();
-                        inner.unconfirmed = Some((moved, Instant::now()));
-                        inner.lead.met = false;
-                    }
-                    taken.map(drop)
+                    self.moved(&moved, Word::Unconfirmed).map(drop)
                 }
                 None => Err(error.to_string()),
             },
@@ -342,11 +360,11 @@ impl Shared {
     /// The registry's record counts, whatever a shard has said.
     fn registry_says(
         &self,
-        record: &ModelRecord,
-        shards: &[ShardRecord],
+        known: Moved,
         word: Option<(Moved, String)>,
         unconfirmed: Option<Moved>,
     ) -> Result<(), String> {
+        let Moved { record, shards } = &known;
         if let Some((moved, who)) = word {
             let of_same_life = record.generation == moved.record.generation;
             if !of_same_life || record.epoch < moved.record.epoch {
@@ -360,10 +378,12 @@ impl Shared {
                 );
             }
         }
-        let Some(unconfirmed) = unconfirmed else { return self.moved(record, shards, false).map(drop) };
+        let Some(unconfirmed) = unconfirmed else { return self.moved(&known, Word::Good).map(drop) };
         if is_same(record, shards, &unconfirmed) {
             tracing::info!(model = %self.model, epoch = %record.epoch, "the registry says, too, that the model has moved");
-            self.inner.lock().unconfirmed = None;
+            let mut inner = self.inner.lock();
+            let met = inner.unconfirmed.take().is_some_and(|unconfirmed| unconfirmed.met);
+            inner.lead.met |= met;
             return Ok(());
         }
         self.check_same(record)?;
@@ -375,7 +395,7 @@ impl Shared {
                 unconfirmed.record.epoch, places(&unconfirmed.record, &unconfirmed.shards)
             );
         }
-        self.moved(record, shards, true).map(drop)
+        self.moved(&known, Word::Corrects).map(drop)
     }
 
     /// A shard says what the registry does not.

@@ -2,6 +2,7 @@
 
 use libmodelio::wire::MAX_SKIPPED;
 
+use super::super::requests::MAX_ANSWERS;
 use super::*;
 
 const FAR: [u64; 3] = [1 << 63, u64::MAX - 1, u64::MAX];
@@ -87,17 +88,124 @@ fn a_client_that_is_given_up_while_a_stranger_has_its_number_is_heard_when_it_is
     assert_eq!(bench.heard_by(A)[0].1.name(), "Joined");
 }
 
+/// The connection of client A is lost, and somebody connects under its number.
+fn connects_anew(bench: &mut Bench) {
+    bench.lead.client_down(A, bench.now, &mut bench.said);
+    bench.lead.client_up(A, bench.now, &mut bench.said).unwrap();
+    bench.said.clear();
+}
+
+/// The client itself connects: it has the answers up to `heard`, and has made requests up to `newest`.
+fn client_connects(bench: &mut Bench, heard: u64, newest: u64) {
+    connects_anew(bench);
+    bench.client(A, 0, Message::Heard { request: heard, newest });
+}
+
 #[test]
-fn answers_that_nobody_hears_keep_no_client_out_and_refused_settings_are_not_kept() {
+fn answers_to_a_stranger_keep_the_client_out_and_its_answers_away_no_longer_than_its_connection() {
+    let mut bench = Bench::new();
+    let opened = (2, Message::Opened { step: Step(1), staging_lent: false });
+    bench.client(A, 2, Message::Open { learner: LearnerId(1) });
+    for stranger in 0..3 {
+        connects_anew(&mut bench);
+        let from = 10 + stranger * 10_000;
+        for request in from..from + MAX_ANSWERS as u64 {
+            bench.client(A, request, Message::Open { learner: LearnerId(77) });
+        }
+        assert_eq!(bench.heard_by(A).len(), MAX_ANSWERS);
+        bench.client(A, from + MAX_ANSWERS as u64, Message::Open { learner: LearnerId(77) });
+        let why = Refusal::Other(format!("{MAX_ANSWERS} answers were not heard"));
+        assert_eq!(bench.said, [Action::Close(A, why)]);
+        assert_eq!(bench.lead.client_count().0, 1, "its connection is over");
+        assert!(bench.lead.kept().1 <= 2 * MAX_ANSWERS + 1, "one of the other client");
+    }
+    client_connects(&mut bench, 1, 2);
+    bench.client(A, 2, Message::Open { learner: LearnerId(1) });
+    assert_eq!(bench.heard_by(A), [opened]);
+    bench.client(A, 3, Message::Join { name: "more".into() });
+    assert_eq!(bench.heard_by(A)[0].1.name(), "Joined");
+}
+
+#[test]
+fn a_client_is_not_given_the_answer_to_a_stranger_s_request_of_the_same_number() {
+    let mut bench = Bench::new();
+    connects_anew(&mut bench);
+    bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 1000 });
+    bench.started();
+    client_connects(&mut bench, 1, 1);
+    bench.client(A, 2, Message::Assign { token: 8, blocks: vec![0..4], timeout_ms: 9000 });
+    let answers = |bench: &mut Bench| -> Vec<(u64, Message)> {
+        bench.heard_by(A).into_iter().filter(|(request, _)| *request > 0).collect()
+    };
+    bench.pass(Now::from_secs(1));
+    assert_eq!(answers(&mut bench), [], "the stranger's has timed out");
+    bench.pass(Now::from_secs(8));
+    let answers = answers(&mut bench);
+    assert!(
+        matches!(&answers[..], [(2, Message::Refused(Refusal::Shard(ShardError::TimedOut(_))))]),
+        "{answers:?}"
+    );
+}
+
+#[test]
+fn a_setting_that_was_refused_is_refused_when_it_comes_again_though_it_would_do_now() {
+    let mut bench = Bench::new();
+    let set = |name: &str, value: &str| Message::SetControl { name: name.into(), value: value.into() };
+    bench.client(A, 2, set("min_learners", "3"));
+    bench.client(A, 3, set("learners", "3"));
+    bench.client(A, 2, set("min_learners", "3"));
+    let refused = |answer: &&(u64, Message)| matches!(answer, (2, Message::Refused(Refusal::Control(_))));
+    assert_eq!(bench.heard_by(A).iter().filter(refused).count(), 2);
+    assert_eq!(bench.lead.job().controls().min_learners, 1);
+}
+
+#[test]
+fn a_client_that_connects_anew_and_asks_for_nothing_is_told_what_it_has_said() {
+    let mut bench = Bench::new();
+    bench.client(A, MAX_SKIPPED, Message::Open { learner: LearnerId(1) });
+    let newest = MAX_SKIPPED + 1000;
+    bench.client(A, newest, Message::Open { learner: LearnerId(1) });
+    bench.client(A, 0, Message::Heard { request: newest, newest });
+    for heard in [newest, newest + 5] {
+        client_connects(&mut bench, heard, newest + 5);
+        assert_eq!(bench.said, []);
+        bench.pass(bench.lead.job().controls().lease / 2);
+        let told = bench.said.iter().rev().find_map(|action| match action {
+            Action::ToClient(A, 0, Message::State(state)) => Some(state.heard),
+            _ => None,
+        });
+        assert_eq!(told, Some(Some(heard)));
+        bench.said.clear();
+    }
+}
+
+#[test]
+fn what_a_client_asks_after_it_is_back_is_carried_out_once_also_where_a_stranger_was_given_up_in_its_place() {
+    let mut bench = Bench::new();
+    bench.client(A, 1000, Message::Abort { learner: LearnerId(1) });
+    bench.pass(bench.lead.job().controls().lease);
+    client_connects(&mut bench, 1, 2);
+    bench.client(A, 3, Message::Join { name: "again".into() });
+    let joined = bench.heard_by(A);
+    client_connects(&mut bench, 2, 3);
+    bench.client(A, 3, Message::Join { name: "again".into() });
+    assert_eq!(bench.heard_by(A), joined, "the same answer");
+    assert_eq!(joined[0].1.name(), "Joined");
+}
+
+#[test]
+fn answers_that_nobody_hears_keep_no_client_out_and_refusals_are_kept_in_short() {
     let mut bench = Bench::new();
     for id in 0..MAX_CLIENTS as u64 {
         let id = ClientId(1 << 20 | id);
         let full = bench.lead.client_up(id, bench.now, &mut bench.said).is_err();
         assert!(!full, "{id}");
         let setting = Message::SetControl { name: "momentum".into(), value: "9".repeat(1 << 10) };
-        let kept = bench.lead.kept();
+        bench.client(id, 1, setting.clone());
+        let once = bench.heard_by(id);
         bench.client(id, 1, setting);
-        assert_eq!(bench.lead.kept(), kept, "{id}");
+        let (once, again) = (format!("{once:?}"), format!("{:?}", bench.heard_by(id)));
+        assert!(once.len() > 1000 && (100..200).contains(&again.len()), "{again}");
         bench.client(id, 2, Message::Open { learner: LearnerId(77) });
         bench.lead.client_down(id, bench.now, &mut bench.said);
     }
