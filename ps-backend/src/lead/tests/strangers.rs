@@ -127,6 +127,21 @@ fn answers_to_a_stranger_keep_the_client_out_and_its_answers_away_no_longer_than
 }
 
 #[test]
+fn an_answer_that_a_stranger_says_it_has_heard_or_has_not_asked_for_is_given_to_the_client_again() {
+    for (heard, newest) in [(2, 2), (2, 0), (0, 0)] {
+        let mut bench = Bench::new();
+        bench.client(A, 2, Message::Join { name: "more".into() });
+        let joined = bench.heard_by(A);
+        assert_eq!(joined[0].1.name(), "Joined");
+        connects_anew(&mut bench);
+        bench.client(A, 0, Message::Heard { request: heard, newest });
+        client_connects(&mut bench, 1, 2);
+        bench.client(A, 2, Message::Join { name: "more".into() });
+        assert_eq!(bench.heard_by(A), joined, "{heard}, {newest}");
+    }
+}
+
+#[test]
 fn a_client_is_not_given_the_answer_to_a_stranger_s_request_of_the_same_number() {
     let mut bench = Bench::new();
     connects_anew(&mut bench);
