@@ -21,13 +21,13 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use fixedbitset::FixedBitSet;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{Client, ClientOptions, Pulls, TransportChoice};
-use libmodelio::ids::{LearnerId, Step};
-use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
 use libmodelio::rdma::{Notice, Placement, Polling, RdmaOptions};
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::{Region, RegionKey};
+use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::wire::Message;
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-use libmodelio::safetensors_file::Header;
+use libmodelio::formats::safetensors::Header;
 use serde::Deserialize;
 
 use crate::error::Error;

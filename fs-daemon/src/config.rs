@@ -14,8 +14,8 @@ use std::ffi::OsString;
 use std::fmt::Display;
 use std::path::{Path, PathBuf};
 
-use libmodelio::layout::{DType, MAX_BLOCKS};
-use ps_backend::controls::{Consistency, ControlError, Controls};
+use libmodelio::vocabulary::controls::{Consistency, ControlError, Controls};
+use libmodelio::vocabulary::layout::{DType, MAX_BLOCKS};
 
 use self::endpoint::{Endpoint, METRICS_PORT};
 pub use self::layer::{

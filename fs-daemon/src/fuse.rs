@@ -18,7 +18,7 @@ use std::time::Duration;
 use fuser::{
     Config, Errno, FileHandle, FopenFlags, INodeNo, MountOption, Notifier, ReplyOpen, Session, SessionACL,
 };
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
 use parking_lot::Mutex;
 
 use crate::fs::{Fs, Kernel, Opened, Way};

@@ -1,9 +1,9 @@
 //! Whether what is asked for fits this machine: better a clear word at the start than the kernel's
 //! out-of-memory killer in the middle of a training run.
 
-use libmodelio::layout::ModelLayout;
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::layout::ModelLayout;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use ps_backend::controls::Controls;
 use ps_backend::memory::{MemoryUse, available, gib};
 
 use crate::error::Error;

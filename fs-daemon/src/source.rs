@@ -6,10 +6,10 @@ use std::io;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::safetensors_file::{self, CopyRange, Header};
-use ps_backend::controls::Controls;
-use ps_backend::reducer::Reducer;
+use libmodelio::formats::safetensors::{self, CopyRange, Header};
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::Reducer;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::ModelSource;
@@ -49,10 +49,9 @@ impl Source {
                     headers.push(header);
                 }
                 checkpoint.check(&headers)?;
-                let (layout, ranges) =
-                    safetensors_file::plan_load(&headers, block_size).map_err(|error| {
-                        Error::new(format!("cannot load {}", path.display())).caused_by(error)
-                    })?;
+                let (layout, ranges) = safetensors::plan_load(&headers, block_size).map_err(|error| {
+                    Error::new(format!("cannot load {}", path.display())).caused_by(error)
+                })?;
                 // Of an entry that several files have, the first one's counts.
                 let metadata = headers.into_iter().rev().flat_map(|header| header.metadata).collect();
                 Ok(Source { layout, metadata, files, ranges })
@@ -125,7 +124,7 @@ fn open(path: &Path) -> Result<(File, Header), Error> {
         .custom_flags(libc::O_NONBLOCK)
         .open(path)
         .map_err(|error| Error::new(format!("cannot open {shown}")).caused_by(error))?;
-    let header = safetensors_file::read_header(&file)
+    let header = safetensors::read_header(&file)
         .map_err(|error| Error::new(format!("cannot load {shown}")).caused_by(error))?;
     Ok((file, header))
 }

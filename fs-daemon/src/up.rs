@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use libmodelio::transport::Device;
-use ps_backend::controls::Controls;
+use libmodelio::vocabulary::controls::Controls;
 use ps_backend::embedded::{EmbeddedShard, InProcess};
 use ps_backend::memory::MemoryUse;
 

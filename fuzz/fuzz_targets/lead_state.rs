@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use libmodelio::layout::{DType, MIN_BLOCK_SIZE as BLOCK, ModelLayout};
+use libmodelio::vocabulary::layout::{DType, MIN_BLOCK_SIZE as BLOCK, ModelLayout};
 use ps_backend::lead::LeadCore;
 
 fuzz_target!(|input: (u8, u8, u32, &[u8])| {

@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use libmodelio::ids::Epoch;
+use libmodelio::vocabulary::ids::Epoch;
 use libmodelio::wire::{HEADER, Message, Payload, append_frame};
 
 fuzz_target!(|input: (u32, &[u8])| {

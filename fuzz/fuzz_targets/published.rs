@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 
 use libfuzzer_sys::fuzz_target;
-use libmodelio::ids::Version;
+use libmodelio::vocabulary::ids::Version;
 use libmodelio::published::{DIRECTORY, Directory, ENTRIES, ENTRY, Seen, find};
 
 #[derive(Debug, arbitrary::Arbitrary)]

@@ -5,7 +5,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use libmodelio::wire::{HEADER, Limits, Message, Receiver, WireError, crc32c};
+use libmodelio::bytes::crc32c::{crc32c};
+use libmodelio::wire::{HEADER, Limits, Message, Receiver, WireError};
 
 #[derive(Debug, arbitrary::Arbitrary)]
 struct Input {

@@ -7,9 +7,10 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use crate::ids::{ClientId, Epoch, Generation, ShardId};
+use crate::bytes::crc32c::crc32c;
+use crate::vocabulary::ids::{ClientId, Epoch, Generation, ShardId};
 use crate::wire::{
-    Limits, Message, Payload, Protocol, Received, Receiver, Refusal, Role, WireError, append_frame, crc32c,
+    Limits, Message, Payload, Protocol, Received, Receiver, Refusal, Role, WireError, append_frame,
     ping_after,
 };
 

@@ -7,7 +7,7 @@
 //! The channel may run other requests' completions before it returns, so nothing is sent under the lock
 //! that could wake somebody: only the opening of a contribution, which answers nobody else.
 //!
-//! Holds `unsafe` for entering the staging regions; see [`crate::mmap`] for the rule.
+//! Holds `unsafe` for entering the staging regions; see [`crate::bytes::mmap`] for the rule.
 
 mod commit;
 
@@ -19,14 +19,14 @@ use std::time::Duration;
 use fixedbitset::FixedBitSet;
 use parking_lot::{Condvar, Mutex};
 
-use crate::ids::{BlockId, Incarnation, LearnerId, Step};
-use crate::layout::ModelLayout;
-use crate::mmap::Mapping;
-use crate::partly::PartlyWritten;
+use crate::bytes::mmap::Mapping;
 use crate::tracker::{ContributionTracker, Piece, WriteRefused};
 use crate::transport::{
     BlockSlot, Channel, Device, Message, Placement, Region, RegionKey, Reply, ShardError,
 };
+use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
+use crate::vocabulary::layout::ModelLayout;
+use crate::vocabulary::partly::PartlyWritten;
 
 /// Why a write or commit failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -33,9 +33,9 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::ids::Version;
-use crate::mmap::Mapping;
-use crate::wire::crc32c;
+use crate::bytes::crc32c::crc32c;
+use crate::bytes::mmap::Mapping;
+use crate::vocabulary::ids::Version;
 
 /// Entries of a directory: more versions than that are never in memory, unless somebody holds very many.
 pub const ENTRIES: usize = 64;

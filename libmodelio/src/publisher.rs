@@ -1,7 +1,7 @@
 //! Whole new weights: the client side of writing `weights` (reducer `assign`, or to initialise).
 //!
 //! Bytes go straight into a buffer that becomes the version at commit: no copy besides that from the
-//! request. Holds `unsafe` for entering that buffer; see [`crate::mmap`] for the rule.
+//! request. Holds `unsafe` for entering that buffer; see [`crate::bytes::mmap`] for the rule.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 use crate::contributor::request;
-use crate::ranges;
 use crate::tracker::WriteRefused;
 use crate::transport::{Channel, Message, Region, Reply, ShardError};
+use crate::vocabulary::ranges;
 
 #[derive(Debug, Default)]
 struct State {

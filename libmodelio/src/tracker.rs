@@ -11,8 +11,8 @@ use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
 
-use crate::ids::BlockId;
-use crate::ranges;
+use crate::vocabulary::ids::BlockId;
+use crate::vocabulary::ranges;
 
 /// Why a write is refused; nothing has changed then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

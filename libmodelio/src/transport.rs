@@ -13,10 +13,10 @@ use std::time::Duration;
 use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{BlockId, Incarnation, LearnerId, Step, Version};
-use crate::layout::ModelLayout;
-use crate::mmap::Mapping;
-use crate::partly::PartlyWritten;
+use crate::bytes::mmap::Mapping;
+use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use crate::vocabulary::layout::ModelLayout;
+use crate::vocabulary::partly::PartlyWritten;
 
 /// Which way the bytes go. Named at start, in `status.json` and in messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,7 +129,7 @@ pub struct CommitNotice {
     /// them.
     pub tensors: FixedBitSet,
     /// What of its blocks was written, where that is not all; the rest is zero. `None` if that is in more than
-    /// [`MAX_PIECES`](crate::partly::MAX_PIECES) pieces: then it cannot be of values.
+    /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces: then it cannot be of values.
     pub partly: Option<PartlyWritten>,
     /// The learner's staging region.
     pub staging: Region,

@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use libmodelio::ids::BlockId;
-use libmodelio::layout::{
+use libmodelio::formats::safetensors::{CopyRange, plan_load, read_header};
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::header::header_bytes;
+use libmodelio::vocabulary::layout::{
     DEFAULT_BLOCK_SIZE, DType, LayoutError, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, ModelLayout,
 };
-use libmodelio::safetensors_file::{CopyRange, header_bytes, plan_load, read_header};
 use proptest::prelude::*;
 use proptest::sample::select;
 use safetensors::{Dtype, SafeTensors};
@@ -228,7 +229,7 @@ proptest! {
     ) {
         let layout = ModelLayout::new(specs.clone(), MIN_BLOCK_SIZE).unwrap();
         let flat = pattern(layout.size() as usize, seed);
-        let header = header_bytes(&layout, &metadata);
+        let header = header_bytes(layout.tensors(), &metadata);
         prop_assert_eq!(header.len() % 64, 0);
         let file = [&header[..], &flat].concat();
 

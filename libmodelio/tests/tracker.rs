@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use libmodelio::ids::BlockId;
 use libmodelio::tracker::{ContributionTracker, Gaps, Piece, WriteRefused};
+use libmodelio::vocabulary::ids::BlockId;
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 

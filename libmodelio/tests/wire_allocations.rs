@@ -1,12 +1,13 @@
 //! What the codec allocates: nothing for a block, and never more than its limits for what a stranger sends.
 
 use allocation_counter::measure;
-use libmodelio::block_map::BlockMap;
-use libmodelio::ids::{BlockId, Epoch, Generation, PlanId, ShardId, Version};
-use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::bytes::crc32c::crc32c;
+use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::ids::{BlockId, Epoch, Generation, PlanId, ShardId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{
     Adoption, JobState, Limits, MAX_METADATA, Message, ModelRecord, Moved, Payload, Receiver, append_frame,
-    crc32c, frame,
+    frame,
 };
 
 #[test]

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use libmodelio::ids::BlockId;
-use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use ps_backend::part::store::{Limits, PartJob, PartStore, PartWork, Payload};
-use ps_backend::reducer::{Hyper, Reducer, Step};
-use ps_backend::tensors::TensorSteps;
 
 const BLOCK: usize = 256 << 10;
 const SIZE: usize = 128 << 20;

@@ -8,8 +8,8 @@
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use ps_backend::kernels::{Input, Output, Source, Wire, all_finite, apply, fold, stream_copy};
-use ps_backend::reducer::{Hyper, Reducer, Step};
 
 const REQUEST: usize = 1 << 20;
 const BLOCK: usize = 256 << 10;

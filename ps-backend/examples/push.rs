@@ -13,15 +13,15 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{Client, ClientOptions, TransportChoice};
-use libmodelio::ids::LearnerId;
-use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::{Region, RegionKey};
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::Message;
-use ps_backend::controls::Controls;
 use ps_backend::create::{NewModel, create};
 use ps_backend::server::{RdmaUse, Server, ServerOptions};
 

@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
-use libmodelio::block_map::{BlockMap, MapError};
-use libmodelio::ids::{BlockId, Generation, ShardId};
-use libmodelio::layout::ModelLayout;
 use libmodelio::registry::{Registry, RegistryError};
+use libmodelio::vocabulary::block_map::{BlockMap, MapError};
+use libmodelio::vocabulary::ids::{BlockId, Generation, ShardId};
+use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::{Message, ModelRecord, Moved, RecordError, ShardRecord};
 
-use crate::controls::{Controls, SETTINGS};
+use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 
 /// A model that is to be made.
 #[derive(Debug)]

@@ -12,25 +12,23 @@
 mod channel;
 mod drive;
 mod job;
-
 use std::collections::HashMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
-use libmodelio::ids::{LearnerId, ShardId, Version};
-use libmodelio::layout::ModelLayout;
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{Attached, Completion, Region, ShardError, TransportKind};
+use libmodelio::vocabulary::controls::{Controls, NonFinite};
+use libmodelio::vocabulary::ids::{LearnerId, ShardId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
 use parking_lot::{Condvar, Mutex};
 
-use crate::controls::{Controls, NonFinite};
 use crate::core::{LastCommit, ShardCore, Ticket};
+pub use crate::job::{Event, Listener};
 use crate::job::{JobStatus, ShardView};
 use crate::region_store::{self, Job, RegionStore, VersionBuffer};
-
-pub use crate::job::{Event, Listener};
 pub use channel::InProcess;
 use drive::Retry;
 
@@ -193,8 +191,12 @@ impl EmbeddedShard {
     /// Changes one setting; it takes effect at the next version.
     ///
     /// # Errors
-    /// [`crate::controls::ControlError`]; then nothing has changed.
-    pub fn set_control(&self, name: &str, value: &str) -> Result<(), crate::controls::ControlError> {
+    /// [`libmodelio::vocabulary::controls::ControlError`]; then nothing has changed.
+    pub fn set_control(
+        &self,
+        name: &str,
+        value: &str,
+    ) -> Result<(), libmodelio::vocabulary::controls::ControlError> {
         let mut inner = self.inner.lock();
         let controls = inner.core.controls().with(name, value)?;
         inner.core.may_set(&controls)?;

@@ -4,18 +4,17 @@
 //! whoever shows the model as files: which versions there are, pinned and in this process's memory, the settings,
 //! who is in the job. [`EmbeddedShard`](crate::embedded::EmbeddedShard) is one in this process. One on a network
 //! keeps a mirror of what the model's lead tells, and answers from that.
-
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use libmodelio::ids::{LearnerId, ShardId, Version};
-use libmodelio::layout::ModelLayout;
 use libmodelio::payload::Payloads;
 use libmodelio::transport::{Attached, LeaveReason, Region, ShardError, TransportKind};
+use libmodelio::vocabulary::controls::{ControlError, Controls};
+use libmodelio::vocabulary::ids::{LearnerId, ShardId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
 
-use crate::controls::{ControlError, Controls};
 use crate::core::{LastCommit, MemberView, WaitedFor};
 
 /// What happens in a job, for whoever shows it.

@@ -1,19 +1,15 @@
 //! Aggregation shards of gradfs: block store, reducers, versions, membership.
 
-pub mod controls;
 pub mod core;
 pub mod create;
 pub mod embedded;
-pub mod frozen;
 pub mod job;
 pub mod kernels;
 pub mod lead;
 pub mod memory;
 pub mod moving;
 pub mod part;
-pub mod reducer;
 pub mod region_store;
 pub mod registry;
 pub mod remote;
 pub mod server;
-pub mod tensors;

@@ -5,9 +5,9 @@ use std::fmt;
 use std::fs::read_to_string;
 use std::path::Path;
 
-use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
-use crate::controls::Controls;
+use libmodelio::vocabulary::controls::Controls;
 
 /// Versions besides the retained ones: the newest, the next, and a spare buffer.
 const VERSIONS: u64 = 3;

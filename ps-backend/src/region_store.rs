@@ -18,23 +18,21 @@ mod keeping;
 mod making;
 pub mod table;
 mod versions;
-
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::SystemTime;
 
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{Region, RegionKey};
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::tensor_steps::ByteSteps;
 
 use crate::core::{Plan, Work};
 use crate::kernels;
-use crate::reducer::Reducer;
-use crate::tensors::ByteSteps;
-
 pub use accumulator::Accumulator;
 pub use block::{Job, fold_block, is_finite, is_outranked, place, region_is_finite, written_is_finite};
 pub(crate) use buffers::Loading;

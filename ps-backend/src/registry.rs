@@ -12,8 +12,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::block_map::MAX_SHARDS;
-use libmodelio::ids::{Epoch, Generation, ShardId};
+use libmodelio::vocabulary::block_map::MAX_SHARDS;
+use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
 use libmodelio::wire::{
     Fate, Held, ModelRecord, Refusal, RegistryAnswer, RegistryRequest, ShardRecord, check_model_name,
 };

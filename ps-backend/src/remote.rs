@@ -5,7 +5,6 @@
 //! staging region, from which the client sends it when the lead says so.
 
 mod offers;
-
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,23 +12,23 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{self, Client, ClientEvent, PeerView};
-use libmodelio::ids::{BlockId, Incarnation, LearnerId, ShardId, Version};
-use libmodelio::layout::ModelLayout;
-use libmodelio::mmap::Mapping;
 use libmodelio::payload::Payloads;
 use libmodelio::transport::{
     Attached, BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, RegionKey,
     Reply, ShardError, TransportKind,
 };
+use libmodelio::vocabulary::controls::{ControlError, Controls, NonFinite};
+use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{self, Refusal};
 use parking_lot::Mutex;
 
-use crate::controls::{ControlError, Controls, NonFinite};
 use crate::core::{LONG, LastCommit, MemberView, WaitedFor};
 use crate::job::{Event, Job, JobStatus, Listener, SetDone, ShardView, VersionMemory, VersionView};
 use crate::lead::AWAY;
-use crate::reducer::Reducer;
 use crate::region_store;
 use offers::Offers;
 

@@ -2,11 +2,11 @@
 //! instruction set, address and length gives the same bits.
 
 use half::{bf16, f16};
+use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer, Step};
 use proptest::prelude::*;
 use ps_backend::kernels::{
     Input, Level, Output, Source, Wire, all_finite, apply, fold, stream_copy, widen, with_level,
 };
-use ps_backend::reducer::{Aggregation, Hyper, Reducer, Step};
 
 const WIRES: [Wire; 3] = [Wire::F32, Wire::F16, Wire::BF16];
 

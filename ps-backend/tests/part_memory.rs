@@ -3,11 +3,11 @@
 
 use std::fs;
 
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use ps_backend::part::store::{Limits, PartStore, PartWork, Payload};
-use ps_backend::reducer::{Hyper, Reducer, Step};
-use ps_backend::tensors::TensorSteps;
 
 const BLOCK: u32 = 256 << 10;
 const SIZE: u64 = 64 << 20;

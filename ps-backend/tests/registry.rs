@@ -4,13 +4,12 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use libmodelio::block_map::BlockMap;
-use libmodelio::ids::{Epoch, Generation, ShardId};
-use libmodelio::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
+use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
-use libmodelio::wire::{
-    Limits, Message, ModelRecord, Protocol, Receiver, Refusal, Role, ShardRecord, crc32c, frame,
-};
+use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
+use libmodelio::vocabulary::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
+use libmodelio::wire::{Limits, Message, ModelRecord, Protocol, Receiver, Refusal, Role, ShardRecord, frame};
 use ps_backend::registry::RegistryCore;
 
 /// Serves `core` on one connection until it ends.

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use libmodelio::rdma::RdmaOptions;
-use ps_backend::controls::Controls;
+use libmodelio::vocabulary::controls::Controls;
 use ps_backend::server::RdmaUse;
 
 use super::endpoint::{DEFAULT_PORT, Endpoint};

@@ -2,8 +2,8 @@
 
 use std::time::SystemTime;
 
-use libmodelio::ids::Version;
-use ps_backend::controls::SETTINGS;
+use libmodelio::vocabulary::controls::SETTINGS;
+use libmodelio::vocabulary::ids::Version;
 
 use super::access::{Owner, Use};
 use super::errno::{FsError, FsResult};

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 
-use libmodelio::ids::Version;
+use libmodelio::vocabulary::ids::Version;
 use parking_lot::Mutex;
 
 /// More names than this in one version the kernel gets time to forget by itself, as it does when their directory is

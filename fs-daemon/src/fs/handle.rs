@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use libmodelio::contributor::Share;
-use libmodelio::ids::Version;
 use libmodelio::publisher::Publisher;
+use libmodelio::vocabulary::ids::Version;
 use parking_lot::{Mutex, RwLock};
 use ps_backend::job::VersionMemory;
 

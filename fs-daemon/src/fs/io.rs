@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use libmodelio::contributor::ContributeError;
-use libmodelio::ids::Version;
 use libmodelio::publisher::Publisher;
 use libmodelio::transport::{Message, ShardError};
+use libmodelio::vocabulary::ids::Version;
 
 use super::doubts::{Settled, Then};
 use super::errno::{FsError, FsResult};

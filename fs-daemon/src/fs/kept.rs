@@ -9,7 +9,7 @@
 
 use std::mem::take;
 
-use libmodelio::ids::Version;
+use libmodelio::vocabulary::ids::Version;
 use parking_lot::Mutex;
 
 /// What the kernel knows of one model's `tensors`.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::ShardId;
+use libmodelio::vocabulary::ids::ShardId;
 use ps_backend::job::JobStatus;
 
 use super::model::Model;
@@ -74,8 +74,8 @@ impl Said {
 
 #[cfg(test)]
 mod tests {
-    use libmodelio::ids::Version;
     use libmodelio::transport::TransportKind;
+    use libmodelio::vocabulary::ids::Version;
     use ps_backend::core::WaitedFor;
     use ps_backend::job::ShardView;
 

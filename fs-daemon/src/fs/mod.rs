@@ -30,8 +30,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, Instant, SystemTime};
 
-use libmodelio::ids::LearnerId;
 use libmodelio::transport::LeaveReason;
+use libmodelio::vocabulary::ids::LearnerId;
 use parking_lot::Mutex;
 use ps_backend::job::Event;
 

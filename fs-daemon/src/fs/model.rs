@@ -6,10 +6,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use libmodelio::contributor::{Contributor, Traffic, request};
-use libmodelio::ids::{LearnerId, Version};
-use libmodelio::layout::ModelLayout;
+use libmodelio::formats::npy;
 use libmodelio::transport::{Attached, Channel, Device, LeaveReason, Message, Reply};
-use libmodelio::{npy, safetensors_file};
+use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::layout::header;
 use parking_lot::Mutex;
 use ps_backend::job::Job;
 
@@ -175,7 +176,7 @@ impl Model {
     pub fn safetensors_header(&self, version: Version) -> Arc<[u8]> {
         let mut metadata = self.metadata.clone();
         metadata.insert("gradfs.version".into(), format!("{:010}", version.0));
-        safetensors_file::header_bytes(&self.layout, &metadata).into()
+        header::header_bytes(self.layout.tensors(), &metadata).into()
     }
 
     /// Length of that header, the same for all versions.

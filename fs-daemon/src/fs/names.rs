@@ -3,9 +3,9 @@
 use std::ffi::OsStr;
 use std::sync::Arc;
 
-use libmodelio::ids::{LearnerId, Version};
 use libmodelio::transport::LeaveReason;
-use ps_backend::controls::SETTINGS;
+use libmodelio::vocabulary::controls::SETTINGS;
+use libmodelio::vocabulary::ids::{LearnerId, Version};
 
 use super::access::Owner;
 use super::beside::beside;

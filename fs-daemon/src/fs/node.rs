@@ -4,7 +4,7 @@
 //! are packed into 64 bits, so that no table can leak or be looked up. A name that moves with the
 //! version (`weights`) leads to another inode for each version, as rename(2) would.
 
-use libmodelio::ids::{LearnerId, Version};
+use libmodelio::vocabulary::ids::{LearnerId, Version};
 
 /// Most models of one mount, most tensors, directories of tensors, settings or learners of a model: what the packing holds.
 pub const MAX_MODELS: usize = 1 << MODEL_BITS;

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use libmodelio::ids::{LearnerId, Version};
 use libmodelio::publisher::Publisher;
 use libmodelio::transport::{Message, Region, Reply};
+use libmodelio::vocabulary::controls::SETTINGS;
+use libmodelio::vocabulary::ids::{LearnerId, Version};
 use parking_lot::Mutex;
-use ps_backend::controls::SETTINGS;
 use ps_backend::core::LastCommit;
 
 use super::beside::beside;

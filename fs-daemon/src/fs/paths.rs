@@ -1,6 +1,6 @@
 //! The directories below `tensors/`, which the names of tensors make by their `/`. They are the same in every version.
 
-use libmodelio::layout::{ModelLayout, Tensor};
+use libmodelio::vocabulary::layout::{ModelLayout, Tensor};
 
 use super::errno::{FsError, FsResult};
 
@@ -139,7 +139,7 @@ fn last_component(path: &str) -> &str {
 
 #[cfg(test)]
 mod tests {
-    use libmodelio::layout::DType;
+    use libmodelio::vocabulary::layout::DType;
 
     use super::*;
 

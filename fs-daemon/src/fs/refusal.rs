@@ -3,12 +3,12 @@
 use std::borrow::Cow;
 
 use libmodelio::contributor::ContributeError;
-use libmodelio::ids::BlockId;
-use libmodelio::layout::ModelLayout;
 use libmodelio::tracker::WriteRefused;
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::controls::Consistency;
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::ModelLayout;
 use parking_lot::Mutex;
-use ps_backend::controls::Consistency;
 use ps_backend::core::NOT_COMMITTED;
 
 use super::errno::FsError;
@@ -93,7 +93,7 @@ fn detail(model: &Model, error: &ContributeError) -> String {
     }
 }
 
-fn tensor_at(layout: &ModelLayout, byte: u64) -> Option<&libmodelio::layout::Tensor> {
+fn tensor_at(layout: &ModelLayout, byte: u64) -> Option<&libmodelio::vocabulary::layout::Tensor> {
     let at = layout.tensors().partition_point(|tensor| tensor.bytes.end <= byte);
     layout.tensors().get(at)
 }
@@ -204,7 +204,7 @@ fn is_safetensors(data: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use libmodelio::layout::DType;
+    use libmodelio::vocabulary::layout::DType;
 
     use super::*;
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use ps_backend::controls::SETTINGS;
+use libmodelio::vocabulary::controls::SETTINGS;
 use ps_backend::job::SetError;
 
 use super::errno::{FsError, FsResult};

@@ -5,14 +5,14 @@ use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, channel};
 
-use libmodelio::ids::Version;
-use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{
     Attached, BlockSlot, Channel, Completion, Device, Message, Placement, Region, Reply, ShardError,
     TransportKind,
 };
-use ps_backend::controls::{Controls, SETTINGS};
+use libmodelio::vocabulary::controls::{Controls, SETTINGS};
+use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use ps_backend::core::LastCommit;
 use ps_backend::embedded::{EmbeddedShard, InProcess};
 use ps_backend::job::{Job, JobStatus, Listener, SetDone, SetError, VersionView};

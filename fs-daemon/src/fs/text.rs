@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use libmodelio::ids::LearnerId;
-use ps_backend::controls::SETTINGS;
+use libmodelio::vocabulary::controls::SETTINGS;
+use libmodelio::vocabulary::ids::LearnerId;
 use serde_json::json;
 
 use super::MountStatus;

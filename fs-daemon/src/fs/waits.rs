@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{LearnerId, Version};
+use libmodelio::vocabulary::ids::{LearnerId, Version};
 use parking_lot::Mutex;
 
 use super::errno::FsError;

@@ -97,7 +97,7 @@ fn fallbacks(view: &ShardView) -> [(&'static str, bool); 2] {
 
 #[cfg(test)]
 mod tests {
-    use libmodelio::ids::ShardId;
+    use libmodelio::vocabulary::ids::ShardId;
 
     use super::*;
 

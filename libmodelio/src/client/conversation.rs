@@ -138,7 +138,7 @@ pub(super) struct Data {
     greeting: Greeting,
     part: Part,
     /// What is landing just now.
-    landing: Option<(crate::ids::Version, crate::ids::BlockId)>,
+    landing: Option<(crate::vocabulary::ids::Version, crate::vocabulary::ids::BlockId)>,
     /// What both ends see, if the shard is on this host.
     memory: Option<Memory>,
     /// Blocks that were asked for here and have not come.

@@ -7,8 +7,8 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use crate::ids::BlockId;
-use crate::layout::{DType, ModelLayout, Segment};
+use crate::vocabulary::ids::BlockId;
+use crate::vocabulary::layout::{DType, ModelLayout, Segment};
 
 /// The bytes of a block that one contribution has written, if those are not all of it.
 pub type Written = Option<Vec<Range<u32>>>;

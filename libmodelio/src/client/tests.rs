@@ -9,9 +9,9 @@ mod moves;
 use std::time::Duration;
 
 use super::core::{Action, ClientCore, LastCommit, Now};
-use crate::block_map::BlockMap;
-use crate::ids::{BlockId, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
 use crate::transport::{Attached, ShardError};
+use crate::vocabulary::block_map::BlockMap;
+use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
 use crate::wire::{Granted, JobState, LearnerState, Message, Refusal};
 
 const L: LearnerId = LearnerId(7);

@@ -8,9 +8,9 @@ use std::io;
 use std::sync::{Arc, Weak};
 use std::time::SystemTime;
 
-use crate::ids::Version;
-use crate::mmap::Mapping;
+use crate::bytes::mmap::Mapping;
 use crate::transport::{Region, RegionKey};
+use crate::vocabulary::ids::Version;
 
 /// A version that is shown.
 #[derive(Clone, Debug)]

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use fixedbitset::FixedBitSet;
 
 use super::{ContributeError, Contributor, Share, request};
-use crate::ids::Step;
-use crate::partly::{MAX_PIECES, PartlyWritten};
 use crate::transport::{CommitNotice, Completion, Message, ShardError};
+use crate::vocabulary::ids::Step;
+use crate::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 
 /// For what ends by itself at once unless the machine is stuck.
 const STUCK: Duration = Duration::from_secs(10);

@@ -10,8 +10,9 @@ use std::time::{Duration, Instant};
 use super::memory::{Piece, Target};
 use super::out::{Link, Outgoing};
 use super::{Conversation, Take};
+use crate::bytes::crc32c::Crc32c;
 use crate::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
-use crate::wire::{self, Crc32c, Message, Payload, Received, Receiver, Refusal};
+use crate::wire::{self, Message, Payload, Received, Receiver, Refusal};
 use progress::Progress;
 
 /// Bytes that are handed to the kernel at once. Their checksums are made before: what is sent should still be in the

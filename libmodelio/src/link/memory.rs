@@ -7,8 +7,9 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
+use crate::bytes::crc32c::crc32c;
 use crate::net::Close;
-use crate::wire::{Payload, crc32c};
+use crate::wire::Payload;
 
 /// Whatever keeps memory where it is.
 pub type Guard = Arc<dyn Any + Send + Sync>;

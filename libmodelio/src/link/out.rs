@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use super::memory::Piece;
-use crate::ids::Epoch;
 use crate::net::{Close, Connection};
+use crate::vocabulary::ids::Epoch;
 use crate::wire::Message;
 
 /// Messages that may wait to be sent, unless the peer is too slow to live.

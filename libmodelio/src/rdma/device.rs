@@ -9,7 +9,7 @@ use super::verbs::{
     Access, Arena, Context, Domain, Notify, Pair, PairLimits, Poller, Registration, Reserved, Rings, Spare,
     Trouble, VerbsError, contexts,
 };
-use crate::mmap::Mapping;
+use crate::bytes::mmap::Mapping;
 
 /// Completions that a queue holds for each queue pair that it is made for; how many those are.
 const PAIRS_A_QUEUE: u32 = 64;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 pub use remote::RemoteRegistry;
 
 use crate::admin::AdminError;
-use crate::ids::{Epoch, Generation, ShardId};
+use crate::vocabulary::ids::{Epoch, Generation, ShardId};
 use crate::wire::{Fate, Held, ModelRecord, RecordError, Refusal, RefusedShard, ShardRecord};
 
 /// Where shards announce themselves and models are found.

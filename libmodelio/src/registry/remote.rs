@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use super::{Registry, RegistryError};
 use crate::admin::{AdminError, AdminPeer};
-use crate::ids::{Epoch, Generation, ShardId};
+use crate::vocabulary::ids::{Epoch, Generation, ShardId};
 use crate::wire::{
     Fate, Held, Message, ModelRecord, RefusedShard, RegistryAnswer, RegistryRequest, ShardRecord,
 };

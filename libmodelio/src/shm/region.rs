@@ -18,7 +18,7 @@ use nix::sys::mman::ProtFlags;
 use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 
 use super::descriptors::{DescriptorError, Descriptors};
-use crate::mmap::Mapping;
+use crate::bytes::mmap::Mapping;
 
 /// Regions that one end of a connection may have shared at once.
 pub const MAX_REGIONS: usize = 64;

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU32, Ordering, fence};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use crate::mmap::Mapping;
+use crate::bytes::mmap::Mapping;
 
 /// Bytes of a ring: about a thousand frames that name payload.
 pub const RING: usize = 64 << 10;

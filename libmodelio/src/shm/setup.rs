@@ -21,8 +21,8 @@ use super::descriptors;
 use super::owner;
 use super::region;
 use super::ring::{End, MEMORY, Side};
-use crate::mmap::Mapping;
-use crate::wire::crc32c;
+use crate::bytes::crc32c::crc32c;
+use crate::bytes::mmap::Mapping;
 
 /// The greeting: what it is, of which version, and how long the memory of the rings is.
 const MAGIC: &[u8; 8] = b"gradfs\0\x01";

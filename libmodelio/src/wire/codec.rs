@@ -3,13 +3,11 @@
 use std::ops::RangeInclusive;
 
 use super::header::{HEADER, Header, Payload};
-use super::{
-    BlockRanges, Limits, MAX_PAYLOAD, Message, Protocol, Refusal, RegistryAnswer, RegistryRequest, WireError,
-    ranges,
-};
-use crate::ids::Epoch;
-use crate::layout::MAX_BLOCK_SIZE;
-use crate::partly::PartlyWritten;
+use super::{Limits, MAX_PAYLOAD, Message, Protocol, Refusal, RegistryAnswer, RegistryRequest, WireError};
+use crate::vocabulary::block_ranges::{self, BlockRanges, RangesError};
+use crate::vocabulary::ids::Epoch;
+use crate::vocabulary::layout::MAX_BLOCK_SIZE;
+use crate::vocabulary::partly::PartlyWritten;
 
 /// Longest text of a refusal that says what went wrong in its own words, in bytes.
 const MAX_REASON: usize = 1024;
@@ -78,7 +76,8 @@ impl Message {
             return Err(WireError::Payload { message: self.name(), least, most, got: payload_len });
         }
         let blocks = |blocks: &BlockRanges| {
-            ranges::check(blocks, u32::MAX).map_err(|error| WireError::Ranges { message: self.name(), error })
+            block_ranges::check(blocks, u32::MAX)
+                .map_err(|error| WireError::Ranges { message: self.name(), error })
         };
         let pieces = |partly: &PartlyWritten| {
             partly.check(u32::MAX).map_err(|error| WireError::Ranges { message: self.name(), error })
@@ -96,7 +95,7 @@ impl Message {
             }),
             Message::Pull { blocks: range, .. } if range.is_empty() => Err(WireError::Ranges {
                 message: self.name(),
-                error: ranges::RangesError::Empty { start: range.start, end: range.end },
+                error: RangesError::Empty { start: range.start, end: range.end },
             }),
             _ => Ok(()),
         }

@@ -1,6 +1,7 @@
 //! What can be wrong with a frame.
 
-use super::{RangesError, Refusal};
+use super::Refusal;
+use crate::vocabulary::block_ranges::RangesError;
 
 /// What is wrong with a frame, received or to be sent. The connection that such bytes came on is closed; nothing
 /// else changes.

@@ -5,8 +5,9 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::{Limits, WireError, crc32c};
-use crate::ids::Epoch;
+use super::{Limits, WireError};
+use crate::bytes::crc32c::crc32c;
+use crate::vocabulary::ids::Epoch;
 
 /// Bytes of a header.
 pub const HEADER: usize = 40;

@@ -11,17 +11,12 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{
+use crate::transport::{Attached, LeaveReason, ShardError};
+use crate::vocabulary::block_ranges::{BlockRanges, TensorRanges};
+use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
-use crate::partly::PartlyWritten;
-use crate::transport::{Attached, LeaveReason, ShardError};
-
-/// Blocks of the model, as sorted, disjoint, non-adjacent ranges of block numbers.
-pub type BlockRanges = Vec<Range<u32>>;
-
-/// Tensors of the model, as sorted, disjoint, non-adjacent ranges of their numbers.
-pub type TensorRanges = Vec<Range<u32>>;
+use crate::vocabulary::partly::PartlyWritten;
 
 /// What a connection is for. The first frame says so and it does not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

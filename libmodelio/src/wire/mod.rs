@@ -9,12 +9,10 @@
 //! direction.
 
 mod codec;
-mod crc;
 mod error;
 mod header;
 mod message;
 mod moved;
-pub mod ranges;
 mod receiver;
 mod record;
 mod registry;
@@ -22,15 +20,10 @@ mod registry;
 use std::time::Duration;
 
 pub use codec::{append_frame, frame};
-pub use crc::{Crc32c, crc32c};
 pub use error::WireError;
 pub use header::{HEADER, Header, Payload};
-pub use message::{
-    BlockRanges, Granted, JobState, LearnerState, Message, Plan, PlanSource, Refusal, Role, TensorRanges,
-    Work,
-};
+pub use message::{Granted, JobState, LearnerState, Message, Plan, PlanSource, Refusal, Role, Work};
 pub use moved::{Adoption, Kept, Moved};
-pub use ranges::{MAX_RANGES, RangesError};
 pub use receiver::{Received, Receiver};
 pub use record::{MAX_CONTROLS, MAX_METADATA, MAX_MODEL_NAME, RecordError, check_model_name};
 pub use registry::{

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::record::list;
 use super::{MAX_PAYLOAD, ModelRecord, RecordError, ShardRecord};
-use crate::block_map::{BlockMap, MAX_SHARDS};
-use crate::ids::{Epoch, ShardId};
+use crate::vocabulary::block_map::{BlockMap, MAX_SHARDS};
+use crate::vocabulary::ids::{Epoch, ShardId};
 
 /// What a shard keeps of a block besides sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -57,7 +57,7 @@ impl Adoption {
         check_known(&maps, &adoption.shards)?;
         match adoption.epoch.0.checked_add(1) {
             Some(next) if next == adoption.record.epoch.0 => Ok(adoption),
-            _ => Err(crate::block_map::MapError::Epoch {
+            _ => Err(crate::vocabulary::block_map::MapError::Epoch {
                 expected: Epoch(adoption.epoch.0.saturating_add(1)),
                 got: adoption.record.epoch,
             }
@@ -140,9 +140,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::block_map::BlockMap;
-    use crate::ids::{Generation, ShardId};
-    use crate::layout::{DType, ModelLayout};
+    use crate::vocabulary::block_map::BlockMap;
+    use crate::vocabulary::ids::{Generation, ShardId};
+    use crate::vocabulary::layout::{DType, ModelLayout};
 
     fn shard(number: u16) -> ShardRecord {
         let address = format!("node{number}:7070");

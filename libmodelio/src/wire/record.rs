@@ -7,10 +7,10 @@ use std::marker::PhantomData;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 
 use super::{MAX_PAYLOAD, ModelRecord};
-use crate::block_map::{BlockMap, MAX_SHARDS, MapError};
-use crate::dtype::DType;
-use crate::ids::{Epoch, Generation, ShardId};
-use crate::layout::{LayoutError, MAX_BLOCKS, ModelLayout, Tensor, tensor_bytes};
+use crate::vocabulary::block_map::{BlockMap, MAX_SHARDS, MapError};
+use crate::vocabulary::dtype::DType;
+use crate::vocabulary::ids::{Epoch, Generation, ShardId};
+use crate::vocabulary::layout::{LayoutError, MAX_BLOCKS, ModelLayout, Tensor, tensor_bytes};
 
 /// Longest name of a model, in bytes: it is a file name.
 pub const MAX_MODEL_NAME: usize = 255;
@@ -130,7 +130,7 @@ impl ModelRecord {
         lead: ShardId,
         controls: Vec<(String, String)>,
     ) -> Result<ModelRecord, RecordError> {
-        let tensor = |tensor: &crate::layout::Tensor| {
+        let tensor = |tensor: &crate::vocabulary::layout::Tensor| {
             let shape = tensor.shape.iter().map(|&dim| dim as u64).collect();
             (tensor.name.clone(), tensor.dtype.name(), shape)
         };

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::record::{MAX_CONTROLS, MAX_METADATA, list, map};
-use crate::ids::{Epoch, Generation, ShardId};
-use crate::layout::MAX_TENSORS;
+use crate::vocabulary::ids::{Epoch, Generation, ShardId};
+use crate::vocabulary::layout::MAX_TENSORS;
 
 /// Most parts, and most deleted models, that a shard tells of at once.
 pub const MAX_HELD: usize = 1024;

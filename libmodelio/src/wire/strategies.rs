@@ -6,11 +6,12 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
-use crate::ids::{
+use crate::transport::{Attached, LeaveReason, ShardError};
+use crate::vocabulary::block_ranges::BlockRanges;
+use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
-use crate::partly::PartlyWritten;
-use crate::transport::{Attached, LeaveReason, ShardError};
+use crate::vocabulary::partly::PartlyWritten;
 
 fn text() -> impl Strategy<Value = String> {
     "\\PC{0,20}"

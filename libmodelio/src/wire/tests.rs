@@ -6,7 +6,9 @@ use strum::VariantNames;
 
 use super::strategies::{any_frame, each_message, message};
 use super::*;
-use crate::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
+use crate::bytes::crc32c::crc32c;
+use crate::vocabulary::block_ranges::RangesError;
+use crate::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 
 /// All bytes of a frame.
 fn whole(message: &Message, request: u64, epoch: Epoch, payload: &[u8]) -> Vec<u8> {

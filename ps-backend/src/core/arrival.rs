@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use libmodelio::ids::LearnerId;
 use libmodelio::transport::{BlockSlot, ShardError};
+use libmodelio::vocabulary::ids::LearnerId;
 
 use super::{Action, Arrival, Fusing, Now, PendingKind, Phase, ShardCore};
 

@@ -1,20 +1,19 @@
 //! Requests that end or begin something: opening, committing, assigning, waiting, and their deadlines.
-
 use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{LearnerId, Step, Version};
-use libmodelio::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
+use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
+use libmodelio::vocabulary::reducer::Reducer;
 
 use super::membership::SAID;
 use super::{
     Action, Answer, Committed, Contribution, LastCommit, MAX_ASSIGNS, Now, Opening, Pending, PendingKind,
     Phase, Place, ShardCore, Ticket, Waiter,
 };
-use crate::reducer::Reducer;
 
 /// How a timeout begins that names those who were waited for.
 pub const NOT_COMMITTED: &str = "not committed: ";

@@ -10,11 +10,10 @@
 //!
 //! Besides, a commit waits for a buffer, for its learner's last one to be published, and for what is being
 //! reduced on arrival.
-
-use libmodelio::ids::LearnerId;
+use libmodelio::vocabulary::controls::Consistency;
+use libmodelio::vocabulary::ids::LearnerId;
 
 use super::{Member, PendingKind, Phase, Place, ShardCore};
-use crate::controls::Consistency;
 
 impl<S: Clone> ShardCore<S> {
     /// Takes over the consistency that is set. Who ran ahead under another one starts level with the others.

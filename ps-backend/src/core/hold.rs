@@ -3,9 +3,9 @@
 //! Nothing of the coming version may be in the accumulator. So contributions are no longer folded; they stay where they
 //! are, and their commits wait for the version. When it is out, nothing is begun any more. Requests are taken as ever,
 //! and deadlines and leases go on.
+use libmodelio::vocabulary::reducer::Reducer;
 
 use super::{Action, Committed, Contribution, Now, Pending, PendingKind, Phase, Place, ShardCore};
-use crate::reducer::Reducer;
 
 impl<S: Clone> ShardCore<S> {
     /// Begins to hold.

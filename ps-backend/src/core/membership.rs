@@ -1,7 +1,7 @@
 //! Who is in the job: joining, leaving, leases, and when there are too few.
 
-use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
+use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
 
 use super::{
     Action, Committed, MAX_LEARNERS, Member, Now, PendingKind, Phase, Place, ShardCore, Stall, Wait,

@@ -39,14 +39,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{BlockId, Incarnation, LearnerId, Step, Version};
-use libmodelio::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use serde::{Deserialize, Serialize};
 
-use crate::controls::{Consistency, ControlError, Controls};
-use crate::reducer::{self, Hyper, Reducer};
-use crate::tensors::TensorSteps;
+use libmodelio::vocabulary::controls::{Consistency, ControlError, Controls};
+use libmodelio::vocabulary::reducer::{self, Hyper, Reducer};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
 pub use commit::NOT_COMMITTED;
 pub use membership::LONG;
@@ -62,7 +62,7 @@ pub type Ticket = u64;
 pub const MAX_ASSIGNS: usize = 64;
 
 /// Learners a job can have at once.
-pub const MAX_LEARNERS: usize = crate::controls::MAX_LEARNERS as usize;
+pub const MAX_LEARNERS: usize = libmodelio::vocabulary::controls::MAX_LEARNERS as usize;
 
 /// One learner's committed contribution. `S` is where its deferred payload lies.
 #[derive(Clone, Debug, Serialize, Deserialize)]

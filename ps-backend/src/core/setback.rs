@@ -6,8 +6,8 @@
 
 use std::sync::Arc;
 
-use libmodelio::ids::{LearnerId, Step};
 use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::vocabulary::ids::{LearnerId, Step};
 
 use super::{Action, Answer, Committed, Member, Now, Phase, Place, Plan, ShardCore, Work};
 

@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::LearnerId;
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::ids::LearnerId;
 
 use super::{
     Action, Answer, Committed, Contribution, Now, Pending, PendingKind, Phase, Place, Plan, ShardCore,

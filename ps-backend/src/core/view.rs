@@ -1,11 +1,10 @@
 //! What the job is doing, for whoever shows it or works for it: nothing here decides.
-
-use libmodelio::ids::{Incarnation, LearnerId, Step, Version};
 use libmodelio::transport::Attached;
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
 use super::{Member, Now, Phase, Place, ShardCore, Ticket};
-use crate::controls::Controls;
-use crate::tensors::TensorSteps;
 
 /// A learner as the status shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,5 +1,4 @@
 //! The shard as its clients see it: a device and a channel.
-
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,16 +6,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{
     BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, RegionKey, Reply,
     ShardError, TransportKind,
 };
+use libmodelio::vocabulary::controls::NonFinite;
+use libmodelio::vocabulary::ids::{BlockId, Version};
 use rayon::prelude::*;
 
 use super::{EmbeddedShard, Inner};
-use crate::controls::NonFinite;
 use crate::core::{Arrival, Contribution, Plan, Ticket};
 use crate::region_store::{self, Job};
 

@@ -1,18 +1,17 @@
 //! Carrying out what the core decides: work on the pool, answers, events, the timer.
-
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{BlockId, LearnerId};
 use libmodelio::transport::{Completion, Region, Reply, ShardError};
+use libmodelio::vocabulary::ids::{BlockId, LearnerId};
+use libmodelio::vocabulary::reducer::Reducer;
 use parking_lot::{Mutex, MutexGuard};
 use rayon::prelude::*;
 
 use super::{EmbeddedShard, Event, Inner};
 use crate::core::{Action, Answer, Contribution, Plan};
-use crate::reducer::Reducer;
 use crate::region_store::{self, Accumulator, Job};
 
 /// A version that could not be made for want of memory, and when to try again.

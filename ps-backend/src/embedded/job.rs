@@ -1,15 +1,14 @@
 //! The shard as a mount sees it: the whole job is in this process, and so is every answer.
-
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::ids::{LearnerId, Version};
-use libmodelio::layout::ModelLayout;
 use libmodelio::transport::{Attached, Region, ShardError};
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::{LearnerId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
 
 use super::EmbeddedShard;
-use crate::controls::Controls;
 use crate::core::LastCommit;
 use crate::job::{Job, JobStatus, Listener, SetDone, SetError, VersionMemory, VersionView};
 use crate::region_store::VersionBuffer;

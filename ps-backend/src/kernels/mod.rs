@@ -17,11 +17,11 @@ mod pass;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
+use libmodelio::vocabulary::reducer::{Reducer, Step};
+
+use level::dispatch;
 #[doc(hidden)]
 pub use level::{Level, with_level};
-
-use crate::reducer::{Reducer, Step};
-use level::dispatch;
 use line::Scalar;
 use ops::Op;
 use pass::{bytes, bytes_mut};

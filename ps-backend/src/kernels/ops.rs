@@ -2,11 +2,11 @@
 //!
 //! Operation for operation what PyTorch's single-tensor implementations do, except that Adam's two bias
 //! corrections are folded into its step size and epsilon.
-
 use std::marker::PhantomData;
 
+use libmodelio::vocabulary::reducer::{Aggregation, Step};
+
 use super::line::{Lanes, Scalar};
-use crate::reducer::{Aggregation, Step};
 
 /// How one line becomes the next.
 pub trait Op: Copy {

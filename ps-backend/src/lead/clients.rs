@@ -1,16 +1,17 @@
 //! The lead's clients: their requests, once each, their learners, their silence.
-
 use std::collections::{BTreeMap, BTreeSet};
 
-use libmodelio::ids::{ClientId, LearnerId};
-use libmodelio::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::transport::ShardError;
-use libmodelio::wire::{BlockRanges, JobState, LearnerState, Message, Refusal, ranges};
+use libmodelio::vocabulary::block_ranges;
+use libmodelio::vocabulary::block_ranges::BlockRanges;
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::{ClientId, LearnerId};
+use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
+use libmodelio::wire::{JobState, LearnerState, Message, Refusal};
 use serde::{Deserialize, Serialize};
 
 use super::requests::{Asked, Known, MAX_ANSWERS, Requests};
 use super::{Action, LeadCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
-use crate::controls::Controls;
 use crate::core::{Contribution, Now, Ticket};
 
 /// Longest name of a setting and longest value of one, in bytes.
@@ -287,7 +288,8 @@ impl LeadCore {
                     core.open(learner, now)?;
                 }
                 let sent = self.block_set(&blocks).ok_or(ShardError::OutOfRange)?;
-                let tensors = ranges::to_bits(&tensors, self.tensors).map_err(|_| ShardError::OutOfRange)?;
+                let tensors =
+                    block_ranges::to_bits(&tensors, self.tensors).map_err(|_| ShardError::OutOfRange)?;
                 let fits = |partly: &PartlyWritten| {
                     partly.pieces() <= MAX_PIECES && partly.check(self.blocks).is_ok()
                 };
@@ -492,6 +494,6 @@ fn subject(message: &Message) -> Option<LearnerId> {
 }
 
 fn texts(controls: &Controls) -> Vec<(String, String)> {
-    let names = crate::controls::SETTINGS.iter().map(|(name, _)| *name);
+    let names = libmodelio::vocabulary::controls::SETTINGS.iter().map(|(name, _)| *name);
     names.filter_map(|name| Some((name.to_owned(), controls.get(name)?))).collect()
 }

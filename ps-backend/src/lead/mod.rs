@@ -13,19 +13,18 @@ mod requests;
 mod shares;
 #[cfg(test)]
 mod tests;
-
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use libmodelio::ids::{ClientId, LearnerId, PlanId, ShardId, Version};
-use libmodelio::layout::ModelLayout;
 use libmodelio::transport::ShardError;
-use libmodelio::wire::{BlockRanges, Message, Refusal};
+use libmodelio::vocabulary::block_ranges::BlockRanges;
+use libmodelio::vocabulary::controls::{ControlError, Controls};
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, ShardId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::wire::{Message, Refusal};
 use serde::{Deserialize, Serialize};
 
-use crate::controls::{ControlError, Controls};
 use crate::core::{self, Answer, Now, ShardCore, Ticket};
-
 use clients::Client;
 pub use moving::TakeOverError;
 use plans::Run;

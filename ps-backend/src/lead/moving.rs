@@ -1,6 +1,6 @@
 //! The lead while its model's blocks move: holding the job between two versions, and being taken to another shard.
 
-use libmodelio::layout::ModelLayout;
+use libmodelio::vocabulary::layout::ModelLayout;
 
 use super::{Action, LeadCore, Now};
 

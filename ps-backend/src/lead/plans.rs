@@ -1,19 +1,19 @@
 //! The lead's plans: what the core calls folding and reducing, done by clients that send and shards that add.
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{ClientId, LearnerId, PlanId, Step};
-use libmodelio::partly::PartlyWritten;
 use libmodelio::transport::ShardError;
-use libmodelio::wire::{BlockRanges, Granted, Message, Plan, PlanSource, Refusal, Work};
+use libmodelio::vocabulary::block_ranges::BlockRanges;
+use libmodelio::vocabulary::controls::NonFinite;
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Step};
+use libmodelio::vocabulary::partly::PartlyWritten;
+use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::wire::{Granted, Message, Plan, PlanSource, Refusal, Work};
 
 use super::shares::{Share, Values, shares};
 use super::{Action, LeadCore, Part, REPEAT, Source};
-use crate::controls::NonFinite;
 use crate::core::{self, Contribution, Now};
-use crate::reducer::Reducer;
 
 /// One client's part of a plan.
 #[derive(Debug)]

@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{BlockId, ClientId, LearnerId};
-use libmodelio::partly::PartlyWritten;
-use libmodelio::ranges;
+use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId};
+use libmodelio::vocabulary::partly::PartlyWritten;
+use libmodelio::vocabulary::ranges;
 
 /// What one learner has written.
 #[derive(Clone, Debug)]

@@ -8,9 +8,9 @@ mod strangers;
 
 use std::ops::Range;
 
-use libmodelio::ids::Step;
-use libmodelio::layout::DType;
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::ids::Step;
+use libmodelio::vocabulary::layout::DType;
 use libmodelio::wire::{Granted, Work};
 
 use super::*;
@@ -253,7 +253,7 @@ fn a_contribution_with_nan_is_refused_and_the_others_go_on() {
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     bench.said.clear();
-    let block = libmodelio::ids::BlockId(3);
+    let block = libmodelio::vocabulary::ids::BlockId(3);
     bench.part(0, Message::Spoilt { plan: plan.plan, client: B, block });
     assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }]);
     let refused = Message::Refused(ShardError::NonFinite(block).into());

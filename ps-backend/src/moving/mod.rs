@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::ids::{Epoch, ShardId};
+use libmodelio::vocabulary::ids::{Epoch, ShardId};
 use libmodelio::wire::Refusal;
 
 pub use crate::core::Now;

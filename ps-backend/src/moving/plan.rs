@@ -3,11 +3,11 @@
 
 use std::time::Duration;
 
-use libmodelio::block_map::MapError;
-use libmodelio::ids::{Epoch, Generation, ShardId};
+use libmodelio::vocabulary::block_map::MapError;
+use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
 use libmodelio::wire::{Adoption, ModelRecord, Moved, RecordError, Refusal, ShardRecord};
 
-use crate::controls::{Controls, SETTINGS};
+use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 
 /// What the model's lead knows of the job.
 #[derive(Clone, Debug)]

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use libmodelio::ids::ShardId;
+use libmodelio::vocabulary::ids::ShardId;
 
 use super::{Now, PROMPT, Plan};
 

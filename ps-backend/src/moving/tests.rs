@@ -1,12 +1,11 @@
 //! A move step by step: what is said to whom when, and what comes of each thing that can go wrong.
-
-use libmodelio::block_map::BlockMap;
-use libmodelio::ids::Generation;
-use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::Generation;
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{ModelRecord, ShardRecord};
 
 use super::*;
-use crate::controls::Controls;
 
 const SECOND: Duration = Duration::from_secs(1);
 const DEADLINE: Now = Now::from_secs(600);

@@ -14,7 +14,7 @@
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{ClientId, PlanId, Version};
+use libmodelio::vocabulary::ids::{ClientId, PlanId, Version};
 use libmodelio::wire::Work;
 
 /// Whether a plan adds up or makes a version.
@@ -584,7 +584,7 @@ impl Running {
 }
 
 /// The blocks of `ranges` (of the whole model) that are among `mine`, by their place in it.
-pub fn local_blocks(ranges: &[Range<u32>], mine: &[libmodelio::ids::BlockId]) -> FixedBitSet {
+pub fn local_blocks(ranges: &[Range<u32>], mine: &[libmodelio::vocabulary::ids::BlockId]) -> FixedBitSet {
     let mut local = FixedBitSet::with_capacity(mine.len());
     for range in ranges {
         let from = mine.partition_point(|block| block.0 < range.start);

@@ -12,7 +12,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
-use libmodelio::ids::ClientId;
+use libmodelio::vocabulary::ids::ClientId;
 
 /// Fetches that are under way on one connection, at most.
 const UNDER_WAY: usize = 16;

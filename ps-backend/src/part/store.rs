@@ -17,24 +17,22 @@ mod job;
 mod moving;
 mod pinned;
 mod sums;
-
 use std::io;
 use std::sync::atomic::{AtomicU8, Ordering, fence};
 use std::sync::{Arc, Weak};
 
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::layout::{ModelLayout, PartLayout};
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::payload::Tally;
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{ModelLayout, PartLayout};
+use libmodelio::vocabulary::reducer::{Reducer, Step};
+use libmodelio::vocabulary::tensor_steps::{ByteSteps, TensorSteps};
 use parking_lot::Mutex;
 
 use crate::memory::MemoryUse;
-use crate::reducer::{Reducer, Step};
-use crate::region_store::{Loading, RegionStore};
-use crate::tensors::{ByteSteps, TensorSteps};
-
 pub use crate::region_store::VersionWatch;
 pub use crate::region_store::accumulator::Payload;
+use crate::region_store::{Loading, RegionStore};
 use job::Alive;
 pub use job::{PartJob, Target};
 pub use moving::KeptState;

@@ -7,7 +7,7 @@
 
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::PlanId;
+use libmodelio::vocabulary::ids::PlanId;
 
 /// Longest wait for word of a plan. The lead repeats it more often.
 pub const LONGEST: Duration = Duration::from_secs(3);

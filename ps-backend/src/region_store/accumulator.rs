@@ -3,18 +3,17 @@
 //!
 //! Holds `unsafe`; why it is sound is told in the module above. What is there of a block is its owner's: one
 //! thread's while it is added to, nobody's to change while a plan reads it.
-
 use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-use libmodelio::ids::BlockId;
-use libmodelio::layout::{DType, ModelLayout, Segment};
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::{DType, ModelLayout, Segment};
+use libmodelio::vocabulary::reducer::Reducer;
 
 use super::{element_span, span, wire};
 use crate::kernels::{self, Wire};
-use crate::reducer::Reducer;
 
 /// The sum of contributions that had to leave their learners' memory before the version is made.
 #[derive(Clone, Debug)]

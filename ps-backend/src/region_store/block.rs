@@ -1,14 +1,14 @@
 //! The work on one block of a plan in this process: what its version is put together from, folding, checking.
 //!
 //! Holds `unsafe`; why it is sound is told in the module above.
-
 use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 
-use libmodelio::ids::{BlockId, LearnerId};
-use libmodelio::layout::{ModelLayout, Segment};
 use libmodelio::transport::Region;
+use libmodelio::vocabulary::ids::{BlockId, LearnerId};
+use libmodelio::vocabulary::layout::{ModelLayout, Segment};
+use libmodelio::vocabulary::reducer::{self, Reducer};
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, Payload};
@@ -16,7 +16,6 @@ use super::making::{INLINE, Making, Part, Written, widen};
 use super::{span, wire};
 use crate::core::{Contribution, Plan, Work};
 use crate::kernels;
-use crate::reducer::{self, Reducer};
 
 /// Everything that computing blocks of one plan needs; built once a version.
 #[derive(Debug)]

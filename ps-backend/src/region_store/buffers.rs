@@ -7,10 +7,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use libmodelio::ids::BlockId;
-use libmodelio::layout::{DType, ModelLayout, Segment};
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{Region, RegionKey};
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::{DType, ModelLayout, Segment};
 
 use super::making::widen;
 use crate::kernels::{self, Wire};

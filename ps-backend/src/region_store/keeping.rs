@@ -6,8 +6,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::layout::ModelLayout;
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::Kept;
 
 use super::{Loading, RegionStore, StateBuffer, VersionBuffer, element_span, wire};

@@ -1,21 +1,20 @@
 //! The next version, block by block: reduced from what was sent, or carried over.
 //!
 //! Holds `unsafe`; why it is sound is told in the module above.
-
 use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::layout::{ModelLayout, Segment};
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{ModelLayout, Segment};
+use libmodelio::vocabulary::reducer::{self, Reducer};
+use libmodelio::vocabulary::tensor_steps::ByteSteps;
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, Payload, within};
 use super::{StateBuffer, VOID, VersionBuffer, element_span, span, wire};
 use crate::kernels::{self, Input, Output, Source, Wire};
-use crate::reducer::{self, Reducer};
-use crate::tensors::ByteSteps;
 
 /// Contributions whose sources are listed on the stack; more of them cost an allocation a block.
 pub(super) const INLINE: usize = 16;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::time::SystemTime;
 
-use libmodelio::ids::Version;
+use libmodelio::vocabulary::ids::Version;
 
 /// A version that is there.
 #[derive(Debug)]

@@ -7,8 +7,8 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::SystemTime;
 
-use libmodelio::ids::Version;
 use libmodelio::transport::Region;
+use libmodelio::vocabulary::ids::Version;
 
 use super::table::{Left, Table};
 use super::{RegionStore, VersionBuffer};

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
-use libmodelio::ids::Generation;
+use libmodelio::vocabulary::ids::Generation;
 
 /// So many are remembered.
 const REMEMBERED: usize = 4096;

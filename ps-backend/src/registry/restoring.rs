@@ -6,8 +6,8 @@
 
 use std::collections::BTreeSet;
 
-use libmodelio::block_map::MAX_SHARDS;
-use libmodelio::ids::{Generation, ShardId};
+use libmodelio::vocabulary::block_map::MAX_SHARDS;
+use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{ModelRecord, Refusal, ShardRecord, check_model_name};
 
 use super::{Now, RegistryCore, Shard, check_shard, follows};

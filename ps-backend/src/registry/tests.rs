@@ -3,8 +3,8 @@
 
 mod anew;
 
-use libmodelio::block_map::BlockMap;
-use libmodelio::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
+use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
 use proptest::collection::vec;
 use proptest::prelude::*;
 

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{Incarnation, LearnerId, Step};
 use libmodelio::transport::{BlockSlot, ShardError};
+use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step};
 
 /// The open contribution of a learner.
 #[derive(Debug)]
@@ -117,7 +117,7 @@ impl Offers {
 
 #[cfg(test)]
 mod tests {
-    use libmodelio::ids::BlockId;
+    use libmodelio::vocabulary::ids::BlockId;
 
     use super::*;
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::ids::{BlockId, Generation, ShardId};
+use libmodelio::vocabulary::ids::{BlockId, Generation, ShardId};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use serde_json::{Value, json};
 

@@ -11,9 +11,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{Generation, ShardId};
 use libmodelio::registry::RegistryError;
 use libmodelio::shm;
+use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{Fate, Held, MAX_HELD, ModelRecord, Moved, Refusal, ShardRecord};
 
 use super::lead::Lead;

@@ -6,11 +6,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{BlockId, ClientId, Epoch, PlanId, Version};
-use libmodelio::layout::MAX_BLOCK_SIZE;
 use libmodelio::link::{Conversation, Link, Outgoing, Piece, Take};
 use libmodelio::net::Close;
 use libmodelio::payload::Flow;
+use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
+use libmodelio::vocabulary::layout::MAX_BLOCK_SIZE;
 use libmodelio::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role};
 
 #[cfg(feature = "rdma")]

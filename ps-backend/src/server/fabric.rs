@@ -18,12 +18,12 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::ClientId;
 use libmodelio::link::{Framed, Link, Outgoing, Take};
 use libmodelio::net::{Close, Stream};
 use libmodelio::rdma::verbs::{Done, Finished, Pool, Registration, Remote as Place, Slot, VerbsError, Work};
 use libmodelio::rdma::{Buffers, Device, DeviceMemory, Fabric, Line, Placement, RdmaOptions};
 use libmodelio::shm::{MAX_REGIONS, longest_region, longest_sum};
+use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::wire::{Message, Received, Refusal};
 use parking_lot::Mutex;
 
@@ -504,7 +504,7 @@ impl Edge<Named, Slot> for AtWork<'_> {
 }
 
 /// Bytes of a block's payload.
-fn wanted(part: &Part, block: libmodelio::ids::BlockId, wide: bool) -> Result<usize, Refusal> {
+fn wanted(part: &Part, block: libmodelio::vocabulary::ids::BlockId, wide: bool) -> Result<usize, Refusal> {
     let local = part.store().part().local(block).ok_or(Refusal::NotMine { block })?;
     let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
     Ok(payload.wanted_len(part.layout(), local))

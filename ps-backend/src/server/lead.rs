@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::link::{Link, Outgoing};
 use libmodelio::net::{Close, Handle};
+use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::{Condvar, Mutex};
 
@@ -79,7 +79,7 @@ pub struct LeadStatus {
     /// Contributions that are part of a version.
     pub contributions: u64,
     /// The settings.
-    pub controls: crate::controls::Controls,
+    pub controls: libmodelio::vocabulary::controls::Controls,
     /// Shards that cannot be reached, for how long, and why.
     pub unreachable: Vec<(ShardId, Duration, String)>,
     /// Who has been waited for, and for how long, if it is long.

@@ -13,10 +13,10 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use libmodelio::ids::{BlockId, ClientId};
 use libmodelio::link::{Framed, Link, Outgoing, Take};
 use libmodelio::payload::Flow;
 use libmodelio::shm::{self, Descriptors, Lender, Meeting, Regions};
+use libmodelio::vocabulary::ids::{BlockId, ClientId};
 use libmodelio::wire::{HELLO_DEADLINE, Message, Received, Refusal};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};

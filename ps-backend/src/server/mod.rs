@@ -35,11 +35,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{Generation, ShardId};
 use libmodelio::link::{Framed, Link};
 use libmodelio::net::{self, Choice, Reactor, ReactorOptions, SocketOptions};
 use libmodelio::rdma::{DeviceMemory, RdmaOptions};
 use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
+use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{Message, ModelRecord, Refusal};
 use parking_lot::{Condvar, Mutex};
 

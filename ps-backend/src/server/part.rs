@@ -19,14 +19,13 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use libmodelio::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
-use libmodelio::layout::ModelLayout;
 use libmodelio::link::Link;
+use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::{Message, ModelRecord, PlanSource, Refusal};
 use parking_lot::Mutex;
 
 use super::moving::Whereabouts;
-use crate::controls::Controls;
 use crate::memory::{self, MemoryUse, gib};
 use crate::part::core::PartCore;
 use crate::part::store::{Limits, PartError, PartJob, PartStore, PartWork};
@@ -35,6 +34,7 @@ pub(super) use blocks::Fetching;
 #[cfg(feature = "rdma")]
 use blocks::FetchingPlan;
 pub(super) use blocks::Landing;
+use libmodelio::vocabulary::controls::Controls;
 use resting::Connected;
 
 /// Takes what the part says to the lead.
@@ -238,7 +238,9 @@ impl State {
 }
 
 /// The settings that a model was created with.
-pub(super) fn controls(record: &ModelRecord) -> Result<Controls, crate::controls::ControlError> {
+pub(super) fn controls(
+    record: &ModelRecord,
+) -> Result<Controls, libmodelio::vocabulary::controls::ControlError> {
     let settings = record.controls.iter().map(|(name, value)| (name.as_str(), value.as_str()));
     Controls::default().with_all(settings)
 }

@@ -3,8 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{Epoch, Generation, ShardId};
 use libmodelio::registry::{Registry, RegistryError};
+use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
 use libmodelio::wire::{
     Fate, Held, ModelRecord, Refusal, RefusedShard, RegistryAnswer, RegistryRequest, ShardRecord,
 };

@@ -1,7 +1,7 @@
 //! What becomes of numbers: halves are added up in full, reducers do what is said of them.
 
 use half::{bf16, f16};
-use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use crate::site::{BLOCK, Learner, Way, done};
 

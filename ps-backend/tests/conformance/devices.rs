@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{Message, Placement, ShardError};
 
 use crate::site::{BLOCKS, LONG, Way, done, store};

@@ -3,8 +3,8 @@
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
-use libmodelio::ids::Step;
 use libmodelio::transport::{LeaveReason, Message, Placement, ShardError};
+use libmodelio::vocabulary::ids::Step;
 use ps_backend::job::Event;
 
 use crate::site::{BLOCKS, LONG, Way, answer, is_unknown};

@@ -3,8 +3,8 @@
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
-use libmodelio::ids::{LearnerId, Step};
 use libmodelio::transport::{LeaveReason, Message, Placement, Reply, ShardError};
+use libmodelio::vocabulary::ids::{LearnerId, Step};
 use ps_backend::core::MAX_LEARNERS;
 use ps_backend::job::Event;
 

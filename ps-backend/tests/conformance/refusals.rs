@@ -1,10 +1,10 @@
 //! What is refused, and that nothing has changed then.
+use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{BlockId, Step};
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{BlockSlot, CommitNotice, Placement, ShardError};
-use std::sync::Arc;
+use libmodelio::vocabulary::ids::{BlockId, Step};
 
 use crate::site::{BLOCK, BLOCKS, End, LONG, Learner, Way, answer, done};
 

@@ -4,8 +4,8 @@
 use std::time::Duration;
 
 use fastrand::Rng;
-use libmodelio::ids::Version;
 use libmodelio::transport::{LeaveReason, Message, Placement, ShardError};
+use libmodelio::vocabulary::ids::Version;
 
 use crate::site::{BLOCK, BLOCKS, Contribution, LONG, Learner, Way, answer, done};
 

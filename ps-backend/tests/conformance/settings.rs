@@ -1,8 +1,8 @@
 //! Settings: they are the whole job's, count from the next version, and decide what a version waits for.
 
-use libmodelio::ids::Version;
 use libmodelio::transport::{LeaveReason, ShardError};
-use ps_backend::controls::{ControlError, Controls, SETTINGS};
+use libmodelio::vocabulary::controls::{ControlError, Controls, SETTINGS};
+use libmodelio::vocabulary::ids::Version;
 use ps_backend::job::SetError;
 
 use crate::site::{BLOCKS, LONG, SHORT, Way, answer, done, timed_out, until};

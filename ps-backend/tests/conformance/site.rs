@@ -5,17 +5,17 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::contributor::request;
-use libmodelio::ids::{BlockId, Incarnation, LearnerId, Step, Version};
-use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
 #[cfg(feature = "rdma")]
 use libmodelio::rdma::RdmaOptions;
 use libmodelio::transport::{
     BlockSlot, Channel, CommitNotice, Device, Message, Placement, Region, Reply, ShardError, TransportKind,
 };
-use ps_backend::controls::Controls;
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use ps_backend::embedded::{EmbeddedShard, InProcess};
 use ps_backend::job::{Job, SetError};
 use ps_backend::remote::RemoteJob;

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use libmodelio::contributor::{Contributor, Share, Traffic};
-use libmodelio::ids::{Step, Version};
 use libmodelio::transport::Placement;
+use libmodelio::vocabulary::ids::{Step, Version};
 use ps_backend::core::LastCommit;
 
 use crate::site::{BLOCK, BLOCKS, LONG, SHORT, Way, answer, done, timed_out};

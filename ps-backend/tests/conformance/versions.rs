@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
-use libmodelio::ids::Version;
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::ids::Version;
 use ps_backend::job::{Event, Job};
 
 use crate::site::{BLOCK, End, LONG, Way, done, floats};

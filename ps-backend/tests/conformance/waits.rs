@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{Step, Version};
 use libmodelio::transport::{Message, Reply, ShardError};
+use libmodelio::vocabulary::ids::{Step, Version};
 
 use crate::site::{BLOCK, BLOCKS, LONG, SHORT, Way, answer, done, timed_out};
 

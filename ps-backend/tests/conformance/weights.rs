@@ -4,8 +4,8 @@
 
 use std::ops::Range;
 
-use libmodelio::ids::{BlockId, Version};
 use libmodelio::transport::{Message, Region, Reply, ShardError};
+use libmodelio::vocabulary::ids::{BlockId, Version};
 
 use crate::site::{Answer, BLOCK, BLOCKS, End, LONG, Way, answer, done, store};
 

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use half::{bf16, f16};
 use libmodelio::contributor::{ContributeError, Contributor, Share, Traffic, request};
-use libmodelio::ids::{BlockId, Incarnation, LearnerId, Version};
-use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::transport::{Attached, Channel, Device, Message, Reply, ShardError};
-use ps_backend::controls::Controls;
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer};
 use ps_backend::embedded::{EmbeddedShard, InProcess};
-use ps_backend::reducer::{Aggregation, Hyper, Reducer};
 
 pub const LONG: Duration = Duration::from_secs(20);
 pub const BLOCK: u32 = 64 << 10;
@@ -149,8 +149,8 @@ pub fn mixed_layout() -> ModelLayout {
 }
 
 mod safetensors_dtype {
-    pub fn i64() -> libmodelio::layout::DType {
-        libmodelio::layout::DType::parse("I64").unwrap()
+    pub fn i64() -> libmodelio::vocabulary::layout::DType {
+        libmodelio::vocabulary::layout::DType::parse("I64").unwrap()
     }
 }
 

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::contributor::{ContributeError, Share};
-use libmodelio::ids::{BlockId, Step, Version};
 use libmodelio::transport::{
     BlockSlot, Channel, CommitNotice, LeaveReason, Message, Placement, Reply, ShardError,
 };
-use ps_backend::reducer::Reducer;
+use libmodelio::vocabulary::ids::{BlockId, Step, Version};
+use libmodelio::vocabulary::reducer::Reducer;
 
 use crate::common::{BLOCK, Job, LONG, Reference, decode, encode, floats_layout, gradient};
 

@@ -1,8 +1,8 @@
 //! What a version's numbers are: every reducer, however the bytes come.
 
-use libmodelio::ids::Version;
 use libmodelio::publisher::Publisher;
-use ps_backend::reducer::Reducer;
+use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::reducer::Reducer;
 
 use crate::common::{
     BLOCK, Job, LONG, Learner, Reference, decode, elements, encode, floats_layout, gradient, initial_weights,

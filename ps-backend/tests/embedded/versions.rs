@@ -1,7 +1,7 @@
 //! Versions as readers see them: whole, immutable while they are held, gone when nobody wants them.
 
-use libmodelio::ids::Version;
 use libmodelio::transport::{Message, Reply};
+use libmodelio::vocabulary::ids::Version;
 use ps_backend::embedded::Event;
 
 use crate::common::{Job, decode, encode, floats_layout, gradient};

@@ -5,11 +5,11 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::Staged;
-use libmodelio::ids::{Step, Version};
-use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
 use libmodelio::transport::{Region, RegionKey, ShardError};
+use libmodelio::vocabulary::ids::{Step, Version};
 use libmodelio::wire::{Message, Refusal};
 
 use crate::memory::Raw;

@@ -37,7 +37,7 @@ impl Conversation for Liar {
         if matches!(received.message, Message::Hello { .. }) {
             let epoch = received.header.epoch();
             let (protocol, shard, silence_ms) =
-                (Protocol::NEWEST.number(), libmodelio::ids::ShardId(1), 10_000);
+                (Protocol::NEWEST.number(), libmodelio::vocabulary::ids::ShardId(1), 10_000);
             let welcome = Message::Welcome { protocol, shard, epoch, silence_ms };
             self.silence = Some(Duration::from_millis(silence_ms.into()));
             let (request, lie) = self.lie.clone();

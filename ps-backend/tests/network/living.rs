@@ -4,10 +4,10 @@ use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use libmodelio::admin::AdminPeer;
-use libmodelio::ids::{ShardId, Version};
-use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::net::Choice;
 use libmodelio::registry::Registry;
+use libmodelio::vocabulary::ids::{ShardId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::Message;
 
 use crate::world::{LONG, Learner, Way, World};

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use half::bf16;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{ClientError, TransportChoice};
-use libmodelio::ids::{BlockId, ClientId, Epoch, PlanId, Version};
-use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
 use libmodelio::shm::{Descriptors, End, Meeting, Piece, Regions, meet};
 use libmodelio::transport::TransportKind;
+use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, Role, frame};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use ps_backend::server::{Server, ServerOptions};

@@ -10,13 +10,15 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::admin::AdminError;
-use libmodelio::block_map::BlockMap;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{Client, ClientError, ClientOptions, TransportChoice};
-use libmodelio::ids::{ClientId, Epoch, Generation, Incarnation, LearnerId, ShardId, Step, Version};
-use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::mmap::Mapping;
 use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::transport::{Region, RegionKey, ShardError, TransportKind};
+use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::ids::{
+    ClientId, Epoch, Generation, Incarnation, LearnerId, ShardId, Step, Version,
+};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{
     Fate, Held, JobState, Limits, Message, ModelRecord, Moved, Protocol, Receiver, Refusal, RefusedShard,
     Role, ShardRecord, frame,
@@ -220,7 +222,7 @@ impl Talk {
             }
             Message::Pull { version, blocks } => {
                 let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
-                for block in blocks.map(libmodelio::ids::BlockId) {
+                for block in blocks.map(libmodelio::vocabulary::ids::BlockId) {
                     let extent = layout.block_bytes(block);
                     let bytes = vec![0; (extent.end - extent.start) as usize];
                     self.say(&Message::Block { version, block }, 0, &bytes);

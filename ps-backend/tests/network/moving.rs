@@ -8,10 +8,10 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
-use libmodelio::ids::{ClientId, Epoch, Generation, ShardId, Step, Version};
-use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::net::Choice;
 use libmodelio::registry::Registry;
+use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, ShardId, Step, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{
     Adoption, Limits, Message, ModelRecord, Moved, Protocol, Received, Receiver, Refusal, Role, frame,
 };
@@ -210,7 +210,7 @@ impl Raw {
             }
             let payload: Vec<u8> = self.unread.drain(..len).collect();
             if len > 0 {
-                self.receiver.payload_done(libmodelio::wire::crc32c(&payload)).unwrap();
+                self.receiver.payload_done(libmodelio::bytes::crc32c::crc32c(&payload)).unwrap();
             }
             return (received, payload);
         }
@@ -320,7 +320,7 @@ fn lives_through(lead_moves: bool) {
     let mut data = Raw::greet(&world.address_of(owner), Role::Data, &world.record, client);
     assert!(matches!(data.hear().0.message, Message::Welcome { .. }));
     let block = 2.0f32.to_le_bytes().repeat((64 << 10) / 4);
-    let push = Message::Push { plan, block: libmodelio::ids::BlockId(0), wide: false };
+    let push = Message::Push { plan, block: libmodelio::vocabulary::ids::BlockId(0), wide: false };
     data.stream.write_all(&frame(&push, 0, world.record.epoch, &block).unwrap()).unwrap();
     data.stream.write_all(&block).unwrap();
     assert_eq!(control.answer(3), Message::Done);

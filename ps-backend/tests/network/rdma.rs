@@ -9,15 +9,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver as News, Sender, channel};
 use std::time::{Duration, Instant};
 
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::TransportChoice;
-use libmodelio::ids::{BlockId, ClientId, PlanId, Version};
-use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::mmap::Mapping;
 use libmodelio::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::rdma::{
     Buffers, Device, DeviceMemory, Export, Fabric, Notice, Placement, Polling, RdmaOptions,
 };
 use libmodelio::transport::TransportKind;
+use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, Role, frame};
 
 use ps_backend::server::{Server, ServerOptions};

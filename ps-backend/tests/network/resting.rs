@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::ClientId;
 use libmodelio::net::Choice;
+use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::wire::{Message, Role};
 
 use crate::moving::Raw;

@@ -4,8 +4,8 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use libmodelio::client::Pulls;
-use libmodelio::ids::Version;
 use libmodelio::net::Choice;
+use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::Message;
 
 use crate::world::{LONG, Learner, Way, World};

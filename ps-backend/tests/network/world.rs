@@ -6,16 +6,16 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{Client, ClientError, ClientOptions, Pulls, TransportChoice};
-use libmodelio::ids::{LearnerId, Step, Version};
-use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::mmap::Mapping;
 use libmodelio::net::Choice;
 use libmodelio::rdma::RdmaOptions;
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::{LeaveReason, Region, RegionKey};
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
-use ps_backend::controls::Controls;
 use ps_backend::create::{NewModel, create};
 use ps_backend::server::{RdmaUse, Server, ServerOptions};
 

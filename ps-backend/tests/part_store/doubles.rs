@@ -1,12 +1,12 @@
 //! F64 tensors: their arithmetic is that of doubles, and what lies beside them in a block is reduced as ever.
 
 use half::bf16;
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use proptest::prelude::*;
 use ps_backend::kernels::{Input, Level, Output, Source, Wire, apply, fold, with_level};
 use ps_backend::part::store::{Limits, PartStore, PartWork, Payload};
-use ps_backend::reducer::{Hyper, Reducer, Step};
 
 use crate::driver::reduces_all;
 

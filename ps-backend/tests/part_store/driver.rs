@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use common::{BLOCK, Reference, decode, elements, encode, initial_weights, noise};
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::layout::{DType, ModelLayout, PartLayout};
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout, PartLayout};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use ps_backend::part::store::{Limits, PartError, PartJob, PartStore, PartWork, Payload};
-use ps_backend::reducer::{Hyper, Reducer, Step};
-use ps_backend::tensors::TensorSteps;
 
 use crate::common;
 use crate::watching::Watcher;

@@ -1,10 +1,10 @@
 //! What one part keeps of blocks, in the memory of another.
 
 use common::initial_weights;
-use libmodelio::ids::{BlockId, Version};
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use libmodelio::wire::Kept;
 use ps_backend::part::store::{Limits, PartError, PartStore};
-use ps_backend::reducer::{Hyper, Reducer};
 
 use crate::common;
 use crate::driver::{Source, Twin, Way, bytes_of, model, part_of};

@@ -6,12 +6,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use common::{encode, initial_weights, noise};
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 use ps_backend::part::store::{Limits, PartJob, PartStore, PartWork, Payload};
-use ps_backend::reducer::{Hyper, Reducer, Step};
 
 use crate::common;
 use crate::driver::{bytes_of, model, part_of, reduces_all};
@@ -80,7 +80,10 @@ impl Bench {
                     for &(from, words) in pieces {
                         // Some of it may be behind the end of a short block.
                         let from = 4 * u32::from(from);
-                        libmodelio::ranges::insert(&mut written, from..from + 4 * u32::from(words));
+                        libmodelio::vocabulary::ranges::insert(
+                            &mut written,
+                            from..from + 4 * u32::from(words),
+                        );
                     }
                     written
                 });

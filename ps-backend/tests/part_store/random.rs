@@ -1,10 +1,10 @@
 //! Any sequence of plans, dropped ones among them, makes what the scalar model makes.
 
-use libmodelio::ids::BlockId;
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use proptest::prelude::*;
 use proptest::sample::select;
 use ps_backend::part::store::Limits;
-use ps_backend::reducer::{Hyper, Reducer};
 
 use crate::driver::{Source, Twin, WAYS, model, part_of};
 
@@ -105,7 +105,7 @@ proptest! {
             let what = format!("round {i}: {}", round.reducer);
             let now = twin.check(&what);
             // The one before is retained.
-            let old = twin.store.version(libmodelio::ids::Version(twin.version.0 - 1)).unwrap();
+            let old = twin.store.version(libmodelio::vocabulary::ids::Version(twin.version.0 - 1)).unwrap();
             let old: Vec<u8> = twin.blocks().flat_map(|block| old.block(block).to_vec()).collect();
             prop_assert!(old == before, "{what}: the version before has changed");
             before = now;

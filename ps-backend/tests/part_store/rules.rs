@@ -6,11 +6,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use common::{BLOCK, encode, floats_layout};
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::layout::{DType, ModelLayout};
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use ps_backend::part::store::{Limits, PartError, PartStore, PartWork, Payload};
-use ps_backend::reducer::{Hyper, Reducer, Step};
 
 use crate::common;
 use crate::driver::{Source, Twin, WAYS, Way, model, part_of, reduces_all};

@@ -3,9 +3,9 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::BlockId;
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::reducer::{Hyper, Reducer};
 use ps_backend::part::store::{Limits, PartError, PartStore};
-use ps_backend::reducer::{Hyper, Reducer};
 
 use crate::driver::{Source, Twin, WAYS, model, part_of};
 

@@ -6,17 +6,17 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use common::{BLOCK, floats_layout};
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::crc32c::crc32c;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::published::{Absent, DIRECTORY, Directory, ENTRY, find};
 use libmodelio::transport::Region;
-use libmodelio::wire::crc32c;
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use ps_backend::part::store::{
     KeptState, Limits, PartError, PartJob, PartStore, PartWork, Payload, PinnedVersion, VersionWatch,
 };
-use ps_backend::reducer::{Hyper, Reducer, Step};
 
 use crate::common;
 use crate::driver::{bytes_of, part_of, reduces_all};

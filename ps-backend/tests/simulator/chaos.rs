@@ -1,6 +1,6 @@
 //! What goes wrong, how it is mended, and what must be true then.
 
-use libmodelio::ids::Version;
+use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::{JobState, Message};
 
 use crate::moving::Life;

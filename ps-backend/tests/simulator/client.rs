@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 
 use libmodelio::client::core::{Action, ClientCore, Part, Token};
-use libmodelio::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::transport::Attached;
+use libmodelio::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::wire::{Granted, Message};
 
 use crate::history::{Content, GARBAGE, Uid};

@@ -1,7 +1,7 @@
 //! What must be true of a job that a killed process has ended: its state is `failed`, or nobody leads it. Nothing
 //! restores it, but nothing that was acknowledged has vanished before, either.
 
-use libmodelio::ids::Version;
+use libmodelio::vocabulary::ids::Version;
 
 use crate::history::Outcome;
 use crate::moving::Life;

@@ -2,11 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use libmodelio::ids::{ClientId, Incarnation, LearnerId, PlanId, Step, Version};
+use libmodelio::vocabulary::controls::Consistency;
+use libmodelio::vocabulary::ids::{ClientId, Incarnation, LearnerId, PlanId, Step, Version};
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Granted, Work};
-use ps_backend::controls::Consistency;
 use ps_backend::core::MemberView;
-use ps_backend::reducer::Reducer;
 
 use crate::settings::tensors_of;
 use crate::state::{Block, Step as OptimizerStep, mix};
@@ -302,7 +302,7 @@ impl History {
         planned.may_begin_anew = self.optimizer.chosen;
         if let Work::Reduce { step, .. } = &planned.work {
             // What was set in the middle of a step counts from the next one.
-            let step: ps_backend::reducer::Step = serde_json::from_str(step).expect("a step");
+            let step: libmodelio::vocabulary::reducer::Step = serde_json::from_str(step).expect("a step");
             self.optimizer.chosen = self.optimizer.set != step.reducer;
         }
         let Some(Consistency::Ssp(most)) = self.consistency else { return };
@@ -373,7 +373,7 @@ impl History {
         match &planned.work {
             Work::Assign => self.check_assigned(version, &before, &after),
             Work::Reduce { step, fresh_state, .. } => {
-                let step: ps_backend::reducer::Step = serde_json::from_str(step).expect("a step");
+                let step: libmodelio::vocabulary::reducer::Step = serde_json::from_str(step).expect("a step");
                 let anew = (*fresh_state, planned.may_begin_anew);
                 self.check_reduced(version, plan, &step, anew, &before, &after);
             }
@@ -437,7 +437,7 @@ impl History {
         &mut self,
         version: Version,
         plan: PlanId,
-        step: &ps_backend::reducer::Step,
+        step: &libmodelio::vocabulary::reducer::Step,
         anew: (bool, bool),
         before: &[Block],
         after: &[Block],
@@ -575,7 +575,9 @@ impl History {
     pub fn replaces(&self, version: Version) -> bool {
         let made = self.versions.get(version.0 as usize..).unwrap_or_default().first();
         let step = made.and_then(|made| match &self.plans.get(&made.plan)?.work {
-            Work::Reduce { step, .. } => serde_json::from_str::<ps_backend::reducer::Step>(step).ok(),
+            Work::Reduce { step, .. } => {
+                serde_json::from_str::<libmodelio::vocabulary::reducer::Step>(step).ok()
+            }
             _ => None,
         });
         version.0 as usize >= self.complete && step.is_some_and(|step| step.reducer == Reducer::Assign)

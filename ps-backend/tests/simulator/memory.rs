@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::SystemTime;
 
-use libmodelio::ids::{BlockId, Version};
+use libmodelio::vocabulary::ids::{BlockId, Version};
 use ps_backend::region_store::table::{Left, Table};
 
 use crate::client::ClientEvent;

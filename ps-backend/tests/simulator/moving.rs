@@ -6,12 +6,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use libmodelio::block_map::BlockMap;
-use libmodelio::ids::{ClientId, ShardId, Version};
+use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::ids::{ClientId, ShardId, Version};
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Message, ModelRecord, Refusal, RegistryRequest, ShardRecord};
 use ps_backend::lead::LeadCore;
 use ps_backend::moving::{Action, Job, Looked, MoveCore, Plan, Put, Sight, Tell, Told};
-use ps_backend::reducer::Reducer;
 
 use crate::chaos::Fault;
 use crate::shard::Shard;

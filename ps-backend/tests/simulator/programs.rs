@@ -1,8 +1,8 @@
 //! What runs on the clients: learners that train as programs do, with their mishaps, and an operator.
 
 use libmodelio::client::core::Token;
-use libmodelio::ids::{LearnerId, Step};
 use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::wire::{Message, Refusal};
 
 use crate::client::{ClientEvent, Payload};
@@ -262,7 +262,12 @@ impl World {
         }
     }
 
-    pub fn awaited(&mut self, index: usize, at: usize, result: Result<libmodelio::ids::Version, String>) {
+    pub fn awaited(
+        &mut self,
+        index: usize,
+        at: usize,
+        result: Result<libmodelio::vocabulary::ids::Version, String>,
+    ) {
         if let (Ok(version), Some(uid)) = (result, self.clients[index].programs[at].uid) {
             self.history.holds(version, uid);
         }

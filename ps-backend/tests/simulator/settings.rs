@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use fastrand::Rng;
-use libmodelio::layout::{DType, ModelLayout};
-use ps_backend::controls::{Consistency, Controls};
+use libmodelio::vocabulary::controls::{Consistency, Controls};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use crate::network::Weather;
 use crate::world::Now;

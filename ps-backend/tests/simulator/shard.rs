@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{BlockId, ClientId, PlanId, Version};
+use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
+use libmodelio::vocabulary::reducer::{self, Reducer};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Message, Plan, Refusal, Work};
 use ps_backend::part::core::{self, Action, Kind, PartCore, Placement};
-use ps_backend::reducer::{self, Reducer};
-use ps_backend::tensors::TensorSteps;
 
 use crate::client::Keys;
 use crate::history::{Content, GARBAGE, Uid};

@@ -1,7 +1,7 @@
 //! What a shard keeps of a block besides the weights that it shows: masters, optimizer slots, and how many steps the
 //! optimizer has made. All of it stands for what would be there: digests of what it was made from.
 
-use ps_backend::reducer::Reducer;
+use libmodelio::vocabulary::reducer::Reducer;
 
 use crate::history::{Content, Uid};
 use crate::settings::tensors_of;

@@ -3,7 +3,7 @@
 //! of its own takes the place of the true one, which its owner then opens anew. Some numbers of requests are such that the
 //! lead believes them. No number here is close to the true one: such a lie is a matter of identity.
 
-use libmodelio::ids::{ClientId, LearnerId, PlanId, Step, Version};
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::wire::{Granted, JobState, MAX_NUMBER, MAX_SKIPPED, Message, Plan, PlanSource, Work};
 
 use crate::client::Client;

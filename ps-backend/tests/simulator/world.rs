@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use fastrand::Rng;
-use libmodelio::block_map::BlockMap;
 use libmodelio::client::core::ClientCore;
-use libmodelio::ids::{ClientId, Generation, ShardId, Version};
-use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::ids::{ClientId, Generation, ShardId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{Message, ModelRecord};
 use ps_backend::core::MemberView;
 use ps_backend::lead::{self, LeadCore};

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use libmodelio::layout::DType;
+use libmodelio::vocabulary::layout::DType;
 
 use super::*;
 

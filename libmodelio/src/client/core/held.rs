@@ -7,7 +7,7 @@ use fixedbitset::FixedBitSet;
 use super::pushing::Outgoing;
 use super::requests::Request;
 use super::{Action, ClientCore};
-use crate::ids::{LearnerId, Step};
+use crate::vocabulary::ids::{LearnerId, Step};
 use crate::wire::{Granted, Message};
 
 /// A contribution whose payload is kept.

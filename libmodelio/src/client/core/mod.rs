@@ -26,9 +26,9 @@ use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 
-use crate::block_map::BlockMap;
-use crate::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
 use crate::transport::{Attached, LeaveReason, ShardError};
+use crate::vocabulary::block_map::BlockMap;
+use crate::vocabulary::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
 use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message, Refusal};
 use held::Held;
 pub use pulling::PULL_BLOCKS;

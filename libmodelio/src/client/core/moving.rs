@@ -3,8 +3,8 @@
 use fixedbitset::FixedBitSet;
 
 use super::{Action, ClientCore, Now};
-use crate::block_map::BlockMap;
-use crate::ids::ShardId;
+use crate::vocabulary::block_map::BlockMap;
+use crate::vocabulary::ids::ShardId;
 
 /// The shards of a map in the order of [`super::Part`]s, and which blocks each owns.
 pub(super) fn parts(map: &BlockMap) -> (Vec<ShardId>, Vec<FixedBitSet>) {

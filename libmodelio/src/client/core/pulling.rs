@@ -6,7 +6,7 @@ use fixedbitset::FixedBitSet;
 
 use super::waits::{Awaits, Wait};
 use super::{Action, ClientCore, Now, Part};
-use crate::ids::{BlockId, Version};
+use crate::vocabulary::ids::{BlockId, Version};
 use crate::wire::Message;
 
 /// Blocks that one pull request asks for.

@@ -3,7 +3,7 @@
 use fixedbitset::FixedBitSet;
 
 use super::{Action, ClientCore, Now, PATIENCE, Part};
-use crate::ids::{BlockId, LearnerId, PlanId, Step};
+use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::{Granted, MAX_NUMBER, Message};
 
 /// What is being sent for a plan.

@@ -1,8 +1,8 @@
 //! What is asked of the lead: sent when it is connected, again when it is silent, answered once.
 
 use super::{Action, ClientCore, Held, Now, PATIENCE, Token};
-use crate::ids::{LearnerId, PlanId, Step, Version};
 use crate::transport::{Attached, ShardError};
+use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
 use crate::wire::{Granted, LearnerState, Message, Refusal};
 
 #[derive(Debug)]

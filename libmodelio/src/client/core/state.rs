@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use super::requests::Request;
 use super::{Action, ClientCore, Now, PATIENCE, Token};
-use crate::ids::LearnerId;
 use crate::transport::LeaveReason;
+use crate::vocabulary::ids::LearnerId;
 use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message};
 
 impl ClientCore {

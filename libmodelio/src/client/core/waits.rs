@@ -1,8 +1,8 @@
 //! Who waits for a version, and until when.
 
 use super::{Action, ClientCore, LastCommit, Now, Token};
-use crate::ids::{LearnerId, Version};
 use crate::transport::ShardError;
+use crate::vocabulary::ids::{LearnerId, Version};
 
 /// What has to be shown for a wait to be over.
 #[derive(Clone, Copy, Debug)]

@@ -11,10 +11,10 @@ use super::{Inner, Shared, Staged, Way};
 use crate::client::core::{PULL_BLOCKS, Part};
 use crate::client::sum::{self, Written};
 use crate::client::versions;
-use crate::ids::{BlockId, LearnerId, PlanId, Version};
 use crate::link::{Guard, Link, Outgoing, Piece, Target};
 use crate::payload::Flow;
 use crate::transport::Region;
+use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Version};
 use crate::wire::{Granted, Message};
 
 /// Blocks that may be asked for on one connection: even if each has a request of its own, a shard takes so many.
@@ -224,7 +224,7 @@ impl Shared {
 
     /// The memory that is being pulled into.
     #[cfg(feature = "rdma")]
-    pub(super) fn back_buffer(&self) -> Option<Arc<crate::mmap::Mapping>> {
+    pub(super) fn back_buffer(&self) -> Option<Arc<crate::bytes::mmap::Mapping>> {
         let mut inner = self.inner.lock();
         let (retain, max) = inner.bounds();
         let back = inner.versions.back(retain, max).ok().flatten();

@@ -16,13 +16,14 @@ use super::{Answered, Awaited, ClientError, ClientListener, ClientOptions, PeerV
 use super::{Inner, Shared, Shortcut, keep};
 use crate::client::core::{Action, ClientCore, LastCommit, Now, Token};
 use crate::client::versions::{self, Versions};
-use crate::ids::{ClientId, LearnerId, Step, Version};
-use crate::layout::ModelLayout;
 use crate::net::{Reactor, ReactorOptions};
-use crate::partly::MAX_PIECES;
 use crate::payload::{Payloads, Tally};
 use crate::transport::{Attached, LeaveReason, Region, ShardError, TransportKind};
-use crate::wire::{self, JobState, Message, ModelRecord, ShardRecord};
+use crate::vocabulary::block_ranges;
+use crate::vocabulary::ids::{ClientId, LearnerId, Step, Version};
+use crate::vocabulary::layout::ModelLayout;
+use crate::vocabulary::partly::MAX_PIECES;
+use crate::wire::{JobState, Message, ModelRecord, ShardRecord};
 
 /// A process that takes part in a job on a network: it joins learners, contributes for them, and shows versions.
 pub struct Client {
@@ -261,8 +262,8 @@ impl Client {
         done: Answered,
     ) {
         let source = source.into();
-        let ranges = wire::ranges::from_bits(blocks).and_then(|blocks| {
-            let tensors = wire::ranges::from_bits(tensors)?;
+        let ranges = block_ranges::from_bits(blocks).and_then(|blocks| {
+            let tensors = block_ranges::from_bits(tensors)?;
             Ok((blocks, tensors))
         });
         let Ok((blocks, tensors)) = ranges else {
@@ -279,7 +280,7 @@ impl Client {
     /// Publishes the whole blocks of `buffer` as the next version. A write that has timed out may have been taken: while a
     /// plan sends it, it stays here until that is over.
     pub fn assign(&self, buffer: Region, blocks: &FixedBitSet, timeout: Duration, done: Answered) {
-        let Ok(blocks) = wire::ranges::from_bits(blocks) else {
+        let Ok(blocks) = block_ranges::from_bits(blocks) else {
             return done(Err(ShardError::NotAllowed("the new weights are too scattered".into()).into()));
         };
         let token = buffer.key().0;

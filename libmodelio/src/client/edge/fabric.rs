@@ -11,18 +11,18 @@ use std::time::{Duration, Instant};
 
 use super::memory::{Common, Memory};
 use super::{Shared, Shortcut, Way};
+use crate::bytes::mmap::Mapping;
 use crate::client::conversation::Data;
 use crate::client::core::Part;
-use crate::ids::{BlockId, Version};
-use crate::layout::PartLayout;
 use crate::link::{Framed, Link, Target};
-use crate::mmap::Mapping;
 use crate::net::{Close, Stream};
 use crate::payload::Flow;
 use crate::published::{self, DIRECTORY, ENTRY, Seen};
 use crate::rdma::verbs::{Done, Finished, Pool, Remote as Place, VerbsError, Work};
 use crate::rdma::{Fabric, Line, Placement};
 use crate::shm::MAX_REGIONS;
+use crate::vocabulary::ids::{BlockId, Version};
+use crate::vocabulary::layout::PartLayout;
 use crate::wire::{Message, Refusal};
 
 /// Bytes that are read from a ring at once.

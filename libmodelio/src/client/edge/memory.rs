@@ -17,18 +17,18 @@ use super::connections::EndOfLoan;
 #[cfg(feature = "rdma")]
 use super::fabric::{self, Remote};
 use super::{Inner, Shared, Shortcut, Way};
+use crate::bytes::mmap::Mapping;
 use crate::client::ClientOptions;
 use crate::client::conversation::Data;
 use crate::client::core::Part;
 use crate::client::sum;
-use crate::ids::{BlockId, PlanId, Version};
 use crate::link::{Framed, Link, Outgoing};
 #[cfg(feature = "rdma")]
 use crate::link::{Guard, Piece};
-use crate::mmap::Mapping;
 use crate::net::Close;
 use crate::payload::Flow;
 use crate::shm::{self, Descriptors, Lender, Meeting, RegionError, Regions};
+use crate::vocabulary::ids::{BlockId, PlanId, Version};
 use crate::wire::{Message, Received};
 
 /// Longest wait for a shard to take this end's rings.

@@ -37,12 +37,12 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::core::{Action, ClientCore, Now, Token};
 use super::versions::Versions;
-use crate::ids::{ClientId, Generation, LearnerId, Step, Version};
-use crate::layout::ModelLayout;
 use crate::link::{Link, Outgoing};
 use crate::net::{Close, Handle};
 use crate::payload::Tally;
 use crate::transport::{Region, ShardError};
+use crate::vocabulary::ids::{ClientId, Generation, LearnerId, Step, Version};
+use crate::vocabulary::layout::ModelLayout;
 use crate::wire::{Message, ModelRecord, Refusal};
 pub use client::Client;
 use connections::Peer;

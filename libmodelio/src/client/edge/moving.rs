@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use super::connections::Peer;
 use super::whereabouts::{Place, Way, Whereabouts};
 use super::{Inner, Shared};
-use crate::block_map::BlockMap;
 use crate::client::core::{Action, ClientCore, Now};
-use crate::ids::{Epoch, ShardId};
 use crate::net::Close;
 use crate::registry::{Registry, RegistryError};
 use crate::transport::ShardError;
+use crate::vocabulary::block_map::BlockMap;
+use crate::vocabulary::ids::{Epoch, ShardId};
 use crate::wire::{ModelRecord, Moved, Refusal, ShardRecord};
 
 /// A shard that cannot be reached for so long may have been stopped because its blocks are elsewhere: the registry is

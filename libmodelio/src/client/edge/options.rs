@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::memory::TransportChoice;
-use crate::ids::{LearnerId, ShardId, Version};
 use crate::net::Choice;
-use crate::partly::PartlyWritten;
 use crate::rdma::RdmaOptions;
 use crate::registry::Registry;
 use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
+use crate::vocabulary::ids::{LearnerId, ShardId, Version};
+use crate::vocabulary::partly::PartlyWritten;
 use crate::wire::{Message, Refusal};
 
 /// When a client pulls versions.
@@ -141,7 +141,7 @@ pub struct Staged {
     /// it should not, but it can; then the memory is its own, whatever the answer is.
     pub steady: bool,
     /// What of its blocks was written, where that is not all. `None` if that is in more than
-    /// [`MAX_PIECES`](crate::partly::MAX_PIECES) pieces.
+    /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces.
     pub partly: Option<PartlyWritten>,
 }
 

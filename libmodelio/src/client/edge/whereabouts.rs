@@ -5,11 +5,11 @@
 use std::sync::Arc;
 
 use super::memory::TransportChoice;
-use crate::block_map::BlockMap;
 use crate::client::core::Part;
-use crate::ids::{Epoch, ShardId};
 use crate::net::Threads;
 use crate::shm;
+use crate::vocabulary::block_map::BlockMap;
+use crate::vocabulary::ids::{Epoch, ShardId};
 use crate::wire::ShardRecord;
 
 /// A block map, and where its shards are.

@@ -6,11 +6,14 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use crate::block_map::BlockMap;
 use crate::client::core::{Action, ClientCore, Now};
-use crate::ids::{BlockId, ClientId, Epoch, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
 use crate::transport::{Attached, ShardError};
-use crate::wire::{BlockRanges, Granted, JobState, LearnerState, Message, Refusal};
+use crate::vocabulary::block_map::BlockMap;
+use crate::vocabulary::block_ranges::BlockRanges;
+use crate::vocabulary::ids::{
+    BlockId, ClientId, Epoch, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
+};
+use crate::wire::{Granted, JobState, LearnerState, Message, Refusal};
 
 const BLOCKS: u32 = 6;
 const LEARNERS: [LearnerId; 2] = [LearnerId(1), LearnerId(2)];

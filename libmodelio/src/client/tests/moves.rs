@@ -1,9 +1,9 @@
 //! A client whose model moves, step by step.
 
 use super::{Bench, L};
-use crate::block_map::BlockMap;
 use crate::client::core::Action;
-use crate::ids::{BlockId, Epoch, PlanId, ShardId, Version};
+use crate::vocabulary::block_map::BlockMap;
+use crate::vocabulary::ids::{BlockId, Epoch, PlanId, ShardId, Version};
 use crate::wire::Message;
 
 /// Three shards in place of two, another one in front.

@@ -1,7 +1,7 @@
 //! A stream of frames, driven by hand.
 
 use super::*;
-use crate::ids::{BlockId, Epoch, PlanId};
+use crate::vocabulary::ids::{BlockId, Epoch, PlanId};
 use crate::wire::Limits;
 
 const SILENCE: Duration = Duration::from_secs(9);

@@ -15,7 +15,7 @@ use range_alloc::RangeAllocator;
 
 use super::memory::no_memory;
 use super::{Access, Domain, Registration, VerbsError};
-use crate::mmap::Mapping;
+use crate::bytes::mmap::Mapping;
 use crate::net::Connection;
 use crate::rdma::DeviceMemory;
 

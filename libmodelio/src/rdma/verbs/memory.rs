@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use rdma_sys as sys;
 
 use super::{Context, VerbsError};
-use crate::mmap::Mapping;
+use crate::bytes::mmap::Mapping;
 
 /// Registrations that are good to have, and can be done without.
 pub trait Spare: Send + Sync {
@@ -152,7 +152,7 @@ unsafe impl Sync for Registration {}
 
 impl Registration {
     /// Registers `range` of `memory`; what is [`Spare`] gives way, but not to what this end's READs fill. Whoever lets work be done on it holds the memory, too: see
-    /// [`Mapping::attach`](crate::mmap::Mapping::attach). Whoever lets peers write it sees to it that nobody here takes it
+    /// [`Mapping::attach`](crate::bytes::mmap::Mapping::attach). Whoever lets peers write it sees to it that nobody here takes it
     /// for memory that stays as it is.
     ///
     /// # Errors

@@ -4,8 +4,8 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
-use crate::ids::Epoch;
-use crate::layout::MIN_BLOCK_SIZE;
+use crate::vocabulary::ids::Epoch;
+use crate::vocabulary::layout::MIN_BLOCK_SIZE;
 
 fn layout() -> ModelLayout {
     let tensor = |name: &str, dtype: &str, shape: &[usize]| {

@@ -1,7 +1,7 @@
 //! Promises of asynchronous jobs.
 
-use libmodelio::ids::{Step, Version};
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
+use libmodelio::vocabulary::ids::{Step, Version};
 
 use super::super::*;
 use super::sim::{Id, Sim, Uid, blocks, open, slot};

@@ -1,7 +1,7 @@
 //! Promises of jobs in which the order of learners decides every sum.
 
-use libmodelio::ids::Version;
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::ids::Version;
 
 use super::super::*;
 use super::sim::{Id, Sim, Uid, everything, is_fused, ok, open};

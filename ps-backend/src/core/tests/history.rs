@@ -1,13 +1,12 @@
 //! What the consistencies promise, asked of every plan and after every event, with an own count of steps.
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use libmodelio::ids::LearnerId;
+use libmodelio::vocabulary::controls::Consistency;
+use libmodelio::vocabulary::ids::LearnerId;
 
 use super::super::*;
 use super::sim::Uid;
-use crate::controls::Consistency;
 
 #[derive(Debug, Default)]
 pub struct History {

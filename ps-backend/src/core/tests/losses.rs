@@ -1,7 +1,7 @@
 //! Batches of folds, and payloads that cannot be had any more.
 
-use libmodelio::ids::Version;
 use libmodelio::transport::{LeaveReason, ShardError};
+use libmodelio::vocabulary::ids::Version;
 
 use super::super::*;
 use super::sim::{Id, Sim, Uid, everything, job, ok};

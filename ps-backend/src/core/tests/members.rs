@@ -1,7 +1,7 @@
 //! Promises about who is in the job: forming, joining, leaving, leases, too few.
 
-use libmodelio::ids::{Incarnation, Step, Version};
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
+use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 
 use super::super::*;
 use super::sim::{Sim, blocks, everything, is_fused, job, ok, open, slot};

@@ -1,7 +1,7 @@
 //! Promises of jobs whose versions need a quorum.
 
-use libmodelio::ids::Version;
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
+use libmodelio::vocabulary::ids::Version;
 
 use super::sim::{BLOCKS, Id, Sim, blocks, everything, is_fused, ok, open};
 

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{Incarnation, LearnerId, Step};
 use libmodelio::transport::Attached;
+use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::transport::{BlockSlot, LeaveReason, ShardError};
+use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 
 use super::super::*;
 use super::history::History;

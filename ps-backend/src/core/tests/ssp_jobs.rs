@@ -1,7 +1,7 @@
 //! Promises of jobs with bounded staleness.
 
-use libmodelio::ids::Version;
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
+use libmodelio::vocabulary::ids::Version;
 
 use super::sim::{Id, Sim, blocks, everything, ok, open};
 

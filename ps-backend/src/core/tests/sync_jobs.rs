@@ -1,7 +1,7 @@
 //! Promises of synchronous jobs, and of what both kinds of job share.
 
-use libmodelio::ids::{BlockId, Incarnation, Step, Version};
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::ids::{BlockId, Incarnation, Step, Version};
 
 use super::super::*;
 use super::sim::{BLOCKS, Sim, TENSORS, Uid, blocks, everything, is_fused, job, ok, open, slot};

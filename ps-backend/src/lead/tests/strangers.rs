@@ -261,7 +261,7 @@ fn a_plan_that_a_shard_takes_for_past_is_begun_again_under_the_next_number() {
     bench.part(0, Message::Ready { plan: next.plan });
     bench.part(next.plan.0, past(next.plan, next.plan));
     assert!(bench.lead.failed().is_none());
-    assert_eq!(bench.lead.job().version(), libmodelio::ids::Version(1));
+    assert_eq!(bench.lead.job().version(), libmodelio::vocabulary::ids::Version(1));
 }
 
 #[test]
@@ -271,10 +271,17 @@ fn a_refusal_of_what_is_over_does_not_fail_the_job() {
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     bench.part(plan.plan.0 + 5, Message::Refused(Refusal::other("another one")));
-    bench.part(0, Message::Spoilt { plan: PlanId(u64::MAX), client: A, block: libmodelio::ids::BlockId(0) });
     bench.part(
         0,
-        Message::Spoilt { plan: plan.plan, client: ClientId(99), block: libmodelio::ids::BlockId(0) },
+        Message::Spoilt { plan: PlanId(u64::MAX), client: A, block: libmodelio::vocabulary::ids::BlockId(0) },
+    );
+    bench.part(
+        0,
+        Message::Spoilt {
+            plan: plan.plan,
+            client: ClientId(99),
+            block: libmodelio::vocabulary::ids::BlockId(0),
+        },
     );
     bench.part(0, Message::Ready { plan: PlanId(u64::MAX) });
     assert!(bench.lead.failed().is_none());

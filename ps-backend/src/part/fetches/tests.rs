@@ -3,7 +3,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::ids::{ClientId, PlanId, Version};
+use libmodelio::vocabulary::ids::{ClientId, PlanId, Version};
 use libmodelio::wire::Work;
 use proptest::prelude::*;
 

@@ -1,19 +1,18 @@
 //! One plan's work on the blocks that come.
 //!
 //! Holds `unsafe`; why it is sound is told in the module above.
-
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use libmodelio::ids::BlockId;
-use libmodelio::layout::ModelLayout;
 use libmodelio::payload::{Flow, Tally};
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::reducer::Reducer;
 use smallvec::SmallVec;
 
 use super::sums::Sums;
 use super::{PartError, PartWork, Payload, check_payload};
-use crate::reducer::Reducer;
 use crate::region_store::accumulator::is_direct;
 use crate::region_store::{Making, Part, Written};
 

@@ -2,15 +2,14 @@
 //!
 //! Holds `unsafe`; why it is sound is told in the module above. What is given is of the newest version. A plan that runs
 //! does not write there; the one after it would, and waits: [`PartStore::begin`] refuses as long as somebody reads.
-
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use libmodelio::ids::{BlockId, Version};
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::Kept;
 
 use super::{COMING, PartError, PartStore, Payload, Shared, THERE, check_payload};
-use crate::reducer::Reducer;
 use crate::region_store::Keeping;
 
 /// The newest version with its masters and optimizer state. No plan begins while this lives.

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use libmodelio::ids::{BlockId, Version};
-use libmodelio::mmap::Mapping;
-use libmodelio::wire::crc32c;
+use libmodelio::bytes::crc32c::crc32c;
+use libmodelio::bytes::mmap::Mapping;
+use libmodelio::vocabulary::ids::{BlockId, Version};
 
 use super::Shared;
 use crate::region_store::VersionBuffer;

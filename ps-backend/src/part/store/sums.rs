@@ -11,10 +11,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use libmodelio::ids::BlockId;
-use libmodelio::layout::ModelLayout;
-use libmodelio::mmap::Mapping;
-use libmodelio::ranges;
+use libmodelio::bytes::mmap::Mapping;
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::ranges;
 use parking_lot::Mutex;
 
 use super::PartJob;

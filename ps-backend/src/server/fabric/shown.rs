@@ -8,12 +8,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use libmodelio::ids::Version;
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::published::Directory;
 use libmodelio::rdma::Device;
 use libmodelio::rdma::verbs::{Remote as Place, VerbsError};
 use libmodelio::transport::Region;
+use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::Refusal;
 use parking_lot::Mutex;
 

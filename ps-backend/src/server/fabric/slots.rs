@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use libmodelio::ids::ClientId;
 use libmodelio::link::Link;
 use libmodelio::net::Connection;
 use libmodelio::rdma::verbs::{Pool, Slot};
+use libmodelio::vocabulary::ids::ClientId;
 use parking_lot::Mutex;
 
 use crate::part::fetches::{Stand, Then, Turns};

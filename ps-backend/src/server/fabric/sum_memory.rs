@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::mmap::Mapping;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::rdma::Device;
 use libmodelio::rdma::verbs::{Registration, Spare};
 use parking_lot::Mutex;

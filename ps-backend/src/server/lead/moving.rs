@@ -1,16 +1,15 @@
 //! A lead while its model moves: held, frozen once it was handed over, and then retired, or going on.
-
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use libmodelio::ids::{Epoch, Generation, Version};
 use libmodelio::link::Link;
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::{Epoch, Generation, Version};
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::Refusal;
 
 use super::Lead;
-use crate::controls::Controls;
 use crate::lead::TakeOverError;
-use crate::reducer::Reducer;
 use crate::server::moving::Whereabouts;
 
 impl Lead {

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{ClientId, ShardId};
 use libmodelio::link::{Conversation, Framed, Link, Outgoing, Take};
 use libmodelio::net::{Close, SocketOptions, Thread};
+use libmodelio::vocabulary::ids::{ClientId, ShardId};
 use libmodelio::wire::{Limits, Message, Protocol, Received, Refusal, Role, ShardRecord};
 use parking_lot::Mutex;
 

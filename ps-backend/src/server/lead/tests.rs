@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use libmodelio::block_map::BlockMap;
-use libmodelio::layout::{DType, ModelLayout};
 use libmodelio::net::{Reactor, ReactorOptions};
+use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 
 use super::*;
 

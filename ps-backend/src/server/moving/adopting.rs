@@ -3,21 +3,20 @@
 //! It is dropped when it is told so, or when the registry says that its map never will be in force; not because
 //! nobody has spoken of it for a while, for the record may just have been replaced, nor because the registry does not
 //! know the model, for it may have been started anew.
-
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
-use libmodelio::ids::{BlockId, Epoch, Generation, ShardId, Version};
 use libmodelio::registry::RegistryError;
+use libmodelio::vocabulary::ids::{BlockId, Epoch, Generation, ShardId, Version};
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Adoption, Kept, Message, ModelRecord, Moved, Refusal};
 use parking_lot::Mutex;
 
 use super::Shared;
 use crate::lead::LeadCore;
-use crate::reducer::Reducer;
 use crate::server::part::Part;
 
 /// Requests for pieces that are under way to one shard: enough to keep the wire busy.

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{Epoch, Generation};
+use libmodelio::vocabulary::ids::{Epoch, Generation};
 use libmodelio::wire::Refusal;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 

@@ -15,7 +15,7 @@ mod told;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{BlockId, Epoch, Generation, ShardId, Version};
+use libmodelio::vocabulary::ids::{BlockId, Epoch, Generation, ShardId, Version};
 use libmodelio::wire::{Held, Kept, Message, Moved, Refusal, Role};
 use serde_json::{Value, json};
 

@@ -8,8 +8,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
-use libmodelio::ids::ShardId;
 use libmodelio::registry::RegistryError;
+use libmodelio::vocabulary::ids::ShardId;
 use libmodelio::wire::{Fate, Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest};
 use parking_lot::MutexGuard;
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use libmodelio::ids::ShardId;
+use libmodelio::vocabulary::ids::ShardId;
 use parking_lot::{Condvar, Mutex};
 
 use crate::moving::Progress;

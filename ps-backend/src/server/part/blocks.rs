@@ -6,10 +6,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use libmodelio::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::link::{Guard, Link, Outgoing, Piece, Take, Target};
 use libmodelio::payload::Flow;
-use libmodelio::wire::{self, Message, Received, Refusal};
+use libmodelio::vocabulary::block_ranges;
+use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
+use libmodelio::wire::{Message, Received, Refusal};
 
 use super::Part;
 use crate::part::core::Placement;
@@ -319,8 +320,8 @@ impl Part {
     pub(in crate::server) fn missing(&self, client: ClientId, plan: PlanId) -> Option<Message> {
         let missing = self.state.lock().core.missing(client, plan)?;
         let mine = self.store.part().blocks();
-        let mut blocks = wire::BlockRanges::new();
-        for block in missing.ones().map(|block| mine[block].0).take(wire::MAX_RANGES) {
+        let mut blocks = block_ranges::BlockRanges::new();
+        for block in missing.ones().map(|block| mine[block].0).take(block_ranges::MAX_RANGES) {
             match blocks.last_mut() {
                 Some(last) if last.end == block => last.end += 1,
                 _ => blocks.push(block..block + 1),

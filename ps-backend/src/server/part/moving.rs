@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use libmodelio::ids::Version;
 use libmodelio::net::Close;
+use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::ModelRecord;
 
 use super::Part;

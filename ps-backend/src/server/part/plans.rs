@@ -1,20 +1,19 @@
 //! Orders of the lead, and what a plan takes to begin, to compute what nobody sends, and to count.
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::ids::{BlockId, PlanId};
 use libmodelio::link::Link;
 use libmodelio::net::Close;
 use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::ids::{BlockId, PlanId};
+use libmodelio::vocabulary::reducer::{self, Reducer};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{self, Message, Refusal, Work};
 use rayon::prelude::*;
 
 use super::{Part, State, ToLead};
 use crate::part::core::{self, Action, Plan, Source, local_blocks};
 use crate::part::store::{PartError, PartWork};
-use crate::reducer::{self, Reducer};
-use crate::tensors::TensorSteps;
 
 /// The pause before the next try of a plan that cannot begin yet: old versions are still read, or the plan before is being
 /// left.

@@ -4,8 +4,8 @@
 
 use std::collections::BTreeMap;
 
-use libmodelio::ids::ClientId;
 use libmodelio::link::{Link, Outgoing};
+use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::wire::Message;
 
 use super::Part;

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
-use libmodelio::ids::{Epoch, Generation, ShardId};
-use libmodelio::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{self, Limits, ModelRecord, PlanSource, Receiver, Work, frame};
 
 use super::*;

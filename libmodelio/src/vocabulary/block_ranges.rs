@@ -1,8 +1,13 @@
 //! Sets of blocks as lists of ranges, the way messages name them.
+use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
 
-use super::BlockRanges;
+/// Blocks of the model, as sorted, disjoint, non-adjacent ranges of block numbers.
+pub type BlockRanges = Vec<Range<u32>>;
+
+/// Tensors of the model, as sorted, disjoint, non-adjacent ranges of their numbers.
+pub type TensorRanges = Vec<Range<u32>>;
 
 /// Most ranges of one list: at ten bytes each they fit a body.
 pub const MAX_RANGES: usize = 64 << 10;

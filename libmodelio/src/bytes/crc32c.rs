@@ -2,7 +2,7 @@
 
 use crc_fast::{CrcAlgorithm, Digest};
 
-use crate::mmap::prefetch;
+use crate::bytes::mmap::prefetch;
 
 /// From here on it pays to ask for memory ahead.
 const LONG: usize = 16 << 10;

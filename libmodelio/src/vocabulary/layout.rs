@@ -7,13 +7,14 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, TryReserveError};
 use std::ops::Range;
 
-pub use crate::dtype::{DType, UnknownDType};
-use crate::ids::BlockId;
-use crate::safetensors_file::{MAX_HEADER_BYTES, header_bytes};
+pub use crate::vocabulary::dtype::{DType, UnknownDType};
+use crate::vocabulary::ids::BlockId;
 
+pub mod header;
 mod names;
 mod part;
 
+use header::{MAX_HEADER_BYTES, header_bytes};
 pub use names::MAX_DIRECTORIES;
 use names::index_names;
 pub(crate) use names::{check_name, shown};
@@ -263,7 +264,7 @@ impl ModelLayout {
         let elements = runs.iter().map(Segment::elements).sum();
         let (segments, first_segment) = (Vec::new(), Vec::new());
         let layout = ModelLayout { tensors, size, block_size, segments, first_segment, elements, by_name };
-        let header = header_bytes(&layout, &BTreeMap::new()).len();
+        let header = header_bytes(layout.tensors(), &BTreeMap::new()).len();
         if header > MAX_HEADER_BYTES - METADATA_ROOM {
             return Err(LayoutError::HeaderTooLarge(header));
         }

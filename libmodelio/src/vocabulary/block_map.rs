@@ -8,7 +8,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::ids::{BlockId, Epoch, ShardId};
+use crate::vocabulary::ids::{BlockId, Epoch, ShardId};
 
 /// Shards a model can be striped over.
 pub const MAX_SHARDS: usize = 1024;

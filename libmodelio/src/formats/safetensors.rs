@@ -1,10 +1,10 @@
-//! Safetensors files: reading the header of one to load a model, writing the header of one we serve.
+//! Safetensors files: reading the header of one to load a model.
 //!
 //! Only headers are touched here. A plan says which bytes of a file go where in the model's flat range,
 //! and whoever owns the buffers moves them.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fmt::{self, Write};
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -13,15 +13,8 @@ use std::os::unix::fs::FileExt;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
-use crate::layout::{DType, LayoutError, ModelLayout, check_name, shown, tensor_bytes};
-
-/// Largest header that readers of safetensors accept, in bytes.
-pub const MAX_HEADER_BYTES: usize = 100_000_000;
-
-/// Bytes of the header's length in front of it.
-const PREFIX: usize = 8;
-/// Where data begins is a multiple of this: a cache line, and enough for any vector load.
-const ALIGNMENT: usize = 64;
+use crate::vocabulary::layout::header::{MAX_HEADER_BYTES, PREFIX};
+use crate::vocabulary::layout::{DType, LayoutError, ModelLayout, check_name, shown, tensor_bytes};
 
 /// A tensor in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -224,46 +217,6 @@ pub fn plan_load(
     Ok((layout, plan))
 }
 
-/// The header of a safetensors file whose data is the model's flat range as it is.
-///
-/// Its length, that is the offset of the data in the file, is a multiple of 64 bytes. An empty
-/// `metadata` is left out. Readers accept [`MAX_HEADER_BYTES`]; the layout leaves 1 MiB of that to
-/// `metadata`.
-pub fn header_bytes(layout: &ModelLayout, metadata: &BTreeMap<String, String>) -> Vec<u8> {
-    let mut json = String::from("{");
-    if !metadata.is_empty() {
-        json.push_str("\"__metadata__\":{");
-        for (key, value) in metadata {
-            push_json_string(&mut json, key);
-            json.push(':');
-            push_json_string(&mut json, value);
-            json.push(',');
-        }
-        json.pop();
-        json.push_str("},");
-    }
-    for tensor in layout.tensors() {
-        push_json_string(&mut json, &tensor.name);
-        let (dtype, shape) = (tensor.dtype, &tensor.shape);
-        let Range { start, end } = tensor.bytes;
-        // Writing to a string cannot fail; a list of numbers looks in JSON as in Rust.
-        let _ =
-            write!(json, ":{{\"dtype\":\"{dtype}\",\"shape\":{shape:?},\"data_offsets\":[{start},{end}]}},");
-    }
-    json.pop();
-    json.push('}');
-    let total = (PREFIX + json.len()).next_multiple_of(ALIGNMENT);
-    let mut bytes = Vec::with_capacity(total);
-    bytes.extend_from_slice(&((total - PREFIX) as u64).to_le_bytes());
-    bytes.extend_from_slice(json.as_bytes());
-    bytes.resize(total, b' ');
-    bytes
-}
-
-fn push_json_string(json: &mut String, text: &str) {
-    let _ = write!(json, "{}", serde_json::Value::from(text));
-}
-
 /// A tensor as the file states it.
 #[derive(Deserialize)]
 struct RawTensor {
@@ -375,7 +328,8 @@ fn checked(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::layout::MIN_BLOCK_SIZE;
+    use crate::vocabulary::layout::MIN_BLOCK_SIZE;
+    use crate::vocabulary::layout::header::header_bytes;
 
     fn file_of(header: &str, data: usize) -> File {
         let file = tempfile::tempfile().unwrap();
@@ -486,7 +440,7 @@ mod tests {
         let name = "we\"ird\n\\näme".to_owned();
         let layout = ModelLayout::new(vec![(name.clone(), DType::BF16, vec![])], MIN_BLOCK_SIZE).unwrap();
         let metadata = BTreeMap::from([("version".into(), "12".into()), ("a\"b".into(), "\0".into())]);
-        let mut bytes = header_bytes(&layout, &metadata);
+        let mut bytes = header_bytes(layout.tensors(), &metadata);
         assert_eq!(bytes.len() % 64, 0);
         bytes.extend([1, 2]);
         let parsed = safetensors::SafeTensors::deserialize(&bytes).unwrap();

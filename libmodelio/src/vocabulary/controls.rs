@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::frozen::Frozen;
-use crate::reducer::{Aggregation, Hyper, Reducer};
+use crate::vocabulary::frozen::{Frozen, NoMatch};
+use crate::vocabulary::reducer::{Aggregation, Hyper, Reducer};
 
 /// Which contributions a version waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -178,6 +178,12 @@ pub enum ControlError {
     /// The value contradicts another setting.
     #[error("{0}")]
     Conflict(String),
+}
+
+impl From<NoMatch> for ControlError {
+    fn from(error: NoMatch) -> ControlError {
+        ControlError::Conflict(error.to_string())
+    }
 }
 
 impl ControlError {

@@ -1,12 +1,12 @@
 //! Optimizer steps, tensor by tensor: which tensors a version changes, and how many steps each has behind it.
 //!
 //! Plain data. A step normally changes all tensors, and all have as many steps behind them: one run says it.
-
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::layout::{ModelLayout, PartLayout};
 use serde::{Deserialize, Serialize};
+
+use crate::vocabulary::layout::{ModelLayout, PartLayout};
 
 /// A number for each tensor, by runs of tensors with the same number.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -90,19 +90,19 @@ impl TensorSteps {
 
 /// The same for the bytes of a layout.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct ByteSteps {
+pub struct ByteSteps {
     /// Where each run ends, and its step.
     runs: Vec<(u64, u64)>,
 }
 
 impl ByteSteps {
     /// For a whole model.
-    pub(crate) fn of_model(layout: &ModelLayout, steps: &TensorSteps) -> ByteSteps {
+    pub fn of_model(layout: &ModelLayout, steps: &TensorSteps) -> ByteSteps {
         ByteSteps::by_ends(steps, |tensor| layout.tensors().get(tensor).map(|tensor| tensor.bytes.end))
     }
 
     /// For a part of a model, in the part's bytes.
-    pub(crate) fn of_part(part: &PartLayout, steps: &TensorSteps) -> ByteSteps {
+    pub fn of_part(part: &PartLayout, steps: &TensorSteps) -> ByteSteps {
         let model = ByteSteps::by_ends(steps, |tensor| part.tensor_ends().get(tensor).copied());
         if let [(_, step)] = model.runs[..] {
             return ByteSteps { runs: vec![(part.layout().size(), step)] };
@@ -140,7 +140,7 @@ impl ByteSteps {
     }
 
     /// `bytes` in pieces that have one step each. Allocates nothing.
-    pub(crate) fn pieces(&self, bytes: Range<u64>) -> impl Iterator<Item = (Range<u64>, u64)> {
+    pub fn pieces(&self, bytes: Range<u64>) -> impl Iterator<Item = (Range<u64>, u64)> {
         let first = self.runs.partition_point(|(end, _)| *end <= bytes.start);
         let mut at = bytes.start;
         self.runs[first..].iter().map_while(move |&(end, step)| {
@@ -153,8 +153,8 @@ impl ByteSteps {
 
 #[cfg(test)]
 mod tests {
-    use libmodelio::ids::BlockId;
-    use libmodelio::layout::DType;
+    use crate::vocabulary::ids::BlockId;
+    use crate::vocabulary::layout::DType;
     use proptest::prelude::*;
 
     use super::*;

@@ -7,12 +7,15 @@ use std::str::FromStr;
 use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
-use crate::controls::ControlError;
-
 /// Patterns, one a line: `*` stands for any text, `?` for one character, everything else for itself. `/` is a character
 /// like any other.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Frozen(Vec<String>);
+
+/// A pattern that matches no tensor of the model.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("no tensor has a name that matches the pattern {0:?}")]
+pub struct NoMatch(pub String);
 
 impl FromStr for Frozen {
     type Err = Infallible;
@@ -34,11 +37,11 @@ impl Frozen {
     /// Which of a model's tensors are meant, which have these `names` in their order.
     ///
     /// # Errors
-    /// [`ControlError::Conflict`] names a pattern that matches none.
+    /// [`NoMatch`] names a pattern that matches none.
     pub fn tensors<'a>(
         &self,
         names: impl ExactSizeIterator<Item = &'a str> + Clone,
-    ) -> Result<FixedBitSet, ControlError> {
+    ) -> Result<FixedBitSet, NoMatch> {
         let mut tensors = FixedBitSet::with_capacity(names.len());
         for pattern in &self.0 {
             let mut any = false;
@@ -47,9 +50,7 @@ impl Frozen {
                 any = true;
             }
             if !any {
-                return Err(ControlError::Conflict(format!(
-                    "no tensor has a name that matches the pattern {pattern:?}"
-                )));
+                return Err(NoMatch(pattern.clone()));
             }
         }
         Ok(tensors)

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::ids::BlockId;
-use crate::wire::RangesError;
+use crate::vocabulary::block_ranges::{self, RangesError};
+use crate::vocabulary::ids::BlockId;
 
 /// Most pieces that a version takes, of all its contributions together: an order to a shard names them all.
 pub const MAX_PIECES: usize = 16 << 10;
@@ -67,7 +67,7 @@ impl PartlyWritten {
             if written.is_empty() {
                 return Err(RangesError::Empty { start: block.0, end: block.0 });
             }
-            crate::wire::ranges::check(written, u32::MAX)?;
+            block_ranges::check(written, u32::MAX)?;
             expected = block.0.saturating_add(1);
         }
         Ok(())

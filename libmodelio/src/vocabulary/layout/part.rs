@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use super::{LayoutError, ModelLayout, Segment};
-use crate::ids::BlockId;
+use crate::vocabulary::ids::BlockId;
 
 /// Some blocks of a model in a layout of their own.
 #[derive(Clone, Debug)]

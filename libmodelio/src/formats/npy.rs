@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use safetensors::Dtype;
 
-use crate::layout::{DType, Tensor};
+use crate::vocabulary::layout::{DType, Tensor};
 
 /// `.npy` data begins at a multiple of this, so that it can be mapped and used in place.
 const ALIGNMENT: usize = 64;

@@ -1,0 +1,4 @@
+//! The file formats of others in which models are read and shown.
+
+pub mod npy;
+pub mod safetensors;

@@ -1,0 +1,14 @@
+//! The words of gradfs as types: identities, a model's layout and its blocks, settings and reducers. Plain data; no file,
+//! no socket, no thread.
+
+pub mod block_map;
+pub mod block_ranges;
+pub mod controls;
+pub mod dtype;
+pub mod frozen;
+pub mod ids;
+pub mod layout;
+pub mod partly;
+pub mod ranges;
+pub mod reducer;
+pub mod tensor_steps;
