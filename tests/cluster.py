@@ -113,7 +113,7 @@ class Shard:
 
 class NetworkMount(Mount):
     """A running `gradfs mount`. What one process has published another one shows when it has pulled it: `version` and
-    `weights` here first let the mount catch up with the lead, so that tests can say what comes next."""
+    `weights` here first let the mount catch up with the coordinator, so that tests can say what comes next."""
 
     def __init__(self, cluster, *args, models=(), root=None, **options):
         self.cluster = cluster
@@ -125,16 +125,16 @@ class NetworkMount(Mount):
         words = [*map(str, args), *flags(options), str(self.root), *self._named]
         return [str(gradfs_binary()), "mount", *words], self._shown
 
-    def lead_version(self, model=None):
-        """The newest version, as the lead says."""
-        return self.cluster.lead((model or self.model).name)["version"]
+    def coordinator_version(self, model=None):
+        """The newest version, as the coordinator says."""
+        return self.cluster.coordinator((model or self.model).name)["version"]
 
     def catch_up(self, deadline=5):
         """Waits until the mount shows what is the newest version now; not for ever, for all its buffers may be held."""
         if not self.running():
             return
         try:
-            newest = self.lead_version()
+            newest = self.coordinator_version()
         except (OSError, Closed, KeyError):
             return
         end = time.monotonic() + deadline
@@ -230,20 +230,20 @@ class Cluster:
         """What a shard says of its part of a model."""
         return next(one for one in self.ask(shard)["models"] if one["name"] == model)
 
-    def leader(self, model):
-        """The shard that leads a model."""
+    def coordinator_shard(self, model):
+        """The shard that coordinates a model."""
         for shard in self.shards:
             if shard.process.poll() is None:
                 with contextlib.suppress(StopIteration):
-                    if self.part(shard, model)["lead"]:
+                    if self.part(shard, model)["coordinator"]:
                         return shard
         raise KeyError(model)
 
-    def lead(self, model):
-        """What a model's lead says of it."""
+    def coordinator(self, model):
+        """What a model's coordinator says of it."""
         if model not in self._peers:
-            self._peers[model] = self.leader(model)
-        return self.part(self._peers[model], model)["lead"]
+            self._peers[model] = self.coordinator_shard(model)
+        return self.part(self._peers[model], model)["coordinator"]
 
     def clean_up(self):
         troubles = []

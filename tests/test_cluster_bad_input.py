@@ -38,8 +38,8 @@ class World:
         self._open = os.open(self.mount.join("t") / "gradients", os.O_WRONLY)
         part = self.cluster.part(self.cluster.shards[0], "m")
         self.generation, self.epoch = part["generation"], part["epoch"]
-        self.lead = self.cluster.leader("m")
-        self.other = next(shard for shard in self.cluster.shards if shard is not self.lead)
+        self.coordinator = self.cluster.coordinator_shard("m")
+        self.other = next(shard for shard in self.cluster.shards if shard is not self.coordinator)
         self.steps, self._over = 0, threading.Event()
         self._learner = ThreadPoolExecutor(1).submit(self._learn)
 
@@ -64,7 +64,7 @@ class World:
     def peer(self, role=None, shard=None):
         """A connection, greeted in a role as a client of its own: answers to a client's requests are kept."""
         client = next(CLIENTS)
-        peer = Peer((shard or self.lead).address)
+        peer = Peer((shard or self.coordinator).address)
         if role is not None:
             hello = ("", 0) if role == "admin" else ("m", self.generation)
             welcome = peer.greet(role, *hello, client=client, epoch=self.epoch)
@@ -91,12 +91,12 @@ def of_module():
 def world(of_module):
     """Training goes on through the test and after it; nobody is left in the job."""
     of_module.trains()
-    names = {learner["name"] for learner in of_module.cluster.lead("m")["learners"]}
+    names = {learner["name"] for learner in of_module.cluster.coordinator("m")["learners"]}
     yield of_module
     of_module.trains()
-    steps, lead = of_module.steps, of_module.cluster.lead("m")
-    assert {learner["name"] for learner in lead["learners"]} == names
-    assert lead["contributions"] >= steps and lead["state"] in ("running", "reducing", "forming")
+    steps, coordinator = of_module.steps, of_module.cluster.coordinator("m")
+    assert {learner["name"] for learner in coordinator["learners"]} == names
+    assert coordinator["contributions"] >= steps and coordinator["state"] in ("running", "reducing", "forming")
 
 
 def refusal(peer, *fields):
@@ -190,7 +190,7 @@ def test_half_a_hello_and_silence_ends_after_its_deadline(world):
                 assert peer.closes(HELLO_DEADLINE + 3)
 
 
-@pytest.mark.parametrize("role", ["control", "data", "lead", "admin"])
+@pytest.mark.parametrize("role", ["control", "data", "coordinator", "admin"])
 def test_another_protocol_is_refused_by_name(world, role):
     with world.peer() as peer:
         answer = peer.greet(role, "m", world.generation, epoch=world.epoch, protocol=7)
@@ -198,9 +198,9 @@ def test_another_protocol_is_refused_by_name(world, role):
         assert peer.closes()
 
 
-@pytest.mark.parametrize("role", ["control", "data", "lead"])
+@pytest.mark.parametrize("role", ["control", "data", "coordinator"])
 def test_another_model_generation_or_epoch_is_refused_by_name(world, role):
-    shard = world.lead if role == "control" else world.other
+    shard = world.coordinator if role == "control" else world.other
     for greeting, epoch, *expected in [
         (("nope", world.generation), world.epoch, "NoModel", "nope"),
         (("m", world.generation ^ 1), world.epoch, "Generation", "m", world.generation, world.generation ^ 1),
@@ -212,19 +212,20 @@ def test_another_model_generation_or_epoch_is_refused_by_name(world, role):
             assert peer.closes()
 
 
-def test_control_of_a_model_is_with_its_lead(world):
+def test_control_of_a_model_is_with_its_coordinator(world):
     with Peer(world.other.address) as peer:
         answer = peer.greet("control", "m", world.generation, epoch=world.epoch)
-        assert answer.name == "Refused" and answer.fields[0] == "Other" and "lead" in answer.fields[1]
+        assert answer.name == "Refused" and answer.fields[0] == "Other" and "coordinator" in answer.fields[1]
         assert peer.closes()
 
 
-def test_who_claims_to_lead_does_not_last(world):
-    """A shard that leads refuses another lead; another one listens to its true lead again when that comes back."""
-    with Peer(world.lead.address) as peer:
-        answer = peer.greet("lead", "m", world.generation, epoch=world.epoch)
-        assert answer.name == "Refused" and "leads" in answer.fields[1]
-    with world.peer("lead", world.other):
+def test_who_claims_to_coordinate_does_not_last(world):
+    """A shard that coordinates refuses another coordinator; another one listens to its true coordinator again when that
+    comes back."""
+    with Peer(world.coordinator.address) as peer:
+        answer = peer.greet("coordinator", "m", world.generation, epoch=world.epoch)
+        assert answer.name == "Refused" and "coordinates" in answer.fields[1]
+    with world.peer("coordinator", world.other):
         world.trains()
     world.trains()
 
@@ -339,7 +340,7 @@ def test_pulls_of_what_is_not_there_are_refused(world):
         answer = peer.hear_of("Refused", "Block")
         assert answer.name == "Refused" and answer.fields[:2] == ("NoVersion", 0) and answer.fields[2] > 0
         # Blocks that are none of this shard's are none of the answer.
-        newest = world.cluster.part(world.lead, "m")["version"]
+        newest = world.cluster.part(world.coordinator, "m")["version"]
         peer.say("Pull", newest, 4000, 4001, epoch=world.epoch)
         peer.say("Probe", 1, epoch=world.epoch)
         assert peer.hear_of("Missing", "Block").name == "Missing"
@@ -354,7 +355,7 @@ def test_pulls_of_what_is_not_there_are_refused(world):
 
 
 def test_requests_that_make_no_sense_are_refused(world):
-    """Of the lead: each is answered with what is wrong, and the connection stays."""
+    """Of the coordinator: each is answered with what is wrong, and the connection stays."""
     with world.peer("control") as peer:
         asked = iter(range(1, 100))
 
@@ -365,8 +366,8 @@ def test_requests_that_make_no_sense_are_refused(world):
         assert ask("Join", "t") == ("name taken", "t")
         assert ask("Leave", 12345, 0) == ("unknown learner", 12345)
         assert ask("Open", 12345) == ("unknown learner", 12345)
-        lead = world.cluster.lead("m")
-        (other,) = [learner["id"] for learner in lead["learners"] if learner["name"] == "t"]
+        coordinator = world.cluster.coordinator("m")
+        (other,) = [learner["id"] for learner in coordinator["learners"] if learner["name"] == "t"]
         for name, fields in [
             ("Leave", (other, 0)), ("Open", (other,)), ("Abort", (other,)), ("Withdraw", (other,)),
             ("Commit", (other, 1, [(0, BLOCKS)], ALL_TENSORS, WHOLE, 100, False)),
@@ -531,7 +532,7 @@ FLOODS = {
 def test_floods_take_no_more_than_their_limits(world, what):
     """Of those who ask and ask and take no answer. Others go on meanwhile, and it is all given back."""
     role, (name, *fields), threads, memory = FLOODS[what]
-    shard = world.lead
+    shard = world.coordinator
     words = {
         "generation": world.generation, "epoch": world.epoch, "version": world.cluster.part(shard, "m")["version"],
     }
@@ -567,7 +568,7 @@ def test_floods_take_no_more_than_their_limits(world, what):
 
 def test_a_crowd_of_strangers_keeps_nobody_out(world):
     """Many connections that say nothing, and many that come and go."""
-    host, port = world.lead.address.rsplit(":", 1)
+    host, port = world.coordinator.address.rsplit(":", 1)
     crowd = [socket.create_connection((host, int(port)), timeout=5) for _ in range(200)]
     world.trains()
     for one in crowd[:100]:

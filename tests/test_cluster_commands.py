@@ -99,11 +99,12 @@ def test_status_tells_of_shards_and_models(cluster):
     assert sum(shard["models"][0]["blocks"] for shard in status["shards"]) == 16
     mount = one.mount()
     mount.contribute(np.ones(1, "<f4"))
-    (lead,) = [model["lead"] for shard in one.status()["shards"] for model in shard["models"] if model["lead"]]
-    assert (lead["version"], lead["clients"], lead["contributions"]) == (1, 1, 1)
-    assert [learner["name"] for learner in lead["learners"]] == [mount.own()]
+    models = [model for shard in one.status()["shards"] for model in shard["models"]]
+    (coordinator,) = [model["coordinator"] for model in models if model["coordinator"]]
+    assert (coordinator["version"], coordinator["clients"], coordinator["contributions"]) == (1, 1, 1)
+    assert [learner["name"] for learner in coordinator["learners"]] == [mount.own()]
     said = one.run("status").stdout
-    for word in ("m: version 1", "leads: running", "1 learner(s)", "models: m", one.shards[1].address):
+    for word in ("m: version 1", "coordinates: running", "1 learner(s)", "models: m", one.shards[1].address):
         assert word in said, said
 
 
@@ -131,7 +132,7 @@ def test_delete_cuts_off_whoever_uses_it(cluster):
     eventually(lambda: mount.status()["state"] == "failed", deadline=8)
     with takes(0, 1):
         assert outcome(mount.contribute, np.ones(4, "<f4")) == "EIO"
-    assert array(again.model / "weights")[0] == 7 and one.lead("m")["version"] == 1
+    assert array(again.model / "weights")[0] == 7 and one.coordinator("m")["version"] == 1
     with takes(0, 8):
         assert mount.stop() == 0
 
@@ -139,8 +140,8 @@ def test_delete_cuts_off_whoever_uses_it(cluster):
 def test_create_refuses_what_cannot_be_and_leaves_nothing(cluster, tmp_path):
     one = cluster(2)
     one.create("m", size="256KiB", block_size="64KiB", reducer="sum")
-    # The lead takes a moment to reach the other shard.
-    eventually(lambda: not any((m["lead"] or {}).get("unreachable") for m in one.ask(one.shards[0])["models"]))
+    # The coordinator takes a moment to reach the other shard.
+    eventually(lambda: not any((m["coordinator"] or {}).get("unreachable") for m in one.ask(one.shards[0])["models"]))
     before = one.ask(one.shards[0])
     refused(one.run("create", "m", *SMALL), "m", "already")
     refused(one.run("create", "n", *SMALL, "--shards", 5), "5 shards are wanted", "only 2")

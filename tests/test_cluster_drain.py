@@ -83,8 +83,8 @@ def epochs(one):
     return found
 
 
-def leader(one, name="m"):
-    return one.leader(name)
+def coordinator_shard(one, name="m"):
+    return one.coordinator_shard(name)
 
 
 def other_than(one, *shards):
@@ -95,7 +95,7 @@ def test_a_drained_shard_can_be_stopped_and_nothing_is_lost(apart):
     """Weights and optimizer state go on as if nothing had been."""
     quiet, one = model(apart(3)), model(apart(3))
     assert (train(one, 3) == train(quiet, 3)).all()
-    gone = other_than(one, leader(one))
+    gone = other_than(one, coordinator_shard(one))
     drain(one, gone)
     assert gone.stop() == 0
     assert (train(one, 3, at=3) == train(quiet, 3, at=3)).all()
@@ -105,15 +105,15 @@ def test_a_drained_shard_can_be_stopped_and_nothing_is_lost(apart):
     assert epochs(one) == {"m": {2}}
 
 
-def test_a_lead_that_is_drained_hands_the_job_over(apart):
+def test_a_coordinator_that_is_drained_hands_the_job_over(apart):
     quiet, one = model(apart(3)), model(apart(3))
     assert (train(one, 3) == train(quiet, 3)).all()
-    lead = leader(one)
-    contributions = one.lead("m")["contributions"]
-    drain(one, lead)
+    coordinator = coordinator_shard(one)
+    contributions = one.coordinator("m")["contributions"]
+    drain(one, coordinator)
     one._peers.clear()
-    assert lead.stop() == 0
-    assert leader(one) is not lead and one.lead("m")["contributions"] == contributions
+    assert coordinator.stop() == 0
+    assert coordinator_shard(one) is not coordinator and one.coordinator("m")["contributions"] == contributions
     assert (train(one, 3, at=3) == train(quiet, 3, at=3)).all()
 
 
@@ -134,10 +134,10 @@ def test_optimizer_steps_of_tensors_move_with_the_model(apart, tmp_path):
 
     quiet, one = (model(apart(3), size=None, model=path, weight_decay=0.1) for _ in range(2))
     assert steps(one, "abbc") == steps(quiet, "abbc")
-    lead = leader(one)
-    drain(one, lead)
+    coordinator = coordinator_shard(one)
+    drain(one, coordinator)
     one._peers.clear()
-    assert lead.stop() == 0
+    assert coordinator.stop() == 0
     assert steps(one, "acb") == steps(quiet, "acb")
 
 
@@ -146,7 +146,7 @@ def test_another_shard_takes_the_place_of_a_drained_one(apart):
     one = model(apart(2))
     before = train(one, 2)
     stays, gone = one.shards
-    if leader(one) is gone:
+    if coordinator_shard(one) is gone:
         stays, gone = gone, stays
     memory = one.part(stays, "m")["memory_bytes"]
     new = one.add_shard()
@@ -193,7 +193,7 @@ def test_a_step_that_does_not_end_is_said_with_who_holds_it_up(apart):
     mount = one.mount()
     mount.join("quick"), mount.join("slow")
     mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
-    eventually(lambda: one.lead("m")["contributions"] == 0)
+    eventually(lambda: one.coordinator("m")["contributions"] == 0)
     with takes(1, 6):
         done = one.run("drain", one.shards[1].address, "--timeout", 1)
     assert done.returncode == 1 and "waits for the learner(s) slow" in done.stderr, done.stderr
@@ -224,8 +224,8 @@ def test_draining_two_shards_at_once_leaves_the_model_on_the_third(apart):
 def test_a_move_that_fails_changes_nothing(apart):
     """A shard that was to take blocks stops in the middle, or one that has them does not answer."""
     one = model(apart(3), reducer="sum")
-    lead = leader(one)
-    gone, other = [shard for shard in one.shards if shard is not lead]
+    coordinator = coordinator_shard(one)
+    gone, other = [shard for shard in one.shards if shard is not coordinator]
     for hung in (other, gone):
         before = train(one, 1)
         hung.pause()
@@ -258,7 +258,7 @@ def test_a_registry_whose_answer_is_lost_is_asked_until_it_says(apart, lost):
         return None if direction == "down" and connection in hit else data
 
     one.way.rule = rule
-    gone = other_than(one, leader(one))
+    gone = other_than(one, coordinator_shard(one))
     with ThreadPoolExecutor() as pool:
         drains = pool.submit(one.run, "drain", gone.address, timeout=60)
         assert seen.wait(10)
@@ -276,12 +276,12 @@ def test_a_registry_whose_answer_is_lost_is_asked_until_it_says(apart, lost):
 def test_an_unreachable_registry_keeps_a_model_where_it_is(apart):
     one = apart(3, proxied=True)
     model(one, reducer="sum")
-    lead = leader(one)
-    gone = other_than(one, lead)
+    coordinator = coordinator_shard(one)
+    gone = other_than(one, coordinator)
     mount = one.mount()
     one.way.hold()
-    peer = one.ask(lead)["models"][0]
-    asking = Peer(lead.address)
+    peer = one.ask(coordinator)["models"][0]
+    asking = Peer(coordinator.address)
     assert asking.greet("admin").name == "Welcome"
     answer = asking.request("Move", "m", peer["generation"], gone.number, 20_000, 0, epoch=0)
     assert answer.name == "Refused" and "registry" in str(answer.fields), answer
@@ -294,17 +294,18 @@ def test_an_unreachable_registry_keeps_a_model_where_it_is(apart):
 
 
 def test_a_registry_that_is_gone_when_all_is_moved_leaves_the_job_where_it_is(apart):
-    """All blocks are there, and the lead's state is handed over: it goes on where it was, with the clients that it has."""
+    """All blocks are there, and the coordinator's state is handed over: it goes on where it was, with the clients that it
+    has."""
     one = apart(3, proxied=True)
     model(one, learners=2, reducer="sum", lease=0)
     mount = one.mount()
     mount.join("quick"), mount.join("slow")
     mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
-    lead = leader(one)
-    gone = other_than(one, lead)
+    coordinator = coordinator_shard(one)
+    gone = other_than(one, coordinator)
     with ThreadPoolExecutor() as pool:
         drains = pool.submit(one.run, "drain", gone.address, timeout=60)
-        stage = lambda: (one.part(lead, "m")["lead"]["moving"] or {}).get("stage")
+        stage = lambda: (one.part(coordinator, "m")["coordinator"]["moving"] or {}).get("stage")
         eventually(lambda: stage() == "waiting for the step")
         there, one.way.target = one.way.target, "127.0.0.1:1"
         one.way.reset()
@@ -329,9 +330,9 @@ def test_a_shard_that_stops_answering_after_the_switch_is_told_when_it_does(apar
     model(one, reducer="sum")
     before = train(one, 2)
     put = bytes([MESSAGES["Registry"], REGISTRY["Put"]])
-    lead = leader(one)
-    gone = other_than(one, lead)
-    new = other_than(one, lead, gone)
+    coordinator = coordinator_shard(one)
+    gone = other_than(one, coordinator)
+    new = other_than(one, coordinator, gone)
 
     def rule(connection, direction, data):
         if direction == "up" and data[HEADER_BYTES : HEADER_BYTES + 2] == put:
@@ -341,7 +342,7 @@ def test_a_shard_that_stops_answering_after_the_switch_is_told_when_it_does(apar
     one.way.rule = rule
     with ThreadPoolExecutor() as pool:
         drains = pool.submit(one.run, "drain", gone.address, timeout=60)
-        eventually(lambda: one.ask(lead)["models"][0]["epoch"] == 2, deadline=20)
+        eventually(lambda: one.ask(coordinator)["models"][0]["epoch"] == 2, deadline=20)
         time.sleep(1)
         assert not drains.done()
         new.resume()
@@ -353,12 +354,12 @@ def test_a_shard_that_stops_answering_after_the_switch_is_told_when_it_does(apar
 
 
 def test_a_new_owner_that_nobody_tells_asks_the_registry(apart):
-    """The lead that is drained ends in the very moment in which the new map comes into force."""
+    """The coordinator that is drained ends in the very moment in which the new map comes into force."""
     one = apart(3, proxied=True)
     model(one, reducer="sum")
     before = train(one, 2)
     put = bytes([MESSAGES["Registry"], REGISTRY["Put"]])
-    lead = leader(one)
+    coordinator = coordinator_shard(one)
 
     hit = []
 
@@ -367,12 +368,12 @@ def test_a_new_owner_that_nobody_tells_asks_the_registry(apart):
             hit.append(connection)
         elif direction == "down" and connection in hit:
             # The registry has the new map; nobody else knows.
-            lead.kill()
+            coordinator.kill()
             return None
         return data
 
     one.way.rule = rule
-    done = one.run("drain", lead.address, timeout=60)
+    done = one.run("drain", coordinator.address, timeout=60)
     assert done.returncode in (0, 1)
     one._peers.clear()
     eventually(lambda: epochs(one) == {"m": {2}}, deadline=20)
@@ -407,7 +408,7 @@ def test_deleting_a_model_while_it_moves_leaves_nothing_of_it(apart):
 
 def test_a_failed_drain_is_repeated_by_the_same_command(apart):
     one = model(apart(3))
-    gone = other_than(one, leader(one))
+    gone = other_than(one, coordinator_shard(one))
     for _ in range(3):
         one.run("drain", gone.address, "--timeout", 1)
     drain(one, gone)
@@ -433,12 +434,12 @@ def held_up(one, **settings):
 @contextmanager
 def draining(one, shard, *args):
     """`gradfs drain` as it waits for the step under way."""
-    lead = leader(one)
+    coordinator = coordinator_shard(one)
     words = [gradfs_binary(), "drain", shard.address, *args, "--registry", one.registry]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(list(map(str, words)), text=True, **pipes) as command:
         try:
-            stage = lambda: (one.part(lead, "m")["lead"]["moving"] or {}).get("stage")
+            stage = lambda: (one.part(coordinator, "m")["coordinator"]["moving"] or {}).get("stage")
             eventually(lambda: stage() == "waiting for the step")
             yield command
         finally:
@@ -488,7 +489,7 @@ def test_a_drain_is_cancelled_while_it_moves(apart):
     """By a command of its own; the one that drains says what has become of it."""
     one = apart(3)
     with held_up(one):
-        gone = other_than(one, leader(one))
+        gone = other_than(one, coordinator_shard(one))
         with draining(one, gone) as command:
             with takes(0, 4):
                 done = one.run("drain", "--cancel", gone.address)
@@ -504,7 +505,7 @@ def test_a_drain_is_cancelled_while_it_moves(apart):
 def test_an_interrupted_drain_stops_what_it_moves(apart, number):
     one = apart(3)
     with held_up(one):
-        gone = other_than(one, leader(one))
+        gone = other_than(one, coordinator_shard(one))
         with draining(one, gone) as command, takes(0, 4):
             command.send_signal(number)
             out, err = command.communicate(timeout=10)
@@ -520,7 +521,7 @@ def test_a_model_that_is_deleted_while_it_moves_is_not_said_to_have_moved(apart)
     mount = one.mount()
     mount.join("quick"), mount.join("slow")
     mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
-    gone = other_than(one, leader(one))
+    gone = other_than(one, coordinator_shard(one))
     with draining(one, gone) as command:
         assert one.run("delete", "m").returncode == 0
         out, err = command.communicate(timeout=10)
@@ -534,7 +535,7 @@ def test_a_job_is_held_no_longer_than_it_may(apart, hold):
     """By itself for half of what commits wait, whatever the drain's own deadline is."""
     one = apart(3)
     with held_up(one, timeout=20 if hold else 3):
-        gone = other_than(one, leader(one))
+        gone = other_than(one, coordinator_shard(one))
         with takes(1.4, 6):
             done = one.run("drain", gone.address, *(["--hold", hold] if hold else []))
         assert done.returncode == 1 and "1.5s for which the job may be held" in done.stderr, done.stderr
@@ -546,7 +547,7 @@ def test_a_job_is_held_no_longer_than_it_may(apart, hold):
 def test_a_drain_that_is_repeated_while_memory_is_taken_goes_on(apart):
     """The attempt before has been given up, but the shard has not heard of either yet."""
     one = model(apart(3))
-    gone, slow = [shard for shard in one.shards if shard is not leader(one)]
+    gone, slow = [shard for shard in one.shards if shard is not coordinator_shard(one)]
     before = train(one, 1)
     slow.pause()
     done = one.run("drain", gone.address, "--timeout", 1)
@@ -578,7 +579,7 @@ def test_a_model_whose_block_map_is_too_long_to_be_told_stays(apart, tmp_path):
     length = int(re.search(r"record of (\d+) bytes", refused.stderr)[1])
     write(most - (length - most) - 20)
     one.create("m", model=path, block_size=BLOCK)
-    gone = other_than(one, leader(one))
+    gone = other_than(one, coordinator_shard(one))
     with takes(0, 5):
         done = one.run("drain", gone.address)
     assert done.returncode == 1 and "cannot be moved" in done.stderr and "less metadata" in done.stderr, done.stderr
@@ -590,26 +591,26 @@ def test_status_tells_of_a_move(apart):
     mount = one.mount()
     mount.join("quick"), mount.join("slow")
     mount.contribute(np.ones(ELEMENTS, "<f4"), learner="quick")
-    lead = leader(one)
-    gone = other_than(one, lead)
+    coordinator = coordinator_shard(one)
+    gone = other_than(one, coordinator)
     with ThreadPoolExecutor() as pool:
         drains = pool.submit(one.run, "drain", gone.address, timeout=60)
-        moving = eventually(lambda: one.part(lead, "m")["lead"]["moving"])
+        moving = eventually(lambda: one.part(coordinator, "m")["coordinator"]["moving"])
         assert moving["off"] == gone.number
-        eventually(lambda: one.part(lead, "m")["lead"]["moving"]["stage"] == "waiting for the step")
+        eventually(lambda: one.part(coordinator, "m")["coordinator"]["moving"]["stage"] == "waiting for the step")
         said = one.run("status").stdout
         assert f"moves off shard {gone.number}: waiting for the step" in said and "draining" in said, said
         mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
         mount.stop()
         assert drains.result(60).returncode == 0
-    eventually(lambda: one.part(lead, "m")["lead"]["moving"] is None)
+    eventually(lambda: one.part(coordinator, "m")["coordinator"]["moving"] is None)
 
 
 # -- mounts that live through it
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-@pytest.mark.parametrize("which", ["lead", "other"])
+@pytest.mark.parametrize("which", ["coordinator", "other"])
 def test_learners_go_on_while_a_shard_is_drained(apart, transport, which):
     """Every contribution counts once; nobody gets an error."""
     one = model(apart(3), learners=2, reducer="sum")
@@ -625,8 +626,8 @@ def test_learners_go_on_while_a_shard_is_drained(apart, transport, which):
             weights = array(mounts[i].place(f"l{i}") / "weights")
             assert (weights == weights[0]).all() and weights[0] >= 2 * counts[i], "its own step is in it"
 
-    lead = leader(one)
-    gone = lead if which == "lead" else other_than(one, lead)
+    coordinator = coordinator_shard(one)
+    gone = coordinator if which == "coordinator" else other_than(one, coordinator)
     with ThreadPoolExecutor() as pool:
         learners = [pool.submit(learn, i) for i in range(2)]
         try:
@@ -640,7 +641,7 @@ def test_learners_go_on_while_a_shard_is_drained(apart, transport, which):
         for learner in learners:
             learner.result(40)
     one._peers.clear()
-    assert counts == [last[0]] * 2 and one.lead("m")["contributions"] == 2 * last[0]
+    assert counts == [last[0]] * 2 and one.coordinator("m")["contributions"] == 2 * last[0]
     for mount in mounts:
         assert (shown(mount) == 2 * last[0]).all()
         assert gone.address not in [shard["address"] for shard in mount.status()["shards"]]

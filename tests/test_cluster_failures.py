@@ -156,7 +156,7 @@ def test_damage_on_the_way_is_repaired(cluster, way, harm):
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-@pytest.mark.parametrize("role", ["control", "lead"])
+@pytest.mark.parametrize("role", ["control", "coordinator"])
 def test_damage_on_the_way_is_repaired__of_messages(cluster, role, way):
     """The end that finds it ends the connection, and that is all: nobody takes it for an answer to what was asked."""
     one, proxies = proxied(cluster)
@@ -176,7 +176,7 @@ def test_damage_on_the_way_is_repaired__of_messages(cluster, role, way):
     assert any(done.is_set() for _, done in rules)
     give(mount, 100)
     assert only(mount) == 111
-    assert mount.status()["state"] == "running" and one.lead("m")["contributions"] == 3
+    assert mount.status()["state"] == "running" and one.coordinator("m")["contributions"] == 3
 
 
 class BlackHole:
@@ -274,7 +274,7 @@ def test_a_slow_connection_lives(cluster):
         mount.contribute(np.ones(size // 4, "<f4"))
         assert array(mount.model / "weights")[-1] == 1
     assert blocks() == there, "a connection was given up"
-    assert one.lead("m")["contributions"] == 1
+    assert one.coordinator("m")["contributions"] == 1
 
 
 def test_delay_is_no_failure(cluster):
@@ -292,7 +292,7 @@ def test_delay_is_no_failure(cluster):
         assert only(mount) == step
 
 
-@pytest.mark.parametrize("role", ["control", "data", "lead"])
+@pytest.mark.parametrize("role", ["control", "data", "coordinator"])
 def test_connections_that_are_lost_again_and_again_lose_nothing(cluster, role):
     one, proxies = proxied(cluster, lease=5)
     mount = one.mount()
@@ -313,7 +313,7 @@ def test_connections_that_are_lost_again_and_again_lose_nothing(cluster, role):
     finally:
         stop.set()
         disturber.result(5)
-    assert one.lead("m")["contributions"] == 10
+    assert one.coordinator("m")["contributions"] == 10
 
 
 def test_a_stopped_shard_holds_requests_up_until_their_deadlines(cluster):
@@ -395,7 +395,8 @@ def test_a_killed_shard_is_an_error_and_no_hang(cluster):
     mount.join("a")
     give(mount, 1, "a")
     assert only(mount, "a") == 1
-    victim = next(s for s in one.shards if not one.ask(s)["models"][0]["lead"] and len(one.ask(s)["models"]) == 1)
+    asked = ((shard, one.ask(shard)["models"]) for shard in one.shards)
+    victim = next(shard for shard, models in asked if not models[0]["coordinator"] and len(models) == 1)
     victim.kill()
     with takes(0, 4):
         assert outcome(give, mount, 1, "a") in ("ETIMEDOUT", "EIO")
@@ -412,7 +413,7 @@ def test_a_killed_shard_is_an_error_and_no_hang(cluster):
     one.add_shard(listen=victim.address)
     eventually(lambda: outcome(give, mount, 1, "a") == "EIO", deadline=10)
     assert only(mount) == 1
-    # The lead tells of the job's state now and then.
+    # The coordinator tells of the job's state now and then.
     eventually(lambda: mount.status()["state"] == "failed", deadline=5)
 
 
@@ -421,7 +422,7 @@ def test_delete_cuts_off_whoever_uses_it__also_of_a_job_that_has_failed(cluster)
     mount = one.mount()
     give(mount, 1)
     assert only(mount) == 1
-    victim = next(shard for shard in one.shards if shard is not one.leader("m"))
+    victim = next(shard for shard in one.shards if shard is not one.coordinator_shard("m"))
     victim.kill()
     one.add_shard(listen=victim.address)
     has_failed(mount, deadline=15)
@@ -434,13 +435,13 @@ def test_delete_cuts_off_whoever_uses_it__also_of_a_job_that_has_failed(cluster)
     assert mount.stop() == 0
 
 
-def test_a_killed_lead_is_an_error_and_no_hang(cluster):
+def test_a_killed_coordinator_is_an_error_and_no_hang(cluster):
     one = model(cluster(2), timeout=1)
     mount = one.mount()
     give(mount, 1)
     # What is taken may not be a version that is here: one's own step would be waited for, in vain.
     assert only(mount) == 1
-    one.leader("m").kill()
+    one.coordinator_shard("m").kill()
     with takes(0, 4):
         assert outcome(give, mount, 1) in ("ETIMEDOUT", "EIO")
     with takes(0, 4):
@@ -451,19 +452,19 @@ def test_a_killed_lead_is_an_error_and_no_hang(cluster):
         assert mount.stop() == 0
 
 
-def test_a_killed_lead_is_an_error_and_no_hang__of_a_job_that_has_failed(cluster):
+def test_a_killed_coordinator_is_an_error_and_no_hang__of_a_job_that_has_failed(cluster):
     one = model(cluster(3), timeout=60)
     mounts = one.mount(), one.mount()
     give(mounts[0], 1)
     for mount in mounts:
         eventually(lambda mount=mount: only(mount) == 1)
-    lead = one.leader("m")
-    lost = next(shard for shard in one.shards[1:] if shard is not lead)
+    coordinator = one.coordinator_shard("m")
+    lost = next(shard for shard in one.shards[1:] if shard is not coordinator)
     lost.kill()
     one.add_shard(listen=lost.address)
     for mount in mounts:
         has_failed(mount, deadline=20)
-    lead.kill()
+    coordinator.kill()
     for mount in mounts:
         eventually(lambda mount=mount: not all(shard["connected"] for shard in mount.status()["shards"]))
         has_failed(mount)
@@ -491,16 +492,16 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts(cl
     Threads().run(*(lambda mount=mount, name=name: give(mount, 0.5, name) for mount, name in zip(mounts, "ab")))
     for mount in mounts:
         eventually(lambda mount=mount: only(mount) == 1)
-    lead = one.leader("m")
+    coordinator = one.coordinator_shard("m")
     if registry == "elsewhere":
-        one.run("drain", lead.number)
-        lead = one.leader("m")
-    assert (lead.address == one.registry) == (registry == "in it")
+        one.run("drain", coordinator.number)
+        coordinator = one.coordinator_shard("m")
+    assert (coordinator.address == one.registry) == (registry == "in it")
     give(mounts[0], 1, "a")
     waiting = Threads().start(outcome, array, mounts[0].place("a") / "weights")
     time.sleep(0.3)
-    lead.kill()
-    one.add_shard(listen=lead.address)
+    coordinator.kill()
+    one.add_shard(listen=coordinator.address)
     with takes(0, 12):
         assert waiting.result(20) == "EIO"
         for mount in mounts:
@@ -522,11 +523,11 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__a
     for mount in (away, other):
         eventually(lambda mount=mount: only(mount) == 1)
     pause(away.pid)
-    done = one.run("drain", one.leader("m").number)
+    done = one.run("drain", one.coordinator_shard("m").number)
     assert done.returncode == 0, done.stderr
-    lead = one.leader("m")
-    lead.kill()
-    one.add_shard(listen=lead.address)
+    coordinator = one.coordinator_shard("m")
+    coordinator.kill()
+    one.add_shard(listen=coordinator.address)
     has_failed(other, deadline=10)
     os.kill(away.pid, signal.SIGCONT)
     has_failed(away, deadline=15)
@@ -705,15 +706,15 @@ def test_after_5_s_of_waiting_it_is_said_who_is_waited_for__on_all_mounts_and_by
     assert "m: waiting for" in shown.stdout and "s for learners: slow" in shown.stdout and shown.returncode == 0
     (job,) = one.status()["jobs"]
     assert job["waits_for_learners"]["learners"] == ["slow"]
-    lead = one.leader("m")
-    for log in (a.stderr, b.stderr, lead.stderr):
+    coordinator = one.coordinator_shard("m")
+    for log in (a.stderr, b.stderr, coordinator.stderr):
         eventually(lambda log=log: log().count("learners have been waiting for") == 1)
     give(a, 1, "slow")
     eventually(lambda: b.status()["waits_for_learners"] == [])
     assert only(b, "b") == 2
 
 
-@pytest.mark.parametrize("which", ["the lead", "another"])
+@pytest.mark.parametrize("which", ["the coordinator", "another"])
 def test_a_job_that_waits_for_a_shard_says_for_which_and_since_when(cluster, which):
     one = model(cluster(3), shards=3, timeout=60, lease=30)
     mount = one.mount(metrics="127.0.0.1:0")
@@ -722,12 +723,12 @@ def test_a_job_that_waits_for_a_shard_says_for_which_and_since_when(cluster, whi
     assert mount.status()["waits_for_shards"] == []
     # The first one is the registry.
     (first,) = [s for s in one.shards if s.address == one.registry]
-    if which == "the lead" and one.leader("m") is first:
+    if which == "the coordinator" and one.coordinator_shard("m") is first:
         done = one.run("drain", first.number)
         assert done.returncode == 0, done.stderr
         eventually(lambda: only(mount) == 1)
-    lead = one.leader("m")
-    victim = lead if which == "the lead" else next(s for s in one.shards if s not in (first, lead))
+    coordinator = one.coordinator_shard("m")
+    victim = coordinator if which == "the coordinator" else next(s for s in one.shards if s not in (first, coordinator))
     began = time.time()
     victim.kill()
     (away,) = eventually(lambda: mount.status()["waits_for_shards"], deadline=6)
@@ -745,7 +746,7 @@ def test_a_job_that_waits_for_a_shard_says_for_which_and_since_when(cluster, whi
     assert 2 <= scraped("gradfs_shard_unreachable_seconds", model="m", shard=victim.number) < time.time() - began + 1
     others = [value for labels, value in scraped.all("gradfs_shard_unreachable_seconds")]
     assert sorted(others)[:-1] == [0] * (len(others) - 1)
-    logs = [mount.stderr] + ([lead.stderr] if victim is not lead else [])
+    logs = [mount.stderr] + ([coordinator.stderr] if victim is not coordinator else [])
     for log in logs:
         eventually(lambda log=log: "which has not been reached for " in log())
     time.sleep(1.5)

@@ -17,17 +17,17 @@ def world():
     world.end()
 
 
-def leads(world, over):
-    """Somebody connects to the shard that does not lead as its lead, and says so many plans are over."""
+def coordinates(world, over):
+    """Somebody connects to the shard that does not coordinate as its coordinator, and says so many plans are over."""
     peer = Peer(world.other.address)
-    welcome = peer.greet("lead", "m", world.generation, client=over, epoch=world.epoch)
+    welcome = peer.greet("coordinator", "m", world.generation, client=over, epoch=world.epoch)
     assert welcome.name == "Welcome", welcome
     return peer
 
 
 def connects(world, client):
     """Somebody connects under the number of a client."""
-    peer = Peer(world.lead.address)
+    peer = Peer(world.coordinator.address)
     assert peer.greet("control", "m", world.generation, client=client, epoch=world.epoch).name == "Welcome"
     return peer
 
@@ -39,13 +39,13 @@ def start(plan, base, sources=()):
 @pytest.mark.parametrize("over", [0, *FAR])
 @pytest.mark.parametrize("number", FAR)
 def test_a_number_that_nobody_has_reached_stops_no_job(world, number, over):
-    """Of a plan, said by somebody who is not the lead."""
-    with leads(world, over) as peer:
+    """Of a plan, said by somebody who is not the coordinator."""
+    with coordinates(world, over) as peer:
         version = world.cluster.part(world.other, "m")["version"]
         for name, *fields in [("Drop", number), ("Conclude", number), start(number, version), start(number, FAR[-1])]:
             peer.say(name, *fields, request=number, epoch=world.epoch)
     world.trains()
-    assert world.cluster.lead("m")["state"] != "failed"
+    assert world.cluster.coordinator("m")["state"] != "failed"
 
 
 def test_a_number_that_nobody_has_reached_stops_no_job__of_the_next_plans(world):
@@ -53,7 +53,7 @@ def test_a_number_that_nobody_has_reached_stops_no_job__of_the_next_plans(world)
         for what in ("Drop", "Start"):
             world.trains()
             # About where the job is; with the learner at work, some of it meets a plan under way.
-            with leads(world, 0) as peer:
+            with coordinates(world, 0) as peer:
                 for plan in range(1, ahead + 1):
                     order = ("Drop", plan) if what == "Drop" else start(plan, world.cluster.part(world.other, "m")["version"])
                     peer.say(order[0], *order[1:], request=plan, epoch=world.epoch)
@@ -61,7 +61,7 @@ def test_a_number_that_nobody_has_reached_stops_no_job__of_the_next_plans(world)
 
 
 def test_a_number_that_nobody_has_reached_stops_no_job__which_is_refused_by_name(world):
-    with leads(world, 5) as peer:
+    with coordinates(world, 5) as peer:
         for name, *fields in [("Drop", 1 << 40), start(1 << 40, 0)]:
             peer.say(name, *fields, request=9, epoch=world.epoch)
             answer = peer.hear_of("Refused")
@@ -70,7 +70,7 @@ def test_a_number_that_nobody_has_reached_stops_no_job__which_is_refused_by_name
         with world.peer(role) as peer:
             answer = peer.request(name, *fields, request=3, epoch=world.epoch)
             assert answer.fields == ("Role", name)
-    with leads(world, 0) as peer:
+    with coordinates(world, 0) as peer:
         peer.say("Ready", FAR[0], request=3, epoch=world.epoch)
         assert peer.hear_of("Refused").fields == ("Role", "Ready")
 
@@ -131,5 +131,5 @@ def test_a_number_that_nobody_has_reached_stops_no_job__of_an_epoch(world):
             peer.say("Join", "e", request=1, epoch=number)
             refusal(peer, "Epoch", world.epoch, number)
         with Peer(world.other.address) as peer:
-            answer = peer.greet("lead", "m", world.generation, epoch=number)
+            answer = peer.greet("coordinator", "m", world.generation, epoch=number)
             assert answer.fields == ("Epoch", world.epoch, number)

@@ -72,7 +72,7 @@ def test_what_strangers_leave_behind_is_bounded__idle_connections():
 
 
 def test_what_strangers_leave_behind_is_bounded__names(world):
-    before = rss(world.lead.pid)
+    before = rss(world.coordinator.pid)
     asked = iter(range(1, 10_000))
     with world.peer("control") as peer:
         for at in range(40):
@@ -84,7 +84,7 @@ def test_what_strangers_leave_behind_is_bounded__names(world):
         for name, value in [("x" * 65, "1"), ("learning_rate", "1" * 900_000), ("learning_rate", "y" * 60_000)]:
             answer = peer.request("SetControl", name, value, request=next(asked), epoch=world.epoch)
             assert answer.fields[0] == "Control" and len(answer.fields[1]) <= 1000
-    assert rss(world.lead.pid) - before < 16 * MIB
+    assert rss(world.coordinator.pid) - before < 16 * MIB
 
 
 def test_what_strangers_leave_behind_is_bounded__writes_of_weights():

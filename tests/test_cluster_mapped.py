@@ -42,9 +42,9 @@ def model(one, size, **settings):
     return one
 
 
-def other_than_the_lead(one):
-    lead = one.leader("m")
-    return lead, next(shard for shard in one.shards if shard is not lead)
+def other_than_the_coordinator(one):
+    coordinator = one.coordinator_shard("m")
+    return coordinator, next(shard for shard in one.shards if shard is not coordinator)
 
 
 def only(mount, learner=None):
@@ -54,7 +54,7 @@ def only(mount, learner=None):
 
 
 @pytest.mark.parametrize(
-    "transport, stopped", [("shm", "other"), ("shm", "lead"), ("shm", "both"), ("tcp", "other"), ("tcp", "both")]
+    "transport, stopped", [("shm", "other"), ("shm", "coordinator"), ("shm", "both"), ("tcp", "other"), ("tcp", "both")]
 )
 def test_mapped_memory_is_its_programs_again_after_a_timeout(cluster, transport, stopped):
     """What it stores then is not counted in the place of what it had stored: not by a shard that goes on later, whoever
@@ -64,20 +64,20 @@ def test_mapped_memory_is_its_programs_again_after_a_timeout(cluster, transport,
     mount = one.mount(transport=transport)
     fd = os.open(mount.join("a") / "gradients", os.O_RDWR)
     memory = np.frombuffer(mmap.mmap(fd, size), "<f4")
-    lead, other = other_than_the_lead(one)
-    for shard in {"other": [other], "lead": [lead], "both": [other]}[stopped]:
+    coordinator, other = other_than_the_coordinator(one)
+    for shard in {"other": [other], "coordinator": [coordinator], "both": [other]}[stopped]:
         shard.pause()
     memory[:] = 1
     fsync = Threads().start(outcome, os.fsync, fd)
     if stopped == "both":
         # Its plan is under way.
         time.sleep(0.7)
-        lead.pause()
+        coordinator.pause()
     assert fsync.result(15) == "ETIMEDOUT"
     memory[:] = 1000
     other.resume()
     time.sleep(0.3)
-    lead.resume()
+    coordinator.resume()
     eventually(lambda: outcome(os.fsync, fd) == "done", deadline=20)
     assert only(mount, "a") % 1000 in (0, 1)
     eventually(lambda: outcome(os.fsync, fd) == "done", deadline=20)
@@ -92,7 +92,7 @@ def test_mapped_memory_is_its_programs_again_after_a_signal(cluster):
     mount = one.mount(transport="shm")
     learner = program(STORES, mount.join("a") / "gradients", size)
     assert hear(learner) == "ready"
-    lead, other = other_than_the_lead(one)
+    coordinator, other = other_than_the_coordinator(one)
     other.pause()
     go(learner)
     time.sleep(0.7)
@@ -115,7 +115,7 @@ def test_mapped_memory_is_its_programs_again_when_its_daemon_is_killed(cluster):
     mount, reader = one.mount(transport="shm"), one.mount(transport="shm")
     learner = program(STORES, mount.join("a") / "gradients", size)
     assert hear(learner) == "ready"
-    lead, other = other_than_the_lead(one)
+    coordinator, other = other_than_the_coordinator(one)
     other.pause()
     go(learner)
     time.sleep(0.7)

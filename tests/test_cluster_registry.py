@@ -190,27 +190,27 @@ def test_a_newcomer_takes_nobodys_number(apart):
     assert newcomer.number in numbers, "nobody else has said so yet"
     for shard in one.shards[:2]:
         shard.resume()
-    # Leads that reconnect ask for numbers: they must not take the newcomer for another.
+    # Coordinators that reconnect ask for numbers: they must not take the newcomer for another.
     eventually(lambda: len(addresses(one)) == 3, deadline=2 * HEARD)
     now = addresses(one)
     assert {number: now[number] for number in numbers} == numbers
     eventually(lambda: one.ask(newcomer)["shard"] not in numbers, deadline=HEARD)
     knows(one, "m")
     training.goes_on()
-    assert one.lead("m")["state"] != "failed"
+    assert one.coordinator("m")["state"] != "failed"
     training.end()
     assert one.run("drain", one.shards[0].address).returncode == 0, "the newcomer takes its place"
     assert [model["name"] for model in one.ask(newcomer)["models"]] == ["m"]
 
 
-def test_a_lead_stays_with_the_shard_that_has_the_blocks(apart):
+def test_a_coordinator_stays_with_the_shard_that_has_the_blocks(apart):
     """A stranger that has its number is not taken for it, though the connection was lost meanwhile."""
     one = apart(0)
     proxy = one.proxy()
     one.add_shard()
     one.add_shard(proxy=proxy)
     model(one, consistency="async", timeout=30)
-    assert one.leader("m") is one.shards[0]
+    assert one.coordinator_shard("m") is one.shards[0]
     training = Training(one)
     # Away for as long as the registry is new, and the connections with it.
     proxy.hold()
@@ -225,7 +225,7 @@ def test_a_lead_stays_with_the_shard_that_has_the_blocks(apart):
     proxy.release()
     proxy.reset()
     training.goes_on(deadline=30)
-    assert one.lead("m")["state"] != "failed"
+    assert one.coordinator("m")["state"] != "failed"
     training.end()
     # One that was started anew at the same address has lost them.
     held = one.shards[1]
@@ -234,7 +234,7 @@ def test_a_lead_stays_with_the_shard_that_has_the_blocks(apart):
     one.shards[1] = anew
     proxy.target = anew.address
     one._peers.clear()
-    eventually(lambda: one.lead("m")["state"] == "failed", deadline=HEARD)
+    eventually(lambda: one.coordinator("m")["state"] == "failed", deadline=HEARD)
 
 
 def test_a_name_that_is_anothers_since_is_said(apart):
@@ -249,9 +249,9 @@ def test_a_name_that_is_anothers_since_is_said(apart):
     finally:
         for shard in one.shards[:2]:
             shard.resume()
-    lead = next(shard for shard in one.shards[:2] if one.part(shard, "m")["lead"])
-    eventually(lambda: "another model's" in (one.part(lead, "m")["not_in_registry"] or ""), deadline=HEARD)
-    assert "the name is another model's" in lead.stderr()
+    coordinator = next(shard for shard in one.shards[:2] if one.part(shard, "m")["coordinator"])
+    eventually(lambda: "another model's" in (one.part(coordinator, "m")["not_in_registry"] or ""), deadline=HEARD)
+    assert "the name is another model's" in coordinator.stderr()
     refused = [shard for shard in one.shards if "which has blocks of models" in shard.stderr()]
     assert [one.ask(shard)["not_listed"] is not None for shard in refused] == [True], "the newcomer has its number"
     training.goes_on()
@@ -311,8 +311,8 @@ def test_a_registry_in_a_shard_comes_back_with_the_others(cluster):
 
 def test_a_hung_shard_drops_the_part_of_a_deleted_model(apart):
     one = model(apart(2))
-    leads = one.leader("m")
-    for hung in [next(shard for shard in one.shards if shard is not leads), leads]:
+    coordinator = one.coordinator_shard("m")
+    for hung in [next(shard for shard in one.shards if shard is not coordinator), coordinator]:
         if one.run("status").stdout.endswith("no models\n"):
             model(one)
         hung.pause()
@@ -329,33 +329,34 @@ def test_a_hung_shard_drops_the_part_of_a_deleted_model(apart):
 
 @pytest.mark.parametrize("owners", [1, 2])
 def test_a_deleted_model_does_not_come_back_with_a_shard_that_hung(apart, owners):
-    """Neither the registry nor the lead knows; a shard that was told does, with a part in the model or without."""
+    """Neither the registry nor the coordinator knows; a shard that was told does, with a part in the model or
+    without."""
     one = model(apart(2), shards=owners)
-    lead = one.leader("m")
-    lead.pause()
+    coordinator = one.coordinator_shard("m")
+    coordinator.pause()
     try:
         assert one.run("delete", "m", timeout=40).returncode == 0
         one.table.anew()
-        other = next(shard for shard in one.shards if shard is not lead)
+        other = next(shard for shard in one.shards if shard is not coordinator)
         eventually(lambda: other.address in addresses(one).values(), deadline=HEARD)
         # What it was told to delete goes with it.
         time.sleep(1)
     finally:
-        lead.resume()
+        coordinator.resume()
     one._peers.clear()
-    eventually(lambda: one.ask(lead)["models"] == [], deadline=2 * HEARD)
+    eventually(lambda: one.ask(coordinator)["models"] == [], deadline=2 * HEARD)
     assert one.status()["models"] == []
     model(one)
 
 
-def test_parts_that_nobody_leads_any_more_can_be_deleted(apart):
+def test_parts_that_nobody_coordinates_any_more_can_be_deleted(apart):
     one = model(apart(2))
-    lead = one.leader("m")
-    other = next(shard for shard in one.shards if shard is not lead)
+    coordinator = one.coordinator_shard("m")
+    other = next(shard for shard in one.shards if shard is not coordinator)
     one.table.kill()
-    lead.kill()
+    coordinator.kill()
     one.table.start()
-    # It waits for the lead for some time.
+    # It waits for the coordinator for some time.
     eventually(lambda: one.status()["models"] == ["m"], deadline=25)
     deleted = one.run("delete", "m")
     assert deleted.returncode == 0 and "not confirmed" in deleted.stderr, deleted.stderr
@@ -370,8 +371,8 @@ def test_a_shard_that_was_left_and_that_nobody_tells_gives_its_part_up(apart):
     for _ in range(3):
         one.add_shard()
     model(one)
-    lead = one.leader("m")
-    left = next(shard for shard in one.shards if shard is not lead)
+    coordinator = one.coordinator_shard("m")
+    left = next(shard for shard in one.shards if shard is not coordinator)
     put = bytes([MESSAGES["Registry"], REGISTRY["Put"]])
 
     def rule(connection, direction, data):
@@ -384,7 +385,7 @@ def test_a_shard_that_was_left_and_that_nobody_tells_gives_its_part_up(apart):
         drained = pool.submit(one.run, "drain", left.address, timeout=60).result(60)
         # It has moved; but only the shard itself can say that nothing is left there.
         assert drained.returncode == 1 and "does not answer" in drained.stderr, drained.stderr
-    assert one.part(lead, "m")["epoch"] == 2
+    assert one.part(coordinator, "m")["epoch"] == 2
     left.resume()
     one._peers.clear()
     assert one.part(left, "m")["epoch"] == 1
@@ -452,13 +453,13 @@ def test_a_model_of_any_size_is_refused_soon(cluster, size):
 
 
 def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__after_another_was_created(apart):
-    """The name is another model's before something answers at the old lead's address again, and after."""
+    """The name is another model's before something answers at the old coordinator's address again, and after."""
     one = model(apart(2), timeout=1)
     mount = one.mount()
     give(mount, 1)
     assert shown(mount) == 1
-    lead = one.leader("m")
-    lead.kill()
+    coordinator = one.coordinator_shard("m")
+    coordinator.kill()
     assert one.run("delete", "m").returncode == 0
     small = ("m", "--size", "1MiB", "--block-size", "64KiB", "--reducer", "sum", "--shards", 1)
     # The dead one is listed for a while, and chosen.
@@ -472,7 +473,7 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts__a
         assert array(mount.model / "weights")[0] == 1, "weights that are here stay readable"
 
     has_failed()
-    one.add_shard(listen=lead.address)
+    one.add_shard(listen=coordinator.address)
     time.sleep(2)
     has_failed()
     assert mount.stop() == 0

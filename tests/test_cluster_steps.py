@@ -95,7 +95,7 @@ def test_learners_of_one_mount_cross_the_network_once(cluster):
         threads.run(*(lambda n=name: mount.contribute(data, learner=n) for name in names))
         assert only(mount, names[0]) == 4 * step
     assert sent() - before < 1.1 * 3 * blocks * BLOCK, "four learners were not sent as one"
-    assert one.lead("m")["contributions"] == 12
+    assert one.coordinator("m")["contributions"] == 12
 
 
 def test_a_mounts_own_learner_has_a_name_of_its_own(job):
@@ -123,11 +123,11 @@ def test_quorum_waits_for_k_on_all_mounts(job):
     one, (a, b) = job(consistency="quorum(2)", learners=3)
     a.join("a"), a.join("b"), b.join("c")
     give(a, 1, "a")
-    assert one.lead("m")["version"] == 0
+    assert one.coordinator("m")["version"] == 0
     give(b, 10, "c")
     assert only(b, "c") == only(a, "a") == 11
     give(a, 100, "b")
-    assert one.lead("m")["version"] == 1, "it was late, and counts in the next"
+    assert one.coordinator("m")["version"] == 1, "it was late, and counts in the next"
     give(a, 1, "a")
     assert only(a, "b") == 112
 
@@ -154,7 +154,7 @@ def test_async_makes_a_version_a_contribution_on_all_mounts(job):
             give(mount, 1, name)
 
     threads.run(lambda: learn(a, "a"), lambda: learn(b, "b"))
-    assert one.lead("m")["version"] == 30
+    assert one.coordinator("m")["version"] == 30
     assert np.frombuffer(a.weights(), "<f4")[0] == 30 and a.weights() == b.weights()
 
 
@@ -216,7 +216,7 @@ def test_settings_changed_on_one_mount_show_on_the_others(job):
         with raises(errno.EINVAL):
             mount.control("consistency", "quorum(x)")
     b.control("reducer", "sum")
-    eventually(lambda: a.control("reducer") == "sum" == one.lead("m")["reducer"], deadline=2)
+    eventually(lambda: a.control("reducer") == "sum" == one.coordinator("m")["reducer"], deadline=2)
 
 
 def test_two_models_of_one_registry_are_independent(job):
@@ -229,7 +229,7 @@ def test_two_models_of_one_registry_are_independent(job):
     both.models[0].joinpath("gradients").write_bytes(np.full(ELEMENTS, 2, "<f4").tobytes())
     eventually(lambda: array(both.models[1] / "weights")[0] == 1)
     eventually(lambda: array(mount.model / "weights")[0] == 2)
-    assert one.lead("m")["version"] == one.lead("n")["version"] == 1
+    assert one.coordinator("m")["version"] == one.coordinator("n")["version"] == 1
 
 
 def test_status_names_the_shards_and_the_transport(job, request):

@@ -130,7 +130,7 @@ def test_metrics_of_a_mount_are_those_of_its_status(cluster, transport):
     assert len(status["shards"]) == 2
     assert {value for _, value in seen.all("gradfs_transport_fallback")} == {0}
     assert {value for _, value in seen.all("gradfs_shard_connected")} == {1}
-    gone = one.leader("m")
+    gone = one.coordinator_shard("m")
     (number,) = [shard["id"] for shard in status["shards"] if shard["address"] == gone.address]
     gone.kill()
     eventually(lambda: Metrics(mount)("gradfs_shard_connected", model="m", shard=number) == 0)
@@ -158,7 +158,7 @@ def test_metrics_of_a_shard_are_those_of_its_status(cluster):
     one.create("m", size=4 * BLOCK, block_size=BLOCK, reducer="sum", consistency="async")
     one.create("other", size=BLOCK, block_size=BLOCK, reducer="sum")
     # The only connection now is one that the test keeps.
-    one.lead("m")
+    one.coordinator("m")
     idle = 1
     eventually(lambda: Metrics(shard)("gradfs_connections", transport="tcp") == idle)
     mounts = {way: one.mount(transport=way, models=["m"]) for way in ("tcp", "shm")}
@@ -173,8 +173,8 @@ def test_metrics_of_a_shard_are_those_of_its_status(cluster):
         assert seen("gradfs_part_version", model=name) == model["version"]
         assert seen("gradfs_part_blocks", model=name) == model["blocks"]
         assert seen("gradfs_part_memory_bytes", model=name) == model["memory_bytes"]
-        assert seen("gradfs_learners", model=name) == len(model["lead"]["learners"])
-        assert seen("gradfs_contributions_total", model=name) == model["lead"]["contributions"]
+        assert seen("gradfs_learners", model=name) == len(model["coordinator"]["learners"])
+        assert seen("gradfs_contributions_total", model=name) == model["coordinator"]["contributions"]
         for way, verb in (("push", "pushed"), ("pull", "pulled")):
             moved = seen("gradfs_payload_bytes_total", model=name, direction=way)
             assert moved == model["payload"][f"{verb}_bytes"]

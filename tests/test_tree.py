@@ -381,7 +381,7 @@ def test_status_tells_what_the_job_does(start_mount):
     for name in "ab":
         mount.join(name)
     mount.contribute(filled(mount, 1), learner="a")
-    # Over a network the lead tells of it within half a second.
+    # Over a network the coordinator tells of it within half a second.
     status = eventually(lambda: (now := mount.status())["committed_for_next_version"] == 1 and now)
     assert (status["state"], status["version"]) == ("running", 0)
     learners = [(learner["id"], learner["step"], learner["phase"]) for learner in status["learners"]]

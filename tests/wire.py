@@ -13,7 +13,7 @@ HEADER = struct.Struct("<2sHIIIQQI")  # Without its own checksum.
 PROTOCOL = 2
 HEADER_BYTES = HEADER.size + 4
 PROTOCOL = 2
-ROLES = {"control": 0, "data": 1, "lead": 2, "admin": 3}
+ROLES = {"control": 0, "data": 1, "coordinator": 2, "admin": 3}
 # What a test waits for an answer, a welcome or the end of a connection.
 PATIENCE = 8
 

@@ -11,5 +11,5 @@ fuzz_target!(|bytes: &[u8]| {
     assert_eq!(Moved::decode(&again).expect("it was encoded"), moved);
     let known = |owner| moved.shards.iter().any(|shard| shard.shard == owner);
     assert!(moved.record.owners.iter().all(|&(owner, _)| known(owner)));
-    assert!(moved.record.owners.iter().any(|&(owner, _)| owner == moved.record.lead));
+    assert!(moved.record.owners.iter().any(|&(owner, _)| owner == moved.record.coordinator));
 });

@@ -25,7 +25,7 @@ fuzz_target!(|bytes: &[u8]| {
         &layout,
         record.metadata.clone(),
         &map,
-        record.lead,
+        record.coordinator,
         record.controls.clone(),
     )
     .expect("it is sound");

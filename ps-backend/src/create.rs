@@ -152,7 +152,7 @@ fn tell_ready(
     let deadline = Instant::now() + PROMPT;
     loop {
         let told = match registry.put(record, Some(record.epoch), deadline) {
-            // It was started anew meanwhile, and the lead may have told it already.
+            // It was started anew meanwhile, and the coordinator may have told it already.
             Err(RegistryError::NoModel(_)) => registry.restore(record, shards, deadline),
             outcome => outcome,
         };
@@ -188,8 +188,8 @@ fn make(
         threads.into_iter().map(|thread| joined(thread).and_then(|outcome| outcome)).collect()
     });
     all_loaded(outcomes)?;
-    // The lead comes last: it begins the job.
-    for shard in shards.iter().filter(|shard| shard.shard == record.lead) {
+    // The coordinator comes last: it begins the job.
+    for shard in shards.iter().filter(|shard| shard.shard == record.coordinator) {
         let loaded = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).and_then(|mut peer| {
             peer.request(&Message::Loaded { generation: record.generation }, &[], Instant::now() + PATIENT)
         });
@@ -254,8 +254,8 @@ impl Load<'_> {
             }
             (self.progress)(bytes.len() as u64);
         }
-        // Answered after all that came before it. The lead is told that it is all when the others have theirs.
-        let last = match self.record.lead == shard.shard {
+        // Answered after all that came before it. The coordinator is told that it is all when the others have theirs.
+        let last = match self.record.coordinator == shard.shard {
             true => Message::Status,
             false => Message::Loaded { generation },
         };

@@ -3,7 +3,7 @@
 //! What learners say goes through a [`Channel`](libmodelio::transport::Channel); a [`Job`] is what remains for
 //! whoever shows the model as files: which versions there are, pinned and in this process's memory, the settings,
 //! who is in the job. [`EmbeddedShard`](crate::embedded::EmbeddedShard) is one in this process. One on a network
-//! keeps a mirror of what the model's lead tells, and answers from that.
+//! keeps a mirror of what the model's coordinator tells, and answers from that.
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;

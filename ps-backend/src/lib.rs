@@ -1,11 +1,11 @@
 //! Aggregation shards of gradfs: block store, reducers, versions, membership.
 
+pub mod coordinator;
 pub mod core;
 pub mod create;
 pub mod embedded;
 pub mod job;
 pub mod kernels;
-pub mod lead;
 pub mod memory;
 pub mod moving;
 pub mod part;

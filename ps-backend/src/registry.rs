@@ -323,7 +323,7 @@ fn follows(stored: &Model, epoch: Epoch, record: &ModelRecord) -> Result<(), Ref
         )));
     }
     let same_map = |a: &ModelRecord, b: &ModelRecord| {
-        (&a.owners, a.lead, &a.controls) == (&b.owners, b.lead, &b.controls)
+        (&a.owners, a.coordinator, &a.controls) == (&b.owners, b.coordinator, &b.controls)
     };
     if record.epoch == stored.epoch && !same_map(&before, record) {
         return Err(Refusal::other(format_args!(

@@ -2,7 +2,7 @@
 //! learners contribute by.
 //!
 //! It answers from what its [`Client`] mirrors. A block that a program has written whole is put into the learner's
-//! staging region, from which the client sends it when the lead says so.
+//! staging region, from which the client sends it when the coordinator says so.
 
 mod offers;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -26,9 +26,9 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{self, Refusal};
 use parking_lot::Mutex;
 
+use crate::coordinator::AWAY;
 use crate::core::{LONG, LastCommit, MemberView, WaitedFor};
 use crate::job::{Event, Job, JobStatus, Listener, SetDone, ShardView, VersionMemory, VersionView};
-use crate::lead::AWAY;
 use crate::region_store;
 use offers::Offers;
 
@@ -38,7 +38,7 @@ const BESIDE: Duration = Duration::from_secs(30);
 #[derive(Default)]
 struct Names {
     of: BTreeMap<LearnerId, (String, Incarnation)>,
-    /// Those that leave: nobody begins anything with them any more, though the lead may not have heard of it.
+    /// Those that leave: nobody begins anything with them any more, though the coordinator may not have heard of it.
     leaving: BTreeSet<LearnerId>,
 }
 
@@ -63,7 +63,7 @@ pub struct RemoteJob {
     this: Weak<RemoteJob>,
 }
 
-/// What the lead says that the job waits for, and since when it does.
+/// What the coordinator says that the job waits for, and since when it does.
 #[derive(Default)]
 struct Waits {
     learners: Option<Instant>,
@@ -71,7 +71,7 @@ struct Waits {
 }
 
 impl Waits {
-    /// The lead says so when it has waited for a while.
+    /// The coordinator says so when it has waited for a while.
     fn hear(&mut self, state: &wire::JobState) {
         let ago = |waited| Instant::now().checked_sub(waited).unwrap_or_else(Instant::now);
         if state.late.is_empty() && state.late_more == 0 {
@@ -140,7 +140,7 @@ impl RemoteJob {
         }
     }
 
-    /// Takes over what the lead has told.
+    /// Takes over what the coordinator has told.
     fn mirror(&self) {
         let state = self.client.state();
         let texts = state.controls.iter().map(|(name, value)| (name.as_str(), value.as_str()));
@@ -167,7 +167,7 @@ impl RemoteJob {
         }
     }
 
-    /// Asks the lead for what nobody waits for.
+    /// Asks the coordinator for what nobody waits for.
     fn ask_beside(&self, message: wire::Message) {
         let what = message.name();
         let done = move |result| {
@@ -323,7 +323,7 @@ fn shard_error(refusal: Refusal) -> ShardError {
 fn unexpected(result: Result<wire::Message, Refusal>) -> ShardError {
     match result {
         Err(refusal) => shard_error(refusal),
-        Ok(message) => ShardError::NotAllowed(format!("the lead answers with {}", message.name())),
+        Ok(message) => ShardError::NotAllowed(format!("the coordinator answers with {}", message.name())),
     }
 }
 

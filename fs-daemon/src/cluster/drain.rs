@@ -1,9 +1,10 @@
 //! `gradfs drain`: all that a shard has moves to others, and it takes no more; or that is taken back.
 //!
-//! The leads of the models do it; this asks them, one model after the other, until the registry says that nothing is
-//! left. So it can be said again, and goes on where it has stopped. A signal stops the move that is under way.
+//! The coordinators of the models do it; this asks them, one model after the other, until the registry says that
+//! nothing is left. So it can be said again, and goes on where it has stopped. A signal stops the move that is under
+//! way.
 
-mod leads;
+mod coordinators;
 
 use std::time::{Duration, Instant};
 
@@ -16,9 +17,9 @@ use super::interrupt::Interrupt;
 use super::{deadline, maybe_unheard, registry, registry_error};
 use crate::config::cluster::{DrainConfig, ShardName};
 use crate::error::Error;
-use leads::{ask_lead, stop_move};
+use coordinators::{ask_coordinator, stop_move};
 
-/// What another move, or a change of the lead, has kept from being done is asked for again after this time.
+/// What another move, or a change of the coordinator, has kept from being done is asked for again after this time.
 const AGAIN: Duration = Duration::from_millis(300);
 /// A shard that has been left may hear of that a moment later.
 const SETTLES: Duration = Duration::from_secs(5);
@@ -143,13 +144,13 @@ impl Drain<'_> {
         }
     }
 
-    /// Asks whoever leads the model until it has moved.
+    /// Asks whoever coordinates the model until it has moved.
     fn one(&self, mut record: ModelRecord, until: Instant) -> Result<Left, Failure> {
         let (shard, name) = (self.shard, record.name.clone());
         // What has come of a move that was asked for is not known.
         let unknown = |error| Failure { error: registry_error(&self.config.registry, error), undo: false };
         loop {
-            let asked = ask_lead(self.config, self.table, shard, &record, until, &self.interrupt);
+            let asked = ask_coordinator(self.config, self.table, shard, &record, until, &self.interrupt);
             let asked = asked.map_err(|error| self.registry_failed(error))?;
             let now = match self.table.model(&name, deadline()) {
                 Ok(now) if now.generation == record.generation => now,
@@ -195,7 +196,7 @@ impl Drain<'_> {
 /// Takes the mark back, and stops what moves.
 fn cancel(config: &DrainConfig, table: &RemoteRegistry, shard: &ShardRecord) -> Result<(), Error> {
     let failed = |error| registry_error(&config.registry, error);
-    // From here on no lead begins to move anything off it.
+    // From here on no coordinator begins to move anything off it.
     table.undrain(shard.shard, deadline()).map_err(failed)?;
     let was = if shard.draining { "" } else { ", as before: it was not being drained" };
     println!("gradfs: shard {} at {} takes models{was}", shard.shard, shard.address);

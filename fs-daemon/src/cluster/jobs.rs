@@ -15,10 +15,10 @@ fn list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// The jobs that `shards` lead, and those of `models` that none of them does: `name`, `state`, the shards and the learners
-/// that they wait for, and for how many seconds.
+/// The jobs that `shards` coordinate, and those of `models` that none of them does: `name`, `state`, the shards and the
+/// learners that they wait for, and for how many seconds.
 pub fn look(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: &[String]) -> Vec<Value> {
-    let mut jobs: Vec<Value> = shards.iter().flat_map(|shard| led(shards, shard)).collect();
+    let mut jobs: Vec<Value> = shards.iter().flat_map(|shard| coordinated(shards, shard)).collect();
     let mut heard = None;
     for name in models {
         if jobs.iter().any(|job| job["name"] == json!(name)) {
@@ -29,29 +29,30 @@ pub fn look(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: &[
             continue;
         };
         let heard = heard.get_or_insert_with(|| ask(&at.to_string()).unwrap_or_default());
-        let known = list(&heard["registry_heard"]).iter().find(|one| one["shard"] == json!(record.lead.0));
+        let known =
+            list(&heard["registry_heard"]).iter().find(|one| one["shard"] == json!(record.coordinator.0));
         let address = known.and_then(|one| one["address"].as_str());
-        // The lead may have moved there since the shard was asked.
+        // The coordinator may have moved there since the shard was asked.
         let answer = address.map_or_else(|| Err("the registry does not know where it is".to_owned()), ask);
         match answer {
             Err(why) => jobs.push(json!({
                 "name": name,
                 "state": "waiting",
                 "waits_for_shards": [{
-                    "shard": record.lead.0,
+                    "shard": record.coordinator.0,
                     "address": address,
                     "seconds": known.map_or(&Value::Null, |one| &one["seconds"]),
                     "why": why,
                 }],
                 "waits_for_learners": null,
             })),
-            Ok(answer) => match led(shards, &answer).find(|job| job["name"] == json!(name)) {
+            Ok(answer) => match coordinated(shards, &answer).find(|job| job["name"] == json!(name)) {
                 Some(job) => jobs.push(job),
                 None if has(&answer, name) => {}
                 None => jobs.push(json!({
                     "name": name,
                     "state": "failed",
-                    "why": format!("shard {} led it and has come back without it", record.lead),
+                    "why": format!("shard {} coordinated it and has come back without it", record.coordinator),
                     "waits_for_shards": [],
                     "waits_for_learners": null,
                 })),
@@ -61,13 +62,14 @@ pub fn look(registry: &dyn Registry, at: &Endpoint, shards: &[Value], models: &[
     jobs
 }
 
-/// The jobs that a shard leads, as it says itself.
-fn led<'a>(shards: &'a [Value], shard: &'a Value) -> impl Iterator<Item = Value> + 'a {
-    let leads = list(&shard["models"]).iter().filter(|model| model["lead"].is_object());
-    leads.map(move |model| {
-        let lead = &model["lead"];
-        let away =
-            list(&lead["unreachable"]).iter().filter(|one| one["seconds"].as_f64().unwrap_or(0.0) >= AWAY);
+/// The jobs that a shard coordinates, as it says itself.
+fn coordinated<'a>(shards: &'a [Value], shard: &'a Value) -> impl Iterator<Item = Value> + 'a {
+    let coordinated = list(&shard["models"]).iter().filter(|model| model["coordinator"].is_object());
+    coordinated.map(move |model| {
+        let coordinator = &model["coordinator"];
+        let away = list(&coordinator["unreachable"])
+            .iter()
+            .filter(|one| one["seconds"].as_f64().unwrap_or(0.0) >= AWAY);
         let away = away.map(|one| {
             let known = shards.iter().find(|shard| shard["shard"] == one["shard"]);
             let address = known.map_or(&Value::Null, |shard| &shard["address"]);
@@ -75,10 +77,10 @@ fn led<'a>(shards: &'a [Value], shard: &'a Value) -> impl Iterator<Item = Value>
         });
         json!({
             "name": model["name"],
-            "state": lead["state"],
-            "why": lead["why"],
+            "state": coordinator["state"],
+            "why": coordinator["why"],
             "waits_for_shards": away.collect::<Vec<_>>(),
-            "waits_for_learners": lead["late"],
+            "waits_for_learners": coordinator["late"],
         })
     })
 }
@@ -130,17 +132,17 @@ mod tests {
     #[test]
     fn who_is_waited_for_is_said_with_since_when() {
         let shards = [
-            json!({ "shard": 1, "address": "node1:7070", "models": [{ "name": "m", "lead": {
+            json!({ "shard": 1, "address": "node1:7070", "models": [{ "name": "m", "coordinator": {
                 "state": "waiting",
                 "unreachable": [
                     { "shard": 2, "why": "connection refused", "seconds": 12.4 },
                     { "shard": 3, "why": "no connection yet", "seconds": 1.9 },
                 ],
                 "late": { "learners": ["a", "b"], "more": 2, "seconds": 7.1 },
-            } }, { "name": "n", "lead": null }] }),
+            } }, { "name": "n", "coordinator": null }] }),
             json!({ "shard": 2, "address": "node2:7070", "unreachable": "connection refused" }),
         ];
-        let jobs: Vec<Value> = led(&shards, &shards[0]).collect();
+        let jobs: Vec<Value> = coordinated(&shards, &shards[0]).collect();
         assert_eq!(jobs.len(), 1, "{jobs:?}");
         assert!(is_in_trouble(&jobs[0]));
         assert_eq!(

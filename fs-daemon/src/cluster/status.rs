@@ -60,10 +60,10 @@ fn ask_refused(refused: &RefusedShard) -> Value {
     status
 }
 
-/// How far a model is that moves, as its lead tells.
-pub(super) fn moving(lead: &Value) -> Option<String> {
-    let (off, stage) = (lead["moving"]["off"].as_u64()?, lead["moving"]["stage"].as_str()?);
-    let (blocks, of) = (&lead["moving"]["blocks"], &lead["moving"]["of"]);
+/// How far a model is that moves, as its coordinator tells.
+pub(super) fn moving(coordinator: &Value) -> Option<String> {
+    let (off, stage) = (coordinator["moving"]["off"].as_u64()?, coordinator["moving"]["stage"].as_str()?);
+    let (blocks, of) = (&coordinator["moving"]["blocks"], &coordinator["moving"]["of"]);
     let count = if of == &json!(0) { String::new() } else { format!(", {blocks} of {of} blocks") };
     Some(format!("moves off shard {off}: {stage}{count}"))
 }
@@ -127,23 +127,23 @@ fn for_people(status: &Value) -> String {
             if let Some(why) = model["not_in_registry"].as_str() {
                 let _ = writeln!(text, "    the registry does not have it: {why}");
             }
-            let lead = &model["lead"];
-            if lead.is_object() {
-                let of = |key: &str| lead[key].as_str().unwrap_or_default().to_owned();
+            let coordinator = &model["coordinator"];
+            if coordinator.is_object() {
+                let of = |key: &str| coordinator[key].as_str().unwrap_or_default().to_owned();
                 let _ = writeln!(
                     text,
-                    "    leads: {}, reducer {}, {}; {} learner(s) on {} client(s), {} contributions",
+                    "    coordinates: {}, reducer {}, {}; {} learner(s) on {} client(s), {} contributions",
                     of("state"),
                     of("reducer"),
                     of("consistency"),
-                    list(&lead["learners"]).len(),
-                    lead["clients"],
-                    lead["contributions"],
+                    list(&coordinator["learners"]).len(),
+                    coordinator["clients"],
+                    coordinator["contributions"],
                 );
-                if let Some(moving) = moving(lead) {
+                if let Some(moving) = moving(coordinator) {
                     let _ = writeln!(text, "    {moving}");
                 }
-                for lost in list(&lead["unreachable"]) {
+                for lost in list(&coordinator["unreachable"]) {
                     let why = lost["why"].as_str().unwrap_or_default();
                     let _ = writeln!(text, "    shard {} cannot be reached: {why}", lost["shard"]);
                 }

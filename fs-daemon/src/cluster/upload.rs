@@ -57,11 +57,11 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
     owners.sort_unstable();
     owners.dedup();
     println!(
-        "gradfs: created {name}: {} bytes in {} blocks on {} shard(s), led by shard {}",
+        "gradfs: created {name}: {} bytes in {} blocks on {} shard(s), coordinated by shard {}",
         source.layout.size(),
         source.layout.blocks(),
         owners.len(),
-        record.lead,
+        record.coordinator,
     );
     Ok(())
 }

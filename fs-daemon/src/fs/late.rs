@@ -64,7 +64,7 @@ impl Said {
                     "waiting for shard {} at {address}, which has not been reached for {} s: {}",
                     shard.shard,
                     gone.as_secs(),
-                    why.unwrap_or("the shard that leads the job does not reach it")
+                    why.unwrap_or("the shard that coordinates the job does not reach it")
                 ));
             }
         }

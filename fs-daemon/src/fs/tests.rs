@@ -240,9 +240,10 @@ fn a_setting_is_answered_when_the_job_has_answered() {
 #[test]
 fn a_setting_that_nobody_answers_for_is_no_success() {
     let mounted = Mounted::new();
-    for (fault, errno) in
-        [(ShardError::TimedOut("the lead".into()), libc::ETIMEDOUT), (ShardError::Unreachable, libc::EIO)]
-    {
+    for (fault, errno) in [
+        (ShardError::TimedOut("the coordinator".into()), libc::ETIMEDOUT),
+        (ShardError::Unreachable, libc::EIO),
+    ] {
         *mounted.job.fault.lock() = Some(fault);
         let written = mounted.set("learning_rate", "0.5");
         mounted.answer();

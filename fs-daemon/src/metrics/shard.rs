@@ -33,11 +33,11 @@ struct Model {
     blocks: u64,
     memory_bytes: u64,
     payload: Payloads,
-    lead: Option<Lead>,
+    coordinator: Option<Coordinator>,
 }
 
 #[derive(Deserialize)]
-struct Lead {
+struct Coordinator {
     learners: Vec<serde::de::IgnoredAny>,
     contributions: u64,
     unreachable: Vec<Away>,
@@ -70,16 +70,19 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
     let blocks = page.gauge("gradfs_part_blocks", "Blocks of a model that this shard owns.", of_model)?;
     let memory =
         page.gauge("gradfs_part_memory_bytes", "Memory of this shard's part of a model.", of_model)?;
-    let learners =
-        page.gauge("gradfs_learners", "Learners in the job of a model that this shard leads.", of_model)?;
+    let learners = page.gauge(
+        "gradfs_learners",
+        "Learners in the job of a model that this shard coordinates.",
+        of_model,
+    )?;
     let contributions = page.counter(
         "gradfs_contributions_total",
-        "Contributions that are part of a version, of a model that this shard leads.",
+        "Contributions that are part of a version, of a model that this shard coordinates.",
         of_model,
     )?;
     let away = page.gauge(
         "gradfs_shard_unreachable_seconds",
-        "For how long a shard of a model that this one leads cannot be reached.",
+        "For how long a shard of a model that this one coordinates cannot be reached.",
         &["model", "shard"],
     )?;
     let payload = Payload::new(&page)?;
@@ -93,10 +96,10 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
         blocks.set(&[name], model.blocks)?;
         memory.set(&[name], model.memory_bytes)?;
         payload.total(name, &model.payload)?;
-        if let Some(lead) = &model.lead {
-            learners.set(&[name], lead.learners.len() as u64)?;
-            contributions.total(&[name], lead.contributions)?;
-            for one in &lead.unreachable {
+        if let Some(coordinator) = &model.coordinator {
+            learners.set(&[name], coordinator.learners.len() as u64)?;
+            contributions.total(&[name], coordinator.contributions)?;
+            for one in &coordinator.unreachable {
                 away.set(&[name, &one.shard.to_string()], one.seconds as u64)?;
             }
         }

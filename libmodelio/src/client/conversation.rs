@@ -1,4 +1,4 @@
-//! What a client says: on its connection to the lead, and on those for blocks.
+//! What a client says: on its connection to the coordinator, and on those for blocks.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -75,7 +75,7 @@ impl Greeting {
     }
 }
 
-/// Requests, and what the lead says.
+/// Requests, and what the coordinator says.
 pub(super) struct Control(Greeting);
 
 impl Control {
@@ -99,7 +99,7 @@ impl Conversation for Control {
         ) = &received.message
             && self.0.silence.is_none()
         {
-            self.0.shared.lead_has_not(&self.0.way, refusal);
+            self.0.shared.coordinator_has_not(&self.0.way, refusal);
         }
         if self.0.welcomed(&received.message)? {
             self.0.shared.greeted(&self.0.way, &self.0.link, None)?;
@@ -112,7 +112,8 @@ impl Conversation for Control {
             return Err(turned_away(refusal));
         }
         let Greeting { shared, way, .. } = &self.0;
-        shared.with_core_by(way, |core, now, actions| core.from_lead(request, message, now, actions))?;
+        shared
+            .with_core_by(way, |core, now, actions| core.from_coordinator(request, message, now, actions))?;
         Ok(Take::Nothing)
     }
 

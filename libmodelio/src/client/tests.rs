@@ -1,4 +1,4 @@
-//! Conversations of a client with a lead and two shards.
+//! Conversations of a client with a coordinator and two shards.
 
 #![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
 
@@ -29,13 +29,13 @@ impl Bench {
         let core = ClientCore::new(&map);
         let mut bench = Bench { core, now: Now::ZERO, said: Vec::new() };
         bench.core.shown(Version(0), bench.now, &mut bench.said);
-        bench.core.lead_up(bench.now, &mut bench.said);
+        bench.core.coordinator_up(bench.now, &mut bench.said);
         (0..2).for_each(|part| bench.core.shard_up(part, bench.now, &mut bench.said));
         bench.ask(1, Message::Join { name: "l".into() }, 10);
         let joined = Message::Joined { learner: L, incarnation: Incarnation(1), since: 1 };
-        bench.lead(1, joined);
+        bench.coordinator(1, joined);
         bench.ask(2, Message::Open { learner: L }, 10);
-        bench.lead(2, Message::Opened { step: Step(1), staging_lent: false });
+        bench.coordinator(2, Message::Opened { step: Step(1), staging_lent: false });
         bench.said.clear();
         bench
     }
@@ -67,13 +67,13 @@ impl Bench {
         );
     }
 
-    fn lead(&mut self, request: u64, message: Message) {
-        self.core.from_lead(request, message, self.now, &mut self.said);
+    fn coordinator(&mut self, request: u64, message: Message) {
+        self.core.from_coordinator(request, message, self.now, &mut self.said);
     }
 
     fn grant(&mut self, plan: u64) {
         let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false };
-        self.lead(0, Message::Grant { plan: PlanId(plan), payload });
+        self.coordinator(0, Message::Grant { plan: PlanId(plan), payload });
     }
 
     fn pass(&mut self, millis: u64) {
@@ -96,7 +96,7 @@ impl Bench {
             attached: Attached::No,
         };
         let version = Version(version);
-        self.lead(
+        self.coordinator(
             0,
             Message::State(JobState { sequence, version, learners: vec![learner], ..JobState::default() }),
         );
@@ -119,10 +119,10 @@ fn a_job_without_coordinator_fails_at_once_until_one_is_found() {
     assert!(bench.said.contains(&Action::Answer(5, Err(lost().into()))), "{:?}", bench.said);
 
     // It was another process that said so.
-    bench.core.lead_up(bench.now, &mut bench.said);
+    bench.core.coordinator_up(bench.now, &mut bench.said);
     bench.said.clear();
     bench.ask(6, Message::Join { name: "x".into() }, 10);
-    assert!(matches!(bench.said[..], [Action::ToLead(_, Message::Join { .. })]), "{:?}", bench.said);
+    assert!(matches!(bench.said[..], [Action::ToCoordinator(_, Message::Join { .. })]), "{:?}", bench.said);
     assert_eq!(bench.core.lost(), None);
 }
 
@@ -131,13 +131,16 @@ fn a_job_that_has_failed_needs_no_coordinator_to_refuse_what_is_asked() {
     let mut bench = Bench::new();
     bench.ask(4, Message::Join { name: "w".into() }, 10);
     bench.pass(10);
-    bench.lead(0, Message::State(JobState { sequence: 1, state: "failed".into(), ..JobState::default() }));
+    bench.coordinator(
+        0,
+        Message::State(JobState { sequence: 1, state: "failed".into(), ..JobState::default() }),
+    );
     bench.said.clear();
     bench.ask(5, Message::Join { name: "x".into() }, 10);
-    assert!(matches!(bench.said[..], [Action::ToLead(_, Message::Join { .. })]), "{:?}", bench.said);
+    assert!(matches!(bench.said[..], [Action::ToCoordinator(_, Message::Join { .. })]), "{:?}", bench.said);
     bench.said.clear();
     let why = bench.core.lost().unwrap();
-    bench.core.lead_down(bench.now, &mut bench.said);
+    bench.core.coordinator_down(bench.now, &mut bench.said);
     assert_eq!(bench.said, [Action::Answer(5, Err(why.clone().into()))], "not what may have been taken");
     bench.said.clear();
     bench.ask(6, Message::Join { name: "y".into() }, 10);
@@ -147,14 +150,17 @@ fn a_job_that_has_failed_needs_no_coordinator_to_refuse_what_is_asked() {
 #[test]
 fn a_job_that_has_failed_can_be_abandoned_too() {
     let mut bench = Bench::new();
-    bench.lead(0, Message::State(JobState { sequence: 1, state: "failed".into(), ..JobState::default() }));
+    bench.coordinator(
+        0,
+        Message::State(JobState { sequence: 1, state: "failed".into(), ..JobState::default() }),
+    );
     assert!(bench.core.lost().is_some() && !bench.core.is_abandoned(), "its coordinator says so");
     let lost = || ShardError::Lost("the name is another model's".into());
     bench.core.fail(lost(), bench.now, &mut bench.said);
     bench.said.clear();
     bench.ask(5, Message::Join { name: "x".into() }, 10);
     assert!(bench.said.contains(&Action::Answer(5, Err(lost().into()))), "{:?}", bench.said);
-    bench.core.lead_up(bench.now, &mut bench.said);
+    bench.core.coordinator_up(bench.now, &mut bench.said);
     assert_eq!(bench.core.state().state, "failed", "as before");
 }
 
@@ -172,21 +178,21 @@ fn what_is_granted_is_sent_to_its_shards_and_kept_until_it_is_taken() {
     bench.core.from_shard(0, missing, bench.now, &mut bench.said);
     assert_eq!(bench.pushes(0), [2]);
     assert_eq!(bench.core.kept(), (1, 1));
-    bench.lead(3, Message::Done);
+    bench.coordinator(3, Message::Done);
     assert!(bench.said.contains(&Action::Release(L, Step(1))));
     assert_eq!((bench.core.kept(), bench.core.outgoing()), ((0, 0), None));
 }
 
 #[test]
 fn what_was_lent_is_sent_no_more_when_its_commit_is_answered_whatever_the_answer() {
-    for lead_answers in [true, false] {
+    for coordinator_answers in [true, false] {
         let mut bench = Bench::new();
         bench.commit_of(3, 2, true);
         bench.grant(1);
         assert_eq!(bench.pushes(0), [0, 2]);
         bench.said.clear();
-        if lead_answers {
-            bench.lead(3, Message::Refused(ShardError::TimedOut("it was dropped".into()).into()));
+        if coordinator_answers {
+            bench.coordinator(3, Message::Refused(ShardError::TimedOut("it was dropped".into()).into()));
         } else {
             bench.pass(2000);
         }
@@ -194,16 +200,21 @@ fn what_was_lent_is_sent_no_more_when_its_commit_is_answered_whatever_the_answer
         let answered = at(&|action| matches!(action, Action::Answer(3, Err(_)))).expect("an answer");
         let released = at(&|action| *action == Action::Release(L, Step(1))).expect("a release");
         assert!(released < answered, "{:?}", bench.said);
-        // The lead's word is that the plan is dropped. Without it, what shards may be reading has to end first.
+        // The coordinator's word is that the plan is dropped. Without it, what shards may be reading has to end first.
         let ended = at(&|action| *action == Action::EndLoans);
-        assert_eq!(ended.map(|ended| ended < answered), (!lead_answers).then_some(true), "{:?}", bench.said);
+        assert_eq!(
+            ended.map(|ended| ended < answered),
+            (!coordinator_answers).then_some(true),
+            "{:?}",
+            bench.said
+        );
         assert_eq!((bench.core.outgoing(), bench.core.kept()), (None, (0, 0)));
         assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![], vec![]));
         // Asked again, it is told to be gone.
         bench.said.clear();
         bench.grant(1);
         let lacks = Message::Lacks { plan: PlanId(1), learner: Some(L) };
-        assert_eq!(bench.said, [Action::ToLead(0, lacks)]);
+        assert_eq!(bench.said, [Action::ToCoordinator(0, lacks)]);
     }
 }
 
@@ -238,8 +249,9 @@ fn a_request_is_sent_again_with_less_time_until_its_deadline() {
     bench.commit(3, 2);
     bench.said.clear();
     bench.pass(1000);
-    let again =
-        |action: &Action| matches!(action, Action::ToLead(3, Message::Commit { timeout_ms: 1000, .. }));
+    let again = |action: &Action| {
+        matches!(action, Action::ToCoordinator(3, Message::Commit { timeout_ms: 1000, .. }))
+    };
     assert!(bench.said.iter().any(again), "{:?}", bench.said);
     bench.pass(1000);
     let late =
@@ -277,24 +289,27 @@ fn the_late_answer_to_an_earlier_request_releases_nothing_that_was_committed_sin
         bench.commit(4, 10);
         bench.grant(1);
         bench.said.clear();
-        bench.lead(4, Message::Refused(ShardError::TimedOut("its version is being made".into()).into()));
+        bench.coordinator(
+            4,
+            Message::Refused(ShardError::TimedOut("its version is being made".into()).into()),
+        );
         // The answer to the earlier request took a detour.
-        bench.lead(early, late);
+        bench.coordinator(early, late);
         assert!(!bench.said.contains(&Action::Release(L, Step(1))), "{:?}", bench.said);
         assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]), "it is sent as before");
         // An answer to a later request does tell: the commit was in vain.
-        bench.lead(0, Message::Over { plan: PlanId(1) });
+        bench.coordinator(0, Message::Over { plan: PlanId(1) });
         bench.ask(5, Message::Open { learner: L }, 10);
-        bench.lead(5, Message::Opened { step: Step(1), staging_lent: false });
+        bench.coordinator(5, Message::Opened { step: Step(1), staging_lent: false });
         assert!(bench.said.contains(&Action::Release(L, Step(1))), "{:?}", bench.said);
     }
 }
 
 #[test]
-fn a_lead_that_is_away_is_not_looked_for_in_a_loop() {
+fn a_coordinator_that_is_away_is_not_looked_for_in_a_loop() {
     let mut bench = Bench::new();
     bench.commit(3, 10);
-    bench.core.lead_down(bench.now, &mut bench.said);
+    bench.core.coordinator_down(bench.now, &mut bench.said);
     bench.pass(2000);
     assert_eq!(bench.core.next_deadline(), Some(Duration::from_secs(10)));
 }
@@ -305,9 +320,9 @@ fn a_grant_of_what_was_given_up_is_declined() {
     bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
     bench.pass(1000);
     assert!(bench.said.contains(&Action::ReleaseWeights(5)));
-    bench.lead(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
+    bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
     let lacks = Message::Lacks { plan: PlanId(1), learner: None };
-    assert!(bench.said.contains(&Action::ToLead(0, lacks)));
+    assert!(bench.said.contains(&Action::ToCoordinator(0, lacks)));
     assert_eq!(bench.core.outgoing(), None);
 }
 
@@ -315,7 +330,7 @@ fn a_grant_of_what_was_given_up_is_declined() {
 fn a_job_that_has_failed_needs_no_new_weights_also_those_that_are_being_sent() {
     let mut bench = Bench::new();
     bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
-    bench.lead(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
+    bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
     bench.pass(1000);
     bench.core.fail(ShardError::Lost("its process is gone".into()), bench.now, &mut bench.said);
     assert!(bench.said.contains(&Action::ReleaseWeights(5)));
@@ -327,7 +342,7 @@ fn a_learner_is_part_of_the_job_s_state_as_soon_as_its_join_is_answered() {
     let mut bench = Bench::new();
     bench.ask(3, Message::Join { name: "b".into() }, 1);
     let joined = Message::Joined { learner: LearnerId(2), incarnation: Incarnation(4), since: 9 };
-    bench.lead(3, joined);
+    bench.coordinator(3, joined);
     let known = |bench: &Bench| bench.core.state().learners.iter().any(|l| l.learner == LearnerId(2));
     assert!(known(&bench));
     bench.state(9, 0, 0, false);
@@ -338,10 +353,10 @@ fn a_learner_is_part_of_the_job_s_state_as_soon_as_its_join_is_answered() {
 fn new_weights_that_are_being_sent_are_kept_until_the_plan_is_over() {
     let mut bench = Bench::new();
     bench.ask(3, Message::Assign { token: 5, blocks: vec![0..4], timeout_ms: 1000 }, 1);
-    bench.lead(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
+    bench.coordinator(0, Message::Grant { plan: PlanId(1), payload: Granted::Weights(5) });
     bench.pass(1000);
     assert!(!bench.said.contains(&Action::ReleaseWeights(5)), "the shards may be reading them");
-    bench.lead(0, Message::Over { plan: PlanId(1) });
+    bench.coordinator(0, Message::Over { plan: PlanId(1) });
     assert!(bench.said.contains(&Action::ReleaseWeights(5)));
 }
 
@@ -349,7 +364,7 @@ fn new_weights_that_are_being_sent_are_kept_until_the_plan_is_over() {
 fn a_version_is_pulled_whole_and_a_learner_sees_its_own_step() {
     let mut bench = Bench::new();
     bench.commit(3, 10);
-    bench.lead(3, Message::Done);
+    bench.coordinator(3, Message::Done);
     assert_eq!(bench.core.last_commit(L), LastCommit::Waits);
     bench.core.await_step(4, L, Duration::from_secs(10), bench.now, &mut bench.said);
     bench.state(2, 1, 1, false);
@@ -394,22 +409,23 @@ fn a_learner_that_joined_after_it_was_given_up_leaves_again() {
         Message::State(JobState { sequence, learners, ..JobState::default() })
     };
     let leaves = |bench: &mut Bench| {
-        let is_it = |a: &Action| matches!(a, Action::ToLead(_, Message::Leave { learner: LearnerId(8), .. }));
+        let is_it =
+            |a: &Action| matches!(a, Action::ToCoordinator(_, Message::Leave { learner: LearnerId(8), .. }));
         std::mem::take(&mut bench.said).iter().filter(|action| is_it(action)).count()
     };
-    bench.lead(0, state(5));
+    bench.coordinator(0, state(5));
     assert_eq!(leaves(&mut bench), 1);
-    bench.lead(0, state(6));
+    bench.coordinator(0, state(6));
     assert_eq!(leaves(&mut bench), 0, "it is being asked");
-    // The lead was away for so long that this was given up, too.
-    bench.core.lead_down(bench.now, &mut bench.said);
+    // The coordinator was away for so long that this was given up, too.
+    bench.core.coordinator_down(bench.now, &mut bench.said);
     bench.pass(20_000);
-    bench.core.lead_up(bench.now, &mut bench.said);
+    bench.core.coordinator_up(bench.now, &mut bench.said);
     assert_eq!(leaves(&mut bench), 0);
-    bench.lead(0, state(7));
+    bench.coordinator(0, state(7));
     assert_eq!(leaves(&mut bench), 1);
     // It may not have been carried out.
-    bench.lead(5, Message::Refused(ShardError::TimedOut("it was given up".into()).into()));
-    bench.lead(0, state(8));
+    bench.coordinator(5, Message::Refused(ShardError::TimedOut("it was given up".into()).into()));
+    bench.coordinator(0, state(8));
     assert_eq!(leaves(&mut bench), 1);
 }

@@ -55,7 +55,7 @@ id!(
     ClientId(u64)
 );
 id!(
-    /// One piece of work that a model's lead has its shards do: add up, make a version. Never used twice.
+    /// One piece of work that a model's coordinator has its shards do: add up, make a version. Never used twice.
     PlanId(u64)
 );
 id!(

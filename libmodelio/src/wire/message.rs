@@ -21,12 +21,12 @@ use crate::vocabulary::partly::PartlyWritten;
 /// What a connection is for. The first frame says so and it does not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Role {
-    /// A client's requests to a model's lead, and the lead's notices to it.
+    /// A client's requests to a model's coordinator, and the coordinator's notices to it.
     Control,
     /// A client's blocks to and from one shard of a model.
     Data,
     /// A model's lead to one of its shards.
-    Lead,
+    Coordinator,
     /// Creating, deleting, draining, asking for status; the registry.
     Admin,
 }
@@ -68,7 +68,7 @@ pub enum Message {
     /// The answer to it.
     Pong,
 
-    // -- a client to the lead
+    // -- a client to the coordinator
     /// A learner joins. Answered by `Joined`.
     Join {
         /// As in `learners/<name>`.
@@ -352,8 +352,8 @@ pub enum Message {
     /// The model has moved: the payload is a [`super::Moved`]. Takes the place of the answer; the connection ends.
     Moved,
 
-    // -- moving a model's blocks off a shard: administration, to the lead and between shards
-    /// Move the model's blocks off a shard. To its lead. Answered by `Done` when all shards know of it.
+    // -- moving a model's blocks off a shard: administration, to the coordinator and between shards
+    /// Move the model's blocks off a shard. To its coordinator. Answered by `Done` when all shards know of it.
     Move {
         /// The model.
         model: String,
@@ -409,7 +409,8 @@ pub enum Message {
     },
     /// It, as the payload; none if nothing of the kind is kept.
     Fetched,
-    /// The lead's state, for the lead under the new map: a piece of it, as the payload. Answered by `Done`.
+    /// The coordinator's state, for the coordinator under the new map: a piece of it, as the payload. Answered by
+    /// `Done`.
     HandOver {
         /// Of which life of the model.
         generation: Generation,
@@ -419,7 +420,7 @@ pub enum Message {
         at: u64,
         /// Bytes of all pieces.
         of: u64,
-        /// The lead's clock, in nanoseconds.
+        /// The coordinator's clock, in nanoseconds.
         now: u64,
     },
     /// The new map, a [`super::Moved`] as the payload, is in force. Answered by `Done`.
@@ -439,8 +440,8 @@ pub enum Message {
         rests: bool,
     },
 
-    // -- to the lead again
-    /// Stop what moves the model's blocks off a shard, unless the new map may be in force already. To its lead.
+    // -- to the coordinator again
+    /// Stop what moves the model's blocks off a shard, unless the new map may be in force already. To its coordinator.
     /// Answered by `Done` when nothing does any more, whatever has come of it.
     StopMove {
         /// The model.
@@ -493,7 +494,7 @@ pub enum Message {
         slot: u32,
     },
 
-    // -- a shard to the lead again
+    // -- a shard to the coordinator again
     /// The plan has read memory of a client's that may not have been lent any more: nothing of it may count here.
     Torn {
         /// The plan.
@@ -504,7 +505,7 @@ pub enum Message {
 /// What a client needs to know of a job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct JobState {
-    /// Rises with every state that the lead tells this client: an older one that comes late is told apart.
+    /// Rises with every state that the coordinator tells this client: an older one that comes late is told apart.
     pub sequence: u64,
     /// The newest version.
     pub version: Version,

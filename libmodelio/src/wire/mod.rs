@@ -74,8 +74,8 @@ pub enum Protocol {
     /// exited, and a learner can leave for that reason; a `State` names learners that are late and shards that are away.
     /// `Commit` says whether its memory is lent, and a shard says `Torn` of a plan that has read memory for too long.
     /// `Commit` and the sources of a plan name the written bytes of blocks that were written in part.
-    /// The greeting of a lead says which of its plans are over, and a shard refuses plans by their numbers. `OutOfFiles` is
-    /// among the errors of a shard.
+    /// The greeting of a coordinator says which of its plans are over, and a shard refuses plans by their numbers.
+    /// `OutOfFiles` is among the errors of a shard.
     V2 = 2,
 }
 

@@ -82,9 +82,9 @@ pub enum RecordError {
     /// A block map that is none.
     #[error(transparent)]
     Map(#[from] MapError),
-    /// The lead owns no block.
-    #[error("the lead, shard {0}, owns no block of the model")]
-    Lead(ShardId),
+    /// The coordinator owns no block.
+    #[error("the coordinator, shard {0}, owns no block of the model")]
+    Coordinator(ShardId),
     /// An owner that is not among the shards.
     #[error("shard {0} owns blocks, and is not among the shards")]
     Unknown(ShardId),
@@ -127,7 +127,7 @@ impl ModelRecord {
         layout: &ModelLayout,
         metadata: BTreeMap<String, String>,
         map: &BlockMap,
-        lead: ShardId,
+        coordinator: ShardId,
         controls: Vec<(String, String)>,
     ) -> Result<ModelRecord, RecordError> {
         let tensor = |tensor: &crate::vocabulary::layout::Tensor| {
@@ -142,22 +142,22 @@ impl ModelRecord {
             block_size: layout.block_size(),
             epoch: map.epoch(),
             owners: runs(map),
-            lead,
+            coordinator,
             controls,
             ready: false,
         };
         record.check_heads()?;
         record.check_owners(&record.owners)?;
-        record.check_lead()?;
+        record.check_coordinator()?;
         Ok(record)
     }
 
-    /// The same model under another block map and lead.
+    /// The same model under another block map and coordinator.
     ///
     /// # Errors
     /// [`RecordError`] where they do not fit.
-    pub fn moved(&self, map: &BlockMap, lead: ShardId) -> Result<ModelRecord, RecordError> {
-        let record = ModelRecord { epoch: map.epoch(), owners: runs(map), lead, ..self.clone() };
+    pub fn moved(&self, map: &BlockMap, coordinator: ShardId) -> Result<ModelRecord, RecordError> {
+        let record = ModelRecord { epoch: map.epoch(), owners: runs(map), coordinator, ..self.clone() };
         record.block_map()?;
         Ok(record)
     }
@@ -196,17 +196,17 @@ impl ModelRecord {
     /// The owner of each of its blocks.
     ///
     /// # Errors
-    /// [`RecordError`] for a map that does not fit the tensors, or whose lead owns nothing.
+    /// [`RecordError`] for a map that does not fit the tensors, or whose coordinator owns nothing.
     pub fn block_map(&self) -> Result<BlockMap, RecordError> {
         let map = self.map_of(self.epoch, &self.owners)?;
-        self.check_lead()?;
+        self.check_coordinator()?;
         Ok(map)
     }
 
-    fn check_lead(&self) -> Result<(), RecordError> {
-        match self.owners.iter().any(|&(owner, _)| owner == self.lead) {
+    fn check_coordinator(&self) -> Result<(), RecordError> {
+        match self.owners.iter().any(|&(owner, _)| owner == self.coordinator) {
             true => Ok(()),
-            false => Err(RecordError::Lead(self.lead)),
+            false => Err(RecordError::Coordinator(self.coordinator)),
         }
     }
 
@@ -242,7 +242,7 @@ impl ModelRecord {
         self.check_heads()?;
         self.check_order(&ModelLayout::order(self.typed()?, self.block_size)?)?;
         self.check_owners(&self.owners)?;
-        self.check_lead()
+        self.check_coordinator()
     }
 
     /// As bytes: postcard's.

@@ -55,7 +55,7 @@ pub struct ModelRecord {
     /// The block map: runs of blocks with their owner, in order.
     pub owners: Vec<(ShardId, u32)>,
     /// The shard that makes the job's decisions.
-    pub lead: ShardId,
+    pub coordinator: ShardId,
     /// Settings that it was created with.
     #[serde(deserialize_with = "list::<MAX_CONTROLS, _, _>")]
     pub controls: Vec<(String, String)>,

@@ -65,7 +65,7 @@ fn attached() -> impl Strategy<Value = Attached> {
 }
 
 fn role() -> impl Strategy<Value = Role> {
-    prop_oneof![Just(Role::Control), Just(Role::Data), Just(Role::Lead), Just(Role::Admin)]
+    prop_oneof![Just(Role::Control), Just(Role::Data), Just(Role::Coordinator), Just(Role::Admin)]
 }
 
 fn shard_error() -> impl Strategy<Value = ShardError> {

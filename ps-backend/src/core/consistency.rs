@@ -19,7 +19,7 @@ impl<S: Clone> ShardCore<S> {
     /// Takes over the consistency that is set. Who ran ahead under another one starts level with the others.
     pub(super) fn follow_consistency(&mut self) {
         let before = std::mem::replace(&mut self.consistency, self.controls.consistency);
-        if self.limits_lead() && !matches!(before, Consistency::Ssp(_)) {
+        if self.limits_head_start() && !matches!(before, Consistency::Ssp(_)) {
             for member in self.members.values_mut() {
                 member.pace = 0;
             }
@@ -32,7 +32,7 @@ impl<S: Clone> ShardCore<S> {
     }
 
     /// Whether learners wait for slower ones.
-    pub(super) fn limits_lead(&self) -> bool {
+    pub(super) fn limits_head_start(&self) -> bool {
         matches!(self.consistency, Consistency::Ssp(_))
     }
 

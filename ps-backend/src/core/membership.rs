@@ -202,7 +202,7 @@ impl<S: Clone> ShardCore<S> {
             && self.buffer_ready
             && !self.is_held()
             && (step_waits || !self.pending.is_empty());
-        let slowest = if self.limits_lead() { self.slowest() } else { 0 };
+        let slowest = if self.limits_head_start() { self.slowest() } else { 0 };
         // If whoever was the slowest has moved, or left, the wait is for others now.
         self.stall.take_if(|stall| stall.slowest != slowest);
         if waits {
@@ -214,7 +214,7 @@ impl<S: Clone> ShardCore<S> {
         }
         let at = match self.formed {
             false => u64::MAX,
-            true if self.limits_lead() => slowest,
+            true if self.limits_head_start() => slowest,
             true => self.version.0,
         };
         let is_long = |wait: &mut Wait| wait.paused.is_some_and(|since| now.saturating_sub(since) >= PAUSE);

@@ -79,7 +79,7 @@ impl<S: Clone> ShardCore<S> {
         self.accumulated.clear();
         self.fusing = None;
         self.params = None;
-        if !self.limits_lead() {
+        if !self.limits_head_start() {
             self.stall = None;
         }
         // Only what is committed makes its learner wait, and all of that is in.

@@ -1,5 +1,5 @@
-//! Moving a model's blocks off a shard: what its lead decides, step by step. Pure: answers, failures and `now` go in,
-//! what is to be said to whom comes out. `docs/network.md` has the story; `server::moving` is the edge, and the
+//! Moving a model's blocks off a shard: what its coordinator decides, step by step. Pure: answers, failures and `now`
+//! go in, what is to be said to whom comes out. `docs/network.md` has the story; `server::moving` is the edge, and the
 //! simulator has one of its own.
 //!
 //! Until the registry may have replaced the model's record, whatever goes wrong, or a word to stop, ends the move and
@@ -38,7 +38,7 @@ const AGAIN: Duration = Duration::from_millis(500);
 const ABANDONING: Duration = Duration::from_secs(60);
 /// Whoever asks gives up by itself and says why. If not, it is given up here, so much later.
 const GRACE: Duration = Duration::from_secs(1);
-/// A piece of the lead's state, in bytes.
+/// A piece of the coordinator's state, in bytes.
 pub const PIECE: u64 = 8 << 20;
 
 /// How far a move is.
@@ -63,7 +63,7 @@ pub enum Tell {
     Fill,
     /// To say how far it is.
     Adopting,
-    /// A piece of the lead's state, from this byte on.
+    /// A piece of the coordinator's state, from this byte on.
     HandOver {
         /// At most [`PIECE`] bytes from here.
         at: u64,
@@ -145,7 +145,7 @@ pub enum Action {
     },
     /// Begin to hold the job.
     Hold,
-    /// Nothing changes the lead from now on: say how long its state is by [`MoveCore::frozen`].
+    /// Nothing changes the coordinator from now on: say how long its state is by [`MoveCore::frozen`].
     Freeze,
     /// The job goes on as if nothing had been.
     Release,
@@ -176,7 +176,7 @@ enum Stage {
         coming: (u32, u32),
         there: (u32, u32),
     },
-    /// The lead's state goes to whoever is to lead, from this byte on.
+    /// The coordinator's state goes to whoever is to coordinate, from this byte on.
     HandingOver { at: u64, of: u64 },
     /// Whoever was started anew meanwhile has lost what it was given.
     Checking { there: bool },
@@ -410,7 +410,13 @@ impl MoveCore {
                     return self.tell_owners(Tell::Adopting, self.patience(now), now, actions);
                 }
                 let at = *at;
-                self.tell(self.plan.after.lead, Tell::HandOver { at }, self.patience(now), now, actions);
+                self.tell(
+                    self.plan.after.coordinator,
+                    Tell::HandOver { at },
+                    self.patience(now),
+                    now,
+                    actions,
+                );
             }
             (Stage::Checking { there }, Told::Adopted { blocks, of }) => {
                 *there &= blocks == of;
@@ -434,7 +440,7 @@ impl MoveCore {
         }
     }
 
-    /// The lead does nothing any more, and its state has so many bytes.
+    /// The coordinator does nothing any more, and its state has so many bytes.
     pub fn frozen(&mut self, state: Result<u64, String>, now: Now, actions: &mut Vec<Action>) {
         if !matches!(self.stage, Stage::Filling { .. }) {
             return;
@@ -442,7 +448,13 @@ impl MoveCore {
         match state {
             Ok(of) => {
                 self.stage = Stage::HandingOver { at: 0, of };
-                self.tell(self.plan.after.lead, Tell::HandOver { at: 0 }, self.patience(now), now, actions);
+                self.tell(
+                    self.plan.after.coordinator,
+                    Tell::HandOver { at: 0 },
+                    self.patience(now),
+                    now,
+                    actions,
+                );
             }
             Err(why) => self.fail(Refusal::Other(why), now, actions),
         }
@@ -455,7 +467,7 @@ impl MoveCore {
         let said = |why: String| Refusal::Other(format!("the registry cannot be asked, or refuses: {why}"));
         match answer {
             Put::Done => self.in_force(now, actions),
-            // It was carried out, and whoever leads now has moved the model again.
+            // It was carried out, and whoever coordinates now has moved the model again.
             Put::Other(epoch) if *unknown && epoch >= self.plan.after.epoch => self.in_force(now, actions),
             // A registry that was started anew since, or a model that was deleted. It may have been carried out, and new
             // owners may have heard: there is no way but ahead.
@@ -590,7 +602,9 @@ impl MoveCore {
             }
             // Those who are asked for it have not longer than that, and say which they are.
             (Stage::Memory, _) => return None,
-            _ => format!("the lead's state was not handed over {within}{}: {longer}", self.silent(now)),
+            _ => {
+                format!("the coordinator's state was not handed over {within}{}: {longer}", self.silent(now))
+            }
         })
     }
 

@@ -9,10 +9,10 @@ use libmodelio::wire::{Adoption, ModelRecord, Moved, RecordError, Refusal, Shard
 
 use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 
-/// What the model's lead knows of the job.
+/// What the model's coordinator knows of the job.
 #[derive(Clone, Debug)]
 pub struct Job<'a> {
-    /// Which life of the model it leads.
+    /// Which life of the model it coordinates.
     pub generation: Generation,
     /// Under which block map.
     pub epoch: Epoch,
@@ -94,17 +94,17 @@ impl Plan {
         })?;
         let new = map.without(off, &others).map_err(Refusal::other)?;
         let shares = new.shares();
-        let lead = match before.lead == off {
-            false => before.lead,
+        let coordinator = match before.coordinator == off {
+            false => before.coordinator,
             true => {
                 let able: Vec<_> =
                     others.iter().copied().filter(|other| shares.contains_key(other)).collect();
                 let at = job.generation.0.checked_rem(able.len() as u64);
                 at.map(|at| able[at as usize])
-                    .ok_or_else(|| Refusal::other("no shard is left to lead the model"))?
+                    .ok_or_else(|| Refusal::other("no shard is left to coordinate the model"))?
             }
         };
-        let mut after = before.moved(&new, lead).map_err(Refusal::other)?;
+        let mut after = before.moved(&new, coordinator).map_err(Refusal::other)?;
         let setting = |name: &str| Some((name.to_owned(), job.controls.get(name)?));
         after.controls = SETTINGS.iter().filter_map(|(name, _)| setting(name)).collect();
         let owners = shares.keys().map(|&shard| find(shard)).collect::<Result<Vec<_>, _>>()?;

@@ -1,6 +1,6 @@
 //! The end of a move: the new map is in force, and shards are told, round by round, until they know.
 //!
-//! New owners come first, so that whoever hears of the map finds them; the one who leads now comes last.
+//! New owners come first, so that whoever hears of the map finds them; the one who coordinates now comes last.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -24,15 +24,15 @@ pub(super) struct Switching {
     addresses: BTreeMap<ShardId, String>,
 }
 
-/// The shard that leads now comes last, and before it the one that is left.
+/// The shard that coordinates now comes last, and before it the one that is left.
 const TURNS: u8 = 4;
 
 impl Switching {
     pub(super) fn new(plan: &Plan, now: Now) -> Switching {
         let turn = |shard: ShardId| match shard {
-            shard if shard == plan.before.lead => 3,
+            shard if shard == plan.before.coordinator => 3,
             shard if shard == plan.off => 2,
-            shard if shard == plan.after.lead => 1,
+            shard if shard == plan.after.coordinator => 1,
             _ => 0,
         };
         let all = || plan.owners.iter().chain([&plan.leaving]);

@@ -15,7 +15,7 @@ fn shard(number: u16, draining: bool) -> ShardRecord {
     ShardRecord { shard: ShardId(number), address, host: String::new(), draining, rdma: String::new() }
 }
 
-/// A model on shards 1 and 2, led by 1; nobody else has blocks.
+/// A model on shards 1 and 2, coordinated by 1; nobody else has blocks.
 fn record() -> ModelRecord {
     let layout = ModelLayout::blank(1 << 20, DType::F32, 64 << 10).unwrap();
     let map = BlockMap::striped(layout.blocks(), &[ShardId(1), ShardId(2)]).unwrap();
@@ -98,9 +98,9 @@ impl Moving {
         self.act(|core, now, actions| core.answered(number, Err("no answer".into()), now, actions));
     }
 
-    /// All up to the question to the registry; shards of the new map are `a` and `b`, and `leads` leads.
+    /// All up to the question to the registry; shards of the new map are `a` and `b`, and `coordinator` coordinates.
     #[track_caller]
-    fn prepare(&mut self, [a, b]: [u16; 2], leads: u16) {
+    fn prepare(&mut self, [a, b]: [u16; 2], coordinator: u16) {
         let both = |what| [(a, what), (b, what)];
         let numbers = self.told(&both(Tell::Adopt));
         self.answer(numbers, Told::Done);
@@ -120,9 +120,9 @@ impl Moving {
         self.answer(numbers, Told::Adopted { blocks: 8, of: 8 });
         self.wants(&[Action::Freeze]);
         self.act(|core, now, actions| core.frozen(Ok(PIECE + 1), now, actions));
-        let numbers = self.told(&[(leads, Tell::HandOver { at: 0 })]);
+        let numbers = self.told(&[(coordinator, Tell::HandOver { at: 0 })]);
         self.answer(numbers, Told::Done);
-        let numbers = self.told(&[(leads, Tell::HandOver { at: PIECE })]);
+        let numbers = self.told(&[(coordinator, Tell::HandOver { at: PIECE })]);
         self.answer(numbers, Told::Done);
         let numbers = self.told(&both(Tell::Adopting));
         self.answer(numbers, Told::Adopted { blocks: 8, of: 8 });
@@ -161,13 +161,14 @@ impl Moving {
 #[test]
 fn all_goes_well() {
     let mut moving = Moving::new(1);
-    moving.prepare([2, 3], moving.core.plan().after.lead.0);
+    moving.prepare([2, 3], moving.core.plan().after.coordinator.0);
     moving.put(Put::Done);
-    // Whoever is to lead comes after the other new owner, and last whoever leads now: here also the one that is left.
-    let lead = moving.core.plan().after.lead.0;
-    let numbers = moving.told(&[(5 - lead, Tell::Switch)]);
+    // Whoever is to coordinate comes after the other new owner, and last whoever coordinates now: here also the one
+    // that is left.
+    let coordinator = moving.core.plan().after.coordinator.0;
+    let numbers = moving.told(&[(5 - coordinator, Tell::Switch)]);
     moving.answer(numbers, Told::Done);
-    let numbers = moving.told(&[(lead, Tell::Switch)]);
+    let numbers = moving.told(&[(coordinator, Tell::Switch)]);
     moving.answer(numbers, Told::Done);
     let numbers = moving.told(&[(1, Tell::Switch)]);
     moving.answer(numbers, Told::Done);
@@ -365,7 +366,7 @@ fn a_model_that_is_deleted_does_not_come_back() {
     moving.has_failed(false, "no model", [1, 3]);
     let mut moving = Moving::new(2);
     moving.prepare([1, 3], 1);
-    // The lead's end means nothing from here on: it is the old one.
+    // The coordinator's end means nothing from here on: it is the old one.
     moving.sight.wanted = false;
     moving.put(Put::Done);
     for shard in [3, 2, 1] {

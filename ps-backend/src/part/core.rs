@@ -6,8 +6,8 @@
 //! payload that is refused here changes nothing, whatever it holds: late, repeated and reordered ones are told apart
 //! by the plan's number and its record of who has sent which block.
 //!
-//! Numbers of plans follow each other, and the lead says with each connection where it is, so what somebody else has said
-//! over another connection does not last: see [`PartCore::led_anew`].
+//! Numbers of plans follow each other, and the coordinator says with each connection where it is, so what somebody else
+//! has said over another connection does not last: see [`PartCore::coordinated_anew`].
 //!
 //! Blocks are numbered within the part here.
 
@@ -107,9 +107,9 @@ pub enum Action {
     Begin(PlanId),
     /// Compute these blocks, for which nobody sends anything; then call [`PartCore::computed`].
     Compute(PlanId, FixedBitSet),
-    /// Tell the lead that all blocks are there and computed.
+    /// Tell the coordinator that all blocks are there and computed.
     Ready(PlanId),
-    /// Tell the lead whose contribution is refused.
+    /// Tell the coordinator whose contribution is refused.
     Spoilt {
         /// The plan.
         plan: PlanId,
@@ -118,7 +118,7 @@ pub enum Action {
         /// Where.
         block: u32,
     },
-    /// Tell the lead that the plan cannot be completed here: a payload may have changed while it was read.
+    /// Tell the coordinator that the plan cannot be completed here: a payload may have changed while it was read.
     Torn(PlanId),
     /// What the plan has made counts: publish the version, or keep the sum.
     Conclude(PlanId, Kind),
@@ -127,11 +127,11 @@ pub enum Action {
     /// Give up the payloads that are landing for this plan (close their connections), and call
     /// [`PartCore::failed`] for each.
     Abandon(PlanId),
-    /// Tell the lead that its order to conclude or to drop this plan is carried out.
+    /// Tell the coordinator that its order to conclude or to drop this plan is carried out.
     Done(PlanId),
 }
 
-/// An order that contradicts what the part knows: the lead and the part are not of one job.
+/// An order that contradicts what the part knows: the coordinator and the part are not of one job.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PartError {
     /// A plan for another version than the part holds.
@@ -155,8 +155,8 @@ pub enum PartError {
         /// What is under way.
         running: PlanId,
     },
-    /// The plan is over, or is not the one that follows the newest; or another one is ready here, which its lead may still
-    /// conclude, and this connection has not named it.
+    /// The plan is over, or is not the one that follows the newest; or another one is ready here, which its coordinator
+    /// may still conclude, and this connection has not named it.
     #[error("plan {plan} is past, or not the next one: the newest here is {newest}")]
     Order {
         /// The plan.
@@ -175,16 +175,16 @@ enum Stage {
     Beginning,
     Gathering,
     Ready,
-    /// A payload was refused; the lead has yet to drop the plan.
+    /// A payload was refused; the coordinator has yet to drop the plan.
     Spoilt {
         client: ClientId,
         block: u32,
     },
-    /// A payload may have changed while it was read; the lead has yet to drop the plan.
+    /// A payload may have changed while it was read; the coordinator has yet to drop the plan.
     Torn,
     /// Dropped while payloads were landing.
     Dropped,
-    /// The lead knows nothing of it: somebody else has started it. Payloads are landing.
+    /// The coordinator knows nothing of it: somebody else has started it. Payloads are landing.
     Disowned,
 }
 
@@ -192,7 +192,7 @@ enum Stage {
 struct Running {
     plan: Plan,
     stage: Stage,
-    /// Whoever leads by the newest connection has started it, or its start was repeated there.
+    /// Whoever coordinates by the newest connection has started it, or its start was repeated there.
     vouched: bool,
     /// By source: blocks that have landed.
     got: Vec<FixedBitSet>,
@@ -239,9 +239,10 @@ impl PartCore {
         plan <= self.newest
     }
 
-    /// The lead has a new connection, and says over it that its plans up to `over` are over: the next one follows that.
-    /// Whatever was said of numbers over other connections is void. What is under way goes on if the lead names it again.
-    pub fn led_anew(&mut self, over: PlanId) {
+    /// The coordinator has a new connection, and says over it that its plans up to `over` are over: the next one
+    /// follows that. Whatever was said of numbers over other connections is void. What is under way goes on if the
+    /// coordinator names it again.
+    pub fn coordinated_anew(&mut self, over: PlanId) {
         let mut newest = over;
         if let Some(running) = &mut self.running {
             running.vouched = false;

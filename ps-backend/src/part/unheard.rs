@@ -1,15 +1,15 @@
 //! Blocks of plans that the part has not heard of. Pure.
 //!
-//! A block may overtake the lead's word of its plan, so it waits for that, and what is behind it on its connection with
-//! it. But not for ever: the lead repeats itself, so if nothing is heard for a while, the plan is over, or was never
-//! there, or will begin again. Passing the block over is harmless then; its sender asks what is missing once the plan
-//! is known, and sends it again.
+//! A block may overtake the coordinator's word of its plan, so it waits for that, and what is behind it on its
+//! connection with it. But not for ever: the coordinator repeats itself, so if nothing is heard for a while, the plan
+//! is over, or was never there, or will begin again. Passing the block over is harmless then; its sender asks what is
+//! missing once the plan is known, and sends it again.
 
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::PlanId;
 
-/// Longest wait for word of a plan. The lead repeats it more often.
+/// Longest wait for word of a plan. The coordinator repeats it more often.
 pub const LONGEST: Duration = Duration::from_secs(3);
 
 /// What one connection waits for.

@@ -185,9 +185,9 @@ fn records_that_are_none_are_refused() {
     let mut core = core();
     let request = RegistryRequest::Put { replaces: None };
     assert!(matches!(core.handle(&request, b"garbage", Now::ZERO), Err(Refusal::Other(_))));
-    let bad = ModelRecord { lead: ShardId(2), ..record("m", 1, 1) };
+    let bad = ModelRecord { coordinator: ShardId(2), ..record("m", 1, 1) };
     assert!(matches!(put(&mut core, &bad, None), Err(Refusal::Other(_))));
-    let mut unknown = ModelRecord { lead: ShardId(2), ..record("m", 1, 1) };
+    let mut unknown = ModelRecord { coordinator: ShardId(2), ..record("m", 1, 1) };
     unknown.owners[0].0 = ShardId(2);
     let refused = "the block map names shard 2, which never announced itself";
     assert_eq!(put(&mut core, &unknown, None), Err(Refusal::Other(refused.to_owned())));

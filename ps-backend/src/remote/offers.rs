@@ -41,8 +41,9 @@ impl Offers {
         self.of.remove(&learner);
     }
 
-    /// Its contribution to `step`, of a model of `blocks` blocks, is open; it may have been before. That is the lead's word,
-    /// and holds also if the step was taken: the lead has taken it back then, as one that nobody waits for any more.
+    /// Its contribution to `step`, of a model of `blocks` blocks, is open; it may have been before. That is the
+    /// coordinator's word, and holds also if the step was taken: the coordinator has taken it back then, as one that
+    /// nobody waits for any more.
     pub(super) fn opened(&mut self, learner: LearnerId, step: Step, blocks: u32) {
         let Some(known) = self.of.get_mut(&learner) else { return };
         known.taken = Step(step.0.saturating_sub(1));
@@ -178,11 +179,11 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_the_lead_has_taken_back_is_offered_anew() {
+    fn a_step_that_the_coordinator_has_taken_back_is_offered_anew() {
         let mut offers = offers();
         offers.opened(A, Step(2), 3);
         assert_eq!((offers.take(slot(2, 0)), offers.ends(A, Step(2))), (Ok(true), Ok(())));
-        // The commit has timed out, and the lead says that it was taken; then it finds that nothing of it came.
+        // The commit has timed out, and the coordinator says that it was taken; then it finds that nothing of it came.
         offers.ended(A, Step(2), false);
         offers.opened(A, Step(3), 3);
         assert_eq!((offers.take(slot(3, 0)), offers.ends(A, Step(3))), (Ok(true), Ok(())));

@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::{BlockId, Generation, ShardId};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use serde_json::{Value, json};
 
-use super::lead::Lead;
+use super::coordinator::Coordinator;
 use super::part::{MakeError, Part};
 use super::{AdminAnswer, Model, Shared};
 use crate::memory;
@@ -51,7 +51,7 @@ impl Shared {
         }
         tracing::info!(model = %name, blocks = part.layout().blocks(), bytes = part.layout().size(), "created");
         self.gone.lock().retain(|(gone, _)| *gone != name);
-        models.insert(name, Model { generation, record, part, lead: None, whereabouts: None });
+        models.insert(name, Model { generation, record, part, coordinator: None, whereabouts: None });
         Ok((Message::Done, None))
     }
 
@@ -67,7 +67,7 @@ impl Shared {
         self.part_of(generation)?.1.load(block, bytes)
     }
 
-    /// All blocks were sent: the part can be used, and if it is the lead's, the job begins.
+    /// All blocks were sent: the part can be used, and if it is the coordinator's, the job begins.
     pub(super) fn loaded(&self, generation: Generation) -> AdminAnswer {
         let (name, part) = self.part_of(generation)?;
         part.store().finish_loading().map_err(Refusal::other)?;
@@ -76,21 +76,21 @@ impl Shared {
             return Err(Refusal::NoModel(name));
         };
         let shard = *self.shard.lock();
-        if model.lead.is_none() && model.record.lead == shard {
-            model.lead = Some(self.lead(&model.record, &model.part, None, &[])?);
+        if model.coordinator.is_none() && model.record.coordinator == shard {
+            model.coordinator = Some(self.coordinator(&model.record, &model.part, None, &[])?);
         }
         Ok((Message::Done, None))
     }
 
-    /// Begins to lead a model, or goes on with what was handed over. Of `known` shards it is certain where their
+    /// Begins to coordinate a model, or goes on with what was handed over. Of `known` shards it is certain where their
     /// blocks are.
-    pub(super) fn lead(
+    pub(super) fn coordinator(
         &self,
         record: &ModelRecord,
         part: &Arc<Part>,
         handed_over: Option<(&[u8], Duration)>,
         known: &[ShardRecord],
-    ) -> Result<Arc<Lead>, Refusal> {
+    ) -> Result<Arc<Coordinator>, Refusal> {
         let shared = self.this.clone();
         let resolve = Arc::new(move |wanted| {
             let shared = shared.upgrade().ok_or("the shard shuts down")?;
@@ -101,7 +101,7 @@ impl Shared {
         });
         let shard = *self.shard.lock();
         let net = self.net.clone();
-        Lead::new(record, part, shard, net, resolve, handed_over, known).map_err(Refusal::other)
+        Coordinator::new(record, part, shard, net, resolve, handed_over, known).map_err(Refusal::other)
     }
 
     /// Forgets a model. If it has moved away, the answer says where it is to be forgotten, too.
@@ -133,8 +133,8 @@ impl Shared {
             }
         };
         if let Some(model) = model {
-            if let Some(lead) = model.lead {
-                lead.stop(&Refusal::NoModel(name.to_owned()));
+            if let Some(coordinator) = model.coordinator {
+                coordinator.stop(&Refusal::NoModel(name.to_owned()));
             }
             model.part.is_deleted();
             self.was_deleted(name, generation);
@@ -194,8 +194,8 @@ fn has_room(record: &ModelRecord, shard: ShardId) -> Result<(), MakeError> {
 fn status_of(name: &str, model: &Model) -> Value {
     let (version, plan) = model.part.progress();
     let memory = model.part.store().bytes();
-    let lead = model.lead.as_ref().map(|lead| {
-        let status = lead.status();
+    let coordinator = model.coordinator.as_ref().map(|coordinator| {
+        let status = coordinator.status();
         let setting = |name| status.controls.get(name).unwrap_or_default();
         let learners: Vec<Value> = status
             .members
@@ -249,6 +249,6 @@ fn status_of(name: &str, model: &Model) -> Value {
         "memory_bytes": memory.total(),
         "payload": model.part.store().tally().read(),
         "plan": plan.map(|(plan, left)| json!({ "id": plan.0, "payloads_to_come": left })),
-        "lead": lead,
+        "coordinator": coordinator,
     })
 }

@@ -2,7 +2,8 @@
 //! may have been started anew, and then knows no more than it is told.
 //!
 //! - A shard that holds parts keeps its number, whatever the registry says.
-//! - The lead of a model that the registry does not know puts its record there again. If nobody does for some time,
+//! - The coordinator of a model that the registry does not know puts its record there again. If nobody does for some
+//!   time,
 //!   whoever holds a part of it does, so that it can be deleted.
 //! - A part is dropped if the registry knows that its model was deleted; never because the registry does not know it.
 
@@ -16,7 +17,7 @@ use libmodelio::shm;
 use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{Fate, Held, MAX_HELD, ModelRecord, Moved, Refusal, ShardRecord};
 
-use super::lead::Lead;
+use super::coordinator::Coordinator;
 use super::{Model, Shared};
 
 /// Silence after which the registry forgets a shard.
@@ -190,18 +191,18 @@ impl Shared {
         here
     }
 
-    /// The record of a model that is here, as the registry is to have it, and its lead. Nothing while it moves and was
-    /// handed over: then it is in the hands of whoever moves it.
-    fn to_restore(&self, of: &Held) -> Option<(ModelRecord, Option<Arc<Lead>>)> {
+    /// The record of a model that is here, as the registry is to have it, and its coordinator. Nothing while it moves
+    /// and was handed over: then it is in the hands of whoever moves it.
+    fn to_restore(&self, of: &Held) -> Option<(ModelRecord, Option<Arc<Coordinator>>)> {
         let models = self.models.lock();
         let found = models.get(&of.model).filter(|model| life(&model.record) == *of)?;
-        let lead = found.lead.clone();
-        if lead.as_ref().is_some_and(|lead| lead.is_frozen()) {
+        let coordinator = found.coordinator.clone();
+        if coordinator.as_ref().is_some_and(|coordinator| coordinator.is_frozen()) {
             return None;
         }
-        // The blocks are all there once there is a lead.
-        let ready = found.record.ready || lead.is_some();
-        Some((ModelRecord { ready, ..found.record.clone() }, lead))
+        // The blocks are all there once there is a coordinator.
+        let ready = found.record.ready || coordinator.is_some();
+        Some((ModelRecord { ready, ..found.record.clone() }, coordinator))
     }
 
     fn is_told(&self, here: &Here, fate: Fate) -> Result<(), RegistryError> {
@@ -252,13 +253,13 @@ impl Shared {
 
     /// The registry does not know a model, or under an older block map. Whether it does now.
     fn restore(&self, held: &Held) -> Result<bool, RegistryError> {
-        let Some((record, lead)) = self.to_restore(held) else { return Ok(false) };
-        // The lead is to say it.
-        if lead.is_none() && self.unknown_for(held.generation) < LEFT_OVER {
+        let Some((record, coordinator)) = self.to_restore(held) else { return Ok(false) };
+        // The coordinator is to say it.
+        if coordinator.is_none() && self.unknown_for(held.generation) < LEFT_OVER {
             return Ok(false);
         }
         let shard = *self.shard.lock();
-        let mut shards = lead.as_ref().map(|lead| lead.addresses()).unwrap_or_default();
+        let mut shards = coordinator.as_ref().map(|coordinator| coordinator.addresses()).unwrap_or_default();
         shards.push((shard, self.address.clone()));
         let known = |(shard, address)| ShardRecord {
             shard,

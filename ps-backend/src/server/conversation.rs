@@ -13,9 +13,9 @@ use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::vocabulary::layout::MAX_BLOCK_SIZE;
 use libmodelio::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role};
 
+use super::coordinator::Coordinator;
 #[cfg(feature = "rdma")]
 use super::fabric::Remote;
-use super::lead::Lead;
 use super::memory::Memory;
 use super::moving::Whereabouts;
 use super::part::{Landing, Part};
@@ -30,9 +30,9 @@ const MAX_PULLS: usize = 256;
 /// What the greeting has made of a connection.
 enum Kind {
     Strange,
-    Control { client: ClientId, lead: Arc<Lead> },
+    Control { client: ClientId, coordinator: Arc<Coordinator> },
     Data(Data),
-    Lead(Arc<Part>),
+    Coordinator(Arc<Part>),
     Admin,
 }
 
@@ -128,9 +128,9 @@ impl Peer {
     /// Where the model of this connection is now, if it has moved since the greeting.
     fn moved(&self) -> Option<Whereabouts> {
         match &self.kind {
-            Kind::Control { lead, .. } => lead.moved().cloned(),
+            Kind::Control { coordinator, .. } => coordinator.moved().cloned(),
             Kind::Data(data) => data.part.moved().cloned(),
-            Kind::Strange | Kind::Lead(_) | Kind::Admin => None,
+            Kind::Strange | Kind::Coordinator(_) | Kind::Admin => None,
         }
     }
 
@@ -173,7 +173,9 @@ impl Peer {
         }
         let epoch = found.part.epoch;
         match &found.whereabouts {
-            Some(to) if got < epoch && *role != Role::Lead => return Err(TurnedAway::Moved(to.clone())),
+            Some(to) if got < epoch && *role != Role::Coordinator => {
+                return Err(TurnedAway::Moved(to.clone()));
+            }
             _ if epoch != got => return Err(Refusal::Epoch { expected: epoch, got }.into()),
             _ => {}
         }
@@ -181,9 +183,10 @@ impl Peer {
         let part = Arc::clone(&found.part);
         self.kind = match role {
             Role::Control => {
-                let lead = found.lead.clone();
-                let lead = lead.ok_or_else(|| Refusal::other("this shard does not lead the model"))?;
-                Kind::Control { client: *client, lead }
+                let coordinator = found.coordinator.clone();
+                let coordinator =
+                    coordinator.ok_or_else(|| Refusal::other("this shard does not coordinate the model"))?;
+                Kind::Control { client: *client, coordinator }
             }
             Role::Data => {
                 self.link.expect_much();
@@ -206,16 +209,16 @@ impl Peer {
                     remote: self.remote.take(),
                 })
             }
-            Role::Lead if found.lead.is_some() => {
-                return Err(Refusal::other("this shard leads the model itself").into());
+            Role::Coordinator if found.coordinator.is_some() => {
+                return Err(Refusal::other("this shard coordinates the model itself").into());
             }
-            Role::Lead => {
+            Role::Coordinator => {
                 let (link, of_part) = (self.link.clone(), self.link.clone());
                 let tell = move |request, message| {
                     link.send(Outgoing { epoch, ..Outgoing::new(request, message) });
                 };
                 part.follow(Arc::new(tell), Some(of_part), PlanId(client.0));
-                Kind::Lead(part)
+                Kind::Coordinator(part)
             }
             Role::Admin => Kind::Admin,
         };
@@ -233,7 +236,7 @@ impl Peer {
         let (protocol, shard) = (Protocol::NEWEST.number(), *self.shared.shard.lock());
         self.answer(0, Message::Welcome { protocol, shard, epoch: self.epoch, silence_ms });
         match &self.kind {
-            Kind::Control { client, lead } => lead.client_up(*client, &self.link)?,
+            Kind::Control { client, coordinator } => coordinator.client_up(*client, &self.link)?,
             Kind::Data(data) => data.part.client_up(data.client, &self.link),
             _ => {}
         }
@@ -478,13 +481,13 @@ impl Conversation for Peer {
         }
         let outcome = match &mut self.kind {
             Kind::Strange => Ok(Take::Nothing),
-            Kind::Control { client, lead } => {
-                lead.client_says(*client, &self.link, request, received.message.clone());
+            Kind::Control { client, coordinator } => {
+                coordinator.client_says(*client, &self.link, request, received.message.clone());
                 Ok(Take::Nothing)
             }
             Kind::Data(data) => data.message(received, &self.link),
-            Kind::Lead(part) => {
-                part.from_lead(request, received.message.clone(), Some(&self.link));
+            Kind::Coordinator(part) => {
+                part.from_coordinator(request, received.message.clone(), Some(&self.link));
                 Ok(Take::Nothing)
             }
             Kind::Admin if received.header.payload_len() > 0 => Ok(Take::Buffered),
@@ -527,7 +530,7 @@ impl Conversation for Peer {
     fn limits(&self) -> Limits {
         match &self.kind {
             Kind::Strange => Limits::GREETING,
-            Kind::Control { .. } | Kind::Lead(_) => Limits { payload: 0, ..Limits::MAX },
+            Kind::Control { .. } | Kind::Coordinator(_) => Limits { payload: 0, ..Limits::MAX },
             Kind::Data(data) => {
                 let block = data.part.layout().block_size();
                 Limits { payload: 2 * block.min(MAX_BLOCK_SIZE), ..Limits::MAX }
@@ -551,8 +554,8 @@ impl Conversation for Peer {
     }
 
     fn heard(&mut self) {
-        if let Kind::Control { client, lead } = &self.kind {
-            lead.client_alive(*client);
+        if let Kind::Control { client, coordinator } = &self.kind {
+            coordinator.client_alive(*client);
         }
     }
 
@@ -570,7 +573,7 @@ impl Conversation for Peer {
     fn closed(&mut self, why: &Close) {
         tracing::debug!(peer = %self.address, %why, "connection over");
         match std::mem::replace(&mut self.kind, Kind::Strange) {
-            Kind::Control { client, lead } => lead.client_down(client, &self.link),
+            Kind::Control { client, coordinator } => coordinator.client_down(client, &self.link),
             Kind::Data(mut data) => {
                 data.part.client_down(&self.link);
                 if let Some(landing) = data.landing.take() {

@@ -1,10 +1,10 @@
-//! A shard as a process: it listens, announces itself, holds parts of models and leads some of them; it can be the
-//! registry, too, or that alone.
+//! A shard as a process: it listens, announces itself, holds parts of models and coordinates some of them; it can be
+//! the registry, too, or that alone.
 //!
 //! | module | holds |
 //! |---|---|
 //! | `part` | one part of a model at work (`unsafe`) |
-//! | `lead` | the lead of a model at work |
+//! | `coordinator` | the coordinator of a model at work |
 //! | `conversation` | the shard's end of every connection |
 //! | `unsent` | requests whose answers were not taken |
 //! | `complaints` | how often the log tells of peers that are turned away |
@@ -19,9 +19,9 @@ mod admin;
 mod announcer;
 mod complaints;
 mod conversation;
+pub mod coordinator;
 #[cfg(feature = "rdma")]
 mod fabric;
-pub mod lead;
 mod memory;
 mod moving;
 pub mod part;
@@ -45,7 +45,7 @@ use parking_lot::{Condvar, Mutex};
 
 use announcer::Standing;
 use conversation::Peer;
-use lead::Lead;
+use coordinator::Coordinator;
 pub use moving::Progress;
 use moving::{Adoptions, Whereabouts};
 use part::Part;
@@ -135,7 +135,7 @@ pub(super) struct Model {
     generation: Generation,
     record: ModelRecord,
     part: Arc<Part>,
-    lead: Option<Arc<Lead>>,
+    coordinator: Option<Arc<Coordinator>>,
     /// What is told to whoever speaks of an older block map, if there was one.
     whereabouts: Option<Whereabouts>,
 }
@@ -305,8 +305,8 @@ impl Server {
         shared.wake.notify_all();
         let models = std::mem::take(&mut *shared.models.lock());
         for model in models.into_values() {
-            if let Some(lead) = model.lead {
-                lead.stop(&Refusal::other("the shard shuts down"));
+            if let Some(coordinator) = model.coordinator {
+                coordinator.stop(&Refusal::other("the shard shuts down"));
             }
         }
         // What was refused a number has no place there to be given up.

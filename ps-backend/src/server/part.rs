@@ -5,7 +5,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `plans` | orders of the lead, and what comes of them |
+//! | `plans` | orders of the coordinator, and what comes of them |
 //! | `blocks` | blocks on their way (`unsafe`) |
 //! | `resting` | which connections are used |
 //! | `moving` | the part of another block map |
@@ -37,8 +37,8 @@ pub(super) use blocks::Landing;
 use libmodelio::vocabulary::controls::Controls;
 use resting::Connected;
 
-/// Takes what the part says to the lead.
-pub(super) type ToLead = Arc<dyn Fn(u64, Message) + Send + Sync>;
+/// Takes what the part says to the coordinator.
+pub(super) type ToCoordinator = Arc<dyn Fn(u64, Message) + Send + Sync>;
 
 /// Sums of a block that there can be, whatever the number of learners: of concluded plans, and of the running one.
 const SUMS: usize = 2;
@@ -57,11 +57,11 @@ struct State {
     /// The plan of what is fetched straight into sums.
     #[cfg(feature = "rdma")]
     fetching: FetchingPlan,
-    lead: Option<ToLead>,
-    /// What the lead is spoken to by, if it is elsewhere.
-    lead_link: Option<Link>,
+    coordinator: Option<ToCoordinator>,
+    /// What the coordinator is spoken to by, if it is elsewhere.
+    coordinator_link: Option<Link>,
     /// When that was there.
-    led_since: Instant,
+    coordinated_since: Instant,
 }
 
 impl State {
@@ -163,9 +163,9 @@ impl Part {
             landing: Vec::new(),
             #[cfg(feature = "rdma")]
             fetching: FetchingPlan::default(),
-            lead: None,
-            lead_link: None,
-            led_since: Instant::now(),
+            coordinator: None,
+            coordinator_link: None,
+            coordinated_since: Instant::now(),
         };
         Arc::new(Part {
             model: record.name.clone(),

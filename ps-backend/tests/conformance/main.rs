@@ -122,8 +122,8 @@ macro_rules! conforms {
     };
 }
 
-/// Limits, which take long to reach. Where a job is on a network its lead is asked in one and the same way, whichever way
-/// blocks go.
+/// Limits, which take long to reach. Where a job is on a network its coordinator is asked in one and the same way,
+/// whichever way blocks go.
 macro_rules! limits {
     ($way:expr) => {
         mod limits {

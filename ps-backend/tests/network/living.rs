@@ -28,16 +28,17 @@ fn world(way: Way) -> World {
     World::of(3, &layout, &[("reducer", "adam"), ("learners", "2"), ("nonfinite", "accept")], way)
 }
 
-/// Moves the model off its lead, or another shard, and stops that unless it has the registry. A new one comes before.
-fn drain(world: &mut World, lead: bool) {
+/// Moves the model off its coordinator, or another shard, and stops that unless it has the registry. A new one comes
+/// before.
+fn drain(world: &mut World, coordinator: bool) {
     world.servers.push(world.another());
     let deadline = Instant::now() + LONG;
     let record = world.registry.model("m", deadline).unwrap();
     let mut owners = record.owners.iter().map(|&(owner, _)| owner);
-    let off = owners.find(|owner| (*owner == record.lead) == lead).unwrap();
+    let off = owners.find(|owner| (*owner == record.coordinator) == coordinator).unwrap();
     world.registry.drain(off, deadline).unwrap();
     let shards = world.shards();
-    let address = &shards.iter().find(|shard| shard.shard == record.lead).unwrap().address;
+    let address = &shards.iter().find(|shard| shard.shard == record.coordinator).unwrap().address;
     let mut peer = AdminPeer::connect(address, deadline).unwrap();
     let model = "m".to_owned();
     let message = Message::Move { model, generation: record.generation, off, timeout_ms: 20_000, hold_ms: 0 };
@@ -105,7 +106,7 @@ pub fn lived_through(way: Way, course: &Course) {
     assert!(got == expected, "versions {} and {}, with other weights", got.0, expected.0);
     let record = moved.registry.model("m", Instant::now() + LONG).unwrap();
     assert_eq!(record.epoch.0, 1 + course.moves.len() as u64);
-    assert_ne!(record.lead, moved.record.lead);
+    assert_ne!(record.coordinator, moved.record.coordinator);
 }
 
 #[test]

@@ -50,7 +50,7 @@ struct Script {
     gone: bool,
 }
 
-/// A shard that owns all blocks of its model, and leads it.
+/// A shard that owns all blocks of its model, and coordinates it.
 #[derive(Clone)]
 struct Hand {
     record: ShardRecord,
@@ -555,14 +555,14 @@ fn shared_memory_alone_does_not_follow_to_another_host_and_says_so() {
         let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], Way::Memory);
         assert_eq!(world.record.epoch, Epoch(1));
         let owners = vec![(ShardId(9), world.record.layout().unwrap().blocks())];
-        let moved = ModelRecord { epoch: Epoch(2), owners, lead: ShardId(9), ..world.record.clone() };
+        let moved = ModelRecord { epoch: Epoch(2), owners, coordinator: ShardId(9), ..world.record.clone() };
         let table = Table::of(vec![moved], vec![second.record.clone()]);
         let options = ClientOptions { transport, registry: Some(table), ..ClientOptions::default() };
         let client = Client::connect(&world.record, &world.shards(), options).unwrap();
         assert_eq!(client.peers()[0].transport, TransportKind::SharedMemory);
         drop(world);
         until("it has heard of the move", || client.peers()[0].shard == ShardId(9));
-        // The lead is always spoken to over TCP.
+        // The coordinator is always spoken to over TCP.
         join(&client);
         if transport == TransportChoice::Auto {
             until("blocks go over TCP", || client.peers()[0].connected);

@@ -50,11 +50,12 @@ impl World {
     fn move_off(&self, off: ShardId, within: Duration) -> Result<(), Refusal> {
         self.registry.drain(off, Instant::now() + LONG).unwrap();
         let record = self.newest_record();
-        let mut lead = AdminPeer::connect(&self.address_of(record.lead), Instant::now() + LONG).unwrap();
+        let mut coordinator =
+            AdminPeer::connect(&self.address_of(record.coordinator), Instant::now() + LONG).unwrap();
         let (model, generation) = ("m".to_owned(), record.generation);
         let message =
             Message::Move { model, generation, off, timeout_ms: within.as_millis() as u32, hold_ms: 0 };
-        match lead.request(&message, &[], Instant::now() + 3 * LONG) {
+        match coordinator.request(&message, &[], Instant::now() + 3 * LONG) {
             Ok((Message::Done, _)) => Ok(()),
             Err(AdminError::Refusal(refusal)) => Err(refusal),
             other => panic!("{other:?}"),
@@ -111,7 +112,7 @@ fn drained(way: Way, spare: bool, off: impl Fn(&ModelRecord) -> ShardId) {
     let before = world.record.clone();
     world.look_again();
     assert_eq!(world.record.epoch, Epoch(2));
-    assert_ne!(world.record.lead, off);
+    assert_ne!(world.record.coordinator, off);
     let (old, new) = (before.block_map().unwrap(), world.record.block_map().unwrap());
     assert_eq!(new.blocks_of(off).count(), 0);
     assert_eq!(new.shares().len(), if spare { 3 } else { 2 });
@@ -132,25 +133,25 @@ fn drained(way: Way, spare: bool, off: impl Fn(&ModelRecord) -> ShardId) {
     assert_eq!(world.newest_record().epoch, Epoch(2));
 }
 
-fn not_the_lead(record: &ModelRecord) -> ShardId {
-    record.owners.iter().map(|(owner, _)| *owner).find(|owner| *owner != record.lead).unwrap()
+fn not_the_coordinator(record: &ModelRecord) -> ShardId {
+    record.owners.iter().map(|(owner, _)| *owner).find(|owner| *owner != record.coordinator).unwrap()
 }
 
 #[test]
 fn a_drained_shard_can_be_stopped_and_nothing_is_lost() {
-    drained(TCP, false, not_the_lead);
-    drained(Way::Memory, false, not_the_lead);
+    drained(TCP, false, not_the_coordinator);
+    drained(Way::Memory, false, not_the_coordinator);
 }
 
 #[test]
 fn another_shard_takes_the_place_of_a_drained_one() {
-    drained(TCP, true, not_the_lead);
+    drained(TCP, true, not_the_coordinator);
 }
 
 #[test]
-fn a_lead_that_is_drained_hands_the_job_over() {
-    drained(TCP, false, |record| record.lead);
-    drained(Way::Memory, true, |record| record.lead);
+fn a_coordinator_that_is_drained_hands_the_job_over() {
+    drained(TCP, false, |record| record.coordinator);
+    drained(Way::Memory, true, |record| record.coordinator);
 }
 
 #[test]
@@ -158,7 +159,7 @@ fn whoever_stays_the_same_takes_no_more_memory() {
     let world = World::new(2, BYTES, &[("reducer", "adam"), ("learners", "2")], TCP);
     let _spare = server(Some(world.servers[0].address().to_string()), world.io);
     train(&world, 2);
-    let (off, stays) = (not_the_lead(&world.record), world.record.lead);
+    let (off, stays) = (not_the_coordinator(&world.record), world.record.coordinator);
     let memory = || status(&world.address_of(stays))["models"][0]["memory_bytes"].as_u64().unwrap();
     let before = memory();
     world.move_off(off, LONG).unwrap();
@@ -259,13 +260,13 @@ impl Raw {
     }
 }
 
-fn lives_through(lead_moves: bool) {
+fn lives_through(coordinator_moves: bool) {
     let settings = [("reducer", "sum"), ("learners", "2"), ("deterministic", "true")];
     let mut world = World::new(3, BYTES, &settings, TCP);
     let before = world.record.clone();
-    let off = if lead_moves { before.lead } else { not_the_lead(&before) };
+    let off = if coordinator_moves { before.coordinator } else { not_the_coordinator(&before) };
     let client = ClientId(77);
-    let mut control = Raw::greet(&world.address_of(before.lead), Role::Control, &before, client);
+    let mut control = Raw::greet(&world.address_of(before.coordinator), Role::Control, &before, client);
     assert!(matches!(control.hear().0.message, Message::Welcome { .. }));
     let mut data = Raw::greet(&world.address_of(off), Role::Data, &before, client);
     assert!(matches!(data.hear().0.message, Message::Welcome { .. }));
@@ -295,15 +296,17 @@ fn lives_through(lead_moves: bool) {
     // All connections are told, unasked.
     control.is_moved(&world.record);
     data.is_moved(&world.record);
-    // So is whoever comes with the old map; who claims to lead by it is refused.
+    // So is whoever comes with the old map; who claims to coordinate by it is refused.
     for role in [Role::Control, Role::Data] {
-        Raw::greet(&world.address_of(before.lead), role, &before, client).is_moved(&world.record);
+        Raw::greet(&world.address_of(before.coordinator), role, &before, client).is_moved(&world.record);
     }
     Raw::greet(&world.address_of(off), Role::Data, &before, client).is_moved(&world.record);
-    let refused = Raw::greet(&world.address_of(off), Role::Lead, &before, ClientId(0)).hear().0.message;
+    let refused =
+        Raw::greet(&world.address_of(off), Role::Coordinator, &before, ClientId(0)).hear().0.message;
     assert_eq!(refused, Message::Refused(Refusal::Epoch { expected: Epoch(2), got: Epoch(1) }));
     // The client goes on with its learner and its requests.
-    let mut control = Raw::greet(&world.address_of(world.record.lead), Role::Control, &world.record, client);
+    let mut control =
+        Raw::greet(&world.address_of(world.record.coordinator), Role::Control, &world.record, client);
     assert!(matches!(control.hear().0.message, Message::Welcome { .. }));
     assert_eq!(control.ask(1, &Message::Join { name: "by-hand".into() }), joined, "it was carried out");
     control.say(3, &commit);
@@ -338,7 +341,7 @@ fn a_client_goes_on_with_its_learners_and_requests_after_a_move() {
 }
 
 #[test]
-fn a_client_goes_on_with_its_learners_and_requests_under_another_lead() {
+fn a_client_goes_on_with_its_learners_and_requests_under_another_coordinator() {
     lives_through(true);
 }
 
@@ -346,7 +349,7 @@ fn a_client_goes_on_with_its_learners_and_requests_under_another_lead() {
 fn a_move_that_fails_changes_nothing() {
     let settings = [("reducer", "sum"), ("learners", "2"), ("consistency", "sync")];
     let mut world = World::new(1, BYTES, &settings, TCP);
-    let only = world.record.lead;
+    let only = world.record.coordinator;
     let refusal = world.move_off(only, LONG).unwrap_err();
     assert!(refusal.to_string().contains("start another shard first"), "{refusal}");
     // A shard that is there and does not answer.
@@ -394,7 +397,7 @@ fn a_model_that_has_moved_is_deleted_wherever_it_is() {
     let first = world.servers[0].address().to_string();
     world.servers.push(server(Some(first.clone()), world.io));
     let before = world.record.clone();
-    let off = not_the_lead(&before);
+    let off = not_the_coordinator(&before);
     world.move_off(off, LONG).unwrap();
     // As one who has looked before it moved, and deletes now.
     let registry = &world.registry;
@@ -410,7 +413,7 @@ fn a_model_that_has_moved_is_deleted_wherever_it_is() {
 fn what_makes_no_sense_is_refused() {
     let world = World::new(2, BYTES, &[("reducer", "sum")], TCP);
     let record = &world.record;
-    let other = not_the_lead(record);
+    let other = not_the_coordinator(record);
     let mut peer = AdminPeer::connect(&world.address_of(other), Instant::now() + LONG).unwrap();
     let mut refused = |message: Message, payload: &[u8]| match peer
         .request(&message, payload, Instant::now() + LONG)
@@ -427,14 +430,14 @@ fn what_makes_no_sense_is_refused() {
         timeout_ms: 1000,
         hold_ms: 0,
     };
-    assert!(refused(moves(generation), &[]).contains("does not lead"));
+    assert!(refused(moves(generation), &[]).contains("does not coordinate"));
     assert!(refused(moves(Generation(1)), &[]).contains("generation"));
     assert!(refused(Message::Adopt, b"nothing").contains("record"));
     assert!(refused(Message::Switch, b"nothing").contains("record"));
     let adopting = Message::Adopting { generation, attempt: 1 };
     assert!(refused(adopting, &[]).contains("does not take part"));
     // A map that nobody has prepared does not come into force.
-    let map = record.block_map().unwrap().without(record.lead, &[other]).unwrap();
+    let map = record.block_map().unwrap().without(record.coordinator, &[other]).unwrap();
     let after = record.moved(&map, other).unwrap();
     let switch = Moved { record: after, shards: world.shards() }.encode().unwrap();
     assert!(refused(Message::Switch, &switch).contains("has no blocks"));
@@ -445,7 +448,7 @@ fn what_makes_no_sense_is_refused() {
     };
     assert!(refused(fetch(2, 0, block), &[]).contains("block map"));
     assert!(refused(fetch(1, 7, block), &[]).contains("version 7 is not here"));
-    let theirs = world.record.block_map().unwrap().blocks_of(record.lead).next().unwrap();
+    let theirs = world.record.block_map().unwrap().blocks_of(record.coordinator).next().unwrap();
     assert!(refused(fetch(1, 0, theirs), &[]).contains("not one of this shard's"));
     let (answer, bytes) = peer.request(&fetch(1, 0, block), &[], Instant::now() + LONG).unwrap();
     assert_eq!((answer, bytes.len()), (Message::Fetched, 64 << 10));
@@ -455,10 +458,13 @@ fn what_makes_no_sense_is_refused() {
 fn an_order_to_switch_that_the_registry_does_not_know_of_changes_nothing() {
     let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
     let world = World::of(2, &layout, &[("reducer", "sum"), ("learners", "1")], TCP);
-    let (shards, lead) = (world.shards(), world.record.lead);
-    let other = shards.iter().find(|shard| shard.shard != lead).unwrap();
-    let record =
-        ModelRecord { epoch: Epoch(99), owners: vec![(lead, layout.blocks())], ..world.record.clone() };
+    let (shards, coordinator) = (world.shards(), world.record.coordinator);
+    let other = shards.iter().find(|shard| shard.shard != coordinator).unwrap();
+    let record = ModelRecord {
+        epoch: Epoch(99),
+        owners: vec![(coordinator, layout.blocks())],
+        ..world.record.clone()
+    };
     let moved = Moved { record, shards: shards.clone() }.encode().unwrap();
     let mut peer = AdminPeer::connect(&other.address, Instant::now() + LONG).unwrap();
     match peer.request(&Message::Switch, &moved, Instant::now() + LONG) {
@@ -481,11 +487,11 @@ fn blocks_under_a_map_in_force_outlive_a_later_move_that_comes_to_nothing() {
     let first = world.servers[0].address().to_string();
     world.servers.push(server(Some(first), world.io));
     let (old, shards) = (world.record.clone(), world.shards());
-    let (off, new) = (not_the_lead(&old), world.servers[2].shard());
+    let (off, new) = (not_the_coordinator(&old), world.servers[2].shard());
     let without = |record: &ModelRecord, off: ShardId, to: ShardId| {
         let map = record.block_map().unwrap().without(off, &[to]).unwrap();
-        let lead = if record.lead == off { to } else { record.lead };
-        record.moved(&map, lead).unwrap()
+        let coordinator = if record.coordinator == off { to } else { record.coordinator };
+        record.moved(&map, coordinator).unwrap()
     };
     let adoption = |attempt, before: &ModelRecord, after: &ModelRecord| {
         let (epoch, owners) = (before.epoch, before.owners.clone());
@@ -506,7 +512,7 @@ fn blocks_under_a_map_in_force_outlive_a_later_move_that_comes_to_nothing() {
     }
     world.registry.put(&after, Some(old.epoch), Instant::now() + LONG).unwrap();
     // Under the new map another move begins, and is given up.
-    let later = without(&after, after.lead, new);
+    let later = without(&after, after.coordinator, new);
     match ask(Message::Adopt, &adoption(2, &after, &later)) {
         Err(AdminError::Refusal(refusal)) => {
             assert!(refusal.to_string().contains("has not switched to block map 2"), "{refusal}");

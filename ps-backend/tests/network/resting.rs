@@ -10,7 +10,7 @@ use crate::moving::Raw;
 use crate::world::{LONG, Way, World};
 
 fn data(world: &World, client: u64) -> Raw {
-    let address = world.address_of(world.record.lead);
+    let address = world.address_of(world.record.coordinator);
     let mut raw = Raw::greet(&address, Role::Data, &world.record, ClientId(client));
     assert!(matches!(raw.hear().0.message, Message::Welcome { .. }));
     raw

@@ -86,8 +86,8 @@ impl World {
 
     fn nodes(&self) -> Vec<Node> {
         let clients = (0..self.clients.len()).filter(|&index| self.clients[index].alive).map(Node::Client);
-        let parts = self.courses[self.leads].parts.iter().copied().map(Node::Part);
-        clients.chain([self.lead_node()]).chain(parts).collect()
+        let parts = self.courses[self.coordinated].parts.iter().copied().map(Node::Part);
+        clients.chain([self.coordinator_node()]).chain(parts).collect()
     }
 
     pub fn fault(&mut self, fault: Fault) {
@@ -177,7 +177,9 @@ impl World {
             });
             // One after the other: they contradict each other the other way round.
             let until = self.now + if self.killed > 0 { Now::from_secs(2) } else { PROGRESS };
-            self.run_until(until, |world| world.lead.job().controls().get(name).as_deref() == Some(value));
+            self.run_until(until, |world| {
+                world.coordinator.job().controls().get(name).as_deref() == Some(value)
+            });
         }
     }
 
@@ -186,21 +188,21 @@ impl World {
         if self.is_moving() {
             return Some("the model is being moved".into());
         }
-        if let Some((plan, parts)) = self.lead.running() {
+        if let Some((plan, parts)) = self.coordinator.running() {
             return Some(format!("plan {plan} waits for parts {parts:?}"));
         }
-        if self.lead.job().committed() > 0 {
+        if self.coordinator.job().committed() > 0 {
             return Some("contributions are in no version".into());
         }
-        let (requests, answers) = self.lead.kept();
+        let (requests, answers) = self.coordinator.kept();
         if requests > 0 || answers > 0 {
-            return Some(format!("the lead keeps {requests} requests and {answers} answers"));
+            return Some(format!("the coordinator keeps {requests} requests and {answers} answers"));
         }
         let parts = &self.courses[self.current()].parts;
         if let Some(part) = parts.iter().find(|&&part| !self.shards[part].is_quiet()) {
             return Some(format!("part {part} is busy"));
         }
-        let version = self.lead.job().version();
+        let version = self.coordinator.job().version();
         for (index, client) in self.clients.iter().enumerate().filter(|(_, client)| client.alive) {
             let (requests, held) = client.core.kept();
             if requests > 0 || held > 0 || client.core.outgoing().is_some() {
@@ -264,6 +266,8 @@ impl World {
             let JobState { state, version: Version(version), .. } = client.core.state();
             format!("{:?} ({state}, {version}) {:?}", client.programs, client.tokens)
         });
-        programs.chain([format!("{:?}", self.lead.running()), self.lead.job().state().to_owned()]).collect()
+        programs
+            .chain([format!("{:?}", self.coordinator.running()), self.coordinator.job().state().to_owned()])
+            .collect()
     }
 }

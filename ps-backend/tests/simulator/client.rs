@@ -92,11 +92,11 @@ impl Client {
         &self.front
     }
 
-    /// What `node` is to this client: one of its core's parts, or the lead (`Some(None)`). None for what is of
+    /// What `node` is to this client: one of its core's parts, or the coordinator (`Some(None)`). None for what is of
     /// another course.
     pub fn part_of(&self, courses: &[Course], node: Node) -> Option<Option<Part>> {
         match node {
-            Node::Lead(course) => (course == self.course).then_some(None),
+            Node::Coordinator(course) => (course == self.course).then_some(None),
             Node::Part(part) => courses[self.course].parts.iter().position(|&known| known == part).map(Some),
             Node::Client(_) => None,
         }
@@ -123,9 +123,9 @@ impl World {
         self.trace(|| format!("client {index}: {action:?}"));
         let id = self.clients[index].id;
         match action {
-            Action::ToLead(request, message) => {
-                let lead = Node::Lead(self.clients[index].course);
-                self.send(Node::Client(index), lead, request, message, Body::None);
+            Action::ToCoordinator(request, message) => {
+                let coordinator = Node::Coordinator(self.clients[index].course);
+                self.send(Node::Client(index), coordinator, request, message, Body::None);
             }
             Action::ToShard(part, message) => {
                 let shard = self.shard_of(index, part);
@@ -223,9 +223,9 @@ impl World {
         }
     }
 
-    /// A message of the lead.
-    pub fn client_from_lead(&mut self, index: usize, request: u64, message: Message) {
-        self.on_client(index, |core, now, actions| core.from_lead(request, message, now, actions));
+    /// A message of the coordinator.
+    pub fn client_from_coordinator(&mut self, index: usize, request: u64, message: Message) {
+        self.on_client(index, |core, now, actions| core.from_coordinator(request, message, now, actions));
     }
 
     /// A message of a shard.

@@ -66,7 +66,7 @@ impl World {
         }
         self.arm(node);
         // Whoever moves the model there looks at the clock ten times a second at least.
-        for of in self.moves.of_lead(node) {
+        for of in self.moves.of_coordinator(node) {
             self.after(Now::from_millis(100), Event::Moves(Moving::Tick(of)));
         }
     }

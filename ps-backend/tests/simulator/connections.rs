@@ -9,7 +9,7 @@ impl World {
     /// The one of two nodes that keeps up their connection, and the other one.
     pub fn roles(a: Node, b: Node) -> (Node, Node) {
         match (a, b) {
-            (Node::Client(_), _) | (Node::Lead(_), Node::Part(_)) => (a, b),
+            (Node::Client(_), _) | (Node::Coordinator(_), Node::Part(_)) => (a, b),
             _ => (b, a),
         }
     }
@@ -36,12 +36,12 @@ impl World {
             (_, _, Life::Live) => {}
             (Node::Client(index), ..) => return self.greeted_in_vain(index, acceptor),
             // The shard is there, but not the blocks: it has been started anew.
-            (Node::Lead(lead), Node::Part(part), Life::Lost) => {
-                if lead == self.leads && self.is_led() {
-                    let known = self.courses[lead].parts.iter().position(|&known| known == part);
+            (Node::Coordinator(coordinator), Node::Part(part), Life::Lost) => {
+                if coordinator == self.coordinated && self.is_coordinated() {
+                    let known = self.courses[coordinator].parts.iter().position(|&known| known == part);
                     let (part, gone) = (known.expect("its part"), Refusal::NoModel("m".into()));
-                    self.on_lead(|lead, now, actions| {
-                        lead.from_part(part, 0, Message::Refused(gone), now, actions);
+                    self.on_coordinator(|coordinator, now, actions| {
+                        coordinator.from_part(part, 0, Message::Refused(gone), now, actions);
                     });
                 }
                 // While it is frozen it does not hear: it is told again.
@@ -63,19 +63,19 @@ impl World {
         }
         self.trace(|| format!("{opener:?} connects to {acceptor:?} ({epoch})"));
         if let Node::Part(part) = acceptor
-            && opener == self.lead_node()
+            && opener == self.coordinator_node()
         {
-            self.led_anew(part, self.lead.over());
+            self.coordinated_anew(part, self.coordinator.over());
         }
-        // Who comes while nobody leads will come again.
+        // Who comes while nobody coordinates will come again.
         if let Node::Client(index) = opener
-            && acceptor == self.lead_node()
+            && acceptor == self.coordinator_node()
         {
             let id = self.clients[index].id;
             match self.frozen {
                 true => drop(self.moves.missed.insert(index)),
-                false => self.on_lead(|lead, now, actions| {
-                    lead.client_up(id, now, actions).expect("room for a client");
+                false => self.on_coordinator(|coordinator, now, actions| {
+                    coordinator.client_up(id, now, actions).expect("room for a client");
                 }),
             }
         }
@@ -94,17 +94,20 @@ impl World {
         self.network.connection(opener, acceptor).opener_up = true;
         match (opener, acceptor) {
             (Node::Client(index), _) => match self.clients[index].part_of(&self.courses, acceptor) {
-                Some(None) => self.on_client(index, |core, now, actions| core.lead_up(now, actions)),
+                Some(None) => self.on_client(index, |core, now, actions| core.coordinator_up(now, actions)),
                 Some(Some(part)) => {
                     self.on_client(index, |core, now, actions| core.shard_up(part, now, actions));
                 }
                 None => unreachable!("it is wanted"),
             },
-            (Node::Lead(lead), Node::Part(part)) => {
-                let part =
-                    self.courses[lead].parts.iter().position(|&known| known == part).expect("its part");
-                if lead == self.leads && self.is_led() {
-                    self.on_lead(|lead, _, actions| lead.part_up(part, actions));
+            (Node::Coordinator(coordinator), Node::Part(part)) => {
+                let part = self.courses[coordinator]
+                    .parts
+                    .iter()
+                    .position(|&known| known == part)
+                    .expect("its part");
+                if coordinator == self.coordinated && self.is_coordinated() {
+                    self.on_coordinator(|coordinator, _, actions| coordinator.part_up(part, actions));
                 }
             }
             _ => unreachable!("nobody else connects"),
@@ -137,13 +140,15 @@ impl World {
                 self.loses_pins(part, index, epoch);
             }
             if let Node::Client(index) = opener
-                && acceptor == self.lead_node()
+                && acceptor == self.coordinator_node()
                 && self.life(acceptor) == Life::Live
             {
                 let id = self.clients[index].id;
                 match self.frozen {
                     true => drop(self.moves.missed.insert(index)),
-                    false => self.on_lead(|lead, now, actions| lead.client_down(id, now, actions)),
+                    false => self.on_coordinator(|coordinator, now, actions| {
+                        coordinator.client_down(id, now, actions)
+                    }),
                 }
             }
             return;
@@ -155,7 +160,7 @@ impl World {
         }
         if let Node::Client(index) = opener {
             match self.clients[index].part_of(&self.courses, acceptor) {
-                Some(None) => self.on_client(index, |core, now, actions| core.lead_down(now, actions)),
+                Some(None) => self.on_client(index, |core, now, actions| core.coordinator_down(now, actions)),
                 Some(Some(part)) => self.on_client(index, |core, _, _| core.shard_down(part)),
                 None => {}
             }

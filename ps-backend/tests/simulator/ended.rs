@@ -1,4 +1,4 @@
-//! What must be true of a job that a killed process has ended: its state is `failed`, or nobody leads it. Nothing
+//! What must be true of a job that a killed process has ended: its state is `failed`, or nobody coordinates it. Nothing
 //! restores it, but nothing that was acknowledged has vanished before, either.
 
 use libmodelio::vocabulary::ids::Version;
@@ -55,15 +55,15 @@ impl World {
     /// before; and says that the job has failed, if somebody is left to tell it. Where all shards live, it shows all
     /// that it was told of: a version that a killed shard had alone, or first, is lost with its blocks.
     fn check_mounts(&mut self) {
-        let (leads, course) = (self.leads, self.current());
-        let failed = self.is_led() && self.lead.failed().is_some();
+        let (coordinated, course) = (self.coordinated, self.current());
+        let failed = self.is_coordinated() && self.coordinator.failed().is_some();
         let whole = self.courses[course].parts.iter().all(|&part| self.life(Node::Part(part)) == Life::Live);
         for index in (0..self.clients.len()).filter(|&index| self.clients[index].alive) {
             let client = &self.clients[index];
             let (id, version, state) = (client.id, client.core.version(), client.core.state());
             let (told, said) = (state.version, state.state.clone());
             self.history.shows(id, version, self.clients[index].front());
-            let here = self.clients[index].course == leads;
+            let here = self.clients[index].course == coordinated;
             assert!(!failed || !here || said == "failed", "client {index} takes the job to be {said}");
             let told = if whole && here { told } else { Version(0) };
             assert!(

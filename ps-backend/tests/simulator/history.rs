@@ -76,7 +76,7 @@ pub struct Record {
     pub version: Option<Version>,
 }
 
-/// A plan as the lead has told the shards and the clients.
+/// A plan as the coordinator has told the shards and the clients.
 #[derive(Clone, Debug)]
 struct Planned {
     work: Work,
@@ -242,7 +242,7 @@ impl History {
         }
     }
 
-    // -- what the lead says
+    // -- what the coordinator says
 
     pub fn started(&mut self, plan: &libmodelio::wire::Plan, missing: usize) {
         let planned = Planned {
@@ -284,8 +284,8 @@ impl History {
         self.paces.entry(life).or_insert(self.slowest);
     }
 
-    /// The lead has a version: nobody in it is further ahead than the consistency allows. Its commit was taken when
-    /// it was at most so many steps ahead of the slowest, and those of the others were all out.
+    /// The coordinator has a version: nobody in it is further ahead than the consistency allows. Its commit was taken
+    /// when it was at most so many steps ahead of the slowest, and those of the others were all out.
     pub fn decided(&mut self, version: Version, plan: PlanId, members: &[MemberView]) {
         let kept = self.sealed.keys().copied();
         let plans: Vec<PlanId> = kept.chain([plan]).collect();

@@ -1,7 +1,7 @@
 //! The model moves, by the very core that decides it in production: at a moment when all that there is of the job are a
-//! version and the lead's core, both are taken to other shards, under another block map. What is said may be late, or
-//! lost; shards and leads may end in the middle. Who was connected is told, perhaps late, twice or never; who greets a
-//! shard of the past is told then.
+//! version and the coordinator's core, both are taken to other shards, under another block map. What is said may be
+//! late, or lost; shards and coordinators may end in the middle. Who was connected is told, perhaps late, twice or
+//! never; who greets a shard of the past is told then.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::ids::{ClientId, ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Message, ModelRecord, Refusal, RegistryRequest, ShardRecord};
-use ps_backend::lead::LeadCore;
+use ps_backend::coordinator::CoordinatorCore;
 use ps_backend::moving::{Action, Job, Looked, MoveCore, Plan, Put, Sight, Tell, Told};
 
 use crate::chaos::Fault;
@@ -30,7 +30,7 @@ const LATEST: u64 = 10_000_000;
 const ASK_AFTER: Now = Now::from_secs(5);
 const ASK_AGAIN: Now = Now::from_secs(2);
 
-/// What a lead, or a shard's part, is at the moment.
+/// What a coordinator, or a shard's part, is at the moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
     /// The block map is in force, but it has not heard of it.
@@ -42,15 +42,15 @@ pub enum Life {
     Lost,
 }
 
-/// Where the model is for some time. Its lead is the node of its number.
+/// Where the model is for some time. Its coordinator is the node of its number.
 #[derive(Debug)]
 pub struct Course {
     pub record: ModelRecord,
     pub map: BlockMap,
     /// Which of the world's shards are its parts.
     pub parts: Vec<usize>,
-    pub lead: Life,
-    /// Which part is in the lead's process.
+    pub coordinator: Life,
+    /// Which part is in the coordinator's process.
     local: Option<usize>,
     /// The move by which it came about.
     by: Option<usize>,
@@ -74,7 +74,7 @@ struct Attempt {
     frozen_at: Now,
 }
 
-/// The lead's process carries it out.
+/// The coordinator's process carries it out.
 #[derive(Debug)]
 pub struct Mover {
     of: usize,
@@ -106,7 +106,7 @@ pub struct Moves {
     pub competed: u64,
     /// Moves that wait for their turn.
     waiting: usize,
-    /// Clients whose connections came or went while the lead was frozen.
+    /// Clients whose connections came or went while the coordinator was frozen.
     pub missed: std::collections::BTreeSet<usize>,
 }
 
@@ -139,16 +139,16 @@ pub fn shard_record(number: u16) -> ShardRecord {
 
 impl Moves {
     /// Moves that a coordinator's process carries out.
-    pub fn of_lead(&self, node: Node) -> Vec<usize> {
+    pub fn of_coordinator(&self, node: Node) -> Vec<usize> {
         let of = self.movers.iter().map(|mover| mover.of);
-        of.filter(|&of| Node::Lead(self.attempts[of].from) == node).collect()
+        of.filter(|&of| Node::Coordinator(self.attempts[of].from) == node).collect()
     }
 
     /// Where it happens.
     pub fn node_of(&self, moving: &Moving) -> Option<Node> {
         match moving {
             Moving::Tick(of) | Moving::Answered(of, ..) | Moving::Put(of, _) | Moving::Halt(of) => {
-                Some(Node::Lead(self.attempts[*of].from))
+                Some(Node::Coordinator(self.attempts[*of].from))
             }
             _ => None,
         }
@@ -161,19 +161,19 @@ impl World {
         self.courses.len() - 1
     }
 
-    pub fn lead_node(&self) -> Node {
-        Node::Lead(self.leads)
+    pub fn coordinator_node(&self) -> Node {
+        Node::Coordinator(self.coordinated)
     }
 
-    /// Whether somebody leads, and hears what is said.
-    pub fn is_led(&self) -> bool {
-        !self.frozen && self.courses[self.leads].lead == Life::Live
+    /// Whether somebody coordinates, and hears what is said.
+    pub fn is_coordinated(&self) -> bool {
+        !self.frozen && self.courses[self.coordinated].coordinator == Life::Live
     }
 
     pub fn life(&self, node: Node) -> Life {
         match node {
             Node::Client(_) => Life::Live,
-            Node::Lead(course) => self.courses[course].lead,
+            Node::Coordinator(course) => self.courses[course].coordinator,
             Node::Part(part) => match self.shards[part].life {
                 // Its process was started anew before the map came into force.
                 Life::Coming if !self.comes(part) => Life::Lost,
@@ -193,7 +193,7 @@ impl World {
 
     /// Nothing comes of the job any more, and that is known, or will be at everybody's deadline.
     pub fn is_dead(&self) -> bool {
-        !self.is_led() || self.lead.failed().is_some()
+        !self.is_coordinated() || self.coordinator.failed().is_some()
     }
 
     /// Whether `opener` keeps up a connection to `acceptor`.
@@ -204,7 +204,7 @@ impl World {
         }
     }
 
-    /// The first course: its lead and its parts begin at once.
+    /// The first course: its coordinator and its parts begin at once.
     pub fn begin(&mut self, record: ModelRecord, map: BlockMap, local: Option<usize>) {
         for number in 1..=SHARDS {
             let announce =
@@ -217,9 +217,9 @@ impl World {
         let owners: Vec<ShardId> = self.courses[0].map.shares().into_keys().collect();
         owners.into_iter().for_each(|owner| self.activate(0, owner, Version(0), &[]));
         let shown = self.some_time(1_000_000_000);
-        self.starts_clock(Node::Lead(0), shown);
-        self.courses[0].lead = Life::Live;
-        self.lead_connects(0);
+        self.starts_clock(Node::Coordinator(0), shown);
+        self.courses[0].coordinator = Life::Live;
+        self.coordinator_connects(0);
     }
 
     fn add_course(&mut self, record: ModelRecord, map: BlockMap, local: Option<usize>, by: Option<usize>) {
@@ -234,34 +234,42 @@ impl World {
             let shown = self.some_time(1_000_000_000);
             self.starts_clock(Node::Part(part), shown);
         }
-        self.courses.push(Course { record, map, parts, lead: Life::Coming, local, by, stopped: false });
+        self.courses.push(Course {
+            record,
+            map,
+            parts,
+            coordinator: Life::Coming,
+            local,
+            by,
+            stopped: false,
+        });
     }
 
     /// A shard's part of a course begins.
     fn activate(&mut self, course: usize, shard: ShardId, version: Version, whole: &[Block]) {
-        let lead = Node::Lead(course);
+        let coordinator = Node::Coordinator(course);
         let Course { map, parts, local, .. } = &self.courses[course];
         let at = map.shares().into_keys().position(|owner| owner == shard).expect("an owner");
         let (part, is_local) = (parts[at], *local == Some(at));
         let mut begun = Shard::new(map.blocks_of(shard).collect(), version, whole, self.settings.keep);
         (begun.course, begun.life) = (course, Life::Live);
         if is_local {
-            begun.process = Some(lead);
-            self.network.local.push((lead, Node::Part(part)));
+            begun.process = Some(coordinator);
+            self.network.local.push((coordinator, Node::Part(part)));
         }
         self.shards[part] = begun;
     }
 
-    fn lead_connects(&mut self, course: usize) {
+    fn coordinator_connects(&mut self, course: usize) {
         for part in self.courses[course].parts.clone() {
-            self.connects(Node::Lead(course), Node::Part(part), Now::ZERO);
+            self.connects(Node::Coordinator(course), Node::Part(part), Now::ZERO);
         }
     }
 
     pub fn client_connects(&mut self, index: usize) {
         let course = self.clients[index].course;
         let parts = self.courses[course].parts.clone();
-        for node in [Node::Lead(course)].into_iter().chain(parts.into_iter().map(Node::Part)) {
+        for node in [Node::Coordinator(course)].into_iter().chain(parts.into_iter().map(Node::Part)) {
             self.connects(Node::Client(index), node, Now::ZERO);
         }
     }
@@ -280,7 +288,7 @@ impl World {
     }
 
     fn mover_node(&self, of: usize) -> Node {
-        Node::Lead(self.moves.attempts[of].from)
+        Node::Coordinator(self.moves.attempts[of].from)
     }
 
     /// A coordinator moves its model once at a time; others wait for their turn. One that was frozen may still be at it
@@ -294,13 +302,14 @@ impl World {
 
     /// Whether the one who coordinates moves its model already.
     fn is_busy(&self) -> bool {
-        let goes_on = |mover: &Mover| !mover.finished && self.moves.attempts[mover.of].from == self.leads;
+        let goes_on =
+            |mover: &Mover| !mover.finished && self.moves.attempts[mover.of].from == self.coordinated;
         self.moves.movers.iter().any(goes_on)
     }
 
     fn begins_move(&mut self) {
-        let from = self.leads;
-        if !self.is_led() || self.lead.failed().is_some() {
+        let from = self.coordinated;
+        if !self.is_coordinated() || self.coordinator.failed().is_some() {
             return;
         }
         let before = self.courses[self.current()].record.clone();
@@ -312,13 +321,13 @@ impl World {
         for record in &mut shards {
             record.draining = record.shard == off || self.rng.u8(0..3) == 0;
         }
-        let controls = self.lead.job().controls().clone();
+        let controls = self.coordinator.job().controls().clone();
         let job = Job { generation: before.generation, epoch, controls: &controls };
         let of = self.moves.attempts.len();
-        let number = u64::try_from(self.clock(self.lead_node()).as_nanos()).expect("a short run");
+        let number = u64::try_from(self.clock(self.coordinator_node()).as_nanos()).expect("a short run");
         let numbers = self.moves.attempts.iter().map(|attempt| attempt.number).max();
         assert!(numbers < Some(number), "attempt {number} to move the model comes after {numbers:?}");
-        let process = before.lead;
+        let process = before.coordinator;
         let plan = match Plan::new(off, before, &shards, &job, number) {
             Ok(plan) => Arc::new(plan.expect("it has blocks")),
             Err(why) => return self.trace(|| format!("no move: {why}")),
@@ -333,7 +342,7 @@ impl World {
             frozen_at: Now::ZERO,
         };
         self.moves.attempts.push(attempt);
-        let now = self.clock(self.lead_node());
+        let now = self.clock(self.coordinator_node());
         let deadline = now + Now::from_secs(3) + self.some_time(PATIENCE);
         let hold = Duration::from_secs(1) + self.some_time(PATIENCE);
         self.trace(|| format!("move {of} off shard {off} to {:?}", plan.after.owners));
@@ -368,18 +377,18 @@ impl World {
                     if what == Tell::Fill {
                         let attempt = &mut self.moves.attempts[of];
                         (attempt.version, attempt.reducer) =
-                            (self.lead.job().version(), self.lead.job().state_of());
+                            (self.coordinator.job().version(), self.coordinator.job().state_of());
                     }
                     if !self.chance(0.01) {
                         let after = self.some_delay();
                         self.after(after, Event::Moves(Moving::Tell(of, number, shard, what)));
                     }
                 }
-                Action::Hold => self.lead.hold(),
+                Action::Hold => self.coordinator.hold(),
                 Action::Freeze => {
-                    let state = self.lead.hand_over().expect("it is held");
+                    let state = self.coordinator.hand_over().expect("it is held");
                     let length = state.len() as u64;
-                    let now = self.clock(self.lead_node());
+                    let now = self.clock(self.coordinator_node());
                     let attempt = &mut self.moves.attempts[of];
                     (attempt.state, attempt.frozen_at) = (state, now);
                     self.frozen = true;
@@ -417,36 +426,39 @@ impl World {
         }
     }
 
-    /// The lead goes on where it was: the old map is in force, and stays so.
+    /// The coordinator goes on where it was: the old map is in force, and stays so.
     fn release(&mut self, of: usize) {
         let from = self.moves.attempts[of].from;
-        assert_eq!(self.current(), from, "a lead goes on though another block map is in force");
+        assert_eq!(self.current(), from, "a coordinator goes on though another block map is in force");
         if std::mem::take(&mut self.frozen) {
             for index in std::mem::take(&mut self.moves.missed) {
-                let up = self.network.connection(Node::Client(index), self.lead_node()).acceptor_up;
+                let up = self.network.connection(Node::Client(index), self.coordinator_node()).acceptor_up;
                 let id = self.clients[index].id;
-                self.on_lead(|lead, now, actions| match up {
-                    true => lead.client_up(id, now, actions).expect("room for a client"),
-                    false => lead.client_down(id, now, actions),
+                self.on_coordinator(|coordinator, now, actions| match up {
+                    true => coordinator.client_up(id, now, actions).expect("room for a client"),
+                    false => coordinator.client_down(id, now, actions),
                 });
             }
             self.forgive_silence();
         }
-        self.on_lead(|lead, now, actions| lead.release(now, actions));
-        self.arm(self.lead_node());
+        self.on_coordinator(|coordinator, now, actions| coordinator.release(now, actions));
+        self.arm(self.coordinator_node());
     }
 
     /// What was said while nobody listened counts as a sign of life.
     fn forgive_silence(&mut self) {
         let learners: Vec<_> = self.members().iter().map(|m| m.learner).collect();
-        let lead = self.lead_node();
-        let up =
-            |world: &mut World, index: usize| world.network.connection(Node::Client(index), lead).acceptor_up;
+        let coordinator = self.coordinator_node();
+        let up = |world: &mut World, index: usize| {
+            world.network.connection(Node::Client(index), coordinator).acceptor_up
+        };
         let clients: Vec<usize> = (0..self.clients.len()).filter(|&index| up(self, index)).collect();
         let ids: Vec<ClientId> = clients.into_iter().map(|index| self.clients[index].id).collect();
         for id in ids {
             let touch = Message::Touch { learners: learners.clone(), attached: None };
-            self.on_lead(|lead, now, actions| lead.from_client(id, 0, touch, now, actions));
+            self.on_coordinator(|coordinator, now, actions| {
+                coordinator.from_client(id, 0, touch, now, actions)
+            });
         }
     }
 
@@ -489,7 +501,7 @@ impl World {
         match moving {
             Moving::Tick(of) => {
                 let sight = Sight {
-                    held_up_by: (!self.lead.is_held()).then(|| self.lead.held_up_by()),
+                    held_up_by: (!self.coordinator.is_held()).then(|| self.coordinator.held_up_by()),
                     wanted: true,
                     ends: false,
                 };
@@ -542,7 +554,7 @@ impl World {
         for (opener, acceptor) in self.network.pairs() {
             let is_of = match acceptor {
                 Node::Part(part) => self.shards[part].course == course,
-                node => node == Node::Lead(course),
+                node => node == Node::Coordinator(course),
             };
             if is_of && matches!(opener, Node::Client(_)) {
                 self.reset(opener, acceptor);
@@ -561,11 +573,11 @@ impl World {
         }
         let stored = self.courses[self.current()].record.epoch;
         assert_eq!(stored, plan.before.epoch, "the registry replaces a record of another epoch");
-        assert!(self.frozen || self.courses[self.leads].lead != Life::Live, "two leads");
+        assert!(self.frozen || self.courses[self.coordinated].coordinator != Life::Live, "two coordinators");
         self.trace(|| format!("move {of} is in force: {:?}", plan.after.owners));
         let map = plan.after.block_map().expect("a map");
         let parts = map.shares().len();
-        let at = map.shares().into_keys().position(|owner| owner == plan.after.lead);
+        let at = map.shares().into_keys().position(|owner| owner == plan.after.coordinator);
         let local = at.filter(|_| self.rng.bool());
         self.history.moved(parts, self.moves.attempts[of].reducer);
         self.add_course(plan.after.clone(), map, local, Some(of));
@@ -637,7 +649,7 @@ impl World {
             Tell::HandOver { at } => {
                 assert_eq!(at, 0, "a state of one piece");
                 let (layout, parts) = (self.settings.layout(), self.courses[from].parts.len());
-                LeadCore::taken_over(state, &layout, parts, *frozen_at).expect("what was handed over");
+                CoordinatorCore::taken_over(state, &layout, parts, *frozen_at).expect("what was handed over");
                 let state = state.clone();
                 self.moves.adoptions.get_mut(&shard).ok_or_else(takes_part)?.handed = Some(state);
                 Ok(Told::Done)
@@ -698,46 +710,49 @@ impl World {
         let Some(Adoption { version: Some(version), whole: Some(whole), handed, .. }) = adoption else {
             return Err("this shard has no blocks of the model under that block map".into());
         };
-        if record.lead == shard && handed.is_none() {
-            return Err("the lead's state was not handed over".into());
+        if record.coordinator == shard && handed.is_none() {
+            return Err("the coordinator's state was not handed over".into());
         }
         self.activate(course, shard, version, &whole);
         self.moves.adoptions.remove(&shard);
         self.retire(from, shard, old);
-        if let Some(handed) = handed.filter(|_| record.lead == shard) {
+        if let Some(handed) = handed.filter(|_| record.coordinator == shard) {
             self.takes_over(of, course, &handed);
         }
         Ok(())
     }
 
     fn takes_over(&mut self, of: usize, course: usize, handed: &[u8]) {
-        let before = self.courses[self.leads].lead;
-        assert!(self.frozen || before == Life::Lost, "a lead begins while another one ({before:?}) goes on");
+        let before = self.courses[self.coordinated].coordinator;
+        assert!(
+            self.frozen || before == Life::Lost,
+            "a coordinator begins while another one ({before:?}) goes on"
+        );
         let parts = self.courses[course].parts.len();
         // Its clock goes on from when the other one was frozen.
         let frozen_at = self.moves.attempts[of].frozen_at;
-        self.starts_clock(Node::Lead(course), frozen_at);
-        let taken = LeadCore::taken_over(handed, &self.settings.layout(), parts, frozen_at);
-        self.lead = taken.expect("what was handed over");
-        // Whoever led is frozen, and never hears anything again.
-        (self.leads, self.frozen) = (course, false);
+        self.starts_clock(Node::Coordinator(course), frozen_at);
+        let taken = CoordinatorCore::taken_over(handed, &self.settings.layout(), parts, frozen_at);
+        self.coordinator = taken.expect("what was handed over");
+        // Whoever coordinated is frozen, and never hears anything again.
+        (self.coordinated, self.frozen) = (course, false);
         self.moves.missed.clear();
-        self.courses[course].lead = Life::Live;
-        self.lead_connects(course);
-        self.on_lead(|lead, now, actions| lead.go_on(now, actions));
-        self.arm(self.lead_node());
+        self.courses[course].coordinator = Life::Live;
+        self.coordinator_connects(course);
+        self.on_coordinator(|coordinator, now, actions| coordinator.go_on(now, actions));
+        self.arm(self.coordinator_node());
     }
 
-    /// Whoever is connected to a shard, or to the lead in its process, is told where the model is now, perhaps.
+    /// Whoever is connected to a shard, or to the coordinator in its process, is told where the model is now, perhaps.
     fn retire(&mut self, from: usize, shard: ShardId, old: Option<usize>) {
         let mut nodes: Vec<Node> = Vec::new();
         if let Some(part) = old {
             self.shards[part].life = Life::Retired;
             nodes.push(Node::Part(part));
         }
-        if self.courses[from].record.lead == shard && self.courses[from].lead == Life::Live {
-            self.courses[from].lead = Life::Retired;
-            nodes.push(Node::Lead(from));
+        if self.courses[from].record.coordinator == shard && self.courses[from].coordinator == Life::Live {
+            self.courses[from].coordinator = Life::Retired;
+            nodes.push(Node::Coordinator(from));
         }
         for node in nodes {
             for index in 0..self.clients.len() {
@@ -800,14 +815,14 @@ impl World {
             if let Some(part) = part.filter(|&part| there(self.shards[part].life)) {
                 nodes.push(Node::Part(part));
             }
-            if self.courses[course].record.lead == shard && there(self.courses[course].lead) {
-                nodes.push(Node::Lead(course));
+            if self.courses[course].record.coordinator == shard && there(self.courses[course].coordinator) {
+                nodes.push(Node::Coordinator(course));
             }
         }
         for node in nodes {
             match node {
                 Node::Part(part) => self.shards[part].lose(),
-                Node::Lead(course) => self.courses[course].lead = Life::Lost,
+                Node::Coordinator(course) => self.courses[course].coordinator = Life::Lost,
                 Node::Client(_) => unreachable!("a shard"),
             }
             for (opener, acceptor) in self.network.pairs() {
@@ -824,7 +839,7 @@ impl World {
     /// A node of the past tells a client where the model went from there.
     pub fn say_moved(&mut self, node: Node, index: usize) {
         let course = match node {
-            Node::Lead(course) => course,
+            Node::Coordinator(course) => course,
             Node::Part(part) => self.shards[part].course,
             Node::Client(_) => unreachable!("a client has no model"),
         };
@@ -866,7 +881,7 @@ impl World {
         let before = self.clients[index].course;
         if is_newer {
             let parts = self.courses[before].parts.clone();
-            for node in [Node::Lead(before)].into_iter().chain(parts.into_iter().map(Node::Part)) {
+            for node in [Node::Coordinator(before)].into_iter().chain(parts.into_iter().map(Node::Part)) {
                 self.reset(Node::Client(index), node);
             }
             // From here on parts are those of the new map.

@@ -20,7 +20,7 @@ const ENOUGH: Now = Now::from_secs(5);
 pub enum Asked {
     Join,
     Open,
-    /// As mounts do: the step is known here, the lead is told beside.
+    /// As mounts do: the step is known here, the coordinator is told beside.
     OpenBeside(Step),
     AbortBeside,
     Commit(Uid),
@@ -126,7 +126,7 @@ impl World {
         if self.healed && lends {
             timeout += ENOUGH;
         }
-        // The lead's answer may take a while: it says more than silence does.
+        // The coordinator's answer may take a while: it says more than silence does.
         let deadline = self.clock(Node::Client(index)) + timeout + self.settings.grace;
         self.clients[index].tokens.insert(token, (program, asked, deadline));
         let message = message(timeout.as_millis() as u32 + 1);
@@ -255,7 +255,7 @@ impl World {
         }
     }
 
-    /// The lead has said that a learner is gone.
+    /// The coordinator has said that a learner is gone.
     pub fn program_left(&mut self, index: usize, learner: LearnerId) {
         if let Some(program) = self.clients[index].programs.iter_mut().find(|p| p.learner == Some(learner)) {
             program.learner = None;
@@ -315,7 +315,7 @@ impl World {
             (Asked::Commit(uid), Err(why)) if timed_out && mapped => {
                 self.loans.timed_out += 1;
                 let text = why.to_string();
-                // The lead's word is that it never counts. Silence says nothing.
+                // The coordinator's word is that it never counts. Silence says nothing.
                 if text.contains("does not answer") || text.contains("silent past the lease") {
                     self.history.record(uid).doubted = true;
                 } else {

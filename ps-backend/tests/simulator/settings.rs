@@ -17,20 +17,20 @@ const CONSISTENCY: &[&str] = &["sync", "sync", "async", "quorum(2)", "quorum(3)"
 pub struct Settings {
     pub blocks: u32,
     pub parts: u16,
-    /// The first part is in the lead's process.
+    /// The first part is in the coordinator's process.
     pub colocated: bool,
     /// Learners on each client at the beginning.
     pub clients: Vec<usize>,
     pub controls: Controls,
     pub weather: Weather,
-    /// How long the lead waits for the others of a step.
+    /// How long the coordinator waits for the others of a step.
     pub patience: Now,
     /// Versions that a shard keeps.
     pub keep: usize,
     pub lease: Now,
     /// About what a program waits at most.
     pub timeout: Now,
-    /// What it waits on top of what it tells the lead.
+    /// What it waits on top of what it tells the coordinator.
     pub grace: Now,
     /// About what a program takes for a step.
     pub compute: Now,

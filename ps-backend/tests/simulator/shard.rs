@@ -19,7 +19,7 @@ use crate::world::{Body, Event, Node, Now, World};
 /// Payloads that wait because the core has said later.
 const MAX_PARKED: usize = 16;
 
-/// A lead that begins a plan so long after it has connected knows of no other one.
+/// A coordinator that begins a plan so long after it has connected knows of no other one.
 const INSISTS: Now = Now::from_secs(3);
 
 /// The sum of some contributions of one client, for one block.
@@ -54,12 +54,12 @@ pub enum ShardEvent {
 
 pub struct Shard {
     pub core: PartCore,
-    /// When its lead, or who says so, has connected.
-    pub led_since: Now,
+    /// When its coordinator, or who says so, has connected.
+    pub coordinated_since: Now,
     /// Which of the world's.
     pub course: usize,
     pub life: Life,
-    /// The process of its lead, if it is in that.
+    /// The process of its coordinator, if it is in that.
     pub process: Option<Node>,
     /// Its blocks, in order.
     mine: Vec<BlockId>,
@@ -91,7 +91,7 @@ impl Shard {
             mine.iter().map(|block| whole.get(block.index()).cloned().unwrap_or_default()).collect();
         Shard {
             core: PartCore::new(mine.len() as u32, version),
-            led_since: Now::ZERO,
+            coordinated_since: Now::ZERO,
             course: 0,
             life: Life::Live,
             process: None,
@@ -266,13 +266,13 @@ impl World {
                     let after = self.some_time(3000);
                     self.after(after, Event::Shard(part, ShardEvent::Computed(plan, blocks)));
                 }
-                Action::Ready(plan) => self.say_to_lead(part, 0, Message::Ready { plan }),
-                Action::Torn(plan) => self.say_to_lead(part, 0, Message::Torn { plan }),
+                Action::Ready(plan) => self.say_to_coordinator(part, 0, Message::Ready { plan }),
+                Action::Torn(plan) => self.say_to_coordinator(part, 0, Message::Torn { plan }),
                 Action::Spoilt { plan, client, block } => {
                     let block = self.shards[part].mine[block as usize];
-                    self.say_to_lead(part, 0, Message::Spoilt { plan, client, block });
+                    self.say_to_coordinator(part, 0, Message::Spoilt { plan, client, block });
                 }
-                Action::Done(plan) => self.say_to_lead(part, plan.0, Message::Done),
+                Action::Done(plan) => self.say_to_coordinator(part, plan.0, Message::Done),
                 Action::Conclude(plan, kind) => self.shard_concludes(part, plan, kind),
                 Action::Void(plan) => {
                     let shard = &mut self.shards[part];
@@ -461,22 +461,22 @@ impl World {
         }
     }
 
-    /// Somebody connects as its lead, whose plans up to `over` are over.
-    pub fn led_anew(&mut self, part: usize, over: PlanId) {
+    /// Somebody connects as its coordinator, whose plans up to `over` are over.
+    pub fn coordinated_anew(&mut self, part: usize, over: PlanId) {
         let now = self.clock(Node::Part(part));
         let shard = &mut self.shards[part];
-        shard.led_since = now;
-        shard.core.led_anew(over);
+        shard.coordinated_since = now;
+        shard.core.coordinated_anew(over);
     }
 
-    /// A message of the lead.
-    pub fn shard_from_lead(&mut self, part: usize, request: u64, message: Message) {
+    /// A message of the coordinator.
+    pub fn shard_from_coordinator(&mut self, part: usize, request: u64, message: Message) {
         let mut actions = Vec::new();
         let now = self.clock(Node::Part(part));
         let shard = &mut self.shards[part];
         let result = match message {
             Message::Start(plan) => {
-                let insists = now >= shard.led_since + INSISTS;
+                let insists = now >= shard.coordinated_since + INSISTS;
                 let result = shard.core.start(local(&plan, &shard.mine), insists, &mut actions);
                 if actions.iter().any(|action| matches!(action, Action::Begin(_))) {
                     shard.starting = Some(plan);
@@ -485,10 +485,10 @@ impl World {
             }
             Message::Conclude { plan } => shard.core.conclude(plan, &mut actions),
             Message::Drop { plan } => shard.core.drop_plan(plan, &mut actions),
-            other => panic!("the lead sends {} to a shard", other.name()),
+            other => panic!("the coordinator sends {} to a shard", other.name()),
         };
         if let Err(error) = result {
-            self.say_to_lead(part, request, Message::Refused(error.into()));
+            self.say_to_coordinator(part, request, Message::Refused(error.into()));
         }
         self.shard_acts(part, actions);
     }
@@ -523,9 +523,9 @@ impl World {
         }
     }
 
-    fn say_to_lead(&mut self, part: usize, request: u64, message: Message) {
-        let lead = Node::Lead(self.shards[part].course);
-        self.send(Node::Part(part), lead, request, message, Body::None);
+    fn say_to_coordinator(&mut self, part: usize, request: u64, message: Message) {
+        let coordinator = Node::Coordinator(self.shards[part].course);
+        self.send(Node::Part(part), coordinator, request, message, Body::None);
     }
 
     pub fn say_block(&mut self, part: usize, index: usize, version: Version, block: BlockId, body: Body) {

@@ -1,7 +1,8 @@
-//! Somebody who is not of the job and says so: it greets shards as their lead, the lead as one of its clients and clients
-//! as their lead, and names numbers of plans, requests, steps, versions and states that nobody has reached. Each connection
-//! of its own takes the place of the true one, which its owner then opens anew. Some numbers of requests are such that the
-//! lead believes them. No number here is close to the true one: such a lie is a matter of identity.
+//! Somebody who is not of the job and says so: it greets shards as their coordinator, the coordinator as one of its
+//! clients and clients as their coordinator, and names numbers of plans, requests, steps, versions and states that
+//! nobody has reached. Each connection of its own takes the place of the true one, which its owner then opens anew.
+//! Some numbers of requests are such that the coordinator believes them. No number here is close to the true one: such
+//! a lie is a matter of identity.
 
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Step, Version};
 use libmodelio::wire::{Granted, JobState, MAX_NUMBER, MAX_SKIPPED, Message, Plan, PlanSource, Work};
@@ -18,9 +19,9 @@ impl World {
     pub fn stranger(&mut self) {
         self.strangers += 1;
         match self.rng.u8(0..3) {
-            0 => self.false_lead_of_a_part(),
+            0 => self.false_coordinator_of_a_part(),
             1 => self.false_client(),
-            _ => self.false_lead_of_a_client(),
+            _ => self.false_coordinator_of_a_client(),
         }
     }
 
@@ -43,22 +44,22 @@ impl World {
         (connection.opener_up, connection.acceptor_up) = (false, false);
     }
 
-    fn false_lead_of_a_part(&mut self) {
-        let lead = self.lead_node();
-        let parts = self.courses[self.leads].parts.clone();
+    fn false_coordinator_of_a_part(&mut self) {
+        let coordinator = self.coordinator_node();
+        let parts = self.courses[self.coordinated].parts.clone();
         let part = parts[self.rng.usize(0..parts.len())];
-        // The lead's own part listens to nobody else.
-        if self.life(Node::Part(part)) != Life::Live || self.network.is_local(lead, Node::Part(part)) {
+        // The coordinator's own part listens to nobody else.
+        if self.life(Node::Part(part)) != Life::Live || self.network.is_local(coordinator, Node::Part(part)) {
             return;
         }
-        self.intrude(lead, Node::Part(part));
+        self.intrude(coordinator, Node::Part(part));
         let over = self.number();
-        self.trace(|| format!("a stranger leads part {part}, says that plans up to {over} are over"));
-        self.led_anew(part, PlanId(over));
+        self.trace(|| format!("a stranger coordinates part {part}, says that plans up to {over} are over"));
+        self.coordinated_anew(part, PlanId(over));
         for _ in 0..self.rng.usize(0..4) {
             let base = self.shards[part].core.version().0;
             // What follows from its own word is begun, and void with its connection. Whoever concludes that, too, says all that
-            // a lead says.
+            // a coordinator says.
             let next = over.saturating_add(1);
             let plan = PlanId(if self.rng.bool() { next } else { self.number() });
             let message = match self.rng.u8(0..3) {
@@ -67,7 +68,7 @@ impl World {
                 _ => Message::Start(self.false_plan(part, plan, Version(base))),
             };
             self.trace(|| format!("a stranger to part {part}: {message:?}"));
-            self.shard_from_lead(part, plan.0, message);
+            self.shard_from_coordinator(part, plan.0, message);
         }
     }
 
@@ -92,18 +93,20 @@ impl World {
     fn a_client(&mut self) -> Option<usize> {
         let index = self.rng.usize(0..self.clients.len());
         let client = &self.clients[index];
-        let is_led = self.is_led() && client.alive && client.course == self.leads;
-        (is_led && self.lead.failed().is_none()).then_some(index)
+        let is_coordinated = self.is_coordinated() && client.alive && client.course == self.coordinated;
+        (is_coordinated && self.coordinator.failed().is_none()).then_some(index)
     }
 
     fn false_client(&mut self) {
         let Some(index) = self.a_client() else { return };
-        let (id, lead) = (self.clients[index].id, self.lead_node());
-        self.intrude(Node::Client(index), lead);
+        let (id, coordinator) = (self.clients[index].id, self.coordinator_node());
+        self.intrude(Node::Client(index), coordinator);
         self.trace(|| format!("a stranger is client {index}"));
-        self.on_lead(|lead, now, actions| lead.client_up(id, now, actions).expect("it is known"));
+        self.on_coordinator(|coordinator, now, actions| {
+            coordinator.client_up(id, now, actions).expect("it is known")
+        });
         for _ in 0..self.rng.usize(1..4) {
-            // The lead believes that a client has skipped so many, and takes the request.
+            // The coordinator believes that a client has skipped so many, and takes the request.
             let is_believed = self.rng.bool();
             let request = match is_believed {
                 true => self.rng.u64(MAX_SKIPPED >> 12..MAX_SKIPPED),
@@ -141,23 +144,26 @@ impl World {
             };
             self.believed += u64::from(is_believed && !matches!(message, Message::Lacks { .. }));
             self.trace(|| format!("a stranger as client {index}: {request}: {message:?}"));
-            self.on_lead(|lead, now, actions| lead.from_client(id, request, message, now, actions));
+            self.on_coordinator(|coordinator, now, actions| {
+                coordinator.from_client(id, request, message, now, actions)
+            });
         }
     }
 
-    /// Whether the state that a client knows names all of its learners: it believes whoever leads that the others have left.
+    /// Whether the state that a client knows names all of its learners: it believes whoever coordinates that the others
+    /// have left.
     fn names_all(&self, index: usize) -> bool {
         let Client { core, programs, .. } = &self.clients[index];
         let is_named = |learner| core.state().learners.iter().any(|known| known.learner == learner);
         programs.iter().filter_map(|program| program.learner).all(is_named)
     }
 
-    /// A client takes somebody for the lead, as it may while the registry cannot be asked.
-    fn false_lead_of_a_client(&mut self) {
+    /// A client takes somebody for the coordinator, as it may while the registry cannot be asked.
+    fn false_coordinator_of_a_client(&mut self) {
         let Some(index) = self.a_client() else { return };
-        self.intrude(Node::Client(index), self.lead_node());
-        self.trace(|| format!("a stranger leads client {index}"));
-        self.on_client(index, |core, now, actions| core.lead_up(now, actions));
+        self.intrude(Node::Client(index), self.coordinator_node());
+        self.trace(|| format!("a stranger coordinates client {index}"));
+        self.on_client(index, |core, now, actions| core.coordinator_up(now, actions));
         for _ in 0..self.rng.usize(1..4) {
             let number = self.number();
             let message = match self.rng.u8(0..3) {
@@ -176,8 +182,8 @@ impl World {
                 }
             };
             self.trace(|| format!("a stranger to client {index}: {message:?}"));
-            self.on_client(index, |core, now, actions| core.from_lead(0, message, now, actions));
+            self.on_client(index, |core, now, actions| core.from_coordinator(0, message, now, actions));
         }
-        self.on_client(index, |core, now, actions| core.lead_down(now, actions));
+        self.on_client(index, |core, now, actions| core.coordinator_down(now, actions));
     }
 }

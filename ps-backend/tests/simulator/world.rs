@@ -10,8 +10,8 @@ use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::ids::{ClientId, Generation, ShardId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{Message, ModelRecord};
+use ps_backend::coordinator::{self, CoordinatorCore};
 use ps_backend::core::MemberView;
-use ps_backend::lead::{self, LeadCore};
 use ps_backend::registry::RegistryCore;
 
 use crate::chaos::Fault;
@@ -34,12 +34,12 @@ const MOST_EVENTS: u64 = 20_000_000;
 /// Time since the beginning of the world.
 pub type Now = Duration;
 
-/// A process, or a shard's part in the lead's process.
+/// A process, or a shard's part in the coordinator's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Node {
     Client(usize),
-    /// The lead of this course.
-    Lead(usize),
+    /// The coordinator of this course.
+    Coordinator(usize),
     /// One of the world's shards.
     Part(usize),
 }
@@ -109,22 +109,22 @@ pub struct World {
     pub settings: Settings,
     pub network: Network,
     pub history: History,
-    pub lead: LeadCore,
+    pub coordinator: CoordinatorCore,
     /// Of all courses.
     pub shards: Vec<Shard>,
     pub clients: Vec<Client>,
     /// Where the model is, the last one, and where it was.
     pub courses: Vec<Course>,
-    /// Which course the lead is of: the last one that somebody has led.
-    pub leads: usize,
-    /// The lead has been handed over, and nobody has taken it yet.
+    /// Which course the coordinator is of: the last one that somebody has coordinated.
+    pub coordinated: usize,
+    /// The coordinator has been handed over, and nobody has taken it yet.
     pub frozen: bool,
     pub registry: RegistryCore,
     pub moves: Moves,
     pub loans: Loans,
     /// How often a stranger has spoken.
     pub strangers: u64,
-    /// What it has said under numbers of requests that the lead believes.
+    /// What it has said under numbers of requests that the coordinator believes.
     pub believed: u64,
     /// How often the clock of a shard alone has jumped.
     pub jumped: u64,
@@ -161,17 +161,18 @@ impl World {
         history.sync_throughout = settings.sync_throughout();
         history.consistency = settings.consistency_throughout();
         let network = Network::new(settings.weather);
-        let lead = LeadCore::new(&settings.layout(), parts, settings.controls.clone(), settings.patience)
-            .expect("settings of this model");
+        let coordinator =
+            CoordinatorCore::new(&settings.layout(), parts, settings.controls.clone(), settings.patience)
+                .expect("settings of this model");
         let mut world = World {
             now: Now::ZERO,
             network,
-            lead,
+            coordinator,
             shards: Vec::new(),
             clients: Vec::new(),
             history,
             courses: Vec::new(),
-            leads: 0,
+            coordinated: 0,
             frozen: false,
             registry: RegistryCore::new(),
             moves: Moves::default(),
@@ -198,15 +199,15 @@ impl World {
         let local = world.settings.colocated.then_some(0);
         let (bytes, block) = (u64::from(world.settings.blocks) * u64::from(BLOCK), DType::F32);
         let layout = ModelLayout::blank(bytes, block, BLOCK).expect("a layout");
-        let lead_at = *map.shares().keys().next().expect("a shard");
+        let coordinator_at = *map.shares().keys().next().expect("a shard");
         let record =
-            ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, lead_at, Vec::new());
+            ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, coordinator_at, Vec::new());
         let record = ModelRecord { ready: true, ..record.expect("a record") };
         world.begin(record, map, local);
         for learners in world.settings.clients.clone() {
             world.add_client(learners);
         }
-        world.arm(Node::Lead(0));
+        world.arm(Node::Coordinator(0));
         world
     }
 
@@ -352,10 +353,13 @@ impl World {
             Event::Timer(node, number) => {
                 if self.timers.get(&node).is_some_and(|(counts, _)| *counts == number) {
                     self.timers.remove(&node);
-                    if node == self.lead_node() && self.is_led() {
-                        self.on_lead(|lead, now, actions| lead.tick(now, actions));
-                        let (due, now) = (self.lead.job().next_deadline(), self.clock(node));
-                        assert!(due.is_none_or(|due| due > now), "the lead leaves a request unanswered");
+                    if node == self.coordinator_node() && self.is_coordinated() {
+                        self.on_coordinator(|coordinator, now, actions| coordinator.tick(now, actions));
+                        let (due, now) = (self.coordinator.job().next_deadline(), self.clock(node));
+                        assert!(
+                            due.is_none_or(|due| due > now),
+                            "the coordinator leaves a request unanswered"
+                        );
                     }
                 }
             }
@@ -372,8 +376,10 @@ impl World {
                 self.pump(index);
                 self.clients[index].core.next_deadline()
             }
-            node if node == self.lead_node() && self.is_led() => Some(self.lead.next_deadline()),
-            Node::Lead(_) | Node::Part(_) => None,
+            node if node == self.coordinator_node() && self.is_coordinated() => {
+                Some(self.coordinator.next_deadline())
+            }
+            Node::Coordinator(_) | Node::Part(_) => None,
         };
         let Some(due) = due.map(|due| self.when(node, due)) else { return };
         if self.timers.get(&node).is_some_and(|(_, at)| *at == due) {
@@ -427,31 +433,36 @@ impl World {
             return;
         }
         match (from, to) {
-            (Node::Client(index), Node::Lead(_) | Node::Part(_)) if self.life(to) != Life::Live => {
+            (Node::Client(index), Node::Coordinator(_) | Node::Part(_)) if self.life(to) != Life::Live => {
                 self.say_moved(to, index);
             }
-            (Node::Client(index), Node::Lead(_)) => {
-                if to != self.lead_node() || !self.is_led() || !connection.acceptor_up {
+            (Node::Client(index), Node::Coordinator(_)) => {
+                if to != self.coordinator_node() || !self.is_coordinated() || !connection.acceptor_up {
                     return;
                 }
                 let id = self.clients[index].id;
                 if matches!(message, Message::Join { .. }) {
                     self.history.joins(&self.members());
                 }
-                self.on_lead(|lead, now, actions| lead.from_client(id, request, message, now, actions));
+                self.on_coordinator(|coordinator, now, actions| {
+                    coordinator.from_client(id, request, message, now, actions)
+                });
             }
-            (Node::Part(part), Node::Lead(lead)) => {
-                // What is said to a lead of the past is refused.
-                let known = self.courses[lead].parts.iter().position(|&known| known == part);
-                if let Some(part) = known.filter(|_| lead == self.leads && self.is_led()) {
-                    self.on_lead(|lead, now, actions| lead.from_part(part, request, message, now, actions));
+            (Node::Part(part), Node::Coordinator(coordinator)) => {
+                // What is said to a coordinator of the past is refused.
+                let known = self.courses[coordinator].parts.iter().position(|&known| known == part);
+                if let Some(part) = known.filter(|_| coordinator == self.coordinated && self.is_coordinated())
+                {
+                    self.on_coordinator(|coordinator, now, actions| {
+                        coordinator.from_part(part, request, message, now, actions)
+                    });
                 }
             }
             // One that was started anew knows nothing of it.
-            (Node::Lead(_), Node::Part(part)) if self.shards[part].life != Life::Live => {}
-            (Node::Lead(lead), Node::Part(part)) => {
-                assert_eq!(lead, self.shards[part].course);
-                self.shard_from_lead(part, request, message);
+            (Node::Coordinator(_), Node::Part(part)) if self.shards[part].life != Life::Live => {}
+            (Node::Coordinator(coordinator), Node::Part(part)) => {
+                assert_eq!(coordinator, self.shards[part].course);
+                self.shard_from_coordinator(part, request, message);
             }
             (Node::Client(index), Node::Part(part)) => self.shard_from_client(part, index, message, body),
             (_, Node::Client(index)) => {
@@ -461,7 +472,7 @@ impl World {
                 // Connections know which map they were opened under.
                 let Some(part) = self.clients[index].part_of(&self.courses, from) else { return };
                 match part {
-                    None => self.client_from_lead(index, request, message),
+                    None => self.client_from_coordinator(index, request, message),
                     Some(part) => self.client_from_shard(index, part, message, body),
                 }
             }
@@ -469,37 +480,40 @@ impl World {
         }
     }
 
-    // -- the lead
+    // -- the coordinator
 
-    pub fn on_lead<R>(&mut self, f: impl FnOnce(&mut LeadCore, Now, &mut Vec<lead::Action>) -> R) -> R {
+    pub fn on_coordinator<R>(
+        &mut self,
+        f: impl FnOnce(&mut CoordinatorCore, Now, &mut Vec<coordinator::Action>) -> R,
+    ) -> R {
         let mut actions = Vec::new();
-        assert!(self.is_led(), "a lead that was handed over, or has ended, goes on");
-        let now = self.clock(self.lead_node());
-        let result = f(&mut self.lead, now, &mut actions);
-        self.history.sets(self.lead.job().controls().reducer);
+        assert!(self.is_coordinated(), "a coordinator that was handed over, or has ended, goes on");
+        let now = self.clock(self.coordinator_node());
+        let result = f(&mut self.coordinator, now, &mut actions);
+        self.history.sets(self.coordinator.job().controls().reducer);
         assert!(
-            self.killed > 0 || self.lead.failed().is_none(),
+            self.killed > 0 || self.coordinator.failed().is_none(),
             "the job has failed: {:?}",
-            self.lead.failed()
+            self.coordinator.failed()
         );
         for action in actions {
-            self.lead_acts(action);
+            self.coordinator_acts(action);
         }
         result
     }
 
     /// Who is in the job.
     pub fn members(&self) -> Vec<MemberView> {
-        self.lead.job().members(self.clock(self.lead_node()))
+        self.coordinator.job().members(self.clock(self.coordinator_node()))
     }
 
     fn client_index(&self, id: ClientId) -> Option<usize> {
         self.clients.iter().position(|client| client.id == id)
     }
 
-    fn lead_acts(&mut self, action: lead::Action) {
+    fn coordinator_acts(&mut self, action: coordinator::Action) {
         match action {
-            lead::Action::ToClient(id, request, message) => {
+            coordinator::Action::ToClient(id, request, message) => {
                 if let Message::Grant { plan, payload } = &message {
                     self.history.granted(id, *plan, payload);
                 }
@@ -507,28 +521,28 @@ impl World {
                     self.history.joined((*learner, *incarnation));
                 }
                 let index = self.client_index(id).expect("a client");
-                self.send(self.lead_node(), Node::Client(index), request, message, Body::None);
+                self.send(self.coordinator_node(), Node::Client(index), request, message, Body::None);
             }
-            lead::Action::ToPart(part, request, message) => {
+            coordinator::Action::ToPart(part, request, message) => {
                 if let Message::Start(plan) = &message {
                     let is_missing =
                         |member: &&MemberView| member.joined_at <= plan.base && !member.unpublished;
                     let missing = self.members().iter().filter(is_missing).count();
                     self.history.started(plan, missing);
                 }
-                let part = self.courses[self.leads].parts[part];
-                self.send(self.lead_node(), Node::Part(part), request, message, Body::None);
+                let part = self.courses[self.coordinated].parts[part];
+                self.send(self.coordinator_node(), Node::Part(part), request, message, Body::None);
             }
-            lead::Action::Close(id, why) => {
-                self.trace(|| format!("the lead closes the connection of client {id}: {why}"));
+            coordinator::Action::Close(id, why) => {
+                self.trace(|| format!("the coordinator closes the connection of client {id}: {why}"));
                 let index = self.client_index(id).expect("a client");
                 if self.clients[index].alive {
-                    self.reset(Node::Client(index), self.lead_node());
+                    self.reset(Node::Client(index), self.coordinator_node());
                 }
             }
-            lead::Action::Published(version) => {
+            coordinator::Action::Published(version) => {
                 self.trace(|| format!("version {version} is published"));
-                let (plan, _) = self.lead.running().expect("the shards have to hear of it");
+                let (plan, _) = self.coordinator.running().expect("the shards have to hear of it");
                 self.history.decided(version, plan, &self.members());
             }
         }

@@ -37,8 +37,8 @@ impl ClientCore {
         }
     }
 
-    /// Releases what learners have left behind that nobody answers for any more. Should the lead ask for it yet, it
-    /// is told that it is gone.
+    /// Releases what learners have left behind that nobody answers for any more. Should the coordinator ask for it yet,
+    /// it is told that it is gone.
     pub(super) fn release_left(&mut self, actions: &mut Vec<Action>) {
         let is_left = |&(learner, step): &(LearnerId, Step)| {
             !self.learners.contains_key(&learner)
@@ -91,7 +91,7 @@ impl ClientCore {
         }
     }
 
-    /// Payload of steps before `step` is no longer needed: the lead has moved on.
+    /// Payload of steps before `step` is no longer needed: the coordinator has moved on.
     pub(super) fn release_older(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
         let old: Vec<Step> =
             self.held.range((learner, Step(0))..(learner, step)).map(|(&(_, step), _)| step).collect();

@@ -1,13 +1,13 @@
-//! The client's side of a job on a network: requests to the lead, what is to be pushed and pulled, what has to be
-//! said again. Pure: events and `now` go in, actions come out; no bytes, no socket, no clock.
+//! The client's side of a job on a network: requests to the coordinator, what is to be pushed and pulled, what has to
+//! be said again. Pure: events and `now` go in, actions come out; no bytes, no socket, no clock.
 //!
 //! Blocks move when the edge asks for work ([`ClientCore::next_push`], [`ClientCore::next_pull`]), as fast as its
 //! connections take it. Nothing relies on a connection: what was lost is found missing, and sent or asked for again.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `requests` | what is asked of the lead, and its answers |
-//! | `state` | the job as the lead tells it |
+//! | `requests` | what is asked of the coordinator, and its answers |
+//! | `state` | the job as the coordinator tells it |
 //! | `held` | payload that may be asked for yet |
 //! | `moving` | another block map |
 //! | `pushing`, `pulling` | blocks to and from shards |
@@ -49,14 +49,14 @@ pub type Part = usize;
 /// After such a silence a request is sent again, a push looked after, a pull asked for again.
 const PATIENCE: Duration = Duration::from_millis(1000);
 
-/// What a shard does not have yet, though the lead says that it counts, is asked for again after this.
+/// What a shard does not have yet, though the coordinator says that it counts, is asked for again after this.
 const RETRY: Duration = Duration::from_millis(10);
 
 /// What the edge has to do.
 #[derive(Debug, PartialEq)]
 pub enum Action {
-    /// Send to the lead, under this number.
-    ToLead(u64, Message),
+    /// Send to the coordinator, under this number.
+    ToCoordinator(u64, Message),
     /// Send to a shard.
     ToShard(Part, Message),
     /// There may be something to push to this shard, or to pull from it.
@@ -97,25 +97,25 @@ pub struct ClientCore {
     shards: Vec<ShardId>,
     /// By part: its blocks.
     owned: Vec<FixedBitSet>,
-    lead_up: bool,
+    coordinator_up: bool,
     shard_up: Vec<bool>,
     requests: BTreeMap<u64, Request>,
     next_request: u64,
-    /// What the lead was last told that the client has heard.
+    /// What the coordinator was last told that the client has heard.
     heard: u64,
-    /// Why nobody leads the job any more, and the job's state before that.
+    /// Why nobody coordinates the job any more, and the job's state before that.
     lost: Option<(ShardError, String)>,
     /// Since when the coordinator says that the job has failed.
     failed_at: Option<Now>,
     state: JobState,
-    /// No state has come over the lead's newest connection yet.
+    /// No state has come over the coordinator's newest connection yet.
     is_anew: bool,
     /// With the number of the first state that names each.
     learners: BTreeMap<LearnerId, (LearnerState, u64)>,
     /// Last steps whose commit was answered with success, which the state may not show yet.
     committed: BTreeMap<LearnerId, Step>,
     /// The next step of each learner, and the request that has told. None where a commit was not answered with
-    /// success: only the lead knows.
+    /// success: only the coordinator knows.
     next_steps: BTreeMap<LearnerId, (u64, Option<Step>)>,
     /// Whether a process uses each learner, where that is known.
     uses: BTreeMap<LearnerId, Attached>,
@@ -147,7 +147,7 @@ impl ClientCore {
         ClientCore {
             epoch: map.epoch(),
             blocks: map.blocks() as usize,
-            lead_up: false,
+            coordinator_up: false,
             shard_up: vec![false; shards.len()],
             owned,
             shards,
@@ -194,7 +194,7 @@ impl ClientCore {
         &self.shards
     }
 
-    /// The job as the lead last told it.
+    /// The job as the coordinator last told it.
     pub fn state(&self) -> &JobState {
         &self.state
     }
@@ -287,7 +287,7 @@ impl ClientCore {
             Message::Refused(Refusal::NoVersion { wanted, newest }) => {
                 let Some(pull) = self.pull.as_mut().filter(|pull| pull.version == wanted) else { return };
                 if newest > wanted && newest.0 <= MAX_NUMBER {
-                    // What one shard shows is decided, though the lead may not have said so here yet.
+                    // What one shard shows is decided, though the coordinator may not have said so here yet.
                     self.state.version = self.state.version.max(newest);
                     self.pull = None;
                     self.start_pull(now, actions);
@@ -305,7 +305,7 @@ impl ClientCore {
     /// When [`Self::tick`] has something to do at the latest.
     pub fn next_deadline(&self) -> Option<Now> {
         let requests = self.requests.values().flat_map(|request| {
-            let again = request.sent.filter(|_| self.lead_up).map(|sent| sent + PATIENCE);
+            let again = request.sent.filter(|_| self.coordinator_up).map(|sent| sent + PATIENCE);
             [Some(request.deadline), again].into_iter().flatten()
         });
         let waits = self.waits.iter().map(|wait| wait.deadline);

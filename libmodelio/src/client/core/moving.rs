@@ -1,4 +1,4 @@
-//! Another block map: the model's blocks have new owners, and perhaps a new lead.
+//! Another block map: the model's blocks have new owners, and perhaps a new coordinator.
 
 use fixedbitset::FixedBitSet;
 
@@ -24,7 +24,8 @@ impl ClientCore {
     /// before is void at the shards, so the plan being sent ends here (what of it does not count yet is granted
     /// anew, by another plan), and a version that was being pulled is pulled from its beginning, once nothing of it
     /// is landing any more. What the job knows stays: learners, requests without an answer, payload that may be
-    /// asked for, versions and their numbers. Nobody is connected: [`Self::lead_up`] and [`Self::shard_up`] follow.
+    /// asked for, versions and their numbers. Nobody is connected: [`Self::coordinator_up`] and [`Self::shard_up`]
+    /// follow.
     ///
     /// False, and nothing has changed, if the map is not newer, or of another model.
     pub fn moved(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) -> bool {
@@ -36,7 +37,7 @@ impl ClientCore {
     }
 
     /// As [`Self::moved`], for a map that takes the place of one that never was in force: it may be older. What whoever
-    /// leads by that one has said of the job counts no more.
+    /// coordinates by that one has said of the job counts no more.
     ///
     /// False, and nothing has changed, if the map is of another model.
     pub fn corrected(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) -> bool {
@@ -52,7 +53,7 @@ impl ClientCore {
     fn goes_to(&mut self, map: &BlockMap, now: Now, actions: &mut Vec<Action>) {
         self.epoch = map.epoch();
         (self.shards, self.owned) = parts(map);
-        self.lead_up = false;
+        self.coordinator_up = false;
         self.found();
         self.shard_up = vec![false; self.shards.len()];
         if let Some(plan) = self.outgoing.as_ref().map(|outgoing| outgoing.plan) {

@@ -41,7 +41,7 @@ impl ClientCore {
         if plan <= known {
             return self.look_again(plan, now, actions);
         }
-        // The lead has one plan at a time.
+        // The coordinator has one plan at a time.
         self.plan_over(PlanId(plan.0 - 1), actions);
         let mut blocks = FixedBitSet::with_capacity(self.blocks);
         let lacks = match &payload {
@@ -72,7 +72,8 @@ impl ClientCore {
         actions.extend((0..self.shards.len()).map(Action::Wake));
     }
 
-    /// The lead still waits for the plan that is being sent. A shard that has had all of it may have begun it again.
+    /// The coordinator still waits for the plan that is being sent. A shard that has had all of it may have begun it
+    /// again.
     fn look_again(&mut self, plan: PlanId, now: Now, actions: &mut Vec<Action>) {
         let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else { return };
         for (part, sending) in outgoing.parts.iter_mut().enumerate() {
@@ -134,7 +135,7 @@ impl ClientCore {
         Some((outgoing.plan, BlockId(block as u32)))
     }
 
-    /// The plan's sum holds NaN or Inf of `learner`, which is to be refused: tells the lead.
+    /// The plan's sum holds NaN or Inf of `learner`, which is to be refused: tells the coordinator.
     pub fn unfit(&mut self, plan: PlanId, learner: LearnerId, block: BlockId, actions: &mut Vec<Action>) {
         self.notify(Message::Unfit { plan, learner, block }, actions);
     }

@@ -1,4 +1,4 @@
-//! What is asked of the lead: sent when it is connected, again when it is silent, answered once.
+//! What is asked of the coordinator: sent when it is connected, again when it is silent, answered once.
 
 use super::{Action, ClientCore, Held, Now, PATIENCE, Token};
 use crate::transport::{Attached, ShardError};
@@ -22,7 +22,7 @@ impl Request {
             *timeout_ms = timeout_ms.saturating_sub(u32::try_from(gone.as_millis()).unwrap_or(u32::MAX));
         }
         self.sent = Some(now);
-        Action::ToLead(id, self.message.clone())
+        Action::ToCoordinator(id, self.message.clone())
     }
 }
 
@@ -57,24 +57,24 @@ impl ClientCore {
         let id = self.next_request;
         self.next_request += 1;
         let mut request = Request { token, message, deadline, made: now, sent: None };
-        if self.lead_up {
+        if self.coordinator_up {
             actions.push(request.send(id, now));
         }
         self.requests.insert(id, request);
         // A coordinator that is connected refuses the request itself. Without one, nobody else would.
-        if let Some(why) = self.lost().filter(|_| self.is_abandoned() || !self.lead_up) {
+        if let Some(why) = self.lost().filter(|_| self.is_abandoned() || !self.coordinator_up) {
             self.answered(id, Message::Refused(why.into()), now, actions);
         }
     }
 
-    /// The process that led the job is gone, and the job with it: `why` answers what waits, and what is asked from now on.
-    /// It is over if another block map takes the place of this one, or the lead is there after all.
+    /// The process that coordinated the job is gone, and the job with it: `why` answers what waits, and what is asked
+    /// from now on. It is over if another block map takes the place of this one, or the coordinator is there after all.
     pub fn fail(&mut self, why: ShardError, now: Now, actions: &mut Vec<Action>) {
         let before = std::mem::replace(&mut self.state.state, "failed".into());
         self.lost = Some((why.clone(), before));
         let is_lent = |request: &Request| matches!(request.message, Message::Commit { lent: true, .. });
         if self.requests.values().any(is_lent) {
-            // It is not the lead that says so.
+            // It is not the coordinator that says so.
             actions.push(Action::EndLoans);
         }
         for id in self.requests.keys().copied().collect::<Vec<_>>() {
@@ -90,14 +90,15 @@ impl ClientCore {
         actions.push(Action::State);
     }
 
-    /// Somebody leads the job.
+    /// Somebody coordinates the job.
     pub(super) fn found(&mut self) {
         if let Some((_, before)) = self.lost.take() {
             self.state.state = before;
         }
     }
 
-    /// Whether nobody leads the job any more ([`Self::fail`]). It may have failed before that, as its coordinator has said.
+    /// Whether nobody coordinates the job any more ([`Self::fail`]). It may have failed before that, as its coordinator
+    /// has said.
     pub fn is_abandoned(&self) -> bool {
         self.lost.is_some()
     }
@@ -111,11 +112,11 @@ impl ClientCore {
 
     /// Which numbers the requests have.
     pub(super) fn numbers(&self) -> Action {
-        Action::ToLead(0, Message::Heard { request: self.heard, newest: self.next_request - 1 })
+        Action::ToCoordinator(0, Message::Heard { request: self.heard, newest: self.next_request - 1 })
     }
 
-    /// Sign of life of these learners. `attached` says whether a process uses them, where that is known anew: the lead
-    /// is told until it knows.
+    /// Sign of life of these learners. `attached` says whether a process uses them, where that is known anew: the
+    /// coordinator is told until it knows.
     pub fn touch(&mut self, learners: Vec<LearnerId>, attached: Option<Attached>, actions: &mut Vec<Action>) {
         if let Some(attached) = attached {
             for learner in learners.iter().filter(|learner| self.learners.contains_key(learner)) {
@@ -127,16 +128,16 @@ impl ClientCore {
 
     /// Sends what is not answered.
     pub fn notify(&mut self, message: Message, actions: &mut Vec<Action>) {
-        if self.lead_up {
-            actions.push(Action::ToLead(0, message));
+        if self.coordinator_up {
+            actions.push(Action::ToCoordinator(0, message));
         }
     }
 
-    /// The connection to the lead is there: what is not answered is sent (again).
-    pub fn lead_up(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.lead_up = true;
+    /// The connection to the coordinator is there: what is not answered is sent (again).
+    pub fn coordinator_up(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.coordinator_up = true;
         self.found();
-        // What was said over another connection, by whoever led there, counts no longer than that.
+        // What was said over another connection, by whoever coordinated there, counts no longer than that.
         self.over = PlanId(0);
         self.is_anew = true;
         actions.push(self.numbers());
@@ -147,8 +148,8 @@ impl ClientCore {
 
     /// It is gone. What was asked after the coordinator had said that the job has failed was not taken by anybody, and
     /// nobody will say so. What was asked before that may have been taken, and waits.
-    pub fn lead_down(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.lead_up = false;
+    pub fn coordinator_down(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.coordinator_up = false;
         let (Some(failed_at), Some(why)) = (self.failed_at, self.lost()) else { return };
         let asked_since = |request: &Request| request.made >= failed_at;
         let refused: Vec<u64> =
@@ -158,15 +159,15 @@ impl ClientCore {
         }
     }
 
-    /// A message from the lead.
-    pub fn from_lead(&mut self, request: u64, message: Message, now: Now, actions: &mut Vec<Action>) {
+    /// A message from the coordinator.
+    pub fn from_coordinator(&mut self, request: u64, message: Message, now: Now, actions: &mut Vec<Action>) {
         match message {
             _ if request != 0 => self.answered(request, message, now, actions),
             Message::State(state) => self.take_state(state, now, actions),
             Message::Grant { plan, payload } => self.granted(plan, payload, now, actions),
             Message::Over { plan } => self.plan_over(plan, actions),
             Message::Left { learner, reason } => self.learner_left(learner, reason, now, actions),
-            // A lead sends nothing else unasked; what a later one may send means nothing here.
+            // A coordinator sends nothing else unasked; what a later one may send means nothing here.
             _ => {}
         }
     }
@@ -224,7 +225,7 @@ impl ClientCore {
                 self.release_refused(id, (*learner, *step), actions);
             }
             (Message::Leave { learner, reason }, Ok(_)) => self.learner_left(*learner, *reason, now, actions),
-            // The core's own: while the lead names a learner that nobody uses, it is asked again.
+            // The core's own: while the coordinator names a learner that nobody uses, it is asked again.
             (Message::Leave { learner, .. }, Err(_)) if request.token == Token::MAX => {
                 self.learners.remove(learner);
             }
@@ -248,8 +249,8 @@ impl ClientCore {
         }
     }
 
-    /// The lead has not said what becomes of this commit, and its program has the memory back: what was not read of it yet
-    /// never counts.
+    /// The coordinator has not said what becomes of this commit, and its program has the memory back: what was not read
+    /// of it yet never counts.
     fn end_loan(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
         self.release(learner, step, actions);
         actions.push(Action::EndLoans);
@@ -269,7 +270,8 @@ impl ClientCore {
             self.requests.iter().filter(|(_, request)| request.deadline <= now).map(|(&id, _)| id).collect();
         for id in late {
             if let Some(request) = self.requests.remove(&id) {
-                let late = ShardError::TimedOut("the shard that leads this model does not answer".into());
+                let late =
+                    ShardError::TimedOut("the shard that coordinates this model does not answer".into());
                 match request.message {
                     Message::Commit { learner, step, lent, .. } => {
                         self.next_is(learner, id, None);
@@ -277,7 +279,7 @@ impl ClientCore {
                             self.end_loan(learner, step, actions);
                         }
                     }
-                    // The core's own: while the lead names a learner that nobody uses, it is asked again.
+                    // The core's own: while the coordinator names a learner that nobody uses, it is asked again.
                     Message::Leave { learner, .. } if request.token == Token::MAX => {
                         self.learners.remove(&learner);
                     }
@@ -288,7 +290,7 @@ impl ClientCore {
                 actions.push(Action::Answer(request.token, Err(late.into())));
             }
         }
-        if self.lead_up {
+        if self.coordinator_up {
             let is_late = |request: &Request| request.sent.is_none_or(|sent| sent + PATIENCE <= now);
             let heard = self.requests.keys().next().map_or(self.next_request, |&first| first) - 1;
             if heard > self.heard || self.requests.values().any(is_late) {

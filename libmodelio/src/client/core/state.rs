@@ -1,4 +1,4 @@
-//! The job as the lead tells it.
+//! The job as the coordinator tells it.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ impl ClientCore {
             self.pull.take_if(|pull| pull.version > state.version);
         }
         self.plan_over(state.over, actions);
-        if state.heard != Some(self.heard) && self.lead_up {
+        if state.heard != Some(self.heard) && self.coordinator_up {
             actions.push(self.numbers());
         }
         let named: BTreeMap<LearnerId, LearnerState> =
@@ -41,9 +41,9 @@ impl ClientCore {
         }
         for (&learner, &attached) in &self.uses {
             // Word of it was lost, or was not there when this was said.
-            if named.get(&learner).is_some_and(|known| known.attached != attached) && self.lead_up {
+            if named.get(&learner).is_some_and(|known| known.attached != attached) && self.coordinator_up {
                 let told = Message::Touch { learners: vec![learner], attached: Some(attached) };
-                actions.push(Action::ToLead(0, told));
+                actions.push(Action::ToCoordinator(0, told));
             }
         }
         for state in &state.learners {
@@ -87,7 +87,7 @@ impl ClientCore {
         self.committed.remove(&learner);
         self.next_steps.remove(&learner);
         self.uses.remove(&learner);
-        // What it has committed stays: its payload is needed until the lead has answered for it.
+        // What it has committed stays: its payload is needed until the coordinator has answered for it.
         self.release_left(actions);
         actions.push(Action::Left(learner, reason));
         self.answer_waits(now, actions);

@@ -58,7 +58,8 @@ impl Client {
         if transport == TransportChoice::Rdma && !cfg!(feature = "rdma") {
             return Err(ClientError::Transport { model, why: crate::transport::NO_RDMA.to_owned() });
         }
-        let whereabouts = Whereabouts::new(&map, record.lead, shards, transport, connections).map_err(bad)?;
+        let whereabouts =
+            Whereabouts::new(&map, record.coordinator, shards, transport, connections).map_err(bad)?;
         if let Some(why) = whereabouts.parts.iter().find_map(|place| place.barred.clone()) {
             return Err(ClientError::Transport { model, why });
         }
@@ -85,7 +86,7 @@ impl Client {
             next_token: 1,
             sources: HashMap::new(),
             weights: HashMap::new(),
-            lead: Peer::new(false),
+            coordinator: Peer::new(false),
             parts: whereabouts.parts.iter().map(|_| Peer::new(false)).collect(),
             inquiry: Inquiry::default(),
             unconfirmed: None,
@@ -126,7 +127,7 @@ impl Client {
         while inner.versions.newest().is_none() {
             if self.shared.changed.wait_until(&mut inner, deadline).timed_out() {
                 let map = &inner.map;
-                let peers = std::iter::once((map.address(map.lead), &inner.lead));
+                let peers = std::iter::once((map.address(map.coordinator), &inner.coordinator));
                 let parts = inner.parts.iter().enumerate();
                 let peers: Vec<_> =
                     peers.chain(parts.map(|(part, peer)| (map.address(part), peer))).collect();
@@ -172,9 +173,9 @@ impl Client {
         let inner = self.shared.inner.lock();
         let now = Instant::now();
         let view = |(part, (place, peer)): (usize, (&Place, &Peer))| {
-            let lead = Some(&inner.lead).filter(|_| part == inner.map.lead);
+            let coordinator = Some(&inner.coordinator).filter(|_| part == inner.map.coordinator);
             let gone_since =
-                [Some(peer), lead].into_iter().flatten().filter_map(|peer| peer.gone_since).min();
+                [Some(peer), coordinator].into_iter().flatten().filter_map(|peer| peer.gone_since).min();
             // What must not go another way does not.
             let must = self.shared.options.transport;
             let barred = |way| place.barred.clone().filter(|_| must == way);
@@ -213,7 +214,7 @@ impl Client {
         *self.shared.listener.lock() = Some(Arc::new(listener));
     }
 
-    /// The job as the lead last told it.
+    /// The job as the coordinator last told it.
     pub fn state(&self) -> JobState {
         self.shared.inner.lock().core.state().clone()
     }
@@ -224,7 +225,7 @@ impl Client {
     }
 
     /// The next step of `learner`, and whether the payload of the last one is still needed where it lies. None when
-    /// only the lead knows, or `learner` is not one of this client's.
+    /// only the coordinator knows, or `learner` is not one of this client's.
     pub fn next_step(&self, learner: LearnerId) -> Option<(Step, bool)> {
         self.shared.inner.lock().core.next_step(learner)
     }
@@ -244,7 +245,7 @@ impl Client {
         self.shared.inner.lock().core.last_commit(learner)
     }
 
-    /// Sends a request to the lead; `done` is called once, before `timeout` is over.
+    /// Sends a request to the coordinator; `done` is called once, before `timeout` is over.
     pub fn request(&self, message: Message, timeout: Duration, done: Answered) {
         self.shared.request(message, timeout, done, |_| {});
     }
@@ -297,8 +298,8 @@ impl Client {
         });
     }
 
-    /// `done` is called when the newest version that the lead has told of, or a newer one, is here, or `timeout` is
-    /// over.
+    /// `done` is called when the newest version that the coordinator has told of, or a newer one, is here, or `timeout`
+    /// is over.
     pub fn await_newest(&self, timeout: Duration, done: Awaited) {
         self.wait(done, |core, token, now, actions| core.await_newest(token, now + timeout, now, actions));
     }
@@ -370,7 +371,7 @@ impl Client {
         inner.versions.take_buffer(max).map_err(|error| ShardError::no_memory(&error))
     }
 
-    /// Leaves: tells the lead that its learners go, answers what waits, ends all connections.
+    /// Leaves: tells the coordinator that its learners go, answers what waits, ends all connections.
     pub fn shut_down(&self) {
         let shared = &self.shared;
         // Before their learners leave, which would be their answer otherwise.

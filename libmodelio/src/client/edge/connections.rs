@@ -1,4 +1,4 @@
-//! Connections to the lead and to the shards: opened, greeted, ended, opened again.
+//! Connections to the coordinator and to the shards: opened, greeted, ended, opened again.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
@@ -125,9 +125,9 @@ impl Shared {
         let now = self.now();
         match way.part {
             None => {
-                inner.lead.greeted();
-                inner.lead.links = vec![link.clone()];
-                inner.core.lead_up(now, &mut actions);
+                inner.coordinator.greeted();
+                inner.coordinator.links = vec![link.clone()];
+                inner.core.coordinator_up(now, &mut actions);
             }
             Some(part) => {
                 let peer = &mut inner.parts[part];
@@ -166,7 +166,7 @@ impl Shared {
         let mut actions = Vec::new();
         let now = self.now();
         let peer = match way.part {
-            None => &mut inner.lead,
+            None => &mut inner.coordinator,
             Some(part) => &mut inner.parts[part],
         };
         peer.opened.retain(|&number| number != way.number);
@@ -198,7 +198,7 @@ impl Shared {
             peer.retry_at = Some(Instant::now() + pause);
         }
         match way.part {
-            None if was_up => inner.core.lead_down(now, &mut actions),
+            None if was_up => inner.core.coordinator_down(now, &mut actions),
             Some(part) if was_up && alone => inner.core.shard_down(part),
             Some(part) if was_up => inner.core.look_after(part, now, &mut actions),
             _ => {}
@@ -244,7 +244,7 @@ impl Shared {
                     None => {}
                 }
             };
-            look(&mut inner.lead, 1, None);
+            look(&mut inner.coordinator, 1, None);
             for (part, peer) in inner.parts.iter_mut().enumerate() {
                 // One after the other, so that the shard knows what the last one is for and puts the next elsewhere.
                 let greeted = peer.links.len();

@@ -70,7 +70,7 @@ struct Inner {
     next_token: Token,
     sources: HashMap<(LearnerId, Step), Staged>,
     weights: HashMap<u64, Region>,
-    lead: Peer,
+    coordinator: Peer,
     parts: Vec<Peer>,
     inquiry: Inquiry,
     unconfirmed: Option<moving::Unconfirmed>,
@@ -125,7 +125,7 @@ impl Inner {
         (self.control("retain").unwrap_or(1), self.control("max_versions").unwrap_or(16))
     }
 
-    /// Silence after which the lead gives a client up, if it ever does.
+    /// Silence after which the coordinator gives a client up, if it ever does.
     fn lease(&self) -> Option<Duration> {
         let found = self.core.state().controls.iter().find(|(known, _)| known == "lease");
         let seconds = found.and_then(|(_, value)| value.parse().ok()).filter(|&seconds| seconds > 0.0);
@@ -166,7 +166,7 @@ impl Shared {
         self.stopping.store(true, Ordering::Relaxed);
         let threads = {
             let inner = self.inner.lock();
-            let links = inner.parts.iter().chain([&inner.lead]).flat_map(|peer| &peer.links);
+            let links = inner.parts.iter().chain([&inner.coordinator]).flat_map(|peer| &peer.links);
             links.for_each(|link| link.close(Close::ShutDown));
             Arc::clone(&inner.map.threads)
         };
@@ -187,7 +187,7 @@ impl Shared {
         inner.answers.insert(token, done);
         let now = self.now();
         let mut actions = Vec::new();
-        // The lead answers in time unless it is out of reach.
+        // The coordinator answers in time unless it is out of reach.
         let deadline = now + timeout + Duration::from_millis(250);
         inner.core.request(token, message, deadline, now, &mut actions);
         self.act(inner, actions);
@@ -228,8 +228,8 @@ impl Shared {
 
     fn perform(&self, inner: &mut Inner, action: Action, after: &mut After, more: &mut Vec<Action>) {
         match action {
-            Action::ToLead(request, message) => {
-                if let Some(link) = inner.lead.links.first() {
+            Action::ToCoordinator(request, message) => {
+                if let Some(link) = inner.coordinator.links.first() {
                     link.send(Outgoing { epoch: inner.map.epoch, ..Outgoing::new(request, message) });
                 }
             }
@@ -291,7 +291,7 @@ fn keep(shared: &Weak<Shared>) {
         let alive = inner.lease().map(|lease| alive_at + lease / 4);
         if alive.is_some_and(|at| at <= Instant::now()) {
             alive_at = Instant::now();
-            inner.lead.links.iter().for_each(|link| link.say(0, Message::Ping));
+            inner.coordinator.links.iter().for_each(|link| link.say(0, Message::Ping));
         }
         let now = shared.now();
         let mut actions = Vec::new();

@@ -39,7 +39,7 @@ fn in_question() -> Close {
 pub(super) struct Unconfirmed {
     moved: Moved,
     since: Instant,
-    /// Whether the lead was met where the model was before.
+    /// Whether the coordinator was met where the model was before.
     met: bool,
 }
 
@@ -64,7 +64,7 @@ pub(super) struct Inquiry {
     next: Option<Instant>,
     /// What a shard has said that is to be confirmed, and which shard that was.
     word: Option<(Moved, String)>,
-    /// What the process at the lead's address has said when it knew nothing of the job that it led.
+    /// What the process at the coordinator's address has said when it knew nothing of the job that it coordinated.
     lost: Option<String>,
     /// How often in a row the registry had another life of the name.
     other_lives: u32,
@@ -148,16 +148,18 @@ impl Shared {
         Err(in_question())
     }
 
-    /// Where the lead was met there is a process that knows nothing of the job: that has failed, unless the model has
-    /// moved, which the registry is asked.
-    pub(in crate::client) fn lead_has_not(&self, way: &Way, refusal: &Refusal) {
+    /// Where the coordinator was met there is a process that knows nothing of the job: that has failed, unless the
+    /// model has moved, which the registry is asked.
+    pub(in crate::client) fn coordinator_has_not(&self, way: &Way, refusal: &Refusal) {
         {
             let mut inner = self.inner.lock();
-            if !inner.is_in_force(way) || !inner.lead.met || inner.core.is_abandoned() {
+            if !inner.is_in_force(way) || !inner.coordinator.met || inner.core.is_abandoned() {
                 return;
             }
-            inner.inquiry.lost =
-                Some(format!("{} led the job and has come back without it: {refusal}", way.address()));
+            inner.inquiry.lost = Some(format!(
+                "{} coordinated the job and has come back without it: {refusal}",
+                way.address()
+            ));
             if self.options.registry.is_some() && std::mem::replace(&mut inner.inquiry.under_way, true) {
                 return;
             }
@@ -187,7 +189,7 @@ impl Shared {
         self.check_same(record)?;
         let map = record.block_map().map_err(|error| error.to_string())?;
         let (transport, connections) = (self.options.transport, self.options.connections);
-        let whereabouts = Whereabouts::new(&map, record.lead, shards, transport, connections)?;
+        let whereabouts = Whereabouts::new(&map, record.coordinator, shards, transport, connections)?;
         Ok((map, Arc::new(whereabouts)))
     }
 
@@ -213,17 +215,21 @@ impl Shared {
         let peers = new.parts.iter().map(|place| Peer::new(place.barred.is_some())).collect();
         let before = std::mem::replace(&mut inner.map, Arc::clone(&new));
         let parts = std::mem::replace(&mut inner.parts, peers);
-        let lead = std::mem::replace(&mut inner.lead, Peer::new(false));
-        // Whoever leads now has taken over the job that was met, unless the one who says so is wrong.
-        let met = lead.met || inner.unconfirmed.take().is_some_and(|before| before.met);
+        let coordinator = std::mem::replace(&mut inner.coordinator, Peer::new(false));
+        // Whoever coordinates now has taken over the job that was met, unless the one who says so is wrong.
+        let met = coordinator.met || inner.unconfirmed.take().is_some_and(|before| before.met);
         match word {
             Word::Unconfirmed => {
                 inner.unconfirmed = Some(Unconfirmed { moved: moved.clone(), since: Instant::now(), met });
             }
-            Word::Good | Word::Corrects => inner.lead.met = met,
+            Word::Good | Word::Corrects => inner.coordinator.met = met,
         }
         inner.inquiry = Inquiry { under_way: inner.inquiry.under_way, ..Inquiry::default() };
-        parts.iter().chain([&lead]).flat_map(|peer| &peer.links).for_each(|link| link.close(overtaken()));
+        parts
+            .iter()
+            .chain([&coordinator])
+            .flat_map(|peer| &peer.links)
+            .for_each(|link| link.close(overtaken()));
         self.act(inner, actions);
         // They end by themselves, and nobody waits for them.
         let _ = before.threads.shut_down(Duration::ZERO);
@@ -267,7 +273,8 @@ impl Shared {
         }
         {
             let mut inner = self.inner.lock();
-            let gone = inner.parts.iter().chain([&inner.lead]).filter_map(|peer| peer.gone_since).min();
+            let gone =
+                inner.parts.iter().chain([&inner.coordinator]).filter_map(|peer| peer.gone_since).min();
             let since = gone.or(inner.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.since));
             let Some(since) = since else {
                 (inner.inquiry.tries, inner.inquiry.other_lives, inner.inquiry.next) = (0, 0, None);
@@ -340,18 +347,18 @@ impl Shared {
         self.asked();
     }
 
-    /// The name is another model's by now: while nobody leads this one any more, it is gone.
+    /// The name is another model's by now: while nobody coordinates this one any more, it is gone.
     fn is_gone(&self, record: &ModelRecord) {
         /// Once may be a registry that has not heard of all models yet.
         const SURE: u32 = 2;
         let mut inner = self.inner.lock();
         let is_other = record.generation != self.generation;
         inner.inquiry.other_lives = if is_other { inner.inquiry.other_lives + 1 } else { 0 };
-        let is_away = inner.lead.gone_since.is_some_and(|since| since.elapsed() >= GONE);
+        let is_away = inner.coordinator.gone_since.is_some_and(|since| since.elapsed() >= GONE);
         if is_away && inner.inquiry.other_lives >= SURE && !inner.core.is_abandoned() {
-            let (address, now) = (inner.map.address(inner.map.lead), record.generation);
+            let (address, now) = (inner.map.address(inner.map.coordinator), record.generation);
             let why = format!(
-                "{address} led the job and is gone, and the name is another model's, of generation {now}"
+                "{address} coordinated the job and is gone, and the name is another model's, of generation {now}"
             );
             inner.inquiry.lost = Some(why);
         }
@@ -383,7 +390,7 @@ impl Shared {
             tracing::info!(model = %self.model, epoch = %record.epoch, "the registry says, too, that the model has moved");
             let mut inner = self.inner.lock();
             let met = inner.unconfirmed.take().is_some_and(|unconfirmed| unconfirmed.met);
-            inner.lead.met |= met;
+            inner.coordinator.met |= met;
             return Ok(());
         }
         self.check_same(record)?;
@@ -436,7 +443,8 @@ fn places<'a>(record: &ModelRecord, shards: &'a [ShardRecord]) -> Vec<(ShardId, 
 
 /// Whether what a shard has said is what the registry says.
 fn is_same(record: &ModelRecord, shards: &[ShardRecord], word: &Moved) -> bool {
-    let map = |record: &ModelRecord| (record.generation, record.epoch, record.lead, record.owners.clone());
+    let map =
+        |record: &ModelRecord| (record.generation, record.epoch, record.coordinator, record.owners.clone());
     map(record) == map(&word.record) && places(record, shards) == places(&word.record, &word.shards)
 }
 

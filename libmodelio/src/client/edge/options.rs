@@ -120,7 +120,7 @@ pub enum ClientEvent {
     Published(Version),
     /// A learner of this client is no longer in the job.
     Left(LearnerId, LeaveReason),
-    /// The lead has told the state of the job.
+    /// The coordinator has told the state of the job.
     State,
 }
 
@@ -162,7 +162,7 @@ pub struct PeerView {
     pub address: String,
     /// Whether it can be reached just now.
     pub connected: bool,
-    /// For how long it cannot be reached for blocks, or, if it leads the job, for requests.
+    /// For how long it cannot be reached for blocks, or, if it coordinates the job, for requests.
     pub gone: Option<Duration>,
     /// Which way blocks go.
     pub transport: TransportKind,

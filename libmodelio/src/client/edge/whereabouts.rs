@@ -15,8 +15,8 @@ use crate::wire::ShardRecord;
 /// A block map, and where its shards are.
 pub(super) struct Whereabouts {
     pub(super) epoch: Epoch,
-    /// Which part leads the job.
-    pub(super) lead: Part,
+    /// Which part coordinates the job.
+    pub(super) coordinator: Part,
     /// In the order of the core's parts.
     pub(super) parts: Vec<Place>,
     /// Of connections through shared memory.
@@ -46,7 +46,7 @@ impl Whereabouts {
     /// For an owner that is not among `shards`.
     pub(super) fn new(
         map: &BlockMap,
-        lead: ShardId,
+        coordinator: ShardId,
         shards: &[ShardRecord],
         transport: TransportChoice,
         connections: usize,
@@ -84,11 +84,11 @@ impl Whereabouts {
             })
         };
         let parts = map.shares().into_iter().map(place).collect::<Result<Vec<Place>, String>>()?;
-        let lead = parts.iter().position(|place| place.record.shard == lead);
-        let lead = lead.ok_or("the shard that leads it owns no block of it")?;
+        let coordinator = parts.iter().position(|place| place.record.shard == coordinator);
+        let coordinator = coordinator.ok_or("the shard that coordinates it owns no block of it")?;
         // Connections that end may still be there when those in their place begin.
         let threads = Threads::new(2 * parts.len() * connections);
-        Ok(Whereabouts { epoch: map.epoch(), lead, parts, threads })
+        Ok(Whereabouts { epoch: map.epoch(), coordinator, parts, threads })
     }
 
     pub(super) fn address(&self, part: Part) -> &str {
@@ -126,6 +126,6 @@ impl Way {
 
     /// Where it leads.
     pub(super) fn address(&self) -> &str {
-        self.map.address(self.part.unwrap_or(self.map.lead))
+        self.map.address(self.part.unwrap_or(self.map.coordinator))
     }
 }

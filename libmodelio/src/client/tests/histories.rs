@@ -1,5 +1,5 @@
 //! Random histories of a client whose connections come and go, whose messages are lost, and whose model moves; with a
-//! lead and shards that keep in mind what is still to be asked for.
+//! coordinator and shards that keep in mind what is still to be asked for.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -19,9 +19,9 @@ const BLOCKS: u32 = 6;
 const LEARNERS: [LearnerId; 2] = [LearnerId(1), LearnerId(2)];
 type Key = (LearnerId, Step);
 
-/// What a lead knows that never forgets, whatever host it is on.
+/// What a coordinator knows that never forgets, whatever host it is on.
 #[derive(Default)]
-struct Lead {
+struct Coordinator {
     /// Contributions that may be granted.
     pending: BTreeMap<Key, BlockRanges>,
     waiting: BTreeMap<u64, Key>,
@@ -35,7 +35,7 @@ struct Lead {
     version: Version,
 }
 
-impl Lead {
+impl Coordinator {
     fn counted(&self, learner: LearnerId) -> Step {
         self.counts.get(&learner).map_or(Step(0), |&(step, _)| step)
     }
@@ -80,9 +80,9 @@ struct World {
     epoch: u64,
     parts: usize,
     now: Now,
-    lead: Lead,
+    coordinator: Coordinator,
     connected: bool,
-    /// To the lead.
+    /// To the coordinator.
     wire: VecDeque<(u64, Message)>,
     programs: BTreeMap<LearnerId, Program>,
     /// Whose request it is, until it is answered.
@@ -109,7 +109,7 @@ impl World {
             epoch: 1,
             parts: 2,
             now: Now::ZERO,
-            lead: Lead::default(),
+            coordinator: Coordinator::default(),
             connected: false,
             wire: VecDeque::new(),
             programs: LEARNERS.into_iter().map(|learner| (learner, program(()))).collect(),
@@ -127,7 +127,7 @@ impl World {
             let join = Message::Join { name: format!("{learner}") };
             world.core.request(token, join, deadline, world.now, &mut Vec::new());
             let joined = Message::Joined { learner, incarnation: Incarnation(1), since: 0 };
-            world.core.from_lead(u64::from(learner.0), joined, world.now, &mut Vec::new());
+            world.core.from_coordinator(u64::from(learner.0), joined, world.now, &mut Vec::new());
         }
         world
     }
@@ -145,8 +145,8 @@ impl World {
 
     fn act(&mut self, action: Action) {
         match action {
-            Action::ToLead(_, Message::Lacks { .. }) => panic!("what was granted is not held"),
-            Action::ToLead(request, message) => {
+            Action::ToCoordinator(_, Message::Lacks { .. }) => panic!("what was granted is not held"),
+            Action::ToCoordinator(request, message) => {
                 assert!(self.connected, "said to nobody: {message:?}");
                 self.wire.push_back((request, message));
             }
@@ -158,10 +158,16 @@ impl World {
             Action::Release(learner, step) => {
                 let key = (learner, step);
                 assert!(self.held.remove(&key), "{key:?} is released twice");
-                assert!(!self.lead.pending.contains_key(&key), "{key:?} is released, and may be asked for");
+                assert!(
+                    !self.coordinator.pending.contains_key(&key),
+                    "{key:?} is released, and may be asked for"
+                );
                 let under_way = |(_, message): &(u64, Message)| matches!(message, Message::Commit { learner: l, step: s, .. } if (*l, *s) == key);
-                let counts = step <= self.lead.counted(learner);
-                assert!(counts || !self.wire.iter().any(under_way), "{key:?} is on its way to the lead");
+                let counts = step <= self.coordinator.counted(learner);
+                assert!(
+                    counts || !self.wire.iter().any(under_way),
+                    "{key:?} is on its way to the coordinator"
+                );
             }
             Action::Pulled(version) => {
                 assert_eq!(self.landing, [], "blocks are landing in what is to be shown");
@@ -183,7 +189,10 @@ impl World {
                 Doing::Rests
             }
             Ok(Message::Done) => {
-                assert!(program.step <= self.lead.counted(learner), "acknowledged, but it does not count");
+                assert!(
+                    program.step <= self.coordinator.counted(learner),
+                    "acknowledged, but it does not count"
+                );
                 program.step = program.step.next();
                 Doing::Rests
             }
@@ -197,7 +206,7 @@ impl World {
     fn connect(&mut self) {
         self.connected = true;
         self.wire.clear();
-        self.on_core(|core, now, actions| core.lead_up(now, actions));
+        self.on_core(|core, now, actions| core.coordinator_up(now, actions));
         for part in 0..self.parts {
             self.on_core(|core, now, actions| core.shard_up(part, now, actions));
         }
@@ -240,80 +249,83 @@ impl World {
         self.on_core(|core, now, actions| core.request(token, message, deadline, now, actions));
     }
 
-    /// The lead says something, which may be lost.
-    fn lead_says(&mut self, request: u64, message: Message, lossless: bool) {
+    /// The coordinator says something, which may be lost.
+    fn coordinator_says(&mut self, request: u64, message: Message, lossless: bool) {
         if self.connected && (lossless || self.draw(4) > 0) {
-            self.on_core(|core, now, actions| core.from_lead(request, message, now, actions));
+            self.on_core(|core, now, actions| core.from_coordinator(request, message, now, actions));
         }
     }
 
-    fn lead_answers(&mut self, request: u64, answer: Message, lossless: bool) {
-        self.lead.waiting.remove(&request);
-        self.lead.answered.insert(request, answer.clone());
-        self.lead_says(request, answer, lossless);
+    fn coordinator_answers(&mut self, request: u64, answer: Message, lossless: bool) {
+        self.coordinator.waiting.remove(&request);
+        self.coordinator.answered.insert(request, answer.clone());
+        self.coordinator_says(request, answer, lossless);
     }
 
-    /// The lead hears what is first on its wire.
-    fn lead_hears(&mut self, lossless: bool) {
+    /// The coordinator hears what is first on its wire.
+    fn coordinator_hears(&mut self, lossless: bool) {
         let Some((request, message)) = self.wire.pop_front() else { return };
         if let Message::Heard { request, .. } = message {
-            self.lead.heard = self.lead.heard.max(request);
-            self.lead.answered = self.lead.answered.split_off(&(self.lead.heard + 1));
+            self.coordinator.heard = self.coordinator.heard.max(request);
+            self.coordinator.answered = self.coordinator.answered.split_off(&(self.coordinator.heard + 1));
         }
-        if request == 0 || request <= self.lead.heard || self.lead.waiting.contains_key(&request) {
+        if request == 0
+            || request <= self.coordinator.heard
+            || self.coordinator.waiting.contains_key(&request)
+        {
             return;
         }
-        if let Some(answer) = self.lead.answered.get(&request).cloned() {
-            return self.lead_says(request, answer, lossless);
+        if let Some(answer) = self.coordinator.answered.get(&request).cloned() {
+            return self.coordinator_says(request, answer, lossless);
         }
         match message {
-            Message::Commit { learner, step, .. } if step <= self.lead.counted(learner) => {
-                self.lead_answers(request, Message::Done, lossless);
+            Message::Commit { learner, step, .. } if step <= self.coordinator.counted(learner) => {
+                self.coordinator_answers(request, Message::Done, lossless);
             }
             Message::Commit { learner, step, blocks, .. } => {
-                assert_eq!(step, self.lead.counted(learner).next());
-                self.lead.waiting.insert(request, (learner, step));
-                self.lead.pending.insert((learner, step), blocks);
+                assert_eq!(step, self.coordinator.counted(learner).next());
+                self.coordinator.waiting.insert(request, (learner, step));
+                self.coordinator.pending.insert((learner, step), blocks);
             }
             Message::Open { learner } => {
-                let step = self.lead.counted(learner).next();
-                if self.lead.is_planned(&(learner, step)) {
+                let step = self.coordinator.counted(learner).next();
+                if self.coordinator.is_planned(&(learner, step)) {
                     // It cannot be taken back now; asked again when that is decided.
                     return;
                 }
-                self.lead.pending.remove(&(learner, step));
+                self.coordinator.pending.remove(&(learner, step));
                 let withdrawn: Vec<u64> = self
-                    .lead
+                    .coordinator
                     .waiting
                     .iter()
                     .filter(|(_, key)| **key == (learner, step))
                     .map(|(&id, _)| id)
                     .collect();
                 for id in withdrawn {
-                    self.lead_answers(id, Message::Refused(ShardError::Interrupted.into()), lossless);
+                    self.coordinator_answers(id, Message::Refused(ShardError::Interrupted.into()), lossless);
                 }
-                self.lead_answers(request, Message::Opened { step, staging_lent: false }, lossless);
+                self.coordinator_answers(request, Message::Opened { step, staging_lent: false }, lossless);
             }
             _ => {}
         }
     }
 
-    fn lead_plans(&mut self, lossless: bool) {
-        if self.lead.plan.is_none() {
-            let mut keys: Vec<Key> = self.lead.pending.keys().copied().collect();
+    fn coordinator_plans(&mut self, lossless: bool) {
+        if self.coordinator.plan.is_none() {
+            let mut keys: Vec<Key> = self.coordinator.pending.keys().copied().collect();
             if keys.len() > 1 && self.draw(2) == 0 {
                 keys.truncate(1);
             }
             if keys.is_empty() {
                 return;
             }
-            self.lead.last_plan += 1;
-            self.lead.plan = Some((PlanId(self.lead.last_plan), keys, BTreeSet::new()));
+            self.coordinator.last_plan += 1;
+            self.coordinator.plan = Some((PlanId(self.coordinator.last_plan), keys, BTreeSet::new()));
         }
-        let Some((plan, keys, _)) = &self.lead.plan else { return };
+        let Some((plan, keys, _)) = &self.coordinator.plan else { return };
         let payload = Granted::Contributions { of: keys.clone(), replaces: false };
         let grant = Message::Grant { plan: *plan, payload };
-        self.lead_says(0, grant, lossless);
+        self.coordinator_says(0, grant, lossless);
     }
 
     /// A shard takes what it is sent, which may be lost.
@@ -324,51 +336,56 @@ impl World {
                 of.iter().copied().filter(|&(l, s)| self.core.holds(l, s, block)).collect();
             assert!(!holders.is_empty() && holders.iter().all(|key| self.held.contains(key)));
             let lost = !lossless && self.draw(8) == 0;
-            if let Some((running, _, came)) = &mut self.lead.plan
+            if let Some((running, _, came)) = &mut self.coordinator.plan
                 && *running == plan
                 && !lost
             {
                 came.insert(block.0);
             }
         }
-        if let Some((plan, keys, came)) = &self.lead.plan
+        if let Some((plan, keys, came)) = &self.coordinator.plan
             && lossless
         {
             let wanted: BTreeSet<u32> =
-                keys.iter().flat_map(|key| self.lead.pending[key].clone()).flatten().collect();
+                keys.iter().flat_map(|key| self.coordinator.pending[key].clone()).flatten().collect();
             let blocks = wanted.difference(came).map(|&block| block..block + 1).collect();
             let missing = Message::Missing { plan: *plan, blocks };
             self.on_core(|core, now, actions| core.from_shard(part, missing, now, actions));
         }
     }
 
-    fn lead_concludes(&mut self, lossless: bool) {
-        let Some((plan, keys, came)) = &self.lead.plan else { return };
-        let mut wanted = keys.iter().flat_map(|key| self.lead.pending[key].clone()).flatten();
+    fn coordinator_concludes(&mut self, lossless: bool) {
+        let Some((plan, keys, came)) = &self.coordinator.plan else { return };
+        let mut wanted = keys.iter().flat_map(|key| self.coordinator.pending[key].clone()).flatten();
         if !wanted.all(|block| came.contains(&block)) {
             return;
         }
         let (plan, keys) = (*plan, keys.clone());
-        self.lead.plan = None;
-        self.lead.version = self.lead.version.next();
+        self.coordinator.plan = None;
+        self.coordinator.version = self.coordinator.version.next();
         for (learner, step) in &keys {
-            assert!(self.lead.counted(*learner) < *step, "counted twice");
-            self.lead.counts.insert(*learner, (*step, self.lead.version));
-            self.lead.pending.remove(&(*learner, *step));
+            assert!(self.coordinator.counted(*learner) < *step, "counted twice");
+            self.coordinator.counts.insert(*learner, (*step, self.coordinator.version));
+            self.coordinator.pending.remove(&(*learner, *step));
         }
-        let done: Vec<u64> =
-            self.lead.waiting.iter().filter(|(_, key)| keys.contains(key)).map(|(&id, _)| id).collect();
+        let done: Vec<u64> = self
+            .coordinator
+            .waiting
+            .iter()
+            .filter(|(_, key)| keys.contains(key))
+            .map(|(&id, _)| id)
+            .collect();
         for id in done {
-            self.lead_answers(id, Message::Done, lossless);
+            self.coordinator_answers(id, Message::Done, lossless);
         }
-        self.lead_says(0, Message::Over { plan }, lossless);
+        self.coordinator_says(0, Message::Over { plan }, lossless);
     }
 
     fn moves(&mut self) {
         let owners: Vec<ShardId> =
             (0..BLOCKS).map(|_| ShardId(1 + self.draw(4) as u16 + self.epoch as u16 % 2)).collect();
-        // What is under way is void, and the answers that the old lead has under way are lost.
-        self.lead.plan = None;
+        // What is under way is void, and the answers that the old coordinator has under way are lost.
+        self.coordinator.plan = None;
         self.connected = false;
         self.wire.clear();
         self.asked.clear();
@@ -424,21 +441,21 @@ impl World {
                 let learner = LEARNERS[self.draw(2)];
                 self.step(learner);
             }
-            4..8 => self.lead_hears(false),
-            8 => self.lead_plans(false),
+            4..8 => self.coordinator_hears(false),
+            8 => self.coordinator_plans(false),
             9 => self.shard_takes(part, false),
-            10 => self.lead_concludes(false),
+            10 => self.coordinator_concludes(false),
             11 => {
                 // Time is up for a commit; what becomes of its contribution is open.
-                let planned = |id: &u64| self.lead.is_planned(&self.lead.waiting[id]);
-                if let Some(id) = self.lead.waiting.keys().copied().find(|id| !planned(id)) {
+                let planned = |id: &u64| self.coordinator.is_planned(&self.coordinator.waiting[id]);
+                if let Some(id) = self.coordinator.waiting.keys().copied().find(|id| !planned(id)) {
                     let late = ShardError::TimedOut("late".into());
-                    self.lead_answers(id, Message::Refused(late.into()), false);
+                    self.coordinator_answers(id, Message::Refused(late.into()), false);
                 }
             }
             12 => {
-                let state = self.lead.state();
-                self.lead_says(0, state, false);
+                let state = self.coordinator.state();
+                self.coordinator_says(0, state, false);
             }
             13 => self.pull(part),
             14 => self.begins_to_land(),
@@ -449,7 +466,7 @@ impl World {
             }
             17 => {
                 self.connected = false;
-                self.on_core(|core, now, actions| core.lead_down(now, actions));
+                self.on_core(|core, now, actions| core.coordinator_down(now, actions));
             }
             18 => self.connect(),
             _ => self.moves(),
@@ -467,14 +484,14 @@ impl World {
                 }
             }
             while !self.wire.is_empty() {
-                self.lead_hears(true);
+                self.coordinator_hears(true);
             }
-            self.lead_plans(true);
+            self.coordinator_plans(true);
             (0..self.parts).for_each(|part| self.shard_takes(part, true));
             (0..self.parts).for_each(|part| self.shard_takes(part, true));
-            self.lead_concludes(true);
-            let state = self.lead.state();
-            self.lead_says(0, state, true);
+            self.coordinator_concludes(true);
+            let state = self.coordinator.state();
+            self.coordinator_says(0, state, true);
             for part in 0..self.parts {
                 self.pull(part);
                 while !self.asked.is_empty() {
@@ -487,8 +504,8 @@ impl World {
             self.pass(1000);
         }
         assert!(self.tokens.is_empty(), "not answered: {:?}", self.tokens);
-        assert_eq!(self.core.version(), self.lead.version);
-        assert!(self.lead.pending.is_empty());
+        assert_eq!(self.core.version(), self.coordinator.version);
+        assert!(self.coordinator.pending.is_empty());
         assert_eq!((self.core.kept(), &self.held), ((0, 0), &BTreeSet::new()));
     }
 }

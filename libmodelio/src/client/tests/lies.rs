@@ -1,4 +1,4 @@
-//! What a false lead, which a client may believe while the registry cannot be asked, says of numbers.
+//! What a false coordinator, which a client may believe while the registry cannot be asked, says of numbers.
 
 use super::*;
 use crate::wire::MAX_NUMBER;
@@ -8,11 +8,11 @@ const FAR: [u64; 3] = [1 << 62, 1 << 63, u64::MAX];
 const NEAR: [u64; 3] = [1000, 1 << 40, MAX_NUMBER];
 
 impl Bench {
-    /// The connection to whoever led is over, and there is one to the lead.
+    /// The connection to whoever coordinated is over, and there is one to the coordinator.
     fn comes_back(&mut self) {
-        self.core.lead_down(self.now, &mut self.said);
+        self.core.coordinator_down(self.now, &mut self.said);
         self.said.clear();
-        self.core.lead_up(self.now, &mut self.said);
+        self.core.coordinator_up(self.now, &mut self.said);
     }
 }
 
@@ -21,8 +21,8 @@ fn a_lie_about_numbers_lasts_no_longer_than_its_connection() {
     for number in NEAR {
         let mut bench = Bench::new();
         bench.commit(3, 10);
-        bench.lead(0, Message::Over { plan: PlanId(number) });
-        bench.lead(
+        bench.coordinator(0, Message::Over { plan: PlanId(number) });
+        bench.coordinator(
             0,
             Message::State(JobState {
                 sequence: number,
@@ -42,7 +42,7 @@ fn a_lie_about_numbers_lasts_no_longer_than_its_connection() {
             }),
         );
         bench.grant(5);
-        assert_eq!(bench.core.outgoing(), None, "the liar is believed as long as it leads");
+        assert_eq!(bench.core.outgoing(), None, "the liar is believed as long as it coordinates");
         bench.comes_back();
         bench.state(2, 1, 0, false);
         assert_eq!((bench.core.state().version, bench.core.pulling()), (Version(1), Some(Version(1))));
@@ -54,7 +54,7 @@ fn a_plan_is_sent_after_somebody_has_called_all_plans_over() {
     for number in NEAR {
         let mut bench = Bench::new();
         bench.commit(3, 10);
-        bench.lead(0, Message::Over { plan: PlanId(number) });
+        bench.coordinator(0, Message::Over { plan: PlanId(number) });
         bench.comes_back();
         bench.grant(1);
         assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]));
@@ -88,9 +88,9 @@ fn a_number_that_no_coordinator_reaches_is_passed_over() {
         bench.commit(3, 10);
         bench.grant(1);
         bench.said.clear();
-        bench.lead(0, Message::Over { plan: PlanId(number) });
+        bench.coordinator(0, Message::Over { plan: PlanId(number) });
         let of = Vec::new();
-        bench.lead(
+        bench.coordinator(
             0,
             Message::Grant { plan: PlanId(number), payload: Granted::Contributions { of, replaces: false } },
         );
@@ -103,7 +103,7 @@ fn a_number_that_no_coordinator_reaches_is_passed_over() {
             })
         };
         for state in [state(number, 0, 0), state(1000, number, 0), state(1000, 0, number)] {
-            bench.lead(0, state);
+            bench.coordinator(0, state);
         }
         assert_eq!(bench.said, []);
         assert_eq!((bench.pushes(0), bench.pushes(1)), (vec![0, 2], vec![1]), "{number}");

@@ -12,7 +12,7 @@ fn new_map() -> BlockMap {
 }
 
 #[test]
-fn what_was_being_sent_is_granted_anew_and_asked_again_of_the_new_lead() {
+fn what_was_being_sent_is_granted_anew_and_asked_again_of_the_new_coordinator() {
     let mut bench = Bench::new();
     bench.commit(3, 10);
     bench.grant(1);
@@ -24,21 +24,25 @@ fn what_was_being_sent_is_granted_anew_and_asked_again_of_the_new_lead() {
     assert_eq!(bench.said, []);
     bench.pass(100);
     assert_eq!(bench.said, [], "nobody is connected");
-    bench.core.lead_up(bench.now, &mut bench.said);
+    bench.core.coordinator_up(bench.now, &mut bench.said);
     let heard = Message::Heard { request: 0, newest: 3 };
     assert_eq!(
         bench.said[0],
-        Action::ToLead(0, heard),
-        "whoever leads is told which numbers are the client's"
+        Action::ToCoordinator(0, heard),
+        "whoever coordinates is told which numbers are the client's"
     );
-    assert!(matches!(bench.said[1..], [Action::ToLead(3, Message::Commit { .. })]), "{:?}", bench.said);
-    // The lead says which plans are over; the old plan is of the past then, wherever word of it comes from.
-    bench.lead(0, Message::Over { plan: PlanId(1) });
+    assert!(
+        matches!(bench.said[1..], [Action::ToCoordinator(3, Message::Commit { .. })]),
+        "{:?}",
+        bench.said
+    );
+    // The coordinator says which plans are over; the old plan is of the past then, wherever word of it comes from.
+    bench.coordinator(0, Message::Over { plan: PlanId(1) });
     bench.grant(1);
     assert_eq!(bench.core.outgoing(), None);
     bench.grant(2);
     assert_eq!([0, 1, 2].map(|part| bench.pushes(part)), [vec![2], vec![1], vec![0]]);
-    bench.lead(3, Message::Done);
+    bench.coordinator(3, Message::Done);
     assert_eq!(bench.core.kept(), (0, 0));
 }
 
@@ -75,5 +79,5 @@ fn a_map_that_is_not_newer_or_of_another_model_changes_nothing() {
     }
     assert_eq!(bench.core.shards(), [1, 2].map(ShardId));
     bench.ask(3, Message::Leave { learner: L, reason: crate::transport::LeaveReason::Asked }, 1);
-    assert!(matches!(bench.said[..], [Action::ToLead(..)]), "the lead is connected as before");
+    assert!(matches!(bench.said[..], [Action::ToCoordinator(..)]), "the coordinator is connected as before");
 }

@@ -61,7 +61,10 @@ fn what_does_not_fit_is_named() {
         format!("the block map has owners for {} blocks, the model has {blocks}", blocks + 1)
     );
     assert!(changed(|record| record.owners.push((ShardId(1), 0))).starts_with("the block map has owners"));
-    assert_eq!(changed(|record| record.lead = ShardId(5)), "the lead, shard 5, owns no block of the model");
+    assert_eq!(
+        changed(|record| record.coordinator = ShardId(5)),
+        "the coordinator, shard 5, owns no block of the model"
+    );
     assert_eq!(
         changed(|record| record.tensors[1].1 = "F99".to_owned()),
         r#"tensor "embedding" is of unknown element type "F99""#

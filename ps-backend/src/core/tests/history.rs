@@ -77,7 +77,7 @@ impl History {
 
     /// Nobody has committed more than s + 1 steps more than the slowest; and whoever has committed c steps
     /// reads, in the newest version, everybody's up to c - s - 1.
-    pub fn check_lead(&self, core: &ShardCore<Uid>) {
+    pub fn check_coordinator(&self, core: &ShardCore<Uid>) {
         let Consistency::Ssp(most) = core.consistency else { return };
         if !self.fixed {
             return;

@@ -201,7 +201,7 @@ impl World {
 
     /// Clients hear what the shard has answered and who has left.
     fn look_around(&mut self) {
-        self.sim.check_lead();
+        self.sim.check_coordinator();
         let left = &self.sim.left;
         self.clients.retain(|_, client| left.iter().all(|(id, _)| *id != client.id.0));
         for client in self.clients.values_mut() {

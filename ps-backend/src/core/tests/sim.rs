@@ -352,8 +352,8 @@ impl Sim {
     }
 
     /// That nobody is too far ahead just now, nor sees too little.
-    pub fn check_lead(&self) {
-        self.history.check_lead(&self.core);
+    pub fn check_coordinator(&self) {
+        self.history.check_coordinator(&self.core);
     }
 
     /// Whether it is past losing.

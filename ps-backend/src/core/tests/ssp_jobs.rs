@@ -19,7 +19,7 @@ fn ssp(s: u32, names: &[&str]) -> (Sim, Vec<Id>) {
 fn step(sim: &mut Sim, id: Id) -> bool {
     let (_, ticket) = everything(sim, id, true);
     sim.reduce_done(true);
-    sim.check_lead();
+    sim.check_coordinator();
     !sim.is_waiting(ticket)
 }
 
@@ -172,7 +172,7 @@ fn who_moves_now_and_then_is_given_time() {
 }
 
 #[test]
-fn the_lead_that_was_gained_before_is_forgotten() {
+fn the_coordinator_that_was_gained_before_is_forgotten() {
     let mut sim = Sim::new(&[("consistency", "async"), ("learners", "2")]);
     let ids = ["a", "b"].map(|name| sim.join(name).unwrap());
     for _ in 0..5 {

@@ -167,7 +167,7 @@ fn nan_spoils_a_plan_until_it_is_dropped() {
     assert_eq!(bench.acts(|core, actions| core.landed(A, ONE, 0, false, actions)), spoilt);
     assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Unwanted);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
-    // The lead asks again: it may not have heard.
+    // The coordinator asks again: it may not have heard.
     assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), spoilt);
     let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
@@ -188,7 +188,7 @@ fn what_may_have_changed_while_it_was_read_is_in_no_plan() {
     assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Unwanted);
     let early = bench.core.conclude(ONE, &mut Vec::new());
     assert_eq!(early, Err(PartError::NotReady(ONE)));
-    // The lead asks again: it may not have heard.
+    // The coordinator asks again: it may not have heard.
     assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), [Action::Torn(ONE)]);
     let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
@@ -238,7 +238,7 @@ fn orders_that_are_repeated_are_answered_again_and_change_nothing() {
     );
     bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(bench.acts(|core, actions| core.conclude(ONE, actions).unwrap()), [Action::Done(ONE)]);
-    // What it says is past is no answer that the lead waits for, but not nothing either.
+    // What it says is past is no answer that the coordinator waits for, but not nothing either.
     assert_eq!(bench.refused(|core, actions| core.start(plan, false, actions)), order(ONE, ONE));
     assert_eq!(bench.core.version(), Version(5));
 }
@@ -262,14 +262,14 @@ fn numbers_of_a_false_coordinator_are_void_with_the_next_connection() {
         let mut bench = Bench::new();
         bench.begin(Bench::plan(ONE, Kind::Add, vec![]));
         bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
-        bench.core.led_anew(said);
+        bench.core.coordinated_anew(said);
         // Whatever it gets the part to do.
         for plan in [TWO, PlanId(said.0.saturating_add(1)), said] {
             let mut actions = Vec::new();
             let _ = bench.core.drop_plan(plan, &mut actions);
             let _ = bench.core.start(Bench::plan(plan, Kind::Add, vec![source(B, [0])]), true, &mut actions);
         }
-        bench.core.led_anew(ONE);
+        bench.core.coordinated_anew(ONE);
         let plan = Bench::plan(TWO, Kind::Add, vec![source(A, [0])]);
         if let Some((running, _)) = bench.core.running() {
             let begun = bench.acts(|core, actions| core.begun(running, actions));
@@ -283,10 +283,10 @@ fn numbers_of_a_false_coordinator_are_void_with_the_next_connection() {
 #[test]
 fn a_plan_of_a_false_coordinator_makes_way_for_the_true_ones() {
     let mut bench = Bench::new();
-    bench.core.led_anew(PlanId(0));
+    bench.core.coordinated_anew(PlanId(0));
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(B, [0, 1])]));
     bench.core.arrive(B, ONE, 0);
-    bench.core.led_anew(PlanId(0));
+    bench.core.coordinated_anew(PlanId(0));
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
     let start = |core: &mut PartCore, actions: &mut Vec<Action>| core.start(plan.clone(), false, actions);
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Abandon(ONE)]);
@@ -306,15 +306,15 @@ fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
     bench.core.arrive(A, ONE, 0);
     assert_eq!(bench.lands(A, ONE, 0), [Action::Ready(ONE)]);
     for said in [PlanId(0), ONE, PlanId(u64::MAX)] {
-        bench.core.led_anew(said);
+        bench.core.coordinated_anew(said);
         let other = Bench::plan(ONE, Kind::Add, vec![]);
         let newest = said.max(ONE).max(if said == PlanId(0) { ONE } else { said });
         assert_eq!(bench.refused(|core, actions| core.start(other, false, actions)), order(ONE, newest));
         assert_eq!(bench.refused(|core, actions| core.drop_plan(ONE, actions)), order(ONE, newest));
         assert_eq!(bench.refused(|core, actions| core.conclude(ONE, actions)), order(ONE, newest));
     }
-    // The lead is back: it names the plan, and then says what becomes of it.
-    bench.core.led_anew(ONE);
+    // The coordinator is back: it names the plan, and then says what becomes of it.
+    bench.core.coordinated_anew(ONE);
     assert_eq!(
         bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()),
         [Action::Ready(ONE)]
@@ -322,10 +322,10 @@ fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
 
-    // One that a lead knows nothing of, though it insists, does not stay.
+    // One that a coordinator knows nothing of, though it insists, does not stay.
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![]));
-    bench.core.led_anew(PlanId(0));
+    bench.core.coordinated_anew(PlanId(0));
     let began = bench.acts(|core, actions| core.start(plan, true, actions).unwrap());
     assert_eq!(began, [Action::Void(ONE), Action::Begin(ONE)]);
 }

@@ -16,7 +16,7 @@ fn unbound(core: &mut RegistryCore, address: &str, told: u16) -> Result<ShardId,
 fn record_at(name: &str, generation: u64, epoch: u64, owner: u16) -> ModelRecord {
     let record = record(name, generation, epoch);
     let owners = record.owners.iter().map(|&(_, run)| (ShardId(owner), run)).collect();
-    ModelRecord { owners, lead: ShardId(owner), ready: true, ..record }
+    ModelRecord { owners, coordinator: ShardId(owner), ready: true, ..record }
 }
 
 fn restore(core: &mut RegistryCore, record: &ModelRecord, shards: &[(u16, &str)]) -> Result<(), Refusal> {
@@ -91,7 +91,7 @@ fn a_shard_that_was_given_another_number_has_its_own_again() {
     restore(&mut core, &record_at("n", 8, 1, 1), &[(1, "other:1")]).unwrap();
     restore(&mut core, &record_at("o", 9, 1, 5), &[(5, "other:1")]).unwrap();
     assert_eq!(living(&mut core, Now::ZERO), [1, 9]);
-    assert_eq!(get(&mut core, "o").unwrap().lead, ShardId(5));
+    assert_eq!(get(&mut core, "o").unwrap().coordinator, ShardId(5));
 }
 
 #[test]
@@ -172,9 +172,9 @@ fn what_cannot_be_restored_changes_nothing() {
 }
 
 proptest! {
-    /// Any shards and leads that tell a table of what they have, and others that hold nothing: no two have one number,
-    /// nobody with blocks has another number than before, a record's epoch never goes back, and nothing that was
-    /// deleted is there.
+    /// Any shards and coordinators that tell a table of what they have, and others that hold nothing: no two have one
+    /// number, nobody with blocks has another number than before, a record's epoch never goes back, and nothing that
+    /// was deleted is there.
     #[test]
     fn whatever_it_is_told_numbers_stay_and_epochs_rise(
         ops in vec((0..5u8, 0..6usize, 1..5u16, 1..4u64), 1..80)
@@ -197,7 +197,7 @@ proptest! {
                     }
                 }
                 2 => {
-                    // Of a model on one of those with blocks, as its lead tells.
+                    // Of a model on one of those with blocks, as its coordinator tells.
                     let owner = who % 3;
                     let record = record_at("m", n, u64::from(number), believes[owner]);
                     let told = restore(&mut core, &record, &[(believes[owner], addresses[owner])]);

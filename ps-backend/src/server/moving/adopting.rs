@@ -16,7 +16,7 @@ use libmodelio::wire::{Adoption, Kept, Message, ModelRecord, Moved, Refusal};
 use parking_lot::Mutex;
 
 use super::Shared;
-use crate::lead::LeadCore;
+use crate::coordinator::CoordinatorCore;
 use crate::server::part::Part;
 
 /// Requests for pieces that are under way to one shard: enough to keep the wire busy.
@@ -25,8 +25,8 @@ const WINDOW: usize = 32;
 const WINDOW_BYTES: usize = 64 << 20;
 /// Longest wait for one piece.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Most bytes of a lead's state.
-const MAX_LEAD: u64 = 1 << 30;
+/// Most bytes of a coordinator's state.
+const MAX_STATE: u64 = 1 << 30;
 /// When nobody says what becomes of a part that is filled, the registry is asked.
 const ASK_AFTER: Duration = Duration::from_secs(5);
 const ASK_AGAIN: Duration = Duration::from_secs(2);
@@ -41,7 +41,7 @@ enum Stage {
     Failed(Refusal),
 }
 
-/// The lead's state, as far as it has come.
+/// The coordinator's state, as far as it has come.
 #[derive(Debug, Default)]
 struct Handed {
     bytes: Vec<u8>,
@@ -109,10 +109,12 @@ impl Adopting {
         }
     }
 
-    /// Takes a piece of the lead's state. When it is whole, it is one that can be used.
+    /// Takes a piece of the coordinator's state. When it is whole, it is one that can be used.
     pub(super) fn hand_over(&self, at: u64, of: u64, now: Duration, piece: &[u8]) -> Result<(), Refusal> {
-        if of > MAX_LEAD {
-            return Err(Refusal::other(format!("{of} bytes of the lead's state, the limit is {MAX_LEAD}")));
+        if of > MAX_STATE {
+            return Err(Refusal::other(format!(
+                "{of} bytes of the coordinator's state, the limit is {MAX_STATE}"
+            )));
         }
         let mut handed = self.handed.lock();
         if at == 0 {
@@ -120,24 +122,27 @@ impl Adopting {
         }
         let end = at.saturating_add(piece.len() as u64);
         if at != handed.bytes.len() as u64 || of != handed.of || now != handed.now || end > of {
-            return Err(Refusal::other("a piece of the lead's state that does not follow on the last one"));
+            return Err(Refusal::other(
+                "a piece of the coordinator's state that does not follow on the last one",
+            ));
         }
         handed.bytes.extend_from_slice(piece);
         if end == of {
             let map = self.told.record.block_map().map_err(Refusal::other)?;
             let layout = self.told.record.layout().map_err(Refusal::other)?;
-            LeadCore::taken_over(&handed.bytes, &layout, map.shares().len(), now).map_err(Refusal::other)?;
+            CoordinatorCore::taken_over(&handed.bytes, &layout, map.shares().len(), now)
+                .map_err(Refusal::other)?;
         }
         Ok(())
     }
 
-    /// The lead's state and what time it is there, if it has come.
+    /// The coordinator's state and what time it is there, if it has come.
     pub(super) fn handed_over(&self) -> Result<Option<(Vec<u8>, Duration)>, Refusal> {
         let handed = self.handed.lock();
         match handed.of {
             0 => Ok(None),
             of if of == handed.bytes.len() as u64 => Ok(Some((handed.bytes.clone(), handed.now))),
-            _ => Err(Refusal::other("the lead's state is not whole")),
+            _ => Err(Refusal::other("the coordinator's state is not whole")),
         }
     }
 

@@ -1,10 +1,10 @@
 //! A model's blocks on their way to other shards, under a new block map, while the job runs.
 //!
-//! The model's lead does it (`mover`, around [`crate::moving::MoveCore`]): it has the shards of the new map take memory, holds the job between two versions,
-//! has them fetch what the others keep, hands its own state over, and replaces the record at the registry. That is the
-//! moment from which the new map is in force, and nothing can fail any more. Then every shard is told to switch, and
-//! clients hear of the new map from whichever shard they speak to. Until then the new parts (`adopting`) are beside the
-//! old ones, and can be dropped. `docs/network.md` has the story.
+//! The model's coordinator does it (`mover`, around [`crate::moving::MoveCore`]): it has the shards of the new map take
+//! memory, holds the job between two versions, has them fetch what the others keep, hands its own state over, and
+//! replaces the record at the registry. That is the moment from which the new map is in force, and nothing can fail any
+//! more. Then every shard is told to switch, and clients hear of the new map from whichever shard they speak to. Until
+//! then the new parts (`adopting`) are beside the old ones, and can be dropped. `docs/network.md` has the story.
 
 mod adopting;
 mod adoptions;
@@ -25,7 +25,7 @@ pub(super) use moves::Moves;
 
 use super::announcer::life;
 use super::conversation::TurnedAway;
-use super::lead::Lead;
+use super::coordinator::Coordinator;
 use super::{AdminAnswer, Model, Shared};
 pub use crate::moving::Progress;
 
@@ -70,34 +70,34 @@ impl Shared {
         (timeout, hold): (Duration, Option<Duration>),
         answer: impl FnOnce(AdminAnswer) + Send + 'static,
     ) -> Result<(), Refusal> {
-        let lead = self.lead_of(model, generation)?;
+        let coordinator = self.coordinator_of(model, generation)?;
         // Before the registry is asked: whoever wants to stop it finds it from here on.
-        let moving = lead.moves.begin(off).ok_or_else(|| {
+        let moving = coordinator.moves.begin(off).ok_or_else(|| {
             Refusal::other(format!(
                 "{MAX_MOVES} moves of model {model:?} are under way or wait: run the command again later"
             ))
         })?;
         let shared = Arc::clone(self);
-        let moves = move || mover::run(&shared, &lead, moving, timeout, hold, Box::new(answer));
+        let moves = move || mover::run(&shared, &coordinator, moving, timeout, hold, Box::new(answer));
         let spawned = std::thread::Builder::new().name("mover".into()).spawn(moves);
         spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to move it: {error}")))
     }
 
-    fn lead_of(&self, model: &str, generation: Generation) -> Result<Arc<Lead>, Refusal> {
+    fn coordinator_of(&self, model: &str, generation: Generation) -> Result<Arc<Coordinator>, Refusal> {
         let models = self.models.lock();
         let found = models.get(model).ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
         if found.generation != generation {
             let (model, expected) = (model.to_owned(), found.generation);
             return Err(Refusal::Generation { model, expected, got: generation });
         }
-        let lead = found.lead.clone();
-        lead.ok_or_else(|| Refusal::other(format!("this shard does not lead model {model:?}")))
+        let coordinator = found.coordinator.clone();
+        coordinator.ok_or_else(|| Refusal::other(format!("this shard does not coordinate model {model:?}")))
     }
 
     /// What moves the model off a shard stops, and is waited for; nothing happens if there is nothing, or if the model
     /// has moved.
     fn stop_move(&self, model: &str, generation: Generation, off: ShardId) -> Result<(), Refusal> {
-        match self.lead_of(model, generation)?.moves.stop(off, Instant::now() + STOPPING) {
+        match self.coordinator_of(model, generation)?.moves.stop(off, Instant::now() + STOPPING) {
             true => Ok(()),
             false => Err(Refusal::other(
                 "it cannot be stopped any more: the registry was asked to put the new block map in force, or has done so",
@@ -203,17 +203,17 @@ impl Shared {
                     ))
                 })?;
                 let part = adopting.filled()?;
-                let lead = match adopting.handed_over()? {
-                    Some((bytes, now)) if record.lead == me => {
-                        Some(self.lead(&record, &part, Some((&bytes, now)), &shards)?)
+                let coordinator = match adopting.handed_over()? {
+                    Some((bytes, now)) if record.coordinator == me => {
+                        Some(self.coordinator(&record, &part, Some((&bytes, now)), &shards)?)
                     }
-                    None if record.lead == me => {
-                        return Err(Refusal::other("the lead's state was not handed over"));
+                    None if record.coordinator == me => {
+                        return Err(Refusal::other("the coordinator's state was not handed over"));
                     }
                     _ => None,
                 };
                 let whereabouts = Some(to.clone());
-                let model = Model { generation, record, part, lead, whereabouts };
+                let model = Model { generation, record, part, coordinator, whereabouts };
                 let before = models.insert(name.clone(), model);
                 self.gone.lock().retain(|(gone, _)| *gone != name);
                 self.adopting.take_out(generation);
@@ -222,8 +222,8 @@ impl Shared {
         };
         if let Some(before) = before {
             before.part.has_moved(&to);
-            if let Some(lead) = before.lead {
-                lead.retire(&to);
+            if let Some(coordinator) = before.coordinator {
+                coordinator.retire(&to);
             }
         }
         tracing::info!(model = %name, %epoch, owns, "the model has moved");
@@ -256,8 +256,8 @@ impl Shared {
     pub(super) fn not_here(&self, name: &str, generation: Generation, role: Role, got: Epoch) -> TurnedAway {
         if let Some(to) = self.whereabouts(name, generation).filter(|to| got < to.epoch) {
             return match role {
-                // It was the lead, and is no longer.
-                Role::Lead => Refusal::Epoch { expected: to.epoch, got }.into(),
+                // It was the coordinator, and is no longer.
+                Role::Coordinator => Refusal::Epoch { expected: to.epoch, got }.into(),
                 _ => TurnedAway::Moved(to),
             };
         }

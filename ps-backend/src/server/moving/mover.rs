@@ -1,6 +1,7 @@
-//! Moving a model's blocks off a shard: the edge around [`MoveCore`], on a thread of the lead's.
+//! Moving a model's blocks off a shard: the edge around [`MoveCore`], on a thread of the coordinator's.
 //!
-//! It asks shards, each question on a thread of its own, and the registry; it holds the lead, and stops when it is told to.
+//! It asks shards, each question on a thread of its own, and the registry; it holds the coordinator, and stops when it
+//! is told to.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,7 +19,7 @@ use super::moves::Moving;
 use super::told::Line;
 use crate::moving::{Action, Job, Looked, MoveCore, PIECE, PROMPT, Plan, Put, Sight, Tell, Told};
 use crate::server::AdminAnswer;
-use crate::server::lead::Lead;
+use crate::server::coordinator::Coordinator;
 
 /// How often it is looked whether the process, or the model, ends.
 const LOOK: Duration = Duration::from_millis(100);
@@ -33,11 +34,11 @@ enum Event {
 /// A model that moves.
 struct Mover<'a> {
     shared: &'a Arc<Shared>,
-    lead: &'a Arc<Lead>,
+    coordinator: &'a Arc<Coordinator>,
     plan: Arc<Plan>,
     attempt: u64,
     lines: BTreeMap<ShardId, Arc<Line>>,
-    /// The lead's, once it is frozen, and what time it was there.
+    /// The coordinator's, once it is frozen, and what time it was there.
     state: Arc<[u8]>,
     frozen_at: Duration,
     events: Sender<Event>,
@@ -50,10 +51,10 @@ struct Mover<'a> {
 /// Called when it is over.
 pub(super) type Answers = Box<dyn FnOnce(AdminAnswer) + Send>;
 
-/// Moves the model of `lead` off a shard, in so much time, and holds the job for `hold` at most.
+/// Moves the model of `coordinator` off a shard, in so much time, and holds the job for `hold` at most.
 pub(super) fn run(
     shared: &Arc<Shared>,
-    lead: &Arc<Lead>,
+    coordinator: &Arc<Coordinator>,
     moving: Moving,
     timeout: Duration,
     hold: Option<Duration>,
@@ -61,8 +62,9 @@ pub(super) fn run(
 ) {
     let off = moving.off();
     let until = Instant::now() + timeout;
-    let deadline = lead.now() + timeout;
-    let begun = wait_for_turn(lead, &moving, until).and_then(|alone| Ok((alone, begin(shared, lead, off)?)));
+    let deadline = coordinator.now() + timeout;
+    let begun = wait_for_turn(coordinator, &moving, until)
+        .and_then(|alone| Ok((alone, begin(shared, coordinator, off)?)));
     let (alone, plan) = match begun {
         Ok((alone, Some(plan))) => (alone, plan),
         Ok((_, None)) => {
@@ -70,7 +72,7 @@ pub(super) fn run(
             return answer(Ok((Message::Done, None)));
         }
         Err(refusal) => {
-            tracing::warn!(model = %lead.model, %off, %refusal, "not moved");
+            tracing::warn!(model = %coordinator.model, %off, %refusal, "not moved");
             drop(moving);
             return answer(Err(refusal));
         }
@@ -81,7 +83,7 @@ pub(super) fn run(
     let lines = records.map(|record| (record.shard, Arc::new(Line::new(record)))).collect();
     let mover = Mover {
         shared,
-        lead,
+        coordinator,
         plan,
         attempt,
         lines,
@@ -95,16 +97,20 @@ pub(super) fn run(
 }
 
 /// Waits until no other move of the model is under way.
-fn wait_for_turn<'a>(lead: &'a Lead, moving: &Moving, until: Instant) -> Result<MutexGuard<'a, ()>, Refusal> {
+fn wait_for_turn<'a>(
+    coordinator: &'a Coordinator,
+    moving: &Moving,
+    until: Instant,
+) -> Result<MutexGuard<'a, ()>, Refusal> {
     loop {
-        if let Some(alone) = lead.moves.alone.try_lock_for(TURN) {
+        if let Some(alone) = coordinator.moves.alone.try_lock_for(TURN) {
             return Ok(alone);
         }
         if moving.is_stopped() {
             return Err(Refusal::other("the move was stopped before it began"));
         }
         if Instant::now() >= until {
-            let other = lead.moves.progress().map_or(moving.off(), |progress| progress.off);
+            let other = coordinator.moves.progress().map_or(moving.off(), |progress| progress.off);
             return Err(Refusal::other(format!(
                 "the model is being moved off shard {other}: when that is over, run the command again"
             )));
@@ -117,22 +123,22 @@ fn said(error: RegistryError) -> Refusal {
 }
 
 /// Where the blocks go, and which attempt that is; `None` if there are none on the shard.
-fn begin(shared: &Shared, lead: &Lead, off: ShardId) -> Result<Option<(u64, Plan)>, Refusal> {
-    if let Some(to) = lead.moved() {
+fn begin(shared: &Shared, coordinator: &Coordinator, off: ShardId) -> Result<Option<(u64, Plan)>, Refusal> {
+    if let Some(to) = coordinator.moved() {
         let moved = Moved::decode(&to.payload).map_err(Refusal::other)?;
         return match moved.record.owners.iter().any(|(owner, _)| *owner == off) {
-            true => Err(Refusal::other("the model has moved meanwhile: ask its lead")),
+            true => Err(Refusal::other("the model has moved meanwhile: ask its coordinator")),
             false => Ok(None),
         };
     }
     let shards = shared.registry(|registry, deadline| registry.shards(deadline)).map_err(said)?;
-    let before = shared.registry(|registry, deadline| registry.model(&lead.model, deadline));
+    let before = shared.registry(|registry, deadline| registry.model(&coordinator.model, deadline));
     let before = before.map_err(said)?;
-    if let Some(why) = lead.failed() {
+    if let Some(why) = coordinator.failed() {
         return Err(Refusal::other(format!("{why}: nothing of it can be moved, delete it")));
     }
-    let ((generation, epoch), (_, _, controls)) = (lead.life(), lead.facts());
-    let attempt = u64::try_from(lead.now().as_nanos()).unwrap_or(u64::MAX);
+    let ((generation, epoch), (_, _, controls)) = (coordinator.life(), coordinator.facts());
+    let attempt = u64::try_from(coordinator.now().as_nanos()).unwrap_or(u64::MAX);
     let job = Job { generation, epoch, controls: &controls };
     Ok(Plan::new(off, before, &shards, &job, attempt)?.map(|plan| (attempt, plan)))
 }
@@ -141,7 +147,7 @@ impl Mover<'_> {
     fn drive(mut self, told: &Receiver<Event>, deadline: Duration, hold: Option<Duration>) {
         let mut actions = Vec::new();
         let plan = Arc::clone(&self.plan);
-        let mut core = MoveCore::new(plan, deadline, hold, self.lead.now(), &mut actions);
+        let mut core = MoveCore::new(plan, deadline, hold, self.coordinator.now(), &mut actions);
         loop {
             // What is done may have to be answered at once, which may lead to more.
             while !actions.is_empty() {
@@ -153,12 +159,12 @@ impl Mover<'_> {
                 return;
             }
             if self.asker.is_some() {
-                self.lead.moves.tell(Some(core.progress()));
+                self.coordinator.moves.tell(Some(core.progress()));
             }
-            let now = self.lead.now();
+            let now = self.coordinator.now();
             let pause = core.next_deadline(now).saturating_sub(now).clamp(Duration::from_millis(1), LOOK);
             let event = told.recv_timeout(pause.min(if self.asker.is_some() { TURN } else { LOOK }));
-            let now = self.lead.now();
+            let now = self.coordinator.now();
             if let Ok(Event::Answered(number, answer)) = event {
                 core.answered(number, answer, now, &mut actions);
             }
@@ -171,8 +177,8 @@ impl Mover<'_> {
 
     fn sight(&self) -> Sight {
         Sight {
-            held_up_by: self.lead.held_up_by(),
-            wanted: !self.lead.is_stopping(),
+            held_up_by: self.coordinator.held_up_by(),
+            wanted: !self.coordinator.is_stopping(),
             ends: self.shared.is_stopping(),
         }
     }
@@ -180,29 +186,31 @@ impl Mover<'_> {
     fn act(&mut self, action: Action, core: &mut MoveCore, actions: &mut Vec<Action>) {
         match action {
             Action::Tell { number, shard, what, within } => self.tell(number, shard, what, within),
-            Action::Hold => self.lead.hold(),
+            Action::Hold => self.coordinator.hold(),
             Action::Freeze => {
-                let state = self.lead.freeze().map(|(bytes, at)| {
+                let state = self.coordinator.freeze().map(|(bytes, at)| {
                     (self.state, self.frozen_at) = (bytes.into(), at);
                     self.state.len() as u64
                 });
-                core.frozen(state.map_err(|error| error.to_string()), self.lead.now(), actions);
+                core.frozen(state.map_err(|error| error.to_string()), self.coordinator.now(), actions);
             }
             Action::Release => {
-                self.lead.thaw();
-                self.lead.release();
+                self.coordinator.thaw();
+                self.coordinator.release();
             }
             Action::Put { restores } => {
-                self.lead.moves.tell(Some(core.progress()));
+                self.coordinator.moves.tell(Some(core.progress()));
                 let request = match restores {
                     false => RegistryRequest::Put { replaces: Some(self.plan.before.epoch) },
                     true => RegistryRequest::Restore { shards: self.plan.owners.clone() },
                 };
                 let answer = put(self.shared, request, &self.plan.after);
-                core.put(answer, self.lead.now(), actions);
+                core.put(answer, self.coordinator.now(), actions);
             }
-            Action::Look => core.looked(&look(self.shared, &self.plan.after), self.lead.now(), actions),
-            Action::Warn(what) => tracing::warn!(model = %self.lead.model, "{what}"),
+            Action::Look => {
+                core.looked(&look(self.shared, &self.plan.after), self.coordinator.now(), actions)
+            }
+            Action::Warn(what) => tracing::warn!(model = %self.coordinator.model, "{what}"),
             Action::Finished(outcome) => self.finished(outcome),
         }
     }
@@ -211,11 +219,11 @@ impl Mover<'_> {
     fn finished(&mut self, outcome: Result<(), Refusal>) {
         let Some((moving, answer)) = self.asker.take() else { return };
         let off = moving.off();
-        self.lead.moves.tell(None);
+        self.coordinator.moves.tell(None);
         self.alone = None;
         match &outcome {
-            Ok(()) => tracing::info!(model = %self.lead.model, %off, "moved"),
-            Err(refusal) => tracing::warn!(model = %self.lead.model, %off, %refusal, "not moved"),
+            Ok(()) => tracing::info!(model = %self.coordinator.model, %off, "moved"),
+            Err(refusal) => tracing::warn!(model = %self.coordinator.model, %off, %refusal, "not moved"),
         }
         drop(moving);
         answer(outcome.map(|()| (Message::Done, None)));
@@ -227,7 +235,7 @@ impl Mover<'_> {
         match what {
             Tell::Adopt => (Message::Adopt, Payload::Adoption(plan())),
             Tell::Fill => {
-                let (version, reducer, _) = self.lead.facts();
+                let (version, reducer, _) = self.coordinator.facts();
                 let reducer = reducer.to_string();
                 (Message::Fill { generation, attempt, version, reducer }, Payload::None)
             }

@@ -19,7 +19,7 @@ struct Known {
     progress: Option<Progress>,
 }
 
-/// Of one model, at its lead.
+/// Of one model, at its coordinator.
 #[derive(Default)]
 pub(in crate::server) struct Moves {
     /// Held by whoever moves the model.

@@ -31,9 +31,9 @@ impl Part {
             return;
         }
         let mut state = self.state.lock();
-        state.lead = None;
-        if let Some(lead) = state.lead_link.take() {
-            lead.close(Close::Asked("the model has moved".into()));
+        state.coordinator = None;
+        if let Some(coordinator) = state.coordinator_link.take() {
+            coordinator.close(Close::Asked("the model has moved".into()));
         }
         state.wake();
         drop(state);
@@ -44,9 +44,9 @@ impl Part {
     pub(in crate::server) fn is_deleted(&self) {
         let why = || Close::Asked("the model was deleted".into());
         let mut state = self.state.lock();
-        state.lead = None;
-        if let Some(lead) = state.lead_link.take() {
-            lead.close(why());
+        state.coordinator = None;
+        if let Some(coordinator) = state.coordinator_link.take() {
+            coordinator.close(why());
         }
         drop(state);
         self.links.lock().iter().for_each(|known| known.link.close(why()));

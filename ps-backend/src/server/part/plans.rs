@@ -1,4 +1,4 @@
-//! Orders of the lead, and what a plan takes to begin, to compute what nobody sends, and to count.
+//! Orders of the coordinator, and what a plan takes to begin, to compute what nobody sends, and to count.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{self, Message, Refusal, Work};
 use rayon::prelude::*;
 
-use super::{Part, State, ToLead};
+use super::{Part, State, ToCoordinator};
 use crate::part::core::{self, Action, Plan, Source, local_blocks};
 use crate::part::store::{PartError, PartWork};
 
@@ -21,7 +21,7 @@ const BEGIN_AGAIN: Duration = Duration::from_millis(1);
 /// When that takes longer, the log says so.
 const BEGIN_QUIETLY: Duration = Duration::from_secs(2);
 
-/// A lead that still begins a plan after so long knows nothing of another one that is ready here.
+/// A coordinator that still begins a plan after so long knows nothing of another one that is ready here.
 const INSISTS: Duration = Duration::from_secs(3);
 
 impl From<core::PartError> for Refusal {
@@ -34,24 +34,25 @@ impl From<core::PartError> for Refusal {
 }
 
 impl Part {
-    /// Says who the lead is from now on, over which connection, and which of its plans are over. A connection from before
-    /// is closed: if it was the true lead's after all, that one connects again and has the last word.
-    pub(in crate::server) fn follow(&self, lead: ToLead, link: Option<Link>, over: PlanId) {
+    /// Says who the coordinator is from now on, over which connection, and which of its plans are over. A connection
+    /// from before is closed: if it was the true coordinator's after all, that one connects again and has the last
+    /// word.
+    pub(in crate::server) fn follow(&self, coordinator: ToCoordinator, link: Option<Link>, over: PlanId) {
         let mut state = self.state.lock();
         if self.moved.get().is_some() {
-            // It was its lead.
+            // It was its coordinator.
             return;
         }
-        state.lead = Some(lead);
-        state.led_since = Instant::now();
-        state.core.led_anew(over);
-        if let Some(before) = std::mem::replace(&mut state.lead_link, link) {
-            before.close(Close::Asked("the lead has connected anew".into()));
+        state.coordinator = Some(coordinator);
+        state.coordinated_since = Instant::now();
+        state.core.coordinated_anew(over);
+        if let Some(before) = std::mem::replace(&mut state.coordinator_link, link) {
+            before.close(Close::Asked("the coordinator has connected anew".into()));
         }
     }
 
-    /// An order of the lead, over this connection if it is elsewhere.
-    pub(in crate::server) fn from_lead(
+    /// An order of the coordinator, over this connection if it is elsewhere.
+    pub(in crate::server) fn from_coordinator(
         self: &Arc<Part>,
         request: u64,
         message: Message,
@@ -60,11 +61,11 @@ impl Part {
         let mut actions = Vec::new();
         let mut state = self.state.lock();
         // What comes over a connection that another one has taken the place of is nobody's word any more.
-        let is_the_lead = match (link, &state.lead_link) {
+        let is_the_coordinator = match (link, &state.coordinator_link) {
             (Some(link), Some(known)) => known.is(link),
             (link, known) => link.is_none() && known.is_none(),
         };
-        if self.moved.get().is_some() || !is_the_lead {
+        if self.moved.get().is_some() || !is_the_coordinator {
             return;
         }
         let outcome = match message {
@@ -73,10 +74,10 @@ impl Part {
             Message::Drop { plan } => state.core.drop_plan(plan, &mut actions).map_err(Refusal::from),
             other => Err(Refusal::Role { what: other.name().to_owned() }),
         };
-        let lead = state.lead.clone();
+        let coordinator = state.coordinator.clone();
         self.act(state, actions);
-        if let (Err(refusal), Some(lead)) = (outcome, lead) {
-            lead(request, Message::Refused(refusal));
+        if let (Err(refusal), Some(coordinator)) = (outcome, coordinator) {
+            coordinator(request, Message::Refused(refusal));
         }
     }
 
@@ -110,7 +111,7 @@ impl Part {
         let (id, base) = (plan.plan, plan.base);
         let started = Plan { id, work: plan.work, base, sources, ordered: plan.ordered };
         let before = actions.len();
-        let insists = state.led_since.elapsed() >= INSISTS;
+        let insists = state.coordinated_since.elapsed() >= INSISTS;
         state.core.start(started, insists, actions)?;
         if actions[before..].contains(&Action::Begin(id)) {
             state.partly = plan.sources.into_iter().filter(|of| !of.partly.is_empty()).collect();
@@ -172,7 +173,7 @@ impl Part {
             }
         }
         state.wake();
-        let lead = state.lead.clone();
+        let coordinator = state.coordinator.clone();
         drop(state);
         if let Some(plan) = begins {
             self.begin(plan);
@@ -180,8 +181,8 @@ impl Part {
         for job in jobs {
             self.pool.spawn(job);
         }
-        if let Some(lead) = lead {
-            said.into_iter().for_each(|(request, message)| lead(request, message));
+        if let Some(coordinator) = coordinator {
+            said.into_iter().for_each(|(request, message)| coordinator(request, message));
         }
     }
 
@@ -219,13 +220,13 @@ impl Part {
         }
     }
 
-    /// The lead hears that it never will.
+    /// The coordinator hears that it never will.
     fn cannot_begin(&self, plan: PlanId, error: &dyn std::fmt::Display) {
         tracing::error!(model = %self.model, %plan, %error, "cannot begin");
-        let lead = self.state.lock().lead.clone();
-        if let Some(lead) = lead {
+        let coordinator = self.state.lock().coordinator.clone();
+        if let Some(coordinator) = coordinator {
             let lost = ShardError::Lost(format!("plan {plan} cannot begin: {error}"));
-            lead(plan.0, Message::Refused(lost.into()));
+            coordinator(plan.0, Message::Refused(lost.into()));
         }
     }
 

@@ -27,7 +27,7 @@ fn begun() -> Arc<Part> {
         block_size: BLOCK,
         epoch: Epoch(1),
         owners: vec![(ShardId(1), BLOCKS)],
-        lead: ShardId(1),
+        coordinator: ShardId(1),
         controls: vec![("reducer".into(), "sum".into()), ("learners".into(), "2".into())],
         ready: true,
     };
@@ -47,7 +47,7 @@ fn begun() -> Arc<Part> {
         check: true,
         partly: Default::default(),
     };
-    part.from_lead(
+    part.from_coordinator(
         1,
         Message::Start(wire::Plan {
             plan: PlanId(1),
@@ -140,7 +140,7 @@ fn a_plan_that_is_dropped_waits_for_what_is_being_fetched() {
     let (part, link) = (begun(), Link::default());
     let (target, fetching) = fetch(&part, CLIENTS[0], 0).expect("room");
     assert!(part.given_up(&fetching).is_none());
-    part.from_lead(2, Message::Drop { plan: PlanId(1) }, None);
+    part.from_coordinator(2, Message::Drop { plan: PlanId(1) }, None);
     assert!(part.progress().1.is_some());
     assert!(part.given_up(&fetching).is_some());
     assert!(fetch(&part, CLIENTS[0], 1).is_none());

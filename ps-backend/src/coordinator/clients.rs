@@ -1,4 +1,4 @@
-//! The lead's clients: their requests, once each, their learners, their silence.
+//! The coordinator's clients: their requests, once each, their learners, their silence.
 use std::collections::{BTreeMap, BTreeSet};
 
 use libmodelio::transport::ShardError;
@@ -11,7 +11,7 @@ use libmodelio::wire::{JobState, LearnerState, Message, Refusal};
 use serde::{Deserialize, Serialize};
 
 use super::requests::{Asked, Known, MAX_ANSWERS, Requests};
-use super::{Action, LeadCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
+use super::{Action, CoordinatorCore, MAX_CLIENTS, REPEAT, REPEAT_SELDOM, Source};
 use crate::core::{Contribution, Now, Ticket};
 
 /// Longest name of a setting and longest value of one, in bytes.
@@ -79,7 +79,7 @@ impl Client {
     }
 }
 
-impl LeadCore {
+impl CoordinatorCore {
     /// A client connects, or comes back. Tells it the state of the job.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! Asking the lead of a model to move it off a shard, or to stop that.
+//! Asking the coordinator of a model to move it off a shard, or to stop that.
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
@@ -13,25 +13,25 @@ use crate::cluster::status::moving;
 use crate::config::cluster::DrainConfig;
 use crate::progress::Progress;
 
-/// How often the lead is asked how far it is, and whether somebody wants to stop is looked at.
+/// How often the coordinator is asked how far it is, and whether somebody wants to stop is looked at.
 const LOOK: Duration = Duration::from_millis(100);
-/// The lead gives up before we do, and says why.
+/// The coordinator gives up before we do, and says why.
 const GRACE: Duration = Duration::from_secs(30);
 
-fn lead_of(
+fn coordinator_of(
     table: &impl Registry,
     record: &ModelRecord,
 ) -> Result<Result<ShardRecord, String>, RegistryError> {
     let shards = table.shards(deadline())?;
-    let lead = shards.into_iter().find(|shard| shard.shard == record.lead);
-    Ok(lead.ok_or_else(|| {
-        format!("shard {}, which leads the model, is not announced: is it running?", record.lead)
+    let coordinator = shards.into_iter().find(|shard| shard.shard == record.coordinator);
+    Ok(coordinator.ok_or_else(|| {
+        format!("shard {}, which coordinates the model, is not announced: is it running?", record.coordinator)
     }))
 }
 
 /// Asks the lead to move a model, and shows how far it is. What it refuses, or why it does not answer, is the inner
 /// error.
-pub(super) fn ask_lead(
+pub(super) fn ask_coordinator(
     config: &DrainConfig,
     table: &impl Registry,
     shard: &ShardRecord,
@@ -39,8 +39,8 @@ pub(super) fn ask_lead(
     until: Instant,
     interrupt: &Interrupt,
 ) -> Result<Result<(), String>, RegistryError> {
-    let lead = match lead_of(table, record)? {
-        Ok(lead) => lead,
+    let coordinator = match coordinator_of(table, record)? {
+        Ok(coordinator) => coordinator,
         Err(why) => return Ok(Err(why)),
     };
     let millis = |time: Duration| u32::try_from(time.as_millis()).unwrap_or(u32::MAX);
@@ -52,14 +52,14 @@ pub(super) fn ask_lead(
         hold_ms: config.hold.map_or(0, millis),
     };
     let (tell, told) = channel();
-    let address = lead.address.clone();
+    let address = coordinator.address.clone();
     let asks = move || {
         let answer = AdminPeer::connect(&address, deadline())
             .and_then(|mut peer| peer.request(&message, &[], until + GRACE));
         // Nobody waits any more.
         let _ = tell.send(answer);
     };
-    if let Err(error) = std::thread::Builder::new().name("asks-lead".into()).spawn(asks) {
+    if let Err(error) = std::thread::Builder::new().name("asks-coord".into()).spawn(asks) {
         return Ok(Err(format!("no thread: {error}")));
     }
     let progress = Progress::things(format!("{}: moves", record.name));
@@ -67,38 +67,38 @@ pub(super) fn ask_lead(
     loop {
         match told.recv_timeout(LOOK) {
             Ok(Ok((Message::Done, _))) => return Ok(Ok(())),
-            Ok(Ok((other, _))) => return Ok(Err(format!("its lead answers with {}", other.name()))),
+            Ok(Ok((other, _))) => return Ok(Err(format!("its coordinator answers with {}", other.name()))),
             Ok(Err(AdminError::Refusal(Refusal::NoModel(_)))) => {
-                return Ok(Err("its lead does not have it: run the command again".into()));
+                return Ok(Err("its coordinator does not have it: run the command again".into()));
             }
             Ok(Err(error)) => return Ok(Err(error.to_string())),
-            Err(RecvTimeoutError::Disconnected) => return Ok(Err("asking its lead panicked".into())),
-            Err(RecvTimeoutError::Timeout) => show(&progress, record, &lead),
+            Err(RecvTimeoutError::Disconnected) => return Ok(Err("asking its coordinator panicked".into())),
+            Err(RecvTimeoutError::Timeout) => show(&progress, record, &coordinator),
         }
         if let Some(why) = interrupt.why()
             && !std::mem::replace(&mut stopped, true)
         {
             eprintln!("gradfs: {why}: the move of {} is stopped (once more to end at once)", record.name);
-            if let Err(why) = stop_at(&lead, shard, record) {
+            if let Err(why) = stop_at(&coordinator, shard, record) {
                 eprintln!("gradfs: {}: {why}", record.name);
             }
         }
     }
 }
 
-/// Has the lead stop what moves a model off a shard. Why it does not is the inner error.
+/// Has the coordinator stop what moves a model off a shard. Why it does not is the inner error.
 pub(super) fn stop_move(
     table: &impl Registry,
     shard: &ShardRecord,
     record: &ModelRecord,
 ) -> Result<Result<(), String>, RegistryError> {
-    Ok(lead_of(table, record)?.and_then(|lead| stop_at(&lead, shard, record)))
+    Ok(coordinator_of(table, record)?.and_then(|coordinator| stop_at(&coordinator, shard, record)))
 }
 
-fn stop_at(lead: &ShardRecord, shard: &ShardRecord, record: &ModelRecord) -> Result<(), String> {
+fn stop_at(coordinator: &ShardRecord, shard: &ShardRecord, record: &ModelRecord) -> Result<(), String> {
     let (model, generation) = (record.name.clone(), record.generation);
     let message = Message::StopMove { model, generation, off: shard.shard };
-    let asked = AdminPeer::connect(&lead.address, deadline())
+    let asked = AdminPeer::connect(&coordinator.address, deadline())
         .and_then(|mut peer| peer.request(&message, &[], deadline()));
     match asked {
         // It is deleted, or has moved: nothing moves it from there.
@@ -107,15 +107,15 @@ fn stop_at(lead: &ShardRecord, shard: &ShardRecord, record: &ModelRecord) -> Res
     }
 }
 
-fn show(progress: &Progress, record: &ModelRecord, lead: &ShardRecord) {
+fn show(progress: &Progress, record: &ModelRecord, coordinator: &ShardRecord) {
     if !progress.is_shown() {
         return;
     }
-    let Some(status) = status_of(&lead.address) else { return };
+    let Some(status) = status_of(&coordinator.address) else { return };
     let models = status["models"].as_array().cloned().unwrap_or_default();
     let Some(model) = models.into_iter().find(|model| model["name"] == *record.name) else { return };
-    if let Some(said) = moving(&model["lead"]) {
-        let of = |key: &str| model["lead"]["moving"][key].as_u64().unwrap_or_default();
+    if let Some(said) = moving(&model["coordinator"]) {
+        let of = |key: &str| model["coordinator"]["moving"][key].as_u64().unwrap_or_default();
         progress.set(of("blocks"), of("of"), format!("{} {said}", record.name));
     }
 }

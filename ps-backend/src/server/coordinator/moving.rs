@@ -1,4 +1,4 @@
-//! A lead while its model moves: held, frozen once it was handed over, and then retired, or going on.
+//! A coordinator while its model moves: held, frozen once it was handed over, and then retired, or going on.
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -8,17 +8,17 @@ use libmodelio::vocabulary::ids::{Epoch, Generation, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::Refusal;
 
-use super::Lead;
-use crate::lead::TakeOverError;
+use super::Coordinator;
+use crate::coordinator::TakeOverError;
 use crate::server::moving::Whereabouts;
 
-impl Lead {
+impl Coordinator {
     /// Which life of the model, and under which block map.
     pub(in crate::server) fn life(&self) -> (Generation, Epoch) {
         (self.generation, self.epoch)
     }
 
-    /// The job is to be held: see [`LeadCore::hold`].
+    /// The job is to be held: see [`CoordinatorCore::hold`].
     pub(in crate::server) fn hold(&self) {
         self.with_core(|state, _, _| state.core.hold());
     }
@@ -74,7 +74,7 @@ impl Lead {
         self.forgive_silence();
     }
 
-    /// Another block map is in force, and another lead: all who are connected are told.
+    /// Another block map is in force, and another coordinator: all who are connected are told.
     pub(in crate::server) fn retire(&self, to: &Whereabouts) {
         if self.moved.set(to.clone()).is_err() {
             return;

@@ -1,4 +1,4 @@
-//! Conversations of a lead with two clients and one shard, as they read in `docs/network.md`.
+//! Conversations of a coordinator with two clients and one shard, as they read in `docs/network.md`.
 
 #![allow(clippy::single_range_in_vec_init)] // Lists of ranges of blocks.
 
@@ -26,9 +26,9 @@ fn layout(blocks: usize) -> ModelLayout {
 }
 
 struct Bench {
-    lead: LeadCore,
+    coordinator: CoordinatorCore,
     now: Now,
-    /// What the lead has done since it was last asked.
+    /// What the coordinator has done since it was last asked.
     said: Vec<Action>,
 }
 
@@ -36,10 +36,10 @@ impl Bench {
     /// Two clients, with learner 1 on the first and learner 2 on the second.
     fn new() -> Bench {
         let controls = Controls::default().with("learners", "2").unwrap();
-        let lead = LeadCore::new(&layout(4), 1, controls, PATIENCE).unwrap();
-        let mut bench = Bench { lead, now: Now::ZERO, said: Vec::new() };
+        let coordinator = CoordinatorCore::new(&layout(4), 1, controls, PATIENCE).unwrap();
+        let mut bench = Bench { coordinator, now: Now::ZERO, said: Vec::new() };
         for (client, name) in [(A, "a"), (B, "b")] {
-            bench.lead.client_up(client, bench.now, &mut bench.said).unwrap();
+            bench.coordinator.client_up(client, bench.now, &mut bench.said).unwrap();
             bench.client(client, 1, Message::Join { name: name.into() });
         }
         bench.said.clear();
@@ -47,16 +47,16 @@ impl Bench {
     }
 
     fn client(&mut self, client: ClientId, request: u64, message: Message) {
-        self.lead.from_client(client, request, message, self.now, &mut self.said);
+        self.coordinator.from_client(client, request, message, self.now, &mut self.said);
     }
 
     fn part(&mut self, request: u64, message: Message) {
-        self.lead.from_part(0, request, message, self.now, &mut self.said);
+        self.coordinator.from_part(0, request, message, self.now, &mut self.said);
     }
 
     fn pass(&mut self, time: Now) {
         self.now += time;
-        self.lead.tick(self.now, &mut self.said);
+        self.coordinator.tick(self.now, &mut self.said);
     }
 
     /// A learner opens its step and commits all of it, under requests `from` and the one after.
@@ -142,7 +142,7 @@ fn told(bench: &mut Bench, client: ClientId, millis: u64) -> Vec<(u64, u32)> {
     let mut told = Vec::new();
     while bench.now < begun + Now::from_millis(millis) {
         for alive in [A, B] {
-            bench.lead.client_alive(alive, bench.now);
+            bench.coordinator.client_alive(alive, bench.now);
         }
         bench.pass(Now::from_millis(100));
         told.extend(bench.said.drain(..).filter_map(|action| match action {
@@ -166,9 +166,9 @@ fn a_state_that_stays_the_same_is_repeated_ever_more_seldom() {
     assert!(news[0].0 <= 500 && news.iter().all(|&(_, committed)| committed == 1), "{news:?}");
     assert!(news[1].0 <= news[0].0 + 500 && news.len() <= 5, "{news:?}");
     // Who comes back is told at once.
-    bench.lead.client_down(A, bench.now, &mut bench.said);
+    bench.coordinator.client_down(A, bench.now, &mut bench.said);
     bench.said.clear();
-    bench.lead.client_up(A, bench.now, &mut bench.said).unwrap();
+    bench.coordinator.client_up(A, bench.now, &mut bench.said).unwrap();
     assert!(bench.said.iter().any(|said| matches!(said, Action::ToClient(A, 0, Message::State(_)))));
 }
 
@@ -189,7 +189,7 @@ fn a_step_of_two_clients() {
     assert!(bench.said.contains(&Action::Published(Version(1))));
     assert_eq!(bench.heard_by(A), [(0, Message::Over { plan: plan.plan }), (3, Message::Done)]);
     bench.part(plan.plan.0, Message::Done);
-    assert_eq!(bench.lead.running(), None);
+    assert_eq!(bench.coordinator.running(), None);
 }
 
 #[test]
@@ -221,7 +221,7 @@ fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
     bench.said.clear();
     bench.pass(Now::from_secs(31));
     assert_eq!(bench.heard_by_part().last(), Some(&Message::Drop { plan: plan.plan }));
-    assert_eq!(bench.lead.client_count(), (1, 1));
+    assert_eq!(bench.coordinator.client_count(), (1, 1));
     assert!(bench.heard_by(A).contains(&(0, Message::Over { plan: plan.plan })));
     // The next plan begins when the shard has given up this one.
     bench.part(plan.plan.0, Message::Done);
@@ -230,7 +230,7 @@ fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
     assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A]);
     // What comes of the old plan is not heard.
     bench.part(0, Message::Ready { plan: plan.plan });
-    assert_eq!(bench.lead.running(), Some((next.plan, vec![0])));
+    assert_eq!(bench.coordinator.running(), Some((next.plan, vec![0])));
 }
 
 #[test]
@@ -243,7 +243,11 @@ fn a_request_that_is_repeated_is_carried_out_once() {
     bench.client(A, 0, Message::Heard { request: 2, newest: 3 });
     bench.client(A, 2, Message::Open { learner: LearnerId(1) });
     assert_eq!(bench.heard_by(A), [], "what was heard is not said again");
-    assert_eq!(bench.lead.kept(), (1, 1), "the commit waits; the join of the other client was not heard");
+    assert_eq!(
+        bench.coordinator.kept(),
+        (1, 1),
+        "the commit waits; the join of the other client was not heard"
+    );
 }
 
 #[test]
@@ -286,15 +290,15 @@ fn no_new_weights_of_a_client_that_is_gone_are_waited_for() {
     let running = bench.started();
     bench.client(A, 2, assign(1));
     bench.client(A, 3, assign(2));
-    bench.now += bench.lead.job().controls().lease;
-    bench.lead.client_alive(B, bench.now);
+    bench.now += bench.coordinator.job().controls().lease;
+    bench.coordinator.client_alive(B, bench.now);
     bench.pass(Now::ZERO);
-    assert_eq!(bench.lead.client_count().1, 1, "the first client is given up");
+    assert_eq!(bench.coordinator.client_count().1, 1, "the first client is given up");
     bench.said.clear();
     bench.part(0, Message::Ready { plan: running.plan });
     bench.part(running.plan.0, Message::Done);
-    assert_eq!(bench.lead.running(), None, "nobody can send what it would wait for");
-    assert_eq!(bench.lead.job().version(), Version(1));
+    assert_eq!(bench.coordinator.running(), None, "nobody can send what it would wait for");
+    assert_eq!(bench.coordinator.job().version(), Version(1));
 }
 
 fn timed_out(answer: &(u64, Message)) -> bool {
@@ -307,7 +311,7 @@ fn what_is_lent_is_in_no_plan_that_goes_on_when_its_commit_has_timed_out() {
     bench.commit_as(A, 1, 1, 2, true);
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
-    assert_eq!(bench.lead.next_deadline().min(Now::from_secs(10)), bench.lead.next_deadline());
+    assert_eq!(bench.coordinator.next_deadline().min(Now::from_secs(10)), bench.coordinator.next_deadline());
     bench.client(A, 0, Message::Ping);
     bench.said.clear();
     bench.pass(Now::from_secs(10));
@@ -408,16 +412,16 @@ fn a_commit_that_comes_late_does_not_end_the_wait_of_one_that_was_sent_anew() {
 #[test]
 fn an_error_says_which_shards_were_waited_for() {
     let mut bench = Bench::new();
-    bench.lead = bench.lead.on_shards(vec![ShardId(5)]);
+    bench.coordinator = bench.coordinator.on_shards(vec![ShardId(5)]);
     bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 3000 });
     bench.started();
-    bench.lead.are_away(vec![ShardId(5)], bench.now, &mut bench.said);
+    bench.coordinator.are_away(vec![ShardId(5)], bench.now, &mut bench.said);
     bench.said.clear();
     bench.pass(Now::from_secs(3));
     let said = format!("{:?}", bench.heard_by(A));
     assert!(said.contains("; out of reach: shard 5"), "{said}");
     bench.part(0, Message::Refused(Refusal::NoModel("m".into())));
     bench.commit(A, 1, 1, 3);
-    let said = format!("{:?} {:?}", bench.heard_by(A), bench.lead.failed());
+    let said = format!("{:?} {:?}", bench.heard_by(A), bench.coordinator.failed());
     assert_eq!(said.matches("shard 5 does not have this job's blocks any more").count(), 3, "{said}");
 }

@@ -21,13 +21,13 @@ fn shard_works_once(bench: &mut Bench) -> Work {
 
 /// The coordinator goes on at another shard, and its clients connect there.
 fn taken_over(bench: &mut Bench) -> Bench {
-    bench.lead.hold();
-    let bytes = bench.lead.hand_over().unwrap();
-    let lead = LeadCore::taken_over(&bytes, &layout(4), 1, bench.now).unwrap();
-    let mut there = Bench { lead, now: bench.now, said: Vec::new() };
-    there.lead.go_on(there.now, &mut there.said);
+    bench.coordinator.hold();
+    let bytes = bench.coordinator.hand_over().unwrap();
+    let coordinator = CoordinatorCore::taken_over(&bytes, &layout(4), 1, bench.now).unwrap();
+    let mut there = Bench { coordinator, now: bench.now, said: Vec::new() };
+    there.coordinator.go_on(there.now, &mut there.said);
     for client in [A, B] {
-        there.lead.client_up(client, there.now, &mut there.said).unwrap();
+        there.coordinator.client_up(client, there.now, &mut there.said).unwrap();
     }
     there.said.clear();
     there
@@ -48,7 +48,7 @@ fn a_coordinator_that_is_taken_over_gives_kept_answers_again_and_carries_out_not
     there.client(A, 3, Message::Join { name: "late".into() });
     assert_eq!(self::answers(&mut there), answers);
     assert!(there.heard_by_part().is_empty(), "the weights are written once");
-    assert_eq!(there.lead.job().members(there.now).len(), 3);
+    assert_eq!(there.coordinator.job().members(there.now).len(), 3);
 }
 
 /// Client A writes weights, is silent until it is given up, and comes back.
@@ -56,10 +56,10 @@ fn given_up() -> Bench {
     let mut bench = Bench::new();
     bench.client(A, 2, assign(7));
     assert_eq!(shard_works_once(&mut bench), Work::Assign);
-    let lease = bench.lead.job().controls().lease;
-    bench.lead.client_alive(B, bench.now + lease);
+    let lease = bench.coordinator.job().controls().lease;
+    bench.coordinator.client_alive(B, bench.now + lease);
     bench.pass(lease);
-    assert_eq!(bench.lead.client_count(), (1, 1), "the silent client is given up");
+    assert_eq!(bench.coordinator.client_count(), (1, 1), "the silent client is given up");
     bench
 }
 
@@ -80,7 +80,7 @@ fn asks_again(bench: &mut Bench) {
 #[test]
 fn nothing_that_a_client_asked_for_before_it_was_given_up_is_carried_out_twice() {
     let mut bench = given_up();
-    bench.lead.client_up(A, bench.now, &mut bench.said).unwrap();
+    bench.coordinator.client_up(A, bench.now, &mut bench.said).unwrap();
     asks_again(&mut bench);
 }
 

@@ -6,13 +6,13 @@ use proptest::prelude::*;
 use super::*;
 
 fn release(bench: &mut Bench) {
-    bench.lead.release(bench.now, &mut bench.said);
+    bench.coordinator.release(bench.now, &mut bench.said);
 }
 
 /// A shard that is ready at once, until it has nothing to do.
 fn shard_works(bench: &mut Bench) {
     for _ in 0..8 {
-        let Some((plan, _)) = bench.lead.running() else { return };
+        let Some((plan, _)) = bench.coordinator.running() else { return };
         bench.part(0, Message::Ready { plan });
         bench.part(plan.0, Message::Done);
     }
@@ -26,19 +26,23 @@ fn a_job_is_held_when_its_step_is_out_and_goes_on_when_it_is_released() {
     bench.pass(PATIENCE);
     shard_works(&mut bench);
     assert!(bench.heard_by(A).contains(&(3, Message::Done)));
-    bench.lead.hold();
-    assert!(!bench.lead.is_held());
-    assert_eq!(bench.lead.held_up_by(), "version 1 waits for the learner(s) b");
-    assert!(bench.lead.hand_over().is_err());
+    bench.coordinator.hold();
+    assert!(!bench.coordinator.is_held());
+    assert_eq!(bench.coordinator.held_up_by(), "version 1 waits for the learner(s) b");
+    assert!(bench.coordinator.hand_over().is_err());
     bench.heard_by_part();
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
-    assert!(bench.lead.held_up_by().starts_with("plan 2 is under way"), "{}", bench.lead.held_up_by());
+    assert!(
+        bench.coordinator.held_up_by().starts_with("plan 2 is under way"),
+        "{}",
+        bench.coordinator.held_up_by()
+    );
     bench.part(0, Message::Ready { plan: plan.plan });
-    assert!(!bench.lead.is_held(), "the shard may not know yet that the plan counts");
+    assert!(!bench.coordinator.is_held(), "the shard may not know yet that the plan counts");
     bench.part(plan.plan.0, Message::Done);
-    assert!(bench.lead.is_held());
-    assert_eq!(bench.lead.job().version(), Version(1));
+    assert!(bench.coordinator.is_held());
+    assert_eq!(bench.coordinator.job().version(), Version(1));
     // The next step is whole, and waits.
     bench.heard_by_part();
     bench.commit(A, 1, 2, 4);
@@ -46,7 +50,7 @@ fn a_job_is_held_when_its_step_is_out_and_goes_on_when_it_is_released() {
     bench.commit(B, 2, 2, 4);
     bench.pass(PATIENCE);
     assert!(bench.heard_by_part().is_empty());
-    assert!(bench.lead.is_held());
+    assert!(bench.coordinator.is_held());
     release(&mut bench);
     assert!(matches!(bench.started().work, Work::Reduce { .. }));
 }
@@ -57,7 +61,7 @@ fn nothing_is_added_up_ahead_while_a_job_is_to_be_held() {
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
-    bench.lead.hold();
+    bench.coordinator.hold();
     bench.part(0, Message::Ready { plan: plan.plan });
     bench.part(plan.plan.0, Message::Done);
     bench.heard_by_part();
@@ -73,7 +77,7 @@ fn nothing_is_added_up_ahead_while_a_job_is_to_be_held() {
 #[test]
 fn deadlines_go_on_while_a_job_is_held() {
     let mut bench = Bench::new();
-    bench.lead.hold();
+    bench.coordinator.hold();
     bench.commit(A, 1, 1, 2);
     bench.pass(Now::from_secs(10));
     let answers = bench.heard_by(A);
@@ -91,7 +95,7 @@ fn deadlines_go_on_while_a_job_is_held() {
 #[test]
 fn new_weights_wait_while_a_job_is_held() {
     let mut bench = Bench::new();
-    bench.lead.hold();
+    bench.coordinator.hold();
     bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 10_000 });
     assert!(bench.heard_by_part().is_empty());
     release(&mut bench);
@@ -101,7 +105,7 @@ fn new_weights_wait_while_a_job_is_held() {
 #[test]
 fn nobodys_lease_ends_because_the_job_is_held() {
     let mut bench = Bench::new();
-    bench.lead.hold();
+    bench.coordinator.hold();
     let (learner, blocks, tensors) = (LearnerId(1), vec![0..4], vec![0..2]);
     let commit = Message::Commit {
         learner,
@@ -117,17 +121,17 @@ fn nobodys_lease_ends_because_the_job_is_held() {
     bench.client(B, 0, Message::Touch { learners: vec![LearnerId(2)], attached: Some(Attached::Yes) });
     for _ in 0..200 {
         bench.pass(Now::from_secs(1));
-        bench.lead.client_alive(A, bench.now);
-        bench.lead.client_alive(B, bench.now);
+        bench.coordinator.client_alive(A, bench.now);
+        bench.coordinator.client_alive(B, bench.now);
     }
-    assert_eq!(bench.lead.job().members(bench.now).len(), 2);
+    assert_eq!(bench.coordinator.job().members(bench.now).len(), 2);
 }
 
-/// The lead goes on at another shard, where its clients come to it.
+/// The coordinator goes on at another shard, where its clients come to it.
 fn taken_over(bench: &Bench, parts: usize) -> Bench {
-    let bytes = bench.lead.hand_over().unwrap();
-    let lead = LeadCore::taken_over(&bytes, &layout(4), parts, bench.now).unwrap();
-    Bench { lead, now: bench.now, said: Vec::new() }
+    let bytes = bench.coordinator.hand_over().unwrap();
+    let coordinator = CoordinatorCore::taken_over(&bytes, &layout(4), parts, bench.now).unwrap();
+    Bench { coordinator, now: bench.now, said: Vec::new() }
 }
 
 #[test]
@@ -147,42 +151,45 @@ fn a_coordinator_that_is_taken_over_goes_on_with_the_steps_of_each_tensor() {
         shard_works(&mut bench);
         bench.heard_by_part();
     }
-    bench.lead.hold();
+    bench.coordinator.hold();
     let mut there = taken_over(&bench, 1);
-    there.lead.go_on(there.now, &mut there.said);
+    there.coordinator.go_on(there.now, &mut there.said);
     there.commit_of(A, 1, 3, 6, (0..2, 0..1));
     there.commit_of(B, 2, 3, 6, (2..4, 1..2));
     assert_eq!(steps(there.started()), [(1, 3), (1, 2)]);
 }
 
 #[test]
-fn a_lead_that_is_taken_over_remembers_all() {
+fn a_coordinator_that_is_taken_over_remembers_all() {
     let mut bench = Bench::new();
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);
     shard_works(&mut bench);
-    bench.lead.hold();
+    bench.coordinator.hold();
     bench.pass(Now::from_secs(50));
     bench.commit(A, 1, 2, 4);
     let mut there = taken_over(&bench, 3);
-    assert!(LeadCore::taken_over(&bench.lead.hand_over().unwrap(), &layout(5), 1, bench.now).is_err());
-    assert!(LeadCore::taken_over(b"anything", &layout(4), 1, bench.now).is_err());
-    there.lead.go_on(there.now, &mut there.said);
+    assert!(
+        CoordinatorCore::taken_over(&bench.coordinator.hand_over().unwrap(), &layout(5), 1, bench.now)
+            .is_err()
+    );
+    assert!(CoordinatorCore::taken_over(b"anything", &layout(4), 1, bench.now).is_err());
+    there.coordinator.go_on(there.now, &mut there.said);
     there.pass(PATIENCE);
     // Its lease began anew: nobody could be heard meanwhile.
     there.pass(Now::from_secs(20));
-    assert_eq!(there.lead.client_count(), (0, 2));
+    assert_eq!(there.coordinator.client_count(), (0, 2));
     for client in [A, B] {
-        there.lead.client_up(client, there.now, &mut there.said).unwrap();
+        there.coordinator.client_up(client, there.now, &mut there.said).unwrap();
     }
     // A request that was carried out is answered, and not carried out again.
     there.said.clear();
     let leave = Message::Leave { learner: LearnerId(1), reason: libmodelio::transport::LeaveReason::Asked };
     there.client(A, 3, leave);
     assert_eq!(there.heard_by(A), [(3, Message::Done)], "as the commit was answered");
-    assert_eq!(there.lead.job().members(there.now).len(), 2);
+    assert_eq!(there.coordinator.job().members(there.now).len(), 2);
     // The plan of the commit that waited begins when its time has come, and plans' numbers go on.
-    let (plan, parts) = there.lead.running().unwrap();
+    let (plan, parts) = there.coordinator.running().unwrap();
     assert_eq!((plan, parts), (PlanId(2), vec![0, 1, 2]));
 }
 
@@ -191,7 +198,7 @@ proptest! {
 
     /// Whatever has happened, one that was taken over answers as the one that it was taken from.
     #[test]
-    fn a_lead_goes_on_elsewhere_as_it_would_have_here(
+    fn a_coordinator_goes_on_elsewhere_as_it_would_have_here(
         consistency in prop_oneof![Just("sync"), Just("quorum(1)"), Just("ssp(1)"), Just("async")],
         before in proptest::collection::vec((0..8u8, 0..2usize), 0..40),
         after in proptest::collection::vec((0..8u8, 0..2usize), 1..40),
@@ -201,23 +208,23 @@ proptest! {
         bench.client(A, 2, set);
         let mut requests = [2, 1];
         run(&mut bench, &mut requests, &before);
-        bench.lead.hold();
+        bench.coordinator.hold();
         // The step under way comes to its end.
         for _ in 0..4 {
             run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0)]);
         }
-        prop_assert!(bench.lead.is_held(), "{}", bench.lead.held_up_by());
+        prop_assert!(bench.coordinator.is_held(), "{}", bench.coordinator.held_up_by());
         let mut there = taken_over(&bench, 1);
         for client in [A, B] {
-            bench.lead.client_down(client, bench.now, &mut bench.said);
-            bench.lead.client_alive(client, bench.now);
+            bench.coordinator.client_down(client, bench.now, &mut bench.said);
+            bench.coordinator.client_alive(client, bench.now);
         }
-        bench.lead.core.taken_over(bench.now);
-        bench.lead.told_at = bench.now;
+        bench.coordinator.core.taken_over(bench.now);
+        bench.coordinator.told_at = bench.now;
         for one in [&mut bench, &mut there] {
-            one.lead.go_on(one.now, &mut one.said);
+            one.coordinator.go_on(one.now, &mut one.said);
             for client in [A, B] {
-                one.lead.client_up(client, one.now, &mut one.said).unwrap();
+                one.coordinator.client_up(client, one.now, &mut one.said).unwrap();
             }
             one.said.clear();
         }
@@ -229,8 +236,8 @@ proptest! {
             bench.said.clear();
             there.said.clear();
         }
-        let bytes = |lead: &LeadCore| postcard::to_stdvec(lead).unwrap();
-        prop_assert_eq!(bytes(&bench.lead), bytes(&there.lead));
+        let bytes = |coordinator: &CoordinatorCore| postcard::to_stdvec(coordinator).unwrap();
+        prop_assert_eq!(bytes(&bench.coordinator), bytes(&there.coordinator));
     }
 }
 
@@ -238,7 +245,7 @@ proptest! {
 fn run(bench: &mut Bench, requests: &mut [u64; 2], steps: &[(u8, usize)]) {
     for &(what, who) in steps {
         let (client, learner) = ([A, B][who], LearnerId(who as u32 + 1));
-        let step = bench.lead.job().member(learner, bench.now).map_or(0, |member| member.step.0 + 1);
+        let step = bench.coordinator.job().member(learner, bench.now).map_or(0, |member| member.step.0 + 1);
         requests[who] += 2;
         let request = requests[who];
         match what {
@@ -259,43 +266,43 @@ fn run(bench: &mut Bench, requests: &mut [u64; 2], steps: &[(u8, usize)]) {
     }
 }
 
-/// A lead that has all kinds of things to remember.
+/// A coordinator that has all kinds of things to remember.
 fn full() -> Vec<u8> {
     let mut bench = Bench::new();
     let mut requests = [2, 1];
     run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0), (0, 0), (3, 0), (0, 1), (7, 0), (4, 1)]);
     bench.client(B, 100, Message::Assign { token: 7, blocks: vec![0..2], timeout_ms: 10_000 });
-    bench.lead.hold();
+    bench.coordinator.hold();
     for _ in 0..4 {
         run(&mut bench, &mut requests, &[(0, 0), (0, 1), (7, 0)]);
     }
     run(&mut bench, &mut requests, &[(0, 0), (0, 1)]);
-    bench.lead.hand_over().unwrap()
+    bench.coordinator.hand_over().unwrap()
 }
 
 /// What is taken goes on.
 fn take(bytes: &[u8]) {
     let now = Now::from_secs(60);
-    let Ok(mut lead) = LeadCore::taken_over(bytes, &layout(4), 1, now) else { return };
+    let Ok(mut coordinator) = CoordinatorCore::taken_over(bytes, &layout(4), 1, now) else { return };
     let mut actions = Vec::new();
-    lead.go_on(now, &mut actions);
+    coordinator.go_on(now, &mut actions);
     for client in [A, B] {
-        drop(lead.client_up(client, now, &mut actions));
+        drop(coordinator.client_up(client, now, &mut actions));
     }
     for after in [0, 1, 1000, 1_000_000] {
-        lead.tick(now + Now::from_millis(after), &mut actions);
+        coordinator.tick(now + Now::from_millis(after), &mut actions);
     }
-    lead.held_up_by();
+    coordinator.held_up_by();
 }
 
 proptest! {
     #[test]
-    fn any_bytes_make_no_lead_that_panics(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+    fn any_bytes_make_no_coordinator_that_panics(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
         take(&bytes);
     }
 
     #[test]
-    fn changed_bytes_make_no_lead_that_panics(
+    fn changed_bytes_make_no_coordinator_that_panics(
         changes in proptest::collection::vec((any::<usize>(), 0..3u8, any::<u8>()), 1..6),
     ) {
         let mut bytes = full();

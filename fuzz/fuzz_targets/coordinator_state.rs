@@ -1,4 +1,5 @@
-//! Any bytes as the state of a model's lead: what is taken goes on, for a while and for long, and can be handed over again.
+//! Any bytes as the state of a model's coordinator: what is taken goes on, for a while and for long, and can be handed
+//! over again.
 
 #![no_main]
 
@@ -6,7 +7,7 @@ use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
 use libmodelio::vocabulary::layout::{DType, MIN_BLOCK_SIZE as BLOCK, ModelLayout};
-use ps_backend::lead::LeadCore;
+use ps_backend::coordinator::CoordinatorCore;
 
 fuzz_target!(|input: (u8, u8, u32, &[u8])| {
     let (blocks, parts, now, bytes) = input;
@@ -14,15 +15,15 @@ fuzz_target!(|input: (u8, u8, u32, &[u8])| {
     let tensor = |i| (format!("t{i}"), DType::F32, vec![BLOCK as usize / 4]);
     let layout = ModelLayout::new((0..blocks).map(tensor).collect(), BLOCK).expect("a layout");
     let now = Duration::from_millis(now.into());
-    let Ok(mut lead) = LeadCore::taken_over(bytes, &layout, parts, now) else { return };
+    let Ok(mut coordinator) = CoordinatorCore::taken_over(bytes, &layout, parts, now) else { return };
     let mut actions = Vec::new();
-    lead.go_on(now, &mut actions);
+    coordinator.go_on(now, &mut actions);
     for after in [0, 1, 1000, 1_000_000] {
-        lead.tick(now + Duration::from_millis(after), &mut actions);
+        coordinator.tick(now + Duration::from_millis(after), &mut actions);
     }
-    lead.hold();
-    if lead.is_held() {
-        let again = lead.hand_over().expect("it is held");
-        LeadCore::taken_over(&again, &layout, parts, now).expect("it was handed over");
+    coordinator.hold();
+    if coordinator.is_held() {
+        let again = coordinator.hand_over().expect("it is held");
+        CoordinatorCore::taken_over(&again, &layout, parts, now).expect("it was handed over");
     }
 });

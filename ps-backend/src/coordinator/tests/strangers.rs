@@ -48,8 +48,8 @@ fn a_number_that_is_believed_lasts_no_longer_than_its_connection() {
             for (request, message) in lie {
                 bench.client(A, *request, message.clone());
             }
-            bench.lead.client_down(A, bench.now, &mut bench.said);
-            bench.lead.client_up(A, bench.now, &mut bench.said).unwrap();
+            bench.coordinator.client_down(A, bench.now, &mut bench.said);
+            bench.coordinator.client_up(A, bench.now, &mut bench.said).unwrap();
             bench.said.clear();
             bench.client(A, 0, Message::Heard { request: 1, newest: 2 });
             bench.client(A, 2, Message::Open { learner });
@@ -75,8 +75,8 @@ fn a_number_that_is_believed_lasts_no_longer_than_its_connection() {
 fn a_client_that_is_given_up_while_a_stranger_has_its_number_is_heard_when_it_is_back() {
     let mut bench = Bench::new();
     bench.client(A, 1000, Message::Abort { learner: LearnerId(1) });
-    bench.pass(bench.lead.job().controls().lease);
-    bench.lead.client_up(A, bench.now, &mut bench.said).unwrap();
+    bench.pass(bench.coordinator.job().controls().lease);
+    bench.coordinator.client_up(A, bench.now, &mut bench.said).unwrap();
     bench.said.clear();
     bench.client(A, 0, Message::Heard { request: 1, newest: 2 });
     let late = |answers: &[(u64, Message)]| {
@@ -90,8 +90,8 @@ fn a_client_that_is_given_up_while_a_stranger_has_its_number_is_heard_when_it_is
 
 /// The connection of client A is lost, and somebody connects under its number.
 fn connects_anew(bench: &mut Bench) {
-    bench.lead.client_down(A, bench.now, &mut bench.said);
-    bench.lead.client_up(A, bench.now, &mut bench.said).unwrap();
+    bench.coordinator.client_down(A, bench.now, &mut bench.said);
+    bench.coordinator.client_up(A, bench.now, &mut bench.said).unwrap();
     bench.said.clear();
 }
 
@@ -116,8 +116,8 @@ fn answers_to_a_stranger_keep_the_client_out_and_its_answers_away_no_longer_than
         bench.client(A, from + MAX_ANSWERS as u64, Message::Open { learner: LearnerId(77) });
         let why = Refusal::Other(format!("{MAX_ANSWERS} answers were not heard"));
         assert_eq!(bench.said, [Action::Close(A, why)]);
-        assert_eq!(bench.lead.client_count().0, 1, "its connection is over");
-        assert!(bench.lead.kept().1 <= 2 * MAX_ANSWERS + 1, "one of the other client");
+        assert_eq!(bench.coordinator.client_count().0, 1, "its connection is over");
+        assert!(bench.coordinator.kept().1 <= 2 * MAX_ANSWERS + 1, "one of the other client");
     }
     client_connects(&mut bench, 1, 2);
     bench.client(A, 2, Message::Open { learner: LearnerId(1) });
@@ -171,7 +171,7 @@ fn a_setting_that_was_refused_is_refused_when_it_comes_again_though_it_would_do_
     bench.client(A, 2, set("min_learners", "3"));
     let refused = |answer: &&(u64, Message)| matches!(answer, (2, Message::Refused(Refusal::Control(_))));
     assert_eq!(bench.heard_by(A).iter().filter(refused).count(), 2);
-    assert_eq!(bench.lead.job().controls().min_learners, 1);
+    assert_eq!(bench.coordinator.job().controls().min_learners, 1);
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn a_client_that_connects_anew_and_asks_for_nothing_is_told_what_it_has_said() {
     for heard in [newest, newest + 5] {
         client_connects(&mut bench, heard, newest + 5);
         assert_eq!(bench.said, []);
-        bench.pass(bench.lead.job().controls().lease / 2);
+        bench.pass(bench.coordinator.job().controls().lease / 2);
         let told = bench.said.iter().rev().find_map(|action| match action {
             Action::ToClient(A, 0, Message::State(state)) => Some(state.heard),
             _ => None,
@@ -198,7 +198,7 @@ fn a_client_that_connects_anew_and_asks_for_nothing_is_told_what_it_has_said() {
 fn what_a_client_asks_after_it_is_back_is_carried_out_once_also_where_a_stranger_was_given_up_in_its_place() {
     let mut bench = Bench::new();
     bench.client(A, 1000, Message::Abort { learner: LearnerId(1) });
-    bench.pass(bench.lead.job().controls().lease);
+    bench.pass(bench.coordinator.job().controls().lease);
     client_connects(&mut bench, 1, 2);
     bench.client(A, 3, Message::Join { name: "again".into() });
     let joined = bench.heard_by(A);
@@ -213,7 +213,7 @@ fn answers_that_nobody_hears_keep_no_client_out_and_refusals_are_kept_in_short()
     let mut bench = Bench::new();
     for id in 0..MAX_CLIENTS as u64 {
         let id = ClientId(1 << 20 | id);
-        let full = bench.lead.client_up(id, bench.now, &mut bench.said).is_err();
+        let full = bench.coordinator.client_up(id, bench.now, &mut bench.said).is_err();
         assert!(!full, "{id}");
         let setting = Message::SetControl { name: "momentum".into(), value: "9".repeat(1 << 10) };
         bench.client(id, 1, setting.clone());
@@ -222,9 +222,9 @@ fn answers_that_nobody_hears_keep_no_client_out_and_refusals_are_kept_in_short()
         let (once, again) = (format!("{once:?}"), format!("{:?}", bench.heard_by(id)));
         assert!(once.len() > 1000 && (100..200).contains(&again.len()), "{again}");
         bench.client(id, 2, Message::Open { learner: LearnerId(77) });
-        bench.lead.client_down(id, bench.now, &mut bench.said);
+        bench.coordinator.client_down(id, bench.now, &mut bench.said);
     }
-    assert_eq!(bench.lead.client_count(), (2, MAX_CLIENTS));
+    assert_eq!(bench.coordinator.client_count(), (2, MAX_CLIENTS));
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);
     assert_eq!(bench.started().sources.len(), 2, "who takes part stays");
@@ -260,8 +260,8 @@ fn a_plan_that_a_shard_takes_for_past_is_begun_again_under_the_next_number() {
     // Once it is concluded, no such word changes anything.
     bench.part(0, Message::Ready { plan: next.plan });
     bench.part(next.plan.0, past(next.plan, next.plan));
-    assert!(bench.lead.failed().is_none());
-    assert_eq!(bench.lead.job().version(), libmodelio::vocabulary::ids::Version(1));
+    assert!(bench.coordinator.failed().is_none());
+    assert_eq!(bench.coordinator.job().version(), libmodelio::vocabulary::ids::Version(1));
 }
 
 #[test]
@@ -284,10 +284,10 @@ fn a_refusal_of_what_is_over_does_not_fail_the_job() {
         },
     );
     bench.part(0, Message::Ready { plan: PlanId(u64::MAX) });
-    assert!(bench.lead.failed().is_none());
-    assert_eq!(bench.lead.running(), Some((plan.plan, vec![0])));
+    assert!(bench.coordinator.failed().is_none());
+    assert_eq!(bench.coordinator.running(), Some((plan.plan, vec![0])));
     bench.part(plan.plan.0, Message::Refused(Refusal::other("this one")));
-    assert!(bench.lead.failed().is_some());
+    assert!(bench.coordinator.failed().is_some());
 }
 
 #[test]
@@ -296,11 +296,11 @@ fn a_shard_that_comes_back_hears_which_plan_is_meant_before_what_becomes_of_it()
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
-    assert_eq!(bench.lead.over(), PlanId(0));
+    assert_eq!(bench.coordinator.over(), PlanId(0));
     bench.part(0, Message::Ready { plan: plan.plan });
     assert_eq!(bench.heard_by_part(), [Message::Conclude { plan: plan.plan }]);
-    assert_eq!(bench.lead.over(), plan.plan);
-    bench.lead.part_up(0, &mut bench.said);
+    assert_eq!(bench.coordinator.over(), plan.plan);
+    bench.coordinator.part_up(0, &mut bench.said);
     let both = [Message::Start(plan.clone()), Message::Conclude { plan: plan.plan }];
     assert_eq!(bench.heard_by_part(), both);
     bench.pass(Now::from_millis(600));

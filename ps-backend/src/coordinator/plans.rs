@@ -1,4 +1,4 @@
-//! The lead's plans: what the core calls folding and reducing, done by clients that send and shards that add.
+//! The coordinator's plans: what the core calls folding and reducing, done by clients that send and shards that add.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Granted, Message, Plan, PlanSource, Refusal, Work};
 
 use super::shares::{Share, Values, shares};
-use super::{Action, LeadCore, Part, REPEAT, Source};
+use super::{Action, CoordinatorCore, Part, REPEAT, Source};
 use crate::core::{self, Contribution, Now};
 
 /// One client's part of a plan.
@@ -98,7 +98,7 @@ impl Run {
     }
 }
 
-impl LeadCore {
+impl CoordinatorCore {
     /// A shard has answered, or says something unasked.
     pub fn from_part(
         &mut self,

@@ -1,4 +1,5 @@
-//! The lead of a model at work: the edge around [`LeadCore`]. It owns the lock, the clock and the ways to the shards.
+//! The coordinator of a model at work: the edge around [`CoordinatorCore`]. It owns the lock, the clock and the ways to
+//! the shards.
 
 mod moving;
 mod remote;
@@ -16,15 +17,15 @@ use parking_lot::{Condvar, Mutex};
 
 use super::moving::{Moves, Progress, Whereabouts};
 use super::part::{self, Part};
+use crate::coordinator::{AWAY, Action, CoordinatorCore};
 use crate::core::{MemberView, WaitedFor};
-use crate::lead::{AWAY, Action, LeadCore};
 use remote::Remote;
 
 /// How a shard's address is found.
 pub(super) type Resolve = Arc<dyn Fn(ShardId) -> Result<String, String> + Send + Sync>;
 
 struct State {
-    core: LeadCore,
+    core: CoordinatorCore,
     clients: HashMap<ClientId, Link>,
     /// It was handed over, and perhaps goes on elsewhere: nothing changes it.
     frozen: bool,
@@ -35,14 +36,14 @@ struct State {
 }
 
 enum Way {
-    /// The lead's own part.
+    /// The coordinator's own part.
     Here(Arc<Part>),
     /// Over the network.
     There(Arc<Remote>),
 }
 
-/// The lead of a model.
-pub struct Lead {
+/// The coordinator of a model.
+pub struct Coordinator {
     /// The model's name.
     pub model: String,
     generation: Generation,
@@ -60,12 +61,12 @@ pub struct Lead {
     moved: OnceLock<Whereabouts>,
     /// Moves under way.
     pub(super) moves: Arc<Moves>,
-    this: Weak<Lead>,
+    this: Weak<Coordinator>,
 }
 
-/// What a lead is doing, for status.
+/// What a coordinator is doing, for status.
 #[derive(Clone, Debug)]
-pub struct LeadStatus {
+pub struct CoordinatorStatus {
     /// The newest version.
     pub version: Version,
     /// `forming`, `running`, `reducing`, `stopped` or `failed`.
@@ -88,9 +89,9 @@ pub struct LeadStatus {
     pub moving: Option<Progress>,
 }
 
-impl Lead {
-    /// The lead of the model of `record`, whose own part is `here`; a new job's, or what was handed over at the time
-    /// beside it. Of `known` shards it is certain where their blocks are.
+impl Coordinator {
+    /// The coordinator of the model of `record`, whose own part is `here`; a new job's, or what was handed over at the
+    /// time beside it. Of `known` shards it is certain where their blocks are.
     ///
     /// # Errors
     /// A record that cannot be used, or no thread.
@@ -102,7 +103,7 @@ impl Lead {
         resolve: Resolve,
         handed_over: Option<(&[u8], Duration)>,
         known: &[ShardRecord],
-    ) -> Result<Arc<Lead>, String> {
+    ) -> Result<Arc<Coordinator>, String> {
         let map = record.block_map().map_err(|error| error.to_string())?;
         let began_at = handed_over.map_or(Duration::ZERO, |(_, now)| now);
         let ways: Vec<Way> = map
@@ -117,18 +118,18 @@ impl Lead {
         let core = match handed_over {
             None => {
                 let controls = part::controls(record).map_err(|error| error.to_string())?;
-                let core = LeadCore::new(&layout, ways.len(), controls, patience(layout.size()));
+                let core = CoordinatorCore::new(&layout, ways.len(), controls, patience(layout.size()));
                 core.map_err(|error| error.to_string())?
             }
             Some((bytes, now)) => {
-                let core = LeadCore::taken_over(bytes, &layout, ways.len(), now);
+                let core = CoordinatorCore::taken_over(bytes, &layout, ways.len(), now);
                 core.map_err(|error| error.to_string())?
             }
         };
         let core = core.on_shards(map.shares().into_keys().collect());
         let state =
             State { core, clients: HashMap::new(), frozen: false, missed: BTreeSet::new(), late: None };
-        let lead = Arc::new_cyclic(|this| Lead {
+        let coordinator = Arc::new_cyclic(|this| Coordinator {
             model: record.name.clone(),
             generation: record.generation,
             epoch: map.epoch(),
@@ -144,21 +145,21 @@ impl Lead {
             moves: Arc::default(),
             this: this.clone(),
         });
-        let of_part = Arc::downgrade(&lead);
-        let index = lead.ways.iter().position(|way| matches!(way, Way::Here(_))).unwrap_or_default();
+        let of_part = Arc::downgrade(&coordinator);
+        let index = coordinator.ways.iter().position(|way| matches!(way, Way::Here(_))).unwrap_or_default();
         let hears = move |request, message| {
-            if let Some(lead) = of_part.upgrade() {
-                lead.part_says(index, request, message);
+            if let Some(coordinator) = of_part.upgrade() {
+                coordinator.part_says(index, request, message);
             }
         };
-        here.follow(Arc::new(hears), None, lead.over());
-        let timer = Arc::downgrade(&lead);
-        let spawned = std::thread::Builder::new().name("lead-timer".into()).spawn(move || run_timer(&timer));
+        here.follow(Arc::new(hears), None, coordinator.over());
+        let timer = Arc::downgrade(&coordinator);
+        let spawned = std::thread::Builder::new().name("coord-timer".into()).spawn(move || run_timer(&timer));
         spawned.map_err(|error| error.to_string())?;
         if handed_over.is_some() {
-            lead.with_core(|state, now, actions| state.core.go_on(now, actions));
+            coordinator.with_core(|state, now, actions| state.core.go_on(now, actions));
         }
-        Ok(lead)
+        Ok(coordinator)
     }
 
     /// Ends it: clients hear that the model is gone.
@@ -207,11 +208,11 @@ impl Lead {
     }
 
     /// What it is doing.
-    pub fn status(&self) -> LeadStatus {
+    pub fn status(&self) -> CoordinatorStatus {
         let state = self.state.lock();
         let job = state.core.job();
         let now = self.now();
-        LeadStatus {
+        CoordinatorStatus {
             version: job.version(),
             state: state.core.doing().into(),
             failed: state.core.failed().map(Refusal::to_string),
@@ -309,7 +310,7 @@ impl Lead {
         }
         for (part, request, message) in orders {
             match &self.ways[part] {
-                Way::Here(part) => part.from_lead(request, message, None),
+                Way::Here(part) => part.from_coordinator(request, message, None),
                 Way::There(remote) => {
                     if let Some(link) = &*remote.link.lock() {
                         link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
@@ -415,13 +416,13 @@ impl Lead {
                 continue;
             }
             // The registry and the resolver of names may take their time: nobody's lease or deadline waits for them.
-            let (lead, of_thread) = (self.this.clone(), Arc::clone(remote));
+            let (coordinator, of_thread) = (self.this.clone(), Arc::clone(remote));
             let connects = move || {
-                if let Some(lead) = lead.upgrade() {
-                    lead.connect(index, &of_thread);
+                if let Some(coordinator) = coordinator.upgrade() {
+                    coordinator.connect(index, &of_thread);
                 }
             };
-            if let Err(error) = std::thread::Builder::new().name("lead-connect".into()).spawn(connects) {
+            if let Err(error) = std::thread::Builder::new().name("coord-connect".into()).spawn(connects) {
                 remote.is_lost(format!("no thread to look for it: {error}"), now);
             }
         }
@@ -435,26 +436,26 @@ fn patience(bytes: u64) -> Duration {
     Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND).min(MOST)
 }
 
-fn run_timer(lead: &Weak<Lead>) {
+fn run_timer(coordinator: &Weak<Coordinator>) {
     const IDLE: Duration = Duration::from_millis(200);
     const STALLED: Duration = Duration::from_millis(500);
     let mut ticked = Instant::now();
     loop {
-        let Some(lead) = lead.upgrade() else { return };
-        if lead.stopping.load(Ordering::Relaxed) {
+        let Some(coordinator) = coordinator.upgrade() else { return };
+        if coordinator.stopping.load(Ordering::Relaxed) {
             return;
         }
         if ticked.elapsed() > STALLED {
-            lead.forgive_silence();
+            coordinator.forgive_silence();
         }
         ticked = Instant::now();
-        lead.connect_missing();
-        lead.with_core(|state, now, actions| state.core.tick(now, actions));
-        lead.say_who_is_waited_for();
-        let mut state = lead.state.lock();
-        let due = state.core.next_deadline().saturating_sub(lead.now());
+        coordinator.connect_missing();
+        coordinator.with_core(|state, now, actions| state.core.tick(now, actions));
+        coordinator.say_who_is_waited_for();
+        let mut state = coordinator.state.lock();
+        let due = state.core.next_deadline().saturating_sub(coordinator.now());
         let pause = due.clamp(Duration::from_millis(1), IDLE);
-        lead.wake.wait_for(&mut state, pause);
+        coordinator.wake.wait_for(&mut state, pause);
     }
 }
 

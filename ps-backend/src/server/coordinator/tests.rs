@@ -1,4 +1,4 @@
-//! A lead whose other shard cannot be found.
+//! A coordinator whose other shard cannot be found.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,7 @@ fn a_shard_that_cannot_be_found_is_looked_for_after_pauses_that_grow() {
         let _ = tell.send(Instant::now());
         Err(format!("nobody knows where shard {shard} is"))
     });
-    let lead = Lead::new(&record, &part, here, reactor.handle(), resolve, None, &[]).unwrap();
+    let coordinator = Coordinator::new(&record, &part, here, reactor.handle(), resolve, None, &[]).unwrap();
     let mut before: Option<Instant> = None;
     for pause in [0, 50, 100, 200, 400] {
         let now = asked.recv_timeout(Duration::from_secs(20)).expect("it is asked for again");
@@ -34,9 +34,9 @@ fn a_shard_that_cannot_be_found_is_looked_for_after_pauses_that_grow() {
         }
         before = Some(now);
     }
-    let unreachable = lead.status().unreachable;
+    let unreachable = coordinator.status().unreachable;
     assert_eq!(unreachable.len(), 1);
     assert_eq!((unreachable[0].0, unreachable[0].2.as_str()), (lost, "nobody knows where shard 2 is"));
-    lead.stop(&Refusal::other("it was a test"));
+    coordinator.stop(&Refusal::other("it was a test"));
     reactor.shut_down(Duration::from_secs(2)).unwrap();
 }

@@ -1,7 +1,7 @@
-//! A shard of the model on the network: where it is, and the lead's connection to it.
+//! A shard of the model on the network: where it is, and the coordinator's connection to it.
 //!
-//! A number alone is not a shard: a registry that was started anew may give it to another one. So the lead stays with
-//! the address at which it has found the blocks. Only of the process there it believes that they are lost.
+//! A number alone is not a shard: a registry that was started anew may give it to another one. So the coordinator stays
+//! with the address at which it has found the blocks. Only of the process there it believes that they are lost.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use libmodelio::vocabulary::ids::{ClientId, ShardId};
 use libmodelio::wire::{Limits, Message, Protocol, Received, Refusal, Role, ShardRecord};
 use parking_lot::Mutex;
 
-use super::Lead;
+use super::Coordinator;
 
 /// Where a shard is.
 #[derive(Debug)]
@@ -145,7 +145,7 @@ impl Remote {
     }
 }
 
-impl Lead {
+impl Coordinator {
     /// Connects, which may take a while unless the shard is at hand.
     pub(super) fn connect(&self, index: usize, remote: &Arc<Remote>) {
         if let Err(why) = self.try_connect(index, remote) {
@@ -158,10 +158,16 @@ impl Lead {
         let address = remote.find(|shard| (self.resolve)(shard))?;
         let mut found = address.to_socket_addrs().map_err(|error| format!("{address}: {error}"))?;
         let found = found.next().ok_or_else(|| format!("{address} leads nowhere"))?;
-        let lead = self.this.upgrade().ok_or("the model is gone")?;
+        let coordinator = self.this.upgrade().ok_or("the model is gone")?;
         let link = Link::default();
-        let conversation =
-            ToPart { lead, address, index, remote: Arc::clone(remote), link: link.clone(), silence: None };
+        let conversation = ToPart {
+            coordinator,
+            address,
+            index,
+            remote: Arc::clone(remote),
+            link: link.clone(),
+            silence: None,
+        };
         let stream = Box::new(Framed::new(conversation, link, 4 << 10));
         let deadline = Instant::now() + PATIENCE;
         let connected = self.net.connect(found, SocketOptions::default(), deadline, stream, Thread::Any);
@@ -169,9 +175,9 @@ impl Lead {
     }
 }
 
-/// The lead's end of its connection to a shard.
+/// The coordinator's end of its connection to a shard.
 struct ToPart {
-    lead: Arc<Lead>,
+    coordinator: Arc<Coordinator>,
     /// Where it was connected to.
     address: String,
     index: usize,
@@ -184,12 +190,12 @@ impl Conversation for ToPart {
     fn opened(&mut self, link: &Link) -> Result<(), Close> {
         let hello = Message::Hello {
             protocol: Protocol::NEWEST.number(),
-            role: Role::Lead,
-            model: self.lead.model.clone(),
-            generation: self.lead.generation,
-            client: ClientId(self.lead.over().0),
+            role: Role::Coordinator,
+            model: self.coordinator.model.clone(),
+            generation: self.coordinator.generation,
+            client: ClientId(self.coordinator.over().0),
         };
-        link.send(Outgoing { epoch: self.lead.epoch, ..Outgoing::new(0, hello) });
+        link.send(Outgoing { epoch: self.coordinator.epoch, ..Outgoing::new(0, hello) });
         Ok(())
     }
 
@@ -202,7 +208,7 @@ impl Conversation for ToPart {
                 *self.remote.gone_since.lock() = None;
                 self.remote.has_it(&self.address);
                 let index = self.index;
-                self.lead.with_core(|state, _, actions| state.core.part_up(index, actions));
+                self.coordinator.with_core(|state, _, actions| state.core.part_up(index, actions));
             }
             (Message::Refused(refusal), None) => {
                 // The shard is there, but not the blocks: it has been started anew. Unless it is another one, that has
@@ -211,7 +217,7 @@ impl Conversation for ToPart {
                     if let Err(why) = self.remote.has_not(&self.address) {
                         return Err(Close::Asked(why.into()));
                     }
-                    self.lead.part_says(self.index, 0, received.message.clone());
+                    self.coordinator.part_says(self.index, 0, received.message.clone());
                 }
                 return Err(Close::Asked(refusal.to_string().into()));
             }
@@ -224,9 +230,9 @@ impl Conversation for ToPart {
             }
             (message, Some(_)) => {
                 if let Message::Refused(refusal @ Refusal::Plan { .. }) = message {
-                    tracing::debug!(model = %self.lead.model, shard = %self.remote.shard, "{refusal}");
+                    tracing::debug!(model = %self.coordinator.model, shard = %self.remote.shard, "{refusal}");
                 }
-                self.lead.part_says(self.index, received.header.request(), message.clone());
+                self.coordinator.part_says(self.index, received.header.request(), message.clone());
             }
         }
         Ok(Take::Nothing)
@@ -248,9 +254,9 @@ impl Conversation for ToPart {
         let mut link = self.remote.link.lock();
         link.take_if(|known| known.is(&self.link));
         drop(link);
-        self.remote.is_lost(why.to_string(), self.lead.now());
-        if self.silence.is_some() && !self.lead.stopping.load(Ordering::Relaxed) {
-            tracing::warn!(model = %self.lead.model, shard = %self.remote.shard, "connection lost: {why}");
+        self.remote.is_lost(why.to_string(), self.coordinator.now());
+        if self.silence.is_some() && !self.coordinator.stopping.load(Ordering::Relaxed) {
+            tracing::warn!(model = %self.coordinator.model, shard = %self.remote.shard, "connection lost: {why}");
         }
     }
 }

@@ -1,15 +1,16 @@
-//! The lead while its model's blocks move: holding the job between two versions, and being taken to another shard.
+//! The coordinator while its model's blocks move: holding the job between two versions, and being taken to another
+//! shard.
 
 use libmodelio::vocabulary::layout::ModelLayout;
 
-use super::{Action, LeadCore, Now};
+use super::{Action, CoordinatorCore, Now};
 
-/// What was handed over is no lead of this model.
+/// What was handed over is no coordinator of this model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the state of the model's lead cannot be used: {0}")]
+#[error("the state of the model's coordinator cannot be used: {0}")]
 pub struct TakeOverError(String);
 
-impl LeadCore {
+impl CoordinatorCore {
     /// Begins to hold the job: see [`crate::core::ShardCore::hold`].
     pub fn hold(&mut self) {
         self.core.hold();
@@ -59,8 +60,8 @@ impl LeadCore {
         postcard::to_stdvec(self).map_err(|error| TakeOverError(error.to_string()))
     }
 
-    /// A lead that was handed over at `now`, for a model of this layout on `parts` shards. It goes on at once: clients
-    /// come back to it.
+    /// A coordinator that was handed over at `now`, for a model of this layout on `parts` shards. It goes on at once:
+    /// clients come back to it.
     ///
     /// # Errors
     /// [`TakeOverError`] for what [`Self::hand_over`] does not make.
@@ -69,21 +70,24 @@ impl LeadCore {
         layout: &ModelLayout,
         parts: usize,
         now: Now,
-    ) -> Result<LeadCore, TakeOverError> {
+    ) -> Result<CoordinatorCore, TakeOverError> {
         let (blocks, tensors) = (layout.blocks(), layout.tensors().len());
-        let mut lead: LeadCore =
+        let mut coordinator: CoordinatorCore =
             postcard::from_bytes(bytes).map_err(|error| TakeOverError(error.to_string()))?;
-        if lead.blocks != blocks || lead.tensors != tensors as u32 || !lead.core.is_sound(blocks, tensors) {
+        if coordinator.blocks != blocks
+            || coordinator.tensors != tensors as u32
+            || !coordinator.core.is_sound(blocks, tensors)
+        {
             let what = format!("it is not of a model of {blocks} blocks and {tensors} tensors");
             return Err(TakeOverError(what));
         }
-        lead.parts = parts;
-        lead.names = super::names(layout);
-        lead.is_trainable = layout.is_trainable();
-        lead.told_at = now;
-        lead.clients.values_mut().for_each(|client| client.taken_over(now));
-        lead.core.taken_over(now);
-        Ok(lead)
+        coordinator.parts = parts;
+        coordinator.names = super::names(layout);
+        coordinator.is_trainable = layout.is_trainable();
+        coordinator.told_at = now;
+        coordinator.clients.values_mut().for_each(|client| client.taken_over(now));
+        coordinator.core.taken_over(now);
+        Ok(coordinator)
     }
 
     /// After [`Self::taken_over`]: what the job waits for, if there is something, begins.

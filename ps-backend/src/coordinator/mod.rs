@@ -1,5 +1,5 @@
-//! The lead of a model: the job's decisions, for clients and shards on a network. Pure: messages and `now` go in,
-//! messages come out.
+//! The coordinator of a model: the job's decisions, for clients and shards on a network. Pure: messages and `now` go
+//! in, messages come out.
 //!
 //! Around a [`ShardCore`], which decides as it does on one machine, it keeps the clients (their requests are carried
 //! out once, however often they come), and has the shards do what the core calls folding and reducing: as plans, one
@@ -71,7 +71,7 @@ pub const MAX_CLIENTS: usize = 4096;
 
 /// The job of one model.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct LeadCore {
+pub struct CoordinatorCore {
     core: ShardCore<Source>,
     blocks: u32,
     tensors: u32,
@@ -114,7 +114,7 @@ fn names(layout: &ModelLayout) -> Arc<[String]> {
     layout.tensors().iter().map(|tensor| tensor.name.clone()).collect()
 }
 
-impl LeadCore {
+impl CoordinatorCore {
     /// A job at version 0, for a model of this layout on `parts` shards.
     ///
     /// # Errors
@@ -124,12 +124,12 @@ impl LeadCore {
         parts: usize,
         controls: Controls,
         patience: Now,
-    ) -> Result<LeadCore, ControlError> {
+    ) -> Result<CoordinatorCore, ControlError> {
         let (blocks, tensors, names) = (layout.blocks(), layout.tensors().len(), names(layout));
         let frozen = controls.frozen.tensors(names.iter().map(String::as_str))?;
         let mut core = ShardCore::new(blocks, tensors, controls);
         core.freeze(frozen);
-        Ok(LeadCore {
+        Ok(CoordinatorCore {
             core: core.with_fold_patience(patience).with_fold_batch(usize::MAX),
             blocks,
             tensors: tensors as u32,
@@ -154,8 +154,8 @@ impl LeadCore {
     }
 
     /// The numbers of the shards, by which what is said of them names them.
-    pub fn on_shards(self, shards: Vec<ShardId>) -> LeadCore {
-        LeadCore { shards: shards.into(), ..self }
+    pub fn on_shards(self, shards: Vec<ShardId>) -> CoordinatorCore {
+        CoordinatorCore { shards: shards.into(), ..self }
     }
 
     /// The job itself, to look at.
