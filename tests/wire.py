@@ -10,9 +10,8 @@ from pathlib import Path
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 HEADER = struct.Struct("<2sHIIIQQI")  # Without its own checksum.
 # What this speaks.
-PROTOCOL = 2
 HEADER_BYTES = HEADER.size + 4
-PROTOCOL = 2
+PROTOCOL = 3
 ROLES = {"control": 0, "data": 1, "coordinator": 2, "admin": 3}
 # What a test waits for an answer, a welcome or the end of a connection.
 PATIENCE = 8

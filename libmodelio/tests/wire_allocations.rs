@@ -55,8 +55,8 @@ fn what_is_announced_is_not_what_is_allocated() {
 
 #[test]
 fn what_is_decoded_is_a_small_multiple_of_what_came() {
-    let controls = vec![Default::default(); (1 << 19) - 20];
-    let state = Message::State(JobState { controls, ..JobState::default() });
+    let late = vec![Default::default(); (1 << 20) - 200];
+    let state = Message::State(JobState { late, ..JobState::default() });
     let body = frame(&state, 0, Epoch(0), &[]).expect("it is just short enough").split_off(40);
     let used = measure(|| assert_eq!(Message::decode(&body, 0).as_ref(), Ok(&state)));
     assert!(used.bytes_max < 64 << 20, "{used:?}");
@@ -91,8 +91,15 @@ fn what_is_decoded_is_a_small_multiple_of_what_came() {
 fn shards_without_end_take_no_room() {
     let layout = ModelLayout::blank(1 << 20, DType::F32, 64 << 10).expect("a layout");
     let map = BlockMap::striped(layout.blocks(), &[ShardId(1)]).expect("a map");
-    let record =
-        ModelRecord::new("m", Generation(1), &layout, Default::default(), &map, ShardId(1), Vec::new());
+    let record = ModelRecord::new(
+        "m",
+        Generation(1),
+        &layout,
+        Default::default(),
+        &map,
+        ShardId(1),
+        Default::default(),
+    );
     let sound =
         Moved { record: record.expect("a record"), shards: Vec::new() }.encode().expect("it is short");
     // Instead of no shards as many as there is room for: each of number 1, with no texts.

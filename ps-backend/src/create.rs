@@ -12,7 +12,7 @@ use libmodelio::vocabulary::ids::{BlockId, Generation, ShardId};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::{Message, ModelRecord, Moved, RecordError, ShardRecord};
 
-use libmodelio::vocabulary::controls::{Controls, SETTINGS};
+use libmodelio::vocabulary::controls::Controls;
 
 /// A model that is to be made.
 #[derive(Debug)]
@@ -124,9 +124,7 @@ pub fn create(
     let mut random = [0; 8];
     getrandom::fill(&mut random).map_err(|error| CreateError::Random(error.to_string()))?;
     let generation = Generation(u64::from_le_bytes(random).max(1));
-    let texts = SETTINGS.iter().map(|(name, _)| (*name).to_owned());
-    let controls = texts.filter_map(|name| new.controls.get(&name).map(|value| (name, value))).collect();
-    let metadata = new.metadata.clone();
+    let (controls, metadata) = (new.controls.clone(), new.metadata.clone());
     let mut record = ModelRecord::new(new.name, generation, new.layout, metadata, &map, ids[0], controls)?;
     registry.put(&record, None, Instant::now() + PROMPT)?;
     record.ready = true;

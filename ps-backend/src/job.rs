@@ -14,6 +14,7 @@ use libmodelio::transport::{Attached, LeaveReason, Region, ShardError, Transport
 use libmodelio::vocabulary::controls::{ControlError, Controls};
 use libmodelio::vocabulary::ids::{LearnerId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::phase::JobPhase;
 
 use crate::core::{LastCommit, MemberView, WaitedFor};
 
@@ -78,8 +79,8 @@ pub struct ShardView {
 /// What a job has done since its start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobStatus {
-    /// `forming`, `running`, `reducing`, `stopped`, `waiting` (for a shard) or `failed`.
-    pub state: &'static str,
+    /// What it is doing.
+    pub state: JobPhase,
     /// Learners that others have been waiting for, and for how long, if that is long.
     pub late: Option<(WaitedFor, Duration)>,
     /// The newest version.

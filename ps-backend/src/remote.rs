@@ -22,6 +22,7 @@ use libmodelio::transport::{
 use libmodelio::vocabulary::controls::{ControlError, Controls, NonFinite};
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{self, Refusal};
 use parking_lot::Mutex;
@@ -143,17 +144,10 @@ impl RemoteJob {
     /// Takes over what the coordinator has told.
     fn mirror(&self) {
         let state = self.client.state();
-        let texts = state.controls.iter().map(|(name, value)| (name.as_str(), value.as_str()));
-        match Controls::default().with_all(texts) {
-            Ok(controls) => {
-                self.rejects.store(controls.nonfinite == NonFinite::Reject, Ordering::Relaxed);
-                *self.controls.lock() = controls;
-            }
-            // Of a newer release, perhaps.
-            Err(error) => tracing::warn!(%error, "a setting of the job is not known here"),
-        }
-        self.stopped.store(state.state == "stopped", Ordering::Relaxed);
+        self.rejects.store(state.controls.nonfinite == NonFinite::Reject, Ordering::Relaxed);
+        self.stopped.store(state.phase == JobPhase::Stopped, Ordering::Relaxed);
         self.waits.lock().hear(&state);
+        *self.controls.lock() = state.controls;
     }
 
     fn refuse_if_ending(&self) -> Result<(), ShardError> {
@@ -635,13 +629,10 @@ impl Job for RemoteJob {
         let shards: Vec<ShardView> = self.client.peers().into_iter().map(shard).collect();
         let is_away = shards.iter().any(|shard| shard.away.is_some());
         JobStatus {
-            state: match state.state.as_str() {
-                "failed" => "failed",
-                _ if is_away => "waiting",
-                "forming" => "forming",
-                "reducing" => "reducing",
-                "stopped" => "stopped",
-                _ => "running",
+            state: match state.phase {
+                JobPhase::Failed => JobPhase::Failed,
+                _ if is_away => JobPhase::Waiting,
+                phase => phase,
             },
             late: waits.learners.map(|since| {
                 let late = WaitedFor { learners: state.late.clone(), more: state.late_more as usize };

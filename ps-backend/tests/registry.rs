@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
 use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
 use libmodelio::vocabulary::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
 use libmodelio::wire::{Limits, Message, ModelRecord, Protocol, Receiver, Refusal, Role, ShardRecord, frame};
@@ -76,7 +77,7 @@ fn all_calls_are_answered() {
     let layout = ModelLayout::new(vec![("w".to_owned(), DType::F32, vec![100_000])], MIN_BLOCK_SIZE)
         .expect("a layout");
     let map = BlockMap::striped(layout.blocks(), &[shard.shard]).expect("a map");
-    let (metadata, controls) = (Default::default(), vec![("reducer".to_owned(), "sgd".to_owned())]);
+    let (metadata, controls) = (Default::default(), Controls::default());
     let mut record = ModelRecord::new("m", Generation(5), &layout, metadata, &map, shard.shard, controls)
         .expect("a record");
     assert!(matches!(registry.model("m", deadline), Err(RegistryError::NoModel(name)) if name == "m"));

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::ShardId;
+use libmodelio::vocabulary::phase::JobPhase;
 use ps_backend::job::JobStatus;
 
 use super::model::Model;
@@ -52,7 +53,8 @@ impl Said {
             lines.push(format!("learners have been waiting for {} s for {late}", waited.as_secs()));
         }
         self.learners = status.late.is_some();
-        let away = |shard: &ps_backend::job::ShardView| shard.away.filter(|_| status.state == "waiting");
+        let away =
+            |shard: &ps_backend::job::ShardView| shard.away.filter(|_| status.state == JobPhase::Waiting);
         self.shards
             .retain(|known| status.shards.iter().any(|shard| shard.shard == *known && away(shard).is_some()));
         for shard in &status.shards {
@@ -95,7 +97,7 @@ mod tests {
         };
         let names: Vec<String> = late.iter().map(|name| (*name).to_owned()).collect();
         JobStatus {
-            state: if away.is_empty() { "running" } else { "waiting" },
+            state: if away.is_empty() { JobPhase::Running } else { JobPhase::Waiting },
             late: (!names.is_empty())
                 .then_some((WaitedFor { learners: names, more: 0 }, Duration::from_millis(5400))),
             version: Version(0),

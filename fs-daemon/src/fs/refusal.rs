@@ -8,6 +8,7 @@ use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::phase::JobPhase;
 use parking_lot::Mutex;
 use ps_backend::core::NOT_COMMITTED;
 
@@ -146,7 +147,7 @@ fn past_end(layout: &ModelLayout, offset: u64, end: u64, size: u64) -> String {
 /// Which learners have not contributed.
 fn waited_for(model: &Model) -> String {
     let status = model.job.status();
-    if status.state == "forming" {
+    if status.state == JobPhase::Forming {
         let (joined, expected) = (status.members.len(), model.job.controls().learners);
         return format!("; {joined} of {expected} learners have joined (control/learners)");
     }

@@ -6,6 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::phase::JobPhase;
 use serde_json::json;
 
 use super::MountStatus;
@@ -105,7 +106,7 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
         .shards
         .iter()
         // A job that has failed waits for nobody.
-        .filter(|_| status.state != "failed")
+        .filter(|_| status.state != JobPhase::Failed)
         .filter_map(|shard| {
             let since = since(shard.away?);
             Some(json!({ "id": shard.shard, "address": shard.address, "since_unix_seconds": since, "because": shard.lost }))
@@ -125,7 +126,7 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
         published.and_then(|at| at.duration_since(UNIX_EPOCH).ok()).map(|d| round(d.as_secs_f64()));
     let mut value = json!({
         "model": model.name,
-        "state": status.state,
+        "state": status.state.name(),
         "waits_for_shards": waits_for_shards,
         "waits_for_learners": waits_for_learners,
         "waits_for_more_learners": status.late.as_ref().map_or(0, |(late, _)| late.more),

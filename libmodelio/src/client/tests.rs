@@ -12,6 +12,7 @@ use super::core::{Action, ClientCore, LastCommit, Now};
 use crate::transport::{Attached, ShardError};
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, PlanId, ShardId, Step, Version};
+use crate::vocabulary::phase::JobPhase;
 use crate::wire::{Granted, JobState, LearnerState, Message, Refusal};
 
 const L: LearnerId = LearnerId(7);
@@ -113,7 +114,7 @@ fn a_job_without_coordinator_fails_at_once_until_one_is_found() {
     bench.core.fail(lost(), bench.now, &mut bench.said);
     assert!(bench.said.contains(&Action::Answer(3, Err(lost().into()))), "{:?}", bench.said);
     assert!(bench.said.contains(&Action::Release(L, Step(1))), "nobody asks for it any more");
-    assert_eq!((bench.core.state().state.as_str(), bench.core.kept()), ("failed", (0, 0)));
+    assert_eq!((bench.core.state().phase, bench.core.kept()), (JobPhase::Failed, (0, 0)));
     bench.said.clear();
     bench.ask(5, Message::Join { name: "x".into() }, 10);
     assert!(bench.said.contains(&Action::Answer(5, Err(lost().into()))), "{:?}", bench.said);
@@ -133,7 +134,7 @@ fn a_job_that_has_failed_needs_no_coordinator_to_refuse_what_is_asked() {
     bench.pass(10);
     bench.coordinator(
         0,
-        Message::State(JobState { sequence: 1, state: "failed".into(), ..JobState::default() }),
+        Message::State(JobState { sequence: 1, phase: JobPhase::Failed, ..JobState::default() }),
     );
     bench.said.clear();
     bench.ask(5, Message::Join { name: "x".into() }, 10);
@@ -152,7 +153,7 @@ fn a_job_that_has_failed_can_be_abandoned_too() {
     let mut bench = Bench::new();
     bench.coordinator(
         0,
-        Message::State(JobState { sequence: 1, state: "failed".into(), ..JobState::default() }),
+        Message::State(JobState { sequence: 1, phase: JobPhase::Failed, ..JobState::default() }),
     );
     assert!(bench.core.lost().is_some() && !bench.core.is_abandoned(), "its coordinator says so");
     let lost = || ShardError::Lost("the name is another model's".into());
@@ -161,7 +162,7 @@ fn a_job_that_has_failed_can_be_abandoned_too() {
     bench.ask(5, Message::Join { name: "x".into() }, 10);
     assert!(bench.said.contains(&Action::Answer(5, Err(lost().into()))), "{:?}", bench.said);
     bench.core.coordinator_up(bench.now, &mut bench.said);
-    assert_eq!(bench.core.state().state, "failed", "as before");
+    assert_eq!(bench.core.state().phase, JobPhase::Failed, "as before");
 }
 
 #[test]

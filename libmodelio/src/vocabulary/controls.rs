@@ -390,6 +390,16 @@ impl Controls {
         }
     }
 
+    /// Whether each setting has a value that it can have: what came from elsewhere may be anything.
+    ///
+    /// # Errors
+    /// The first [`ControlError`].
+    pub fn check(&self) -> Result<(), ControlError> {
+        SETTINGS
+            .iter()
+            .try_for_each(|(name, _)| self.with(name, &self.get(name).unwrap_or_default()).map(drop))
+    }
+
     /// One `name value` line a setting, for people.
     pub fn describe(&self) -> String {
         let mut text = String::new();

@@ -170,7 +170,7 @@ impl Default for Hyper {
 }
 
 /// One application of a reducer to a version.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Step {
     /// What to compute.
     pub reducer: Reducer,

@@ -10,19 +10,22 @@ use crate::vocabulary::layout::{ModelLayout, PartLayout};
 
 /// A number for each tensor, by runs of tensors with the same number.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Vec<(u32, u64)>")]
 pub struct TensorSteps(Vec<(u32, u64)>);
+
+/// From runs as a message has them: they need not be what [`TensorSteps::runs`] would give.
+impl From<Vec<(u32, u64)>> for TensorSteps {
+    fn from(runs: Vec<(u32, u64)>) -> TensorSteps {
+        let mut steps = TensorSteps::default();
+        runs.iter().for_each(|&(count, step)| steps.push(count, step));
+        steps
+    }
+}
 
 impl TensorSteps {
     /// All of `tensors` tensors at `step`.
     pub fn uniform(tensors: usize, step: u64) -> TensorSteps {
         TensorSteps(vec![(tensors as u32, step)])
-    }
-
-    /// From runs as a message has them: they need not be what [`Self::runs`] would give.
-    pub fn from_runs(runs: &[(u32, u64)]) -> TensorSteps {
-        let mut steps = TensorSteps::default();
-        runs.iter().for_each(|&(count, step)| steps.push(count, step));
-        steps
     }
 
     /// How many tensors in a row have which number. Neighbours differ, and none is empty.
@@ -215,7 +218,7 @@ mod tests {
             let tensors = sizes.iter().enumerate().map(|(i, &size)| (format!("t{i}"), DType::F32, vec![size]));
             let layout = ModelLayout::new(tensors.collect(), 64 << 10).unwrap();
             let runs: Vec<(u32, u64)> = at.iter().take(sizes.len()).map(|&step| (1, step)).collect();
-            let steps = TensorSteps::from_runs(&runs);
+            let steps = TensorSteps::from(runs.clone());
             let mut blocks: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
             blocks.retain(|block| owned[block.index() % 64]);
             prop_assume!(!blocks.is_empty());

@@ -13,10 +13,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_ranges::{BlockRanges, TensorRanges};
+use crate::vocabulary::controls::Controls;
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
 use crate::vocabulary::partly::PartlyWritten;
+use crate::vocabulary::phase::JobPhase;
+use crate::vocabulary::reducer::{self, Reducer};
+use crate::vocabulary::tensor_steps::TensorSteps;
 
 /// What a connection is for. The first frame says so and it does not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -378,7 +382,7 @@ pub enum Message {
         /// Which version; none newer is made meanwhile.
         version: Version,
         /// Whose optimizer state there is.
-        reducer: String,
+        reducer: Reducer,
     },
     /// How far is it? Answered by `Adopted`, or by the refusal that ended it.
     Adopting {
@@ -513,10 +517,10 @@ pub struct JobState {
     pub over: PlanId,
     /// As the client has last said by `Heard`; none if it has not yet over this connection.
     pub heard: Option<u64>,
-    /// Every setting's name and text.
-    pub controls: Vec<(String, String)>,
-    /// `forming`, `running`, `reducing` or `stopped`.
-    pub state: String,
+    /// The settings.
+    pub controls: Controls,
+    /// What the job is doing.
+    pub phase: JobPhase,
     /// The client's own learners.
     pub learners: Vec<LearnerState>,
     /// Learners in the job, everybody's.
@@ -592,11 +596,10 @@ pub enum Work {
     },
     /// The next version is made from their sum, and what earlier plans of this version have added up.
     Reduce {
-        /// Reducer, hyper-parameters and counts: `ps_backend::reducer::Step` as JSON.
-        step: String,
-        /// The optimizer step of each tensor, by runs: so many tensors, and the step. Tensors of step 0 stay as they
-        /// are.
-        tensors: Vec<(u32, u64)>,
+        /// Reducer, hyper-parameters and counts.
+        step: reducer::Step,
+        /// The optimizer step of each tensor. Tensors of step 0 stay as they are.
+        tensors: TensorSteps,
         /// Optimizer state starts from zero.
         fresh_state: bool,
     },

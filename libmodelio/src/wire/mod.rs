@@ -25,7 +25,7 @@ pub use header::{HEADER, Header, Payload};
 pub use message::{Granted, JobState, LearnerState, Message, Plan, PlanSource, Refusal, Role, Work};
 pub use moved::{Adoption, Kept, Moved};
 pub use receiver::{Received, Receiver};
-pub use record::{MAX_CONTROLS, MAX_METADATA, MAX_MODEL_NAME, RecordError, check_model_name};
+pub use record::{MAX_METADATA, MAX_MODEL_NAME, RecordError, check_model_name};
 pub use registry::{
     Fate, Held, MAX_HELD, ModelRecord, RefusedShard, RegistryAnswer, RegistryRequest, ShardRecord,
 };
@@ -69,19 +69,23 @@ impl Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u16)]
 pub enum Protocol {
-    /// The second one, and the first that this program speaks. New in it: `Commit` names tensors, and `Work::Reduce`
+    /// The second one. New in it: `Commit` names tensors, and `Work::Reduce`
     /// gives the optimizer step of each tensor. `Touch` tells of learners whose last process has
     /// exited, and a learner can leave for that reason; a `State` names learners that are late and shards that are away.
     /// `Commit` says whether its memory is lent, and a shard says `Torn` of a plan that has read memory for too long.
     /// `Commit` and the sources of a plan name the written bytes of blocks that were written in part.
     /// The greeting of a coordinator says which of its plans are over, and a shard refuses plans by their numbers.
     /// `OutOfFiles` is among the errors of a shard.
+    ///
+    /// This program does not speak it any more.
     V2 = 2,
+    /// Settings, what a job is doing, reducers and their steps are values and no text.
+    V3 = 3,
 }
 
 impl Protocol {
     /// What this program speaks.
-    pub const NEWEST: Protocol = Protocol::V2;
+    pub const NEWEST: Protocol = Protocol::V3;
 
     /// As in a greeting.
     pub fn number(self) -> u16 {
@@ -94,7 +98,7 @@ impl Protocol {
     /// [`WireError::Protocol`] for one that this program does not speak.
     pub fn from_number(number: u16) -> Result<Protocol, WireError> {
         match number {
-            2 => Ok(Protocol::V2),
+            3 => Ok(Protocol::V3),
             got => Err(WireError::Protocol { expected: Protocol::NEWEST.number(), got }),
         }
     }

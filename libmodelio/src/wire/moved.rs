@@ -21,7 +21,7 @@ pub enum Kept {
 }
 
 /// The payload of [`super::Message::Adopt`].
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Adoption {
     /// Which attempt: the numbers of a model's attempts rise.
     pub attempt: u64,
@@ -102,7 +102,7 @@ fn check_known(maps: &[BlockMap], shards: &[ShardRecord]) -> Result<(), RecordEr
 }
 
 /// The payload of [`super::Message::Moved`].
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Moved {
     /// The model with its new block map, under a higher epoch.
     pub record: ModelRecord,
@@ -141,6 +141,7 @@ mod tests {
 
     use super::*;
     use crate::vocabulary::block_map::BlockMap;
+    use crate::vocabulary::controls::Controls;
     use crate::vocabulary::ids::{Generation, ShardId};
     use crate::vocabulary::layout::{DType, ModelLayout};
 
@@ -160,9 +161,16 @@ mod tests {
         let layout = ModelLayout::blank(1 << 20, DType::F32, 64 << 10).unwrap();
         let map = BlockMap::striped(layout.blocks(), &[ShardId(1), ShardId(2)]).unwrap();
         let map = map.without(ShardId(2), &[ShardId(1), ShardId(3)]).unwrap();
-        let record =
-            ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, ShardId(1), Vec::new())
-                .unwrap();
+        let record = ModelRecord::new(
+            "m",
+            Generation(1),
+            &layout,
+            BTreeMap::new(),
+            &map,
+            ShardId(1),
+            Controls::default(),
+        )
+        .unwrap();
         let moved = Moved { record: record.clone(), shards: vec![shard(1), shard(3)] };
         let shards = vec![shard(1), shard(2), shard(3)];
         let owners = vec![(ShardId(1), 8), (ShardId(2), 8)];

@@ -8,6 +8,8 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor}
 
 use super::{MAX_PAYLOAD, ModelRecord};
 use crate::vocabulary::block_map::{BlockMap, MAX_SHARDS, MapError};
+use crate::vocabulary::controls::ControlError;
+use crate::vocabulary::controls::Controls;
 use crate::vocabulary::dtype::DType;
 use crate::vocabulary::ids::{Epoch, Generation, ShardId};
 use crate::vocabulary::layout::{LayoutError, MAX_BLOCKS, ModelLayout, Tensor, tensor_bytes};
@@ -16,8 +18,6 @@ use crate::vocabulary::layout::{LayoutError, MAX_BLOCKS, ModelLayout, Tensor, te
 pub const MAX_MODEL_NAME: usize = 255;
 /// Most entries of a record's metadata.
 pub const MAX_METADATA: usize = 64 << 10;
-/// Most settings in a record.
-pub const MAX_CONTROLS: usize = 256;
 
 /// Why a record is none.
 #[derive(Debug, thiserror::Error)]
@@ -88,7 +88,10 @@ pub enum RecordError {
     /// An owner that is not among the shards.
     #[error("shard {0} owns blocks, and is not among the shards")]
     Unknown(ShardId),
-    /// More than [`MAX_CONTROLS`] or [`MAX_METADATA`].
+    /// A setting has a value that it cannot have.
+    #[error("a setting of the model: {0}")]
+    Controls(#[from] ControlError),
+    /// More than [`MAX_METADATA`].
     #[error("{got} {what}, the limit is {limit}")]
     TooMany {
         /// Of what.
@@ -128,7 +131,7 @@ impl ModelRecord {
         metadata: BTreeMap<String, String>,
         map: &BlockMap,
         coordinator: ShardId,
-        controls: Vec<(String, String)>,
+        controls: Controls,
     ) -> Result<ModelRecord, RecordError> {
         let tensor = |tensor: &crate::vocabulary::layout::Tensor| {
             let shape = tensor.shape.iter().map(|&dim| dim as u64).collect();
@@ -280,15 +283,11 @@ impl ModelRecord {
         if self.generation == Generation(0) {
             return Err(RecordError::Generation);
         }
-        for (what, limit, got) in [
-            ("settings", MAX_CONTROLS, self.controls.len()),
-            ("entries of metadata", MAX_METADATA, self.metadata.len()),
-        ] {
-            if got > limit {
-                return Err(RecordError::TooMany { what, limit, got });
-            }
+        if self.metadata.len() > MAX_METADATA {
+            let (what, limit, got) = ("entries of metadata", MAX_METADATA, self.metadata.len());
+            return Err(RecordError::TooMany { what, limit, got });
         }
-        Ok(())
+        Ok(self.controls.check()?)
     }
 
     /// How many blocks the tensors take.

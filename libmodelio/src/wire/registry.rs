@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::record::{MAX_CONTROLS, MAX_METADATA, list, map};
+use super::record::{MAX_METADATA, list, map};
+use crate::vocabulary::controls::Controls;
 use crate::vocabulary::ids::{Epoch, Generation, ShardId};
 use crate::vocabulary::layout::MAX_TENSORS;
 
@@ -36,7 +37,7 @@ pub struct RefusedShard {
 }
 
 /// A model, its layout and who owns which block.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ModelRecord {
     /// Its name.
     pub name: String,
@@ -57,8 +58,7 @@ pub struct ModelRecord {
     /// The shard that makes the job's decisions.
     pub coordinator: ShardId,
     /// Settings that it was created with.
-    #[serde(deserialize_with = "list::<MAX_CONTROLS, _, _>")]
-    pub controls: Vec<(String, String)>,
+    pub controls: Controls,
     /// Its blocks are all at their shards.
     pub ready: bool,
 }

@@ -8,10 +8,16 @@ use proptest::prelude::*;
 use super::*;
 use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_ranges::BlockRanges;
+use crate::vocabulary::controls::Controls;
 use crate::vocabulary::ids::{
     BlockId, ClientId, Epoch, Generation, Incarnation, LearnerId, PlanId, ShardId, Step, Version,
 };
 use crate::vocabulary::partly::PartlyWritten;
+use crate::vocabulary::phase::JobPhase;
+use crate::vocabulary::reducer;
+use crate::vocabulary::reducer::Hyper;
+use crate::vocabulary::reducer::Reducer;
+use crate::vocabulary::tensor_steps::TensorSteps;
 
 fn text() -> impl Strategy<Value = String> {
     "\\PC{0,20}"
@@ -128,12 +134,40 @@ fn learner_state() -> impl Strategy<Value = LearnerState> {
     )
 }
 
+fn controls() -> impl Strategy<Value = Controls> {
+    (0.0f32..1.0, 1u32..9, "[a-z*?]{0,9}").prop_map(|(rate, learners, frozen)| {
+        let texts =
+            [("learning_rate", rate.to_string()), ("learners", learners.to_string()), ("frozen", frozen)];
+        Controls::default()
+            .with_all(texts.iter().map(|(name, text)| (*name, text.as_str())))
+            .expect("settings")
+    })
+}
+
+fn job_phase() -> impl Strategy<Value = JobPhase> {
+    use JobPhase::{Failed, Forming, Reducing, Running, Stopped, Waiting};
+    proptest::sample::select(vec![Running, Forming, Reducing, Stopped, Waiting, Failed])
+}
+
+fn reducer() -> impl Strategy<Value = Reducer> {
+    proptest::sample::select(Reducer::all().collect::<Vec<_>>())
+}
+
+fn step() -> impl Strategy<Value = reducer::Step> {
+    (reducer(), any::<u32>(), any::<u64>()).prop_map(|(reducer, contributions, t)| reducer::Step {
+        reducer,
+        hyper: Hyper::default(),
+        contributions,
+        t,
+    })
+}
+
 fn job_state() -> impl Strategy<Value = JobState> {
     (
         (id64(Version), id64(PlanId), any::<Option<u64>>()),
         any::<(u64, u32, u32, u64)>(),
-        vec((text(), text()), 0..4),
-        text(),
+        controls(),
+        job_phase(),
         vec(learner_state(), 0..4),
         (vec(text(), 0..3), any::<u32>(), vec(any::<u16>().prop_map(ShardId), 0..3)),
     )
@@ -142,7 +176,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 (version, over, heard),
                 (sequence, members, committed, contributions),
                 controls,
-                state,
+                phase,
                 learners,
                 (late, late_more, away),
             )| JobState {
@@ -151,7 +185,7 @@ fn job_state() -> impl Strategy<Value = JobState> {
                 over,
                 heard,
                 controls,
-                state,
+                phase,
                 learners,
                 members,
                 committed,
@@ -177,7 +211,7 @@ fn plan() -> impl Strategy<Value = Plan> {
     let work = prop_oneof![
         any::<bool>().prop_map(|replaces| Work::Add { replaces }),
         Just(Work::Assign),
-        (text(), vec((any::<u32>(), any::<u64>()), 0..4), any::<bool>())
+        (step(), vec((any::<u32>(), any::<u64>()), 0..4).prop_map(TensorSteps::from), any::<bool>())
             .prop_map(|(step, tensors, fresh_state)| Work::Reduce { step, tensors, fresh_state })
     ];
     let source = (id64(ClientId), block_ranges(), any::<bool>(), partly())
@@ -384,7 +418,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             })
             .boxed(),
         Just(Message::Adopt).boxed(),
-        (id64(Generation), any::<u64>(), id64(Version), text())
+        (id64(Generation), any::<u64>(), id64(Version), reducer())
             .prop_map(|(generation, attempt, version, reducer)| Message::Fill {
                 generation,
                 attempt,

@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::block_ranges;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
-use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::wire::{JobState, LearnerState, Message, Refusal};
@@ -427,8 +426,8 @@ impl CoordinatorCore {
             version: self.core.version(),
             over: self.over(),
             heard: self.clients.get(&id).and_then(|client| client.requests.heard()),
-            controls: texts(self.core.controls()),
-            state: self.doing().to_owned(),
+            controls: self.core.controls().clone(),
+            phase: self.doing(),
             learners: learners.into_iter().flatten().filter_map(view).collect(),
             members: self.core.members(now).len() as u32,
             committed: self.core.committed() as u32,
@@ -491,9 +490,4 @@ fn subject(message: &Message) -> Option<LearnerId> {
         | Message::Withdraw { learner } => Some(*learner),
         _ => None,
     }
-}
-
-fn texts(controls: &Controls) -> Vec<(String, String)> {
-    let names = libmodelio::vocabulary::controls::SETTINGS.iter().map(|(name, _)| *name);
-    names.filter_map(|name| Some((name.to_owned(), controls.get(name)?))).collect()
 }

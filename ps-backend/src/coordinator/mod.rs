@@ -21,6 +21,7 @@ use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::controls::{ControlError, Controls};
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::wire::{Message, Refusal};
 use serde::{Deserialize, Serialize};
 
@@ -192,10 +193,10 @@ impl CoordinatorCore {
     }
 
     /// What the job is doing, in a word.
-    pub fn doing(&self) -> &'static str {
+    pub fn doing(&self) -> JobPhase {
         match (&self.failed, self.away.is_empty()) {
-            (Some(_), _) => "failed",
-            (None, false) => "waiting",
+            (Some(_), _) => JobPhase::Failed,
+            (None, false) => JobPhase::Waiting,
             (None, true) => self.core.state(),
         }
     }

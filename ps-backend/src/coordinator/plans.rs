@@ -236,9 +236,7 @@ impl CoordinatorCore {
             core::Action::Reduce(plan) => match &plan.work {
                 core::Work::Reduce { step, tensors, fresh_state, inputs, .. } => {
                     let replaces = step.reducer == Reducer::Assign;
-                    // Plain numbers: it cannot fail.
-                    let step = serde_json::to_string(step).unwrap_or_default();
-                    let (tensors, fresh_state) = (tensors.runs().to_vec(), *fresh_state);
+                    let (step, tensors, fresh_state) = (step.clone(), tensors.clone(), *fresh_state);
                     let senders = senders(inputs, self.core.folded_contributions(), replaces);
                     (Kind::Reduce, senders, Work::Reduce { step, tensors, fresh_state })
                 }

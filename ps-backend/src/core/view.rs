@@ -2,6 +2,7 @@
 use libmodelio::transport::Attached;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
 use super::{Member, Now, Phase, Place, ShardCore, Ticket};
@@ -142,15 +143,15 @@ impl<S: Clone> ShardCore<S> {
     }
 
     /// Short description of what the job is doing.
-    pub fn state(&self) -> &'static str {
+    pub fn state(&self) -> JobPhase {
         if self.is_stopped() {
-            "stopped"
+            JobPhase::Stopped
         } else if !self.formed {
-            "forming"
+            JobPhase::Forming
         } else if self.running.is_some() {
-            "reducing"
+            JobPhase::Reducing
         } else {
-            "running"
+            JobPhase::Running
         }
     }
 }

@@ -7,7 +7,7 @@ use libmodelio::vocabulary::block_map::MapError;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
 use libmodelio::wire::{Adoption, ModelRecord, Moved, RecordError, Refusal, ShardRecord};
 
-use libmodelio::vocabulary::controls::{Controls, SETTINGS};
+use libmodelio::vocabulary::controls::Controls;
 
 /// What the model's coordinator knows of the job.
 #[derive(Clone, Debug)]
@@ -105,8 +105,7 @@ impl Plan {
             }
         };
         let mut after = before.moved(&new, coordinator).map_err(Refusal::other)?;
-        let setting = |name: &str| Some((name.to_owned(), job.controls.get(name)?));
-        after.controls = SETTINGS.iter().filter_map(|(name, _)| setting(name)).collect();
+        after.controls = job.controls.clone();
         let owners = shares.keys().map(|&shard| find(shard)).collect::<Result<Vec<_>, _>>()?;
         let shards: Vec<ShardRecord> = owners.iter().chain([&leaving]).cloned().collect();
         let adoption = Adoption {

@@ -19,7 +19,8 @@ fn shard(number: u16, draining: bool) -> ShardRecord {
 fn record() -> ModelRecord {
     let layout = ModelLayout::blank(1 << 20, DType::F32, 64 << 10).unwrap();
     let map = BlockMap::striped(layout.blocks(), &[ShardId(1), ShardId(2)]).unwrap();
-    let record = ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, ShardId(1), Vec::new());
+    let record =
+        ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, ShardId(1), Default::default());
     ModelRecord { ready: true, ..record.unwrap() }
 }
 

@@ -4,6 +4,7 @@
 mod anew;
 
 use libmodelio::vocabulary::block_map::BlockMap;
+use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::layout::{DType, MIN_BLOCK_SIZE, ModelLayout};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -53,7 +54,8 @@ fn record(name: &str, generation: u64, epoch: u64) -> ModelRecord {
     let owners = vec![ShardId(1); layout.blocks() as usize];
     let map = BlockMap::from_owners(Epoch(epoch), owners).unwrap();
     let metadata = Default::default();
-    ModelRecord::new(name, Generation(generation), &layout, metadata, &map, ShardId(1), Vec::new()).unwrap()
+    ModelRecord::new(name, Generation(generation), &layout, metadata, &map, ShardId(1), Default::default())
+        .unwrap()
 }
 
 fn put(core: &mut RegistryCore, record: &ModelRecord, replaces: Option<u64>) -> Result<(), Refusal> {
@@ -168,7 +170,8 @@ fn a_put_is_a_compare_and_swap() {
     let stale = Refusal::Epoch { expected: Epoch(2), got: Epoch(1) };
     assert_eq!(put(&mut core, &ModelRecord { epoch: Epoch(3), ..next.clone() }, Some(1)), Err(stale.clone()));
     assert_eq!(put(&mut core, &ready, Some(2)), Err(stale), "epochs only rise");
-    let same_epoch = ModelRecord { controls: vec![Default::default()], ..next.clone() };
+    let same_epoch =
+        ModelRecord { controls: Controls::default().with("learners", "7").unwrap(), ..next.clone() };
     assert!(matches!(put(&mut core, &same_epoch, Some(2)), Err(Refusal::Other(_))));
     let other_tensors =
         ModelRecord { epoch: Epoch(3), metadata: [Default::default()].into(), ..next.clone() };

@@ -217,7 +217,7 @@ fn status_of(name: &str, model: &Model) -> Value {
         let unreachable: Vec<Value> = unreachable.collect();
         json!({
             "version": status.version.0,
-            "state": status.state,
+            "state": status.state.name(),
             "why": status.failed,
             "reducer": setting("reducer"),
             "consistency": setting("consistency"),

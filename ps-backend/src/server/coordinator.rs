@@ -12,11 +12,12 @@ use std::time::{Duration, Instant};
 use libmodelio::link::{Link, Outgoing};
 use libmodelio::net::{Close, Handle};
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, PlanId, ShardId, Version};
+use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::{Condvar, Mutex};
 
 use super::moving::{Moves, Progress, Whereabouts};
-use super::part::{self, Part};
+use super::part::Part;
 use crate::coordinator::{AWAY, Action, CoordinatorCore};
 use crate::core::{MemberView, WaitedFor};
 use remote::Remote;
@@ -70,7 +71,7 @@ pub struct CoordinatorStatus {
     /// The newest version.
     pub version: Version,
     /// `forming`, `running`, `reducing`, `stopped` or `failed`.
-    pub state: String,
+    pub state: JobPhase,
     /// Why it has failed, if it has.
     pub failed: Option<String>,
     /// Learners in the job.
@@ -117,8 +118,12 @@ impl Coordinator {
         let layout = record.layout().map_err(|error| error.to_string())?;
         let core = match handed_over {
             None => {
-                let controls = part::controls(record).map_err(|error| error.to_string())?;
-                let core = CoordinatorCore::new(&layout, ways.len(), controls, patience(layout.size()));
+                let core = CoordinatorCore::new(
+                    &layout,
+                    ways.len(),
+                    record.controls.clone(),
+                    patience(layout.size()),
+                );
                 core.map_err(|error| error.to_string())?
             }
             Some((bytes, now)) => {
@@ -214,7 +219,7 @@ impl Coordinator {
         let now = self.now();
         CoordinatorStatus {
             version: job.version(),
-            state: state.core.doing().into(),
+            state: state.core.doing(),
             failed: state.core.failed().map(Refusal::to_string),
             members: job.members(now),
             clients: state.core.client_count(),

@@ -34,7 +34,6 @@ pub(super) use blocks::Fetching;
 #[cfg(feature = "rdma")]
 use blocks::FetchingPlan;
 pub(super) use blocks::Landing;
-use libmodelio::vocabulary::controls::Controls;
 use resting::Connected;
 
 /// Takes what the part says to the coordinator.
@@ -136,8 +135,8 @@ impl Part {
             return Err(MakeError::NotMine(shard));
         }
         let part = layout.part(&blocks).map_err(|error| bad(&error))?;
-        let controls = controls(record).map_err(|error| bad(&error))?;
-        let needed = MemoryUse::of_partition(part.layout(), &controls).total();
+        let controls = &record.controls;
+        let needed = MemoryUse::of_partition(part.layout(), controls).total();
         let available = memory::available();
         if let Some(available) = available.filter(|&available| available < needed) {
             return Err(MakeError::Room { needed, available });
@@ -235,12 +234,4 @@ impl State {
     fn wake(&mut self) {
         self.waiting.drain(..).for_each(|link| link.wake());
     }
-}
-
-/// The settings that a model was created with.
-pub(super) fn controls(
-    record: &ModelRecord,
-) -> Result<Controls, libmodelio::vocabulary::controls::ControlError> {
-    let settings = record.controls.iter().map(|(name, value)| (name.as_str(), value.as_str()));
-    Controls::default().with_all(settings)
 }

@@ -3,6 +3,7 @@
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::controls::{ControlError, Controls, SETTINGS};
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::phase::JobPhase;
 use ps_backend::job::SetError;
 
 use crate::site::{BLOCKS, LONG, SHORT, Way, answer, done, timed_out, until};
@@ -124,7 +125,7 @@ pub fn too_few_learners_stop_the_job(way: &Way) {
     end.shows(1, 2.0);
     // It goes on where it was. Who comes in the middle of a step takes part from the next one on.
     let comes = end.join("comes");
-    until("the job goes on", || end.job.status().state != "stopped");
+    until("the job goes on", || end.job.status().state != JobPhase::Stopped);
     (1..BLOCKS).for_each(|block| contribution.offer_all_of(block, 1.0));
     done(contribution.commit());
     assert_eq!(stays.pull(), 2);

@@ -192,7 +192,7 @@ impl Talk {
         let protocol = Protocol::NEWEST.number();
         self.say(&Message::Welcome { protocol, shard: self.shard, epoch: claimed, silence_ms: 5000 }, 0, &[]);
         if role == Role::Control {
-            let state = JobState { sequence: own.0 * 1000, state: "running".into(), ..JobState::default() };
+            let state = JobState { sequence: own.0 * 1000, ..JobState::default() };
             self.say(&Message::State(state), 0, &[]);
         }
         true
@@ -238,7 +238,8 @@ fn record(shard: ShardId, epoch: Epoch) -> ModelRecord {
     let layout = ModelLayout::blank(BYTES, DType::F32, 64 << 10).unwrap();
     let map = BlockMap::from_owners(epoch, vec![shard; layout.blocks() as usize]).unwrap();
     let mut record =
-        ModelRecord::new("m", Generation(7), &layout, BTreeMap::new(), &map, shard, Vec::new()).unwrap();
+        ModelRecord::new("m", Generation(7), &layout, BTreeMap::new(), &map, shard, Default::default())
+            .unwrap();
     record.ready = true;
     record
 }
@@ -339,7 +340,8 @@ fn word_of_a_move_that_makes_no_sense_is_not_followed() {
     let other = ModelLayout::blank(BYTES, DType::F32, 128 << 10).unwrap();
     let map = BlockMap::from_owners(Epoch(2), vec![ShardId(2); other.blocks() as usize]).unwrap();
     let other =
-        ModelRecord::new("m", Generation(7), &other, BTreeMap::new(), &map, ShardId(2), Vec::new()).unwrap();
+        ModelRecord::new("m", Generation(7), &other, BTreeMap::new(), &map, ShardId(2), Default::default())
+            .unwrap();
     let lies = [
         (vec![0x5a; 5000], "not a model's record"),
         (encoded[..encoded.len() - 1].to_vec(), "not a model's record"),

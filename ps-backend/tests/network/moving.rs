@@ -12,6 +12,7 @@ use libmodelio::net::Choice;
 use libmodelio::registry::Registry;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, ShardId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{
     Adoption, Limits, Message, ModelRecord, Moved, Protocol, Received, Receiver, Refusal, Role, frame,
 };
@@ -502,7 +503,7 @@ fn blocks_under_a_map_in_force_outlive_a_later_move_that_comes_to_nothing() {
     // A shard takes blocks, the registry puts the map in force, and nobody tells the shard.
     let (generation, after) = (old.generation, without(&old, off, new));
     ask(Message::Adopt, &adoption(1, &old, &after)).unwrap();
-    ask(Message::Fill { generation, attempt: 1, version: Version(0), reducer: "sum".into() }, &[]).unwrap();
+    ask(Message::Fill { generation, attempt: 1, version: Version(0), reducer: Reducer::Sum }, &[]).unwrap();
     let end = Instant::now() + LONG;
     loop {
         match ask(Message::Adopting { generation, attempt: 1 }, &[]).unwrap().0 {

@@ -263,11 +263,11 @@ impl World {
     fn programs(&self) -> Vec<String> {
         let clients = self.clients.iter().filter(|client| client.alive);
         let programs = clients.map(|client| {
-            let JobState { state, version: Version(version), .. } = client.core.state();
-            format!("{:?} ({state}, {version}) {:?}", client.programs, client.tokens)
+            let JobState { phase, version: Version(version), .. } = client.core.state();
+            format!("{:?} ({phase}, {version}) {:?}", client.programs, client.tokens)
         });
         programs
-            .chain([format!("{:?}", self.coordinator.running()), self.coordinator.job().state().to_owned()])
+            .chain([format!("{:?}", self.coordinator.running()), self.coordinator.job().state().to_string()])
             .collect()
     }
 }

@@ -61,10 +61,13 @@ impl World {
         for index in (0..self.clients.len()).filter(|&index| self.clients[index].alive) {
             let client = &self.clients[index];
             let (id, version, state) = (client.id, client.core.version(), client.core.state());
-            let (told, said) = (state.version, state.state.clone());
+            let (told, said) = (state.version, state.phase);
             self.history.shows(id, version, self.clients[index].front());
             let here = self.clients[index].course == coordinated;
-            assert!(!failed || !here || said == "failed", "client {index} takes the job to be {said}");
+            assert!(
+                !failed || !here || said == libmodelio::vocabulary::phase::JobPhase::Failed,
+                "client {index} takes the job to be {said}"
+            );
             let told = if whole && here { told } else { Version(0) };
             assert!(
                 version >= told,

@@ -302,7 +302,7 @@ impl History {
         planned.may_begin_anew = self.optimizer.chosen;
         if let Work::Reduce { step, .. } = &planned.work {
             // What was set in the middle of a step counts from the next one.
-            let step: libmodelio::vocabulary::reducer::Step = serde_json::from_str(step).expect("a step");
+            let step = step.clone();
             self.optimizer.chosen = self.optimizer.set != step.reducer;
         }
         let Some(Consistency::Ssp(most)) = self.consistency else { return };
@@ -373,7 +373,7 @@ impl History {
         match &planned.work {
             Work::Assign => self.check_assigned(version, &before, &after),
             Work::Reduce { step, fresh_state, .. } => {
-                let step: libmodelio::vocabulary::reducer::Step = serde_json::from_str(step).expect("a step");
+                let step = step.clone();
                 let anew = (*fresh_state, planned.may_begin_anew);
                 self.check_reduced(version, plan, &step, anew, &before, &after);
             }
@@ -575,9 +575,7 @@ impl History {
     pub fn replaces(&self, version: Version) -> bool {
         let made = self.versions.get(version.0 as usize..).unwrap_or_default().first();
         let step = made.and_then(|made| match &self.plans.get(&made.plan)?.work {
-            Work::Reduce { step, .. } => {
-                serde_json::from_str::<libmodelio::vocabulary::reducer::Step>(step).ok()
-            }
+            Work::Reduce { step, .. } => Some(step.clone()),
             _ => None,
         });
         version.0 as usize >= self.complete && step.is_some_and(|step| step.reducer == Reducer::Assign)

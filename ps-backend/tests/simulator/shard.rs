@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
-use libmodelio::vocabulary::reducer::{self, Reducer};
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Message, Plan, Refusal, Work};
 use ps_backend::part::core::{self, Action, Kind, PartCore, Placement};
@@ -217,8 +217,8 @@ fn weights(blocks: &[Block]) -> Vec<Content> {
 /// The step that a plan makes of each tensor, if it makes one.
 fn step(plan: &Plan) -> Option<(Reducer, bool, TensorSteps)> {
     let Work::Reduce { step, tensors, fresh_state } = &plan.work else { return None };
-    let step: reducer::Step = serde_json::from_str(step).expect("a step");
-    Some((step.reducer, *fresh_state, TensorSteps::from_runs(tensors)))
+    let step = step.clone();
+    Some((step.reducer, *fresh_state, tensors.clone()))
 }
 
 /// The plan as the core wants it.

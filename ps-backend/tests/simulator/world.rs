@@ -200,8 +200,15 @@ impl World {
         let (bytes, block) = (u64::from(world.settings.blocks) * u64::from(BLOCK), DType::F32);
         let layout = ModelLayout::blank(bytes, block, BLOCK).expect("a layout");
         let coordinator_at = *map.shares().keys().next().expect("a shard");
-        let record =
-            ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, coordinator_at, Vec::new());
+        let record = ModelRecord::new(
+            "m",
+            Generation(1),
+            &layout,
+            BTreeMap::new(),
+            &map,
+            coordinator_at,
+            Default::default(),
+        );
         let record = ModelRecord { ready: true, ..record.expect("a record") };
         world.begin(record, map, local);
         for learners in world.settings.clients.clone() {

@@ -29,6 +29,7 @@ use fixedbitset::FixedBitSet;
 use crate::transport::{Attached, LeaveReason, ShardError};
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
+use crate::vocabulary::phase::JobPhase;
 use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message, Refusal};
 use held::Held;
 pub use pulling::PULL_BLOCKS;
@@ -104,7 +105,7 @@ pub struct ClientCore {
     /// What the coordinator was last told that the client has heard.
     heard: u64,
     /// Why nobody coordinates the job any more, and the job's state before that.
-    lost: Option<(ShardError, String)>,
+    lost: Option<(ShardError, JobPhase)>,
     /// Since when the coordinator says that the job has failed.
     failed_at: Option<Now>,
     state: JobState,

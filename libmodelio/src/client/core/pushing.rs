@@ -59,9 +59,7 @@ impl ClientCore {
             return self.notify(Message::Lacks { plan, learner }, actions);
         }
         // What is added in order is sent in order, by all: who is ahead would only wait.
-        let ordered =
-            self.state.controls.iter().any(|(name, value)| name == "deterministic" && value == "true");
-        let first = if ordered { 0 } else { self.first };
+        let first = if self.state.controls.deterministic { 0 } else { self.first };
         let parts = self.owned.iter().map(|owned| {
             let todo = owned & &blocks;
             let any = !todo.is_clear();

@@ -3,6 +3,7 @@
 use super::{Action, ClientCore, Held, Now, PATIENCE, Token};
 use crate::transport::{Attached, ShardError};
 use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
+use crate::vocabulary::phase::JobPhase;
 use crate::wire::{Granted, LearnerState, Message, Refusal};
 
 #[derive(Debug)]
@@ -70,7 +71,7 @@ impl ClientCore {
     /// The process that coordinated the job is gone, and the job with it: `why` answers what waits, and what is asked
     /// from now on. It is over if another block map takes the place of this one, or the coordinator is there after all.
     pub fn fail(&mut self, why: ShardError, now: Now, actions: &mut Vec<Action>) {
-        let before = std::mem::replace(&mut self.state.state, "failed".into());
+        let before = std::mem::replace(&mut self.state.phase, JobPhase::Failed);
         self.lost = Some((why.clone(), before));
         let is_lent = |request: &Request| matches!(request.message, Message::Commit { lent: true, .. });
         if self.requests.values().any(is_lent) {
@@ -93,7 +94,7 @@ impl ClientCore {
     /// Somebody coordinates the job.
     pub(super) fn found(&mut self) {
         if let Some((_, before)) = self.lost.take() {
-            self.state.state = before;
+            self.state.phase = before;
         }
     }
 
@@ -107,7 +108,7 @@ impl ClientCore {
     pub fn lost(&self) -> Option<ShardError> {
         let told = || ShardError::Lost("a shard does not have its blocks any more".into());
         let abandoned = self.lost.as_ref().map(|(why, _)| why.clone());
-        abandoned.or_else(|| (self.state.state == "failed").then(told))
+        abandoned.or_else(|| (self.state.phase == JobPhase::Failed).then(told))
     }
 
     /// Which numbers the requests have.

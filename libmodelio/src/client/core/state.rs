@@ -6,11 +6,15 @@ use super::requests::Request;
 use super::{Action, ClientCore, Now, PATIENCE, Token};
 use crate::transport::LeaveReason;
 use crate::vocabulary::ids::LearnerId;
+use crate::vocabulary::phase::JobPhase;
 use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message};
 
 impl ClientCore {
     pub(super) fn take_state(&mut self, state: JobState, now: Now, actions: &mut Vec<Action>) {
-        if state.sequence.max(state.version.0).max(state.over.0) > MAX_NUMBER {
+        let is_news = state.controls != self.state.controls;
+        if state.sequence.max(state.version.0).max(state.over.0) > MAX_NUMBER
+            || is_news && state.controls.check().is_err()
+        {
             return;
         }
         // The first one over a connection counts, whatever was said over those before it.
@@ -67,7 +71,7 @@ impl ClientCore {
                 self.learners.insert(learner, (named[&learner].clone(), state.sequence));
             }
         }
-        self.failed_at = (state.state == "failed").then(|| self.failed_at.unwrap_or(now));
+        self.failed_at = (state.phase == JobPhase::Failed).then(|| self.failed_at.unwrap_or(now));
         self.state = state;
         actions.push(Action::State);
         self.start_pull(now, actions);

@@ -3,6 +3,7 @@
 use super::{Action, ClientCore, LastCommit, Now, Token};
 use crate::transport::ShardError;
 use crate::vocabulary::ids::{LearnerId, Version};
+use crate::vocabulary::phase::JobPhase;
 
 /// What has to be shown for a wait to be over.
 #[derive(Clone, Copy, Debug)]
@@ -76,8 +77,8 @@ impl ClientCore {
 
     /// Why requests fail just now, if the job is stopped.
     pub fn stopped(&self) -> Option<ShardError> {
-        let needed = self.state.controls.iter().find(|(name, _)| name == "min_learners");
-        let needed = needed.and_then(|(_, value)| value.parse().ok()).unwrap_or(1);
-        (self.state.state == "stopped").then_some(ShardError::Stopped { active: self.state.members, needed })
+        let needed = self.state.controls.min_learners;
+        (self.state.phase == JobPhase::Stopped)
+            .then_some(ShardError::Stopped { active: self.state.members, needed })
     }
 }

@@ -41,6 +41,8 @@ use crate::link::{Link, Outgoing};
 use crate::net::{Close, Handle};
 use crate::payload::Tally;
 use crate::transport::{Region, ShardError};
+use crate::vocabulary::controls::Controls;
+use crate::vocabulary::controls::NonFinite;
 use crate::vocabulary::ids::{ClientId, Generation, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::wire::{Message, ModelRecord, Refusal};
@@ -115,25 +117,22 @@ impl Inner {
         token
     }
 
-    fn control(&self, name: &str) -> Option<usize> {
-        let found = self.core.state().controls.iter().find(|(known, _)| known == name);
-        found.and_then(|(_, value)| value.parse().ok())
+    fn controls(&self) -> &Controls {
+        &self.core.state().controls
     }
 
     /// Versions to retain, and buffers that may exist.
     fn bounds(&self) -> (usize, usize) {
-        (self.control("retain").unwrap_or(1), self.control("max_versions").unwrap_or(16))
+        (self.controls().retain as usize, self.controls().max_versions as usize)
     }
 
     /// Silence after which the coordinator gives a client up, if it ever does.
     fn lease(&self) -> Option<Duration> {
-        let found = self.core.state().controls.iter().find(|(known, _)| known == "lease");
-        let seconds = found.and_then(|(_, value)| value.parse().ok()).filter(|&seconds| seconds > 0.0);
-        seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
+        Some(self.controls().lease).filter(|lease| !lease.is_zero())
     }
 
     fn rejects_nonfinite(&self) -> bool {
-        self.core.state().controls.iter().any(|(name, value)| name == "nonfinite" && value == "reject")
+        self.controls().nonfinite == NonFinite::Reject
     }
 
     fn wake_all(&self) {

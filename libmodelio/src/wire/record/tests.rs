@@ -4,6 +4,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::*;
+use crate::vocabulary::controls::Controls;
 use crate::vocabulary::ids::Epoch;
 use crate::vocabulary::layout::MIN_BLOCK_SIZE;
 
@@ -24,7 +25,7 @@ fn record() -> ModelRecord {
     let layout = layout();
     let map = BlockMap::striped(layout.blocks(), &[ShardId(4), ShardId(9)]).unwrap();
     let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
-    let controls = vec![("reducer".to_owned(), "adam".to_owned())];
+    let controls = Controls::default().with("reducer", "adam").unwrap();
     ModelRecord::new("gpt", Generation(3), &layout, metadata, &map, ShardId(4), controls).unwrap()
 }
 
@@ -44,7 +45,8 @@ fn a_single_owner_is_one_run() {
     let layout = layout();
     let map = BlockMap::striped(layout.blocks(), &[ShardId(1)]).unwrap();
     let record =
-        ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, ShardId(1), Vec::new()).unwrap();
+        ModelRecord::new("m", Generation(1), &layout, BTreeMap::new(), &map, ShardId(1), Controls::default())
+            .unwrap();
     assert_eq!(record.owners, [(ShardId(1), layout.blocks())]);
 }
 
@@ -91,10 +93,10 @@ fn other_bytes_are_no_record() {
     let long = ModelRecord::decode(&vec![0; MAX_PAYLOAD as usize + 1]);
     assert!(matches!(long, Err(RecordError::TooLong { .. })));
     let mut record = record();
-    record.controls = vec![Default::default(); MAX_CONTROLS + 1];
-    assert!(matches!(record.encode(), Err(RecordError::TooMany { what: "settings", .. })));
+    record.controls.learners = 0;
+    assert!(matches!(record.encode(), Err(RecordError::Controls(_))));
     let bytes = postcard::to_stdvec(&record).unwrap();
-    assert!(matches!(ModelRecord::decode(&bytes), Err(RecordError::Encoding(_))));
+    assert!(matches!(ModelRecord::decode(&bytes), Err(RecordError::Controls(_))));
 }
 
 proptest! {

@@ -147,7 +147,7 @@ fn a_coordinator_that_is_taken_over_goes_on_with_the_steps_of_each_tensor() {
         bench.commit_of(B, 2, step, 2 * step, (0..2, 0..1));
         let plan = bench.started();
         let expected = if step == 1 { vec![(2, 1)] } else { vec![(1, 2), (1, 0)] };
-        assert_eq!(steps(plan), expected, "those of both learners together");
+        assert_eq!(steps(plan).runs(), expected, "those of both learners together");
         shard_works(&mut bench);
         bench.heard_by_part();
     }
@@ -156,7 +156,7 @@ fn a_coordinator_that_is_taken_over_goes_on_with_the_steps_of_each_tensor() {
     there.coordinator.go_on(there.now, &mut there.said);
     there.commit_of(A, 1, 3, 6, (0..2, 0..1));
     there.commit_of(B, 2, 3, 6, (2..4, 1..2));
-    assert_eq!(steps(there.started()), [(1, 3), (1, 2)]);
+    assert_eq!(steps(there.started()).runs(), [(1, 3), (1, 2)]);
 }
 
 #[test]

@@ -101,7 +101,7 @@ fn optimizer_steps_go_on_where_they_were_under_the_next_coordinator() {
         let Work::Reduce { step, fresh_state, .. } = shard_works_once(bench) else {
             panic!("a step of the optimizer")
         };
-        (serde_json::from_str::<libmodelio::vocabulary::reducer::Step>(&step).unwrap().t, fresh_state)
+        (step.t, fresh_state)
     };
     assert_eq!(steps(&mut bench, 1), (1, true));
     assert_eq!(steps(&mut bench, 2), (2, false));

@@ -2,6 +2,7 @@
 
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::phase::JobPhase;
 
 use super::super::*;
 use super::sim::{Id, Sim, Uid, everything, job, ok};
@@ -138,7 +139,7 @@ fn what_the_last_ones_lose_leaves_a_job_to_be_formed() {
     sim.leave(ids[0].0);
     sim.leave(ids[1].0);
     sim.lose(&[ids[0].0, ids[1].0]);
-    assert_eq!((sim.core.state(), sim.core.committed()), ("forming", 0));
+    assert_eq!((sim.core.state(), sim.core.committed()), (JobPhase::Forming, 0));
     assert!(!sim.core.is_running() && !sim.core.is_folding());
     let ids: Vec<_> = ["a", "b"].map(|name| sim.join(name).unwrap()).into();
     let uids: Vec<_> = ids.iter().map(|&id| everything(&mut sim, id, false).0).collect();

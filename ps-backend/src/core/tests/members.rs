@@ -2,6 +2,7 @@
 
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
+use libmodelio::vocabulary::phase::JobPhase;
 
 use super::super::*;
 use super::sim::{Sim, blocks, everything, is_fused, job, ok, open, slot};
@@ -9,7 +10,7 @@ use super::sim::{Sim, blocks, everything, is_fused, job, ok, open, slot};
 #[test]
 fn nothing_completes_before_the_job_is_formed() {
     let (mut sim, ids) = job("2", &["a"]);
-    assert_eq!(sim.core.state(), "forming");
+    assert_eq!(sim.core.state(), JobPhase::Forming);
     let (a, first) = everything(&mut sim, ids[0], true);
     assert!(ok(&sim, first) && sim.running.is_none());
     let b = sim.join("b").unwrap();
@@ -34,9 +35,9 @@ fn a_setting_does_not_make_a_job_form_anew() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     sim.leave(ids[1].0);
     sim.set("learning_rate", "0.5");
-    assert_eq!(sim.core.state(), "running");
+    assert_eq!(sim.core.state(), JobPhase::Running);
     sim.set("learners", "3");
-    assert_eq!(sim.core.state(), "forming");
+    assert_eq!(sim.core.state(), JobPhase::Forming);
 }
 
 #[test]
@@ -100,7 +101,7 @@ fn what_was_committed_is_published_when_all_have_left() {
     sim.fold_done(true);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
-    assert_eq!(sim.core.state(), "forming", "the next ones are a new job");
+    assert_eq!(sim.core.state(), JobPhase::Forming, "the next ones are a new job");
 }
 
 #[test]
@@ -114,7 +115,7 @@ fn below_min_learners_everything_is_refused() {
     let awaited = sim.await_step(a.0, vec![taken], 1_000);
     sim.leave(b.0);
     let stopped = ShardError::Stopped { active: 1, needed: 2 };
-    assert_eq!(sim.core.state(), "stopped");
+    assert_eq!(sim.core.state(), JobPhase::Stopped);
     for ticket in [waiting, awaited] {
         assert_eq!(sim.replies[&ticket], Err(stopped.clone()));
     }
@@ -135,7 +136,7 @@ fn when_all_have_left_the_job_forms_anew() {
     sim.leave(ids[0].0);
     sim.leave(ids[1].0);
     let c = sim.join("a").unwrap();
-    assert_eq!((sim.core.state(), c.1), ("forming", Incarnation(2)));
+    assert_eq!((sim.core.state(), c.1), (JobPhase::Forming, Incarnation(2)));
     everything(&mut sim, c, true);
     assert!(sim.running.is_none());
 }
@@ -357,7 +358,7 @@ fn who_was_the_last_to_leave_is_told_so() {
     let (step, uid) = open(&mut sim, ids[0]);
     sim.leave(ids[0].0);
     // Its contribution is being made into a version: the job is still there, without learners.
-    assert_eq!(sim.core.state(), "stopped");
+    assert_eq!(sim.core.state(), JobPhase::Stopped);
     let gone = ShardError::UnknownLearner(ids[0].0);
     assert_eq!(sim.arrive(slot(ids[0], step, 0), uid).unwrap_err(), gone);
     assert_eq!(sim.core.open(ids[0].0, sim.now).unwrap_err(), gone);

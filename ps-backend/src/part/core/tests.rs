@@ -34,7 +34,9 @@ impl Bench {
     fn plan(id: PlanId, kind: Kind, sources: Vec<Source>) -> Plan {
         let work = match kind {
             Kind::Add => Work::Add { replaces: false },
-            Kind::Reduce => Work::Reduce { step: "a step".into(), tensors: Vec::new(), fresh_state: false },
+            Kind::Reduce => {
+                Work::Reduce { step: Default::default(), tensors: Default::default(), fresh_state: false }
+            }
             Kind::Assign => Work::Assign,
         };
         Plan { id, work, base: Version(4), sources, ordered: false }

@@ -188,7 +188,8 @@ impl World {
             every.insert_range(..);
             let source = |client| Source { client: ClientId(client), blocks: every.clone(), check: false };
             let sources = (0..clients).map(source).collect();
-            let work = Work::Reduce { step: String::new(), tensors: Vec::new(), fresh_state: false };
+            let work =
+                Work::Reduce { step: Default::default(), tensors: Default::default(), fresh_state: false };
             let plan = Plan { id: PLAN, work, base: Version(0), sources, ordered: true };
             let mut actions = Vec::new();
             core.start(plan, false, &mut actions).unwrap();

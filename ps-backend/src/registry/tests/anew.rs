@@ -1,6 +1,8 @@
 //! A table that begins anew: numbers stay with those who hold blocks, records only go forward, and what was deleted
 //! does not come back.
 
+use libmodelio::vocabulary::controls::Controls;
+
 use super::*;
 use crate::registry::refused::MAX_REFUSED;
 
@@ -123,7 +125,8 @@ fn records_only_go_forward() {
         Err(Refusal::Epoch { expected: Epoch(2), got: Epoch(1) }),
         "an older block map"
     );
-    let other = ModelRecord { controls: vec![Default::default()], ..second.clone() };
+    let other =
+        ModelRecord { controls: Controls::default().with("learners", "7").unwrap(), ..second.clone() };
     assert!(matches!(restore(&mut core, &other, &[]), Err(Refusal::Other(_))), "two of one epoch");
     assert_eq!(
         restore(&mut core, &record_at("m", 8, 9, 1), &[]),

@@ -15,7 +15,8 @@ fn a_shard_that_cannot_be_found_is_looked_for_after_pauses_that_grow() {
     let layout = ModelLayout::blank(8 * u64::from(BLOCK), DType::F32, BLOCK).unwrap();
     let map = BlockMap::striped(layout.blocks(), &[here, lost]).unwrap();
     let record =
-        ModelRecord::new("m", Generation(7), &layout, BTreeMap::new(), &map, here, Vec::new()).unwrap();
+        ModelRecord::new("m", Generation(7), &layout, BTreeMap::new(), &map, here, Default::default())
+            .unwrap();
     let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap());
     let part = Part::new(&record, here, &pool).unwrap();
     let reactor = Reactor::start(&ReactorOptions { threads: 1, ..ReactorOptions::default() }).unwrap();

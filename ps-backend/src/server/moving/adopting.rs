@@ -399,10 +399,9 @@ impl Shared {
         generation: Generation,
         attempt: u64,
         version: Version,
-        reducer: &str,
+        reducer: Reducer,
     ) -> Result<(), Refusal> {
         let adopting = self.adopting(generation, attempt)?;
-        let reducer: Reducer = reducer.parse().map_err(Refusal::other)?;
         {
             let mut stage = adopting.stage.lock();
             match &*stage {

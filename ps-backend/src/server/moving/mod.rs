@@ -111,7 +111,7 @@ impl Shared {
         match message {
             Message::Adopt => self.adopt(payload).map(done),
             Message::Fill { generation, attempt, version, reducer } => {
-                self.fill(generation, attempt, version, &reducer).map(done)
+                self.fill(generation, attempt, version, reducer).map(done)
             }
             Message::Adopting { generation, attempt } => {
                 let (blocks, of) = self.adopting(generation, attempt)?.progress()?;

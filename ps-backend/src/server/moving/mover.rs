@@ -236,7 +236,6 @@ impl Mover<'_> {
             Tell::Adopt => (Message::Adopt, Payload::Adoption(plan())),
             Tell::Fill => {
                 let (version, reducer, _) = self.coordinator.facts();
-                let reducer = reducer.to_string();
                 (Message::Fill { generation, attempt, version, reducer }, Payload::None)
             }
             Tell::Adopting => (Message::Adopting { generation, attempt }, Payload::None),

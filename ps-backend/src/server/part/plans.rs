@@ -6,8 +6,7 @@ use libmodelio::link::Link;
 use libmodelio::net::Close;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
-use libmodelio::vocabulary::reducer::{self, Reducer};
-use libmodelio::vocabulary::tensor_steps::TensorSteps;
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{self, Message, Refusal, Work};
 use rayon::prelude::*;
 
@@ -88,8 +87,7 @@ impl Part {
                 PartWork::Add { reducer }
             }
             Work::Reduce { step, tensors, fresh_state } => {
-                let step: reducer::Step = serde_json::from_str(step).map_err(Refusal::other)?;
-                let (tensors, fresh_state) = (TensorSteps::from_runs(tensors), *fresh_state);
+                let (step, tensors, fresh_state) = (step.clone(), tensors.clone(), *fresh_state);
                 let expected = self.store.part().tensor_ends().len() as u64;
                 if tensors.tensors() != expected {
                     let got = tensors.tensors();

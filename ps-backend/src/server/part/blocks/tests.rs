@@ -1,5 +1,6 @@
 use std::time::Duration;
 
+use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{self, Limits, ModelRecord, PlanSource, Receiver, Work, frame};
@@ -28,7 +29,7 @@ fn begun() -> Arc<Part> {
         epoch: Epoch(1),
         owners: vec![(ShardId(1), BLOCKS)],
         coordinator: ShardId(1),
-        controls: vec![("reducer".into(), "sum".into()), ("learners".into(), "2".into())],
+        controls: Controls::default().with_all([("reducer", "sum"), ("learners", "2")]).unwrap(),
         ready: true,
     };
     let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap());

@@ -1,0 +1,43 @@
+//! What a job is doing.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// What a job is doing, as far as one knows it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum JobPhase {
+    /// It takes contributions.
+    #[default]
+    Running,
+    /// It waits for its first learners.
+    Forming,
+    /// It makes a version.
+    Reducing,
+    /// It has fewer learners than `min_learners`.
+    Stopped,
+    /// It waits for shards that are out of reach.
+    Waiting,
+    /// A shard has lost its blocks, or nobody coordinates the job any more.
+    Failed,
+}
+
+impl JobPhase {
+    /// As status shows it.
+    pub fn name(self) -> &'static str {
+        match self {
+            JobPhase::Running => "running",
+            JobPhase::Forming => "forming",
+            JobPhase::Reducing => "reducing",
+            JobPhase::Stopped => "stopped",
+            JobPhase::Waiting => "waiting",
+            JobPhase::Failed => "failed",
+        }
+    }
+}
+
+impl fmt::Display for JobPhase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
