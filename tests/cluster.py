@@ -226,8 +226,8 @@ class Cluster:
             return status
         raise Closed
 
-    def part(self, shard, model):
-        """What a shard says of its part of a model."""
+    def partition(self, shard, model):
+        """What a shard says of its partition of a model."""
         return next(one for one in self.ask(shard)["models"] if one["name"] == model)
 
     def coordinator_shard(self, model):
@@ -235,7 +235,7 @@ class Cluster:
         for shard in self.shards:
             if shard.process.poll() is None:
                 with contextlib.suppress(StopIteration):
-                    if self.part(shard, model)["coordinator"]:
+                    if self.partition(shard, model)["coordinator"]:
                         return shard
         raise KeyError(model)
 
@@ -243,7 +243,7 @@ class Cluster:
         """What a model's coordinator says of it."""
         if model not in self._peers:
             self._peers[model] = self.coordinator_shard(model)
-        return self.part(self._peers[model], model)["coordinator"]
+        return self.partition(self._peers[model], model)["coordinator"]
 
     def clean_up(self):
         troubles = []

@@ -36,8 +36,8 @@ class World:
         self.mount = self.cluster.mount()
         # With its gradients open it stays, also while a test shortens the lease.
         self._open = os.open(self.mount.join("t") / "gradients", os.O_WRONLY)
-        part = self.cluster.part(self.cluster.shards[0], "m")
-        self.generation, self.epoch = part["generation"], part["epoch"]
+        partition = self.cluster.partition(self.cluster.shards[0], "m")
+        self.generation, self.epoch = partition["generation"], partition["epoch"]
         self.coordinator = self.cluster.coordinator_shard("m")
         self.other = next(shard for shard in self.cluster.shards if shard is not self.coordinator)
         self.steps, self._over = 0, threading.Event()
@@ -340,7 +340,7 @@ def test_pulls_of_what_is_not_there_are_refused(world):
         answer = peer.hear_of("Refused", "Block")
         assert answer.name == "Refused" and answer.fields[:2] == ("NoVersion", 0) and answer.fields[2] > 0
         # Blocks that are none of this shard's are none of the answer.
-        newest = world.cluster.part(world.coordinator, "m")["version"]
+        newest = world.cluster.partition(world.coordinator, "m")["version"]
         peer.say("Pull", newest, 4000, 4001, epoch=world.epoch)
         peer.say("Probe", 1, epoch=world.epoch)
         assert peer.hear_of("Missing", "Block").name == "Missing"
@@ -534,7 +534,7 @@ def test_floods_take_no_more_than_their_limits(world, what):
     role, (name, *fields), threads, memory = FLOODS[what]
     shard = world.coordinator
     words = {
-        "generation": world.generation, "epoch": world.epoch, "version": world.cluster.part(shard, "m")["version"],
+        "generation": world.generation, "epoch": world.epoch, "version": world.cluster.partition(shard, "m")["version"],
     }
     fields = [words.get(field, field) for field in fields]
     payload = bytes(MIB) if what == "create" else b""

@@ -75,11 +75,11 @@ def drain(one, shard, *args, **options):
 
 
 def epochs(one):
-    """Model -> block maps that shards hold a part under."""
+    """Model -> block maps that shards hold a partition under."""
     found = {}
     for shard in one.shards:
-        for part in one.ask(shard)["models"] if shard.process.poll() is None else []:
-            found.setdefault(part["name"], set()).add(part["epoch"])
+        for partition in one.ask(shard)["models"] if shard.process.poll() is None else []:
+            found.setdefault(partition["name"], set()).add(partition["epoch"])
     return found
 
 
@@ -148,10 +148,10 @@ def test_another_shard_takes_the_place_of_a_drained_one(apart):
     stays, gone = one.shards
     if coordinator_shard(one) is gone:
         stays, gone = gone, stays
-    memory = one.part(stays, "m")["memory_bytes"]
+    memory = one.partition(stays, "m")["memory_bytes"]
     new = one.add_shard()
     drain(one, gone)
-    assert one.part(stays, "m")["memory_bytes"] == memory and one.part(new, "m")["blocks"] == 5
+    assert one.partition(stays, "m")["memory_bytes"] == memory and one.partition(new, "m")["blocks"] == 5
     mount = one.mount()
     assert (shown(mount) == before).all()
 
@@ -305,7 +305,7 @@ def test_a_registry_that_is_gone_when_all_is_moved_leaves_the_job_where_it_is(ap
     gone = other_than(one, coordinator)
     with ThreadPoolExecutor() as pool:
         drains = pool.submit(one.run, "drain", gone.address, timeout=60)
-        stage = lambda: (one.part(coordinator, "m")["coordinator"]["moving"] or {}).get("stage")
+        stage = lambda: (one.partition(coordinator, "m")["coordinator"]["moving"] or {}).get("stage")
         eventually(lambda: stage() == "waiting for the step")
         there, one.way.target = one.way.target, "127.0.0.1:1"
         one.way.reset()
@@ -439,7 +439,7 @@ def draining(one, shard, *args):
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(list(map(str, words)), text=True, **pipes) as command:
         try:
-            stage = lambda: (one.part(coordinator, "m")["coordinator"]["moving"] or {}).get("stage")
+            stage = lambda: (one.partition(coordinator, "m")["coordinator"]["moving"] or {}).get("stage")
             eventually(lambda: stage() == "waiting for the step")
             yield command
         finally:
@@ -595,15 +595,15 @@ def test_status_tells_of_a_move(apart):
     gone = other_than(one, coordinator)
     with ThreadPoolExecutor() as pool:
         drains = pool.submit(one.run, "drain", gone.address, timeout=60)
-        moving = eventually(lambda: one.part(coordinator, "m")["coordinator"]["moving"])
+        moving = eventually(lambda: one.partition(coordinator, "m")["coordinator"]["moving"])
         assert moving["off"] == gone.number
-        eventually(lambda: one.part(coordinator, "m")["coordinator"]["moving"]["stage"] == "waiting for the step")
+        eventually(lambda: one.partition(coordinator, "m")["coordinator"]["moving"]["stage"] == "waiting for the step")
         said = one.run("status").stdout
         assert f"moves off shard {gone.number}: waiting for the step" in said and "draining" in said, said
         mount.contribute(np.ones(ELEMENTS, "<f4"), learner="slow")
         mount.stop()
         assert drains.result(60).returncode == 0
-    eventually(lambda: one.part(coordinator, "m")["coordinator"]["moving"] is None)
+    eventually(lambda: one.partition(coordinator, "m")["coordinator"]["moving"] is None)
 
 
 # -- mounts that live through it

@@ -387,7 +387,7 @@ def test_a_shard_that_was_stopped_for_longer_than_the_lease_lets_nobody_go(clust
 
 
 def test_a_killed_shard_is_an_error_and_no_hang(cluster):
-    """Models that it has no part of go on."""
+    """Models that it has no partition of go on."""
     one = model(cluster(3), shards=3, timeout=1, lease=15)
     one.create("n", size=BLOCK, block_size=BLOCK, reducer="sum", shards=1)
     mount = one.mount(models=["m"])
@@ -506,7 +506,7 @@ def test_a_coordinator_that_comes_back_empty_has_failed_the_job_on_all_mounts(cl
         assert waiting.result(20) == "EIO"
         for mount in mounts:
             has_failed(mount, deadline=10)
-    # The registry may have to hear of the model first, from the shard that still has a part of it.
+    # The registry may have to hear of the model first, from the shard that still has a partition of it.
     eventually(lambda: one.run("delete", "m").returncode == 0, deadline=20)
     model(one)
     again = one.mount()

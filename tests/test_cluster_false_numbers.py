@@ -41,7 +41,7 @@ def start(plan, base, sources=()):
 def test_a_number_that_nobody_has_reached_stops_no_job(world, number, over):
     """Of a plan, said by somebody who is not the coordinator."""
     with coordinates(world, over) as peer:
-        version = world.cluster.part(world.other, "m")["version"]
+        version = world.cluster.partition(world.other, "m")["version"]
         for name, *fields in [("Drop", number), ("Conclude", number), start(number, version), start(number, FAR[-1])]:
             peer.say(name, *fields, request=number, epoch=world.epoch)
     world.trains()
@@ -55,7 +55,8 @@ def test_a_number_that_nobody_has_reached_stops_no_job__of_the_next_plans(world)
             # About where the job is; with the learner at work, some of it meets a plan under way.
             with coordinates(world, 0) as peer:
                 for plan in range(1, ahead + 1):
-                    order = ("Drop", plan) if what == "Drop" else start(plan, world.cluster.part(world.other, "m")["version"])
+                    newest = lambda: world.cluster.partition(world.other, "m")["version"]
+                    order = ("Drop", plan) if what == "Drop" else start(plan, newest())
                     peer.say(order[0], *order[1:], request=plan, epoch=world.epoch)
             world.trains()
 

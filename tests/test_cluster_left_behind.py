@@ -92,13 +92,13 @@ def test_what_strangers_leave_behind_is_bounded__writes_of_weights():
     try:
         cluster.create("m", size=BLOCKS * 65536, block_size=65536, reducer="assign")
         shard = cluster.shards[0]
-        part = cluster.part(shard, "m")
+        partition = cluster.partition(shard, "m")
         with Peer(shard.address) as peer:
-            hello = ("m", part["generation"])
-            assert peer.greet("control", *hello, client=7, epoch=part["epoch"]).name == "Welcome"
+            hello = ("m", partition["generation"])
+            assert peer.greet("control", *hello, client=7, epoch=partition["epoch"]).name == "Welcome"
             # The first one is granted, and never sent.
             for number in range(1, 70):
-                peer.say("Assign", number, [(0, BLOCKS)], 60_000, request=number, epoch=part["epoch"])
+                peer.say("Assign", number, [(0, BLOCKS)], 60_000, request=number, epoch=partition["epoch"])
             answers = [peer.hear_of("Refused") for _ in range(4)]
             assert {answer.fields[0] for answer in answers} == {"out of memory"}, answers
             assert "64" in answers[0].fields[1] and [answer.request for answer in answers] == [66, 67, 68, 69]

@@ -249,8 +249,8 @@ def test_a_name_that_is_anothers_since_is_said(apart):
     finally:
         for shard in one.shards[:2]:
             shard.resume()
-    coordinator = next(shard for shard in one.shards[:2] if one.part(shard, "m")["coordinator"])
-    eventually(lambda: "another model's" in (one.part(coordinator, "m")["not_in_registry"] or ""), deadline=HEARD)
+    coordinator = next(shard for shard in one.shards[:2] if one.partition(shard, "m")["coordinator"])
+    eventually(lambda: "another model's" in (one.partition(coordinator, "m")["not_in_registry"] or ""), deadline=HEARD)
     assert "the name is another model's" in coordinator.stderr()
     refused = [shard for shard in one.shards if "which has blocks of models" in shard.stderr()]
     assert [one.ask(shard)["not_listed"] is not None for shard in refused] == [True], "the newcomer has its number"
@@ -298,7 +298,7 @@ def test_a_registry_in_a_shard_comes_back_with_the_others(cluster):
     model(one, "everywhere")
     assert one.run("drain", home.address).returncode == 0
     model(one, "elsewhere")
-    moved = [one.part(shard, "everywhere")["blocks"] for shard in others]
+    moved = [one.partition(shard, "everywhere")["blocks"] for shard in others]
     assert sum(moved) == 9
     home.kill()
     one.shards[0] = Shard(listen=home.address)
@@ -309,7 +309,7 @@ def test_a_registry_in_a_shard_comes_back_with_the_others(cluster):
     assert shown(mount) == 2
 
 
-def test_a_hung_shard_drops_the_part_of_a_deleted_model(apart):
+def test_a_hung_shard_drops_the_partition_of_a_deleted_model(apart):
     one = model(apart(2))
     coordinator = one.coordinator_shard("m")
     for hung in [next(shard for shard in one.shards if shard is not coordinator), coordinator]:
@@ -329,7 +329,7 @@ def test_a_hung_shard_drops_the_part_of_a_deleted_model(apart):
 
 @pytest.mark.parametrize("owners", [1, 2])
 def test_a_deleted_model_does_not_come_back_with_a_shard_that_hung(apart, owners):
-    """Neither the registry nor the coordinator knows; a shard that was told does, with a part in the model or
+    """Neither the registry nor the coordinator knows; a shard that was told does, with a partition of the model or
     without."""
     one = model(apart(2), shards=owners)
     coordinator = one.coordinator_shard("m")
@@ -349,7 +349,7 @@ def test_a_deleted_model_does_not_come_back_with_a_shard_that_hung(apart, owners
     model(one)
 
 
-def test_parts_that_nobody_coordinates_any_more_can_be_deleted(apart):
+def test_partitions_that_nobody_coordinates_any_more_can_be_deleted(apart):
     one = model(apart(2))
     coordinator = one.coordinator_shard("m")
     other = next(shard for shard in one.shards if shard is not coordinator)
@@ -363,7 +363,7 @@ def test_parts_that_nobody_coordinates_any_more_can_be_deleted(apart):
     assert one.ask(other)["models"] == []
 
 
-def test_a_shard_that_was_left_and_that_nobody_tells_gives_its_part_up(apart):
+def test_a_shard_that_was_left_and_that_nobody_tells_gives_its_partition_up(apart):
     """It hung when the model moved off it, for so long that it was given up."""
     one = apart(0)
     way = one.proxy()
@@ -385,10 +385,10 @@ def test_a_shard_that_was_left_and_that_nobody_tells_gives_its_part_up(apart):
         drained = pool.submit(one.run, "drain", left.address, timeout=60).result(60)
         # It has moved; but only the shard itself can say that nothing is left there.
         assert drained.returncode == 1 and "does not answer" in drained.stderr, drained.stderr
-    assert one.part(coordinator, "m")["epoch"] == 2
+    assert one.partition(coordinator, "m")["epoch"] == 2
     left.resume()
     one._peers.clear()
-    assert one.part(left, "m")["epoch"] == 1
+    assert one.partition(left, "m")["epoch"] == 1
     eventually(lambda: one.ask(left)["models"] == [], deadline=30)
 
 

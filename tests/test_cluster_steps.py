@@ -84,7 +84,7 @@ def test_learners_of_one_mount_cross_the_network_once(cluster):
     shard = one.add_shard(proxy=proxy)
     one.create("m", size=16 * BLOCK, block_size=BLOCK, reducer="sum", learners=4, timeout=20, deterministic=True)
     mount = one.mount()
-    blocks = one.part(shard, "m")["blocks"]
+    blocks = one.partition(shard, "m")["blocks"]
     names = [f"l{i}" for i in range(4)]
     for name in names:
         mount.join(name)

@@ -154,7 +154,7 @@ def has_ipv6():
 def test_metrics_of_a_shard_are_those_of_its_status(cluster):
     one = cluster(0)
     shard = one.add_shard("--metrics", ANY)
-    assert Metrics(shard).all("gradfs_part_version") == []
+    assert Metrics(shard).all("gradfs_partition_version") == []
     one.create("m", size=4 * BLOCK, block_size=BLOCK, reducer="sum", consistency="async")
     one.create("other", size=BLOCK, block_size=BLOCK, reducer="sum")
     # The only connection now is one that the test keeps.
@@ -167,12 +167,12 @@ def test_metrics_of_a_shard_are_those_of_its_status(cluster):
     mounts["tcp"].wait_for_version(2)
     (status,) = one.status()["shards"]
     seen = Metrics(shard)
-    assert {labels["model"] for labels, _ in seen.all("gradfs_part_version")} == {"m", "other"}
+    assert {labels["model"] for labels, _ in seen.all("gradfs_partition_version")} == {"m", "other"}
     for model in status["models"]:
         name = model["name"]
-        assert seen("gradfs_part_version", model=name) == model["version"]
-        assert seen("gradfs_part_blocks", model=name) == model["blocks"]
-        assert seen("gradfs_part_memory_bytes", model=name) == model["memory_bytes"]
+        assert seen("gradfs_partition_version", model=name) == model["version"]
+        assert seen("gradfs_partition_blocks", model=name) == model["blocks"]
+        assert seen("gradfs_partition_memory_bytes", model=name) == model["memory_bytes"]
         assert seen("gradfs_learners", model=name) == len(model["coordinator"]["learners"])
         assert seen("gradfs_contributions_total", model=name) == model["coordinator"]["contributions"]
         for way, verb in (("push", "pushed"), ("pull", "pulled")):
@@ -180,8 +180,8 @@ def test_metrics_of_a_shard_are_those_of_its_status(cluster):
             assert moved == model["payload"][f"{verb}_bytes"]
             copied = seen("gradfs_payload_copied_bytes_total", model=name, direction=way)
             assert copied == model["payload"][f"{way}_copied_bytes"]
-    assert seen("gradfs_part_version", model="m") == 2 and seen("gradfs_learners", model="m") == 2
-    assert seen("gradfs_part_version", model="other") == 0
+    assert seen("gradfs_partition_version", model="m") == 2 and seen("gradfs_learners", model="m") == 2
+    assert seen("gradfs_partition_version", model="other") == 0
     assert seen("gradfs_connections", transport="shm") == status["shared_memory"]["connections"] > 0
     assert seen("gradfs_connections", transport="rdma") == status["rdma"]["connections"] == 0
     assert seen("gradfs_rdma_available") == (status["rdma"]["address"] is not None)
@@ -193,7 +193,7 @@ def test_metrics_of_a_shard_are_those_of_its_status(cluster):
     eventually(lambda: Metrics(shard)("gradfs_connections", transport="shm") == 0)
     eventually(lambda: Metrics(shard)("gradfs_connections", transport="tcp") == idle)
     assert one.run("delete", "other").returncode == 0
-    assert [labels for labels, _ in Metrics(shard).all("gradfs_part_version")] == [{"model": "m"}]
+    assert [labels for labels, _ in Metrics(shard).all("gradfs_partition_version")] == [{"model": "m"}]
 
 
 def test_metrics_tell_of_a_fallback(cluster):

@@ -10,12 +10,12 @@ use libmodelio::vocabulary::layout::{DType, MIN_BLOCK_SIZE as BLOCK, ModelLayout
 use ps_backend::coordinator::CoordinatorCore;
 
 fuzz_target!(|input: (u8, u8, u32, &[u8])| {
-    let (blocks, parts, now, bytes) = input;
-    let (blocks, parts) = (usize::from(blocks) + 1, usize::from(parts) + 1);
+    let (blocks, partitions, now, bytes) = input;
+    let (blocks, partitions) = (usize::from(blocks) + 1, usize::from(partitions) + 1);
     let tensor = |i| (format!("t{i}"), DType::F32, vec![BLOCK as usize / 4]);
     let layout = ModelLayout::new((0..blocks).map(tensor).collect(), BLOCK).expect("a layout");
     let now = Duration::from_millis(now.into());
-    let Ok(mut coordinator) = CoordinatorCore::taken_over(bytes, &layout, parts, now) else { return };
+    let Ok(mut coordinator) = CoordinatorCore::taken_over(bytes, &layout, partitions, now) else { return };
     let mut actions = Vec::new();
     coordinator.go_on(now, &mut actions);
     for after in [0, 1, 1000, 1_000_000] {
@@ -24,6 +24,6 @@ fuzz_target!(|input: (u8, u8, u32, &[u8])| {
     coordinator.hold();
     if coordinator.is_held() {
         let again = coordinator.hand_over().expect("it is held");
-        CoordinatorCore::taken_over(&again, &layout, parts, now).expect("it was handed over");
+        CoordinatorCore::taken_over(&again, &layout, partitions, now).expect("it was handed over");
     }
 });

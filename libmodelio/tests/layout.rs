@@ -395,7 +395,7 @@ fn element_at(layout: &ModelLayout, offset: u64) -> Option<(DType, u64, u64)> {
 
 proptest! {
     #[test]
-    fn parts_hold_every_byte_and_element_once(
+    fn partitions_hold_every_byte_and_element_once(
         specs in specs(),
         block_size in block_size(),
         owners in prop::collection::vec(0..3usize, 64),
@@ -406,17 +406,17 @@ proptest! {
             let owner = |block: u32| owners[block as usize % owners.len()];
             let blocks: Vec<_> = (0..model.blocks()).filter(|&b| owner(b) == shard).map(BlockId).collect();
             if blocks.is_empty() {
-                prop_assert!(matches!(model.part(&blocks), Err(LayoutError::NoBlocks)));
+                prop_assert!(matches!(model.partition(&blocks), Err(LayoutError::NoBlocks)));
                 continue;
             }
-            let part = model.part(&blocks).unwrap();
-            let layout = part.layout();
-            prop_assert_eq!(part.blocks(), &blocks[..]);
+            let partition = model.partition(&blocks).unwrap();
+            let layout = partition.layout();
+            prop_assert_eq!(partition.blocks(), &blocks[..]);
             prop_assert_eq!((layout.blocks() as usize, layout.block_size()), (blocks.len(), block_size));
             let (mut reached, mut counted) = (0, 0);
             for local in (0..layout.blocks()).map(BlockId) {
-                let block = part.global(local).unwrap();
-                prop_assert_eq!(part.local(block), Some(local));
+                let block = partition.global(local).unwrap();
+                prop_assert_eq!(partition.local(block), Some(local));
                 let (there, here) = (model.block_bytes(block), layout.block_bytes(local));
                 prop_assert_eq!(here.start, reached);
                 prop_assert_eq!(here.end - here.start, there.end - there.start);
@@ -435,13 +435,13 @@ proptest! {
                 }
             }
             prop_assert_eq!((reached, counted), (layout.size(), layout.elements()));
-            prop_assert_eq!(part.global(BlockId(layout.blocks())), None);
+            prop_assert_eq!(partition.global(BlockId(layout.blocks())), None);
             (size, elements) = (size + reached, elements + counted);
         }
         prop_assert_eq!((size, elements), (model.size(), model.elements()));
-        // All of the model is a part, too.
+        // All of the model is a partition, too.
         let all: Vec<_> = (0..model.blocks()).map(BlockId).collect();
-        let whole = model.part(&all).unwrap();
+        let whole = model.partition(&all).unwrap();
         for block in all {
             prop_assert_eq!(whole.layout().segments(block), model.segments(block));
         }
@@ -449,14 +449,15 @@ proptest! {
 }
 
 #[test]
-fn parts_of_other_blocks_are_refused() {
+fn partitions_of_other_blocks_are_refused() {
     let model = ModelLayout::blank(4 * u64::from(MIN_BLOCK_SIZE), DType::F32, MIN_BLOCK_SIZE).unwrap();
-    let part = |blocks: &[u32]| model.part(&blocks.iter().copied().map(BlockId).collect::<Vec<_>>());
-    assert!(matches!(part(&[]), Err(LayoutError::NoBlocks)));
-    assert!(matches!(part(&[0, 4]), Err(LayoutError::NoSuchBlock { block: BlockId(4), blocks: 4 })));
+    let partition =
+        |blocks: &[u32]| model.partition(&blocks.iter().copied().map(BlockId).collect::<Vec<_>>());
+    assert!(matches!(partition(&[]), Err(LayoutError::NoBlocks)));
+    assert!(matches!(partition(&[0, 4]), Err(LayoutError::NoSuchBlock { block: BlockId(4), blocks: 4 })));
     for blocks in [[1, 1], [2, 1]] {
-        let error = part(&blocks).expect_err("not rising");
+        let error = partition(&blocks).expect_err("not rising");
         assert!(matches!(error, LayoutError::BlockOrder { after: BlockId(1), .. }), "{error}");
     }
-    assert_eq!(part(&[1, 3]).unwrap().local(BlockId(2)), None);
+    assert_eq!(partition(&[1, 3]).unwrap().local(BlockId(2)), None);
 }

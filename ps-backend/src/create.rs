@@ -343,7 +343,7 @@ pub fn delete(registry: &dyn Registry, name: &str) -> Result<Vec<CreateError>, C
     registry.delete(name, record.generation, Instant::now() + PROMPT)?;
     let unconfirmed = forget(&record, &shards);
     if !unconfirmed.is_empty() {
-        // Who has no part in it tells a registry that is started anew, so that the model does not come back.
+        // Who holds no partition of it tells a registry that is started anew, so that the model does not come back.
         let others: Vec<ShardRecord> = shards
             .into_iter()
             .filter(|shard| record.owners.iter().all(|(owner, _)| *owner != shard.shard))

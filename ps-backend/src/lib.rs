@@ -8,7 +8,7 @@ pub mod job;
 pub mod kernels;
 pub mod memory;
 pub mod moving;
-pub mod part;
+pub mod partition;
 pub mod region_store;
 pub mod registry;
 pub mod remote;

@@ -40,7 +40,7 @@ pub use buffers::VersionBuffer;
 use buffers::{StateBuffer, VOID, element_span, span, wire};
 pub(crate) use keeping::Keeping;
 use making::widen;
-pub(crate) use making::{Making, Part, Written};
+pub(crate) use making::{Making, Term, Written};
 use table::Left;
 pub use versions::VersionWatch;
 use versions::Versions;

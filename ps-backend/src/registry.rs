@@ -1,7 +1,7 @@
 //! The registry's table: which shards there are, which models, and what may change. Pure: a request and `now` go in,
 //! an answer comes out. Leases need no timer; who asks sees which are over.
 //!
-//! The truth lies with the shards. A table that begins anew is filled by them: those that hold parts keep their
+//! The truth lies with the shards. A table that begins anew is filled by them: those that hold partitions keep their
 //! numbers, and put the records of their models back (`restoring`).
 
 mod deleted;
@@ -47,7 +47,7 @@ struct Shard {
     until: Now,
     /// When it last announced itself; `None` if only others have told of it.
     heard: Option<Now>,
-    /// It holds parts under its number, as it says.
+    /// It holds partitions under its number, as it says.
     holds: bool,
 }
 
@@ -285,7 +285,7 @@ impl RegistryCore {
         Ok(())
     }
 
-    /// What becomes of a part.
+    /// What becomes of a partition.
     fn fate(&self, held: &Held) -> Fate {
         match self.models.get(&held.model) {
             Some(model) if model.generation == held.generation => Fate::Known { epoch: model.epoch },

@@ -114,7 +114,7 @@ pub enum ClusterCommand {
     /// Serve the table of shards and models
     #[command(after_help = REGISTRY_EXAMPLES)]
     Registry(RegistryArgs),
-    /// Hold and aggregate parts of models, for mounts on any host
+    /// Hold and aggregate partitions of models, for mounts on any host
     #[command(after_help = SHARD_EXAMPLES)]
     Shard(Box<ShardArgs>),
     /// Load a model into shards, or make a blank one

@@ -85,7 +85,7 @@ fn coordinated<'a>(shards: &'a [Value], shard: &'a Value) -> impl Iterator<Item 
     })
 }
 
-/// Whether a shard has a part of the model, or is about to.
+/// Whether a shard has a partition of the model, or is about to.
 fn has(shard: &Value, name: &str) -> bool {
     let of = |key: &str| list(&shard[key]).iter().any(|model| model["name"] == json!(name));
     of("models") || of("adopting")

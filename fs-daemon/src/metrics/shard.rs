@@ -65,11 +65,18 @@ pub fn page(status: &Value) -> Result<String, prometheus::Error> {
         &["transport"],
     )?;
     let rdma = page.gauge("gradfs_rdma_available", "1 if this shard takes connections by RDMA.", &[])?;
-    let version =
-        page.gauge("gradfs_part_version", "The newest version of this shard's part of a model.", of_model)?;
-    let blocks = page.gauge("gradfs_part_blocks", "Blocks of a model that this shard owns.", of_model)?;
-    let memory =
-        page.gauge("gradfs_part_memory_bytes", "Memory of this shard's part of a model.", of_model)?;
+    let version = page.gauge(
+        "gradfs_partition_version",
+        "The newest version of this shard's partition of a model.",
+        of_model,
+    )?;
+    let blocks =
+        page.gauge("gradfs_partition_blocks", "Blocks of a model that this shard owns.", of_model)?;
+    let memory = page.gauge(
+        "gradfs_partition_memory_bytes",
+        "Memory of this shard's partition of a model.",
+        of_model,
+    )?;
     let learners = page.gauge(
         "gradfs_learners",
         "Learners in the job of a model that this shard coordinates.",

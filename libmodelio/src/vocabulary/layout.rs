@@ -12,13 +12,13 @@ use crate::vocabulary::ids::BlockId;
 
 pub mod header;
 mod names;
-mod part;
+mod partition;
 
 use header::{MAX_HEADER_BYTES, header_bytes};
 pub use names::MAX_DIRECTORIES;
 use names::index_names;
 pub(crate) use names::{check_name, shown};
-pub use part::PartLayout;
+pub use partition::PartitionLayout;
 
 /// Smallest block, in bytes.
 pub const MIN_BLOCK_SIZE: u32 = 64 << 10;
@@ -119,10 +119,10 @@ pub enum LayoutError {
          shorten tensor names or merge small tensors"
     )]
     HeaderTooLarge(usize),
-    /// A part without blocks.
-    #[error("a part of a model needs at least one block")]
+    /// A partition without blocks.
+    #[error("a partition of a model needs at least one block")]
     NoBlocks,
-    /// A part with a block that the model does not have.
+    /// A partition with a block that the model does not have.
     #[error("block {block} is outside of the model's {blocks} blocks")]
     NoSuchBlock {
         /// What was asked for.
@@ -130,8 +130,8 @@ pub enum LayoutError {
         /// How many there are.
         blocks: u32,
     },
-    /// A part whose blocks do not rise.
-    #[error("block {after} is listed after block {before}: list the blocks of a part once each, rising")]
+    /// A partition whose blocks do not rise.
+    #[error("block {after} is listed after block {before}: list the blocks of a partition once each, rising")]
     BlockOrder {
         /// The one of the two that is listed first.
         before: BlockId,

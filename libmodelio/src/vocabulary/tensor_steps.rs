@@ -6,7 +6,7 @@ use std::ops::Range;
 use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
-use crate::vocabulary::layout::{ModelLayout, PartLayout};
+use crate::vocabulary::layout::{ModelLayout, PartitionLayout};
 
 /// A number for each tensor, by runs of tensors with the same number.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -104,18 +104,18 @@ impl ByteSteps {
         ByteSteps::by_ends(steps, |tensor| layout.tensors().get(tensor).map(|tensor| tensor.bytes.end))
     }
 
-    /// For a part of a model, in the part's bytes.
-    pub fn of_part(part: &PartLayout, steps: &TensorSteps) -> ByteSteps {
-        let model = ByteSteps::by_ends(steps, |tensor| part.tensor_ends().get(tensor).copied());
+    /// For a partition of a model, in the partition's bytes.
+    pub fn of_partition(partition: &PartitionLayout, steps: &TensorSteps) -> ByteSteps {
+        let model = ByteSteps::by_ends(steps, |tensor| partition.tensor_ends().get(tensor).copied());
         if let [(_, step)] = model.runs[..] {
-            return ByteSteps { runs: vec![(part.layout().size(), step)] };
+            return ByteSteps { runs: vec![(partition.layout().size(), step)] };
         }
-        let size = u64::from(part.layout().block_size());
+        let size = u64::from(partition.layout().block_size());
         let mut local = ByteSteps::default();
-        for (block, end) in part.blocks().iter().zip((1..).map(|count| count * size)) {
+        for (block, end) in partition.blocks().iter().zip((1..).map(|count| count * size)) {
             let start = u64::from(block.0) * size;
             for (bytes, step) in model.pieces(start..start + size) {
-                local.push((end - size + bytes.end - start).min(part.layout().size()), step);
+                local.push((end - size + bytes.end - start).min(partition.layout().size()), step);
             }
         }
         local
@@ -222,10 +222,10 @@ mod tests {
             let mut blocks: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
             blocks.retain(|block| owned[block.index() % 64]);
             prop_assume!(!blocks.is_empty());
-            let part = layout.part(&blocks).unwrap();
-            let (whole, local) = (ByteSteps::of_model(&layout, &steps), ByteSteps::of_part(&part, &steps));
+            let partition = layout.partition(&blocks).unwrap();
+            let (whole, local) = (ByteSteps::of_model(&layout, &steps), ByteSteps::of_partition(&partition, &steps));
             for (i, &block) in blocks.iter().enumerate() {
-                let (here, there) = (part.layout().block_bytes(BlockId(i as u32)), layout.block_bytes(block));
+                let (here, there) = (partition.layout().block_bytes(BlockId(i as u32)), layout.block_bytes(block));
                 let expected: Vec<_> = whole
                     .pieces(there.clone())
                     .map(|(bytes, step)| (bytes.start - there.start + here.start..bytes.end - there.start + here.start, step))
@@ -239,7 +239,7 @@ mod tests {
                 }
                 prop_assert_eq!(expected.first().map(|(bytes, _)| bytes.start), Some(here.start));
                 prop_assert_eq!(expected.last().map(|(bytes, _)| bytes.end), Some(here.end));
-                // Runs of a part may be cut elsewhere; byte for byte they are the same.
+                // Runs of a partition may be cut elsewhere; byte for byte they are the same.
                 for byte in [here.start, (here.start + here.end) / 2, here.end - 1] {
                     let of = |pieces: &[(Range<u64>, u64)]| pieces.iter().find(|(piece, _)| piece.contains(&byte)).map(|(_, step)| *step);
                     let pieces: Vec<_> = local.pieces(here.clone()).collect();

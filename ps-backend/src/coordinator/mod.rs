@@ -43,7 +43,7 @@ pub struct Source {
 }
 
 /// Index of a shard among those of the model.
-pub type Part = usize;
+pub type Partition = usize;
 
 /// What the edge has to do.
 #[derive(Clone, Debug, PartialEq)]
@@ -51,7 +51,7 @@ pub enum Action {
     /// Send to a client: the answer to a request, or unasked under number 0.
     ToClient(ClientId, u64, Message),
     /// Send to a shard of the model. The answer, if there is one, repeats the number.
-    ToPart(Part, u64, Message),
+    ToPartition(Partition, u64, Message),
     /// The client breaks the protocol, or is no longer known: close its connection.
     Close(ClientId, Refusal),
     /// A version is complete.
@@ -82,7 +82,7 @@ pub struct CoordinatorCore {
     /// Whether it has a tensor that can be reduced.
     #[serde(skip)]
     is_trainable: bool,
-    parts: usize,
+    partitions: usize,
     /// Their numbers, for people.
     #[serde(skip)]
     shards: Arc<[ShardId]>,
@@ -116,13 +116,13 @@ fn names(layout: &ModelLayout) -> Arc<[String]> {
 }
 
 impl CoordinatorCore {
-    /// A job at version 0, for a model of this layout on `parts` shards.
+    /// A job at version 0, for a model of this layout on `partitions` shards.
     ///
     /// # Errors
     /// Settings that do not fit the model.
     pub fn new(
         layout: &ModelLayout,
-        parts: usize,
+        partitions: usize,
         controls: Controls,
         patience: Now,
     ) -> Result<CoordinatorCore, ControlError> {
@@ -136,7 +136,7 @@ impl CoordinatorCore {
             tensors: tensors as u32,
             names,
             is_trainable: layout.is_trainable(),
-            parts,
+            partitions,
             shards: Arc::default(),
             clients: BTreeMap::new(),
             given_up: VecDeque::new(),
@@ -165,7 +165,7 @@ impl CoordinatorCore {
     }
 
     /// The plan under way, and the shards that it waits for.
-    pub fn running(&self) -> Option<(PlanId, Vec<Part>)> {
+    pub fn running(&self) -> Option<(PlanId, Vec<Partition>)> {
         self.run.as_ref().map(|run| (run.id(), run.waiting().collect()))
     }
 

@@ -60,15 +60,15 @@ impl CoordinatorCore {
         postcard::to_stdvec(self).map_err(|error| TakeOverError(error.to_string()))
     }
 
-    /// A coordinator that was handed over at `now`, for a model of this layout on `parts` shards. It goes on at once:
-    /// clients come back to it.
+    /// A coordinator that was handed over at `now`, for a model of this layout on `partitions` shards. It goes on at
+    /// once: clients come back to it.
     ///
     /// # Errors
     /// [`TakeOverError`] for what [`Self::hand_over`] does not make.
     pub fn taken_over(
         bytes: &[u8],
         layout: &ModelLayout,
-        parts: usize,
+        partitions: usize,
         now: Now,
     ) -> Result<CoordinatorCore, TakeOverError> {
         let (blocks, tensors) = (layout.blocks(), layout.tensors().len());
@@ -81,7 +81,7 @@ impl CoordinatorCore {
             let what = format!("it is not of a model of {blocks} blocks and {tensors} tensors");
             return Err(TakeOverError(what));
         }
-        coordinator.parts = parts;
+        coordinator.partitions = partitions;
         coordinator.names = super::names(layout);
         coordinator.is_trainable = layout.is_trainable();
         coordinator.told_at = now;

@@ -12,7 +12,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Granted, Message, Plan, PlanSource, Refusal, Work};
 
 use super::shares::{Share, Values, shares};
-use super::{Action, CoordinatorCore, Part, REPEAT, Source};
+use super::{Action, CoordinatorCore, Partition, REPEAT, Source};
 use crate::core::{self, Contribution, Now};
 
 /// One client's part of a plan.
@@ -55,7 +55,7 @@ pub(super) struct Run {
     start: Message,
     stage: Stage,
     /// Shards that have not answered what the stage asks of them.
-    waiting: BTreeSet<Part>,
+    waiting: BTreeSet<Partition>,
     repeat_at: Now,
 }
 
@@ -68,7 +68,7 @@ impl Run {
         self.senders.iter().map(|sender| sender.client)
     }
 
-    pub(super) fn waiting(&self) -> impl Iterator<Item = Part> {
+    pub(super) fn waiting(&self) -> impl Iterator<Item = Partition> {
         self.waiting.iter().copied()
     }
 
@@ -100,9 +100,9 @@ impl Run {
 
 impl CoordinatorCore {
     /// A shard has answered, or says something unasked.
-    pub fn from_part(
+    pub fn from_partition(
         &mut self,
-        part: Part,
+        partition: Partition,
         request: u64,
         message: Message,
         now: Now,
@@ -119,14 +119,14 @@ impl CoordinatorCore {
                 return;
             }
             Message::Refused(refusal) if is_current || request == 0 => {
-                return self.fail(part, refusal, now, actions);
+                return self.fail(partition, refusal, now, actions);
             }
             _ => {}
         }
         let Some(run) = &mut self.run else { return };
         match message {
             Message::Ready { plan } if plan == run.id && run.stage == Stage::Gathering => {
-                run.waiting.remove(&part);
+                run.waiting.remove(&partition);
                 if run.waiting.is_empty() {
                     self.conclude(now, actions);
                 }
@@ -140,7 +140,7 @@ impl CoordinatorCore {
                 self.torn(now, actions)
             }
             Message::Done if request == run.id.0 && run.stage != Stage::Gathering => {
-                run.waiting.remove(&part);
+                run.waiting.remove(&partition);
                 if run.waiting.is_empty() {
                     self.run = None;
                     self.begin_next(now, actions);
@@ -151,11 +151,13 @@ impl CoordinatorCore {
     }
 
     /// A shard is there again: what it may have missed is said again.
-    pub fn part_up(&mut self, part: Part, actions: &mut Vec<Action>) {
+    pub fn partition_up(&mut self, partition: Partition, actions: &mut Vec<Action>) {
         if let Some(run) = &self.run
-            && run.waiting.contains(&part)
+            && run.waiting.contains(&partition)
         {
-            actions.extend(run.orders().map(|(request, message)| Action::ToPart(part, request, message)));
+            actions.extend(
+                run.orders().map(|(request, message)| Action::ToPartition(partition, request, message)),
+            );
         }
     }
 
@@ -281,7 +283,7 @@ impl CoordinatorCore {
             senders,
             start,
             stage: Stage::Gathering,
-            waiting: (0..self.parts).collect(),
+            waiting: (0..self.partitions).collect(),
             repeat_at: now,
         };
         self.run = Some(run);
@@ -308,13 +310,15 @@ impl CoordinatorCore {
     fn wind_up(&mut self, stage: Stage, now: Now, actions: &mut Vec<Action>) {
         let Some(run) = &mut self.run else { return };
         run.stage = stage;
-        run.waiting = (0..self.parts).collect();
+        run.waiting = (0..self.partitions).collect();
         for sender in &run.senders {
             actions.push(Action::ToClient(sender.client, 0, Message::Over { plan: run.id }));
         }
         run.repeat_at = now + REPEAT;
         let (request, message) = run.order();
-        actions.extend(run.waiting.iter().map(|&part| Action::ToPart(part, request, message.clone())));
+        actions.extend(
+            run.waiting.iter().map(|&partition| Action::ToPartition(partition, request, message.clone())),
+        );
     }
 
     /// A shard takes the plan for one that is over, as somebody else may have told it: the same is done by another one.
@@ -335,7 +339,9 @@ impl CoordinatorCore {
         let Some(run) = self.run.as_mut().filter(|run| run.repeat_at <= now) else { return };
         run.repeat_at = now + REPEAT;
         for (request, message) in run.orders() {
-            actions.extend(run.waiting.iter().map(|&part| Action::ToPart(part, request, message.clone())));
+            actions.extend(
+                run.waiting.iter().map(|&partition| Action::ToPartition(partition, request, message.clone())),
+            );
         }
         if run.stage == Stage::Gathering {
             actions.extend(run.senders.iter().map(|sender| run.grant(sender)));
@@ -405,8 +411,8 @@ impl CoordinatorCore {
     }
 
     /// A partition contradicts the coordinator: it has lost its blocks, or is of another job.
-    fn fail(&mut self, part: Part, refusal: &Refusal, now: Now, actions: &mut Vec<Action>) {
-        let whose = self.shards.get(part).map_or("a shard".into(), |shard| format!("shard {shard}"));
+    fn fail(&mut self, partition: Partition, refusal: &Refusal, now: Now, actions: &mut Vec<Action>) {
+        let whose = self.shards.get(partition).map_or("a shard".into(), |shard| format!("shard {shard}"));
         let why = Refusal::Shard(ShardError::Lost(format!(
             "{whose} does not have this job's blocks any more: {refusal}"
         )));

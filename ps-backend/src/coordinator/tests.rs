@@ -50,8 +50,8 @@ impl Bench {
         self.coordinator.from_client(client, request, message, self.now, &mut self.said);
     }
 
-    fn part(&mut self, request: u64, message: Message) {
-        self.coordinator.from_part(0, request, message, self.now, &mut self.said);
+    fn partition(&mut self, request: u64, message: Message) {
+        self.coordinator.from_partition(0, request, message, self.now, &mut self.said);
     }
 
     fn pass(&mut self, time: Now) {
@@ -114,17 +114,17 @@ impl Bench {
         said.filter(|(_, message)| !matches!(message, Message::State(_))).collect()
     }
 
-    fn heard_by_part(&mut self) -> Vec<Message> {
-        let said = self.said.extract_if(.., |action| matches!(action, Action::ToPart(..)));
+    fn heard_by_partition(&mut self) -> Vec<Message> {
+        let said = self.said.extract_if(.., |action| matches!(action, Action::ToPartition(..)));
         said.filter_map(|action| match action {
-            Action::ToPart(_, _, message) => Some(message),
+            Action::ToPartition(_, _, message) => Some(message),
             _ => None,
         })
         .collect()
     }
 
     fn started(&mut self) -> libmodelio::wire::Plan {
-        match self.heard_by_part().pop() {
+        match self.heard_by_partition().pop() {
             Some(Message::Start(plan)) => plan,
             other => panic!("a start is expected, not {other:?}"),
         }
@@ -176,7 +176,7 @@ fn a_state_that_stays_the_same_is_repeated_ever_more_seldom() {
 fn a_step_of_two_clients() {
     let mut bench = Bench::new();
     bench.commit(A, 1, 1, 2);
-    assert!(bench.heard_by_part().is_empty(), "the others of the step are waited for");
+    assert!(bench.heard_by_partition().is_empty(), "the others of the step are waited for");
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     assert!(matches!(plan.work, Work::Reduce { .. }));
@@ -184,11 +184,11 @@ fn a_step_of_two_clients() {
     assert!(bench.heard_by(A).contains(&grant(plan.plan, &[(1, 1)])));
     assert!(bench.heard_by(B).contains(&grant(plan.plan, &[(2, 1)])));
 
-    bench.part(0, Message::Ready { plan: plan.plan });
-    assert_eq!(bench.heard_by_part(), [Message::Conclude { plan: plan.plan }]);
+    bench.partition(0, Message::Ready { plan: plan.plan });
+    assert_eq!(bench.heard_by_partition(), [Message::Conclude { plan: plan.plan }]);
     assert!(bench.said.contains(&Action::Published(Version(1))));
     assert_eq!(bench.heard_by(A), [(0, Message::Over { plan: plan.plan }), (3, Message::Done)]);
-    bench.part(plan.plan.0, Message::Done);
+    bench.partition(plan.plan.0, Message::Done);
     assert_eq!(bench.coordinator.running(), None);
 }
 
@@ -199,8 +199,8 @@ fn who_is_alone_for_long_is_added_up_and_answered() {
     bench.pass(PATIENCE);
     let plan = bench.started();
     assert_eq!(plan.work, Work::Add { replaces: false });
-    bench.part(0, Message::Ready { plan: plan.plan });
-    bench.part(plan.plan.0, Message::Done);
+    bench.partition(0, Message::Ready { plan: plan.plan });
+    bench.partition(plan.plan.0, Message::Done);
     assert!(bench.heard_by(A).contains(&(3, Message::Done)), "it is at the shards for good");
     // The other one makes the version, from its own and what is kept.
     bench.commit(B, 2, 1, 2);
@@ -220,16 +220,16 @@ fn a_client_that_is_lost_in_mid_plan_takes_the_plan_with_it() {
     bench.client(A, 0, Message::Ping);
     bench.said.clear();
     bench.pass(Now::from_secs(31));
-    assert_eq!(bench.heard_by_part().last(), Some(&Message::Drop { plan: plan.plan }));
+    assert_eq!(bench.heard_by_partition().last(), Some(&Message::Drop { plan: plan.plan }));
     assert_eq!(bench.coordinator.client_count(), (1, 1));
     assert!(bench.heard_by(A).contains(&(0, Message::Over { plan: plan.plan })));
     // The next plan begins when the shard has given up this one.
-    bench.part(plan.plan.0, Message::Done);
+    bench.partition(plan.plan.0, Message::Done);
     let next = bench.started();
     assert!(next.plan > plan.plan);
     assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A]);
     // What comes of the old plan is not heard.
-    bench.part(0, Message::Ready { plan: plan.plan });
+    bench.partition(0, Message::Ready { plan: plan.plan });
     assert_eq!(bench.coordinator.running(), Some((next.plan, vec![0])));
 }
 
@@ -258,11 +258,11 @@ fn a_contribution_with_nan_is_refused_and_the_others_go_on() {
     let plan = bench.started();
     bench.said.clear();
     let block = libmodelio::vocabulary::ids::BlockId(3);
-    bench.part(0, Message::Spoilt { plan: plan.plan, client: B, block });
-    assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }]);
+    bench.partition(0, Message::Spoilt { plan: plan.plan, client: B, block });
+    assert_eq!(bench.heard_by_partition(), [Message::Drop { plan: plan.plan }]);
     let refused = Message::Refused(ShardError::NonFinite(block).into());
     assert!(bench.heard_by(B).contains(&(3, refused)));
-    bench.part(plan.plan.0, Message::Done);
+    bench.partition(plan.plan.0, Message::Done);
     // Its learner may commit the step again.
     bench.commit(B, 2, 1, 4);
     let next = bench.started();
@@ -276,7 +276,7 @@ fn a_client_that_lacks_what_it_was_granted_does_not_hold_the_job_up() {
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     bench.client(B, 0, Message::Lacks { plan: plan.plan, learner: Some(LearnerId(2)) });
-    assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }]);
+    assert_eq!(bench.heard_by_partition(), [Message::Drop { plan: plan.plan }]);
     assert!(bench.heard_by(B).contains(&(3, Message::Refused(ShardError::Interrupted.into()))));
 }
 
@@ -295,8 +295,8 @@ fn no_new_weights_of_a_client_that_is_gone_are_waited_for() {
     bench.pass(Now::ZERO);
     assert_eq!(bench.coordinator.client_count().1, 1, "the first client is given up");
     bench.said.clear();
-    bench.part(0, Message::Ready { plan: running.plan });
-    bench.part(running.plan.0, Message::Done);
+    bench.partition(0, Message::Ready { plan: running.plan });
+    bench.partition(running.plan.0, Message::Done);
     assert_eq!(bench.coordinator.running(), None, "nobody can send what it would wait for");
     assert_eq!(bench.coordinator.job().version(), Version(1));
 }
@@ -315,24 +315,24 @@ fn what_is_lent_is_in_no_plan_that_goes_on_when_its_commit_has_timed_out() {
     bench.client(A, 0, Message::Ping);
     bench.said.clear();
     bench.pass(Now::from_secs(10));
-    assert_eq!(bench.heard_by_part().last(), Some(&Message::Drop { plan: plan.plan }));
+    assert_eq!(bench.heard_by_partition().last(), Some(&Message::Drop { plan: plan.plan }));
     let heard = bench.heard_by(A);
     assert!(
         heard.contains(&(0, Message::Over { plan: plan.plan })) && heard.iter().any(timed_out),
         "{heard:?}"
     );
     // The other one's stays where it is, and its commit is taken.
-    bench.part(0, Message::Ready { plan: plan.plan });
+    bench.partition(0, Message::Ready { plan: plan.plan });
     assert!(!bench.said.contains(&Action::Published(Version(1))), "it was dropped");
-    bench.part(plan.plan.0, Message::Done);
+    bench.partition(plan.plan.0, Message::Done);
     bench.pass(PATIENCE);
     let next = bench.started();
     assert_eq!(next.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [B]);
     // Its learner commits the same step anew.
     bench.client(A, 4, Message::Abort { learner: LearnerId(1) });
     bench.commit_as(A, 1, 1, 5, true);
-    bench.part(0, Message::Ready { plan: next.plan });
-    bench.part(next.plan.0, Message::Done);
+    bench.partition(0, Message::Ready { plan: next.plan });
+    bench.partition(next.plan.0, Message::Done);
     let last = bench.started();
     assert_eq!(last.sources.iter().map(|source| source.client).collect::<Vec<_>>(), [A]);
 }
@@ -346,7 +346,7 @@ fn what_is_lent_is_in_no_plan_that_goes_on_when_nobody_waits_for_it() {
         bench.commit(B, 2, 1, 2);
         let plan = bench.started();
         bench.client(A, 4, end.clone());
-        assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }], "{end:?}");
+        assert_eq!(bench.heard_by_partition(), [Message::Drop { plan: plan.plan }], "{end:?}");
         let heard = bench.heard_by(A);
         assert!(heard.contains(&(3, Message::Refused(ShardError::Interrupted.into()))), "{heard:?}");
         if matches!(end, Message::Open { .. }) {
@@ -361,7 +361,7 @@ fn what_is_lent_is_in_no_plan_that_goes_on_when_nobody_waits_for_it() {
         bench.commit(B, 2, 1, 2);
         bench.started();
         bench.client(A, 4, end);
-        assert_eq!(bench.heard_by_part(), []);
+        assert_eq!(bench.heard_by_partition(), []);
     }
 }
 
@@ -372,11 +372,11 @@ fn what_a_shard_has_read_for_too_long_is_read_again_and_nobody_is_blamed() {
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     bench.said.clear();
-    bench.part(0, Message::Torn { plan: plan.plan });
-    assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }]);
-    bench.part(0, Message::Torn { plan: plan.plan });
-    assert_eq!(bench.heard_by_part(), [], "said again");
-    bench.part(plan.plan.0, Message::Done);
+    bench.partition(0, Message::Torn { plan: plan.plan });
+    assert_eq!(bench.heard_by_partition(), [Message::Drop { plan: plan.plan }]);
+    bench.partition(0, Message::Torn { plan: plan.plan });
+    assert_eq!(bench.heard_by_partition(), [], "said again");
+    bench.partition(plan.plan.0, Message::Done);
     let next = bench.started();
     assert_eq!((next.sources, next.work), (plan.sources, plan.work));
     let is_refused =
@@ -405,7 +405,7 @@ fn a_commit_that_comes_late_does_not_end_the_wait_of_one_that_was_sent_anew() {
     assert_eq!(bench.heard_by(A), [(3, interrupted)], "nobody waits for it");
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
-    bench.part(0, Message::Ready { plan: plan.plan });
+    bench.partition(0, Message::Ready { plan: plan.plan });
     assert!(bench.heard_by(A).contains(&(4, Message::Done)));
 }
 
@@ -420,7 +420,7 @@ fn an_error_says_which_shards_were_waited_for() {
     bench.pass(Now::from_secs(3));
     let said = format!("{:?}", bench.heard_by(A));
     assert!(said.contains("; out of reach: shard 5"), "{said}");
-    bench.part(0, Message::Refused(Refusal::NoModel("m".into())));
+    bench.partition(0, Message::Refused(Refusal::NoModel("m".into())));
     bench.commit(A, 1, 1, 3);
     let said = format!("{:?} {:?}", bench.heard_by(A), bench.coordinator.failed());
     assert_eq!(said.matches("shard 5 does not have this job's blocks any more").count(), 3, "{said}");

@@ -12,7 +12,7 @@ use libmodelio::vocabulary::reducer::{self, Reducer};
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, Payload};
-use super::making::{INLINE, Making, Part, Written, widen};
+use super::making::{INLINE, Making, Term, Written, widen};
 use super::{span, wire};
 use crate::core::{Contribution, Plan, Work};
 use crate::kernels;
@@ -58,10 +58,10 @@ impl Job {
             self.assign_block(block);
             return Blamed::new();
         };
-        let (parts, written) = self.parts(block, own, &[]);
+        let (terms, written) = self.terms(block, own, &[]);
         // SAFETY: the core gives the block to one thread at a time; folding is over before a plan that reads the
         // accumulator begins, and what is read from staging is lent until the version is made.
-        if unsafe { self.making.block(block, step, &parts, &written) } {
+        if unsafe { self.making.block(block, step, &terms, &written) } {
             return Blamed::new();
         }
         let blamed = self.judge(block, step, own);
@@ -94,26 +94,26 @@ impl Job {
         let bad = copies.iter().filter(|(_, copy)| !is_finite(&self.making.layout, block, copy));
         let bad: Blamed = bad.map(|(learner, _)| *learner).collect();
         if bad.is_empty() && !copies.is_empty() {
-            let (parts, written) = self.parts(block, None, &copies);
+            let (terms, written) = self.terms(block, None, &copies);
             // SAFETY: as in `block`.
-            unsafe { self.making.compute(block, step, &parts, &written) };
+            unsafe { self.making.compute(block, step, &terms, &written) };
         }
         bad
     }
 
     /// What is added up for `block`: the accumulator, then payloads in the order of learners, so that the
     /// sum does not depend on who came last; and what each has written of it. A learner in `copies` has its payload there.
-    fn parts<'a>(
+    fn terms<'a>(
         &'a self,
         block: BlockId,
         own: Option<(LearnerId, &'a [u8])>,
         copies: &'a [(LearnerId, Vec<u8>)],
-    ) -> (SmallVec<[Part<'a>; INLINE]>, SmallVec<[Written<'a>; INLINE]>) {
-        let (mut parts, mut written) = (SmallVec::new(), SmallVec::new());
-        let Work::Reduce { inputs, accumulated, .. } = &self.plan.work else { return (parts, written) };
+    ) -> (SmallVec<[Term<'a>; INLINE]>, SmallVec<[Written<'a>; INLINE]>) {
+        let (mut terms, mut written) = (SmallVec::new(), SmallVec::new());
+        let Work::Reduce { inputs, accumulated, .. } = &self.plan.work else { return (terms, written) };
         if let (true, Some(accumulator)) = (accumulated.contains(block.index()), &self.accumulator) {
             // Only what is mapped is added up, and that is whole.
-            parts.push(Part::Sum(accumulator));
+            terms.push(Term::Sum(accumulator));
             written.push(None);
         }
         let range = span(&self.making.layout.block_bytes(block));
@@ -124,22 +124,22 @@ impl Job {
         let mut own = own;
         for contribution in inputs.iter().filter(|c| c.deferred.contains(block.index())) {
             if let Some((learner, bytes)) = own.take_if(|(learner, _)| *learner < contribution.learner) {
-                parts.push(Part::Sent(Payload::Plain(bytes)));
+                terms.push(Term::Sent(Payload::Plain(bytes)));
                 written.push(brings(learner, None));
             }
             written.push(brings(contribution.learner, contribution.written(block)));
             let copy = copies.iter().find(|(learner, _)| *learner == contribution.learner);
-            parts.push(Part::Sent(Payload::Plain(match copy {
+            terms.push(Term::Sent(Payload::Plain(match copy {
                 Some((_, copy)) => copy,
                 // SAFETY: the payload is lent until the version is made: nobody writes it.
                 None => unsafe { contribution.source.memory().bytes(range.clone()) },
             })));
         }
         if let Some((learner, bytes)) = own {
-            parts.push(Part::Sent(Payload::Plain(bytes)));
+            terms.push(Term::Sent(Payload::Plain(bytes)));
             written.push(brings(learner, None));
         }
-        (parts, written)
+        (terms, written)
     }
 
     /// A block of a version that was written to `weights`: bytes that were not written keep their

@@ -1,4 +1,4 @@
-//! What is kept of the newest version, block by block: read here, and brought into the memory of another part.
+//! What is kept of the newest version, block by block: read here, and brought into the memory of another partition.
 //!
 //! Holds `unsafe`; why it is sound is told in the module above.
 

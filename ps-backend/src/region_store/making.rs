@@ -21,7 +21,7 @@ pub(super) const INLINE: usize = 16;
 
 /// What a block is put together from.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Part<'a> {
+pub(crate) enum Term<'a> {
     /// What an accumulator holds of it.
     Sum(&'a Accumulator),
     /// What was sent.
@@ -32,7 +32,7 @@ pub(crate) enum Part<'a> {
 /// the value of the last contribution that has written it, and a byte that none has written stays as it is.
 pub(crate) type Written<'a> = Option<&'a [Range<u32>]>;
 
-/// Which of its parts a piece of a block is made of.
+/// Which of its terms a piece of a block is made of.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Brings {
     All,
@@ -64,28 +64,28 @@ thread_local! {
 }
 
 impl Making {
-    /// Puts `block` together, or carries it over if nothing changes it. `written` has for each of `parts` what it brings,
-    /// or is empty if each brings all. Returns whether all `parts` were finite; the
-    /// block is void if not, unless it is [`Self::approve`]d.
+    /// Puts `block` together, or carries it over if nothing changes it. `written` has for each of `terms` what it
+    /// brings, or is empty if each brings all. Returns whether all `terms` were finite; the block is void if not,
+    /// unless it is [`Self::approve`]d.
     ///
     /// # Safety
-    /// The block is this thread's alone in the next version, and nobody writes what `parts` refer to, whose
+    /// The block is this thread's alone in the next version, and nobody writes what `terms` refer to, whose
     /// payloads are as long as they should be.
     pub(crate) unsafe fn block(
         &self,
         block: BlockId,
         step: &reducer::Step,
-        parts: &[Part<'_>],
+        terms: &[Term<'_>],
         written: &[Written<'_>],
     ) -> bool {
         // SAFETY: passed on to the caller.
         unsafe {
-            if parts.is_empty() && (is_inert(step) || self.stays(block)) {
+            if terms.is_empty() && (is_inert(step) || self.stays(block)) {
                 self.carry(block);
                 return true;
             }
             self.mark(block, VOID);
-            let finite = self.compute(block, step, parts, written);
+            let finite = self.compute(block, step, terms, written);
             if finite {
                 self.approve(block);
             }
@@ -136,7 +136,7 @@ impl Making {
         self.mark(block, self.version.0);
     }
 
-    /// Computes `block`; returns whether all `parts` were finite.
+    /// Computes `block`; returns whether all `terms` were finite.
     ///
     /// # Safety
     /// As for [`Self::block`].
@@ -144,7 +144,7 @@ impl Making {
         &self,
         block: BlockId,
         step: &reducer::Step,
-        parts: &[Part<'_>],
+        terms: &[Term<'_>],
         written: &[Written<'_>],
     ) -> bool {
         let start = self.layout.block_bytes(block).start;
@@ -161,16 +161,16 @@ impl Making {
                 wide_at = wide.end;
                 // Bytes that cannot be reduced stay, or with `assign` become the last contribution's.
                 let last = match brings {
-                    Brings::All => parts.last(),
-                    Brings::Only(part) => parts.get(part),
+                    Brings::All => terms.last(),
+                    Brings::Only(term) => terms.get(term),
                     Brings::Nobody => None,
                 };
                 let source = match last.filter(|_| step.reducer == Reducer::Assign && t > 0) {
                     None => weights,
-                    Some(Part::Sent(Payload::Plain(bytes))) => &bytes[local],
-                    Some(Part::Sent(Payload::Wide(bytes))) => &bytes[wide],
-                    // SAFETY: nobody writes what the parts refer to.
-                    Some(Part::Sum(sum)) => unsafe { sum.raw(range) }.unwrap_or(weights),
+                    Some(Term::Sent(Payload::Plain(bytes))) => &bytes[local],
+                    Some(Term::Sent(Payload::Wide(bytes))) => &bytes[wide],
+                    // SAFETY: nobody writes what the terms refer to.
+                    Some(Term::Sum(sum)) => unsafe { sum.raw(range) }.unwrap_or(weights),
                 };
                 kernels::stream_copy(source, output);
                 return;
@@ -179,30 +179,30 @@ impl Making {
             let wide = wide_at..wide_at + elements.len() * 4;
             wide_at = wide.end;
             let mut aligned = ALIGNED.take();
-            // At most one of the parts is wide and half-precision: what others sent before is in a sum.
-            let sent = parts.iter().find_map(|part| match part {
-                Part::Sent(Payload::Wide(bytes)) if wire.is_half() => Some(&bytes[wide.clone()]),
+            // At most one of the terms is wide and half-precision: what others sent before is in a sum.
+            let sent = terms.iter().find_map(|term| match term {
+                Term::Sent(Payload::Wide(bytes)) if wire.is_half() => Some(&bytes[wide.clone()]),
                 _ => None,
             });
             let sent = sent.map(|bytes| floats(bytes, &mut aligned));
-            let sources: SmallVec<[Source<'_>; INLINE]> = parts
+            let sources: SmallVec<[Source<'_>; INLINE]> = terms
                 .iter()
-                .map(|part| match (part, sent) {
-                    // SAFETY: nobody writes what the parts refer to.
-                    (Part::Sum(sum), _) => Source::Acc(unsafe { sum.sums(elements.clone()) }),
-                    (Part::Sent(Payload::Plain(bytes)), _) => Source::Wire(&bytes[local.clone()]),
-                    (Part::Sent(Payload::Wide(_)), Some(sent)) => Source::Acc(sent),
-                    (Part::Sent(Payload::Wide(bytes)), None) => Source::Wire(&bytes[wide.clone()]),
+                .map(|term| match (term, sent) {
+                    // SAFETY: nobody writes what the terms refer to.
+                    (Term::Sum(sum), _) => Source::Acc(unsafe { sum.sums(elements.clone()) }),
+                    (Term::Sent(Payload::Plain(bytes)), _) => Source::Wire(&bytes[local.clone()]),
+                    (Term::Sent(Payload::Wide(_)), Some(sent)) => Source::Acc(sent),
+                    (Term::Sent(Payload::Wide(bytes)), None) => Source::Wire(&bytes[wide.clone()]),
                 })
                 .collect();
             let counts = match brings {
                 Brings::All => &sources[..],
-                Brings::Only(part) => &sources[part..=part],
+                Brings::Only(term) => &sources[term..=term],
                 Brings::Nobody => &[],
             };
             if brings != Brings::All && self.check {
                 // Of sums that bring nothing here, what is there means nothing; what was sent is judged, for nobody has.
-                let sent = parts.iter().zip(&sources).filter(|(part, _)| matches!(part, Part::Sent(_)));
+                let sent = terms.iter().zip(&sources).filter(|(term, _)| matches!(term, Term::Sent(_)));
                 finite &= sent
                     .into_iter()
                     .all(|(_, source)| kernels::sources_are_finite(wire, std::slice::from_ref(source)));

@@ -57,7 +57,7 @@ impl RegistryCore {
         Ok(())
     }
 
-    /// A model that a shard holds a part of.
+    /// A model that a shard holds a partition of.
     pub(super) fn restore(
         &mut self,
         shards: &[ShardRecord],

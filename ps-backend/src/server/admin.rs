@@ -8,20 +8,20 @@ use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use serde_json::{Value, json};
 
 use super::coordinator::Coordinator;
-use super::part::{MakeError, Part};
+use super::partition::{MakeError, Partition};
 use super::{AdminAnswer, Model, Shared};
 use crate::memory;
 
-/// A part whose memory is being taken.
+/// A partition whose memory is being taken.
 #[derive(Debug)]
 pub(super) struct Making {
     name: String,
-    /// Its model was deleted meanwhile: the part is not wanted.
+    /// Its model was deleted meanwhile: the partition is not wanted.
     deleted: bool,
 }
 
 impl Shared {
-    /// Makes room for this shard's part of a model. Takes time.
+    /// Makes room for this shard's partition of a model. Takes time.
     pub(super) fn create(&self, payload: &[u8]) -> AdminAnswer {
         let record = ModelRecord::decode(payload).map_err(Refusal::other)?;
         let (name, generation) = (record.name.clone(), record.generation);
@@ -42,42 +42,43 @@ impl Shared {
             making.insert(generation, Making { name: name.clone(), deleted: false });
         }
         let shard = *self.shard.lock();
-        let part = has_room(&record, shard).and_then(|()| Part::new(&record, shard, &self.pool));
+        let partition = has_room(&record, shard).and_then(|()| Partition::new(&record, shard, &self.pool));
         let mut models = self.models.lock();
         let deleted = self.making.lock().remove(&generation).is_none_or(|making| making.deleted);
-        let part = part.map_err(Refusal::other)?;
+        let partition = partition.map_err(Refusal::other)?;
         if deleted {
             return Err(Refusal::Deleted(name));
         }
-        tracing::info!(model = %name, blocks = part.layout().blocks(), bytes = part.layout().size(), "created");
+        let layout = partition.layout();
+        tracing::info!(model = %name, blocks = layout.blocks(), bytes = layout.size(), "created");
         self.gone.lock().retain(|(gone, _)| *gone != name);
-        models.insert(name, Model { generation, record, part, coordinator: None, whereabouts: None });
+        models.insert(name, Model { generation, record, partition, coordinator: None, whereabouts: None });
         Ok((Message::Done, None))
     }
 
-    pub(super) fn part_of(&self, generation: Generation) -> Result<(String, Arc<Part>), Refusal> {
+    pub(super) fn partition_of(&self, generation: Generation) -> Result<(String, Arc<Partition>), Refusal> {
         let models = self.models.lock();
         let found = models.iter().find(|(_, model)| model.generation == generation);
         let (name, model) = found.ok_or_else(|| Refusal::NoModel(format!("generation {generation}")))?;
-        Ok((name.clone(), Arc::clone(&model.part)))
+        Ok((name.clone(), Arc::clone(&model.partition)))
     }
 
     /// A block of version 0.
     pub(super) fn load(&self, generation: Generation, block: BlockId, bytes: &[u8]) -> Result<(), Refusal> {
-        self.part_of(generation)?.1.load(block, bytes)
+        self.partition_of(generation)?.1.load(block, bytes)
     }
 
-    /// All blocks were sent: the part can be used, and if it is the coordinator's, the job begins.
+    /// All blocks were sent: the partition can be used, and if it is the coordinator's, the job begins.
     pub(super) fn loaded(&self, generation: Generation) -> AdminAnswer {
-        let (name, part) = self.part_of(generation)?;
-        part.store().finish_loading().map_err(Refusal::other)?;
+        let (name, partition) = self.partition_of(generation)?;
+        partition.store().finish_loading().map_err(Refusal::other)?;
         let mut models = self.models.lock();
         let Some(model) = models.get_mut(&name).filter(|model| model.generation == generation) else {
             return Err(Refusal::NoModel(name));
         };
         let shard = *self.shard.lock();
         if model.coordinator.is_none() && model.record.coordinator == shard {
-            model.coordinator = Some(self.coordinator(&model.record, &model.part, None, &[])?);
+            model.coordinator = Some(self.coordinator(&model.record, &model.partition, None, &[])?);
         }
         Ok((Message::Done, None))
     }
@@ -87,7 +88,7 @@ impl Shared {
     pub(super) fn coordinator(
         &self,
         record: &ModelRecord,
-        part: &Arc<Part>,
+        partition: &Arc<Partition>,
         handed_over: Option<(&[u8], Duration)>,
         known: &[ShardRecord],
     ) -> Result<Arc<Coordinator>, Refusal> {
@@ -101,7 +102,7 @@ impl Shared {
         });
         let shard = *self.shard.lock();
         let net = self.net.clone();
-        Coordinator::new(record, part, shard, net, resolve, handed_over, known).map_err(Refusal::other)
+        Coordinator::new(record, partition, shard, net, resolve, handed_over, known).map_err(Refusal::other)
     }
 
     /// Forgets a model. If it has moved away, the answer says where it is to be forgotten, too.
@@ -136,7 +137,7 @@ impl Shared {
             if let Some(coordinator) = model.coordinator {
                 coordinator.stop(&Refusal::NoModel(name.to_owned()));
             }
-            model.part.is_deleted();
+            model.partition.is_deleted();
             self.was_deleted(name, generation);
         }
         tracing::info!(model = %name, "deleted");
@@ -192,8 +193,8 @@ fn has_room(record: &ModelRecord, shard: ShardId) -> Result<(), MakeError> {
 }
 
 fn status_of(name: &str, model: &Model) -> Value {
-    let (version, plan) = model.part.progress();
-    let memory = model.part.store().bytes();
+    let (version, plan) = model.partition.progress();
+    let memory = model.partition.store().bytes();
     let coordinator = model.coordinator.as_ref().map(|coordinator| {
         let status = coordinator.status();
         let setting = |name| status.controls.get(name).unwrap_or_default();
@@ -241,13 +242,13 @@ fn status_of(name: &str, model: &Model) -> Value {
     json!({
         "name": name,
         "generation": model.generation.0,
-        "epoch": model.part.epoch.0,
+        "epoch": model.partition.epoch.0,
         "version": version.0,
-        "loaded": model.part.store().is_loaded(),
-        "blocks": model.part.layout().blocks(),
-        "bytes": model.part.layout().size(),
+        "loaded": model.partition.store().is_loaded(),
+        "blocks": model.partition.layout().blocks(),
+        "bytes": model.partition.layout().size(),
         "memory_bytes": memory.total(),
-        "payload": model.part.store().tally().read(),
+        "payload": model.partition.store().tally().read(),
         "plan": plan.map(|(plan, left)| json!({ "id": plan.0, "payloads_to_come": left })),
         "coordinator": coordinator,
     })

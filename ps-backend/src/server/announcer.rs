@@ -1,11 +1,12 @@
-//! What a shard tells the registry again and again: that it is there, and which parts of models it holds. The registry
-//! may have been started anew, and then knows no more than it is told.
+//! What a shard tells the registry again and again: that it is there, and which partitions of models it holds. The
+//! registry may have been started anew, and then knows no more than it is told.
 //!
-//! - A shard that holds parts keeps its number, whatever the registry says.
+//! - A shard that holds partitions keeps its number, whatever the registry says.
 //! - The coordinator of a model that the registry does not know puts its record there again. If nobody does for some
 //!   time,
-//!   whoever holds a part of it does, so that it can be deleted.
-//! - A part is dropped if the registry knows that its model was deleted; never because the registry does not know it.
+//!   whoever holds a partition of it does, so that it can be deleted.
+//! - A partition is dropped if the registry knows that its model was deleted; never because the registry does not know
+//!   it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering;
@@ -22,7 +23,7 @@ use super::{Model, Shared};
 
 /// Silence after which the registry forgets a shard.
 const LEASE: Duration = Duration::from_secs(10);
-/// A part whose model nobody else has told the registry of for so long is left over.
+/// A partition whose model nobody else has told the registry of for so long is left over.
 const LEFT_OVER: Duration = Duration::from_secs(10);
 /// Deleted models that are remembered, for a registry that is started anew.
 const MAX_DELETED: usize = 256;
@@ -46,16 +47,16 @@ struct Unknown {
     why: Option<String>,
 }
 
-/// Of which life and block map of a model a part is.
+/// Of which life and block map of a model a partition is.
 pub(super) fn life(record: &ModelRecord) -> Held {
     Held { model: record.name.clone(), generation: record.generation, epoch: record.epoch }
 }
 
-/// A part that is here, for the registry.
+/// A partition that is here, for the registry.
 struct Here {
     held: Held,
     /// It is in force, as far as is known here.
-    is_part: bool,
+    is_partition: bool,
 }
 
 impl Shared {
@@ -88,7 +89,7 @@ impl Shared {
         self.standing.lock().draining = true;
     }
 
-    /// What the registry knows of a part that is, or was to be, here.
+    /// What the registry knows of a partition that is, or was to be, here.
     pub(super) fn fate(&self, record: &ModelRecord) -> Result<Fate, RegistryError> {
         let shard = *self.shard.lock();
         let held = [life(record)];
@@ -97,7 +98,8 @@ impl Shared {
         fates.first().copied().ok_or_else(unexpected)
     }
 
-    /// Announces the shard, and takes the number that it is given, unless it holds parts under the one that it has.
+    /// Announces the shard, and takes the number that it is given, unless it holds partitions under the one that it
+    /// has.
     pub(super) fn announce(&self) -> Result<(), RegistryError> {
         let outcome = self.try_announce();
         self.standing.lock().not_listed = outcome.as_ref().err().map(RegistryError::to_string);
@@ -106,7 +108,7 @@ impl Shared {
 
     fn try_announce(&self) -> Result<(), RegistryError> {
         let mut told = ShardId(0);
-        // A part may come while the registry answers: then it is told of that.
+        // A partition may come while the registry answers: then it is told of that.
         for _ in 0..2 {
             // One lock at a time: who asks how the shard is holds that of the models, and waits for that of the number.
             let bound = self.is_bound();
@@ -121,7 +123,7 @@ impl Shared {
         }
         let shard = *self.shard.lock();
         Err(RegistryError::Refused(Refusal::other(format_args!(
-            "it gives this shard number {told}, which has parts of models under number {shard}"
+            "it gives this shard number {told}, which has partitions of models under number {shard}"
         ))))
     }
 
@@ -132,7 +134,7 @@ impl Shared {
 
     /// Whether the shard has this number now.
     fn take_number(&self, number: ShardId) -> bool {
-        // Whoever makes a part is among these before it looks at the number.
+        // Whoever makes a partition is among these before it looks at the number.
         let (models, making, adopting) = (self.models.lock(), self.making.lock(), self.adopting.lock());
         let bound = !(models.is_empty() && making.is_empty() && adopting.is_empty());
         let mut shard = self.shard.lock();
@@ -183,11 +185,11 @@ impl Shared {
         Ok(())
     }
 
-    /// The parts that are here, and those that are to be.
+    /// The partitions that are here, and those that are to be.
     fn here(&self) -> Vec<Here> {
-        let of_model = |model: &Model| Here { held: life(&model.record), is_part: true };
+        let of_model = |model: &Model| Here { held: life(&model.record), is_partition: true };
         let mut here: Vec<Here> = self.models.lock().values().map(of_model).collect();
-        here.extend(self.adopting_lives().into_iter().map(|held| Here { held, is_part: false }));
+        here.extend(self.adopting_lives().into_iter().map(|held| Here { held, is_partition: false }));
         here
     }
 
@@ -209,14 +211,14 @@ impl Shared {
         let Held { model, generation, epoch } = &here.held;
         let outcome = match fate {
             Fate::Deleted => {
-                tracing::info!(%model, "the registry knows that it was deleted: its part is dropped");
-                self.drop_part(model, *generation);
+                tracing::info!(%model, "the registry knows that it was deleted: its partition is dropped");
+                self.drop_partition(model, *generation);
                 return Ok(());
             }
-            Fate::Known { epoch: known } if known > *epoch && here.is_part => self.left_behind(here),
+            Fate::Known { epoch: known } if known > *epoch && here.is_partition => self.left_behind(here),
             Fate::Known { epoch: known } if known >= *epoch => Ok(true),
             Fate::Taken { .. } => Err(RegistryError::Exists(model.clone())),
-            Fate::Known { .. } | Fate::Unknown if here.is_part => self.restore(&here.held),
+            Fate::Known { .. } | Fate::Unknown if here.is_partition => self.restore(&here.held),
             Fate::Known { .. } | Fate::Unknown => Ok(false),
         };
         let mut standing = self.standing.lock();
@@ -228,7 +230,7 @@ impl Shared {
             Ok(false) => {}
             Err(RegistryError::Deleted(_)) => {
                 drop(standing);
-                self.drop_part(model, *generation);
+                self.drop_partition(model, *generation);
             }
             Err(error @ RegistryError::Peer(_)) => return Err(error),
             Err(error) => {
@@ -274,7 +276,7 @@ impl Shared {
         Ok(true)
     }
 
-    /// Another block map is in force. Who has moved the model says so; if nobody does, a shard that has no part in it
+    /// Another block map is in force. Who has moved the model says so; if nobody does, a shard that owns no block in it
     /// any more gives its own up.
     fn left_behind(&self, here: &Here) -> Result<bool, RegistryError> {
         if self.unknown_for(here.held.generation) < LEFT_OVER {
@@ -311,16 +313,16 @@ impl Shared {
         Ok(())
     }
 
-    /// For how long a part has not been what the registry has.
+    /// For how long a partition has not been what the registry has.
     fn unknown_for(&self, generation: Generation) -> Duration {
         let since = Instant::now();
         let mut standing = self.standing.lock();
         standing.unknown.entry(generation).or_insert(Unknown { since, why: None }).since.elapsed()
     }
 
-    fn drop_part(&self, name: &str, generation: Generation) {
+    fn drop_partition(&self, name: &str, generation: Generation) {
         if let Err(refusal) = self.delete(name, generation) {
-            tracing::warn!(model = %name, %refusal, "its part is not dropped");
+            tracing::warn!(model = %name, %refusal, "its partition is not dropped");
         }
     }
 }

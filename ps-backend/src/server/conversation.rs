@@ -18,11 +18,11 @@ use super::coordinator::Coordinator;
 use super::fabric::Remote;
 use super::memory::Memory;
 use super::moving::Whereabouts;
-use super::part::{Landing, Part};
+use super::partition::{Landing, Partition};
 use super::unsent::{Unsent, UnsentAll, say, say_counted};
 use super::{SILENCE, Shared};
-use crate::part::store::PinnedVersion;
-use crate::part::unheard::Unheard;
+use crate::partition::store::PinnedVersion;
+use crate::partition::unheard::Unheard;
 
 /// Requests for blocks that may wait on one connection.
 const MAX_PULLS: usize = 256;
@@ -32,7 +32,7 @@ enum Kind {
     Strange,
     Control { client: ClientId, coordinator: Arc<Coordinator> },
     Data(Data),
-    Coordinator(Arc<Part>),
+    Coordinator(Arc<Partition>),
     Admin,
 }
 
@@ -53,7 +53,7 @@ impl From<Refusal> for TurnedAway {
 /// A client's blocks.
 struct Data {
     client: ClientId,
-    part: Arc<Part>,
+    partition: Arc<Partition>,
     landing: Option<Landing>,
     /// Plans that blocks have come for, and nothing else.
     unheard: Unheard,
@@ -129,7 +129,7 @@ impl Peer {
     fn moved(&self) -> Option<Whereabouts> {
         match &self.kind {
             Kind::Control { coordinator, .. } => coordinator.moved().cloned(),
-            Kind::Data(data) => data.part.moved().cloned(),
+            Kind::Data(data) => data.partition.moved().cloned(),
             Kind::Strange | Kind::Coordinator(_) | Kind::Admin => None,
         }
     }
@@ -171,7 +171,7 @@ impl Peer {
             let (model, expected, got) = (model.clone(), found.generation, *generation);
             return Err(Refusal::Generation { model, expected, got }.into());
         }
-        let epoch = found.part.epoch;
+        let epoch = found.partition.epoch;
         match &found.whereabouts {
             Some(to) if got < epoch && *role != Role::Coordinator => {
                 return Err(TurnedAway::Moved(to.clone()));
@@ -180,7 +180,7 @@ impl Peer {
             _ => {}
         }
         self.epoch = epoch;
-        let part = Arc::clone(&found.part);
+        let partition = Arc::clone(&found.partition);
         self.kind = match role {
             Role::Control => {
                 let coordinator = found.coordinator.clone();
@@ -193,12 +193,12 @@ impl Peer {
                 let (landing, pulls, pinned) = (None, VecDeque::new(), None);
                 let mut memory = self.memory.take();
                 if let Some(memory) = &mut memory {
-                    memory.serve(&part);
+                    memory.serve(&partition);
                 }
                 let (unheard, rouse_at) = (Unheard::default(), None);
                 Kind::Data(Data {
                     client: *client,
-                    part,
+                    partition,
                     landing,
                     unheard,
                     rouse_at,
@@ -213,12 +213,12 @@ impl Peer {
                 return Err(Refusal::other("this shard coordinates the model itself").into());
             }
             Role::Coordinator => {
-                let (link, of_part) = (self.link.clone(), self.link.clone());
+                let (link, of_partition) = (self.link.clone(), self.link.clone());
                 let tell = move |request, message| {
                     link.send(Outgoing { epoch, ..Outgoing::new(request, message) });
                 };
-                part.follow(Arc::new(tell), Some(of_part), PlanId(client.0));
-                Kind::Coordinator(part)
+                partition.follow(Arc::new(tell), Some(of_partition), PlanId(client.0));
+                Kind::Coordinator(partition)
             }
             Role::Admin => Kind::Admin,
         };
@@ -227,9 +227,9 @@ impl Peer {
 
     fn welcome(&mut self) -> Result<(), Refusal> {
         #[cfg(feature = "rdma")]
-        if let Kind::Data(Data { client, part, remote: Some(remote), .. }) = &mut self.kind {
+        if let Kind::Data(Data { client, partition, remote: Some(remote), .. }) = &mut self.kind {
             let rdma = self.shared.rdma.get().ok_or_else(|| Refusal::other("the shard begins, or goes"))?;
-            let served = remote.serve(*client, part, rdma, &self.link);
+            let served = remote.serve(*client, partition, rdma, &self.link);
             served.map_err(|refusal| Refusal::NoRdma(refusal.to_string()))?;
         }
         let silence_ms = SILENCE.as_millis() as u32;
@@ -237,7 +237,7 @@ impl Peer {
         self.answer(0, Message::Welcome { protocol, shard, epoch: self.epoch, silence_ms });
         match &self.kind {
             Kind::Control { client, coordinator } => coordinator.client_up(*client, &self.link)?,
-            Kind::Data(data) => data.part.client_up(data.client, &self.link),
+            Kind::Data(data) => data.partition.client_up(data.client, &self.link),
             _ => {}
         }
         Ok(())
@@ -359,13 +359,13 @@ impl Data {
             let version = *version;
             if self.pinned.as_ref().is_none_or(|pinned| pinned.version() != version) {
                 self.pinned = None;
-                match self.part.version(version, link) {
+                match self.partition.version(version, link) {
                     Ok(Some(pinned)) => self.pinned = Some(pinned),
                     Ok(None) => return None,
                     Err(refusal) => {
                         self.pulls.pop_front();
                         let message = Message::Refused(refusal);
-                        return Some(Outgoing { epoch: self.part.epoch, ..Outgoing::new(0, message) });
+                        return Some(Outgoing { epoch: self.partition.epoch, ..Outgoing::new(0, message) });
                     }
                 }
             }
@@ -375,13 +375,13 @@ impl Data {
             };
             if let Some(pinned) = &self.pinned {
                 let outgoing = match &mut self.memory {
-                    Some(memory) => memory.block(&self.part, pinned, BlockId(block)),
-                    None => self.part.block(pinned, BlockId(block)),
+                    Some(memory) => memory.block(&self.partition, pinned, BlockId(block)),
+                    None => self.partition.block(pinned, BlockId(block)),
                 };
                 #[cfg(feature = "rdma")]
                 if let (Some(_), Some(Outgoing { payload: Some(piece), .. })) = (&self.remote, &outgoing) {
                     // Through the ring: who asks for it instead of reading it gets it all the same.
-                    self.part.store().tally().copied(Flow::Pull, piece.len());
+                    self.partition.store().tally().copied(Flow::Pull, piece.len());
                 }
                 if outgoing.is_some() {
                     return outgoing;
@@ -393,7 +393,7 @@ impl Data {
     /// Time passes; when to call again.
     fn tick(&mut self, now: Instant, link: &Link) -> Result<Option<Instant>, Refusal> {
         if let Some(memory) = &mut self.memory {
-            memory.again(self.client, &self.part, &mut self.unheard, link)?;
+            memory.again(self.client, &self.partition, &mut self.unheard, link)?;
         }
         if self.rouse_at.take_if(|at| *at <= now).is_some() {
             // What is received is asked for again after that.
@@ -401,7 +401,7 @@ impl Data {
         }
         #[cfg(feature = "rdma")]
         if let Some(remote) = &mut self.remote {
-            remote.again(self.client, &self.part, link)?;
+            remote.again(self.client, &self.partition, link)?;
             return Ok(self.rouse_at.into_iter().chain(remote.until(now)).min());
         }
         Ok(self.rouse_at)
@@ -410,38 +410,40 @@ impl Data {
     /// Nothing more is taken.
     fn given_up(&mut self, link: &Link) {
         if let Some(landing) = self.landing.take() {
-            self.part.lost(landing, link);
+            self.partition.lost(landing, link);
         }
         #[cfg(feature = "rdma")]
         if let Some(remote) = &mut self.remote {
-            remote.given_up(&self.part, link);
+            remote.given_up(&self.partition, link);
         }
     }
 
     fn message(&mut self, received: &Received, link: &Link) -> Result<Take, Refusal> {
         if let Some(memory) = &mut self.memory
-            && let Some(take) = memory.message(self.client, &self.part, received, &mut self.unheard, link)?
+            && let Some(take) =
+                memory.message(self.client, &self.partition, received, &mut self.unheard, link)?
         {
             self.rouse_at = self.unheard.until(Instant::now());
             return Ok(take);
         }
         #[cfg(feature = "rdma")]
         if let Some(remote) = &mut self.remote
-            && let Some(take) = remote.message(&self.part, received)?
+            && let Some(take) = remote.message(&self.partition, received)?
         {
-            remote.again(self.client, &self.part, link)?;
+            remote.again(self.client, &self.partition, link)?;
             return Ok(take);
         }
         match &received.message {
             Message::Push { .. } => {
-                let (take, landing) = self.part.arrive(self.client, received, &mut self.unheard, link)?;
+                let (take, landing) =
+                    self.partition.arrive(self.client, received, &mut self.unheard, link)?;
                 self.landing = landing;
                 self.rouse_at = self.unheard.until(Instant::now());
                 return Ok(take);
             }
             Message::Probe { plan } => {
-                if let Some(missing) = self.part.missing(self.client, *plan) {
-                    link.send(Outgoing { epoch: self.part.epoch, ..Outgoing::new(0, missing) });
+                if let Some(missing) = self.partition.missing(self.client, *plan) {
+                    link.send(Outgoing { epoch: self.partition.epoch, ..Outgoing::new(0, missing) });
                 }
             }
             Message::Pull { version, blocks } => {
@@ -486,8 +488,8 @@ impl Conversation for Peer {
                 Ok(Take::Nothing)
             }
             Kind::Data(data) => data.message(received, &self.link),
-            Kind::Coordinator(part) => {
-                part.from_coordinator(request, received.message.clone(), Some(&self.link));
+            Kind::Coordinator(partition) => {
+                partition.from_coordinator(request, received.message.clone(), Some(&self.link));
                 Ok(Take::Nothing)
             }
             Kind::Admin if received.header.payload_len() > 0 => Ok(Take::Buffered),
@@ -502,9 +504,9 @@ impl Conversation for Peer {
                 Some(landing) => {
                     if data.goes_through_rings() {
                         let len = received.header.payload_len() as usize;
-                        data.part.store().tally().copied(Flow::Push, len);
+                        data.partition.store().tally().copied(Flow::Push, len);
                     }
-                    data.part.landed(landing, bytes, &self.link)
+                    data.partition.landed(landing, bytes, &self.link)
                 }
                 None => Ok(()),
             },
@@ -516,7 +518,7 @@ impl Conversation for Peer {
 
     fn copied(&mut self, bytes: usize) {
         if let Kind::Data(data) = &self.kind {
-            data.part.store().tally().copied(Flow::Push, bytes);
+            data.partition.store().tally().copied(Flow::Push, bytes);
         }
     }
 
@@ -532,7 +534,7 @@ impl Conversation for Peer {
             Kind::Strange => Limits::GREETING,
             Kind::Control { .. } | Kind::Coordinator(_) => Limits { payload: 0, ..Limits::MAX },
             Kind::Data(data) => {
-                let block = data.part.layout().block_size();
+                let block = data.partition.layout().block_size();
                 Limits { payload: 2 * block.min(MAX_BLOCK_SIZE), ..Limits::MAX }
             }
             Kind::Admin => Limits { payload: MAX_PAYLOAD, ..Limits::MAX },
@@ -575,13 +577,13 @@ impl Conversation for Peer {
         match std::mem::replace(&mut self.kind, Kind::Strange) {
             Kind::Control { client, coordinator } => coordinator.client_down(client, &self.link),
             Kind::Data(mut data) => {
-                data.part.client_down(&self.link);
+                data.partition.client_down(&self.link);
                 if let Some(landing) = data.landing.take() {
-                    data.part.lost(landing, &self.link);
+                    data.partition.lost(landing, &self.link);
                 }
                 #[cfg(feature = "rdma")]
                 if let Some(remote) = &mut data.remote {
-                    remote.closed(&data.part, &self.link);
+                    remote.closed(&data.partition, &self.link);
                 }
             }
             _ => {}

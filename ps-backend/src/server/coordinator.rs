@@ -17,7 +17,7 @@ use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::{Condvar, Mutex};
 
 use super::moving::{Moves, Progress, Whereabouts};
-use super::part::Part;
+use super::partition::Partition;
 use crate::coordinator::{AWAY, Action, CoordinatorCore};
 use crate::core::{MemberView, WaitedFor};
 use remote::Remote;
@@ -37,8 +37,8 @@ struct State {
 }
 
 enum Way {
-    /// The coordinator's own part.
-    Here(Arc<Part>),
+    /// The coordinator's own partition.
+    Here(Arc<Partition>),
     /// Over the network.
     There(Arc<Remote>),
 }
@@ -91,14 +91,14 @@ pub struct CoordinatorStatus {
 }
 
 impl Coordinator {
-    /// The coordinator of the model of `record`, whose own part is `here`; a new job's, or what was handed over at the
-    /// time beside it. Of `known` shards it is certain where their blocks are.
+    /// The coordinator of the model of `record`, whose own partition is `here`; a new job's, or what was handed over at
+    /// the time beside it. Of `known` shards it is certain where their blocks are.
     ///
     /// # Errors
     /// A record that cannot be used, or no thread.
     pub(super) fn new(
         record: &ModelRecord,
-        here: &Arc<Part>,
+        here: &Arc<Partition>,
         shard: ShardId,
         net: Handle,
         resolve: Resolve,
@@ -150,11 +150,11 @@ impl Coordinator {
             moves: Arc::default(),
             this: this.clone(),
         });
-        let of_part = Arc::downgrade(&coordinator);
+        let of_partition = Arc::downgrade(&coordinator);
         let index = coordinator.ways.iter().position(|way| matches!(way, Way::Here(_))).unwrap_or_default();
         let hears = move |request, message| {
-            if let Some(coordinator) = of_part.upgrade() {
-                coordinator.part_says(index, request, message);
+            if let Some(coordinator) = of_partition.upgrade() {
+                coordinator.partition_says(index, request, message);
             }
         };
         here.follow(Arc::new(hears), None, coordinator.over());
@@ -174,10 +174,10 @@ impl Coordinator {
         for link in clients {
             link.close(Close::Asked(why.to_string().into()));
         }
-        self.leave_parts();
+        self.leave_partitions();
     }
 
-    fn leave_parts(&self) {
+    fn leave_partitions(&self) {
         for way in &self.ways {
             if let Way::There(remote) = way
                 && let Some(link) = remote.link.lock().take()
@@ -306,16 +306,18 @@ impl Coordinator {
                             link.close(Close::Asked(why.to_string().into()));
                         }
                     }
-                    Action::ToPart(part, request, message) => orders.push((part, request, message)),
+                    Action::ToPartition(partition, request, message) => {
+                        orders.push((partition, request, message))
+                    }
                     Action::Published(version) => {
                         tracing::debug!(model = %self.model, %version, "published");
                     }
                 }
             }
         }
-        for (part, request, message) in orders {
-            match &self.ways[part] {
-                Way::Here(part) => part.from_coordinator(request, message, None),
+        for (partition, request, message) in orders {
+            match &self.ways[partition] {
+                Way::Here(partition) => partition.from_coordinator(request, message, None),
                 Way::There(remote) => {
                     if let Some(link) = &*remote.link.lock() {
                         link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
@@ -326,8 +328,10 @@ impl Coordinator {
         self.wake.notify_all();
     }
 
-    fn part_says(&self, part: usize, request: u64, message: Message) {
-        self.with_core(|state, now, actions| state.core.from_part(part, request, message, now, actions));
+    fn partition_says(&self, partition: usize, request: u64, message: Message) {
+        self.with_core(|state, now, actions| {
+            state.core.from_partition(partition, request, message, now, actions)
+        });
     }
 
     // -- clients

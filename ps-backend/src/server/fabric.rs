@@ -29,10 +29,10 @@ use parking_lot::Mutex;
 
 use super::Shared;
 use super::conversation::Peer;
-use super::part::{Fetching, Part};
-use crate::part::fetches::{Edge, Fetches, Turn};
-use crate::part::store::Payload;
-use crate::part::unheard::Unheard;
+use super::partition::{Fetching, Partition};
+use crate::partition::fetches::{Edge, Fetches, Turn};
+use crate::partition::store::Payload;
+use crate::partition::unheard::Unheard;
 pub(super) use shown::Shown;
 use slots::{Seat, Slots};
 use sum_memory::SumMemory;
@@ -197,17 +197,17 @@ impl Remote {
     pub(super) fn serve(
         &mut self,
         client: ClientId,
-        part: &Part,
+        partition: &Partition,
         rdma: &Rdma,
         link: &Link,
     ) -> Result<(), Refusal> {
-        let block = part.layout().block_size();
-        self.most_bytes = longest_region(part.model_bytes(), block);
+        let block = partition.layout().block_size();
+        self.most_bytes = longest_region(partition.model_bytes(), block);
         self.seat = Some(rdma.slots(longest_sum(block)).map_err(Refusal::other)?.join(client, link));
-        let shown = part.shown(self.line.device())?;
-        let Place { address, key } = shown.place(part.store())?;
+        let shown = partition.shown(self.line.device())?;
+        let Place { address, key } = shown.place(partition.store())?;
         self.shown = Some(shown);
-        self.ready.push_back(saying(part, 0, Message::Directory { address, key }));
+        self.ready.push_back(saying(partition, 0, Message::Directory { address, key }));
         let bytes = block as usize;
         let granted = match self.line.device().options().placement {
             Placement::Dynamic => None,
@@ -215,7 +215,7 @@ impl Remote {
             Placement::Auto if bytes > GRANT_UP_TO => None,
             Placement::Auto => match self.grant(bytes) {
                 Err(error @ VerbsError::Arena { .. }) => {
-                    let model = &part.model;
+                    let model = &partition.model;
                     tracing::info!(%model, %error, "no slots are granted: blocks of a connection are fetched");
                     None
                 }
@@ -225,7 +225,7 @@ impl Remote {
         if let Some(granted) = granted {
             let Place { address, key } = granted.registration.remote();
             let (count, bytes) = (granted.slots.len() as u32, bytes as u32);
-            self.ready.push_back(saying(part, 0, Message::Slots { count, bytes, address, key }));
+            self.ready.push_back(saying(partition, 0, Message::Slots { count, bytes, address, key }));
             self.granted = Some(granted);
         }
         Ok(())
@@ -251,7 +251,11 @@ impl Remote {
     }
 
     /// A message that has to do with RDMA. `None` if it is another one.
-    pub(super) fn message(&mut self, part: &Arc<Part>, received: &Received) -> Result<Option<Take>, Refusal> {
+    pub(super) fn message(
+        &mut self,
+        partition: &Arc<Partition>,
+        received: &Received,
+    ) -> Result<Option<Take>, Refusal> {
         match received.message {
             Message::ShareAt { region, bytes, address, key } => {
                 let refused = |what: &str| Err(Refusal::other(format!("region {region} {what}")));
@@ -271,7 +275,7 @@ impl Remote {
                 }
             }
             Message::PushAt { block, wide, region, offset, .. } => {
-                let len = wanted(part, block, wide)?;
+                let len = wanted(partition, block, wide)?;
                 let Some((start, bytes)) = self.regions.get(&region) else {
                     return Err(Refusal::other(format!("there is no region {region}")));
                 };
@@ -279,16 +283,16 @@ impl Remote {
                 if offset.checked_add(len as u64).is_none_or(|end| end > *bytes) {
                     return Err(Refusal::other(format!("{len} bytes at {offset} leave region {region}")));
                 }
-                self.is_bounded(part)?;
+                self.is_bounded(partition)?;
                 self.fetches.name(Named { received: received.clone(), from: start.at(offset), len });
             }
             Message::PushIn { block, wide, slot, .. } => {
-                let len = wanted(part, block, wide)?;
-                self.is_bounded(part)?;
+                let len = wanted(partition, block, wide)?;
+                self.is_bounded(partition)?;
                 let granted = self.granted.as_mut();
                 let busy = granted.and_then(|granted| granted.busy.get_mut(slot as usize));
                 match busy {
-                    Some(busy) if !*busy && len <= part.layout().block_size() as usize => *busy = true,
+                    Some(busy) if !*busy && len <= partition.layout().block_size() as usize => *busy = true,
                     _ => return Err(Refusal::other(format!("slot {slot} is not the client's to fill"))),
                 }
                 self.placed.push_back((received.clone(), slot, len));
@@ -299,8 +303,8 @@ impl Remote {
     }
 
     /// A client names each block of a plan once, and once more when it has looked after it.
-    fn is_bounded(&self, part: &Part) -> Result<(), Refusal> {
-        let most = 2 * part.store().part().blocks().len();
+    fn is_bounded(&self, partition: &Partition) -> Result<(), Refusal> {
+        let most = 2 * partition.store().partition().blocks().len();
         match self.fetches.len() + self.placed.len() < most {
             true => Ok(()),
             false => Err(Refusal::other(format!("more than {most} blocks of plans to come"))),
@@ -309,10 +313,15 @@ impl Remote {
 
     /// Goes on: fetches what was named, as there is room, and reduces what is there. The first one that has to wait
     /// holds up the others.
-    pub(super) fn again(&mut self, client: ClientId, part: &Arc<Part>, link: &Link) -> Result<(), Refusal> {
-        self.take_finished(part, link)?;
+    pub(super) fn again(
+        &mut self,
+        client: ClientId,
+        partition: &Arc<Partition>,
+        link: &Link,
+    ) -> Result<(), Refusal> {
+        self.take_finished(partition, link)?;
         let (Some(seat), Some(shown)) = (&self.seat, &self.shown) else { return Ok(()) };
-        let given_up = self.fetching.front().and_then(|(_, fetching)| part.given_up(fetching));
+        let given_up = self.fetching.front().and_then(|(_, fetching)| partition.given_up(fetching));
         self.overdue = given_up.map(|at| at + OVERDUE);
         if self.overdue.is_some_and(|at| at <= Instant::now()) {
             link.close(Close::Asked("a plan was given up in mid-block".into()));
@@ -321,7 +330,7 @@ impl Remote {
         let (sum_memory, fetching) = (shown.sum_memory(), &mut self.fetching);
         let (waits, any) = (false, false);
         let mut at_work =
-            AtWork { client, part, unheard, link, line, seat, sum_memory, fetching, room, waits, any };
+            AtWork { client, partition, unheard, link, line, seat, sum_memory, fetching, room, waits, any };
         let stand = self.fetches.advance(&mut at_work)?;
         if at_work.any {
             line.post().map_err(Refusal::other)?;
@@ -346,7 +355,7 @@ impl Remote {
     }
 
     /// Takes what has come, into slots or sums: all of it, also if something is wrong with some. The first error is told.
-    fn take_finished(&mut self, part: &Arc<Part>, link: &Link) -> Result<(), Refusal> {
+    fn take_finished(&mut self, partition: &Arc<Partition>, link: &Link) -> Result<(), Refusal> {
         self.line.take(&mut self.done);
         let (mut came, mut outcome) = (0, Ok(()));
         for Finished { token, work } in self.done.drain(..) {
@@ -358,7 +367,7 @@ impl Remote {
                 Work::ReadTo { target, .. } => {
                     drop(target);
                     let counts = match self.fetching.pop_front_if(|(of, _)| *of == token) {
-                        Some((_, fetching)) => part.fetched(fetching, link),
+                        Some((_, fetching)) => partition.fetched(fetching, link),
                         None => Err(Refusal::other("a block came that was not fetched")),
                     };
                     self.fetches.came(None);
@@ -377,26 +386,26 @@ impl Remote {
 
     /// Nothing more is taken here, and the connection goes on for a while: what has come into sums counts, and slots are
     /// given back, so that nobody waits for them.
-    pub(super) fn given_up(&mut self, part: &Arc<Part>, link: &Link) {
+    pub(super) fn given_up(&mut self, partition: &Arc<Partition>, link: &Link) {
         // It is being refused already.
-        drop(self.take_finished(part, link));
+        drop(self.take_finished(partition, link));
         drop(self.fetches.give_back());
     }
 
     /// The connection is over: what was on its way does not come.
-    pub(super) fn closed(&mut self, part: &Arc<Part>, link: &Link) {
+    pub(super) fn closed(&mut self, partition: &Arc<Partition>, link: &Link) {
         // Before anybody else may have that memory.
         self.line.end();
         self.line.take(&mut self.done);
         self.done.clear();
-        self.fetching.drain(..).for_each(|(_, fetching)| part.not_fetched(fetching, link));
+        self.fetching.drain(..).for_each(|(_, fetching)| partition.not_fetched(fetching, link));
     }
 }
 
 /// A connection that goes on.
 struct AtWork<'a> {
     client: ClientId,
-    part: &'a Arc<Part>,
+    partition: &'a Arc<Partition>,
     unheard: &'a mut Unheard,
     link: &'a Link,
     line: &'a Line,
@@ -413,7 +422,7 @@ struct AtWork<'a> {
 impl AtWork<'_> {
     /// Does with a block what is to be done with it. False if it cannot be done yet.
     fn reduce(&mut self, received: &Received, slot: &Slot, len: usize) -> Result<bool, Refusal> {
-        match self.part.arrive(self.client, received, self.unheard, self.link)? {
+        match self.partition.arrive(self.client, received, self.unheard, self.link)? {
             (Take::Later, _) => return Ok(false),
             (_, Some(landing)) => {
                 let bytes = match slot.copied_out(len, self.room).map_err(Refusal::other)? {
@@ -422,7 +431,7 @@ impl AtWork<'_> {
                     // it are those of its length.
                     None => unsafe { slot.bytes(len) },
                 };
-                self.part.landed(landing, bytes, self.link)?;
+                self.partition.landed(landing, bytes, self.link)?;
             }
             (_, None) => {}
         }
@@ -433,7 +442,7 @@ impl AtWork<'_> {
     fn is_done(&self, received: &Received) {
         let request = received.header.request();
         if request != 0 {
-            self.link.send(saying(self.part, request, Message::Done));
+            self.link.send(saying(self.partition, request, Message::Done));
         }
     }
 }
@@ -442,13 +451,13 @@ impl Edge<Named, Slot> for AtWork<'_> {
     type Error = Refusal;
 
     fn turn(&mut self, what: &Named) -> Result<Turn, Refusal> {
-        let turn = self.part.turn(self.client, &what.received, self.unheard, self.link)?;
+        let turn = self.partition.turn(self.client, &what.received, self.unheard, self.link)?;
         self.waits = turn == Turn::Later;
         Ok(turn)
     }
 
     fn is_due(&mut self, what: &Named) -> bool {
-        self.part.is_due(self.client, &what.received)
+        self.partition.is_due(self.client, &what.received)
     }
 
     fn land(&mut self, what: &Named, slot: &Slot) -> Result<bool, Refusal> {
@@ -466,7 +475,7 @@ impl Edge<Named, Slot> for AtWork<'_> {
             return Ok(false);
         }
         let registered = |start, len| self.sum_memory.registration_of(start, len);
-        let found = self.part.fetch_direct(self.client, &what.received, self.link, registered);
+        let found = self.partition.fetch_direct(self.client, &what.received, self.link, registered);
         let Some((target, registration, fetching)) = found else { return Ok(false) };
         let token = self.fetching.back().map_or(0, |(token, _)| token + 1);
         match self.line.read_to(token, target, registration, what.from).map_err(Refusal::other) {
@@ -476,7 +485,7 @@ impl Edge<Named, Slot> for AtWork<'_> {
                 Ok(true)
             }
             Err(refusal) => {
-                self.part.not_fetched(fetching, self.link);
+                self.partition.not_fetched(fetching, self.link);
                 Err(refusal)
             }
         }
@@ -504,12 +513,16 @@ impl Edge<Named, Slot> for AtWork<'_> {
 }
 
 /// Bytes of a block's payload.
-fn wanted(part: &Part, block: libmodelio::vocabulary::ids::BlockId, wide: bool) -> Result<usize, Refusal> {
-    let local = part.store().part().local(block).ok_or(Refusal::NotMine { block })?;
+fn wanted(
+    partition: &Partition,
+    block: libmodelio::vocabulary::ids::BlockId,
+    wide: bool,
+) -> Result<usize, Refusal> {
+    let local = partition.store().partition().local(block).ok_or(Refusal::NotMine { block })?;
     let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
-    Ok(payload.wanted_len(part.layout(), local))
+    Ok(payload.wanted_len(partition.layout(), local))
 }
 
-fn saying(part: &Part, request: u64, message: Message) -> Outgoing {
-    Outgoing { epoch: part.epoch, ..Outgoing::new(request, message) }
+fn saying(partition: &Partition, request: u64, message: Message) -> Outgoing {
+    Outgoing { epoch: partition.epoch, ..Outgoing::new(request, message) }
 }

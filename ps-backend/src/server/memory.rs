@@ -24,9 +24,9 @@ use nix::sys::socket::{Shutdown, SockFlag, accept4, shutdown};
 
 use super::Shared;
 use super::conversation::Peer;
-use super::part::Part;
-use crate::part::store::{Payload, PinnedVersion};
-use crate::part::unheard::Unheard;
+use super::partition::Partition;
+use crate::partition::store::{Payload, PinnedVersion};
+use crate::partition::unheard::Unheard;
 
 /// Connections through shared memory, at most: each has a thread.
 pub(super) const MAX_CONNECTIONS: usize = 512;
@@ -68,8 +68,9 @@ impl Memory {
     }
 
     /// It is of this model.
-    pub(super) fn serve(&mut self, part: &Part) {
-        self.borrowed = Regions::new(shm::longest_region(part.model_bytes(), part.layout().block_size()));
+    pub(super) fn serve(&mut self, partition: &Partition) {
+        self.borrowed =
+            Regions::new(shm::longest_region(partition.model_bytes(), partition.layout().block_size()));
     }
 
     /// What is to be said before anything else.
@@ -85,32 +86,32 @@ impl Memory {
     /// A block of a version, named; or sent through the ring if its memory cannot be shared.
     pub(super) fn block(
         &mut self,
-        part: &Part,
+        partition: &Partition,
         version: &Arc<PinnedVersion>,
         block: BlockId,
     ) -> Option<Outgoing> {
-        let local = part.store().part().local(block)?;
+        let local = partition.store().partition().local(block)?;
         for region in self.lent.gone() {
-            self.ready.push_back(saying(part, 0, Message::Unshare { region }));
+            self.ready.push_back(saying(partition, 0, Message::Unshare { region }));
         }
         let (memory, offset) = version.place(local);
         let (region, new) = match self.lent.lend(memory, &self.descriptors) {
             Ok(lent) => lent,
             Err(error) => {
-                tracing::warn!(model = %part.model, %error, "a version is sent, not shared");
+                tracing::warn!(model = %partition.model, %error, "a version is sent, not shared");
                 // Through the ring.
-                part.store().tally().copied(Flow::Pull, version.block(local).len());
-                return part.block(version, block);
+                partition.store().tally().copied(Flow::Pull, version.block(local).len());
+                return partition.block(version, block);
             }
         };
         if let Some(bytes) = new {
-            self.ready.push_back(saying(part, 0, Message::Share { region, bytes }));
+            self.ready.push_back(saying(partition, 0, Message::Share { region, bytes }));
         }
-        part.store().tally().moved(Flow::Pull, version.block(local).len());
+        partition.store().tally().moved(Flow::Pull, version.block(local).len());
         self.last_request += 1;
         let named = Message::BlockAt { version: version.version(), block, region, offset };
         self.copied.push_back((self.last_request, Arc::clone(version)));
-        self.ready.push_back(saying(part, self.last_request, named));
+        self.ready.push_back(saying(partition, self.last_request, named));
         self.ready()
     }
 
@@ -118,7 +119,7 @@ impl Memory {
     pub(super) fn message(
         &mut self,
         client: ClientId,
-        part: &Arc<Part>,
+        partition: &Arc<Partition>,
         received: &Received,
         unheard: &mut Unheard,
         link: &Link,
@@ -134,15 +135,15 @@ impl Memory {
                 _ => return Err(Refusal::other(format!("request {request} is not the next to be answered"))),
             },
             Message::PushAt { block, wide, region, offset, .. } => {
-                let local = part.store().part().local(block).ok_or(Refusal::NotMine { block })?;
+                let local = partition.store().partition().local(block).ok_or(Refusal::NotMine { block })?;
                 let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
-                let len = payload.wanted_len(part.layout(), local);
+                let len = payload.wanted_len(partition.layout(), local);
                 // Wherever it is said to lie, it lies within a region.
                 let piece = self.borrowed.piece(region, offset, len).map_err(Refusal::other)?;
                 let (descriptors, early) = (&self.descriptors, !self.early.is_empty());
-                if early || !reduce(client, part, received, (&piece, descriptors), unheard, link)? {
+                if early || !reduce(client, partition, received, (&piece, descriptors), unheard, link)? {
                     // A client names each block of a plan once, and once more when it has looked after it.
-                    let most = 2 * part.store().part().blocks().len();
+                    let most = 2 * partition.store().partition().blocks().len();
                     if self.early.len() >= most {
                         return Err(Refusal::other(format!("more than {most} blocks of plans to come")));
                     }
@@ -158,12 +159,12 @@ impl Memory {
     pub(super) fn again(
         &mut self,
         client: ClientId,
-        part: &Arc<Part>,
+        partition: &Arc<Partition>,
         unheard: &mut Unheard,
         link: &Link,
     ) -> Result<(), Refusal> {
         while let Some((received, piece)) = self.early.front() {
-            if !reduce(client, part, received, (piece, &self.descriptors), unheard, link)? {
+            if !reduce(client, partition, received, (piece, &self.descriptors), unheard, link)? {
                 break;
             }
             self.early.pop_front();
@@ -178,26 +179,26 @@ impl Memory {
 /// What is read is lent as long as the connection lasts: a client that needs its memory back ends it.
 fn reduce(
     client: ClientId,
-    part: &Arc<Part>,
+    partition: &Arc<Partition>,
     received: &Received,
     (piece, descriptors): (&shm::Piece, &Descriptors),
     unheard: &mut Unheard,
     link: &Link,
 ) -> Result<bool, Refusal> {
-    match part.arrive(client, received, unheard, link)? {
+    match partition.arrive(client, received, unheard, link)? {
         (Take::Later, _) => return Ok(false),
         (_, Some(landing)) => {
             let stands = || matches!(descriptors.is_hung_up(), Ok(false));
             // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through it are
             // those of its length.
             let bytes = unsafe { piece.bytes() };
-            part.landed_on_loan(landing, bytes, stands, link)?;
+            partition.landed_on_loan(landing, bytes, stands, link)?;
         }
         (_, None) => {}
     }
     let request = received.header.request();
     if request != 0 {
-        link.send(saying(part, request, Message::Done));
+        link.send(saying(partition, request, Message::Done));
     }
     Ok(true)
 }
@@ -214,8 +215,8 @@ impl Drop for Memory {
     }
 }
 
-fn saying(part: &Part, request: u64, message: Message) -> Outgoing {
-    Outgoing { epoch: part.epoch, ..Outgoing::new(request, message) }
+fn saying(partition: &Partition, request: u64, message: Message) -> Outgoing {
+    Outgoing { epoch: partition.epoch, ..Outgoing::new(request, message) }
 }
 
 /// Meets clients on this host.

@@ -1,9 +1,9 @@
-//! A shard as a process: it listens, announces itself, holds parts of models and coordinates some of them; it can be
-//! the registry, too, or that alone.
+//! A shard as a process: it listens, announces itself, holds partitions of models and coordinates some of them; it can
+//! be the registry, too, or that alone.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `part` | one part of a model at work (`unsafe`) |
+//! | `partition` | one partition of a model at work (`unsafe`) |
 //! | `coordinator` | the coordinator of a model at work |
 //! | `conversation` | the shard's end of every connection |
 //! | `unsent` | requests whose answers were not taken |
@@ -24,7 +24,7 @@ pub mod coordinator;
 mod fabric;
 mod memory;
 mod moving;
-pub mod part;
+pub mod partition;
 mod table;
 mod unsent;
 
@@ -48,7 +48,7 @@ use conversation::Peer;
 use coordinator::Coordinator;
 pub use moving::Progress;
 use moving::{Adoptions, Whereabouts};
-use part::Part;
+use partition::Partition;
 use table::{Local, Table};
 
 /// What a process is to be.
@@ -134,7 +134,7 @@ const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
 pub(super) struct Model {
     generation: Generation,
     record: ModelRecord,
-    part: Arc<Part>,
+    partition: Arc<Partition>,
     coordinator: Option<Arc<Coordinator>>,
     /// What is told to whoever speaks of an older block map, if there was one.
     whereabouts: Option<Whereabouts>,
@@ -162,7 +162,7 @@ pub(super) struct Shared {
     models: Mutex<BTreeMap<String, Model>>,
     /// Models that are being made: their memory is being taken.
     making: Mutex<BTreeMap<Generation, admin::Making>>,
-    /// Parts under block maps that are to be.
+    /// Partitions under block maps that are to be.
     adopting: Adoptions,
     /// Models that were here, and where they are: the newest ones.
     gone: Mutex<VecDeque<(String, Whereabouts)>>,

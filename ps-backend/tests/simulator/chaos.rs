@@ -86,8 +86,8 @@ impl World {
 
     fn nodes(&self) -> Vec<Node> {
         let clients = (0..self.clients.len()).filter(|&index| self.clients[index].alive).map(Node::Client);
-        let parts = self.courses[self.coordinated].parts.iter().copied().map(Node::Part);
-        clients.chain([self.coordinator_node()]).chain(parts).collect()
+        let partitions = self.courses[self.coordinated].partitions.iter().copied().map(Node::Partition);
+        clients.chain([self.coordinator_node()]).chain(partitions).collect()
     }
 
     pub fn fault(&mut self, fault: Fault) {
@@ -188,8 +188,8 @@ impl World {
         if self.is_moving() {
             return Some("the model is being moved".into());
         }
-        if let Some((plan, parts)) = self.coordinator.running() {
-            return Some(format!("plan {plan} waits for parts {parts:?}"));
+        if let Some((plan, partitions)) = self.coordinator.running() {
+            return Some(format!("plan {plan} waits for partitions {partitions:?}"));
         }
         if self.coordinator.job().committed() > 0 {
             return Some("contributions are in no version".into());
@@ -198,9 +198,9 @@ impl World {
         if requests > 0 || answers > 0 {
             return Some(format!("the coordinator keeps {requests} requests and {answers} answers"));
         }
-        let parts = &self.courses[self.current()].parts;
-        if let Some(part) = parts.iter().find(|&&part| !self.shards[part].is_quiet()) {
-            return Some(format!("part {part} is busy"));
+        let partitions = &self.courses[self.current()].partitions;
+        if let Some(partition) = partitions.iter().find(|&&partition| !self.shards[partition].is_quiet()) {
+            return Some(format!("partition {partition} is busy"));
         }
         let version = self.coordinator.job().version();
         for (index, client) in self.clients.iter().enumerate().filter(|(_, client)| client.alive) {

@@ -70,7 +70,7 @@ pub struct Client {
 
 impl Client {
     pub fn new(id: ClientId, core: ClientCore, course: usize, first: Vec<Content>) -> Client {
-        let parts = core.shards().len();
+        let partitions = core.shards().len();
         Client {
             id,
             core,
@@ -78,7 +78,7 @@ impl Client {
             alive: true,
             payloads: BTreeMap::new(),
             weights: BTreeMap::new(),
-            sending: vec![0; parts],
+            sending: vec![0; partitions],
             front: first.clone(),
             back: first,
             programs: Vec::new(),
@@ -92,12 +92,14 @@ impl Client {
         &self.front
     }
 
-    /// What `node` is to this client: one of its core's parts, or the coordinator (`Some(None)`). None for what is of
-    /// another course.
-    pub fn part_of(&self, courses: &[Course], node: Node) -> Option<Option<Part>> {
+    /// What `node` is to this client: one of its core's partitions, or the coordinator (`Some(None)`). None for what is
+    /// of another course.
+    pub fn partition_of(&self, courses: &[Course], node: Node) -> Option<Option<Part>> {
         match node {
             Node::Coordinator(course) => (course == self.course).then_some(None),
-            Node::Part(part) => courses[self.course].parts.iter().position(|&known| known == part).map(Some),
+            Node::Partition(partition) => {
+                courses[self.course].partitions.iter().position(|&known| known == partition).map(Some)
+            }
             Node::Client(_) => None,
         }
     }
@@ -127,8 +129,8 @@ impl World {
                 let coordinator = Node::Coordinator(self.clients[index].course);
                 self.send(Node::Client(index), coordinator, request, message, Body::None);
             }
-            Action::ToShard(part, message) => {
-                let shard = self.shard_of(index, part);
+            Action::ToShard(partition, message) => {
+                let shard = self.shard_of(index, partition);
                 self.send(Node::Client(index), shard, 0, message, Body::None);
             }
             // Everything is looked through after each event.
@@ -156,8 +158,8 @@ impl World {
                 assert!(known.is_some(), "client {id}: weights {token} are released, but not held");
             }
             Action::EndLoans => {
-                for part in 0..self.clients[index].sending.len() {
-                    let to = self.shard_of(index, part);
+                for partition in 0..self.clients[index].sending.len() {
+                    let to = self.shard_of(index, partition);
                     self.reset(Node::Client(index), to);
                 }
             }
@@ -174,8 +176,10 @@ impl World {
         match event {
             ClientEvent::Pushed { to, epoch, plan, block, keys, lent } => {
                 // Nobody listens any more where the model was.
-                let Some(Some(part)) = self.clients[index].part_of(&self.courses, to) else { return };
-                self.clients[index].sending[part] -= 1;
+                let Some(Some(partition)) = self.clients[index].partition_of(&self.courses, to) else {
+                    return;
+                };
+                self.clients[index].sending[partition] -= 1;
                 let way = (Node::Client(index), to);
                 let is_sum = matches!(&keys, Keys::Contributions(holders, _) if holders.len() > 1);
                 let (wide, body) = match self.settings.shared && !is_sum {
@@ -229,9 +233,10 @@ impl World {
     }
 
     /// A message of a shard.
-    pub fn client_from_shard(&mut self, index: usize, part: usize, message: Message, body: Body) {
+    pub fn client_from_shard(&mut self, index: usize, partition: usize, message: Message, body: Body) {
         let Message::Block { version, block } = message else {
-            return self.on_client(index, |core, now, actions| core.from_shard(part, message, now, actions));
+            return self
+                .on_client(index, |core, now, actions| core.from_shard(partition, message, now, actions));
         };
         match self.clients[index].core.lands(version, block) {
             true => self.begins_to_copy(index, version, block, body),
@@ -252,28 +257,35 @@ impl World {
                 "client {index}: {asked:?} ({token}) was due at {deadline:?}, now it is {now:?}"
             );
         }
-        for part in 0..self.clients[index].sending.len() {
-            let to = self.shard_of(index, part);
+        for partition in 0..self.clients[index].sending.len() {
+            let to = self.shard_of(index, partition);
             let connection = self.network.connection(Node::Client(index), to);
             if !connection.opener_up {
                 continue;
             }
             let epoch = connection.epoch;
-            while self.clients[index].sending[part] < WINDOW {
-                let Some((plan, block)) = self.clients[index].core.next_push(part, now) else { break };
-                self.push(index, (part, to), epoch, plan, block);
+            while self.clients[index].sending[partition] < WINDOW {
+                let Some((plan, block)) = self.clients[index].core.next_push(partition, now) else { break };
+                self.push(index, (partition, to), epoch, plan, block);
             }
-            while let Some(message) = self.clients[index].core.next_pull(part, WINDOW, now) {
+            while let Some(message) = self.clients[index].core.next_pull(partition, WINDOW, now) {
                 self.send(Node::Client(index), to, 0, message, Body::None);
             }
         }
     }
 
-    fn shard_of(&self, index: usize, part: Part) -> Node {
-        Node::Part(self.courses[self.clients[index].course].parts[part])
+    fn shard_of(&self, index: usize, partition: Part) -> Node {
+        Node::Partition(self.courses[self.clients[index].course].partitions[partition])
     }
 
-    fn push(&mut self, index: usize, (part, to): (Part, Node), epoch: u64, plan: PlanId, block: BlockId) {
+    fn push(
+        &mut self,
+        index: usize,
+        (partition, to): (Part, Node),
+        epoch: u64,
+        plan: PlanId,
+        block: BlockId,
+    ) {
         let client = &self.clients[index];
         let (_, granted) = client.core.outgoing().expect("there is something to push");
         let keys = match granted {
@@ -322,7 +334,7 @@ impl World {
         }
         let is_lent = |key: &(LearnerId, Step)| self.clients[index].payloads[key].lent;
         let lent = matches!(&keys, Keys::Contributions(holders, _) if holders.iter().any(is_lent));
-        self.clients[index].sending[part] += 1;
+        self.clients[index].sending[partition] += 1;
         let after = self.some_time(self.settings.landing);
         self.after(after, Event::Client(index, ClientEvent::Pushed { to, epoch, plan, block, keys, lent }));
     }

@@ -60,9 +60,9 @@ impl World {
         let (node, now) = (self.process(node), self.now);
         let Some(clock) = self.clocks.get_mut(&node) else { return };
         *clock = Clock { since: now, shown: clock.at(now) + by, ..*clock };
-        if let Node::Part(part) = node {
+        if let Node::Partition(partition) = node {
             self.jumped += 1;
-            self.silence_jumps(part, by);
+            self.silence_jumps(partition, by);
         }
         self.arm(node);
         // Whoever moves the model there looks at the clock ten times a second at least.

@@ -9,7 +9,7 @@ impl World {
     /// The one of two nodes that keeps up their connection, and the other one.
     pub fn roles(a: Node, b: Node) -> (Node, Node) {
         match (a, b) {
-            (Node::Client(_), _) | (Node::Coordinator(_), Node::Part(_)) => (a, b),
+            (Node::Client(_), _) | (Node::Coordinator(_), Node::Partition(_)) => (a, b),
             _ => (b, a),
         }
     }
@@ -36,12 +36,13 @@ impl World {
             (_, _, Life::Live) => {}
             (Node::Client(index), ..) => return self.greeted_in_vain(index, acceptor),
             // The shard is there, but not the blocks: it has been started anew.
-            (Node::Coordinator(coordinator), Node::Part(part), Life::Lost) => {
+            (Node::Coordinator(coordinator), Node::Partition(partition), Life::Lost) => {
                 if coordinator == self.coordinated && self.is_coordinated() {
-                    let known = self.courses[coordinator].parts.iter().position(|&known| known == part);
-                    let (part, gone) = (known.expect("its part"), Refusal::NoModel("m".into()));
+                    let known =
+                        self.courses[coordinator].partitions.iter().position(|&known| known == partition);
+                    let (partition, gone) = (known.expect("its partition"), Refusal::NoModel("m".into()));
                     self.on_coordinator(|coordinator, now, actions| {
-                        coordinator.from_part(part, 0, Message::Refused(gone), now, actions);
+                        coordinator.from_partition(partition, 0, Message::Refused(gone), now, actions);
                     });
                 }
                 // While it is frozen it does not hear: it is told again.
@@ -58,14 +59,14 @@ impl World {
         connection.epoch += 1;
         connection.acceptor_up = true;
         let epoch = connection.epoch;
-        if let (Node::Client(index), Node::Part(part)) = (opener, acceptor) {
-            self.loses_pins(part, index, epoch);
+        if let (Node::Client(index), Node::Partition(partition)) = (opener, acceptor) {
+            self.loses_pins(partition, index, epoch);
         }
         self.trace(|| format!("{opener:?} connects to {acceptor:?} ({epoch})"));
-        if let Node::Part(part) = acceptor
+        if let Node::Partition(partition) = acceptor
             && opener == self.coordinator_node()
         {
-            self.coordinated_anew(part, self.coordinator.over());
+            self.coordinated_anew(partition, self.coordinator.over());
         }
         // Who comes while nobody coordinates will come again.
         if let Node::Client(index) = opener
@@ -93,21 +94,23 @@ impl World {
         }
         self.network.connection(opener, acceptor).opener_up = true;
         match (opener, acceptor) {
-            (Node::Client(index), _) => match self.clients[index].part_of(&self.courses, acceptor) {
+            (Node::Client(index), _) => match self.clients[index].partition_of(&self.courses, acceptor) {
                 Some(None) => self.on_client(index, |core, now, actions| core.coordinator_up(now, actions)),
-                Some(Some(part)) => {
-                    self.on_client(index, |core, now, actions| core.shard_up(part, now, actions));
+                Some(Some(partition)) => {
+                    self.on_client(index, |core, now, actions| core.shard_up(partition, now, actions));
                 }
                 None => unreachable!("it is wanted"),
             },
-            (Node::Coordinator(coordinator), Node::Part(part)) => {
-                let part = self.courses[coordinator]
-                    .parts
+            (Node::Coordinator(coordinator), Node::Partition(partition)) => {
+                let partition = self.courses[coordinator]
+                    .partitions
                     .iter()
-                    .position(|&known| known == part)
-                    .expect("its part");
+                    .position(|&known| known == partition)
+                    .expect("its partition");
                 if coordinator == self.coordinated && self.is_coordinated() {
-                    self.on_coordinator(|coordinator, _, actions| coordinator.part_up(part, actions));
+                    self.on_coordinator(|coordinator, _, actions| {
+                        coordinator.partition_up(partition, actions)
+                    });
                 }
             }
             _ => unreachable!("nobody else connects"),
@@ -136,8 +139,8 @@ impl World {
         }
         if !at_opener {
             connection.acceptor_up = false;
-            if let (Node::Client(index), Node::Part(part)) = (opener, acceptor) {
-                self.loses_pins(part, index, epoch);
+            if let (Node::Client(index), Node::Partition(partition)) = (opener, acceptor) {
+                self.loses_pins(partition, index, epoch);
             }
             if let Node::Client(index) = opener
                 && acceptor == self.coordinator_node()
@@ -159,9 +162,9 @@ impl World {
             return;
         }
         if let Node::Client(index) = opener {
-            match self.clients[index].part_of(&self.courses, acceptor) {
+            match self.clients[index].partition_of(&self.courses, acceptor) {
                 Some(None) => self.on_client(index, |core, now, actions| core.coordinator_down(now, actions)),
-                Some(Some(part)) => self.on_client(index, |core, _, _| core.shard_down(part)),
+                Some(Some(partition)) => self.on_client(index, |core, _, _| core.shard_down(partition)),
                 None => {}
             }
         }

@@ -19,20 +19,24 @@ impl World {
     fn check_shards(&self) {
         let course = &self.courses[self.current()];
         let living = || {
-            course.parts.iter().map(|&part| (part, &self.shards[part])).filter(|(_, s)| s.life == Life::Live)
+            course
+                .partitions
+                .iter()
+                .map(|&partition| (partition, &self.shards[partition]))
+                .filter(|(_, s)| s.life == Life::Live)
         };
-        for (part, shard) in living() {
+        for (partition, shard) in living() {
             for (block, front, _) in shard.known() {
-                self.history.made_block(part, shard.newest(), block.0, front);
+                self.history.made_block(partition, shard.newest(), block.0, front);
             }
         }
         for (uid, record) in self.history.records.iter().filter(|(_, r)| r.outcome == Outcome::Acknowledged) {
-            for (part, shard) in living() {
+            for (partition, shard) in living() {
                 if let Some(version) = record.version {
                     let newest = shard.newest();
                     assert!(
                         newest >= version,
-                        "part {part} is at version {newest}, contribution {uid} in {version}"
+                        "partition {partition} is at version {newest}, contribution {uid} in {version}"
                     );
                     continue;
                 }
@@ -44,7 +48,7 @@ impl World {
                     let there = front.weights.adds(*uid) || known.holds(*uid) || replaced;
                     assert!(
                         there,
-                        "part {part} has lost block {block} of {uid}, which was acknowledged: {record:?}"
+                        "partition {partition} has lost block {block} of {uid}, which was acknowledged: {record:?}"
                     );
                 }
             }
@@ -57,7 +61,10 @@ impl World {
     fn check_mounts(&mut self) {
         let (coordinated, course) = (self.coordinated, self.current());
         let failed = self.is_coordinated() && self.coordinator.failed().is_some();
-        let whole = self.courses[course].parts.iter().all(|&part| self.life(Node::Part(part)) == Life::Live);
+        let whole = self.courses[course]
+            .partitions
+            .iter()
+            .all(|&partition| self.life(Node::Partition(partition)) == Life::Live);
         for index in (0..self.clients.len()).filter(|&index| self.clients[index].alive) {
             let client = &self.clients[index];
             let (id, version, state) = (client.id, client.core.version(), client.core.state());

@@ -93,7 +93,7 @@ struct Planned {
 #[derive(Debug)]
 struct Made {
     plan: PlanId,
-    parts: BTreeSet<usize>,
+    partitions: BTreeSet<usize>,
     blocks: Vec<Option<Block>>,
 }
 
@@ -113,7 +113,7 @@ struct Optimizer {
 #[derive(Debug)]
 pub struct History {
     blocks: u32,
-    parts: usize,
+    partitions: usize,
     /// Learners take part in a version once, and NaN is refused, throughout the run.
     pub sync_throughout: bool,
     pub reject: bool,
@@ -122,10 +122,10 @@ pub struct History {
     pub records: BTreeMap<Uid, Record>,
     next_uid: Uid,
     versions: Vec<Made>,
-    /// Versions that all parts have.
+    /// Versions that all partitions have.
     complete: usize,
     plans: BTreeMap<PlanId, Planned>,
-    /// Plans whose sums were kept for the coming version, and the parts that have.
+    /// Plans whose sums were kept for the coming version, and the partitions that have.
     sealed: BTreeMap<PlanId, BTreeSet<usize>>,
     /// Of each learner, the last step that is in a version, and which.
     last: BTreeMap<LearnerId, (Step, Version)>,
@@ -140,15 +140,15 @@ pub struct History {
 }
 
 impl History {
-    pub fn new(blocks: u32, parts: usize, reducer: Reducer) -> History {
+    pub fn new(blocks: u32, partitions: usize, reducer: Reducer) -> History {
         let first = Made {
             plan: PlanId(0),
-            parts: (0..parts).collect(),
+            partitions: (0..partitions).collect(),
             blocks: vec![Some(Block::default()); blocks as usize],
         };
         History {
             blocks,
-            parts,
+            partitions,
             sync_throughout: false,
             consistency: None,
             reject: true,
@@ -220,7 +220,7 @@ impl History {
     }
 
     /// The model is on other shards from now on, so many. They have room for what this reducer keeps.
-    pub fn moved(&mut self, parts: usize, reducer: Reducer) {
+    pub fn moved(&mut self, partitions: usize, reducer: Reducer) {
         assert!(
             self.sealed.is_empty(),
             "sums wait for the coming version, and the model moves: {:?}",
@@ -231,7 +231,7 @@ impl History {
             self.versions.len(),
             "the newest version is not complete, and the model moves"
         );
-        self.parts = parts;
+        self.partitions = partitions;
         if reducer.state_slots() == 0 {
             let made = self.versions.last_mut().into_iter().flat_map(|made| &mut made.blocks).flatten();
             let chosen = self.optimizer.chosen;
@@ -329,31 +329,31 @@ impl History {
 
     // -- what the shards do
 
-    /// A part keeps the sums of a plan for the coming version: of a stranger's plan there are none.
-    pub fn sealed(&mut self, part: usize, plan: PlanId) {
+    /// A partition keeps the sums of a plan for the coming version: of a stranger's plan there are none.
+    pub fn sealed(&mut self, partition: usize, plan: PlanId) {
         if self.plans.contains_key(&plan) {
-            self.sealed.entry(plan).or_default().insert(part);
+            self.sealed.entry(plan).or_default().insert(partition);
         }
     }
 
-    /// A part has published a version.
-    pub fn published(&mut self, part: usize, version: Version, plan: PlanId, blocks: Vec<(u32, Block)>) {
+    /// A partition has published a version.
+    pub fn published(&mut self, partition: usize, version: Version, plan: PlanId, blocks: Vec<(u32, Block)>) {
         let at = version.0 as usize;
         if at == self.versions.len() {
             assert_eq!(
                 self.complete, at,
-                "part {part} is at version {version}, others have not all made the one before"
+                "partition {partition} is at version {version}, others have not all made the one before"
             );
             let blank = vec![None; self.blocks as usize];
-            self.versions.push(Made { plan, parts: BTreeSet::new(), blocks: blank });
+            self.versions.push(Made { plan, partitions: BTreeSet::new(), blocks: blank });
         }
         let made = self.versions.get_mut(at).expect("versions come one after another");
-        assert_eq!(made.plan, plan, "part {part} makes version {version} of another plan");
-        assert!(made.parts.insert(part), "part {part} publishes version {version} twice");
+        assert_eq!(made.plan, plan, "partition {partition} makes version {version} of another plan");
+        assert!(made.partitions.insert(partition), "partition {partition} publishes version {version} twice");
         for (block, content) in blocks {
             made.blocks[block as usize] = Some(content);
         }
-        if made.parts.len() == self.parts {
+        if made.partitions.len() == self.partitions {
             self.complete += 1;
             self.check_version(version);
         }
@@ -366,7 +366,7 @@ impl History {
             self.versions[version.0 as usize]
                 .blocks
                 .iter()
-                .map(|b| b.clone().expect("all parts are in"))
+                .map(|b| b.clone().expect("all partitions are in"))
                 .collect()
         };
         let (before, after) = (blocks(Version(version.0 - 1)), blocks(version));
@@ -444,11 +444,11 @@ impl History {
     ) {
         let replaces = step.reducer == Reducer::Assign;
         let mut plans: Vec<PlanId> = Vec::new();
-        for (kept, parts) in std::mem::take(&mut self.sealed) {
+        for (kept, partitions) in std::mem::take(&mut self.sealed) {
             assert_eq!(
-                parts.len(),
-                self.parts,
-                "plan {kept} counts at some parts only, but version {version} is made"
+                partitions.len(),
+                self.partitions,
+                "plan {kept} counts at some partitions only, but version {version} is made"
             );
             plans.push(kept);
         }
@@ -571,7 +571,7 @@ impl History {
         }
     }
 
-    /// Whether this is the newest version, not all parts have it, and values took the place of earlier ones in it.
+    /// Whether this is the newest version, not all partitions have it, and values took the place of earlier ones in it.
     pub fn replaces(&self, version: Version) -> bool {
         let made = self.versions.get(version.0 as usize..).unwrap_or_default().first();
         let step = made.and_then(|made| match &self.plans.get(&made.plan)?.work {
@@ -581,11 +581,11 @@ impl History {
         version.0 as usize >= self.complete && step.is_some_and(|step| step.reducer == Reducer::Assign)
     }
 
-    /// A part has this block of a version that it has made.
-    pub fn made_block(&self, part: usize, version: Version, block: u32, found: &Block) {
+    /// A partition has this block of a version that it has made.
+    pub fn made_block(&self, partition: usize, version: Version, block: u32, found: &Block) {
         let made =
             self.versions.get(version.0 as usize).and_then(|made| made.blocks[block as usize].as_ref());
-        assert_eq!(Some(found), made, "block {block} of version {version} at part {part}");
+        assert_eq!(Some(found), made, "block {block} of version {version} at partition {partition}");
     }
 
     /// A client that has committed `uid` is told that this version holds it.

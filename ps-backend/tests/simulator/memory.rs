@@ -38,7 +38,7 @@ pub struct Loans {
 pub struct Lent {
     memory: Buffer,
     at: usize,
-    part: usize,
+    partition: usize,
     epoch: u64,
     pin: u64,
 }
@@ -52,7 +52,7 @@ struct Pin {
     version: Version,
 }
 
-/// Memory of one part's versions.
+/// Memory of one partition's versions.
 pub struct Memory {
     table: Table<Buffer>,
     free: Vec<Buffer>,
@@ -108,13 +108,20 @@ impl Memory {
     }
 
     /// Names a block of a version to a client, which it copies.
-    fn lend(&mut self, version: Version, at: usize, client: usize, part: usize, epoch: u64) -> Option<Lent> {
+    fn lend(
+        &mut self,
+        version: Version,
+        at: usize,
+        client: usize,
+        partition: usize,
+        epoch: u64,
+    ) -> Option<Lent> {
         let memory = self.version(version)?.clone();
         self.table.pin(version);
         let pin = self.next_pin;
         self.next_pin += 1;
         self.pins.push(Pin { number: pin, client, epoch, version });
-        Some(Lent { memory, at, part, epoch, pin })
+        Some(Lent { memory, at, partition, epoch, pin })
     }
 
     /// A client has copied.
@@ -138,16 +145,16 @@ impl Memory {
 }
 
 impl World {
-    /// A client asks a part for blocks of a version, by their places there. They are named where memory is shared.
-    pub fn lends(&mut self, part: usize, client: usize, version: Version, blocks: &[(usize, BlockId)]) {
-        let epoch = self.network.connection(Node::Client(client), Node::Part(part)).epoch;
+    /// A client asks a partition for blocks of a version, by their places there. They are named where memory is shared.
+    pub fn lends(&mut self, partition: usize, client: usize, version: Version, blocks: &[(usize, BlockId)]) {
+        let epoch = self.network.connection(Node::Client(client), Node::Partition(partition)).epoch;
         for &(at, block) in blocks {
-            let memory = &mut self.shards[part].memory;
+            let memory = &mut self.shards[partition].memory;
             let body = match self.settings.shared {
-                true => memory.lend(version, at, client, part, epoch).map(Body::Lent),
+                true => memory.lend(version, at, client, partition, epoch).map(Body::Lent),
                 false => memory.version(version).map(|memory| Body::Content(memory.borrow()[at].clone())),
             };
-            self.say_block(part, client, version, block, body.expect("a version that is there"));
+            self.say_block(partition, client, version, block, body.expect("a version that is there"));
         }
     }
 
@@ -167,9 +174,9 @@ impl World {
     pub fn copies(&mut self, index: usize, version: Version, body: Body) -> Content {
         match body {
             Body::Content(content) => content,
-            Body::Lent(Lent { memory, at, part, epoch, pin }) => {
-                self.loans.late_copies += u64::from(self.shards[part].memory.version(version).is_none());
-                self.copied(index, part, epoch, pin);
+            Body::Lent(Lent { memory, at, partition, epoch, pin }) => {
+                self.loans.late_copies += u64::from(self.shards[partition].memory.version(version).is_none());
+                self.copied(index, partition, epoch, pin);
                 memory.borrow()[at].clone()
             }
             other => panic!("{other:?} lands"),
@@ -177,27 +184,27 @@ impl World {
     }
 
     /// A client says that it is done with a block, if there is anybody to whom it says so.
-    pub fn copied(&mut self, index: usize, part: usize, epoch: u64, pin: u64) {
-        if self.network.connection(Node::Client(index), Node::Part(part)).epoch == epoch {
+    pub fn copied(&mut self, index: usize, partition: usize, epoch: u64, pin: u64) {
+        if self.network.connection(Node::Client(index), Node::Partition(partition)).epoch == epoch {
             let after = self.some_time(200);
-            self.after(after, Event::Shard(part, ShardEvent::Copied(pin)));
+            self.after(after, Event::Shard(partition, ShardEvent::Copied(pin)));
         }
     }
 
     /// It is not wanted.
     pub fn not_copied(&mut self, index: usize, body: &Body) {
-        if let &Body::Lent(Lent { part, epoch, pin, .. }) = body {
-            self.copied(index, part, epoch, pin);
+        if let &Body::Lent(Lent { partition, epoch, pin, .. }) = body {
+            self.copied(index, partition, epoch, pin);
         }
     }
 
-    pub fn has_copied(&mut self, part: usize, pin: u64) {
-        self.shards[part].memory.copied(pin);
+    pub fn has_copied(&mut self, partition: usize, pin: u64) {
+        self.shards[partition].memory.copied(pin);
     }
 
-    /// A part hears that connections of a client before this one have ended.
-    pub fn loses_pins(&mut self, part: usize, index: usize, epoch: u64) {
-        self.loans.lost_pins += self.shards[part].memory.give_up(index, epoch);
+    /// A partition hears that connections of a client before this one have ended.
+    pub fn loses_pins(&mut self, partition: usize, index: usize, epoch: u64) {
+        self.loans.lost_pins += self.shards[partition].memory.give_up(index, epoch);
     }
 
     /// A process does nothing for so long. Shards end the connections of clients that are silent for too long.
@@ -206,38 +213,38 @@ impl World {
         let until = self.hung.entry(process).or_default();
         *until = (*until).max(self.now + time);
         let Node::Client(index) = node else { return };
-        let parts = self.network.pairs().into_iter().filter_map(|(opener, acceptor)| match acceptor {
-            Node::Part(part) if opener == node => Some(part),
+        let partitions = self.network.pairs().into_iter().filter_map(|(opener, acceptor)| match acceptor {
+            Node::Partition(partition) if opener == node => Some(partition),
             _ => None,
         });
-        for part in parts.collect::<Vec<_>>() {
-            let epoch = self.network.connection(node, Node::Part(part)).epoch;
-            let over = self.clock(Node::Part(part)) + self.settings.silence;
-            let at = self.when(Node::Part(part), over);
-            self.at(at, Event::Shard(part, ShardEvent::Silent(index, epoch)));
+        for partition in partitions.collect::<Vec<_>>() {
+            let epoch = self.network.connection(node, Node::Partition(partition)).epoch;
+            let over = self.clock(Node::Partition(partition)) + self.settings.silence;
+            let at = self.when(Node::Partition(partition), over);
+            self.at(at, Event::Shard(partition, ShardEvent::Silent(index, epoch)));
         }
     }
 
-    /// The clock of a part jumps: whoever hangs has been silent for too long by it.
-    pub fn silence_jumps(&mut self, part: usize, by: Now) {
+    /// The clock of a partition jumps: whoever hangs has been silent for too long by it.
+    pub fn silence_jumps(&mut self, partition: usize, by: Now) {
         let is_client = |node: &Node| if let Node::Client(index) = node { Some(*index) } else { None };
         let hung: Vec<usize> = self.hung.keys().filter_map(is_client).collect();
         if by < self.settings.silence {
             return;
         }
         for index in hung {
-            let epoch = self.network.connection(Node::Client(index), Node::Part(part)).epoch;
-            self.after(Now::ZERO, Event::Shard(part, ShardEvent::Silent(index, epoch)));
+            let epoch = self.network.connection(Node::Client(index), Node::Partition(partition)).epoch;
+            self.after(Now::ZERO, Event::Shard(partition, ShardEvent::Silent(index, epoch)));
         }
     }
 
-    /// The time of silence after which the part gives up the pins of a client that hangs is over.
-    pub fn is_silent(&mut self, part: usize, index: usize, epoch: u64) {
-        let (client, part) = (Node::Client(index), Node::Part(part));
+    /// The time of silence after which the partition gives up the pins of a client that hangs is over.
+    pub fn is_silent(&mut self, partition: usize, index: usize, epoch: u64) {
+        let (client, partition) = (Node::Client(index), Node::Partition(partition));
         let hangs = self.hung.get(&client).is_some_and(|&until| until > self.now);
-        if hangs && self.network.connection(client, part).epoch == epoch {
-            self.trace(|| format!("{part:?} has not heard of {client:?} for too long"));
-            self.reset(client, part);
+        if hangs && self.network.connection(client, partition).epoch == epoch {
+            self.trace(|| format!("{partition:?} has not heard of {client:?} for too long"));
+            self.reset(client, partition);
         }
     }
 }

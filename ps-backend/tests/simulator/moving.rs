@@ -30,7 +30,7 @@ const LATEST: u64 = 10_000_000;
 const ASK_AFTER: Now = Now::from_secs(5);
 const ASK_AGAIN: Now = Now::from_secs(2);
 
-/// What a coordinator, or a shard's part, is at the moment.
+/// What a coordinator, or a shard's partition, is at the moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
     /// The block map is in force, but it has not heard of it.
@@ -47,10 +47,10 @@ pub enum Life {
 pub struct Course {
     pub record: ModelRecord,
     pub map: BlockMap,
-    /// Which of the world's shards are its parts.
-    pub parts: Vec<usize>,
+    /// Which of the world's shards are its partitions.
+    pub partitions: Vec<usize>,
     pub coordinator: Life,
-    /// Which part is in the coordinator's process.
+    /// Which partition is in the coordinator's process.
     local: Option<usize>,
     /// The move by which it came about.
     by: Option<usize>,
@@ -174,18 +174,18 @@ impl World {
         match node {
             Node::Client(_) => Life::Live,
             Node::Coordinator(course) => self.courses[course].coordinator,
-            Node::Part(part) => match self.shards[part].life {
+            Node::Partition(partition) => match self.shards[partition].life {
                 // Its process was started anew before the map came into force.
-                Life::Coming if !self.comes(part) => Life::Lost,
+                Life::Coming if !self.comes(partition) => Life::Lost,
                 life => life,
             },
         }
     }
 
-    /// Whether a process has what a part that is to be is made of.
-    fn comes(&self, part: usize) -> bool {
-        let Course { map, parts, by, .. } = &self.courses[self.shards[part].course];
-        let at = parts.iter().position(|&known| known == part);
+    /// Whether a process has what a partition that is to be is made of.
+    fn comes(&self, partition: usize) -> bool {
+        let Course { map, partitions, by, .. } = &self.courses[self.shards[partition].course];
+        let at = partitions.iter().position(|&known| known == partition);
         let shard = at.and_then(|at| map.shares().into_keys().nth(at));
         let adoption = shard.and_then(|shard| self.moves.adoptions.get(&shard));
         adoption.is_some_and(|adoption| Some(adoption.of) == *by)
@@ -199,12 +199,12 @@ impl World {
     /// Whether `opener` keeps up a connection to `acceptor`.
     pub fn is_wanted(&self, opener: Node, acceptor: Node) -> bool {
         match opener {
-            Node::Client(index) => self.clients[index].part_of(&self.courses, acceptor).is_some(),
+            Node::Client(index) => self.clients[index].partition_of(&self.courses, acceptor).is_some(),
             opener => self.life(opener) == Life::Live,
         }
     }
 
-    /// The first course: its coordinator and its parts begin at once.
+    /// The first course: its coordinator and its partitions begin at once.
     pub fn begin(&mut self, record: ModelRecord, map: BlockMap, local: Option<usize>) {
         for number in 1..=SHARDS {
             let announce =
@@ -224,20 +224,20 @@ impl World {
 
     fn add_course(&mut self, record: ModelRecord, map: BlockMap, local: Option<usize>, by: Option<usize>) {
         let course = self.courses.len();
-        let mut parts = Vec::new();
+        let mut partitions = Vec::new();
         for shard in map.shares().into_keys() {
             let mut shard = Shard::new(map.blocks_of(shard).collect(), Version(0), &[], self.settings.keep);
             (shard.course, shard.life) = (course, Life::Coming);
-            let part = self.shards.len();
-            parts.push(part);
+            let partition = self.shards.len();
+            partitions.push(partition);
             self.shards.push(shard);
             let shown = self.some_time(1_000_000_000);
-            self.starts_clock(Node::Part(part), shown);
+            self.starts_clock(Node::Partition(partition), shown);
         }
         self.courses.push(Course {
             record,
             map,
-            parts,
+            partitions,
             coordinator: Life::Coming,
             local,
             by,
@@ -245,39 +245,40 @@ impl World {
         });
     }
 
-    /// A shard's part of a course begins.
+    /// A shard's partition of a course begins.
     fn activate(&mut self, course: usize, shard: ShardId, version: Version, whole: &[Block]) {
         let coordinator = Node::Coordinator(course);
-        let Course { map, parts, local, .. } = &self.courses[course];
+        let Course { map, partitions, local, .. } = &self.courses[course];
         let at = map.shares().into_keys().position(|owner| owner == shard).expect("an owner");
-        let (part, is_local) = (parts[at], *local == Some(at));
+        let (partition, is_local) = (partitions[at], *local == Some(at));
         let mut begun = Shard::new(map.blocks_of(shard).collect(), version, whole, self.settings.keep);
         (begun.course, begun.life) = (course, Life::Live);
         if is_local {
             begun.process = Some(coordinator);
-            self.network.local.push((coordinator, Node::Part(part)));
+            self.network.local.push((coordinator, Node::Partition(partition)));
         }
-        self.shards[part] = begun;
+        self.shards[partition] = begun;
     }
 
     fn coordinator_connects(&mut self, course: usize) {
-        for part in self.courses[course].parts.clone() {
-            self.connects(Node::Coordinator(course), Node::Part(part), Now::ZERO);
+        for partition in self.courses[course].partitions.clone() {
+            self.connects(Node::Coordinator(course), Node::Partition(partition), Now::ZERO);
         }
     }
 
     pub fn client_connects(&mut self, index: usize) {
         let course = self.clients[index].course;
-        let parts = self.courses[course].parts.clone();
-        for node in [Node::Coordinator(course)].into_iter().chain(parts.into_iter().map(Node::Part)) {
+        let partitions = self.courses[course].partitions.clone();
+        for node in [Node::Coordinator(course)].into_iter().chain(partitions.into_iter().map(Node::Partition))
+        {
             self.connects(Node::Client(index), node, Now::ZERO);
         }
     }
 
-    /// A shard's part of a course.
-    fn part_of(&self, course: usize, shard: ShardId) -> Option<usize> {
-        let Course { map, parts, .. } = &self.courses[course];
-        map.shares().into_keys().position(|owner| owner == shard).map(|at| parts[at])
+    /// A shard's partition of a course.
+    fn partition_of(&self, course: usize, shard: ShardId) -> Option<usize> {
+        let Course { map, partitions, .. } = &self.courses[course];
+        map.shares().into_keys().position(|owner| owner == shard).map(|at| partitions[at])
     }
 
     // -- the one who moves it
@@ -553,7 +554,7 @@ impl World {
         self.courses[course].stopped = true;
         for (opener, acceptor) in self.network.pairs() {
             let is_of = match acceptor {
-                Node::Part(part) => self.shards[part].course == course,
+                Node::Partition(partition) => self.shards[partition].course == course,
                 node => node == Node::Coordinator(course),
             };
             if is_of && matches!(opener, Node::Client(_)) {
@@ -576,10 +577,10 @@ impl World {
         assert!(self.frozen || self.courses[self.coordinated].coordinator != Life::Live, "two coordinators");
         self.trace(|| format!("move {of} is in force: {:?}", plan.after.owners));
         let map = plan.after.block_map().expect("a map");
-        let parts = map.shares().len();
+        let partitions = map.shares().len();
         let at = map.shares().into_keys().position(|owner| owner == plan.after.coordinator);
         let local = at.filter(|_| self.rng.bool());
-        self.history.moved(parts, self.moves.attempts[of].reducer);
+        self.history.moved(partitions, self.moves.attempts[of].reducer);
         self.add_course(plan.after.clone(), map, local, Some(of));
         Ok(())
     }
@@ -592,7 +593,7 @@ impl World {
         let takes_part = || "it does not take part".to_owned();
         match what {
             Tell::Adopt => {
-                let own = self.part_of(from, shard);
+                let own = self.partition_of(from, shard);
                 let earlier = known.map(|known| &self.moves.attempts[known]);
                 let is_void = self.moves.void.get(&shard).is_some_and(|&void| number <= void);
                 if is_void || earlier.is_some_and(|earlier| earlier.number > number) {
@@ -605,7 +606,7 @@ impl World {
                 if known != Some(of) {
                     self.moves.adoptions.remove(&shard);
                 }
-                if own.is_some_and(|part| self.shards[part].life != Life::Live) {
+                if own.is_some_and(|partition| self.shards[partition].life != Life::Live) {
                     return Err("no such model".into());
                 }
                 if known != Some(of) {
@@ -648,8 +649,9 @@ impl World {
             }
             Tell::HandOver { at } => {
                 assert_eq!(at, 0, "a state of one piece");
-                let (layout, parts) = (self.settings.layout(), self.courses[from].parts.len());
-                CoordinatorCore::taken_over(state, &layout, parts, *frozen_at).expect("what was handed over");
+                let (layout, partitions) = (self.settings.layout(), self.courses[from].partitions.len());
+                CoordinatorCore::taken_over(state, &layout, partitions, *frozen_at)
+                    .expect("what was handed over");
                 let state = state.clone();
                 self.moves.adoptions.get_mut(&shard).ok_or_else(takes_part)?.handed = Some(state);
                 Ok(Told::Done)
@@ -677,11 +679,11 @@ impl World {
     fn whole(&self, of: usize) -> Option<Vec<Block>> {
         let Attempt { from, version: expected, reducer, .. } = self.moves.attempts[of];
         let mut whole = vec![Block::default(); self.settings.blocks as usize];
-        for &part in &self.courses[from].parts {
-            if self.shards[part].life != Life::Live {
+        for &partition in &self.courses[from].partitions {
+            if self.shards[partition].life != Life::Live {
                 return None;
             }
-            let (version, blocks) = self.shards[part].front()?;
+            let (version, blocks) = self.shards[partition].front()?;
             if version != expected {
                 return None;
             }
@@ -695,12 +697,13 @@ impl World {
         let found = self.courses.iter().position(|course| course.by == Some(of));
         let course = found.expect("it is in force");
         let from = self.moves.attempts[of].from;
-        let old = self.part_of(from, shard).filter(|&part| self.shards[part].life == Life::Live);
-        let Some(part) = self.part_of(course, shard) else {
+        let old =
+            self.partition_of(from, shard).filter(|&partition| self.shards[partition].life == Life::Live);
+        let Some(partition) = self.partition_of(course, shard) else {
             self.retire(from, shard, old);
             return Ok(());
         };
-        match self.shards[part].life {
+        match self.shards[partition].life {
             Life::Coming => {}
             Life::Lost => return Err("this shard has no blocks of the model".into()),
             Life::Live | Life::Retired => return Ok(()),
@@ -728,11 +731,11 @@ impl World {
             self.frozen || before == Life::Lost,
             "a coordinator begins while another one ({before:?}) goes on"
         );
-        let parts = self.courses[course].parts.len();
+        let partitions = self.courses[course].partitions.len();
         // Its clock goes on from when the other one was frozen.
         let frozen_at = self.moves.attempts[of].frozen_at;
         self.starts_clock(Node::Coordinator(course), frozen_at);
-        let taken = CoordinatorCore::taken_over(handed, &self.settings.layout(), parts, frozen_at);
+        let taken = CoordinatorCore::taken_over(handed, &self.settings.layout(), partitions, frozen_at);
         self.coordinator = taken.expect("what was handed over");
         // Whoever coordinated is frozen, and never hears anything again.
         (self.coordinated, self.frozen) = (course, false);
@@ -746,9 +749,9 @@ impl World {
     /// Whoever is connected to a shard, or to the coordinator in its process, is told where the model is now, perhaps.
     fn retire(&mut self, from: usize, shard: ShardId, old: Option<usize>) {
         let mut nodes: Vec<Node> = Vec::new();
-        if let Some(part) = old {
-            self.shards[part].life = Life::Retired;
-            nodes.push(Node::Part(part));
+        if let Some(partition) = old {
+            self.shards[partition].life = Life::Retired;
+            nodes.push(Node::Partition(partition));
         }
         if self.courses[from].record.coordinator == shard && self.courses[from].coordinator == Life::Live {
             self.courses[from].coordinator = Life::Retired;
@@ -768,7 +771,8 @@ impl World {
                 }
             }
         }
-        let all_know = self.courses[from].parts.iter().all(|&part| self.shards[part].life != Life::Live);
+        let all_know =
+            self.courses[from].partitions.iter().all(|&partition| self.shards[partition].life != Life::Live);
         if all_know && self.rng.bool() {
             let after = self.some_time(3_000_000);
             self.after(after, Event::Moves(Moving::Stop(from)));
@@ -809,11 +813,11 @@ impl World {
         }
         let mut nodes = Vec::new();
         for course in 0..self.courses.len() {
-            let part = self.part_of(course, shard);
+            let partition = self.partition_of(course, shard);
             // What is to come into being is lost, too.
             let there = |life: Life| matches!(life, Life::Live | Life::Coming);
-            if let Some(part) = part.filter(|&part| there(self.shards[part].life)) {
-                nodes.push(Node::Part(part));
+            if let Some(partition) = partition.filter(|&partition| there(self.shards[partition].life)) {
+                nodes.push(Node::Partition(partition));
             }
             if self.courses[course].record.coordinator == shard && there(self.courses[course].coordinator) {
                 nodes.push(Node::Coordinator(course));
@@ -821,7 +825,7 @@ impl World {
         }
         for node in nodes {
             match node {
-                Node::Part(part) => self.shards[part].lose(),
+                Node::Partition(partition) => self.shards[partition].lose(),
                 Node::Coordinator(course) => self.courses[course].coordinator = Life::Lost,
                 Node::Client(_) => unreachable!("a shard"),
             }
@@ -840,7 +844,7 @@ impl World {
     pub fn say_moved(&mut self, node: Node, index: usize) {
         let course = match node {
             Node::Coordinator(course) => course,
-            Node::Part(part) => self.shards[part].course,
+            Node::Partition(partition) => self.shards[partition].course,
             Node::Client(_) => unreachable!("a client has no model"),
         };
         if self.courses[course].stopped || self.life(node) != Life::Retired {
@@ -880,11 +884,13 @@ impl World {
         // Its connections end, whatever becomes of what it was told.
         let before = self.clients[index].course;
         if is_newer {
-            let parts = self.courses[before].parts.clone();
-            for node in [Node::Coordinator(before)].into_iter().chain(parts.into_iter().map(Node::Part)) {
+            let partitions = self.courses[before].partitions.clone();
+            for node in
+                [Node::Coordinator(before)].into_iter().chain(partitions.into_iter().map(Node::Partition))
+            {
                 self.reset(Node::Client(index), node);
             }
-            // From here on parts are those of the new map.
+            // From here on partitions are those of the new map.
             let client = &mut self.clients[index];
             client.course = course;
             client.sending = vec![0; map.shares().len()];

@@ -16,8 +16,8 @@ const CONSISTENCY: &[&str] = &["sync", "sync", "async", "quorum(2)", "quorum(3)"
 #[derive(Clone, Debug)]
 pub struct Settings {
     pub blocks: u32,
-    pub parts: u16,
-    /// The first part is in the coordinator's process.
+    pub partitions: u16,
+    /// The first partition is in the coordinator's process.
     pub colocated: bool,
     /// Learners on each client at the beginning.
     pub clients: Vec<usize>,
@@ -120,7 +120,7 @@ impl Settings {
         let rough = rng.u32(0..4);
         let mut settings = Settings {
             blocks: rng.u32(1..=12),
-            parts: rng.u16(1..=3),
+            partitions: rng.u16(1..=3),
             colocated: rng.bool(),
             clients,
             controls,

@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Message, Plan, Refusal, Work};
-use ps_backend::part::core::{self, Action, Kind, PartCore, Placement};
+use ps_backend::partition::core::{self, Action, Kind, PartitionCore, Placement};
 
 use crate::client::Keys;
 use crate::history::{Content, GARBAGE, Uid};
@@ -53,7 +53,7 @@ pub enum ShardEvent {
 }
 
 pub struct Shard {
-    pub core: PartCore,
+    pub core: PartitionCore,
     /// When its coordinator, or who says so, has connected.
     pub coordinated_since: Now,
     /// Which of the world's.
@@ -90,7 +90,7 @@ impl Shard {
         let front: Vec<Block> =
             mine.iter().map(|block| whole.get(block.index()).cloned().unwrap_or_default()).collect();
         Shard {
-            core: PartCore::new(mine.len() as u32, version),
+            core: PartitionCore::new(mine.len() as u32, version),
             coordinated_since: Now::ZERO,
             course: 0,
             life: Life::Live,
@@ -238,12 +238,12 @@ fn local(plan: &Plan, mine: &[BlockId]) -> core::Plan {
 }
 
 impl World {
-    fn shard_acts(&mut self, part: usize, actions: Vec<Action>) {
+    fn shard_acts(&mut self, partition: usize, actions: Vec<Action>) {
         for action in actions {
-            self.trace(|| format!("part {part}: {action:?}"));
+            self.trace(|| format!("partition {partition}: {action:?}"));
             match action {
                 Action::Begin(plan) => {
-                    let shard = &mut self.shards[part];
+                    let shard = &mut self.shards[partition];
                     if let Some(plan) = shard.starting.take() {
                         let writes = matches!(plan.work, Work::Assign);
                         (shard.step, shard.plan) = (step(&plan), Some(plan));
@@ -253,29 +253,32 @@ impl World {
                     }
                     let clean =
                         shard.open.iter().all(Option::is_none) && shard.back.iter().all(Option::is_none);
-                    assert!(clean, "part {part}: plan {plan} begins with what another one has left");
+                    assert!(
+                        clean,
+                        "partition {partition}: plan {plan} begins with what another one has left"
+                    );
                     let adds = matches!(shard.plan.as_ref().map(|plan| &plan.work), Some(Work::Add { .. }));
                     if !adds {
-                        let shard = &mut self.shards[part];
+                        let shard = &mut self.shards[partition];
                         shard.memory.begin(shard.mine.len());
                     }
                     let after = self.some_time(3000);
-                    self.after(after, Event::Shard(part, ShardEvent::Begun(plan)));
+                    self.after(after, Event::Shard(partition, ShardEvent::Begun(plan)));
                 }
                 Action::Compute(plan, blocks) => {
                     let after = self.some_time(3000);
-                    self.after(after, Event::Shard(part, ShardEvent::Computed(plan, blocks)));
+                    self.after(after, Event::Shard(partition, ShardEvent::Computed(plan, blocks)));
                 }
-                Action::Ready(plan) => self.say_to_coordinator(part, 0, Message::Ready { plan }),
-                Action::Torn(plan) => self.say_to_coordinator(part, 0, Message::Torn { plan }),
+                Action::Ready(plan) => self.say_to_coordinator(partition, 0, Message::Ready { plan }),
+                Action::Torn(plan) => self.say_to_coordinator(partition, 0, Message::Torn { plan }),
                 Action::Spoilt { plan, client, block } => {
-                    let block = self.shards[part].mine[block as usize];
-                    self.say_to_coordinator(part, 0, Message::Spoilt { plan, client, block });
+                    let block = self.shards[partition].mine[block as usize];
+                    self.say_to_coordinator(partition, 0, Message::Spoilt { plan, client, block });
                 }
-                Action::Done(plan) => self.say_to_coordinator(part, plan.0, Message::Done),
-                Action::Conclude(plan, kind) => self.shard_concludes(part, plan, kind),
+                Action::Done(plan) => self.say_to_coordinator(partition, plan.0, Message::Done),
+                Action::Conclude(plan, kind) => self.shard_concludes(partition, plan, kind),
                 Action::Void(plan) => {
-                    let shard = &mut self.shards[part];
+                    let shard = &mut self.shards[partition];
                     assert!(
                         shard.landing.values().all(|landing| landing.plan != plan),
                         "{plan} is void, but lands"
@@ -286,18 +289,18 @@ impl World {
                 }
                 Action::Abandon(plan) => {
                     let of_plan =
-                        self.shards[part].landing.iter().filter(|(_, landing)| landing.plan == plan);
+                        self.shards[partition].landing.iter().filter(|(_, landing)| landing.plan == plan);
                     let of_plan: Vec<u64> = of_plan.map(|(&id, _)| id).collect();
                     for id in of_plan {
-                        self.shard_lands(part, id, false);
+                        self.shard_lands(partition, id, false);
                     }
                 }
             }
         }
     }
 
-    fn shard_concludes(&mut self, part: usize, plan: PlanId, kind: Kind) {
-        let shard = &mut self.shards[part];
+    fn shard_concludes(&mut self, partition: usize, plan: PlanId, kind: Kind) {
+        let shard = &mut self.shards[partition];
         if kind == Kind::Add {
             let replaces = shard.replaces();
             for (sealed, open) in shard.sealed.iter_mut().zip(&mut shard.open) {
@@ -308,12 +311,13 @@ impl World {
                 }
             }
             (shard.plan, shard.step) = (None, None);
-            return self.history.sealed(part, plan);
+            return self.history.sealed(partition, plan);
         }
         let version = shard.newest().next();
         assert_eq!(version, shard.core.version());
-        let missing =
-            |block: usize| panic!("part {part}: plan {plan} counts, but block {block} is not computed");
+        let missing = |block: usize| {
+            panic!("partition {partition}: plan {plan} counts, but block {block} is not computed")
+        };
         let back = shard.back.iter_mut().enumerate();
         let blocks: Vec<Block> =
             back.map(|(at, content)| content.take().unwrap_or_else(|| missing(at))).collect();
@@ -325,46 +329,46 @@ impl World {
         shard.memory.publish(version);
         shard.front.clone_from(&blocks);
         let of_model = shard.mine.iter().map(|block| block.0).zip(blocks).collect();
-        self.history.published(part, version, plan, of_model);
+        self.history.published(partition, version, plan, of_model);
     }
 
-    pub fn shard_event(&mut self, part: usize, event: ShardEvent) {
+    pub fn shard_event(&mut self, partition: usize, event: ShardEvent) {
         // What a process has begun ends with it.
-        if self.shards[part].life == Life::Lost {
+        if self.shards[partition].life == Life::Lost {
             return;
         }
         match event {
             ShardEvent::Begun(plan) => {
-                self.on_shard(part, |core, actions| core.begun(plan, actions));
-                self.ask_again(part);
+                self.on_shard(partition, |core, actions| core.begun(plan, actions));
+                self.ask_again(partition);
             }
             ShardEvent::Computed(plan, blocks) => {
-                let shard = &mut self.shards[part];
+                let shard = &mut self.shards[partition];
                 if shard.core.wants(plan) {
                     for block in blocks.ones() {
                         shard.finish(block, shard.compute(block, false, None));
                     }
                 }
-                self.on_shard(part, |core, actions| core.computed(plan, actions));
+                self.on_shard(partition, |core, actions| core.computed(plan, actions));
             }
-            ShardEvent::Copied(pin) => self.has_copied(part, pin),
-            ShardEvent::Silent(client, epoch) => self.is_silent(part, client, epoch),
+            ShardEvent::Copied(pin) => self.has_copied(partition, pin),
+            ShardEvent::Silent(client, epoch) => self.is_silent(partition, client, epoch),
             ShardEvent::Landed(id) => {
                 let whole = !self.chance(self.settings.broken);
-                self.shard_lands(part, id, whole);
+                self.shard_lands(partition, id, whole);
             }
         }
     }
 
-    fn on_shard(&mut self, part: usize, f: impl FnOnce(&mut PartCore, &mut Vec<Action>)) {
+    fn on_shard(&mut self, partition: usize, f: impl FnOnce(&mut PartitionCore, &mut Vec<Action>)) {
         let mut actions = Vec::new();
-        f(&mut self.shards[part].core, &mut actions);
-        self.shard_acts(part, actions);
+        f(&mut self.shards[partition].core, &mut actions);
+        self.shard_acts(partition, actions);
     }
 
     /// A payload is there, or is lost in the middle.
-    fn shard_lands(&mut self, part: usize, id: u64, whole: bool) {
-        let shard = &mut self.shards[part];
+    fn shard_lands(&mut self, partition: usize, id: u64, whole: bool) {
+        let shard = &mut self.shards[partition];
         let Some(Landing { client, plan, block, placement, body }) = shard.landing.remove(&id) else {
             return;
         };
@@ -373,7 +377,7 @@ impl World {
             Body::Sum(sum) => (sum, true),
             Body::Named { index, keys, epoch } => {
                 let sum = self.read_payload(index, of_model, &keys);
-                let now = self.network.connection(Node::Client(index), Node::Part(part)).epoch;
+                let now = self.network.connection(Node::Client(index), Node::Partition(partition)).epoch;
                 // New weights are not written again.
                 let stands = now == epoch || matches!(keys, Keys::Weights(_));
                 self.loans.late_reads += u64::from(!stands);
@@ -382,7 +386,7 @@ impl World {
             }
             other => panic!("{other:?} lands"),
         };
-        let shard = &mut self.shards[part];
+        let shard = &mut self.shards[partition];
         let b = block as usize;
         let is_sum = |open: &Option<Vec<Uid>>| open.as_ref().is_some_and(|open| !open.is_empty());
         if !whole {
@@ -390,8 +394,8 @@ impl World {
                 // It was being written there.
                 shard.open[b] = Some(Vec::new());
             }
-            self.on_shard(part, |core, actions| core.failed(plan, block, actions));
-            return self.ask_again(part);
+            self.on_shard(partition, |core, actions| core.failed(plan, block, actions));
+            return self.ask_again(partition);
         }
         let fit;
         match placement {
@@ -422,29 +426,29 @@ impl World {
                 unreachable!("nothing lands then")
             }
         }
-        self.on_shard(part, |core, actions| match stands {
+        self.on_shard(partition, |core, actions| match stands {
             true => core.landed(client, plan, block, fit, actions),
             false => core.torn(plan, block, actions),
         });
-        self.ask_again(part);
+        self.ask_again(partition);
     }
 
     /// What waits may be wanted now.
-    fn ask_again(&mut self, part: usize) {
-        for (client, plan, block, body) in std::mem::take(&mut self.shards[part].parked) {
-            self.payload_comes(part, client, plan, block, body);
+    fn ask_again(&mut self, partition: usize) {
+        for (client, plan, block, body) in std::mem::take(&mut self.shards[partition].parked) {
+            self.payload_comes(partition, client, plan, block, body);
         }
     }
 
-    fn payload_comes(&mut self, part: usize, client: ClientId, plan: PlanId, block: u32, body: Body) {
-        let placement = self.shards[part].core.arrive(client, plan, block);
-        self.trace(|| format!("part {part}: block {block} of {client} for {plan}: {placement:?}"));
+    fn payload_comes(&mut self, partition: usize, client: ClientId, plan: PlanId, block: u32, body: Body) {
+        let placement = self.shards[partition].core.arrive(client, plan, block);
+        self.trace(|| format!("partition {partition}: block {block} of {client} for {plan}: {placement:?}"));
         match placement {
             Placement::Later => {
                 let drop = self.chance(self.settings.broken);
                 // Real connections wait; here some give up while the network is bad.
-                let room = self.healed || self.shards[part].parked.len() < MAX_PARKED;
-                let parked = &mut self.shards[part].parked;
+                let room = self.healed || self.shards[partition].parked.len() < MAX_PARKED;
+                let parked = &mut self.shards[partition].parked;
                 if room && !drop {
                     parked.push_back((client, plan, block, body));
                 }
@@ -452,28 +456,28 @@ impl World {
             Placement::Duplicate | Placement::Unwanted => {}
             placement => {
                 let after = self.some_time(self.settings.landing);
-                let shard = &mut self.shards[part];
+                let shard = &mut self.shards[partition];
                 let id = shard.next_landing;
                 shard.next_landing += 1;
                 shard.landing.insert(id, Landing { client, plan, block, placement, body });
-                self.after(after, Event::Shard(part, ShardEvent::Landed(id)));
+                self.after(after, Event::Shard(partition, ShardEvent::Landed(id)));
             }
         }
     }
 
     /// Somebody connects as its coordinator, whose plans up to `over` are over.
-    pub fn coordinated_anew(&mut self, part: usize, over: PlanId) {
-        let now = self.clock(Node::Part(part));
-        let shard = &mut self.shards[part];
+    pub fn coordinated_anew(&mut self, partition: usize, over: PlanId) {
+        let now = self.clock(Node::Partition(partition));
+        let shard = &mut self.shards[partition];
         shard.coordinated_since = now;
         shard.core.coordinated_anew(over);
     }
 
     /// A message of the coordinator.
-    pub fn shard_from_coordinator(&mut self, part: usize, request: u64, message: Message) {
+    pub fn shard_from_coordinator(&mut self, partition: usize, request: u64, message: Message) {
         let mut actions = Vec::new();
-        let now = self.clock(Node::Part(part));
-        let shard = &mut self.shards[part];
+        let now = self.clock(Node::Partition(partition));
+        let shard = &mut self.shards[partition];
         let result = match message {
             Message::Start(plan) => {
                 let insists = now >= shard.coordinated_since + INSISTS;
@@ -488,52 +492,59 @@ impl World {
             other => panic!("the coordinator sends {} to a shard", other.name()),
         };
         if let Err(error) = result {
-            self.say_to_coordinator(part, request, Message::Refused(error.into()));
+            self.say_to_coordinator(partition, request, Message::Refused(error.into()));
         }
-        self.shard_acts(part, actions);
+        self.shard_acts(partition, actions);
     }
 
     /// A message of a client.
-    pub fn shard_from_client(&mut self, part: usize, index: usize, message: Message, body: Body) {
+    pub fn shard_from_client(&mut self, partition: usize, index: usize, message: Message, body: Body) {
         let client = self.clients[index].id;
         match message {
             Message::Push { plan, block, .. } => {
-                let mine = &self.shards[part].mine;
+                let mine = &self.shards[partition].mine;
                 let block = mine.binary_search(&block).expect("a block of this shard") as u32;
-                self.payload_comes(part, client, plan, block, body);
+                self.payload_comes(partition, client, plan, block, body);
             }
             Message::Probe { plan } => {
-                let Some(missing) = self.shards[part].core.missing(client, plan) else { return };
+                let Some(missing) = self.shards[partition].core.missing(client, plan) else { return };
                 let blocks =
-                    missing.ones().map(|at| self.shards[part].mine[at].0).map(|b| b..b + 1).collect();
-                self.say_to_client(part, index, Message::Missing { plan, blocks }, Body::None);
+                    missing.ones().map(|at| self.shards[partition].mine[at].0).map(|b| b..b + 1).collect();
+                self.say_to_client(partition, index, Message::Missing { plan, blocks }, Body::None);
             }
             Message::Pull { version, blocks } => {
-                let shard = &self.shards[part];
+                let shard = &self.shards[partition];
                 let newest = shard.core.version();
                 if shard.memory.version(version).is_none() {
                     let refusal = Refusal::NoVersion { wanted: version, newest };
-                    return self.say_to_client(part, index, Message::Refused(refusal), Body::None);
+                    return self.say_to_client(partition, index, Message::Refused(refusal), Body::None);
                 }
                 let asked = shard.mine.iter().copied().enumerate();
                 let asked: Vec<_> = asked.filter(|(_, block)| blocks.contains(&block.0)).collect();
-                self.lends(part, index, version, &asked);
+                self.lends(partition, index, version, &asked);
             }
             other => panic!("a client sends {} to a shard", other.name()),
         }
     }
 
-    fn say_to_coordinator(&mut self, part: usize, request: u64, message: Message) {
-        let coordinator = Node::Coordinator(self.shards[part].course);
-        self.send(Node::Part(part), coordinator, request, message, Body::None);
+    fn say_to_coordinator(&mut self, partition: usize, request: u64, message: Message) {
+        let coordinator = Node::Coordinator(self.shards[partition].course);
+        self.send(Node::Partition(partition), coordinator, request, message, Body::None);
     }
 
-    pub fn say_block(&mut self, part: usize, index: usize, version: Version, block: BlockId, body: Body) {
-        self.say_to_client(part, index, Message::Block { version, block }, body);
+    pub fn say_block(
+        &mut self,
+        partition: usize,
+        index: usize,
+        version: Version,
+        block: BlockId,
+        body: Body,
+    ) {
+        self.say_to_client(partition, index, Message::Block { version, block }, body);
     }
 
-    fn say_to_client(&mut self, part: usize, index: usize, message: Message, body: Body) {
-        self.send(Node::Part(part), Node::Client(index), 0, message, body);
+    fn say_to_client(&mut self, partition: usize, index: usize, message: Message, body: Body) {
+        self.send(Node::Partition(partition), Node::Client(index), 0, message, body);
     }
 
     pub fn some_time(&mut self, most_micros: u64) -> Now {

@@ -90,7 +90,7 @@ impl Block {
         Block { weights, state: State { masters, slots, t } }
     }
 
-    /// As a part begins with it that has room for what this reducer keeps.
+    /// As a partition begins with it that has room for what this reducer keeps.
     pub fn kept_for(mut self, reducer: Reducer) -> Block {
         if reducer.state_slots() == 0 {
             self.state.slots = 0;

@@ -19,7 +19,7 @@ impl World {
     pub fn stranger(&mut self) {
         self.strangers += 1;
         match self.rng.u8(0..3) {
-            0 => self.false_coordinator_of_a_part(),
+            0 => self.false_coordinator_of_a_partition(),
             1 => self.false_client(),
             _ => self.false_coordinator_of_a_client(),
         }
@@ -44,20 +44,24 @@ impl World {
         (connection.opener_up, connection.acceptor_up) = (false, false);
     }
 
-    fn false_coordinator_of_a_part(&mut self) {
+    fn false_coordinator_of_a_partition(&mut self) {
         let coordinator = self.coordinator_node();
-        let parts = self.courses[self.coordinated].parts.clone();
-        let part = parts[self.rng.usize(0..parts.len())];
-        // The coordinator's own part listens to nobody else.
-        if self.life(Node::Part(part)) != Life::Live || self.network.is_local(coordinator, Node::Part(part)) {
+        let partitions = self.courses[self.coordinated].partitions.clone();
+        let partition = partitions[self.rng.usize(0..partitions.len())];
+        // The coordinator's own partition listens to nobody else.
+        if self.life(Node::Partition(partition)) != Life::Live
+            || self.network.is_local(coordinator, Node::Partition(partition))
+        {
             return;
         }
-        self.intrude(coordinator, Node::Part(part));
+        self.intrude(coordinator, Node::Partition(partition));
         let over = self.number();
-        self.trace(|| format!("a stranger coordinates part {part}, says that plans up to {over} are over"));
-        self.coordinated_anew(part, PlanId(over));
+        self.trace(|| {
+            format!("a stranger coordinates partition {partition}, says that plans up to {over} are over")
+        });
+        self.coordinated_anew(partition, PlanId(over));
         for _ in 0..self.rng.usize(0..4) {
-            let base = self.shards[part].core.version().0;
+            let base = self.shards[partition].core.version().0;
             // What follows from its own word is begun, and void with its connection. Whoever concludes that, too, says all that
             // a coordinator says.
             let next = over.saturating_add(1);
@@ -65,14 +69,14 @@ impl World {
             let message = match self.rng.u8(0..3) {
                 0 => Message::Drop { plan },
                 1 if plan.0 != next => Message::Conclude { plan },
-                _ => Message::Start(self.false_plan(part, plan, Version(base))),
+                _ => Message::Start(self.false_plan(partition, plan, Version(base))),
             };
-            self.trace(|| format!("a stranger to part {part}: {message:?}"));
-            self.shard_from_coordinator(part, plan.0, message);
+            self.trace(|| format!("a stranger to partition {partition}: {message:?}"));
+            self.shard_from_coordinator(partition, plan.0, message);
         }
     }
 
-    fn false_plan(&mut self, part: usize, plan: PlanId, base: Version) -> Plan {
+    fn false_plan(&mut self, partition: usize, plan: PlanId, base: Version) -> Plan {
         let blocks = self.settings.blocks;
         let client = match self.rng.bool() {
             true => ClientId(self.rng.u64(..)),
@@ -86,7 +90,13 @@ impl World {
         };
         let base = if self.rng.u8(0..4) > 0 { base } else { Version(self.number()) };
         let sources = if self.rng.bool() { vec![source] } else { Vec::new() };
-        Plan { plan, base, work: Work::Add { replaces: self.shards[part].values }, sources, ordered: false }
+        Plan {
+            plan,
+            base,
+            work: Work::Add { replaces: self.shards[partition].values },
+            sources,
+            ordered: false,
+        }
     }
 
     /// Some client that lives and is connected to the coordinator.

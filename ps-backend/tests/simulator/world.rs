@@ -34,14 +34,14 @@ const MOST_EVENTS: u64 = 20_000_000;
 /// Time since the beginning of the world.
 pub type Now = Duration;
 
-/// A process, or a shard's part in the coordinator's process.
+/// A process, or a shard's partition in the coordinator's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Node {
     Client(usize),
     /// The coordinator of this course.
     Coordinator(usize),
     /// One of the world's shards.
-    Part(usize),
+    Partition(usize),
 }
 
 /// A message's payload.
@@ -154,16 +154,20 @@ impl World {
     pub fn new(seed: u64, printing: bool) -> World {
         let mut rng = Rng::with_seed(seed);
         let settings = Settings::draw(&mut rng);
-        let shards: Vec<ShardId> = (0..settings.parts).map(|i| ShardId(i * 2 + 1)).collect();
+        let shards: Vec<ShardId> = (0..settings.partitions).map(|i| ShardId(i * 2 + 1)).collect();
         let map = BlockMap::striped(settings.blocks, &shards).expect("a map");
-        let parts = map.shares().len();
-        let mut history = History::new(settings.blocks, parts, settings.controls.reducer);
+        let partitions = map.shares().len();
+        let mut history = History::new(settings.blocks, partitions, settings.controls.reducer);
         history.sync_throughout = settings.sync_throughout();
         history.consistency = settings.consistency_throughout();
         let network = Network::new(settings.weather);
-        let coordinator =
-            CoordinatorCore::new(&settings.layout(), parts, settings.controls.clone(), settings.patience)
-                .expect("settings of this model");
+        let coordinator = CoordinatorCore::new(
+            &settings.layout(),
+            partitions,
+            settings.controls.clone(),
+            settings.patience,
+        )
+        .expect("settings of this model");
         let mut world = World {
             now: Now::ZERO,
             network,
@@ -268,7 +272,7 @@ impl World {
     /// The process that a node runs in.
     pub fn process(&self, node: Node) -> Node {
         match node {
-            Node::Part(part) => self.shards[part].process.unwrap_or(node),
+            Node::Partition(partition) => self.shards[partition].process.unwrap_or(node),
             _ => node,
         }
     }
@@ -276,7 +280,7 @@ impl World {
     fn node_of(&self, event: &Event) -> Option<Node> {
         Some(match event {
             Event::Client(index, _) => Node::Client(*index),
-            Event::Shard(part, _) => Node::Part(*part),
+            Event::Shard(partition, _) => Node::Partition(*partition),
             Event::Message { to, .. } => *to,
             Event::Connects { acceptor, .. } => *acceptor,
             Event::Accepted { opener, .. } => *opener,
@@ -348,7 +352,7 @@ impl World {
     fn happens(&mut self, event: Event) {
         match event {
             Event::Client(index, event) => self.client_event(index, event),
-            Event::Shard(part, event) => self.shard_event(part, event),
+            Event::Shard(partition, event) => self.shard_event(partition, event),
             Event::Message { from, to, epoch, request, message, body } => {
                 self.message_comes(from, to, epoch, request, *message, body);
             }
@@ -386,7 +390,7 @@ impl World {
             node if node == self.coordinator_node() && self.is_coordinated() => {
                 Some(self.coordinator.next_deadline())
             }
-            Node::Coordinator(_) | Node::Part(_) => None,
+            Node::Coordinator(_) | Node::Partition(_) => None,
         };
         let Some(due) = due.map(|due| self.when(node, due)) else { return };
         if self.timers.get(&node).is_some_and(|(_, at)| *at == due) {
@@ -440,7 +444,9 @@ impl World {
             return;
         }
         match (from, to) {
-            (Node::Client(index), Node::Coordinator(_) | Node::Part(_)) if self.life(to) != Life::Live => {
+            (Node::Client(index), Node::Coordinator(_) | Node::Partition(_))
+                if self.life(to) != Life::Live =>
+            {
                 self.say_moved(to, index);
             }
             (Node::Client(index), Node::Coordinator(_)) => {
@@ -455,32 +461,36 @@ impl World {
                     coordinator.from_client(id, request, message, now, actions)
                 });
             }
-            (Node::Part(part), Node::Coordinator(coordinator)) => {
+            (Node::Partition(partition), Node::Coordinator(coordinator)) => {
                 // What is said to a coordinator of the past is refused.
-                let known = self.courses[coordinator].parts.iter().position(|&known| known == part);
-                if let Some(part) = known.filter(|_| coordinator == self.coordinated && self.is_coordinated())
+                let known = self.courses[coordinator].partitions.iter().position(|&known| known == partition);
+                if let Some(partition) =
+                    known.filter(|_| coordinator == self.coordinated && self.is_coordinated())
                 {
                     self.on_coordinator(|coordinator, now, actions| {
-                        coordinator.from_part(part, request, message, now, actions)
+                        coordinator.from_partition(partition, request, message, now, actions)
                     });
                 }
             }
             // One that was started anew knows nothing of it.
-            (Node::Coordinator(_), Node::Part(part)) if self.shards[part].life != Life::Live => {}
-            (Node::Coordinator(coordinator), Node::Part(part)) => {
-                assert_eq!(coordinator, self.shards[part].course);
-                self.shard_from_coordinator(part, request, message);
+            (Node::Coordinator(_), Node::Partition(partition))
+                if self.shards[partition].life != Life::Live => {}
+            (Node::Coordinator(coordinator), Node::Partition(partition)) => {
+                assert_eq!(coordinator, self.shards[partition].course);
+                self.shard_from_coordinator(partition, request, message);
             }
-            (Node::Client(index), Node::Part(part)) => self.shard_from_client(part, index, message, body),
+            (Node::Client(index), Node::Partition(partition)) => {
+                self.shard_from_client(partition, index, message, body)
+            }
             (_, Node::Client(index)) => {
                 if let Body::Course(course) = body {
                     return self.client_told(index, course);
                 }
                 // Connections know which map they were opened under.
-                let Some(part) = self.clients[index].part_of(&self.courses, from) else { return };
-                match part {
+                let Some(partition) = self.clients[index].partition_of(&self.courses, from) else { return };
+                match partition {
                     None => self.client_from_coordinator(index, request, message),
-                    Some(part) => self.client_from_shard(index, part, message, body),
+                    Some(partition) => self.client_from_shard(index, partition, message, body),
                 }
             }
             _ => unreachable!("nobody else talks"),
@@ -530,15 +540,15 @@ impl World {
                 let index = self.client_index(id).expect("a client");
                 self.send(self.coordinator_node(), Node::Client(index), request, message, Body::None);
             }
-            coordinator::Action::ToPart(part, request, message) => {
+            coordinator::Action::ToPartition(partition, request, message) => {
                 if let Message::Start(plan) = &message {
                     let is_missing =
                         |member: &&MemberView| member.joined_at <= plan.base && !member.unpublished;
                     let missing = self.members().iter().filter(is_missing).count();
                     self.history.started(plan, missing);
                 }
-                let part = self.courses[self.coordinated].parts[part];
-                self.send(self.coordinator_node(), Node::Part(part), request, message, Body::None);
+                let partition = self.courses[self.coordinated].partitions[partition];
+                self.send(self.coordinator_node(), Node::Partition(partition), request, message, Body::None);
             }
             coordinator::Action::Close(id, why) => {
                 self.trace(|| format!("the coordinator closes the connection of client {id}: {why}"));

@@ -22,7 +22,7 @@ use crate::rdma::verbs::{Done, Finished, Pool, Remote as Place, VerbsError, Work
 use crate::rdma::{Fabric, Line, Placement};
 use crate::shm::MAX_REGIONS;
 use crate::vocabulary::ids::{BlockId, Version};
-use crate::vocabulary::layout::PartLayout;
+use crate::vocabulary::layout::PartitionLayout;
 use crate::wire::{Message, Refusal};
 
 /// Bytes that are read from a ring at once.
@@ -50,7 +50,7 @@ const KIND: u64 = !((1 << 40) - 1);
 pub(in crate::client) struct Remote {
     line: Arc<Line>,
     /// The shard's blocks, as they lie in its versions.
-    layout: PartLayout,
+    layout: PartitionLayout,
     /// Memory that the shard may fetch from, by where it is.
     shared: HashMap<usize, (u32, Weak<Mapping>)>,
     last: u32,
@@ -97,7 +97,7 @@ struct Batch {
 }
 
 impl Remote {
-    pub(super) fn new(line: &Arc<Line>, layout: PartLayout) -> Result<Remote, VerbsError> {
+    pub(super) fn new(line: &Arc<Line>, layout: PartitionLayout) -> Result<Remote, VerbsError> {
         let chunk = line.device().arena().take(LOOKS * DIRECTORY)?;
         Ok(Remote {
             line: Arc::clone(line),
@@ -280,10 +280,10 @@ impl Shared {
         })
     }
 
-    fn part_layout(&self, way: &Way, part: Part) -> Result<PartLayout, String> {
+    fn part_layout(&self, way: &Way, part: Part) -> Result<PartitionLayout, String> {
         let blocks: Vec<BlockId> =
             way.map.parts[part].owned.iter().flat_map(|run| run.clone().map(BlockId)).collect();
-        self.layout.part(&blocks).map_err(|error| error.to_string())
+        self.layout.partition(&blocks).map_err(|error| error.to_string())
     }
 
     /// Fetches what the core wants of a version. True if the shard is to be asked for it instead.

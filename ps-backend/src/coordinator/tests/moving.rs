@@ -13,8 +13,8 @@ fn release(bench: &mut Bench) {
 fn shard_works(bench: &mut Bench) {
     for _ in 0..8 {
         let Some((plan, _)) = bench.coordinator.running() else { return };
-        bench.part(0, Message::Ready { plan });
-        bench.part(plan.0, Message::Done);
+        bench.partition(0, Message::Ready { plan });
+        bench.partition(plan.0, Message::Done);
     }
 }
 
@@ -30,7 +30,7 @@ fn a_job_is_held_when_its_step_is_out_and_goes_on_when_it_is_released() {
     assert!(!bench.coordinator.is_held());
     assert_eq!(bench.coordinator.held_up_by(), "version 1 waits for the learner(s) b");
     assert!(bench.coordinator.hand_over().is_err());
-    bench.heard_by_part();
+    bench.heard_by_partition();
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     assert!(
@@ -38,18 +38,18 @@ fn a_job_is_held_when_its_step_is_out_and_goes_on_when_it_is_released() {
         "{}",
         bench.coordinator.held_up_by()
     );
-    bench.part(0, Message::Ready { plan: plan.plan });
+    bench.partition(0, Message::Ready { plan: plan.plan });
     assert!(!bench.coordinator.is_held(), "the shard may not know yet that the plan counts");
-    bench.part(plan.plan.0, Message::Done);
+    bench.partition(plan.plan.0, Message::Done);
     assert!(bench.coordinator.is_held());
     assert_eq!(bench.coordinator.job().version(), Version(1));
     // The next step is whole, and waits.
-    bench.heard_by_part();
+    bench.heard_by_partition();
     bench.commit(A, 1, 2, 4);
     bench.pass(PATIENCE);
     bench.commit(B, 2, 2, 4);
     bench.pass(PATIENCE);
-    assert!(bench.heard_by_part().is_empty());
+    assert!(bench.heard_by_partition().is_empty());
     assert!(bench.coordinator.is_held());
     release(&mut bench);
     assert!(matches!(bench.started().work, Work::Reduce { .. }));
@@ -62,14 +62,14 @@ fn nothing_is_added_up_ahead_while_a_job_is_to_be_held() {
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     bench.coordinator.hold();
-    bench.part(0, Message::Ready { plan: plan.plan });
-    bench.part(plan.plan.0, Message::Done);
-    bench.heard_by_part();
+    bench.partition(0, Message::Ready { plan: plan.plan });
+    bench.partition(plan.plan.0, Message::Done);
+    bench.heard_by_partition();
     bench.commit(A, 1, 2, 4);
     for _ in 0..10 {
         bench.pass(PATIENCE);
     }
-    assert!(bench.heard_by_part().is_empty());
+    assert!(bench.heard_by_partition().is_empty());
     release(&mut bench);
     assert_eq!(bench.started().work, Work::Add { replaces: false });
 }
@@ -97,7 +97,7 @@ fn new_weights_wait_while_a_job_is_held() {
     let mut bench = Bench::new();
     bench.coordinator.hold();
     bench.client(A, 2, Message::Assign { token: 7, blocks: vec![0..4], timeout_ms: 10_000 });
-    assert!(bench.heard_by_part().is_empty());
+    assert!(bench.heard_by_partition().is_empty());
     release(&mut bench);
     assert_eq!(bench.started().work, Work::Assign);
 }
@@ -128,9 +128,9 @@ fn nobodys_lease_ends_because_the_job_is_held() {
 }
 
 /// The coordinator goes on at another shard, where its clients come to it.
-fn taken_over(bench: &Bench, parts: usize) -> Bench {
+fn taken_over(bench: &Bench, partitions: usize) -> Bench {
     let bytes = bench.coordinator.hand_over().unwrap();
-    let coordinator = CoordinatorCore::taken_over(&bytes, &layout(4), parts, bench.now).unwrap();
+    let coordinator = CoordinatorCore::taken_over(&bytes, &layout(4), partitions, bench.now).unwrap();
     Bench { coordinator, now: bench.now, said: Vec::new() }
 }
 
@@ -149,7 +149,7 @@ fn a_coordinator_that_is_taken_over_goes_on_with_the_steps_of_each_tensor() {
         let expected = if step == 1 { vec![(2, 1)] } else { vec![(1, 2), (1, 0)] };
         assert_eq!(steps(plan).runs(), expected, "those of both learners together");
         shard_works(&mut bench);
-        bench.heard_by_part();
+        bench.heard_by_partition();
     }
     bench.coordinator.hold();
     let mut there = taken_over(&bench, 1);
@@ -189,8 +189,8 @@ fn a_coordinator_that_is_taken_over_remembers_all() {
     assert_eq!(there.heard_by(A), [(3, Message::Done)], "as the commit was answered");
     assert_eq!(there.coordinator.job().members(there.now).len(), 2);
     // The plan of the commit that waited begins when its time has come, and plans' numbers go on.
-    let (plan, parts) = there.coordinator.running().unwrap();
-    assert_eq!((plan, parts), (PlanId(2), vec![0, 1, 2]));
+    let (plan, partitions) = there.coordinator.running().unwrap();
+    assert_eq!((plan, partitions), (PlanId(2), vec![0, 1, 2]));
 }
 
 proptest! {

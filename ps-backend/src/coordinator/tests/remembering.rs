@@ -14,8 +14,8 @@ fn answers(bench: &mut Bench) -> Vec<(u64, Message)> {
 /// A shard that carries out one plan; what it was told to start.
 fn shard_works_once(bench: &mut Bench) -> Work {
     let plan = bench.started();
-    bench.part(0, Message::Ready { plan: plan.plan });
-    bench.part(plan.plan.0, Message::Done);
+    bench.partition(0, Message::Ready { plan: plan.plan });
+    bench.partition(plan.plan.0, Message::Done);
     plan.work
 }
 
@@ -47,7 +47,7 @@ fn a_coordinator_that_is_taken_over_gives_kept_answers_again_and_carries_out_not
     there.client(A, 2, assign(7));
     there.client(A, 3, Message::Join { name: "late".into() });
     assert_eq!(self::answers(&mut there), answers);
-    assert!(there.heard_by_part().is_empty(), "the weights are written once");
+    assert!(there.heard_by_partition().is_empty(), "the weights are written once");
     assert_eq!(there.coordinator.job().members(there.now).len(), 3);
 }
 
@@ -72,7 +72,7 @@ fn asks_again(bench: &mut Bench) {
         matches!(answer, (2, Message::Refused(Refusal::Shard(ShardError::TimedOut(_)))))
     };
     assert!(answers.len() == 1 && answers.iter().all(unknown), "{answers:?}");
-    assert!(bench.heard_by_part().is_empty(), "the weights are written once");
+    assert!(bench.heard_by_partition().is_empty(), "the weights are written once");
     bench.client(A, 3, Message::Join { name: "again".into() });
     assert!(matches!(self::answers(bench)[..], [(3, Message::Joined { .. })]));
 }

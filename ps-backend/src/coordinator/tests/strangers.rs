@@ -249,17 +249,17 @@ fn a_plan_that_a_shard_takes_for_past_is_begun_again_under_the_next_number() {
     bench.said.clear();
     let past = |plan: PlanId, newest| Message::Refused(Refusal::Plan { plan, newest });
     // Of another one, or one whose turn has not come there: it is said again.
-    bench.part(77, past(PlanId(77), PlanId(99)));
-    bench.part(plan.plan.0, past(plan.plan, PlanId(plan.plan.0 - 1)));
-    assert_eq!(bench.heard_by_part(), []);
-    bench.part(plan.plan.0, past(plan.plan, plan.plan));
-    assert_eq!(bench.heard_by_part(), [Message::Drop { plan: plan.plan }]);
-    bench.part(plan.plan.0, Message::Done);
+    bench.partition(77, past(PlanId(77), PlanId(99)));
+    bench.partition(plan.plan.0, past(plan.plan, PlanId(plan.plan.0 - 1)));
+    assert_eq!(bench.heard_by_partition(), []);
+    bench.partition(plan.plan.0, past(plan.plan, plan.plan));
+    assert_eq!(bench.heard_by_partition(), [Message::Drop { plan: plan.plan }]);
+    bench.partition(plan.plan.0, Message::Done);
     let next = bench.started();
     assert_eq!(next, libmodelio::wire::Plan { plan: PlanId(plan.plan.0 + 1), ..plan });
     // Once it is concluded, no such word changes anything.
-    bench.part(0, Message::Ready { plan: next.plan });
-    bench.part(next.plan.0, past(next.plan, next.plan));
+    bench.partition(0, Message::Ready { plan: next.plan });
+    bench.partition(next.plan.0, past(next.plan, next.plan));
     assert!(bench.coordinator.failed().is_none());
     assert_eq!(bench.coordinator.job().version(), libmodelio::vocabulary::ids::Version(1));
 }
@@ -270,12 +270,12 @@ fn a_refusal_of_what_is_over_does_not_fail_the_job() {
     bench.commit(A, 1, 1, 2);
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
-    bench.part(plan.plan.0 + 5, Message::Refused(Refusal::other("another one")));
-    bench.part(
+    bench.partition(plan.plan.0 + 5, Message::Refused(Refusal::other("another one")));
+    bench.partition(
         0,
         Message::Spoilt { plan: PlanId(u64::MAX), client: A, block: libmodelio::vocabulary::ids::BlockId(0) },
     );
-    bench.part(
+    bench.partition(
         0,
         Message::Spoilt {
             plan: plan.plan,
@@ -283,10 +283,10 @@ fn a_refusal_of_what_is_over_does_not_fail_the_job() {
             block: libmodelio::vocabulary::ids::BlockId(0),
         },
     );
-    bench.part(0, Message::Ready { plan: PlanId(u64::MAX) });
+    bench.partition(0, Message::Ready { plan: PlanId(u64::MAX) });
     assert!(bench.coordinator.failed().is_none());
     assert_eq!(bench.coordinator.running(), Some((plan.plan, vec![0])));
-    bench.part(plan.plan.0, Message::Refused(Refusal::other("this one")));
+    bench.partition(plan.plan.0, Message::Refused(Refusal::other("this one")));
     assert!(bench.coordinator.failed().is_some());
 }
 
@@ -297,12 +297,12 @@ fn a_shard_that_comes_back_hears_which_plan_is_meant_before_what_becomes_of_it()
     bench.commit(B, 2, 1, 2);
     let plan = bench.started();
     assert_eq!(bench.coordinator.over(), PlanId(0));
-    bench.part(0, Message::Ready { plan: plan.plan });
-    assert_eq!(bench.heard_by_part(), [Message::Conclude { plan: plan.plan }]);
+    bench.partition(0, Message::Ready { plan: plan.plan });
+    assert_eq!(bench.heard_by_partition(), [Message::Conclude { plan: plan.plan }]);
     assert_eq!(bench.coordinator.over(), plan.plan);
-    bench.coordinator.part_up(0, &mut bench.said);
+    bench.coordinator.partition_up(0, &mut bench.said);
     let both = [Message::Start(plan.clone()), Message::Conclude { plan: plan.plan }];
-    assert_eq!(bench.heard_by_part(), both);
+    assert_eq!(bench.heard_by_partition(), both);
     bench.pass(Now::from_millis(600));
-    assert_eq!(bench.heard_by_part(), both);
+    assert_eq!(bench.heard_by_partition(), both);
 }

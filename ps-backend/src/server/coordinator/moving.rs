@@ -84,7 +84,7 @@ impl Coordinator {
         state.frozen = true;
         state.clients.values().for_each(Link::wake);
         drop(state);
-        self.leave_parts();
+        self.leave_partitions();
     }
 
     /// Where the model is now, if it has moved.

@@ -160,7 +160,7 @@ impl Coordinator {
         let found = found.next().ok_or_else(|| format!("{address} leads nowhere"))?;
         let coordinator = self.this.upgrade().ok_or("the model is gone")?;
         let link = Link::default();
-        let conversation = ToPart {
+        let conversation = ToPartition {
             coordinator,
             address,
             index,
@@ -176,7 +176,7 @@ impl Coordinator {
 }
 
 /// The coordinator's end of its connection to a shard.
-struct ToPart {
+struct ToPartition {
     coordinator: Arc<Coordinator>,
     /// Where it was connected to.
     address: String,
@@ -186,7 +186,7 @@ struct ToPart {
     silence: Option<Duration>,
 }
 
-impl Conversation for ToPart {
+impl Conversation for ToPartition {
     fn opened(&mut self, link: &Link) -> Result<(), Close> {
         let hello = Message::Hello {
             protocol: Protocol::NEWEST.number(),
@@ -208,7 +208,7 @@ impl Conversation for ToPart {
                 *self.remote.gone_since.lock() = None;
                 self.remote.has_it(&self.address);
                 let index = self.index;
-                self.coordinator.with_core(|state, _, actions| state.core.part_up(index, actions));
+                self.coordinator.with_core(|state, _, actions| state.core.partition_up(index, actions));
             }
             (Message::Refused(refusal), None) => {
                 // The shard is there, but not the blocks: it has been started anew. Unless it is another one, that has
@@ -217,7 +217,7 @@ impl Conversation for ToPart {
                     if let Err(why) = self.remote.has_not(&self.address) {
                         return Err(Close::Asked(why.into()));
                     }
-                    self.coordinator.part_says(self.index, 0, received.message.clone());
+                    self.coordinator.partition_says(self.index, 0, received.message.clone());
                 }
                 return Err(Close::Asked(refusal.to_string().into()));
             }
@@ -232,7 +232,7 @@ impl Conversation for ToPart {
                 if let Message::Refused(refusal @ Refusal::Plan { .. }) = message {
                     tracing::debug!(model = %self.coordinator.model, shard = %self.remote.shard, "{refusal}");
                 }
-                self.coordinator.part_says(self.index, received.header.request(), message.clone());
+                self.coordinator.partition_says(self.index, received.header.request(), message.clone());
             }
         }
         Ok(Take::Nothing)

@@ -18,14 +18,15 @@ fn a_shard_that_cannot_be_found_is_looked_for_after_pauses_that_grow() {
         ModelRecord::new("m", Generation(7), &layout, BTreeMap::new(), &map, here, Default::default())
             .unwrap();
     let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap());
-    let part = Part::new(&record, here, &pool).unwrap();
+    let partition = Partition::new(&record, here, &pool).unwrap();
     let reactor = Reactor::start(&ReactorOptions { threads: 1, ..ReactorOptions::default() }).unwrap();
     let (tell, asked) = std::sync::mpsc::channel();
     let resolve: Resolve = Arc::new(move |shard| {
         let _ = tell.send(Instant::now());
         Err(format!("nobody knows where shard {shard} is"))
     });
-    let coordinator = Coordinator::new(&record, &part, here, reactor.handle(), resolve, None, &[]).unwrap();
+    let coordinator =
+        Coordinator::new(&record, &partition, here, reactor.handle(), resolve, None, &[]).unwrap();
     let mut before: Option<Instant> = None;
     for pause in [0, 50, 100, 200, 400] {
         let now = asked.recv_timeout(Duration::from_secs(20)).expect("it is asked for again");

@@ -1,4 +1,4 @@
-//! The versions of a part, as clients find them: in a directory, with the keys to their memory.
+//! The versions of a partition, as clients find them: in a directory, with the keys to their memory.
 //!
 //! Memory that there is when a client greets must be registered, or the client is refused and goes another way. Memory
 //! that is taken later may be refused by the system, for how much of it a process may pin is limited. A version that
@@ -18,9 +18,9 @@ use libmodelio::wire::Refusal;
 use parking_lot::Mutex;
 
 use super::sum_memory::SumMemory;
-use crate::part::store::{PartStore, VersionWatch};
+use crate::partition::store::{PartitionStore, VersionWatch};
 
-/// The versions of a part.
+/// The versions of a partition.
 #[derive(Debug)]
 pub(in crate::server) struct Shown {
     device: Arc<Device>,
@@ -45,7 +45,7 @@ impl Shown {
     /// Shows the versions of the store from now on.
     pub(in crate::server) fn of(
         model: &str,
-        store: &PartStore,
+        store: &PartitionStore,
         device: &Arc<Device>,
     ) -> Result<Arc<Shown>, Refusal> {
         let directory = Directory::new().map_err(Refusal::other)?;
@@ -61,7 +61,7 @@ impl Shown {
     }
 
     /// Where the directory is, for one more client: all memory that versions may lie in can be read just now.
-    pub(super) fn place(&self, store: &PartStore) -> Result<Place, Refusal> {
+    pub(super) fn place(&self, store: &PartitionStore) -> Result<Place, Refusal> {
         // The store tells of versions under its lock, so that one comes first.
         let buffers = store.buffers();
         let mut inner = self.inner.lock();

@@ -10,7 +10,7 @@ use libmodelio::rdma::verbs::{Pool, Slot};
 use libmodelio::vocabulary::ids::ClientId;
 use parking_lot::Mutex;
 
-use crate::part::fetches::{Stand, Then, Turns};
+use crate::partition::fetches::{Stand, Then, Turns};
 
 /// Slots of one size, and who has them in common.
 pub(super) struct Slots {

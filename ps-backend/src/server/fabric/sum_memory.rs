@@ -1,4 +1,5 @@
-//! The memory of a part's sums, registered for READs to fill: a first contribution is where it belongs when it is there.
+//! The memory of a partition's sums, registered for READs to fill: a first contribution is where it belongs when it is
+//! there.
 //!
 //! It is registered when it is first wanted, by a thread that may take its time; what comes until then goes into slots. All
 //! else that is registered comes first: where no more memory may be pinned, sums give way ([`Spare`]) and are tried again
@@ -14,12 +15,12 @@ use libmodelio::rdma::Device;
 use libmodelio::rdma::verbs::{Registration, Spare};
 use parking_lot::Mutex;
 
-use crate::part::store::PartStore;
+use crate::partition::store::PartitionStore;
 
 /// After this time what could not be registered, or gave way, is tried again.
 const AGAIN: Duration = Duration::from_secs(60);
 
-/// The memory of a part's sums.
+/// The memory of a partition's sums.
 pub(in crate::server) struct SumMemory {
     device: Arc<Device>,
     /// For people.
@@ -51,8 +52,8 @@ impl fmt::Debug for SumMemory {
 }
 
 impl SumMemory {
-    /// Of a part. It is never registered with iWARP, nor where payload is to go into another device's memory.
-    pub(super) fn of(model: &str, store: &PartStore, device: &Arc<Device>) -> Arc<SumMemory> {
+    /// Of a partition. It is never registered with iWARP, nor where payload is to go into another device's memory.
+    pub(super) fn of(model: &str, store: &PartitionStore, device: &Arc<Device>) -> Arc<SumMemory> {
         let never = device.is_iwarp() || !Arc::ptr_eq(device.payload_arena(), device.arena());
         let states = if never { Vec::new() } else { vec![State::Idle, State::Idle] };
         let (device, model) = (Arc::clone(device), model.to_owned());

@@ -1,4 +1,4 @@
-//! The end of a move at which blocks arrive: a part under a block map that is not in force yet.
+//! The end of a move at which blocks arrive: a partition under a block map that is not in force yet.
 //!
 //! It is dropped when it is told so, or when the registry says that its map never will be in force; not because
 //! nobody has spoken of it for a while, for the record may just have been replaced, nor because the registry does not
@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 
 use super::Shared;
 use crate::coordinator::CoordinatorCore;
-use crate::server::part::Part;
+use crate::server::partition::Partition;
 
 /// Requests for pieces that are under way to one shard: enough to keep the wire busy.
 const WINDOW: usize = 32;
@@ -27,7 +27,7 @@ const WINDOW_BYTES: usize = 64 << 20;
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Most bytes of a coordinator's state.
 const MAX_STATE: u64 = 1 << 30;
-/// When nobody says what becomes of a part that is filled, the registry is asked.
+/// When nobody says what becomes of a partition that is filled, the registry is asked.
 const ASK_AFTER: Duration = Duration::from_secs(5);
 const ASK_AGAIN: Duration = Duration::from_secs(2);
 /// How soon it is seen that nobody needs it any more.
@@ -49,11 +49,11 @@ struct Handed {
     now: Duration,
 }
 
-/// A part that is to be.
+/// A partition that is to be.
 pub(in crate::server) struct Adopting {
     told: Adoption,
-    part: Arc<Part>,
-    /// It is the part that there is, with the same blocks.
+    partition: Arc<Partition>,
+    /// It is the partition that there is, with the same blocks.
     stays: bool,
     stage: Mutex<Stage>,
     blocks: AtomicU32,
@@ -76,13 +76,13 @@ impl Adopting {
     }
 
     /// Its memory for another attempt at the same, if nothing was done with it.
-    fn untouched(&self, record: &ModelRecord) -> Option<Arc<Part>> {
+    fn untouched(&self, record: &ModelRecord) -> Option<Arc<Partition>> {
         let mut stage = self.stage.lock();
         if !matches!(&*stage, Stage::Made) || self.stays || self.told.record != *record {
             return None;
         }
         *stage = Stage::Failed(Refusal::other("a later attempt to move the model has begun"));
-        Some(Arc::clone(&self.part))
+        Some(Arc::clone(&self.partition))
     }
 
     pub(super) fn epoch_in_force(&self) -> Epoch {
@@ -91,7 +91,7 @@ impl Adopting {
 
     /// Blocks that are there, and that are to be.
     pub(super) fn progress(&self) -> Result<(u32, u32), Refusal> {
-        let of = self.part.layout().blocks();
+        let of = self.partition.layout().blocks();
         match &*self.stage.lock() {
             Stage::Failed(refusal) => Err(refusal.clone()),
             Stage::Filled(_) => Ok((of, of)),
@@ -100,10 +100,10 @@ impl Adopting {
         }
     }
 
-    /// The part, if all of it is there.
-    pub(super) fn filled(&self) -> Result<Arc<Part>, Refusal> {
+    /// The partition, if all of it is there.
+    pub(super) fn filled(&self) -> Result<Arc<Partition>, Refusal> {
         match &*self.stage.lock() {
-            Stage::Filled(_) => Ok(Arc::clone(&self.part)),
+            Stage::Filled(_) => Ok(Arc::clone(&self.partition)),
             Stage::Failed(refusal) => Err(refusal.clone()),
             Stage::Made | Stage::Filling(_) => Err(Refusal::other("its blocks are not all there")),
         }
@@ -153,7 +153,7 @@ impl Adopting {
     /// Fetches all blocks.
     fn fetch(&self, shared: &Shared, version: Version) -> Result<(), Refusal> {
         if self.stays {
-            let newest = self.part.store().newest().map(|newest| newest.version());
+            let newest = self.partition.store().newest().map(|newest| newest.version());
             return match newest {
                 Some(newest) if newest == version => Ok(()),
                 newest => {
@@ -164,7 +164,7 @@ impl Adopting {
         }
         let before = self.told.map_in_force().map_err(Refusal::other)?;
         let mut sources: BTreeMap<ShardId, Vec<BlockId>> = BTreeMap::new();
-        for &block in self.part.store().part().blocks() {
+        for &block in self.partition.store().partition().blocks() {
             let owner = before.owner(self.told.epoch, block).map_err(Refusal::other)?;
             sources.entry(owner).or_default().push(block);
         }
@@ -176,7 +176,7 @@ impl Adopting {
                 self.pull(source, version, &blocks)
             }?;
         }
-        self.part.store().finish_loading().map_err(Refusal::other)
+        self.partition.store().finish_loading().map_err(Refusal::other)
     }
 
     /// Blocks that are here already.
@@ -194,11 +194,11 @@ impl Adopting {
     }
 
     fn local(&self, block: BlockId) -> Result<BlockId, Refusal> {
-        self.part.store().part().local(block).ok_or(Refusal::NotMine { block })
+        self.partition.store().partition().local(block).ok_or(Refusal::NotMine { block })
     }
 
     fn wants(&self, block: BlockId) -> Result<Vec<Kept>, Refusal> {
-        self.part.store().wants(self.local(block)?).map_err(Refusal::other)
+        self.partition.store().wants(self.local(block)?).map_err(Refusal::other)
     }
 
     fn load(&self, block: BlockId, weights: &[u8], state: &[(Kept, Vec<u8>)]) -> Result<(), Refusal> {
@@ -206,7 +206,7 @@ impl Adopting {
             return Err(Refusal::other("the move was abandoned"));
         }
         let local = self.local(block)?;
-        self.part.store().load_kept(local, weights, state).map_err(Refusal::other)?;
+        self.partition.store().load_kept(local, weights, state).map_err(Refusal::other)?;
         self.blocks.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
@@ -230,7 +230,7 @@ impl Adopting {
         let mut coming: HashMap<BlockId, Coming> = HashMap::new();
         let mut queue: VecDeque<(BlockId, Kept)> = VecDeque::new();
         // Of weights, masters and state together.
-        let block_bytes = self.part.layout().block_size() as usize * 7;
+        let block_bytes = self.partition.layout().block_size() as usize * 7;
         let most = (WINDOW_BYTES / block_bytes).max(1);
         loop {
             while asked.len() < WINDOW {
@@ -339,7 +339,7 @@ impl From<AdminError> for Trouble {
 }
 
 impl Shared {
-    /// Takes the memory of a part that is to be. Takes time.
+    /// Takes the memory of a partition that is to be. Takes time.
     pub(super) fn adopt(self: &Arc<Shared>, payload: &[u8]) -> Result<(), Refusal> {
         let told = Adoption::decode(payload).map_err(Refusal::other)?;
         let (name, generation) = (told.record.name.clone(), told.record.generation);
@@ -350,19 +350,21 @@ impl Shared {
         };
         // From here on the number stays.
         let me = *self.shard.lock();
-        let in_force = self.part_in_force(&name, &told, before.shares().contains_key(&me))?;
-        let (part, stays) = match in_force {
-            Some(part) if new.blocks_of(me).eq(before.blocks_of(me)) => (part.again(&told.record), true),
+        let in_force = self.partition_in_force(&name, &told, before.shares().contains_key(&me))?;
+        let (partition, stays) = match in_force {
+            Some(partition) if new.blocks_of(me).eq(before.blocks_of(me)) => {
+                (partition.again(&told.record), true)
+            }
             _ => {
                 // The one before is of use if it is the same: else its memory is needed.
                 let known = taking.before.take().and_then(|known| known.untouched(&told.record));
-                let part = known.map_or_else(|| Part::new(&told.record, me, &self.pool), Ok);
-                (part.map_err(Refusal::other)?, false)
+                let partition = known.map_or_else(|| Partition::new(&told.record, me, &self.pool), Ok);
+                (partition.map_err(Refusal::other)?, false)
             }
         };
         taking.done(Adopting {
             told,
-            part,
+            partition,
             stays,
             stage: Mutex::new(Stage::Made),
             blocks: AtomicU32::new(0),
@@ -371,17 +373,22 @@ impl Shared {
         })
     }
 
-    /// The part that there is, if there should be one.
-    fn part_in_force(&self, name: &str, told: &Adoption, owns: bool) -> Result<Option<Arc<Part>>, Refusal> {
+    /// The partition that there is, if there should be one.
+    fn partition_in_force(
+        &self,
+        name: &str,
+        told: &Adoption,
+        owns: bool,
+    ) -> Result<Option<Arc<Partition>>, Refusal> {
         let models = self.models.lock();
         match models.get(name) {
             Some(model) if model.generation != told.record.generation => {
                 Err(Refusal::Exists(name.to_owned()))
             }
-            Some(model) if model.part.epoch != told.epoch => {
-                Err(Refusal::Epoch { expected: model.part.epoch, got: told.epoch })
+            Some(model) if model.partition.epoch != told.epoch => {
+                Err(Refusal::Epoch { expected: model.partition.epoch, got: told.epoch })
             }
-            Some(model) => Ok(Some(Arc::clone(&model.part))),
+            Some(model) => Ok(Some(Arc::clone(&model.partition))),
             None if owns => Err(Refusal::NoModel(name.to_owned())),
             None => Ok(None),
         }
@@ -413,9 +420,9 @@ impl Shared {
                 Stage::Failed(refusal) => return Err(refusal.clone()),
             }
             if !adopting.stays {
-                adopting.part.store().begin_at(version, reducer).map_err(Refusal::other)?;
+                adopting.partition.store().begin_at(version, reducer).map_err(Refusal::other)?;
             }
-            adopting.part.begin_at(version);
+            adopting.partition.begin_at(version);
             *stage = Stage::Filling(version);
         }
         let (shared, kept) = (Arc::clone(self), Arc::clone(&adopting));
@@ -445,7 +452,7 @@ impl Shared {
         })
     }
 
-    /// The part will never be. Nothing happens the second time.
+    /// The partition will never be. Nothing happens the second time.
     pub(super) fn abandon(&self, generation: Generation, attempt: u64) {
         self.adopting.abandon(generation, attempt);
     }

@@ -1,7 +1,7 @@
-//! Which parts are to be, and whose memory is being taken: of each life of a model one at a time.
+//! Which partitions are to be, and whose memory is being taken: of each life of a model one at a time.
 //!
 //! Taking memory takes long and cannot be interrupted. An attempt that begins meanwhile waits, and goes on with what
-//! the one before has taken if that is the same part.
+//! the one before has taken if that is the same partition.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ const MAX_VOID: usize = 256;
 
 #[derive(Default)]
 pub(in crate::server) struct Known {
-    parts: BTreeMap<Generation, Arc<Adopting>>,
+    partitions: BTreeMap<Generation, Arc<Adopting>>,
     /// Whose memory is being taken, and the newest attempt that wants it.
     taking: BTreeMap<Generation, u64>,
     /// Attempts up to this one are abandoned.
@@ -30,7 +30,7 @@ pub(in crate::server) struct Known {
 impl Known {
     /// Whether nothing is to be.
     pub(in crate::server) fn is_empty(&self) -> bool {
-        self.parts.is_empty() && self.taking.is_empty()
+        self.partitions.is_empty() && self.taking.is_empty()
     }
 
     fn is_void(&self, generation: Generation, attempt: u64) -> bool {
@@ -38,7 +38,7 @@ impl Known {
     }
 
     fn take_out(&mut self, generation: Generation) -> Option<Arc<Adopting>> {
-        let gone = self.parts.remove(&generation);
+        let gone = self.partitions.remove(&generation);
         gone.inspect(|gone| gone.end())
     }
 }
@@ -60,9 +60,9 @@ pub(super) struct Taking<'a> {
 }
 
 impl Adoptions {
-    /// The part of this life of a model.
+    /// The partition of this life of a model.
     pub(super) fn of(&self, generation: Generation) -> Option<Arc<Adopting>> {
-        self.known.lock().parts.get(&generation).cloned()
+        self.known.lock().partitions.get(&generation).cloned()
     }
 
     /// As long as this is held, nobody begins.
@@ -71,11 +71,11 @@ impl Adoptions {
     }
 
     pub(super) fn all(&self) -> Vec<Arc<Adopting>> {
-        self.known.lock().parts.values().cloned().collect()
+        self.known.lock().partitions.values().cloned().collect()
     }
 
     /// It is this attempt's turn to take memory; `None` if it has done so. The attempt starts from the block map of
-    /// `in_force`: a part under that map is the model's, though nobody has told this shard yet.
+    /// `in_force`: a partition under that map is the model's, though nobody has told this shard yet.
     pub(super) fn begin(
         &self,
         generation: Generation,
@@ -85,7 +85,7 @@ impl Adoptions {
         let until = Instant::now() + PATIENCE;
         let mut known = self.known.lock();
         loop {
-            let there = known.parts.get(&generation).map(|part| part.attempt());
+            let there = known.partitions.get(&generation).map(|partition| partition.attempt());
             let newest = there.max(known.taking.get(&generation).copied());
             if newest.is_some_and(|newest| newest > attempt) {
                 return Err(Refusal::other("a later attempt to move the model has begun"));
@@ -96,8 +96,8 @@ impl Adoptions {
             if there == Some(attempt) {
                 return Ok(None);
             }
-            let is_in_force = |part: &Arc<Adopting>| part.record().epoch <= in_force;
-            if known.parts.get(&generation).is_some_and(is_in_force) {
+            let is_in_force = |partition: &Arc<Adopting>| partition.record().epoch <= in_force;
+            if known.partitions.get(&generation).is_some_and(is_in_force) {
                 return Err(Refusal::other(format!(
                     "this shard has not switched to block map {in_force} yet: run the command again"
                 )));
@@ -115,8 +115,8 @@ impl Adoptions {
         Ok(Some(Taking { of: self, generation, attempt, before }))
     }
 
-    /// Nothing is to come of this attempt, nor of those before it. But an earlier part that is whole stays until the
-    /// registry has said what becomes of it: its map may be in force.
+    /// Nothing is to come of this attempt, nor of those before it. But an earlier partition that is whole stays until
+    /// the registry has said what becomes of it: its map may be in force.
     pub(super) fn abandon(&self, generation: Generation, attempt: u64) {
         let mut known = self.known.lock();
         known.void.retain(|(of, _)| *of != generation);
@@ -124,10 +124,10 @@ impl Adoptions {
             known.void.pop_front();
         }
         known.void.push_back((generation, attempt));
-        let is_void = |part: &Arc<Adopting>| {
-            part.attempt() == attempt || part.attempt() < attempt && part.filled().is_err()
+        let is_void = |partition: &Arc<Adopting>| {
+            partition.attempt() == attempt || partition.attempt() < attempt && partition.filled().is_err()
         };
-        if known.parts.get(&generation).is_some_and(is_void) {
+        if known.partitions.get(&generation).is_some_and(is_void) {
             known.take_out(generation);
         }
         self.changed.notify_all();
@@ -138,8 +138,8 @@ impl Adoptions {
         gone.end();
         let mut known = self.known.lock();
         let generation = gone.record().generation;
-        if known.parts.get(&generation).is_some_and(|part| Arc::ptr_eq(part, gone)) {
-            known.parts.remove(&generation);
+        if known.partitions.get(&generation).is_some_and(|partition| Arc::ptr_eq(partition, gone)) {
+            known.partitions.remove(&generation);
         }
     }
 
@@ -160,13 +160,13 @@ impl Adoptions {
 
 impl Taking<'_> {
     /// Its memory is there.
-    pub(super) fn done(self, part: Adopting) -> Result<(), Refusal> {
+    pub(super) fn done(self, partition: Adopting) -> Result<(), Refusal> {
         let mut known = self.of.known.lock();
         if known.is_void(self.generation, self.attempt) {
             return Err(Refusal::other("the move was abandoned"));
         }
         // A later attempt that waits goes on with it.
-        known.parts.insert(self.generation, Arc::new(part));
+        known.partitions.insert(self.generation, Arc::new(partition));
         match known.taking.get(&self.generation) {
             Some(newest) if *newest > self.attempt => {
                 Err(Refusal::other("a later attempt to move the model has begun"))

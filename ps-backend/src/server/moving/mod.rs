@@ -4,7 +4,7 @@
 //! memory, holds the job between two versions, has them fetch what the others keep, hands its own state over, and
 //! replaces the record at the registry. That is the moment from which the new map is in force, and nothing can fail any
 //! more. Then every shard is told to switch, and clients hear of the new map from whichever shard they speak to. Until
-//! then the new parts (`adopting`) are beside the old ones, and can be dropped. `docs/network.md` has the story.
+//! then the new partitions (`adopting`) are beside the old ones, and can be dropped. `docs/network.md` has the story.
 
 mod adopting;
 mod adoptions;
@@ -144,12 +144,12 @@ impl Shared {
         block: BlockId,
         what: Kept,
     ) -> Result<Vec<u8>, Refusal> {
-        let part = self.part_of(generation)?.1;
-        if part.epoch != epoch {
-            return Err(Refusal::Epoch { expected: part.epoch, got: epoch });
+        let partition = self.partition_of(generation)?.1;
+        if partition.epoch != epoch {
+            return Err(Refusal::Epoch { expected: partition.epoch, got: epoch });
         }
-        let local = part.store().part().local(block).ok_or(Refusal::NotMine { block })?;
-        let kept = part.store().keep().map_err(Refusal::other)?;
+        let local = partition.store().partition().local(block).ok_or(Refusal::NotMine { block })?;
+        let kept = partition.store().keep().map_err(Refusal::other)?;
         if kept.version() != wanted {
             return Err(Refusal::NoVersion { wanted, newest: kept.version() });
         }
@@ -167,7 +167,7 @@ impl Shared {
         if shards.iter().any(|shard| shard.shard == me && shard.draining) {
             self.is_drained();
         }
-        let has_it = |model: &Model| model.generation == generation && model.part.epoch < epoch;
+        let has_it = |model: &Model| model.generation == generation && model.partition.epoch < epoch;
         if !owns && self.models.lock().get(&name).is_some_and(has_it) {
             // Blocks are given up: whoever says so, the registry has the last word.
             let there = self.registry(|registry, deadline| registry.model(&name, deadline));
@@ -183,7 +183,7 @@ impl Shared {
         let before = {
             let mut models = self.models.lock();
             let here = models.get(&name).filter(|model| model.generation == generation);
-            if here.is_some_and(|model| model.part.epoch >= epoch) {
+            if here.is_some_and(|model| model.partition.epoch >= epoch) {
                 return Ok(());
             }
             if !owns {
@@ -202,10 +202,10 @@ impl Shared {
                         "this shard has no blocks of model {name:?} under block map {epoch}"
                     ))
                 })?;
-                let part = adopting.filled()?;
+                let partition = adopting.filled()?;
                 let coordinator = match adopting.handed_over()? {
                     Some((bytes, now)) if record.coordinator == me => {
-                        Some(self.coordinator(&record, &part, Some((&bytes, now)), &shards)?)
+                        Some(self.coordinator(&record, &partition, Some((&bytes, now)), &shards)?)
                     }
                     None if record.coordinator == me => {
                         return Err(Refusal::other("the coordinator's state was not handed over"));
@@ -213,7 +213,7 @@ impl Shared {
                     _ => None,
                 };
                 let whereabouts = Some(to.clone());
-                let model = Model { generation, record, part, coordinator, whereabouts };
+                let model = Model { generation, record, partition, coordinator, whereabouts };
                 let before = models.insert(name.clone(), model);
                 self.gone.lock().retain(|(gone, _)| *gone != name);
                 self.adopting.take_out(generation);
@@ -221,7 +221,7 @@ impl Shared {
             }
         };
         if let Some(before) = before {
-            before.part.has_moved(&to);
+            before.partition.has_moved(&to);
             if let Some(coordinator) = before.coordinator {
                 coordinator.retire(&to);
             }
@@ -269,7 +269,7 @@ impl Shared {
         }
     }
 
-    /// Parts that are to be, under block maps that are not in force as far as is known here.
+    /// Partitions that are to be, under block maps that are not in force as far as is known here.
     pub(super) fn adopting_lives(&self) -> Vec<Held> {
         self.adopting.all().iter().map(|adopting| life(adopting.record())).collect()
     }
@@ -279,7 +279,7 @@ impl Shared {
         self.gone.lock().iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// Parts that are being filled, for status.
+    /// Partitions that are being filled, for status.
     pub(super) fn adopting_status(&self) -> Vec<Value> {
         let adopting = self.adopting.all();
         let status = adopting.iter().map(|adopting| {

@@ -1,0 +1,361 @@
+//! Every placement, every order, every contradiction.
+
+use super::*;
+
+const A: ClientId = ClientId(1);
+const B: ClientId = ClientId(2);
+const ONE: PlanId = PlanId(1);
+const TWO: PlanId = PlanId(2);
+
+fn blocks(of: impl IntoIterator<Item = usize>) -> FixedBitSet {
+    let mut set = FixedBitSet::with_capacity(3);
+    set.extend(of);
+    set
+}
+
+fn order(plan: PlanId, newest: PlanId) -> PartitionError {
+    PartitionError::Order { plan, newest }
+}
+
+fn source(client: ClientId, of: impl IntoIterator<Item = usize>) -> Source {
+    Source { client, blocks: blocks(of), check: true }
+}
+
+/// A partition of three blocks at version 4.
+struct Bench {
+    core: PartitionCore,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        Bench { core: PartitionCore::new(3, Version(4)) }
+    }
+
+    fn plan(id: PlanId, kind: Kind, sources: Vec<Source>) -> Plan {
+        let work = match kind {
+            Kind::Add => Work::Add { replaces: false },
+            Kind::Reduce => {
+                Work::Reduce { step: Default::default(), tensors: Default::default(), fresh_state: false }
+            }
+            Kind::Assign => Work::Assign,
+        };
+        Plan { id, work, base: Version(4), sources, ordered: false }
+    }
+
+    /// What `f` makes the core want.
+    fn acts(&mut self, f: impl FnOnce(&mut PartitionCore, &mut Vec<Action>)) -> Vec<Action> {
+        let mut actions = Vec::new();
+        f(&mut self.core, &mut actions);
+        actions
+    }
+
+    /// A plan is started and has its memory; what follows from that.
+    fn begin(&mut self, plan: Plan) -> Vec<Action> {
+        let id = plan.id;
+        let actions = self.acts(|core, actions| core.start(plan, false, actions).unwrap());
+        assert_eq!(actions, [Action::Begin(id)]);
+        self.acts(|core, actions| core.begun(id, actions))
+    }
+
+    /// How the core refuses `f`, which makes it do nothing.
+    fn refused(
+        &mut self,
+        f: impl FnOnce(&mut PartitionCore, &mut Vec<Action>) -> Result<(), PartitionError>,
+    ) -> PartitionError {
+        let mut actions = Vec::new();
+        let error = f(&mut self.core, &mut actions).expect_err("it is refused");
+        assert_eq!(actions, []);
+        error
+    }
+
+    fn lands(&mut self, client: ClientId, plan: PlanId, block: u32) -> Vec<Action> {
+        self.acts(|core, actions| core.landed(client, plan, block, true, actions))
+    }
+}
+
+#[test]
+fn the_first_is_stored_others_are_added_the_last_finishes() {
+    let mut bench = Bench::new();
+    let alone = bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
+    assert_eq!(alone, [Action::Compute(ONE, blocks([2]))]);
+    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Store { check: true });
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later, "another payload of the block is landing");
+    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Finish { with_sum: false, check: true });
+    assert_eq!(bench.lands(B, ONE, 0), []);
+    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Duplicate);
+    assert_eq!(bench.core.arrive(B, ONE, 1), Placement::Unwanted, "nobody expects it of this client");
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Finish { with_sum: true, check: true });
+    assert_eq!(bench.core.missing(A, ONE), Some(blocks([0, 1])));
+    assert_eq!(bench.lands(A, ONE, 0), []);
+    assert_eq!(bench.lands(A, ONE, 1), []);
+    assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
+    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Duplicate);
+    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Reduce), Action::Done(ONE)]);
+    assert_eq!(bench.core.version(), Version(5));
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Unwanted, "the plan is over");
+}
+
+#[test]
+fn a_sum_that_is_kept_makes_no_version() {
+    let mut bench = Bench::new();
+    let sources = vec![source(A, [0]), source(B, [0])];
+    assert_eq!(bench.begin(Bench::plan(ONE, Kind::Add, sources)), []);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
+    bench.lands(A, ONE, 0);
+    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Add { check: true });
+    assert_eq!(bench.lands(B, ONE, 0), [Action::Ready(ONE)]);
+    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
+    assert_eq!(bench.core.version(), Version(4));
+}
+
+#[test]
+fn new_values_make_a_version_and_leave_the_other_blocks() {
+    let mut bench = Bench::new();
+    let alone = bench.begin(Bench::plan(ONE, Kind::Assign, vec![source(A, [1])]));
+    assert_eq!(alone, [Action::Compute(ONE, blocks([0, 2]))]);
+    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Finish { with_sum: false, check: true });
+    bench.acts(|core, actions| core.computed(ONE, actions));
+    assert_eq!(bench.lands(A, ONE, 1), [Action::Ready(ONE)]);
+    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Assign), Action::Done(ONE)]);
+    assert_eq!(bench.core.version(), Version(5));
+}
+
+#[test]
+fn an_ordered_plan_takes_each_in_its_turn() {
+    let mut bench = Bench::new();
+    let sources = vec![source(B, [0]), source(A, [0, 1])];
+    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Add, sources) });
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later, "B comes first");
+    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Store { check: true }, "it is alone here");
+    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Store { check: true });
+    bench.lands(B, ONE, 0);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Add { check: true });
+}
+
+#[test]
+fn payloads_may_come_before_their_plan() {
+    let mut bench = Bench::new();
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later);
+    assert_eq!(bench.core.missing(A, ONE), None);
+    let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
+    bench.acts(|core, actions| core.start(plan, false, actions).unwrap());
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later, "the edge takes its memory");
+    assert_eq!(bench.core.missing(A, ONE), None);
+    bench.acts(|core, actions| core.begun(ONE, actions));
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
+}
+
+#[test]
+fn what_did_not_land_can_come_again() {
+    let mut bench = Bench::new();
+    bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0])]));
+    bench.core.arrive(A, ONE, 0);
+    assert_eq!(bench.acts(|core, actions| core.failed(ONE, 0, actions)), []);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
+    assert_eq!(bench.lands(A, ONE, 0), [Action::Ready(ONE)]);
+}
+
+#[test]
+fn nan_spoils_a_plan_until_it_is_dropped() {
+    let mut bench = Bench::new();
+    let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0, 1])]);
+    bench.begin(plan.clone());
+    bench.core.arrive(A, ONE, 0);
+    let spoilt = [Action::Spoilt { plan: ONE, client: A, block: 0 }];
+    assert_eq!(bench.acts(|core, actions| core.landed(A, ONE, 0, false, actions)), spoilt);
+    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Unwanted);
+    assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
+    // The coordinator asks again: it may not have heard.
+    assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), spoilt);
+    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
+    assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
+}
+
+#[test]
+fn what_may_have_changed_while_it_was_read_is_in_no_plan() {
+    let mut bench = Bench::new();
+    let plan = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
+    bench.begin(plan.clone());
+    bench.core.arrive(A, ONE, 0);
+    bench.lands(A, ONE, 0);
+    bench.core.arrive(A, ONE, 1);
+    bench.core.arrive(A, ONE, 2);
+    assert_eq!(bench.acts(|core, actions| core.torn(ONE, 1, actions)), [Action::Torn(ONE)]);
+    // What else lands makes it no better, and nothing more is wanted.
+    assert_eq!(bench.lands(A, ONE, 2), []);
+    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Unwanted);
+    let early = bench.core.conclude(ONE, &mut Vec::new());
+    assert_eq!(early, Err(PartitionError::NotReady(ONE)));
+    // The coordinator asks again: it may not have heard.
+    assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), [Action::Torn(ONE)]);
+    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
+    assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
+}
+
+#[test]
+fn a_dropped_plan_is_void_when_nothing_of_it_lands_any_more() {
+    let mut bench = Bench::new();
+    bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0, 1])]));
+    bench.core.arrive(A, ONE, 0);
+    bench.core.arrive(A, ONE, 1);
+    assert!(bench.core.wants(ONE));
+    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Abandon(ONE)]);
+    assert!(!bench.core.wants(ONE));
+    assert_eq!(bench.acts(|core, actions| core.failed(ONE, 0, actions)), []);
+    assert_eq!(bench.lands(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(
+        bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()),
+        [Action::Done(ONE)],
+        "said again"
+    );
+}
+
+#[test]
+fn a_plan_that_is_dropped_before_it_comes_never_begins() {
+    let mut bench = Bench::new();
+    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Done(ONE)]);
+    let late = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
+    assert_eq!(bench.refused(|core, actions| core.start(late, false, actions)), order(ONE, ONE));
+    assert_eq!(bench.core.running(), None);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Unwanted);
+}
+
+#[test]
+fn orders_that_are_repeated_are_answered_again_and_change_nothing() {
+    let mut bench = Bench::new();
+    let plan = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
+    bench.begin(plan.clone());
+    assert_eq!(bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()), []);
+    for block in 0..3 {
+        bench.core.arrive(A, ONE, block);
+        bench.lands(A, ONE, block);
+    }
+    assert_eq!(
+        bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()),
+        [Action::Ready(ONE)]
+    );
+    bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(bench.acts(|core, actions| core.conclude(ONE, actions).unwrap()), [Action::Done(ONE)]);
+    // What it says is past is no answer that the coordinator waits for, but not nothing either.
+    assert_eq!(bench.refused(|core, actions| core.start(plan, false, actions)), order(ONE, ONE));
+    assert_eq!(bench.core.version(), Version(5));
+}
+
+#[test]
+fn a_number_that_does_not_follow_is_refused_and_changes_nothing() {
+    let mut bench = Bench::new();
+    for far in [TWO, PlanId(u64::MAX - 1), PlanId(u64::MAX)] {
+        let plan = Bench::plan(far, Kind::Add, vec![source(A, [0])]);
+        assert_eq!(bench.refused(|core, actions| core.start(plan, true, actions)), order(far, PlanId(0)));
+        assert_eq!(bench.refused(|core, actions| core.drop_plan(far, actions)), order(far, PlanId(0)));
+        assert_eq!(bench.refused(|core, actions| core.conclude(far, actions)), PartitionError::NotReady(far));
+        assert_eq!(bench.core.missing(A, far), None);
+    }
+    bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0])]));
+}
+
+#[test]
+fn numbers_of_a_false_coordinator_are_void_with_the_next_connection() {
+    for said in [PlanId(0), ONE, PlanId(77), PlanId(u64::MAX)] {
+        let mut bench = Bench::new();
+        bench.begin(Bench::plan(ONE, Kind::Add, vec![]));
+        bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+        bench.core.coordinated_anew(said);
+        // Whatever it gets the partition to do.
+        for plan in [TWO, PlanId(said.0.saturating_add(1)), said] {
+            let mut actions = Vec::new();
+            let _ = bench.core.drop_plan(plan, &mut actions);
+            let _ = bench.core.start(Bench::plan(plan, Kind::Add, vec![source(B, [0])]), true, &mut actions);
+        }
+        bench.core.coordinated_anew(ONE);
+        let plan = Bench::plan(TWO, Kind::Add, vec![source(A, [0])]);
+        if let Some((running, _)) = bench.core.running() {
+            let begun = bench.acts(|core, actions| core.begun(running, actions));
+            assert_eq!(begun, []);
+        }
+        let started = bench.acts(|core, actions| core.start(plan, false, actions).unwrap());
+        assert_eq!(started.last(), Some(&Action::Begin(TWO)), "{said}");
+    }
+}
+
+#[test]
+fn a_plan_of_a_false_coordinator_makes_way_for_the_true_ones() {
+    let mut bench = Bench::new();
+    bench.core.coordinated_anew(PlanId(0));
+    bench.begin(Bench::plan(ONE, Kind::Add, vec![source(B, [0, 1])]));
+    bench.core.arrive(B, ONE, 0);
+    bench.core.coordinated_anew(PlanId(0));
+    let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
+    let start =
+        |core: &mut PartitionCore, actions: &mut Vec<Action>| core.start(plan.clone(), false, actions);
+    assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Abandon(ONE)]);
+    assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [], "a payload of it is landing");
+    assert_eq!(bench.acts(|core, actions| core.failed(ONE, 0, actions)), [Action::Void(ONE)]);
+    assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Begin(ONE)]);
+    bench.acts(|core, actions| core.begun(ONE, actions));
+    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Unwanted);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
+}
+
+#[test]
+fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
+    let mut bench = Bench::new();
+    let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
+    bench.begin(plan.clone());
+    bench.core.arrive(A, ONE, 0);
+    assert_eq!(bench.lands(A, ONE, 0), [Action::Ready(ONE)]);
+    for said in [PlanId(0), ONE, PlanId(u64::MAX)] {
+        bench.core.coordinated_anew(said);
+        let other = Bench::plan(ONE, Kind::Add, vec![]);
+        let newest = said.max(ONE).max(if said == PlanId(0) { ONE } else { said });
+        assert_eq!(bench.refused(|core, actions| core.start(other, false, actions)), order(ONE, newest));
+        assert_eq!(bench.refused(|core, actions| core.drop_plan(ONE, actions)), order(ONE, newest));
+        assert_eq!(bench.refused(|core, actions| core.conclude(ONE, actions)), order(ONE, newest));
+    }
+    // The coordinator is back: it names the plan, and then says what becomes of it.
+    bench.core.coordinated_anew(ONE);
+    assert_eq!(
+        bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()),
+        [Action::Ready(ONE)]
+    );
+    let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
+    assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
+
+    // One that a coordinator knows nothing of, though it insists, does not stay.
+    let mut bench = Bench::new();
+    bench.begin(Bench::plan(ONE, Kind::Add, vec![]));
+    bench.core.coordinated_anew(PlanId(0));
+    let began = bench.acts(|core, actions| core.start(plan, true, actions).unwrap());
+    assert_eq!(began, [Action::Void(ONE), Action::Begin(ONE)]);
+}
+
+#[test]
+fn contradictions_are_refused_and_change_nothing() {
+    let mut bench = Bench::new();
+    let mut start = |plan: Plan| {
+        let mut actions = Vec::new();
+        let result = bench.core.start(plan, false, &mut actions);
+        assert_eq!(actions, []);
+        result
+    };
+    let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
+    let other = Plan { base: Version(7), ..plan.clone() };
+    let error = PartitionError::Base { plan: ONE, base: Version(7), version: Version(4) };
+    assert_eq!(start(other), Err(error));
+    let wide = Source { client: A, blocks: FixedBitSet::with_capacity(9), check: true };
+    assert_eq!(start(Plan { sources: vec![wide], ..plan.clone() }), Err(PartitionError::Shape(ONE)));
+    assert_eq!(bench.core.running(), None);
+
+    let mut actions = Vec::new();
+    assert_eq!(bench.core.conclude(ONE, &mut actions), Err(PartitionError::NotReady(ONE)), "it never came");
+    bench.begin(plan);
+    assert_eq!(bench.core.conclude(ONE, &mut actions), Err(PartitionError::NotReady(ONE)));
+    let next = Bench::plan(TWO, Kind::Add, vec![]);
+    let overlap = PartitionError::Overlap { new: TWO, running: ONE };
+    assert_eq!(bench.core.start(next, false, &mut actions), Err(overlap));
+    assert_eq!((actions, bench.core.running()), (vec![], Some((ONE, 1))));
+}

@@ -1,0 +1,504 @@
+//! The memory of a shard's partition of a model: versions, optimizer state, masters and sums.
+//!
+//! What is to be done with each block is decided elsewhere; this carries it out. Network threads bring blocks under
+//! a [`PartitionJob`], which adds them up or computes the block of the next version from them. Nothing that they do
+//! counts before [`PartitionStore::conclude`]: until then the newest version and what earlier plans have added up are
+//! untouched, and a plan that is dropped leaves nothing behind.
+//!
+//! A partition has two sums of a block at most, whatever the number of those who send: the *sealed* one, of concluded
+//! plans, and the *open* one, of the plan that runs. Their pages are taken when they are first needed.
+//!
+//! This module and those below it may hold `unsafe`. What makes it sound is that blocks are claimed: every operation
+//! on a block of a job first takes a mark that one thread can hold at a time, and a block that is computed, or whose
+//! job is concluded, cannot be claimed any more. Nothing else can write a buffer while a job exists, for
+//! [`PartitionStore::begin`] waits until all of the last job is gone.
+
+mod job;
+mod moving;
+mod pinned;
+mod sums;
+use std::io;
+use std::sync::atomic::{AtomicU8, Ordering, fence};
+use std::sync::{Arc, Weak};
+
+use libmodelio::bytes::mmap::Mapping;
+use libmodelio::payload::Tally;
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{ModelLayout, PartitionLayout};
+use libmodelio::vocabulary::reducer::{Reducer, Step};
+use libmodelio::vocabulary::tensor_steps::{ByteSteps, TensorSteps};
+use parking_lot::Mutex;
+
+use crate::memory::MemoryUse;
+pub use crate::region_store::VersionWatch;
+pub use crate::region_store::accumulator::Payload;
+use crate::region_store::{Loading, RegionStore};
+use job::Alive;
+pub use job::{PartitionJob, Target};
+pub use moving::KeptState;
+pub use pinned::PinnedVersion;
+pub use sums::Merge;
+use sums::Sums;
+
+/// Why something was not done. Nothing has changed then.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PartitionError {
+    /// A block that the partition does not have.
+    #[error("block {block} is outside of the partition's {blocks} blocks")]
+    NoBlock {
+        /// Which.
+        block: BlockId,
+        /// How many there are.
+        blocks: u32,
+    },
+    /// A payload of another length than the block.
+    #[error("a payload of block {block} has {got} bytes, not {expected}")]
+    Length {
+        /// Of which block.
+        block: BlockId,
+        /// As many bytes should come.
+        expected: usize,
+        /// As many came.
+        got: usize,
+    },
+    /// Masters or optimizer state that the block has no room for, or of another length.
+    #[error("{got} bytes of masters or optimizer state do not fit block {block}")]
+    State {
+        /// Of which block.
+        block: BlockId,
+        /// As many bytes came.
+        got: usize,
+    },
+    /// Another thread is at work on the block.
+    #[error("another thread is at work on block {0}")]
+    Claimed(BlockId),
+    /// The block is computed, or its plan is concluded.
+    #[error("block {0} of the plan is complete")]
+    Complete(BlockId),
+    /// The plan takes whole new blocks, and adds nothing up.
+    #[error("the plan takes new values of blocks: nothing can be added up under it")]
+    AssignsOnly,
+    /// The plan only adds up.
+    #[error("the plan adds up and makes no version")]
+    AddsOnly,
+    /// Version 0 is not complete, or nobody has said so.
+    #[error("version 0 is still being loaded")]
+    Loading,
+    /// A block of version 0 has not come.
+    #[error("block {0} of version 0 is not loaded")]
+    NotLoaded(BlockId),
+    /// Version 0 is there.
+    #[error("version 0 is loaded already")]
+    Loaded,
+    /// The plan is of another version.
+    #[error("the plan starts from version {got}; version {expected} is the newest")]
+    Base {
+        /// The newest.
+        expected: Version,
+        /// The plan's.
+        got: Version,
+    },
+    /// The plan before is still worked on, or the state that it has left is read. It will pass.
+    #[error("the plan before this one is still worked on")]
+    Busy,
+    /// All buffers are versions that are read. It will pass.
+    #[error("all {max} version buffers are in use")]
+    NoBuffer {
+        /// As many there may be.
+        max: usize,
+    },
+    /// A block of the plan is not computed.
+    #[error("block {0} of the plan is not computed yet")]
+    Unfinished(BlockId),
+    /// The plan was concluded, given up or replaced.
+    #[error("the plan is over")]
+    Over,
+    /// No memory.
+    #[error("no memory: {0}")]
+    Memory(#[from] io::Error),
+}
+
+impl PartitionError {
+    /// Whether the same may work a little later.
+    pub fn is_transient(&self) -> bool {
+        matches!(self, PartitionError::Busy | PartitionError::NoBuffer { .. } | PartitionError::Memory(_))
+    }
+}
+
+/// What a plan makes of the blocks that come.
+#[derive(Clone, Debug, PartialEq)]
+pub enum PartitionWork {
+    /// They are added up, with what concluded plans of the coming version have added up.
+    Add {
+        /// What the sum is for: with `assign`, the last value replaces what is there.
+        reducer: Reducer,
+    },
+    /// The next version is made from them, and from what concluded plans have added up.
+    Reduce {
+        /// How. The `t` of it is that of no block.
+        step: Step,
+        /// The optimizer step of each tensor of the model; 0 for those that stay as they are.
+        tensors: TensorSteps,
+        /// Optimizer state starts from zero.
+        fresh_state: bool,
+    },
+    /// The next version is the newest with the blocks that come in place of its own. Sums and optimizer state stay.
+    Assign,
+}
+
+impl PartitionWork {
+    /// What is done with the sum in the end; `None` where nothing is added up.
+    pub fn reducer(&self) -> Option<Reducer> {
+        match self {
+            PartitionWork::Add { reducer } => Some(*reducer),
+            PartitionWork::Reduce { step, .. } => Some(step.reducer),
+            PartitionWork::Assign => None,
+        }
+    }
+}
+
+/// How many versions are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Versions before the newest that are kept, read or not.
+    pub retain: usize,
+    /// Version buffers in existence, at most. The newest, the next and the retained ones are always allowed.
+    pub buffers: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Limits {
+        Limits { retain: 1, buffers: 6 }
+    }
+}
+
+impl Limits {
+    fn max(&self) -> usize {
+        self.buffers.max(self.retain + 2)
+    }
+}
+
+/// All memory of one shard's partition of a model, as often as it is cloned. Block numbers are those of the partition.
+#[derive(Clone, Debug)]
+pub struct PartitionStore {
+    shared: Arc<Shared>,
+}
+
+/// What pinned versions keep alive.
+#[derive(Debug)]
+struct Shared {
+    partition: PartitionLayout,
+    inner: Mutex<Inner>,
+    sums: Arc<Sums>,
+    tally: Arc<Tally>,
+    /// What of version 0 is there: `COMING` or `THERE`.
+    loaded: Box<[AtomicU8]>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    store: RegionStore,
+    limits: Limits,
+    /// Until version 0 is complete.
+    loading: Option<Arc<Loading>>,
+    /// Gone when all of the last job is.
+    running: Weak<Alive>,
+    /// Who reads the newest version's state.
+    readers: usize,
+}
+
+const COMING: u8 = 1;
+const THERE: u8 = 2;
+
+impl PartitionStore {
+    /// Memory for `partition`, to be trained by `reducer`: version 0, to be loaded, the versions after it, and
+    /// optimizer state. All of it is taken from the system now.
+    ///
+    /// # Errors
+    /// [`PartitionError::Memory`].
+    pub fn new(
+        partition: PartitionLayout,
+        reducer: Reducer,
+        limits: Limits,
+    ) -> Result<PartitionStore, PartitionError> {
+        let layout = partition.layout();
+        let mut store = RegionStore::new(Arc::clone(layout))?;
+        store.prepare(reducer, false)?;
+        let loading = store.loading().map(Arc::new);
+        // With those that are retained, every version has a buffer then, unless somebody holds an old one.
+        for _ in 0..limits.retain {
+            let spare = store.new_spare()?;
+            spare.region().memory().prefault()?;
+            store.add_spare(spare);
+        }
+        let loaded = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
+        let sums = Arc::new(Sums::new(Arc::clone(layout))?);
+        let inner = Mutex::new(Inner { store, limits, loading, running: Weak::new(), readers: 0 });
+        let tally = Arc::default();
+        Ok(PartitionStore { shared: Arc::new(Shared { partition, inner, sums, tally, loaded }) })
+    }
+
+    /// Which blocks it is the memory of.
+    pub fn partition(&self) -> &PartitionLayout {
+        &self.shared.partition
+    }
+
+    /// Payload that has come and gone.
+    pub fn tally(&self) -> &Tally {
+        &self.shared.tally
+    }
+
+    fn layout(&self) -> &Arc<ModelLayout> {
+        self.shared.partition.layout()
+    }
+
+    /// Takes a block of version 0. False, and nothing is done, if it has come before or is just coming.
+    ///
+    /// # Errors
+    /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::Loaded`].
+    pub fn load(&self, block: BlockId, bytes: &[u8]) -> Result<bool, PartitionError> {
+        check_payload(self.layout(), block, Payload::Plain(bytes))?;
+        let loading = self.shared.inner.lock().loading.clone().ok_or(PartitionError::Loaded)?;
+        let mark = &self.shared.loaded[block.index()];
+        if mark.compare_exchange(0, COMING, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            return Ok(false);
+        }
+        // SAFETY: the mark makes the block this thread's, and version 0 is shown only when all blocks are there.
+        unsafe { loading.load(block, bytes) };
+        // It goes before the block counts: who has seen all blocks finds nobody else at the memory.
+        drop(loading);
+        mark.store(THERE, Ordering::Release);
+        Ok(true)
+    }
+
+    /// Whether version 0 is complete.
+    pub fn is_loaded(&self) -> bool {
+        self.shared.inner.lock().loading.is_none()
+    }
+
+    /// Version 0 is complete: it can be read, and plans can begin. Nothing happens the second time.
+    ///
+    /// # Errors
+    /// [`PartitionError::NotLoaded`] names the first block that has not come. [`PartitionError::Busy`] while one that
+    /// came twice is being looked at.
+    pub fn finish_loading(&self) -> Result<(), PartitionError> {
+        let mut inner = self.shared.inner.lock();
+        let missing = self.shared.loaded.iter().position(|mark| mark.load(Ordering::Acquire) != THERE);
+        if let Some(missing) = missing {
+            return Err(PartitionError::NotLoaded(BlockId(missing as u32)));
+        }
+        let Some(loading) = inner.loading.take() else { return Ok(()) };
+        match Arc::try_unwrap(loading) {
+            Ok(_) => {
+                inner.store.loaded();
+                Ok(())
+            }
+            Err(loading) => {
+                inner.loading = Some(loading);
+                Err(PartitionError::Busy)
+            }
+        }
+    }
+
+    /// Starts a plan that goes on from version `base`. `check` looks for NaN and Inf.
+    ///
+    /// # Errors
+    /// [`PartitionError::Busy`] as long as anything of the last job is left (jobs, targets and merges hold it) or
+    /// somebody reads what is kept, and [`PartitionError::NoBuffer`], pass. [`PartitionError::Base`],
+    /// [`PartitionError::Loading`], [`PartitionError::Memory`].
+    pub fn begin(
+        &self,
+        base: Version,
+        work: PartitionWork,
+        check: bool,
+    ) -> Result<Arc<PartitionJob>, PartitionError> {
+        let mut inner = self.shared.inner.lock();
+        let newest = inner.ready()?;
+        if base != newest {
+            return Err(PartitionError::Base { expected: newest, got: base });
+        }
+        let (retain, max) = (inner.limits.retain, inner.limits.max());
+        if !matches!(work, PartitionWork::Add { .. }) && !inner.store.recycle(retain, max) {
+            return Err(PartitionError::NoBuffer { max });
+        }
+        let making = match &work {
+            PartitionWork::Add { .. } => None,
+            PartitionWork::Reduce { step, tensors, fresh_state } => {
+                let (version, steps) =
+                    (newest.next(), ByteSteps::of_partition(&self.shared.partition, tensors));
+                Some(inner.store.next_version(version, step.reducer, *fresh_state, steps, check)?)
+            }
+            PartitionWork::Assign => Some(inner.store.assigned_version(newest.next(), check)?),
+        };
+        if work.reducer() == Some(Reducer::Assign) {
+            self.shared.sums.assign();
+        }
+        let Shared { sums, tally, .. } = &*self.shared;
+        let shared = (Arc::clone(sums), Arc::clone(tally));
+        let job = PartitionJob::new(Arc::clone(self.layout()), shared, work, making, check);
+        inner.running = Arc::downgrade(job.alive());
+        Ok(Arc::new(job))
+    }
+
+    /// Whether [`Self::begin`] would find all memory that it needs, so that it takes no time.
+    pub fn is_prepared(&self, work: &PartitionWork) -> bool {
+        let inner = self.shared.inner.lock();
+        match work {
+            PartitionWork::Add { .. } => true,
+            PartitionWork::Reduce { step, fresh_state, .. } => {
+                inner.store.is_prepared(step.reducer, *fresh_state)
+            }
+            PartitionWork::Assign => inner.store.has_buffer(),
+        }
+    }
+
+    /// What the job has done counts from now on: it is the newest version, or part of the sum that later plans go on
+    /// from. If a [`Merge`] is returned, sums have to be added to each other first, on whatever threads.
+    ///
+    /// # Errors
+    /// [`PartitionError::Over`] if the job was concluded or given up. [`PartitionError::Unfinished`] names a block of
+    /// the version that is not computed, [`PartitionError::Claimed`] one that a thread is at work on.
+    pub fn conclude(&self, job: &Arc<PartitionJob>) -> Result<Option<Merge>, PartitionError> {
+        let mut inner = self.shared.inner.lock();
+        if !std::ptr::eq(inner.running.as_ptr(), Arc::as_ptr(job.alive())) || job.is_over() {
+            return Err(PartitionError::Over);
+        }
+        let Some(making) = job.making() else {
+            let both = job.seal()?;
+            return Ok((!both.is_empty()).then(|| Merge::new(Arc::clone(job), both)));
+        };
+        job.check_finished()?;
+        match job.work().reducer() {
+            Some(reducer) => {
+                inner.store.publish_next(making, reducer);
+                self.shared.sums.clear();
+            }
+            None => inner.store.publish_assigned(making),
+        }
+        job.give_up();
+        inner.recycle();
+        Ok(None)
+    }
+
+    /// Takes the memory of what `reducer` needs now, and not when the next plan begins; `fresh` starts its state from
+    /// zero.
+    ///
+    /// # Errors
+    /// [`PartitionError::Busy`] while a job exists, [`PartitionError::Loading`], [`PartitionError::Memory`].
+    pub fn prepare(&self, reducer: Reducer, fresh: bool) -> Result<(), PartitionError> {
+        let mut inner = self.shared.inner.lock();
+        inner.ready()?;
+        Ok(inner.store.prepare(reducer, fresh)?)
+    }
+
+    /// How many versions are kept from now on.
+    pub fn set_limits(&self, limits: Limits) {
+        let mut inner = self.shared.inner.lock();
+        inner.limits = limits;
+        inner.recycle();
+    }
+
+    /// Takes the pages of as many sums (at most 2) as plans are going to need: one where several send the same block,
+    /// or where plans add up; two where both. A plan may run meanwhile.
+    ///
+    /// # Errors
+    /// When the memory is not there.
+    pub fn prefault_sums(&self, count: usize) -> io::Result<()> {
+        self.shared.sums.prefault(count)
+    }
+
+    /// Whether [`Self::add_spare`] has something to do.
+    pub fn wants_spare(&self) -> bool {
+        let mut inner = self.shared.inner.lock();
+        let max = inner.limits.max();
+        inner.store.wants_spares(1, max)
+    }
+
+    /// Makes a buffer for the next version but one where there is none, and takes its pages. False if none was wanted.
+    ///
+    /// # Errors
+    /// When the memory cannot be had.
+    pub fn add_spare(&self) -> io::Result<bool> {
+        let buffer = {
+            let mut inner = self.shared.inner.lock();
+            let max = inner.limits.max();
+            if !inner.store.wants_spares(1, max) {
+                return Ok(false);
+            }
+            inner.store.new_spare()?
+        };
+        let outcome = buffer.region().memory().prefault();
+        // Without its pages, too, it is a buffer.
+        self.shared.inner.lock().store.add_spare(buffer);
+        outcome.map(|()| true)
+    }
+
+    /// The newest version; none until it is loaded.
+    pub fn newest(&self) -> Option<PinnedVersion> {
+        PinnedVersion::new(&self.shared, None)
+    }
+
+    /// A version, if it is still there.
+    pub fn version(&self, version: Version) -> Option<PinnedVersion> {
+        PinnedVersion::new(&self.shared, Some(version))
+    }
+
+    /// Versions in memory, rising.
+    pub fn versions(&self) -> Vec<Version> {
+        self.shared.inner.lock().store.versions().collect()
+    }
+
+    /// The memory of versions, of the next one, and of those to come.
+    pub fn buffers(&self) -> Vec<Arc<Mapping>> {
+        self.shared.inner.lock().store.memory().map(Arc::clone).collect()
+    }
+
+    /// The memory of sums, into which payloads can come (see [`PartitionJob::destination`]).
+    pub fn sum_memory(&self) -> [Arc<Mapping>; 2] {
+        self.shared.sums.memory().map(Arc::clone)
+    }
+
+    /// From now on `watch` is told which versions there are, those that are there now first. While version 0 is being
+    /// loaded there are none.
+    pub fn watch(&self, watch: Arc<dyn VersionWatch>) {
+        self.shared.inner.lock().store.watch(watch);
+    }
+
+    /// The memory it takes.
+    pub fn bytes(&self) -> MemoryUse {
+        let inner = self.shared.inner.lock();
+        let (masters, state) = inner.store.state_bytes();
+        let versions = inner.store.buffers().0 as u64 * self.layout().size();
+        MemoryUse { versions, masters, state, sums: self.shared.sums.bytes(), staging: 0 }
+    }
+}
+
+impl Inner {
+    /// The newest version, if a plan can start from it.
+    fn ready(&self) -> Result<Version, PartitionError> {
+        if self.loading.is_some() {
+            return Err(PartitionError::Loading);
+        }
+        if self.running.strong_count() > 0 || self.readers > 0 {
+            return Err(PartitionError::Busy);
+        }
+        // Whoever let go of the job last did so with release: what they all have written is seen from here on.
+        fence(Ordering::Acquire);
+        self.store.versions().next_back().ok_or(PartitionError::Busy)
+    }
+
+    fn recycle(&mut self) {
+        let max = self.limits.max();
+        self.store.recycle(self.limits.retain, max);
+    }
+}
+
+/// Refuses what is not a payload of `block`.
+fn check_payload(layout: &ModelLayout, block: BlockId, payload: Payload<'_>) -> Result<(), PartitionError> {
+    if block.0 >= layout.blocks() {
+        return Err(PartitionError::NoBlock { block, blocks: layout.blocks() });
+    }
+    let (expected, got) = (payload.wanted_len(layout, block), payload.bytes().len());
+    if expected == got { Ok(()) } else { Err(PartitionError::Length { block, expected, got }) }
+}

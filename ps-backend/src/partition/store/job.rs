@@ -1,0 +1,382 @@
+//! One plan's work on the blocks that come.
+//!
+//! Holds `unsafe`; why it is sound is told in the module above.
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+
+use libmodelio::payload::{Flow, Tally};
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::reducer::Reducer;
+use smallvec::SmallVec;
+
+use super::sums::Sums;
+use super::{PartitionError, PartitionWork, Payload, check_payload};
+use crate::region_store::accumulator::is_direct;
+use crate::region_store::{Making, Term, Written};
+
+/// A thread is at work on the block.
+const CLAIMED: u8 = 1;
+/// The block's open sum holds something.
+const HELD: u8 = 2;
+/// The block of the next version is computed.
+const FINISHED: u8 = 4;
+/// The plan is concluded.
+const SEALED: u8 = 8;
+
+/// The work of one plan. Many threads use it at once, each block being one's at a time: a second one is refused.
+#[derive(Debug)]
+pub struct PartitionJob {
+    layout: Arc<ModelLayout>,
+    sums: Arc<Sums>,
+    tally: Arc<Tally>,
+    work: PartitionWork,
+    /// Where the next version comes from and goes to, if one is made.
+    making: Option<Making>,
+    check: bool,
+    blocks: Box<[AtomicU8]>,
+    over: AtomicBool,
+    /// The last of the fields: when it is gone, so is the use of everything else.
+    alive: Arc<Alive>,
+}
+
+/// Tells the store that a job exists.
+#[derive(Debug)]
+pub(super) struct Alive;
+
+/// The right to work on a block.
+struct Claim<'a>(&'a AtomicU8);
+
+impl Claim<'_> {
+    fn holds(&self) -> bool {
+        self.0.load(Ordering::Relaxed) & HELD != 0
+    }
+
+    fn set(&self, what: u8) {
+        self.0.fetch_or(what, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_and(!CLAIMED, Ordering::Release);
+    }
+}
+
+impl PartitionJob {
+    pub(super) fn new(
+        layout: Arc<ModelLayout>,
+        (sums, tally): (Arc<Sums>, Arc<Tally>),
+        work: PartitionWork,
+        making: Option<Making>,
+        check: bool,
+    ) -> PartitionJob {
+        let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
+        PartitionJob {
+            layout,
+            sums,
+            tally,
+            work,
+            making,
+            check,
+            blocks,
+            over: AtomicBool::new(false),
+            alive: Arc::new(Alive),
+        }
+    }
+
+    /// What it does.
+    pub fn work(&self) -> &PartitionWork {
+        &self.work
+    }
+
+    /// The plan is dropped: nothing of it will count. Threads that receive into a [`Target`] should look at
+    /// [`Self::is_over`] now and then, for no other plan begins before they let go.
+    pub fn give_up(&self) {
+        self.over.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it was given up or concluded.
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::Relaxed)
+    }
+
+    fn claim(&self, block: BlockId) -> Result<Claim<'_>, PartitionError> {
+        let blocks = self.layout.blocks();
+        let mark = self.blocks.get(block.index()).ok_or(PartitionError::NoBlock { block, blocks })?;
+        let free = |mark| (mark & (CLAIMED | FINISHED | SEALED) == 0).then_some(mark | CLAIMED);
+        match mark.fetch_update(Ordering::Acquire, Ordering::Relaxed, free) {
+            Ok(_) => Ok(Claim(mark)),
+            Err(mark) if mark & CLAIMED != 0 => Err(PartitionError::Claimed(block)),
+            Err(_) => Err(PartitionError::Complete(block)),
+        }
+    }
+
+    /// Where a payload of `block` can be received without a buffer between: the memory of the sum. That is so if the
+    /// payload is byte for byte what the sum holds (all fp32, or `wide` and all reduced) and is the first.
+    ///
+    /// # Errors
+    /// [`PartitionError::NoBlock`], [`PartitionError::Claimed`], [`PartitionError::Complete`].
+    pub fn destination(
+        self: &Arc<Self>,
+        block: BlockId,
+        wide: bool,
+    ) -> Result<Option<Target>, PartitionError> {
+        if self.work == PartitionWork::Assign {
+            return Err(PartitionError::AssignsOnly);
+        }
+        let claim = self.claim(block)?;
+        if claim.holds() || !is_direct(&self.layout, block, wide) {
+            return Ok(None);
+        }
+        // The target has it from now on.
+        std::mem::forget(claim);
+        Ok(Some(Target { job: Arc::clone(self), block }))
+    }
+
+    /// Adds a payload to the open sum of `block`; the first is stored. Returns whether all of it is finite, or true if
+    /// that does not matter. What is not reduced is kept only with `assign`.
+    ///
+    /// # Errors
+    /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::Claimed`],
+    /// [`PartitionError::Complete`].
+    pub fn add(&self, block: BlockId, payload: Payload<'_>) -> Result<bool, PartitionError> {
+        self.add_written(block, payload, None)
+    }
+
+    /// The same of a payload of which, with `assign`, only what was `written` counts.
+    ///
+    /// # Errors
+    /// As of [`Self::add`].
+    pub fn add_written(
+        &self,
+        block: BlockId,
+        payload: Payload<'_>,
+        written: Option<&[Range<u32>]>,
+    ) -> Result<bool, PartitionError> {
+        let reducer = self.work.reducer().ok_or(PartitionError::AssignsOnly)?;
+        check_payload(&self.layout, block, payload)?;
+        let claim = self.claim(block)?;
+        let open = self.sums.open(block);
+        // SAFETY: the block is claimed, and the payload is as long as it should be.
+        let finite = unsafe {
+            match (reducer, payload, written) {
+                (Reducer::Assign, Payload::Plain(bytes), Some(written)) => {
+                    open.overlay(&self.layout, block, bytes, written)
+                }
+                _ => open.fold(&self.layout, block, payload, !claim.holds(), reducer),
+            }
+        };
+        if reducer == Reducer::Assign {
+            self.sums.holds_too(block, claim.holds(), written);
+        }
+        claim.set(HELD);
+        Ok(finite || !self.check)
+    }
+
+    /// Computes `block` of the next version from the sealed and the open sum, where there are such, and the `last`
+    /// payload. Without any of them it is carried over, or decays, as the reducer has it. Returns whether all of the
+    /// payload is finite, or true if that does not matter; if not, the block is not computed. An Inf that comes of
+    /// adding up is nobody's fault.
+    ///
+    /// # Errors
+    /// [`PartitionError::AddsOnly`], and those of [`Self::add`].
+    pub fn finish(&self, block: BlockId, last: Option<Payload<'_>>) -> Result<bool, PartitionError> {
+        self.finish_judged(block, last, None, self.check)
+    }
+
+    /// The same with a payload of which, with `assign`, only what was `written` counts. It is `judged` unless it was before
+    /// it was sent: the Inf of a sum of several is nobody's fault.
+    ///
+    /// # Errors
+    /// As of [`Self::finish`].
+    pub fn finish_written(
+        &self,
+        block: BlockId,
+        last: Payload<'_>,
+        written: Option<&[Range<u32>]>,
+        judged: bool,
+    ) -> Result<bool, PartitionError> {
+        self.finish_judged(block, Some(last), written, judged && self.check)
+    }
+
+    fn finish_judged(
+        &self,
+        block: BlockId,
+        last: Option<Payload<'_>>,
+        of_last: Option<&[Range<u32>]>,
+        judged: bool,
+    ) -> Result<bool, PartitionError> {
+        let making = self.making().ok_or(PartitionError::AddsOnly)?;
+        if let Some(payload) = last {
+            check_payload(&self.layout, block, payload)?;
+        }
+        let PartitionWork::Reduce { step, .. } = &self.work else { return self.assign(making, block, last) };
+        let copy: Vec<u8>;
+        let claim = self.claim(block)?;
+        let mut terms = SmallVec::<[Term<'_>; 3]>::new();
+        terms.extend(self.sums.sealed(block).map(Term::Sum));
+        terms.extend(claim.holds().then(|| Term::Sum(self.sums.open(block))));
+        terms.extend(last.map(Term::Sent));
+        let of_sealed = self.sums.sealed(block).and_then(|_| self.sums.sealed_written(block));
+        let of_open = self.sums.open_written(block).filter(|_| claim.holds());
+        let mut written = SmallVec::<[Written<'_>; 3]>::new();
+        if step.reducer == Reducer::Assign && (of_sealed.is_some() || of_open.is_some() || of_last.is_some())
+        {
+            written.extend(self.sums.sealed(block).map(|_| of_sealed.as_deref()));
+            written.extend(claim.holds().then_some(of_open.as_deref()));
+            written.extend(last.map(|_| of_last));
+        }
+        // SAFETY: the block is claimed, and with it its sums; the payload is as long as it should be.
+        if !unsafe { making.block(block, step, &terms, &written) } {
+            if let Some(payload) = last.filter(|_| judged) {
+                // Memory that others have, too, may change while it is read: it is judged by a copy, and if that is
+                // good, the copy is what counts.
+                copy = payload.bytes().to_vec();
+                self.tally.copied(Flow::Push, copy.len());
+                let payload = match payload {
+                    Payload::Plain(_) => Payload::Plain(&copy),
+                    Payload::Wide(_) => Payload::Wide(&copy),
+                };
+                if !payload.is_finite(&self.layout, block) {
+                    return Ok(false);
+                }
+                terms.pop();
+                terms.push(Term::Sent(payload));
+                // SAFETY: as above; the copy is nobody else's.
+                unsafe { making.block(block, step, &terms, &written) };
+            }
+            making.approve(block);
+        }
+        claim.set(FINISHED);
+        Ok(true)
+    }
+
+    /// Gives `block` its new values, or none.
+    fn assign(
+        &self,
+        making: &Making,
+        block: BlockId,
+        values: Option<Payload<'_>>,
+    ) -> Result<bool, PartitionError> {
+        if let Some(Payload::Wide(_)) = values {
+            return Err(PartitionError::AssignsOnly);
+        }
+        let claim = self.claim(block)?;
+        // SAFETY: the block is claimed; a plain payload is as long as the block.
+        let finite = unsafe { making.assign(block, values.map(Payload::bytes)) };
+        if finite {
+            claim.set(FINISHED);
+        }
+        Ok(finite)
+    }
+
+    /// Whether the open sum of `block` holds something.
+    pub fn holds(&self, block: BlockId) -> bool {
+        self.blocks.get(block.index()).is_some_and(|mark| mark.load(Ordering::Relaxed) & HELD != 0)
+    }
+
+    /// The version that it makes, if it makes one.
+    pub(super) fn making(&self) -> Option<&Making> {
+        self.making.as_ref()
+    }
+
+    pub(super) fn alive(&self) -> &Arc<Alive> {
+        &self.alive
+    }
+
+    pub(super) fn sums(&self) -> &Sums {
+        &self.sums
+    }
+
+    /// Whether what comes takes the place of what was there.
+    pub(super) fn replaces(&self) -> bool {
+        self.work.reducer() == Some(Reducer::Assign)
+    }
+
+    /// # Errors
+    /// [`PartitionError::Unfinished`] names a block that is not computed.
+    pub(super) fn check_finished(&self) -> Result<(), PartitionError> {
+        // Release by who computed it, acquire here. Who is computed is never claimed again.
+        let open = self.blocks.iter().position(|mark| {
+            let mark = mark.load(Ordering::Acquire);
+            mark & FINISHED == 0 || mark & CLAIMED != 0
+        });
+        open.map_or(Ok(()), |block| Err(PartitionError::Unfinished(BlockId(block as u32))))
+    }
+
+    /// Makes what is open sealed, and ends the job. Returns the blocks whose sums have to be added to each other.
+    ///
+    /// # Errors
+    /// [`PartitionError::Claimed`].
+    pub(super) fn seal(&self) -> Result<Vec<BlockId>, PartitionError> {
+        let idle = |mark| (mark & CLAIMED == 0).then_some(mark | SEALED);
+        for (i, mark) in self.blocks.iter().enumerate() {
+            if mark.fetch_update(Ordering::Acquire, Ordering::Relaxed, idle).is_err() {
+                for mark in &self.blocks[..i] {
+                    mark.fetch_and(!SEALED, Ordering::Release);
+                }
+                return Err(PartitionError::Claimed(BlockId(i as u32)));
+            }
+        }
+        let mut both = Vec::new();
+        for block in (0..self.layout.blocks()).map(BlockId).filter(|&block| self.holds(block)) {
+            let adds = !self.replaces() || self.sums.open_written(block).is_some();
+            if adds && self.sums.sealed(block).is_some() {
+                both.push(block);
+            } else {
+                self.sums.seal(block);
+            }
+        }
+        self.give_up();
+        Ok(both)
+    }
+}
+
+/// The memory of a block's open sum, to receive its first payload in. The block is claimed as long as this exists.
+#[derive(Debug)]
+pub struct Target {
+    job: Arc<PartitionJob>,
+    block: BlockId,
+}
+
+impl Target {
+    /// Room for the payload, no longer and no shorter. What is there at first means nothing.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: the block is claimed until `self` is dropped, and the slice does not outlive that.
+        unsafe { self.job.sums.open(self.block).room(&self.job.layout, self.block) }
+    }
+
+    /// Whose block it is.
+    pub fn job(&self) -> &Arc<PartitionJob> {
+        &self.job
+    }
+
+    /// All of the payload is there, and part of the sum. Returns whether it is finite, or true if that does not
+    /// matter. Without this, nothing has come.
+    pub fn complete(self) -> bool {
+        self.complete_written(None)
+    }
+
+    /// The same of a payload of which, with `assign`, only what was `written` counts.
+    pub fn complete_written(mut self, written: Option<&[Range<u32>]>) -> bool {
+        let (job, block) = (Arc::clone(&self.job), self.block);
+        let finite = !job.check || Payload::Wide(self.bytes()).is_finite(&job.layout, block);
+        if self.job.replaces() {
+            self.job.sums.holds_too(self.block, false, written);
+        }
+        self.mark().fetch_or(HELD, Ordering::Relaxed);
+        finite
+    }
+
+    fn mark(&self) -> &AtomicU8 {
+        &self.job.blocks[self.block.index()]
+    }
+}
+
+impl Drop for Target {
+    fn drop(&mut self) {
+        drop(Claim(self.mark()));
+    }
+}

@@ -1,0 +1,138 @@
+//! What another shard is given of this partition, and what a new partition is made of.
+//!
+//! Holds `unsafe`; why it is sound is told in the module above. What is given is of the newest version. A plan that runs
+//! does not write there; the one after it would, and waits: [`PartitionStore::begin`] refuses as long as somebody
+//! reads.
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::wire::Kept;
+
+use super::{COMING, PartitionError, PartitionStore, Payload, Shared, THERE, check_payload};
+use crate::region_store::Keeping;
+
+/// The newest version with its masters and optimizer state. No plan begins while this lives.
+#[derive(Debug)]
+pub struct KeptState {
+    shared: Arc<Shared>,
+    keeping: Keeping,
+    version: Version,
+}
+
+impl KeptState {
+    /// Which version it is.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// What is kept of a block of the partition; nothing if it has nothing of the kind.
+    ///
+    /// # Errors
+    /// [`PartitionError::NoBlock`].
+    pub fn bytes(&self, block: BlockId, what: Kept) -> Result<&[u8], PartitionError> {
+        let blocks = self.shared.partition.layout().blocks();
+        if block.0 >= blocks {
+            return Err(PartitionError::NoBlock { block, blocks });
+        }
+        Ok(self.keeping.bytes(block, what))
+    }
+}
+
+impl Drop for KeptState {
+    fn drop(&mut self) {
+        let mut inner = self.shared.inner.lock();
+        inner.store.unpin(self.version, 1);
+        inner.readers -= 1;
+    }
+}
+
+impl PartitionStore {
+    /// What there is of the newest version.
+    ///
+    /// # Errors
+    /// [`PartitionError::Loading`].
+    pub fn keep(&self) -> Result<KeptState, PartitionError> {
+        let mut inner = self.shared.inner.lock();
+        if inner.loading.is_some() {
+            return Err(PartitionError::Loading);
+        }
+        let version = inner.store.versions().next_back().ok_or(PartitionError::Loading)?;
+        let keeping = inner.store.keeping().ok_or(PartitionError::Loading)?;
+        inner.store.pin(version);
+        inner.readers += 1;
+        Ok(KeptState { shared: Arc::clone(&self.shared), keeping, version })
+    }
+
+    /// What is loaded is not version 0 but this one, with the state of `reducer`. What was loaded before is void.
+    ///
+    /// # Errors
+    /// [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being loaded, [`PartitionError::Memory`].
+    pub fn begin_at(&self, version: Version, reducer: Reducer) -> Result<(), PartitionError> {
+        let mut inner = self.shared.inner.lock();
+        let loading = inner.loading.take().ok_or(PartitionError::Loaded)?;
+        if let Err(loading) = Arc::try_unwrap(loading).map(drop) {
+            inner.loading = Some(loading);
+            return Err(PartitionError::Busy);
+        }
+        // Nobody is at any block: to begin with one takes the lock.
+        self.shared.loaded.iter().for_each(|mark| mark.store(0, Ordering::Relaxed));
+        inner.store.begin_at(version);
+        let prepared = inner.store.prepare(reducer, false);
+        inner.loading = inner.store.loading().map(Arc::new);
+        Ok(prepared?)
+    }
+
+    /// What of a block is to be loaded besides its weights.
+    ///
+    /// # Errors
+    /// [`PartitionError::NoBlock`], [`PartitionError::Loaded`].
+    pub fn wants(&self, block: BlockId) -> Result<Vec<Kept>, PartitionError> {
+        let blocks = self.layout().blocks();
+        if block.0 >= blocks {
+            return Err(PartitionError::NoBlock { block, blocks });
+        }
+        let loading = self.shared.inner.lock().loading.clone().ok_or(PartitionError::Loaded)?;
+        Ok(loading.wants(block))
+    }
+
+    /// Takes a block with what [`Self::wants`] says, as another partition keeps it. False, and nothing is done, if it
+    /// has come before.
+    ///
+    /// # Errors
+    /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::State`], [`PartitionError::Loaded`].
+    pub fn load_kept(
+        &self,
+        block: BlockId,
+        weights: &[u8],
+        state: &[(Kept, Vec<u8>)],
+    ) -> Result<bool, PartitionError> {
+        check_payload(self.layout(), block, Payload::Plain(weights))?;
+        // Whoever loads has the lock while it begins: `begin_at` finds it or comes before it.
+        let loading = self.shared.inner.lock().loading.clone().ok_or(PartitionError::Loaded)?;
+        let wants = loading.wants(block);
+        for (what, bytes) in state {
+            if !wants.contains(what) || !loading.fits(block, *what, bytes) {
+                return Err(PartitionError::State { block, got: bytes.len() });
+            }
+        }
+        let mark = &self.shared.loaded[block.index()];
+        if mark.compare_exchange(0, COMING, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            return Ok(false);
+        }
+        // SAFETY: the mark makes the block this thread's, and the version is shown only when all blocks are there.
+        unsafe {
+            loading.load(block, weights);
+            for (what, bytes) in state {
+                loading.load_state(block, *what, bytes);
+            }
+        }
+        if state.iter().any(|(what, bytes)| matches!(what, Kept::Slot(_)) && !bytes.is_empty()) {
+            self.shared.inner.lock().store.state_loaded();
+        }
+        drop(loading);
+        mark.store(THERE, Ordering::Release);
+        Ok(true)
+    }
+}

@@ -1,0 +1,74 @@
+//! Reading: versions that stay what they are as long as somebody holds them.
+
+use std::sync::Arc;
+
+use libmodelio::bytes::crc32c::crc32c;
+use libmodelio::bytes::mmap::Mapping;
+use libmodelio::vocabulary::ids::{BlockId, Version};
+
+use super::Shared;
+use crate::region_store::VersionBuffer;
+
+/// A complete version. Its memory is not used again while this lives.
+#[derive(Debug)]
+pub struct PinnedVersion {
+    shared: Arc<Shared>,
+    buffer: Arc<VersionBuffer>,
+    version: Version,
+}
+
+impl PinnedVersion {
+    /// `version`, or the newest.
+    pub(super) fn new(shared: &Arc<Shared>, version: Option<Version>) -> Option<PinnedVersion> {
+        let mut inner = shared.inner.lock();
+        if inner.loading.is_some() {
+            return None;
+        }
+        let version = version.or_else(|| inner.store.versions().next_back())?;
+        let (buffer, _) = inner.store.get(version)?;
+        inner.store.pin(version);
+        Some(PinnedVersion { shared: Arc::clone(shared), buffer, version })
+    }
+
+    /// Which it is.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// Another process may read its memory for longer than this lives: that memory is never written again.
+    pub fn give_up(&self) {
+        self.shared.inner.lock().store.give_up(self.version);
+    }
+
+    /// The bytes of a block of the partition.
+    ///
+    /// # Panics
+    /// If the partition has no such block.
+    pub fn block(&self, block: BlockId) -> &[u8] {
+        self.buffer.bytes(self.shared.partition.layout().block_bytes(block))
+    }
+
+    /// The memory that the version lies in, and where a block of the partition begins there, in bytes.
+    ///
+    /// # Panics
+    /// If the partition has no such block.
+    pub fn place(&self, block: BlockId) -> (&Arc<Mapping>, u64) {
+        (self.buffer.region().memory(), self.shared.partition.layout().block_bytes(block).start)
+    }
+
+    /// The CRC32C of [`Self::block`]. It is computed once, when it is first asked for: the pass brings the block into
+    /// the cache, from which it is then sent. (The block was stored past the caches when it was made.)
+    ///
+    /// # Panics
+    /// If the partition has no such block.
+    pub fn checksum(&self, block: BlockId) -> u32 {
+        let range = self.shared.partition.layout().block_bytes(block);
+        self.buffer.checksum(block, range, crc32c)
+    }
+}
+
+impl Drop for PinnedVersion {
+    fn drop(&mut self) {
+        self.shared.inner.lock().store.unpin(self.version, 1);
+    }
+}

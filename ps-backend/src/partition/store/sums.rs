@@ -1,0 +1,214 @@
+//! The two sums of each block: what concluded plans have added up, and what the running one adds up.
+//!
+//! Holds `unsafe`; why it is sound is told in the module above.
+//!
+//! There are two accumulators, and for each block a note which of them is the open one. So what a plan has added up
+//! becomes part of the sealed sum by turning the note round. Only where both hold something do bytes have to be added.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+
+use libmodelio::bytes::mmap::Mapping;
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::ranges;
+use parking_lot::Mutex;
+
+use super::PartitionJob;
+use crate::region_store::accumulator::{Accumulator, has_opaque};
+
+/// Set if the block's open sum is in the second accumulator.
+const TURNED: u8 = 1;
+/// The block has a sealed sum.
+const SEALED: u8 = 2;
+
+/// Of a block, these notes are read and written by whoever has claimed it, and by the store between jobs.
+#[derive(Debug)]
+pub(super) struct Sums {
+    layout: Arc<ModelLayout>,
+    accumulators: [Accumulator; 2],
+    /// Whether pages of it were ever taken.
+    used: [AtomicBool; 2],
+    /// Whether bytes that are not reduced were ever kept.
+    assigned: AtomicBool,
+    blocks: Box<[AtomicU8]>,
+    /// With `assign`, of blocks of which an accumulator does not hold all: what it holds. Of most there is nothing here.
+    partly: [Mutex<BTreeMap<BlockId, Vec<Range<u32>>>>; 2],
+    /// Whether there is something in there.
+    any_partly: AtomicBool,
+}
+
+impl Sums {
+    /// Two empty sums. Only address space is taken.
+    pub(super) fn new(layout: Arc<ModelLayout>) -> io::Result<Sums> {
+        let raw = has_opaque(&layout);
+        let accumulators = [Accumulator::new(&layout, raw)?, Accumulator::new(&layout, raw)?];
+        let blocks = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
+        let (assigned, any_partly) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (used, partly) = Default::default();
+        Ok(Sums { layout, accumulators, used, assigned, blocks, partly, any_partly })
+    }
+
+    fn note(&self, block: BlockId) -> u8 {
+        self.blocks[block.index()].load(Ordering::Relaxed)
+    }
+
+    fn open_at(&self, block: BlockId) -> usize {
+        usize::from(self.note(block) & TURNED)
+    }
+
+    /// What the open sum holds of `block`, if that is not all.
+    pub(super) fn open_written(&self, block: BlockId) -> Option<Vec<Range<u32>>> {
+        self.written(self.open_at(block), block)
+    }
+
+    /// The same of the sealed one.
+    pub(super) fn sealed_written(&self, block: BlockId) -> Option<Vec<Range<u32>>> {
+        self.written(1 - self.open_at(block), block)
+    }
+
+    fn written(&self, at: usize, block: BlockId) -> Option<Vec<Range<u32>>> {
+        if !self.any_partly.load(Ordering::Relaxed) {
+            return None;
+        }
+        self.partly[at].lock().get(&block).cloned()
+    }
+
+    /// The open sum holds this of `block`, too (all of it, if nothing is said), besides what it held before, if it `held`
+    /// something.
+    pub(super) fn holds_too(&self, block: BlockId, held: bool, written: Option<&[Range<u32>]>) {
+        self.note_written(self.open_at(block), block, held, written);
+    }
+
+    fn note_written(&self, at: usize, block: BlockId, held: bool, written: Option<&[Range<u32>]>) {
+        if written.is_none() && !self.any_partly.load(Ordering::Relaxed) {
+            return;
+        }
+        self.any_partly.store(true, Ordering::Relaxed);
+        let mut partly = self.partly[at].lock();
+        match (written, partly.get_mut(&block)) {
+            (Some(written), Some(there)) if held => {
+                written.iter().for_each(|range| ranges::insert(there, range.clone()));
+            }
+            // All of it stays all of it.
+            (Some(_), None) if held => {}
+            (Some(written), _) => drop(partly.insert(block, written.to_vec())),
+            (None, _) => drop(partly.remove(&block)),
+        }
+    }
+
+    /// Where the running plan adds up.
+    pub(super) fn open(&self, block: BlockId) -> &Accumulator {
+        let at = self.open_at(block);
+        if !self.used[at].load(Ordering::Relaxed) {
+            self.used[at].store(true, Ordering::Relaxed);
+        }
+        &self.accumulators[at]
+    }
+
+    /// The memory of both.
+    pub(super) fn memory(&self) -> [&Arc<Mapping>; 2] {
+        self.accumulators.each_ref().map(Accumulator::memory)
+    }
+
+    /// From now on, bytes that are not reduced are kept besides.
+    pub(super) fn assign(&self) {
+        self.assigned.store(true, Ordering::Relaxed);
+    }
+
+    /// What concluded plans have added up.
+    pub(super) fn sealed(&self, block: BlockId) -> Option<&Accumulator> {
+        let note = self.note(block);
+        (note & SEALED != 0).then(|| &self.accumulators[1 - usize::from(note & TURNED)])
+    }
+
+    /// The open sum becomes the sealed one, and what that was is forgotten.
+    pub(super) fn seal(&self, block: BlockId) {
+        self.blocks[block.index()].store((self.note(block) ^ TURNED) | SEALED, Ordering::Relaxed);
+    }
+
+    /// Forgets all sums. As every version begins with the first accumulator, the second is not touched unless it is
+    /// needed.
+    pub(super) fn clear(&self) {
+        if self.any_partly.swap(false, Ordering::Relaxed) {
+            self.partly.iter().for_each(|partly| partly.lock().clear());
+        }
+        for note in &self.blocks {
+            note.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes the pages of the first `count` accumulators. Others may be at work on them.
+    pub(super) fn prefault(&self, count: usize) -> io::Result<()> {
+        for (accumulator, used) in self.accumulators.iter().zip(&self.used).take(count) {
+            used.store(true, Ordering::Relaxed);
+            accumulator.prefault()?;
+        }
+        Ok(())
+    }
+
+    /// Bytes of those accumulators that were ever used.
+    pub(super) fn bytes(&self) -> u64 {
+        let used = self.accumulators.iter().zip(&self.used).filter(|(_, used)| used.load(Ordering::Relaxed));
+        let raw = self.assigned.load(Ordering::Relaxed);
+        used.map(|(accumulator, _)| accumulator.bytes(&self.layout, raw)).sum()
+    }
+}
+
+/// Blocks of which both sums hold something, to be added to each other. Until that is done and this is dropped, no
+/// other plan begins. What is not done when it is dropped is done then.
+#[derive(Debug)]
+pub struct Merge {
+    job: Arc<PartitionJob>,
+    blocks: Vec<BlockId>,
+    taken: Box<[AtomicBool]>,
+}
+
+impl Merge {
+    pub(super) fn new(job: Arc<PartitionJob>, blocks: Vec<BlockId>) -> Merge {
+        let taken = blocks.iter().map(|_| AtomicBool::new(false)).collect();
+        Merge { job, blocks, taken }
+    }
+
+    /// How many blocks there are to do.
+    #[allow(clippy::len_without_is_empty)] // never empty
+    pub fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Does some of them, by their index below [`Self::len`]; those that another thread has taken are left to it.
+    ///
+    /// # Panics
+    /// If the range is out of bounds.
+    pub fn run(&self, range: Range<usize>) {
+        let sums = self.job.sums();
+        for (&block, taken) in self.blocks[range.clone()].iter().zip(&self.taken[range]) {
+            if taken.swap(true, Ordering::Relaxed) {
+                continue;
+            }
+            if let Some(sealed) = sums.sealed(block) {
+                let written = sums.open_written(block).filter(|_| self.job.replaces());
+                // SAFETY: the job is concluded, so that nobody can claim the block; no other begins while this one
+                // exists; and whoever has taken the block here is alone with it.
+                unsafe {
+                    match &written {
+                        Some(written) => sealed.overlay_from(&sums.layout, block, sums.open(block), written),
+                        None => sealed.add(&sums.layout, block, sums.open(block)),
+                    }
+                }
+                if written.is_some() {
+                    sums.note_written(1 - sums.open_at(block), block, true, written.as_deref());
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Merge {
+    fn drop(&mut self) {
+        self.run(0..self.blocks.len());
+    }
+}

@@ -1,0 +1,59 @@
+//! Blocks of plans that the partition has not heard of. Pure.
+//!
+//! A block may overtake the coordinator's word of its plan, so it waits for that, and what is behind it on its
+//! connection with it. But not for ever: the coordinator repeats itself, so if nothing is heard for a while, the plan
+//! is over, or was never there, or will begin again. Passing the block over is harmless then; its sender asks what is
+//! missing once the plan is known, and sends it again.
+
+use std::time::{Duration, Instant};
+
+use libmodelio::vocabulary::ids::PlanId;
+
+/// Longest wait for word of a plan. The coordinator repeats it more often.
+pub const LONGEST: Duration = Duration::from_secs(3);
+
+/// What one connection waits for.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Unheard {
+    waits: Option<(PlanId, Instant)>,
+}
+
+impl Unheard {
+    /// A block of `plan`, of which nothing is known at `now`. True if it is to wait. Further blocks of a plan that was
+    /// waited for long enough need not.
+    pub fn waits(&mut self, plan: PlanId, now: Instant) -> bool {
+        match self.waits {
+            Some((of, since)) if of == plan => now < since + LONGEST,
+            _ => {
+                self.waits = Some((plan, now));
+                true
+            }
+        }
+    }
+
+    /// When the wait is over, if it is not by `now`.
+    pub fn until(&self, now: Instant) -> Option<Instant> {
+        self.waits.map(|(_, since)| since + LONGEST).filter(|&until| now < until)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_is_waited_for_once() {
+        let start = Instant::now();
+        let mut unheard = Unheard::default();
+        assert_eq!(unheard.until(start), None);
+        assert!(unheard.waits(PlanId(7), start));
+        let almost = start + LONGEST - Duration::from_millis(1);
+        assert!(unheard.waits(PlanId(7), almost));
+        assert_eq!(unheard.until(almost), Some(start + LONGEST));
+        let late = start + LONGEST;
+        assert!(!unheard.waits(PlanId(7), late), "long enough");
+        assert_eq!(unheard.until(late), None);
+        assert!(unheard.waits(PlanId(8), late), "another one has its own time");
+        assert_eq!(unheard.until(late), Some(late + LONGEST));
+    }
+}

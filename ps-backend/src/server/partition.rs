@@ -1,0 +1,237 @@
+//! One shard's partition of a model at work: the edge around [`PartitionCore`] and [`PartitionStore`].
+//!
+//! Network threads bring blocks; the core says what each is for, the store does it. The lock is held for decisions
+//! and never for a pass over a block. Work on many blocks, and whatever takes memory, runs on the pool.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `plans` | orders of the coordinator, and what comes of them |
+//! | `blocks` | blocks on their way (`unsafe`) |
+//! | `resting` | which connections are used |
+//! | `moving` | the partition of another block map |
+
+mod blocks;
+mod moving;
+mod plans;
+mod resting;
+
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use libmodelio::link::Link;
+use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::wire::{Message, ModelRecord, PlanSource, Refusal};
+use parking_lot::Mutex;
+
+use super::moving::Whereabouts;
+use crate::memory::{self, MemoryUse, gib};
+use crate::partition::core::PartitionCore;
+use crate::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore, PartitionWork};
+#[cfg(feature = "rdma")]
+pub(super) use blocks::Fetching;
+#[cfg(feature = "rdma")]
+use blocks::FetchingPlan;
+pub(super) use blocks::Landing;
+use resting::Connected;
+
+/// Takes what the partition says to the coordinator.
+pub(super) type ToCoordinator = Arc<dyn Fn(u64, Message) + Send + Sync>;
+
+/// Sums of a block that there can be, whatever the number of learners: of concluded plans, and of the running one.
+const SUMS: usize = 2;
+
+struct State {
+    core: PartitionCore,
+    /// The plan that was started last, for its beginning.
+    starting: Option<(PlanId, Version, PartitionWork, bool)>,
+    job: Option<(PlanId, Arc<PartitionJob>)>,
+    /// Of its plan, sources that send blocks in part.
+    partly: Vec<PlanSource>,
+    /// Connections that are to ask again when something has changed.
+    waiting: Vec<Link>,
+    /// Payloads that are landing, by their connections.
+    landing: Vec<(PlanId, Link)>,
+    /// The plan of what is fetched straight into sums.
+    #[cfg(feature = "rdma")]
+    fetching: FetchingPlan,
+    coordinator: Option<ToCoordinator>,
+    /// What the coordinator is spoken to by, if it is elsewhere.
+    coordinator_link: Option<Link>,
+    /// When that was there.
+    coordinated_since: Instant,
+}
+
+impl State {
+    /// What counts of a block that `client` sends for the plan under way, if that is not all.
+    fn written(&self, client: ClientId, block: BlockId) -> Option<Vec<Range<u32>>> {
+        let source = self.partly.iter().find(|source| source.client == client)?;
+        source.partly.of(block).map(<[_]>::to_vec)
+    }
+}
+
+/// One shard's partition of a model.
+pub struct Partition {
+    /// The model's name.
+    pub model: String,
+    /// Which life of it.
+    pub generation: Generation,
+    /// Of the block map.
+    pub epoch: Epoch,
+    model_bytes: u64,
+    store: PartitionStore,
+    state: Mutex<State>,
+    pool: Arc<rayon::ThreadPool>,
+    /// Connections of clients, for blocks.
+    links: Mutex<Vec<Connected>>,
+    /// Where the model is now, once another block map is in force.
+    moved: OnceLock<Whereabouts>,
+    /// Its versions, for clients that fetch them by RDMA.
+    #[cfg(feature = "rdma")]
+    shown: Mutex<Option<Arc<super::fabric::Shown>>>,
+}
+
+/// Why a partition cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum MakeError {
+    /// The record of the model cannot be used.
+    #[error("the record of the model: {0}")]
+    Record(String),
+    /// This shard owns none of its blocks.
+    #[error("shard {0} owns no block of the model")]
+    NotMine(ShardId),
+    /// Not enough memory.
+    #[error(
+        "not enough memory: the shard's partition takes {:.1} GiB, {:.1} GiB are available: use more shards",
+        gib(*.needed), gib(*.available)
+    )]
+    Room {
+        /// Bytes that the partition takes.
+        needed: u64,
+        /// Bytes that there are.
+        available: u64,
+    },
+    /// No memory.
+    #[error(transparent)]
+    Store(#[from] PartitionError),
+}
+
+impl Partition {
+    /// The partition of `shard` in the model of `record`, to be loaded. Takes its memory now, which takes time.
+    ///
+    /// # Errors
+    /// [`MakeError`].
+    pub fn new(
+        record: &ModelRecord,
+        shard: ShardId,
+        pool: &Arc<rayon::ThreadPool>,
+    ) -> Result<Arc<Partition>, MakeError> {
+        let bad = |error: &dyn std::fmt::Display| MakeError::Record(error.to_string());
+        let layout = record.layout().map_err(|error| bad(&error))?;
+        let map = record.block_map().map_err(|error| bad(&error))?;
+        let blocks: Vec<BlockId> = map.blocks_of(shard).collect();
+        if blocks.is_empty() {
+            return Err(MakeError::NotMine(shard));
+        }
+        let partition = layout.partition(&blocks).map_err(|error| bad(&error))?;
+        let controls = &record.controls;
+        let needed = MemoryUse::of_partition(partition.layout(), controls).total();
+        let available = memory::available();
+        if let Some(available) = available.filter(|&available| available < needed) {
+            return Err(MakeError::Room { needed, available });
+        }
+        let store = PartitionStore::new(partition, controls.reducer, Limits::default())?;
+        // All that it can ever need, so that a job that begins with one learner has room for the others.
+        store.prefault_sums(SUMS).map_err(PartitionError::from)?;
+        Ok(Partition::of(record, layout.size(), store, pool))
+    }
+
+    fn of(
+        record: &ModelRecord,
+        model_bytes: u64,
+        store: PartitionStore,
+        pool: &Arc<rayon::ThreadPool>,
+    ) -> Arc<Partition> {
+        let state = State {
+            core: PartitionCore::new(store.partition().blocks().len() as u32, Version(0)),
+            starting: None,
+            partly: Vec::new(),
+            job: None,
+            waiting: Vec::new(),
+            landing: Vec::new(),
+            #[cfg(feature = "rdma")]
+            fetching: FetchingPlan::default(),
+            coordinator: None,
+            coordinator_link: None,
+            coordinated_since: Instant::now(),
+        };
+        Arc::new(Partition {
+            model: record.name.clone(),
+            generation: record.generation,
+            epoch: record.epoch,
+            model_bytes,
+            store,
+            state: Mutex::new(state),
+            pool: Arc::clone(pool),
+            links: Mutex::default(),
+            moved: OnceLock::new(),
+            #[cfg(feature = "rdma")]
+            shown: Mutex::default(),
+        })
+    }
+
+    /// The partition's own layout.
+    pub fn layout(&self) -> &Arc<ModelLayout> {
+        self.store.partition().layout()
+    }
+
+    /// Bytes of all of the model.
+    pub fn model_bytes(&self) -> u64 {
+        self.model_bytes
+    }
+
+    /// Its versions, as they are shown to clients that fetch them by RDMA, from the first such client on.
+    #[cfg(feature = "rdma")]
+    pub(super) fn shown(
+        &self,
+        device: &Arc<libmodelio::rdma::Device>,
+    ) -> Result<Arc<super::fabric::Shown>, Refusal> {
+        let mut shown = self.shown.lock();
+        if let Some(shown) = &*shown {
+            return Ok(Arc::clone(shown));
+        }
+        let made = super::fabric::Shown::of(&self.model, &self.store, device)?;
+        *shown = Some(Arc::clone(&made));
+        Ok(made)
+    }
+
+    /// Its memory.
+    pub fn store(&self) -> &PartitionStore {
+        &self.store
+    }
+
+    /// The newest version, and the plan under way with the payloads that it waits for.
+    pub fn progress(&self) -> (Version, Option<(PlanId, u64)>) {
+        let state = self.state.lock();
+        (state.core.version(), state.core.running())
+    }
+
+    /// A block of version 0.
+    pub(super) fn load(&self, block: BlockId, bytes: &[u8]) -> Result<(), Refusal> {
+        let local = self.store.partition().local(block).ok_or(Refusal::NotMine { block })?;
+        self.store.load(local, bytes).map(drop).map_err(Refusal::other)
+    }
+}
+
+impl State {
+    fn wait(&mut self, link: &Link) {
+        if !self.waiting.iter().any(|waiting| waiting.is(link)) {
+            self.waiting.push(link.clone());
+        }
+    }
+
+    fn wake(&mut self) {
+        self.waiting.drain(..).for_each(|link| link.wake());
+    }
+}

@@ -1,0 +1,169 @@
+use std::time::Duration;
+
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::wire::{self, Limits, ModelRecord, PlanSource, Receiver, Work, frame};
+
+use super::*;
+
+const BLOCK: u32 = 64 << 10;
+const BLOCKS: u32 = 3;
+const CLIENTS: [ClientId; 2] = [ClientId(1), ClientId(2)];
+
+/// A partition of fp32 zeros, on which a plan has begun that adds up what both clients send.
+fn begun() -> Arc<Partition> {
+    let layout = ModelLayout::blank(u64::from(BLOCK * BLOCKS), DType::F32, BLOCK).unwrap();
+    let record = ModelRecord {
+        name: "m".into(),
+        generation: Generation(1),
+        tensors: layout
+            .tensors()
+            .iter()
+            .map(|tensor| {
+                (tensor.name.to_string(), "F32".to_owned(), tensor.shape.iter().map(|&n| n as u64).collect())
+            })
+            .collect(),
+        metadata: Default::default(),
+        block_size: BLOCK,
+        epoch: Epoch(1),
+        owners: vec![(ShardId(1), BLOCKS)],
+        coordinator: ShardId(1),
+        controls: Controls::default().with_all([("reducer", "sum"), ("learners", "2")]).unwrap(),
+        ready: true,
+    };
+    let pool = Arc::new(rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap());
+    let partition = Partition::new(&record, ShardId(1), &pool).unwrap();
+    for block in 0..BLOCKS {
+        partition.load(BlockId(block), &[0; BLOCK as usize]).unwrap();
+    }
+    partition.store().finish_loading().unwrap();
+    let refused = |request, message| {
+        assert!(!matches!(message, Message::Refused(_)), "{message:?} to {request}");
+    };
+    partition.follow(Arc::new(refused), None, PlanId(0));
+    let source = |client| PlanSource {
+        client,
+        blocks: std::iter::once(0..BLOCKS).collect(),
+        check: true,
+        partly: Default::default(),
+    };
+    partition.from_coordinator(
+        1,
+        Message::Start(wire::Plan {
+            plan: PlanId(1),
+            work: Work::Add { replaces: false },
+            base: Version(0),
+            ordered: false,
+            sources: CLIENTS.map(source).to_vec(),
+        }),
+        None,
+    );
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while partition.missing(CLIENTS[0], PlanId(1)).is_none() {
+        assert!(Instant::now() < deadline, "the plan does not begin");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    partition
+}
+
+fn named(block: u32) -> Received {
+    let (plan, block, wide) = (PlanId(1), BlockId(block), false);
+    let message = Message::PushAt { plan, block, wide, region: 1, offset: 0 };
+    let bytes = frame(&message, 0, Epoch(1), &[]).unwrap();
+    Receiver::new(Limits::MAX).push(&bytes).unwrap().1.expect("a frame")
+}
+
+fn is_due(partition: &Partition, client: ClientId, block: u32) -> bool {
+    partition.is_due(client, &named(block))
+}
+
+/// What a device does.
+fn fill(mut target: Target, with: f32) {
+    let from = [with; BLOCK as usize / 4];
+    // SAFETY: it is as long, and elsewhere.
+    unsafe { target.copy_from(from.as_ptr().cast(), BLOCK as usize).unwrap() };
+}
+
+fn fetch(partition: &Arc<Partition>, client: ClientId, block: u32) -> Option<(Target, Fetching)> {
+    let (target, (), fetching) =
+        partition.fetch_direct(client, &named(block), &Link::default(), |_, _| Some(()))?;
+    Some((target, fetching))
+}
+
+fn left(partition: &Partition) -> u64 {
+    partition.progress().1.expect("a plan").1
+}
+
+#[test]
+fn a_block_that_is_fetched_direct_is_nobody_elses_until_it_is_there() {
+    let (partition, link) = (begun(), Link::default());
+    let (target, fetching) = fetch(&partition, CLIENTS[0], 0).expect("room");
+    assert!(fetch(&partition, CLIENTS[0], 0).is_none());
+    assert!(fetch(&partition, CLIENTS[1], 0).is_none());
+    assert!(!is_due(&partition, CLIENTS[1], 0) && is_due(&partition, CLIENTS[1], 1));
+    fill(target, 2.5);
+    partition.fetched(fetching, &link).unwrap();
+    assert_eq!((left(&partition), partition.store().tally().read().push_stored_bytes), (5, u64::from(BLOCK)));
+    // The second is added to it, and is no first one.
+    assert!(fetch(&partition, CLIENTS[1], 0).is_none());
+    assert!(is_due(&partition, CLIENTS[1], 0) && !is_due(&partition, CLIENTS[0], 0));
+}
+
+#[test]
+fn a_block_that_is_not_fetched_can_come_again() {
+    let (partition, link) = (begun(), Link::default());
+    let (target, fetching) = fetch(&partition, CLIENTS[0], 1).expect("room");
+    fill(target, f32::NAN);
+    partition.not_fetched(fetching, &link);
+    assert_eq!(left(&partition), 6);
+    let (target, fetching) = fetch(&partition, CLIENTS[1], 1).expect("room");
+    fill(target, 1.0);
+    partition.fetched(fetching, &link).unwrap();
+    assert_eq!(left(&partition), 5);
+}
+
+#[test]
+fn what_is_still_being_fetched_does_not_count() {
+    let (partition, link) = (begun(), Link::default());
+    let (target, fetching) = fetch(&partition, CLIENTS[0], 2).expect("room");
+    let refusal = partition.fetched(fetching, &link).unwrap_err();
+    assert!(refusal.to_string().contains("still being fetched"), "{refusal}");
+    assert_eq!(left(&partition), 6);
+    // Whoever fetches it has its memory as long as that lasts.
+    assert!(fetch(&partition, CLIENTS[1], 2).is_none());
+    drop(target);
+    assert!(fetch(&partition, CLIENTS[1], 2).is_some());
+}
+
+#[test]
+fn a_plan_that_is_dropped_waits_for_what_is_being_fetched() {
+    let (partition, link) = (begun(), Link::default());
+    let (target, fetching) = fetch(&partition, CLIENTS[0], 0).expect("room");
+    assert!(partition.given_up(&fetching).is_none());
+    partition.from_coordinator(2, Message::Drop { plan: PlanId(1) }, None);
+    assert!(partition.progress().1.is_some());
+    assert!(partition.given_up(&fetching).is_some());
+    assert!(fetch(&partition, CLIENTS[0], 1).is_none());
+    drop(target);
+    partition.fetched(fetching, &link).unwrap();
+    assert!(partition.progress().1.is_none());
+}
+
+#[test]
+fn memory_that_is_not_registered_is_left_alone() {
+    let partition = begun();
+    assert!(partition.fetch_direct(CLIENTS[0], &named(0), &Link::default(), |_, _| None::<()>).is_none());
+    assert!(is_due(&partition, CLIENTS[0], 0) && is_due(&partition, CLIENTS[1], 0));
+    assert!(fetch(&partition, CLIENTS[0], 0).is_some());
+}
+
+#[test]
+fn nan_that_is_fetched_direct_spoils_the_plan() {
+    let (partition, link) = (begun(), Link::default());
+    let (target, fetching) = fetch(&partition, CLIENTS[0], 0).expect("room");
+    fill(target, f32::NAN);
+    partition.fetched(fetching, &link).unwrap();
+    assert_eq!(left(&partition), 6);
+    assert!(fetch(&partition, CLIENTS[1], 0).is_none(), "nothing more is wanted");
+}

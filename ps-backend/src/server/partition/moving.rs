@@ -1,0 +1,59 @@
+//! A partition whose model moves: begun at a version, or left for another block map.
+
+use std::sync::Arc;
+
+use libmodelio::net::Close;
+use libmodelio::vocabulary::ids::Version;
+use libmodelio::wire::ModelRecord;
+
+use super::Partition;
+use crate::partition::core::PartitionCore;
+use crate::server::moving::Whereabouts;
+
+impl Partition {
+    /// The same blocks in the same memory, under another block map.
+    pub(in crate::server) fn again(&self, record: &ModelRecord) -> Arc<Partition> {
+        let partition = Partition::of(record, self.model_bytes, self.store.clone(), &self.pool);
+        // The store has its watcher already.
+        #[cfg(feature = "rdma")]
+        partition.shown.lock().clone_from(&self.shown.lock());
+        partition
+    }
+
+    /// Its plans go on from this version.
+    pub(in crate::server) fn begin_at(&self, version: Version) {
+        self.state.lock().core = PartitionCore::new(self.layout().blocks(), version);
+    }
+
+    /// Another block map is in force: all who are connected are told, and nothing is taken any more.
+    pub(in crate::server) fn has_moved(&self, to: &Whereabouts) {
+        if self.moved.set(to.clone()).is_err() {
+            return;
+        }
+        let mut state = self.state.lock();
+        state.coordinator = None;
+        if let Some(coordinator) = state.coordinator_link.take() {
+            coordinator.close(Close::Asked("the model has moved".into()));
+        }
+        state.wake();
+        drop(state);
+        self.links.lock().iter().for_each(|known| known.link.wake());
+    }
+
+    /// The model is no more: nobody keeps its memory by being connected.
+    pub(in crate::server) fn is_deleted(&self) {
+        let why = || Close::Asked("the model was deleted".into());
+        let mut state = self.state.lock();
+        state.coordinator = None;
+        if let Some(coordinator) = state.coordinator_link.take() {
+            coordinator.close(why());
+        }
+        drop(state);
+        self.links.lock().iter().for_each(|known| known.link.close(why()));
+    }
+
+    /// Where the model is now, if it has moved.
+    pub(in crate::server) fn moved(&self) -> Option<&Whereabouts> {
+        self.moved.get()
+    }
+}

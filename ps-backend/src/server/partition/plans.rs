@@ -1,0 +1,299 @@
+//! Orders of the coordinator, and what a plan takes to begin, to compute what nobody sends, and to count.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use libmodelio::link::Link;
+use libmodelio::net::Close;
+use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::ids::{BlockId, PlanId};
+use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::wire::{self, Message, Refusal, Work};
+use rayon::prelude::*;
+
+use super::{Partition, State, ToCoordinator};
+use crate::partition::core::{self, Action, Plan, Source, local_blocks};
+use crate::partition::store::{PartitionError, PartitionWork};
+
+/// The pause before the next try of a plan that cannot begin yet: old versions are still read, or the plan before is being
+/// left.
+const BEGIN_AGAIN: Duration = Duration::from_millis(1);
+/// When that takes longer, the log says so.
+const BEGIN_QUIETLY: Duration = Duration::from_secs(2);
+
+/// A coordinator that still begins a plan after so long knows nothing of another one that is ready here.
+const INSISTS: Duration = Duration::from_secs(3);
+
+impl From<core::PartitionError> for Refusal {
+    fn from(error: core::PartitionError) -> Refusal {
+        match error {
+            core::PartitionError::Order { plan, newest } => Refusal::Plan { plan, newest },
+            other => Refusal::other(other),
+        }
+    }
+}
+
+impl Partition {
+    /// Says who the coordinator is from now on, over which connection, and which of its plans are over. A connection
+    /// from before is closed: if it was the true coordinator's after all, that one connects again and has the last
+    /// word.
+    pub(in crate::server) fn follow(&self, coordinator: ToCoordinator, link: Option<Link>, over: PlanId) {
+        let mut state = self.state.lock();
+        if self.moved.get().is_some() {
+            // It was its coordinator.
+            return;
+        }
+        state.coordinator = Some(coordinator);
+        state.coordinated_since = Instant::now();
+        state.core.coordinated_anew(over);
+        if let Some(before) = std::mem::replace(&mut state.coordinator_link, link) {
+            before.close(Close::Asked("the coordinator has connected anew".into()));
+        }
+    }
+
+    /// An order of the coordinator, over this connection if it is elsewhere.
+    pub(in crate::server) fn from_coordinator(
+        self: &Arc<Partition>,
+        request: u64,
+        message: Message,
+        link: Option<&Link>,
+    ) {
+        let mut actions = Vec::new();
+        let mut state = self.state.lock();
+        // What comes over a connection that another one has taken the place of is nobody's word any more.
+        let is_the_coordinator = match (link, &state.coordinator_link) {
+            (Some(link), Some(known)) => known.is(link),
+            (link, known) => link.is_none() && known.is_none(),
+        };
+        if self.moved.get().is_some() || !is_the_coordinator {
+            return;
+        }
+        let outcome = match message {
+            Message::Start(plan) => self.start(&mut state, plan, &mut actions),
+            Message::Conclude { plan } => state.core.conclude(plan, &mut actions).map_err(Refusal::from),
+            Message::Drop { plan } => state.core.drop_plan(plan, &mut actions).map_err(Refusal::from),
+            other => Err(Refusal::Role { what: other.name().to_owned() }),
+        };
+        let coordinator = state.coordinator.clone();
+        self.act(state, actions);
+        if let (Err(refusal), Some(coordinator)) = (outcome, coordinator) {
+            coordinator(request, Message::Refused(refusal));
+        }
+    }
+
+    fn start(&self, state: &mut State, plan: wire::Plan, actions: &mut Vec<Action>) -> Result<(), Refusal> {
+        let work = match &plan.work {
+            Work::Add { replaces } => {
+                let reducer = if *replaces { Reducer::Assign } else { Reducer::Sum };
+                PartitionWork::Add { reducer }
+            }
+            Work::Reduce { step, tensors, fresh_state } => {
+                let (step, tensors, fresh_state) = (step.clone(), tensors.clone(), *fresh_state);
+                let expected = self.store.partition().tensor_ends().len() as u64;
+                if tensors.tensors() != expected {
+                    let got = tensors.tensors();
+                    let why = format!("the plan is of {got} tensors, the model has {expected}");
+                    return Err(Refusal::other(why));
+                }
+                PartitionWork::Reduce { step, tensors, fresh_state }
+            }
+            Work::Assign => PartitionWork::Assign,
+        };
+        let mine = self.store.partition().blocks();
+        let source = |source: &wire::PlanSource| Source {
+            client: source.client,
+            blocks: local_blocks(&source.blocks, mine),
+            check: source.check,
+        };
+        let sources: Vec<Source> = plan.sources.iter().map(source).collect();
+        let check = sources.iter().any(|source| source.check);
+        let (id, base) = (plan.plan, plan.base);
+        let started = Plan { id, work: plan.work, base, sources, ordered: plan.ordered };
+        let before = actions.len();
+        let insists = state.coordinated_since.elapsed() >= INSISTS;
+        state.core.start(started, insists, actions)?;
+        if actions[before..].contains(&Action::Begin(id)) {
+            state.partly = plan.sources.into_iter().filter(|of| !of.partly.is_empty()).collect();
+            state.starting = Some((id, base, work, check));
+        }
+        Ok(())
+    }
+
+    /// Carries out actions; the lock is released where they leave it.
+    pub(super) fn act(
+        self: &Arc<Partition>,
+        mut state: parking_lot::MutexGuard<'_, State>,
+        actions: Vec<Action>,
+    ) {
+        if actions.is_empty() {
+            return;
+        }
+        let mut said = Vec::new();
+        let mut jobs: Vec<Box<dyn FnOnce() + Send>> = Vec::new();
+        let mut begins = None;
+        for action in actions {
+            match action {
+                // Where the memory is there, it is done before anybody is told to send.
+                Action::Begin(plan) => match &state.starting {
+                    Some((of, _, work, _)) if *of == plan && self.store.is_prepared(work) => {
+                        begins = Some(plan)
+                    }
+                    _ => {
+                        let partition = Arc::clone(self);
+                        jobs.push(Box::new(move || partition.begin(plan)));
+                    }
+                },
+                Action::Compute(plan, blocks) => {
+                    let partition = Arc::clone(self);
+                    jobs.push(Box::new(move || partition.compute(plan, &blocks)));
+                }
+                Action::Ready(plan) => said.push((0, Message::Ready { plan })),
+                Action::Spoilt { plan, client, block } => {
+                    let block = self.store.partition().global(BlockId(block)).unwrap_or_default();
+                    said.push((0, Message::Spoilt { plan, client, block }));
+                }
+                Action::Torn(plan) => said.push((0, Message::Torn { plan })),
+                Action::Done(plan) => said.push((plan.0, Message::Done)),
+                Action::Conclude(plan, _) => {
+                    if let Err(error) = self.conclude(&mut state, plan, &mut jobs) {
+                        tracing::error!(model = %self.model, %plan, %error, "cannot be concluded");
+                        let lost = ShardError::Lost(format!("plan {plan}: {error}"));
+                        said.push((plan.0, Message::Refused(lost.into())));
+                    }
+                }
+                Action::Void(plan) => {
+                    if let Some((_, job)) = state.job.take_if(|(of, _)| *of == plan) {
+                        job.give_up();
+                    }
+                }
+                Action::Abandon(plan) => {
+                    for (_, link) in state.landing.iter().filter(|(of, _)| *of == plan) {
+                        link.close(Close::Asked(format!("plan {plan} was given up in mid-block").into()));
+                    }
+                    #[cfg(feature = "rdma")]
+                    state.fetching.give_up(plan, Instant::now());
+                }
+            }
+        }
+        state.wake();
+        let coordinator = state.coordinator.clone();
+        drop(state);
+        if let Some(plan) = begins {
+            self.begin(plan);
+        }
+        for job in jobs {
+            self.pool.spawn(job);
+        }
+        if let Some(coordinator) = coordinator {
+            said.into_iter().for_each(|(request, message)| coordinator(request, message));
+        }
+    }
+
+    /// Takes the memory for a plan, or has somebody wait until there is some. Not here: a thread of the pool that waits
+    /// may have the very work below it on its stack that it waits for.
+    fn begin(self: &Arc<Partition>, plan: PlanId) {
+        let error = match self.try_begin(plan) {
+            Ok(()) => return,
+            Err(error) => error,
+        };
+        if !error.is_transient() {
+            return self.cannot_begin(plan, &error);
+        }
+        let partition = Arc::clone(self);
+        let waits = move || partition.begin_later(plan, error);
+        if let Err(error) = std::thread::Builder::new().name("begin".into()).spawn(waits) {
+            self.cannot_begin(plan, &error);
+        }
+    }
+
+    fn begin_later(self: &Arc<Partition>, plan: PlanId, mut error: PartitionError) {
+        let started = Instant::now();
+        let mut said = false;
+        loop {
+            if !said && started.elapsed() > BEGIN_QUIETLY {
+                tracing::warn!(model = %self.model, %plan, "cannot begin yet: {error}");
+                said = true;
+            }
+            std::thread::sleep(BEGIN_AGAIN);
+            error = match self.try_begin(plan) {
+                Ok(()) => return,
+                Err(error) if error.is_transient() => error,
+                Err(error) => return self.cannot_begin(plan, &error),
+            }
+        }
+    }
+
+    /// The coordinator hears that it never will.
+    fn cannot_begin(&self, plan: PlanId, error: &dyn std::fmt::Display) {
+        tracing::error!(model = %self.model, %plan, %error, "cannot begin");
+        let coordinator = self.state.lock().coordinator.clone();
+        if let Some(coordinator) = coordinator {
+            let lost = ShardError::Lost(format!("plan {plan} cannot begin: {error}"));
+            coordinator(plan.0, Message::Refused(lost.into()));
+        }
+    }
+
+    fn try_begin(self: &Arc<Partition>, plan: PlanId) -> Result<(), PartitionError> {
+        let mut actions = Vec::new();
+        let mut state = self.state.lock();
+        let wanted = state.core.wants(plan);
+        if let Some((_, base, work, check)) = state.starting.clone().filter(|(of, ..)| wanted && *of == plan)
+        {
+            drop(state);
+            let job = self.store.begin(base, work, check)?;
+            state = self.state.lock();
+            if state.core.wants(plan) {
+                state.job = Some((plan, job));
+            } else {
+                job.give_up();
+            }
+            state.starting = None;
+        }
+        state.core.begun(plan, &mut actions);
+        state.wake();
+        self.act(state, actions);
+        Ok(())
+    }
+
+    /// Computes blocks that nobody sends.
+    fn compute(self: &Arc<Partition>, plan: PlanId, blocks: &fixedbitset::FixedBitSet) {
+        let job = self.state.lock().job.clone().filter(|(of, _)| *of == plan);
+        if let Some((_, job)) = job {
+            let blocks: Vec<u32> = blocks.ones().map(|block| block as u32).collect();
+            blocks.into_par_iter().for_each(|block| {
+                if let Err(error) = job.finish(BlockId(block), None) {
+                    tracing::error!(model = %self.model, %plan, block, %error, "cannot be computed");
+                }
+            });
+        }
+        let mut state = self.state.lock();
+        let mut actions = Vec::new();
+        state.core.computed(plan, &mut actions);
+        self.act(state, actions);
+    }
+
+    fn conclude(
+        self: &Arc<Partition>,
+        state: &mut State,
+        plan: PlanId,
+        jobs: &mut Vec<Box<dyn FnOnce() + Send>>,
+    ) -> Result<(), PartitionError> {
+        let Some((_, job)) = state.job.take_if(|(of, _)| *of == plan) else { return Ok(()) };
+        if let Some(merge) = self.store.conclude(&job)? {
+            const AT_ONCE: usize = 16;
+            jobs.push(Box::new(move || {
+                let starts: Vec<usize> = (0..merge.len()).step_by(AT_ONCE).collect();
+                let all = merge.len();
+                starts.into_par_iter().for_each(|start| merge.run(start..(start + AT_ONCE).min(all)));
+            }));
+        }
+        if self.store.wants_spare() {
+            let partition = Arc::clone(self);
+            jobs.push(Box::new(move || {
+                if let Err(error) = partition.store.add_spare() {
+                    tracing::warn!(model = %partition.model, %error, "no memory for a spare version buffer");
+                }
+            }));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,117 @@
+//! Which of a partition's connections are used. One that has a thread to itself moves a block while it is in that
+//! core's cache; several that take turns on one thread throw each other's blocks out. So as many are busy as there are
+//! threads, the same number of each client, on different threads; the others rest until something is lost.
+
+use std::collections::BTreeMap;
+
+use libmodelio::link::{Link, Outgoing};
+use libmodelio::vocabulary::ids::ClientId;
+use libmodelio::wire::Message;
+
+use super::Partition;
+
+/// A client's connection for blocks.
+pub(super) struct Connected {
+    pub(super) client: ClientId,
+    pub(super) link: Link,
+    rests: bool,
+}
+
+/// Which of these connections, each with its client and its thread, are to rest, where there are so many threads. One
+/// of every client never does.
+fn resting(connections: &[(ClientId, usize)], threads: usize) -> Vec<bool> {
+    let mut clients: BTreeMap<ClientId, Vec<usize>> = BTreeMap::new();
+    for (index, (client, _)) in connections.iter().enumerate() {
+        clients.entry(*client).or_default().push(index);
+    }
+    let each = threads.div_ceil(clients.len().max(1)).max(1);
+    let mut rest = vec![true; connections.len()];
+    let mut busy: BTreeMap<usize, usize> = BTreeMap::new();
+    // Who has the least choice chooses first.
+    let mut clients: Vec<Vec<usize>> = clients.into_values().collect();
+    clients.sort_by_key(Vec::len);
+    for mut of_client in clients {
+        for _ in 0..each.min(of_client.len()) {
+            let load = |&index: &usize| busy.get(&connections[index].1).copied().unwrap_or(0);
+            let Some(at) = (0..of_client.len()).min_by_key(|&at| load(&of_client[at])) else { break };
+            let index = of_client.remove(at);
+            rest[index] = false;
+            *busy.entry(connections[index].1).or_default() += 1;
+        }
+    }
+    rest
+}
+
+impl Partition {
+    /// A client's connection is there.
+    pub(in crate::server) fn client_up(&self, client: ClientId, link: &Link) {
+        let mut links = self.links.lock();
+        links.push(Connected { client, link: link.clone(), rests: false });
+        self.share_out(&mut links);
+        drop(links);
+        if self.moved.get().is_some() {
+            link.wake();
+        }
+    }
+
+    /// It is over.
+    pub(in crate::server) fn client_down(&self, link: &Link) {
+        let mut links = self.links.lock();
+        links.retain(|known| !known.link.is(link));
+        self.share_out(&mut links);
+    }
+
+    fn share_out(&self, links: &mut [Connected]) {
+        let known: Vec<_> = links.iter().map(|known| (known.client, known.link.thread())).collect();
+        let rest = resting(&known, self.pool.current_num_threads());
+        for (known, rests) in links.iter_mut().zip(rest) {
+            if known.rests != rests {
+                known.rests = rests;
+                let message = Message::Rest { rests };
+                known.link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(0, message) });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn of(connections: &[(u64, usize)], threads: usize) -> Vec<bool> {
+        let connections: Vec<_> =
+            connections.iter().map(|&(client, thread)| (ClientId(client), thread)).collect();
+        resting(&connections, threads)
+    }
+
+    #[test]
+    fn a_lone_client_uses_a_connection_for_each_thread() {
+        assert_eq!(of(&[(1, 0), (1, 1)], 2), [false, false]);
+        assert_eq!(of(&[(1, 0), (1, 0), (1, 1)], 2), [false, true, false]);
+        assert_eq!(of(&[(1, 0), (1, 1)], 16), [false, false]);
+    }
+
+    #[test]
+    fn two_clients_use_different_threads() {
+        assert_eq!(of(&[(1, 0), (1, 1), (2, 0), (2, 1)], 2), [false, true, true, false]);
+        // The one that has no choice goes first.
+        assert_eq!(of(&[(1, 0), (1, 1), (2, 0)], 2), [true, false, false]);
+    }
+
+    proptest! {
+        #[test]
+        fn nobody_is_left_without_and_threads_are_used_evenly(
+            connections in proptest::collection::vec((0u64..6, 0usize..4), 0..24), threads in 1usize..8,
+        ) {
+            let rest = of(&connections, threads);
+            let clients: std::collections::BTreeSet<_> = connections.iter().map(|(client, _)| client).collect();
+            for client in &clients {
+                let own = connections.iter().zip(&rest).filter(|((of, _), _)| of == *client);
+                let (all, used) = own.fold((0, 0), |(all, used), (_, &rests)| (all + 1, used + usize::from(!rests)));
+                prop_assert_eq!(used, all.min(threads.div_ceil(clients.len()).max(1)));
+            }
+        }
+    }
+}

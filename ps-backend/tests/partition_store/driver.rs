@@ -1,0 +1,291 @@
+//! A partition, what its sources send, and what it should be.
+
+use std::sync::Arc;
+
+use common::{BLOCK, Reference, decode, elements, encode, initial_weights, noise};
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout, PartitionLayout};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
+use ps_backend::partition::store::{
+    Limits, PartitionError, PartitionJob, PartitionStore, PartitionWork, Payload,
+};
+
+use crate::common;
+use crate::watching::Watcher;
+
+/// Several blocks of each type, and blocks in which types change.
+pub fn model() -> ModelLayout {
+    let i64 = DType::parse("I64").unwrap();
+    let tensors = vec![
+        ("ids".to_owned(), i64, vec![10_001]),
+        ("w".to_owned(), DType::F32, vec![60_003]),
+        ("b".to_owned(), DType::BF16, vec![70_001]),
+        ("h".to_owned(), DType::F16, vec![50_011]),
+    ];
+    ModelLayout::new(tensors, BLOCK).unwrap()
+}
+
+pub fn partition_of(model: &ModelLayout, is_mine: impl Fn(u32) -> bool) -> PartitionLayout {
+    let blocks: Vec<_> = (0..model.blocks()).filter(|&block| is_mine(block)).map(BlockId).collect();
+    model.partition(&blocks).unwrap()
+}
+
+/// How a block is sent.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Way {
+    Plain,
+    Wide,
+    /// As wide, at an address that is no multiple of four.
+    Shifted,
+    /// As wide, into the memory of the sum where that is possible.
+    InPlace,
+}
+
+pub const WAYS: [Way; 4] = [Way::Plain, Way::Wide, Way::Shifted, Way::InPlace];
+
+/// What one source sends.
+#[derive(Clone, Debug)]
+pub struct Source {
+    pub seed: usize,
+    pub way: Way,
+    pub blocks: Vec<BlockId>,
+}
+
+impl Source {
+    /// The bytes of `block` as they lie in the model.
+    pub fn plain(&self, layout: &ModelLayout, block: BlockId) -> Vec<u8> {
+        let all = encode(layout, self.seed as u8, |i| noise(self.seed, i));
+        all[bytes_of(layout, block)].to_vec()
+    }
+
+    pub fn wide(&self, layout: &ModelLayout, block: BlockId) -> Vec<u8> {
+        let (plain, start) = (self.plain(layout, block), layout.block_bytes(block).start);
+        let segments = layout.segments(block).iter();
+        segments
+            .flat_map(|segment| {
+                if segment.dtype.is_reducible() {
+                    let values = segment.element..segment.element + segment.elements();
+                    values.flat_map(|i| noise(self.seed, i as usize).to_le_bytes()).collect()
+                } else {
+                    let range = segment.bytes.start - start..segment.bytes.end - start;
+                    plain[range.start as usize..range.end as usize].to_vec()
+                }
+            })
+            .collect()
+    }
+
+    /// Hands the payload of `block` to `give`.
+    fn with<T>(&self, layout: &ModelLayout, block: BlockId, give: impl FnOnce(Payload<'_>) -> T) -> T {
+        match self.way {
+            Way::Plain => give(Payload::Plain(&self.plain(layout, block))),
+            Way::Wide | Way::InPlace => give(Payload::Wide(&self.wide(layout, block))),
+            Way::Shifted => {
+                let wide = self.wide(layout, block);
+                let mut room = vec![0; wide.len() + 8];
+                let at = room.as_ptr().align_offset(4) + 1;
+                room[at..at + wide.len()].copy_from_slice(&wide);
+                give(Payload::Wide(&room[at..at + wide.len()]))
+            }
+        }
+    }
+
+    pub fn add(&self, job: &Arc<PartitionJob>, layout: &ModelLayout, block: BlockId) {
+        if self.way == Way::InPlace
+            && let Some(mut target) = job.destination(block, true).unwrap()
+        {
+            // It comes in pieces, after others that were lost.
+            target.bytes().fill(0xff);
+            let wide = self.wide(layout, block);
+            let (first, second) = wide.split_at(wide.len() / 3);
+            target.bytes()[..first.len()].copy_from_slice(first);
+            target.bytes()[first.len()..].copy_from_slice(second);
+            assert!(target.complete());
+            return;
+        }
+        assert!(self.with(layout, block, |payload| job.add(block, payload)).unwrap());
+    }
+
+    pub fn finish(&self, job: &PartitionJob, layout: &ModelLayout, block: BlockId) {
+        assert!(self.with(layout, block, |payload| job.finish(block, Some(payload))).unwrap());
+    }
+}
+
+pub fn bytes_of(layout: &ModelLayout, block: BlockId) -> std::ops::Range<usize> {
+    let range = layout.block_bytes(block);
+    range.start as usize..range.end as usize
+}
+
+/// A store and its scalar counterpart.
+pub struct Twin {
+    pub store: PartitionStore,
+    pub layout: Arc<ModelLayout>,
+    pub reducer: Reducer,
+    pub hyper: Hyper,
+    reference: Reference,
+    /// What is expected of bytes that are not reduced.
+    raw: Vec<u8>,
+    pub version: Version,
+    t: u64,
+    /// Contributions of the coming version so far.
+    sent: Vec<Source>,
+    watcher: Arc<Watcher>,
+}
+
+/// A version in which every tensor of the model is written.
+pub fn reduces_all(store: &PartitionStore, step: Step, fresh_state: bool) -> PartitionWork {
+    let tensors = TensorSteps::uniform(store.partition().tensor_ends().len(), step.t);
+    PartitionWork::Reduce { step, tensors, fresh_state }
+}
+
+impl Twin {
+    pub fn new(partition: PartitionLayout, reducer: Reducer, hyper: Hyper, limits: Limits) -> Twin {
+        let layout = Arc::clone(partition.layout());
+        let store = PartitionStore::new(partition, reducer, limits).unwrap();
+        let watcher = Watcher::of(&store);
+        let weights = initial_weights(&layout);
+        for block in (0..layout.blocks()).map(BlockId) {
+            assert!(store.newest().is_none());
+            assert!(store.load(block, &weights[bytes_of(&layout, block)]).unwrap());
+        }
+        store.finish_loading().unwrap();
+        let reference = Reference::new(&layout);
+        let version = Version(0);
+        let (t, sent) = (0, Vec::new());
+        Twin { store, layout, reducer, hyper, reference, raw: weights, version, t, sent, watcher }
+    }
+
+    /// What there is was brought into `store`, which takes the place of the one there was.
+    pub fn moved_to(&mut self, store: PartitionStore) {
+        self.watcher.check(&self.store);
+        self.store = store;
+        let before = std::mem::replace(&mut self.watcher, Watcher::of(&self.store));
+        assert!(before.knows_nothing());
+    }
+
+    pub fn blocks(&self) -> impl Iterator<Item = BlockId> + use<> {
+        (0..self.layout.blocks()).map(BlockId)
+    }
+
+    /// Another reducer from the next version on.
+    pub fn change(&mut self, reducer: Reducer) {
+        if reducer != self.reducer {
+            self.reducer = reducer;
+            self.reference.reset_state();
+            self.t = 0;
+        }
+    }
+
+    pub fn begin_add(&self) -> Result<Arc<PartitionJob>, PartitionError> {
+        self.store.begin(self.version, PartitionWork::Add { reducer: self.reducer }, true)
+    }
+
+    /// `more` contributions come besides those of concluded plans.
+    pub fn begin_reduce(&self, more: usize) -> Result<Arc<PartitionJob>, PartitionError> {
+        let contributions = (self.sent.len() + more).max(1) as u32;
+        let step = Step { reducer: self.reducer, hyper: self.hyper.clone(), contributions, t: self.t + 1 };
+        let work = reduces_all(&self.store, step, self.t == 0);
+        self.store.begin(self.version, work, true)
+    }
+
+    /// Adds up what `sources` send and concludes it.
+    pub fn add(&mut self, sources: &[Source]) {
+        let job = self.begin_add().unwrap();
+        for source in sources {
+            source.blocks.iter().for_each(|&block| source.add(&job, &self.layout, block));
+        }
+        let merge = self.store.conclude(&job).unwrap();
+        drop(job);
+        if let Some(merge) = merge {
+            assert!(matches!(self.begin_add(), Err(PartitionError::Busy)));
+            // Some twice, some not at all: those are done by dropping it.
+            merge.run(0..merge.len() / 2);
+            merge.run(0..merge.len() * 2 / 3);
+        }
+        self.sent.extend_from_slice(sources);
+    }
+
+    /// Makes a version of what `sources` send, block by block, the last of each block finishing it.
+    pub fn reduce(&mut self, sources: &[Source]) {
+        let job = self.begin_reduce(sources.len()).unwrap();
+        for block in self.blocks() {
+            self.finish_block(&job, block, sources);
+        }
+        assert_eq!(self.store.newest().unwrap().version(), self.version, "nothing is shown yet");
+        assert!(self.store.conclude(&job).unwrap().is_none());
+        self.published(sources);
+    }
+
+    pub fn finish_block(&self, job: &Arc<PartitionJob>, block: BlockId, sources: &[Source]) {
+        let senders: Vec<_> = sources.iter().filter(|source| source.blocks.contains(&block)).collect();
+        match senders.split_last() {
+            None => assert!(job.finish(block, None).unwrap()),
+            Some((last, others)) => {
+                others.iter().for_each(|source| source.add(job, &self.layout, block));
+                last.finish(job, &self.layout, block);
+            }
+        }
+    }
+
+    /// The store has concluded the version: so does the model.
+    pub fn published(&mut self, sources: &[Source]) {
+        self.version = self.version.next();
+        self.t += 1;
+        self.sent.extend_from_slice(sources);
+        let sent = std::mem::take(&mut self.sent);
+        let layout = &self.layout;
+        let mut merged: Vec<f32> = self.reference.weights.iter().map(|&weight| weight as f32).collect();
+        let mut contributions = Vec::new();
+        for source in &sent {
+            let mut bytes = encode(layout, 0, |_| 0.0);
+            for &block in &source.blocks {
+                bytes[bytes_of(layout, block)].copy_from_slice(&source.plain(layout, block));
+            }
+            let values = decode(layout, &bytes);
+            if self.reducer == Reducer::Assign {
+                for ((at, i, _), value) in elements(layout).zip(&values) {
+                    if source.blocks.contains(&layout.block_of(at as u64)) {
+                        merged[i] = *value;
+                    }
+                }
+                for &block in &source.blocks {
+                    self.raw[bytes_of(layout, block)].copy_from_slice(&source.plain(layout, block));
+                }
+            }
+            contributions.push(values);
+        }
+        if self.reducer == Reducer::Assign {
+            contributions = vec![merged];
+        } else if contributions.is_empty() {
+            contributions = vec![vec![0.0; self.reference.weights.len()]];
+        }
+        self.reference.step(self.reducer, &self.hyper, &contributions);
+    }
+
+    /// The newest version is what it should be, so are the checksums, and what a watcher knows.
+    pub fn check(&self, what: &str) -> Vec<u8> {
+        self.watcher.check(&self.store);
+        let newest = self.store.newest().unwrap();
+        assert_eq!(newest.version(), self.version, "{what}");
+        let bytes: Vec<u8> = self.blocks().flat_map(|block| newest.block(block).to_vec()).collect();
+        self.reference.check(&self.layout, &bytes, what);
+        for segment in self.blocks().flat_map(|block| self.layout.segments(block)) {
+            if !segment.dtype.is_reducible() {
+                let range = segment.bytes.start as usize..segment.bytes.end as usize;
+                assert!(bytes[range.clone()] == self.raw[range.clone()], "{what}: opaque bytes {range:?}");
+            }
+        }
+        for block in self.blocks() {
+            let sum = crc32c(newest.block(block));
+            assert_eq!((newest.checksum(block), newest.checksum(block)), (sum, sum), "{what}: block {block}");
+        }
+        bytes
+    }
+}
+
+/// As the definition says, bit by bit.
+fn crc32c(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0, |crc, &byte| {
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| (crc >> 1) ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 })
+    })
+}

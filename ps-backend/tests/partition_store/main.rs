@@ -1,0 +1,13 @@
+//! The memory of a partition of a model, against a plain scalar model.
+
+#[path = "../embedded/common.rs"]
+#[allow(dead_code)]
+mod common;
+mod doubles;
+mod driver;
+mod moving;
+mod partly;
+mod random;
+mod rules;
+mod threads;
+mod watching;

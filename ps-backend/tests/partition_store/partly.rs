@@ -1,0 +1,223 @@
+//! Values of blocks that are written in part, against a copy of the model's bytes.
+
+#![allow(clippy::single_range_in_vec_init)] // Lists of ranges that happen to have one.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use common::{encode, initial_weights, noise};
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseResult;
+use ps_backend::partition::store::{Limits, PartitionJob, PartitionStore, PartitionWork, Payload};
+
+use crate::common;
+use crate::driver::{bytes_of, model, partition_of, reduces_all};
+
+/// Which blocks, by bit; how much of a block is written, in words of four bytes, from where, and how often; all of it if
+/// nothing is said.
+type Draw = (u16, Option<Vec<(u16, u16)>>);
+
+#[derive(Clone, Debug)]
+struct Plan {
+    sources: Vec<Draw>,
+    /// Of a sum: it is dropped when it is there.
+    dropped: bool,
+    /// The first payload of a block comes straight into the sum where it can.
+    in_place: bool,
+}
+
+fn plan() -> impl Strategy<Value = Plan> {
+    let pieces = prop::collection::vec((0..17_000u16, 1..3000u16), 1..5);
+    let sources = prop::collection::vec((any::<u16>(), prop::option::weighted(0.8, pieces)), 0..5);
+    (sources, prop::bool::weighted(0.2), any::<bool>()).prop_map(|(sources, dropped, in_place)| Plan {
+        sources,
+        dropped,
+        in_place,
+    })
+}
+
+struct Bench {
+    store: PartitionStore,
+    layout: ModelLayout,
+    expected: Vec<u8>,
+    version: Version,
+    seed: usize,
+}
+
+/// What one source sends of a block.
+struct Sent {
+    block: BlockId,
+    bytes: Vec<u8>,
+    written: Option<Vec<Range<u32>>>,
+}
+
+impl Bench {
+    fn new(layout: ModelLayout) -> Bench {
+        let store =
+            PartitionStore::new(partition_of(&layout, |_| true), Reducer::Assign, Limits::default()).unwrap();
+        let expected = initial_weights(&layout);
+        for block in (0..layout.blocks()).map(BlockId) {
+            store.load(block, &expected[bytes_of(&layout, block)]).unwrap();
+        }
+        store.finish_loading().unwrap();
+        Bench { store, layout, expected, version: Version(0), seed: 0 }
+    }
+
+    /// By source.
+    fn sent(&mut self, plan: &Plan) -> Vec<Vec<Sent>> {
+        let sources = plan.sources.iter().map(|(bits, pieces)| {
+            self.seed += 1;
+            let seed = self.seed;
+            // What is not written is garbage where something else may lie.
+            let all = encode(&self.layout, seed as u8, |i| noise(seed, i));
+            let blocks = (0..self.layout.blocks()).filter(|block| bits >> (block % 16) & 1 == 1).map(BlockId);
+            let sent = blocks.map(|block| {
+                let bytes = all[bytes_of(&self.layout, block)].to_vec();
+                let written = pieces.as_ref().map(|pieces| {
+                    let mut written = Vec::new();
+                    for &(from, words) in pieces {
+                        // Some of it may be behind the end of a short block.
+                        let from = 4 * u32::from(from);
+                        libmodelio::vocabulary::ranges::insert(
+                            &mut written,
+                            from..from + 4 * u32::from(words),
+                        );
+                    }
+                    written
+                });
+                Sent { block, bytes, written }
+            });
+            sent.collect()
+        });
+        sources.collect()
+    }
+
+    fn is_expected(&mut self, sent: &[Vec<Sent>]) {
+        for Sent { block, bytes, written } in sent.iter().flatten() {
+            let there = &mut self.expected[bytes_of(&self.layout, *block)];
+            for range in written.clone().unwrap_or_else(|| vec![0..bytes.len() as u32]) {
+                let range = (range.start as usize).min(bytes.len())..(range.end as usize).min(bytes.len());
+                there[range.clone()].copy_from_slice(&bytes[range]);
+            }
+        }
+    }
+
+    fn add(job: &Arc<PartitionJob>, Sent { block, bytes, written }: &Sent, in_place: bool) {
+        if in_place && let Some(mut target) = job.destination(*block, false).unwrap() {
+            target.bytes().copy_from_slice(bytes);
+            assert!(target.complete_written(written.as_deref()));
+            return;
+        }
+        assert!(job.add_written(*block, Payload::Plain(bytes), written.as_deref()).unwrap());
+    }
+
+    /// Adds up what comes for the next version; nothing is shown of it yet.
+    fn keep(&mut self, plan: &Plan) -> Option<Vec<Vec<Sent>>> {
+        let sent = self.sent(plan);
+        let work = PartitionWork::Add { reducer: Reducer::Assign };
+        let job = self.store.begin(self.version, work, true).unwrap();
+        sent.iter().flatten().for_each(|sent| Bench::add(&job, sent, plan.in_place));
+        if plan.dropped {
+            job.give_up();
+            return None;
+        }
+        drop(self.store.conclude(&job).unwrap());
+        Some(sent)
+    }
+
+    /// New weights come in between: of one block, all of it.
+    fn assign(&mut self) {
+        let plan = Plan { sources: vec![(2, None)], dropped: false, in_place: false };
+        let sent = self.sent(&plan);
+        let job = self.store.begin(self.version, PartitionWork::Assign, true).unwrap();
+        for block in (0..self.layout.blocks()).map(BlockId) {
+            let new = sent.iter().flatten().find(|sent| sent.block == block);
+            assert!(job.finish(block, new.map(|sent| Payload::Plain(&sent.bytes))).unwrap());
+        }
+        self.store.conclude(&job).unwrap();
+        self.version = self.version.next();
+        self.is_expected(&sent);
+    }
+
+    fn reduce(&mut self, plan: &Plan, kept: &[Vec<Vec<Sent>>]) {
+        let step = Step { reducer: Reducer::Assign, hyper: Hyper::default(), contributions: 1, t: 1 };
+        let sent = self.sent(plan);
+        let job = self.store.begin(self.version, reduces_all(&self.store, step, false), true).unwrap();
+        for block in (0..self.layout.blocks()).map(BlockId) {
+            let of_block: Vec<_> = sent.iter().flatten().filter(|sent| sent.block == block).collect();
+            match of_block.split_last() {
+                None => assert!(job.finish(block, None).unwrap()),
+                Some((Sent { bytes, written, .. }, before)) => {
+                    before.iter().for_each(|sent| Bench::add(&job, sent, plan.in_place));
+                    let last = Payload::Plain(bytes);
+                    assert!(job.finish_written(block, last, written.as_deref(), true).unwrap());
+                }
+            }
+        }
+        self.store.conclude(&job).unwrap();
+        self.version = self.version.next();
+        kept.iter().for_each(|sent| self.is_expected(sent));
+        self.is_expected(&sent);
+    }
+
+    fn check(&self) -> TestCaseResult {
+        let newest = self.store.newest().unwrap();
+        prop_assert_eq!(newest.version(), self.version);
+        for block in (0..self.layout.blocks()).map(BlockId) {
+            let (there, expected) = (newest.block(block), &self.expected[bytes_of(&self.layout, block)]);
+            let wrong = there.iter().zip(expected).position(|(there, expected)| there != expected);
+            prop_assert_eq!(wrong, None, "version {}, block {}", self.version, block);
+        }
+        Ok(())
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_was_not_written_takes_no_part_in_assign(
+        rounds in prop::collection::vec((prop::collection::vec(plan(), 0..4), any::<bool>(), plan()), 1..5),
+    ) {
+        let mut bench = Bench::new(model());
+        for (adds, assigns, reduce) in rounds {
+            let kept: Vec<_> = adds.iter().filter_map(|plan| bench.keep(plan)).collect();
+            bench.check()?;
+            if assigns {
+                bench.assign();
+                bench.check()?;
+            }
+            bench.reduce(&reduce, &kept);
+            bench.check()?;
+        }
+    }
+}
+
+/// Half precision keeps what an fp32 master knows beyond the weights.
+#[test]
+fn masters_of_what_was_not_written_stay_as_they_are() {
+    let layout = ModelLayout::blank(u64::from(common::BLOCK), DType::BF16, common::BLOCK).unwrap();
+    let store =
+        PartitionStore::new(partition_of(&layout, |_| true), Reducer::Sum, Limits::default()).unwrap();
+    store.load(BlockId(0), &encode(&layout, 0, |_| 1.0)).unwrap();
+    store.finish_loading().unwrap();
+    let small = encode(&layout, 0, |_| 1.0 / 1024.0);
+    let make = |base: u64, reducer, payload: &[u8], written: Option<&[Range<u32>]>| {
+        let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1 };
+        let job = store.begin(Version(base), reduces_all(&store, step, true), true).unwrap();
+        assert!(job.finish_written(BlockId(0), Payload::Plain(payload), written, true).unwrap());
+        store.conclude(&job).unwrap();
+    };
+    // bfloat16 has no 1 + 2^-10, nor 1 + 3 * 2^-10. It has 1 + 2^-7, which is what 8 of them make.
+    (0..4).for_each(|base| make(base, Reducer::Sum, &small, None));
+    make(4, Reducer::Assign, &encode(&layout, 0, |_| 5.0), Some(&[8..16]));
+    (5..9).for_each(|base| make(base, Reducer::Sum, &small, None));
+    let newest = store.newest().unwrap();
+    let values = common::decode(&layout, newest.block(BlockId(0)));
+    let expected = |i: usize| if (4..8).contains(&i) { 5.0 } else { 1.0 + 1.0 / 128.0 };
+    let wrong = values.iter().enumerate().find(|(i, value)| **value != expected(*i));
+    assert_eq!(wrong, None);
+}

@@ -1,0 +1,414 @@
+//! What is refused, what passes, what stays: one rule a test.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use common::{BLOCK, encode, floats_layout};
+use libmodelio::bytes::mmap::Mapping;
+use libmodelio::vocabulary::ids::{BlockId, Version};
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use ps_backend::partition::store::{Limits, PartitionError, PartitionStore, PartitionWork, Payload};
+
+use crate::common;
+use crate::driver::{Source, Twin, WAYS, Way, model, partition_of, reduces_all};
+
+fn twin(reducer: Reducer) -> Twin {
+    Twin::new(partition_of(&model(), |_| true), reducer, Hyper::default(), Limits::default())
+}
+
+fn all(twin: &Twin, seed: usize, way: Way) -> Source {
+    Source { seed, way, blocks: twin.blocks().collect() }
+}
+
+#[test]
+fn wide_sums_lose_nothing() {
+    let model = ModelLayout::blank(u64::from(BLOCK), DType::BF16, BLOCK).unwrap();
+    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
+    store.load(BlockId(0), &encode(&model, 0, |_| -2.0)).unwrap();
+    store.finish_loading().unwrap();
+    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 2, t: 1 };
+    let job = store.begin(Version(0), reduces_all(&store, step, true), true).unwrap();
+    // 2 and 2^-9: bfloat16 has no such number.
+    let one = (1.0f32 + 1.0 / 1024.0).to_le_bytes().repeat(BLOCK as usize / 2);
+    assert!(job.add(BlockId(0), Payload::Wide(&one)).unwrap());
+    assert!(job.finish(BlockId(0), Some(Payload::Wide(&one))).unwrap());
+    store.conclude(&job).unwrap();
+    let newest = store.newest().unwrap();
+    assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|&value| value == 1.0 / 512.0));
+}
+
+#[test]
+fn an_inf_of_a_sum_that_was_looked_at_is_nobodys_fault() {
+    let model = ModelLayout::blank(u64::from(BLOCK), DType::F32, BLOCK).unwrap();
+    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
+    store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
+    store.finish_loading().unwrap();
+    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 3, t: 1 };
+    let job = store.begin(Version(0), reduces_all(&store, step, true), true).unwrap();
+    let infinite = encode(&model, 0, |_| f32::INFINITY);
+    // One learner's would be refused; a sum of two counts.
+    assert!(!job.finish(BlockId(0), Some(Payload::Plain(&infinite))).unwrap());
+    assert!(matches!(store.conclude(&job), Err(PartitionError::Unfinished(_))));
+    assert!(job.finish_written(BlockId(0), Payload::Plain(&infinite), None, false).unwrap());
+    store.conclude(&job).unwrap();
+    let newest = store.newest().unwrap();
+    assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|&value| value == f32::INFINITY));
+}
+
+/// Memory in which another thread keeps storing 1 and NaN, as a client may over shared memory.
+struct Restless {
+    memory: Arc<Mapping>,
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Restless {
+    fn new(layout: &ModelLayout) -> Restless {
+        let ones = encode(layout, 0, |_| 1.0);
+        let nan = encode(layout, 0, |_| f32::NAN);
+        let memory = Arc::new(Mapping::anonymous(ones.len()).unwrap());
+        // SAFETY: nobody else knows the memory yet.
+        unsafe { memory.write(0, &ones) };
+        let (of_thread, over) = (Arc::clone(&memory), Arc::<AtomicBool>::default());
+        let ends = Arc::clone(&over);
+        let thread = std::thread::spawn(move || {
+            let at = (ones.len() / 2).next_multiple_of(4);
+            let word = |bytes: &[u8]| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+            // SAFETY: in bounds, and aligned as pages are.
+            let there = unsafe { AtomicU32::from_ptr(of_thread.start().as_ptr().add(at).cast()) };
+            while !ends.load(Ordering::Relaxed) {
+                for value in [&nan, &ones] {
+                    there.store(word(value), Ordering::Relaxed);
+                    // About as long as a block is read.
+                    (0..100).for_each(|_| std::hint::spin_loop());
+                }
+            }
+        });
+        Restless { memory, over, thread: Some(thread) }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: they are numbers to add up, whichever they are.
+        unsafe { self.memory.bytes(0..self.memory.len()) }
+    }
+}
+
+impl Drop for Restless {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+#[test]
+fn numbers_that_change_while_they_are_read_are_judged_as_they_are_taken() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for reducer in [None, Some(Reducer::Assign), Some(Reducer::Sgd)] {
+            let model = ModelLayout::blank(u64::from(BLOCK), dtype, BLOCK).unwrap();
+            let held_by = reducer.unwrap_or(Reducer::Sum);
+            let store =
+                PartitionStore::new(partition_of(&model, |_| true), held_by, Limits::default()).unwrap();
+            store.load(BlockId(0), &encode(&model, 0, |_| 0.0)).unwrap();
+            store.finish_loading().unwrap();
+            let restless = Restless::new(&model);
+            let (mut taken, mut refused) = (0, 0);
+            let until = Instant::now() + Duration::from_secs(20);
+            while (taken < 200 || refused < 200) && Instant::now() < until {
+                let base = store.newest().unwrap().version();
+                let work = match reducer {
+                    None => PartitionWork::Assign,
+                    Some(reducer) => {
+                        let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1 };
+                        reduces_all(&store, step, true)
+                    }
+                };
+                let job = store.begin(base, work, true).unwrap();
+                if job.finish(BlockId(0), Some(Payload::Plain(restless.bytes()))).unwrap() {
+                    store.conclude(&job).unwrap();
+                    let newest = store.newest().unwrap();
+                    let values = common::decode(&model, newest.block(BlockId(0)));
+                    assert!(
+                        values.iter().all(|value| value.is_finite()),
+                        "{dtype:?} {reducer:?}: NaN counts"
+                    );
+                    taken += 1;
+                } else {
+                    job.give_up();
+                    refused += 1;
+                }
+            }
+            assert!(taken > 0 && refused > 0, "{dtype:?} {reducer:?}: {taken} taken, {refused} refused");
+        }
+    }
+}
+
+#[test]
+fn whatever_does_not_fit_is_refused_and_changes_nothing() {
+    let mut twin = twin(Reducer::Sum);
+    let job = twin.begin_reduce(1).unwrap();
+    let blocks = twin.layout.blocks();
+    let bytes = vec![0; BLOCK as usize];
+    for block in [blocks, u32::MAX].map(BlockId) {
+        assert!(matches!(job.add(block, Payload::Plain(&bytes)), Err(PartitionError::NoBlock { .. })));
+        assert!(matches!(job.finish(block, None), Err(PartitionError::NoBlock { .. })));
+        assert!(matches!(job.destination(block, false), Err(PartitionError::NoBlock { .. })));
+        assert!(matches!(twin.store.load(block, &bytes), Err(PartitionError::NoBlock { .. })));
+    }
+    // Block 6 is bfloat16: its wide payload is longer.
+    for payload in [Payload::Plain(&bytes[1..]), Payload::Wide(&bytes)] {
+        let error = job.add(BlockId(6), payload).expect_err("wrong length");
+        assert!(matches!(error, PartitionError::Length { block: BlockId(6), .. }), "{error}");
+        let error = job.finish(BlockId(6), Some(payload)).expect_err("wrong length");
+        assert!(matches!(error, PartitionError::Length { .. }), "{error}");
+    }
+    assert!(!job.holds(BlockId(6)));
+    assert!(matches!(twin.store.conclude(&job), Err(PartitionError::Unfinished(BlockId(0)))));
+    drop(job);
+    let base = Version(7);
+    let error = twin.store.begin(base, PartitionWork::Add { reducer: Reducer::Sum }, true).expect_err("base");
+    assert!(matches!(error, PartitionError::Base { expected: Version(0), got: Version(7) }));
+    assert!(matches!(twin.store.load(BlockId(0), &bytes), Err(PartitionError::Loaded)));
+    let source = all(&twin, 1, Way::Plain);
+    twin.reduce(&[source]);
+    twin.check("after refusals");
+}
+
+#[test]
+fn nothing_is_read_or_begun_before_all_is_loaded() {
+    let model = floats_layout(3 * BLOCK as usize / 4);
+    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sgd, Limits::default()).unwrap();
+    let bytes = vec![0; BLOCK as usize];
+    assert!(store.load(BlockId(0), &bytes).unwrap());
+    assert!(!store.load(BlockId(0), &bytes).unwrap(), "once");
+    assert!(store.load(BlockId(2), &bytes).unwrap());
+    assert!(matches!(store.finish_loading(), Err(PartitionError::NotLoaded(BlockId(1)))));
+    assert!(store.newest().is_none() && store.version(Version(0)).is_none());
+    let begun = store.begin(Version(0), PartitionWork::Add { reducer: Reducer::Sgd }, true);
+    assert!(matches!(begun, Err(PartitionError::Loading)));
+    assert!(store.load(BlockId(1), &bytes).unwrap());
+    store.finish_loading().unwrap();
+    store.finish_loading().unwrap();
+    assert!(store.newest().is_some());
+}
+
+#[test]
+fn only_what_an_accumulator_holds_is_received_in_place() {
+    let twin = twin(Reducer::Sum);
+    let job = twin.begin_add().unwrap();
+    for block in twin.blocks() {
+        let segments = twin.layout.segments(block);
+        let is_f32 = segments.iter().all(|segment| segment.dtype == DType::F32);
+        let is_reduced = segments.iter().all(|segment| segment.dtype.is_reducible());
+        assert_eq!(job.destination(block, false).unwrap().is_some(), is_f32, "{block}");
+        assert_eq!(job.destination(block, true).unwrap().is_some(), is_reduced, "{block}");
+        // Those targets were dropped: nothing has come.
+        assert!(!job.holds(block));
+    }
+    let block = twin.blocks().find(|&block| job.destination(block, false).unwrap().is_some()).unwrap();
+    let target = job.destination(block, false).unwrap().unwrap();
+    let source = all(&twin, 1, Way::Plain);
+    let payload = source.plain(&twin.layout, block);
+    assert!(matches!(job.add(block, Payload::Plain(&payload)), Err(PartitionError::Claimed(_))));
+    assert!(matches!(twin.store.conclude(&job), Err(PartitionError::Claimed(_))));
+    drop(target);
+    assert!(job.add(block, Payload::Plain(&payload)).unwrap());
+    assert!(job.destination(block, false).unwrap().is_none(), "not the first");
+}
+
+#[test]
+fn the_next_plan_waits_for_whoever_still_receives() {
+    let twin = twin(Reducer::Sum);
+    let job = twin.begin_add().unwrap();
+    let target = twin.blocks().find_map(|block| job.destination(block, true).unwrap()).unwrap();
+    job.give_up();
+    drop(job);
+    assert!(target.job().is_over());
+    let error = twin.begin_add().expect_err("somebody still writes");
+    assert!(matches!(error, PartitionError::Busy) && error.is_transient());
+    drop(target);
+    twin.begin_add().unwrap();
+}
+
+#[test]
+fn what_is_not_finite_is_told_and_a_dropped_plan_leaves_no_trace_of_it() {
+    for way in WAYS {
+        let mut twin = twin(Reducer::Momentum);
+        let source = all(&twin, 5, way);
+        let last = BlockId(twin.layout.blocks() - 1);
+        let (mut plain, mut wide) = (source.plain(&twin.layout, last), source.wide(&twin.layout, last));
+        let (end, wide_end) = (plain.len(), wide.len());
+        plain[end - 2..].copy_from_slice(&0x7c00u16.to_le_bytes());
+        wide[wide_end - 4..].copy_from_slice(&f32::NAN.to_le_bytes());
+        let job = twin.begin_reduce(2).unwrap();
+        if way == Way::InPlace {
+            let mut target = job.destination(last, true).unwrap().unwrap();
+            target.bytes().copy_from_slice(&wide);
+            assert!(!target.complete());
+        } else {
+            let payload = if way == Way::Plain { Payload::Plain(&plain) } else { Payload::Wide(&wide) };
+            assert!(!job.finish(last, Some(payload)).unwrap());
+            assert!(!job.add(last, payload).unwrap());
+        }
+        drop(job);
+        twin.check("refused");
+        twin.reduce(&[source]);
+        twin.check("without it");
+    }
+}
+
+#[test]
+fn what_is_not_finite_may_be_accepted() {
+    let twin = twin(Reducer::Sum);
+    let source = all(&twin, 5, Way::Plain);
+    let last = BlockId(twin.layout.blocks() - 1);
+    let mut plain = source.plain(&twin.layout, last);
+    let end = plain.len();
+    plain[end - 2..].copy_from_slice(&0x7c00u16.to_le_bytes());
+    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1 };
+    let work = reduces_all(&twin.store, step, false);
+    let job = twin.store.begin(Version(0), work, false).unwrap();
+    for block in twin.blocks().filter(|&block| block != last) {
+        assert!(job.finish(block, None).unwrap());
+    }
+    assert!(job.finish(last, Some(Payload::Plain(&plain))).unwrap());
+    twin.store.conclude(&job).unwrap();
+    let newest = twin.store.newest().unwrap();
+    assert!(newest.block(last).ends_with(&0x7c00u16.to_le_bytes()));
+}
+
+#[test]
+fn an_overflowing_sum_is_nobodys_fault() {
+    let model = floats_layout(BLOCK as usize / 4);
+    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
+    store.load(BlockId(0), &vec![0; BLOCK as usize]).unwrap();
+    store.finish_loading().unwrap();
+    let large = f32::MAX.to_le_bytes().repeat(BLOCK as usize / 4);
+    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 3, t: 1 };
+    let job = store.begin(Version(0), reduces_all(&store, step, false), true).unwrap();
+    assert!(job.add(BlockId(0), Payload::Plain(&large)).unwrap());
+    assert!(job.add(BlockId(0), Payload::Plain(&large)).unwrap());
+    assert!(job.finish(BlockId(0), Some(Payload::Plain(&large))).unwrap());
+    store.conclude(&job).unwrap();
+    let newest = store.newest().unwrap();
+    assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|value| *value == f32::INFINITY));
+}
+
+#[test]
+fn a_job_is_concluded_once() {
+    let mut twin = twin(Reducer::Sum);
+    let job = twin.begin_add().unwrap();
+    assert!(twin.store.conclude(&job).unwrap().is_none());
+    assert!(matches!(twin.store.conclude(&job), Err(PartitionError::Over)));
+    assert!(matches!(job.finish(BlockId(0), None), Err(PartitionError::AddsOnly)));
+    let payload = all(&twin, 1, Way::Plain).plain(&twin.layout, BlockId(0));
+    assert!(matches!(job.add(BlockId(0), Payload::Plain(&payload)), Err(PartitionError::Complete(_))));
+    drop(job);
+    let job = twin.begin_reduce(0).unwrap();
+    twin.blocks().for_each(|block| assert!(job.finish(block, None).unwrap()));
+    assert!(matches!(job.finish(BlockId(0), None), Err(PartitionError::Complete(_))));
+    job.give_up();
+    assert!(matches!(twin.store.conclude(&job), Err(PartitionError::Over)));
+    drop(job);
+    twin.reduce(&[]);
+    twin.check("given up once, concluded once");
+}
+
+#[test]
+fn held_versions_stay_and_buffers_are_bounded() {
+    let limits = Limits { retain: 1, buffers: 4 };
+    let mut twin = Twin::new(partition_of(&model(), |_| true), Reducer::Sgd, Hyper::default(), limits);
+    let mut held = vec![(twin.store.newest().unwrap(), twin.check("loaded"))];
+    let source = |twin: &Twin, seed| vec![all(twin, seed, Way::Plain)];
+    for seed in 1..=3 {
+        let sources = source(&twin, seed);
+        twin.reduce(&sources);
+        held.push((twin.store.newest().unwrap(), twin.check("held")));
+    }
+    assert_eq!(twin.store.versions(), [0, 1, 2, 3].map(Version));
+    let error = twin.begin_reduce(1).expect_err("no buffer");
+    assert!(matches!(error, PartitionError::NoBuffer { max: 4 }) && error.is_transient());
+    // Adding up needs none.
+    drop(twin.begin_add().unwrap());
+    for (version, bytes) in &held {
+        let now: Vec<u8> = twin.blocks().flat_map(|block| version.block(block).to_vec()).collect();
+        assert!(now == *bytes, "version {} has changed", version.version());
+    }
+    held.remove(1);
+    let sources = source(&twin, 9);
+    twin.reduce(&sources);
+    twin.check("a buffer was given back");
+    assert!(twin.store.version(Version(1)).is_none() && twin.store.version(Version(0)).is_some());
+    drop(held);
+    for seed in 20..30 {
+        let sources = source(&twin, seed);
+        twin.reduce(&sources);
+        twin.check("steady");
+        assert_eq!(twin.store.versions().len(), 2, "the newest and the retained");
+    }
+    assert_eq!(twin.store.bytes().versions, 4 * twin.layout.size());
+}
+
+#[test]
+fn memory_is_taken_for_what_is_used() {
+    let mut twin = twin(Reducer::Sgd);
+    let (size, sums) = (twin.layout.size(), twin.layout.elements() * 4);
+    let start = twin.store.bytes();
+    assert_eq!((start.versions, start.masters, start.state, start.sums), (3 * size, 2 * sums, 0, 0));
+    assert_eq!(start.total(), 3 * size + 2 * sums);
+    let one = vec![all(&twin, 1, Way::Plain)];
+    twin.reduce(&one);
+    assert_eq!(twin.store.bytes(), start, "a lone sender needs no sum");
+    // However many there are, one sum serves them; and one more where plans come before.
+    for count in [2, 5, 11] {
+        let sources: Vec<_> = (0..count).map(|i| all(&twin, i, WAYS[i % 4])).collect();
+        twin.reduce(&sources);
+        assert_eq!(twin.store.bytes().sums, sums, "{count} sources");
+    }
+    for count in [2, 5, 11] {
+        let sources: Vec<_> = (0..count).map(|i| all(&twin, i, WAYS[i % 4])).collect();
+        (0..count).for_each(|_| twin.add(&sources));
+        twin.reduce(&sources);
+        twin.check("many plans");
+        assert_eq!(twin.store.bytes().sums, 2 * sums, "{count} sources, {count} plans");
+    }
+    twin.change(Reducer::Assign);
+    let sources = vec![all(&twin, 1, Way::Plain); 2];
+    twin.reduce(&sources);
+    twin.check("assigned");
+    assert_eq!(twin.store.bytes().sums, 2 * (sums + 80_008), "with what is not reduced");
+    twin.change(Reducer::Adam);
+    twin.store.prepare(Reducer::Adam, true).unwrap();
+    assert_eq!(twin.store.bytes().state, 4 * sums);
+    assert!(!twin.store.add_spare().unwrap() || twin.store.bytes().versions == 4 * size);
+}
+
+#[test]
+fn what_nobody_sends_is_carried_over_without_being_copied_again() {
+    let mut twin = twin(Reducer::Sum);
+    let blocks: Vec<_> = twin.blocks().collect();
+    for round in 0..9 {
+        let one = Source { seed: round, way: WAYS[round % 4], blocks: vec![blocks[round % blocks.len()]] };
+        twin.reduce(&[one]);
+        twin.check(&format!("round {round}"));
+    }
+    let newest = Arc::new(twin.store.newest().unwrap());
+    assert_eq!(newest.version(), Version(9));
+}
+
+#[test]
+fn sums_may_be_prefaulted_while_a_plan_runs() {
+    let mut twin = twin(Reducer::Adam);
+    let sources: Vec<_> = (0..3).map(|i| all(&twin, i, Way::InPlace)).collect();
+    let job = twin.begin_reduce(3).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| twin.store.prefault_sums(2).unwrap());
+        twin.blocks().for_each(|block| twin.finish_block(&job, block, &sources));
+    });
+    twin.store.conclude(&job).unwrap();
+    drop(job);
+    twin.published(&sources);
+    twin.check("prefaulted beside");
+}
