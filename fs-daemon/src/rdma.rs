@@ -19,7 +19,7 @@ pub use of_host::devices;
 mod of_host {
     use std::fmt::Write as _;
 
-    use libmodelio::rdma::verbs::{self, Context, DeviceInfo, PortInfo, VerbsError};
+    use libmodelio::transport::rdma::verbs::{self, Context, DeviceInfo, PortInfo, VerbsError};
     use serde_json::{Value, json};
 
     use super::Error;
@@ -136,7 +136,7 @@ For a device in software, with the module rdma_rxe (as root): rdma link add rxe0
 
     #[cfg(test)]
     mod tests {
-        use libmodelio::rdma::verbs::GidInfo;
+        use libmodelio::transport::rdma::verbs::GidInfo;
 
         use super::*;
 

@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 
 use libfuzzer_sys::fuzz_target;
 use libmodelio::vocabulary::ids::Version;
-use libmodelio::published::{DIRECTORY, Directory, ENTRIES, ENTRY, Seen, find};
+use libmodelio::transport::rdma::published::{DIRECTORY, Directory, ENTRIES, ENTRY, Seen, find};
 
 #[derive(Debug, arbitrary::Arbitrary)]
 enum Step {

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
 use libfuzzer_sys::fuzz_target;
-use libmodelio::shm::{Broken, End, Meeting, RING, Wants, receive};
+use libmodelio::transport::shm::{Broken, End, Meeting, RING, Wants, receive};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::memfd::{MFdFlags, memfd_create};

@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
 use libfuzzer_sys::fuzz_target;
-use libmodelio::shm::{SetupError, receive};
+use libmodelio::transport::shm::{SetupError, receive};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::eventfd::{EfdFlags, EventFd};

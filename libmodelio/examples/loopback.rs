@@ -17,10 +17,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use libmodelio::net::{
-    Buffer, Choice, Close, Connection, Reactor, ReactorOptions, Receive, ReceiveSlices, SendSlices,
-    SocketOptions, Stream, Thread, bind, connect,
-};
+use libmodelio::transport::reactor::{Choice, Reactor, ReactorOptions, Thread};
+use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
+use libmodelio::transport::tcp::{SocketOptions, bind, connect};
 use nix::sys::resource::{UsageWho, getrusage};
 
 const BLOCK: usize = 256 << 10;

@@ -8,7 +8,9 @@ use std::net::SocketAddr;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use libmodelio::net::{Backend, Choice, Close, Reactor, ReactorOptions, SocketOptions, Stream, Thread, bind};
+use libmodelio::transport::reactor::{Backend, Choice, Reactor, ReactorOptions, Thread};
+use libmodelio::transport::stream::{Close, Stream};
+use libmodelio::transport::tcp::{SocketOptions, bind};
 use streams::{Chatter, Echo, Event, PATIENCE};
 
 fn count(folder: &str) -> usize {

@@ -8,13 +8,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use libmodelio::net::Buffer;
-use libmodelio::net::{Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
-use libmodelio::rdma::verbs::{
+use libmodelio::transport::rdma::verbs::{
     Arena, Chunk, CmChannel, CmEvent, CmKind, Context, Domain, Endpoint, Notify, Pair, PairLimits,
     Parameters, Poller, Pool, RING, Remote, Rings, VerbsError, Work,
 };
-use libmodelio::rdma::{Fabric, Line, Mtu, Offer, RdmaOptions};
+use libmodelio::transport::rdma::{Fabric, Line, Mtu, Offer, RdmaOptions};
+use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::wire::Protocol;
 
 /// An address that leads over the device, as `GRADFS_RDMA_ADDRESS` says.

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{Client, ClientOptions, TransportChoice};
-use libmodelio::net::Choice;
 use libmodelio::registry::{Registry, RemoteRegistry};
+use libmodelio::transport::reactor::Choice;
 use libmodelio::transport::{Region, RegionKey};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::LearnerId;
@@ -45,7 +45,7 @@ impl Bench {
             io: Choice::Auto,
             rdma: RdmaUse::Off,
             rdma_port: None,
-            rdma_options: libmodelio::rdma::RdmaOptions::default(),
+            rdma_options: libmodelio::transport::rdma::RdmaOptions::default(),
             device_memory: None,
         };
         let server = Server::start(options).expect("a shard");

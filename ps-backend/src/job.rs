@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use libmodelio::payload::Payloads;
+use libmodelio::transport::tally::Payloads;
 use libmodelio::transport::{Attached, LeaveReason, Region, ShardError, TransportKind};
 use libmodelio::vocabulary::controls::{ControlError, Controls};
 use libmodelio::vocabulary::ids::{LearnerId, ShardId, Version};

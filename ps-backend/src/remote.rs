@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{self, Client, ClientEvent, PeerView};
-use libmodelio::payload::Payloads;
+use libmodelio::transport::tally::Payloads;
 use libmodelio::transport::{
     Attached, BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, RegionKey,
     Reply, ShardError, TransportKind,

@@ -1,7 +1,7 @@
 """Memory of a shard process by the number of learners, for scripts/bench-net.
 
 Each connection has buffers of fixed size: headers to be sent, and one payload that is added from cache. They are
-counted out, by what they are in libmodelio/src/link/.
+counted out, by what they are in libmodelio/src/transport/frames/.
 """
 
 from contextlib import ExitStack

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use libmodelio::client::{Client, ClientOptions, TransportChoice};
-use libmodelio::net::{Backend, Choice};
 use libmodelio::registry::Registry;
+use libmodelio::transport::reactor::{Backend, Choice};
 use libmodelio::transport::{Device, NO_RDMA};
 use libmodelio::wire::{ModelRecord, ShardRecord};
 use ps_backend::job::Job;

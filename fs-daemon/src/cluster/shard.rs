@@ -3,8 +3,8 @@
 use std::io::Write as _;
 use std::sync::Arc;
 
-use libmodelio::net::Choice;
-use libmodelio::rdma::RdmaOptions;
+use libmodelio::transport::rdma::RdmaOptions;
+use libmodelio::transport::reactor::Choice;
 use ps_backend::server::{self, RdmaUse, Server, ServerOptions};
 
 use crate::background::Ready;

@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket}
 use std::path::PathBuf;
 use std::time::Duration;
 
-use libmodelio::rdma::RdmaOptions;
+use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::vocabulary::controls::Controls;
 use ps_backend::server::RdmaUse;
 

@@ -1,6 +1,6 @@
 //! What is scraped: names, labels and values, in Prometheus' text format.
 
-use libmodelio::payload::Payloads;
+use libmodelio::transport::tally::Payloads;
 use prometheus::core::{AtomicU64, GenericGaugeVec};
 use prometheus::{IntCounterVec, Opts, Registry, TextEncoder};
 

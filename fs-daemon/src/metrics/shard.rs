@@ -1,6 +1,6 @@
 //! What a shard tells of itself.
 
-use libmodelio::payload::Payloads;
+use libmodelio::transport::tally::Payloads;
 use serde::Deserialize;
 use serde_json::Value;
 

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use super::core::Part;
 use super::edge::{Memory, Shared, Shortcut, Way};
-use crate::link::{Conversation, Link, Outgoing, Take};
-use crate::net::Close;
-use crate::payload::Flow;
+use crate::transport::frames::{Conversation, Link, Outgoing, Take};
+use crate::transport::stream::Close;
+use crate::transport::tally::Flow;
 use crate::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role, WireError};
 
 /// The greeting, the same for all connections of a client.

@@ -11,10 +11,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use libmodelio::net::{
-    Backend, Buffer, Choice, Close, Connection, Reactor, ReactorOptions, Refused, SocketOptions, Stream,
-    Thread, bind, connect,
-};
+use libmodelio::transport::reactor::{Backend, Choice, Reactor, ReactorOptions, Refused, Thread};
+use libmodelio::transport::stream::{Buffer, Close, Connection, Stream};
+use libmodelio::transport::tcp::{SocketOptions, bind, connect};
 use nix::errno::Errno;
 use streams::{Chatter, Counter, Echo, Event, FAREWELL, PATIENCE, Patient, Watch, Wrong, pattern};
 
@@ -320,15 +319,18 @@ impl Stream for Placed {
         self.0.send(thread).expect("the test listens");
     }
 
-    fn receive(&mut self, _: &mut libmodelio::net::ReceiveSlices) -> libmodelio::net::Receive {
-        libmodelio::net::Receive::Paused
+    fn receive(
+        &mut self,
+        _: &mut libmodelio::transport::stream::ReceiveSlices,
+    ) -> libmodelio::transport::stream::Receive {
+        libmodelio::transport::stream::Receive::Paused
     }
 
     fn received(&mut self, _: usize) -> Result<(), Close> {
         Ok(())
     }
 
-    fn transmit(&mut self, _: &mut libmodelio::net::SendSlices) {}
+    fn transmit(&mut self, _: &mut libmodelio::transport::stream::SendSlices) {}
 
     fn transmitted(&mut self, _: usize) -> Result<(), Close> {
         Ok(())

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use libmodelio::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream, Threads};
-use libmodelio::shm::{Meeting, listen, meet, receive};
+use libmodelio::transport::shm::{Meeting, Threads, listen, meet, receive};
+use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{SockFlag, accept4};

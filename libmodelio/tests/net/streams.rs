@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
-use libmodelio::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
+use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 
 /// What is at a position of a test's byte stream: no stretch of it looks like another.
 pub fn pattern(seed: u64, position: u64) -> u8 {
@@ -116,7 +116,7 @@ impl Stream for Chatter {
     }
 
     fn receive(&mut self, into: &mut ReceiveSlices) -> Receive {
-        assert_eq!((into.bytes(), into.room()), (0, libmodelio::net::SLICES_MAX));
+        assert_eq!((into.bytes(), into.room()), (0, libmodelio::transport::stream::SLICES_MAX));
         if self.watch.paused.load(Ordering::SeqCst) {
             return Receive::Paused;
         }

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU8, Ordering, fence};
 use std::sync::{Arc, Weak};
 
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::payload::Tally;
+use libmodelio::transport::tally::Tally;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, PartitionLayout};
 use libmodelio::vocabulary::reducer::{Reducer, Step};

@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::registry::RegistryError;
-use libmodelio::shm;
+use libmodelio::transport::shm;
 use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{Fate, Held, MAX_HELD, ModelRecord, Moved, Refusal, ShardRecord};
 

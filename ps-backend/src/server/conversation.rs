@@ -6,9 +6,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::link::{Conversation, Link, Outgoing, Piece, Take};
-use libmodelio::net::Close;
-use libmodelio::payload::Flow;
+use libmodelio::transport::frames::{Conversation, Link, Outgoing, Take};
+use libmodelio::transport::stream::{Close, Piece};
+use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, PlanId, Version};
 use libmodelio::vocabulary::layout::MAX_BLOCK_SIZE;
 use libmodelio::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role};

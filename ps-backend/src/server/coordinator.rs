@@ -9,8 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::link::{Link, Outgoing};
-use libmodelio::net::{Close, Handle};
+use libmodelio::transport::frames::{Link, Outgoing};
+use libmodelio::transport::reactor::Handle;
+use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};

@@ -18,11 +18,13 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::link::{Framed, Link, Outgoing, Take};
-use libmodelio::net::{Close, Stream};
-use libmodelio::rdma::verbs::{Done, Finished, Pool, Registration, Remote as Place, Slot, VerbsError, Work};
-use libmodelio::rdma::{Buffers, Device, DeviceMemory, Fabric, Line, Placement, RdmaOptions};
-use libmodelio::shm::{MAX_REGIONS, longest_region, longest_sum};
+use libmodelio::transport::frames::{Framed, Link, Outgoing, Take};
+use libmodelio::transport::rdma::verbs::{
+    Done, Finished, Pool, Registration, Remote as Place, Slot, VerbsError, Work,
+};
+use libmodelio::transport::rdma::{Buffers, Device, DeviceMemory, Fabric, Line, Placement, RdmaOptions};
+use libmodelio::transport::shm::{MAX_REGIONS, longest_region, longest_sum};
+use libmodelio::transport::stream::{Close, Stream};
 use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::wire::{Message, Received, Refusal};
 use parking_lot::Mutex;

@@ -13,9 +13,9 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use libmodelio::link::{Framed, Link, Outgoing, Take};
-use libmodelio::payload::Flow;
-use libmodelio::shm::{self, Descriptors, Lender, Meeting, Regions};
+use libmodelio::transport::frames::{Framed, Link, Outgoing, Take};
+use libmodelio::transport::shm::{self, Descriptors, Lender, Meeting, Regions};
+use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::ids::{BlockId, ClientId};
 use libmodelio::wire::{HELLO_DEADLINE, Message, Received, Refusal};
 use nix::errno::Errno;

@@ -35,10 +35,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::link::{Framed, Link};
-use libmodelio::net::{self, Choice, Reactor, ReactorOptions, SocketOptions};
-use libmodelio::rdma::{DeviceMemory, RdmaOptions};
 use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
+use libmodelio::transport::frames::{Framed, Link};
+use libmodelio::transport::rdma::{DeviceMemory, RdmaOptions};
+use libmodelio::transport::reactor::{Choice, Handle, Reactor, ReactorOptions};
+use libmodelio::transport::shm::Threads;
+use libmodelio::transport::stream::Stream;
+use libmodelio::transport::tcp::{self, SocketOptions};
 use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{Message, ModelRecord, Refusal};
 use parking_lot::{Condvar, Mutex};
@@ -145,10 +148,10 @@ pub(super) struct Shared {
     options: ServerOptions,
     address: String,
     shard: Mutex<ShardId>,
-    net: net::Handle,
+    net: Handle,
     pool: Arc<rayon::ThreadPool>,
     /// Connections through shared memory.
-    memory: Arc<net::Threads>,
+    memory: Arc<Threads>,
     /// Connections by RDMA.
     #[cfg(feature = "rdma")]
     rdma: OnceLock<fabric::Rdma>,
@@ -207,7 +210,7 @@ impl Server {
             shard: Mutex::new(ShardId(0)),
             net: reactor.handle(),
             pool: Arc::new(pool),
-            memory: net::Threads::new(memory::MAX_CONNECTIONS),
+            memory: Threads::new(memory::MAX_CONNECTIONS),
             #[cfg(feature = "rdma")]
             rdma: OnceLock::new(),
             no_rdma: OnceLock::new(),
@@ -249,7 +252,7 @@ impl Server {
             shared.announce()?;
         }
         let of_factory = Arc::clone(&shared);
-        let accept = move |peer: SocketAddr| -> Option<Box<dyn net::Stream>> {
+        let accept = move |peer: SocketAddr| -> Option<Box<dyn Stream>> {
             let link = Link::default();
             Some(Box::new(Framed::new(Peer::new(Arc::clone(&of_factory), peer), link, 128)))
         };
@@ -350,7 +353,7 @@ impl Shared {
     /// Takes connections by RDMA, if that is wanted.
     #[cfg(feature = "rdma")]
     fn start_rdma(self: &Arc<Shared>, address: SocketAddr) -> Result<(), NoRdma> {
-        use libmodelio::rdma::verbs::VerbsError;
+        use libmodelio::transport::rdma::verbs::VerbsError;
         if self.options.rdma == RdmaUse::Off {
             return Err(NoRdma::off());
         }
@@ -437,7 +440,7 @@ fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     const PAUSE: Duration = Duration::from_millis(10);
     let until = Instant::now() + PATIENCE;
     loop {
-        match net::bind(address, &SocketOptions::default()) {
+        match tcp::bind(address, &SocketOptions::default()) {
             Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < until => {
                 std::thread::sleep(PAUSE);
             }

@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use libmodelio::link::Link;
+use libmodelio::transport::frames::Link;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::{Message, ModelRecord, PlanSource, Refusal};
@@ -195,7 +195,7 @@ impl Partition {
     #[cfg(feature = "rdma")]
     pub(super) fn shown(
         &self,
-        device: &Arc<libmodelio::rdma::Device>,
+        device: &Arc<libmodelio::transport::rdma::Device>,
     ) -> Result<Arc<super::fabric::Shown>, Refusal> {
         let mut shown = self.shown.lock();
         if let Some(shown) = &*shown {

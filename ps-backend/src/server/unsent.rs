@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use libmodelio::link::{Link, Outgoing, Piece};
+use libmodelio::transport::frames::{Link, Outgoing};
+use libmodelio::transport::stream::Piece;
 use libmodelio::wire::{Message, Refusal};
 
 /// Requests of one connection that take time, or memory for their answer, and whose answers are not with the kernel yet.

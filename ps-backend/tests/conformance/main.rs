@@ -142,12 +142,12 @@ mod shm {
 }
 
 mod tcp_io_uring {
-    conforms!(crate::site::Way::tcp(libmodelio::net::Choice::Auto));
-    limits!(crate::site::Way::tcp(libmodelio::net::Choice::Auto));
+    conforms!(crate::site::Way::tcp(libmodelio::transport::reactor::Choice::Auto));
+    limits!(crate::site::Way::tcp(libmodelio::transport::reactor::Choice::Auto));
 }
 
 mod tcp_plain {
-    conforms!(crate::site::Way::tcp(libmodelio::net::Choice::Poll));
+    conforms!(crate::site::Way::tcp(libmodelio::transport::reactor::Choice::Poll));
 }
 
 /// Those that depend on how blocks move. The others need not be run for each option of a way.
@@ -174,7 +174,7 @@ macro_rules! moves {
 
 #[cfg(feature = "rdma")]
 mod rdma {
-    use libmodelio::rdma::{Notice, Placement};
+    use libmodelio::transport::rdma::{Notice, Placement};
 
     use crate::site::Way;
 

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::contributor::request;
-use libmodelio::net::Choice;
 #[cfg(feature = "rdma")]
-use libmodelio::rdma::RdmaOptions;
+use libmodelio::transport::rdma::RdmaOptions;
+use libmodelio::transport::reactor::Choice;
 use libmodelio::transport::{
     BlockSlot, Channel, CommitNotice, Device, Message, Placement, Region, Reply, ShardError, TransportKind,
 };

@@ -7,7 +7,7 @@ use std::time::Duration;
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::Staged;
-use libmodelio::net::Choice;
+use libmodelio::transport::reactor::Choice;
 use libmodelio::transport::{Region, RegionKey, ShardError};
 use libmodelio::vocabulary::ids::{Step, Version};
 use libmodelio::wire::{Message, Refusal};
@@ -60,7 +60,7 @@ fn ways() -> Vec<Way> {
     let ways = vec![Way::Memory, Way::Tcp(Choice::Auto)];
     #[cfg(feature = "rdma")]
     let ways = {
-        use libmodelio::rdma::{Placement, RdmaOptions};
+        use libmodelio::transport::rdma::{Placement, RdmaOptions};
 
         let placed: fn(&mut RdmaOptions) = |options| options.placement = Placement::Static;
         let fetched: fn(&mut RdmaOptions) = |options| options.placement = Placement::Dynamic;

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::client::{Client, ClientOptions};
-use libmodelio::link::{Conversation, Framed, Link, Outgoing, Take};
-use libmodelio::net::Close;
-use libmodelio::rdma::{Fabric, Line};
+use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
+use libmodelio::transport::rdma::{Fabric, Line};
+use libmodelio::transport::stream::Close;
 use libmodelio::wire::{Limits, Message, Protocol, Received};
 
 use crate::world::{LONG, Learner, Way, World};

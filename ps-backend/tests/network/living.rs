@@ -4,8 +4,8 @@ use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use libmodelio::admin::AdminPeer;
-use libmodelio::net::Choice;
 use libmodelio::registry::Registry;
+use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::{ShardId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::Message;

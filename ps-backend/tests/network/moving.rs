@@ -8,8 +8,8 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
-use libmodelio::net::Choice;
 use libmodelio::registry::Registry;
+use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, ShardId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::Reducer;

@@ -3,8 +3,8 @@
 use std::time::Instant;
 
 use libmodelio::admin::AdminPeer;
-use libmodelio::net::Choice;
-use libmodelio::payload::Payloads;
+use libmodelio::transport::reactor::Choice;
+use libmodelio::transport::tally::Payloads;
 use libmodelio::wire::Message;
 
 use crate::world::{LONG, Learner, Way, World};
@@ -107,7 +107,7 @@ fn the_first_contribution_comes_straight_into_the_sum() {
 #[cfg(feature = "rdma")]
 #[test]
 fn the_first_contribution_is_fetched_straight_into_the_sum() {
-    use libmodelio::rdma::{Fabric, Placement};
+    use libmodelio::transport::rdma::{Fabric, Placement};
 
     let Some(way) = Way::rdma_with(|options| options.placement = Placement::Dynamic) else { return };
     // With iWARP peers may write what READs fill.
@@ -121,7 +121,7 @@ fn the_first_contribution_is_fetched_straight_into_the_sum() {
 #[cfg(feature = "rdma")]
 #[test]
 fn by_rdma_no_cpu_copies_anything() {
-    use libmodelio::rdma::{Placement, RdmaOptions};
+    use libmodelio::transport::rdma::{Placement, RdmaOptions};
 
     let placed: fn(&mut RdmaOptions) = |options| options.placement = Placement::Static;
     let fetched: fn(&mut RdmaOptions) = |options| options.placement = Placement::Dynamic;

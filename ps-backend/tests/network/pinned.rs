@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::client::{Client, TransportChoice};
-use libmodelio::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
-use libmodelio::rdma::{Fabric, Placement, RdmaOptions};
 use libmodelio::transport::TransportKind;
+use libmodelio::transport::rdma::{Fabric, Placement, RdmaOptions};
+use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::vocabulary::ids::{ClientId, Version};
 use libmodelio::wire::{Message, Protocol, Role, frame};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};

@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::TransportChoice;
-use libmodelio::net::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
-use libmodelio::rdma::{
+use libmodelio::transport::TransportKind;
+use libmodelio::transport::rdma::{
     Buffers, Device, DeviceMemory, Export, Fabric, Notice, Placement, Polling, RdmaOptions,
 };
-use libmodelio::transport::TransportKind;
+use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{Limits, Message, Protocol, Received, Receiver, Refusal, Role, frame};

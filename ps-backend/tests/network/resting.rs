@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use libmodelio::net::Choice;
+use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::wire::{Message, Role};
 

@@ -4,7 +4,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use libmodelio::client::Pulls;
-use libmodelio::net::Choice;
+use libmodelio::transport::reactor::Choice;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::Message;
 

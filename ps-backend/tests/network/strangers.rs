@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
-use libmodelio::rdma::verbs::{
+use libmodelio::transport::rdma::verbs::{
     CmChannel, CmEvent, CmKind, Domain, Endpoint, Notify, Pair, PairLimits, Parameters, Poller, Remote,
 };
-use libmodelio::rdma::{Fabric, Offer};
+use libmodelio::transport::rdma::{Fabric, Offer};
 use libmodelio::wire::{Message, Protocol};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use clap::{CommandFactory, Parser};
-use libmodelio::rdma::Notice;
+use libmodelio::transport::rdma::Notice;
 use ps_backend::server::RdmaUse;
 
 use super::*;

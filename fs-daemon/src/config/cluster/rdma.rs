@@ -5,7 +5,7 @@ use std::fmt::Display;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 
-use libmodelio::rdma::{Mtu, RdmaOptions};
+use libmodelio::transport::rdma::{Mtu, RdmaOptions};
 use ps_backend::server::RdmaUse;
 
 use super::super::layer::{Key, Kind, key};

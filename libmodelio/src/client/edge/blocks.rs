@@ -11,9 +11,10 @@ use super::{Inner, Shared, Staged, Way};
 use crate::client::core::{PULL_BLOCKS, Part};
 use crate::client::sum::{self, Written};
 use crate::client::versions;
-use crate::link::{Guard, Link, Outgoing, Piece, Target};
-use crate::payload::Flow;
 use crate::transport::Region;
+use crate::transport::frames::{Link, Outgoing};
+use crate::transport::stream::{Guard, Piece, Target};
+use crate::transport::tally::Flow;
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Version};
 use crate::wire::{Granted, Message};
 

@@ -16,8 +16,8 @@ use super::{Answered, Awaited, ClientError, ClientListener, ClientOptions, PeerV
 use super::{Inner, Shared, Shortcut, keep};
 use crate::client::core::{Action, ClientCore, LastCommit, Now, Token};
 use crate::client::versions::{self, Versions};
-use crate::net::{Reactor, ReactorOptions};
-use crate::payload::{Payloads, Tally};
+use crate::transport::reactor::{Reactor, ReactorOptions};
+use crate::transport::tally::{Payloads, Tally};
 use crate::transport::{Attached, LeaveReason, Region, ShardError, TransportKind};
 use crate::vocabulary::block_ranges;
 use crate::vocabulary::ids::{ClientId, LearnerId, Step, Version};
@@ -72,7 +72,7 @@ impl Client {
         #[cfg(feature = "rdma")]
         if transport == TransportChoice::Rdma {
             // What must be is found out at once.
-            let opened = crate::rdma::Fabric::open(&options.rdma);
+            let opened = crate::transport::rdma::Fabric::open(&options.rdma);
             let opened = opened
                 .map_err(|error| ClientError::Transport { model: model.clone(), why: error.to_string() })?;
             fabric = Some(Ok(opened));

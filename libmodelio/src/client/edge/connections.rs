@@ -12,8 +12,10 @@ use super::usage::Usage;
 use super::whereabouts::Way;
 use crate::client::conversation::{Control, Data};
 use crate::client::core::Part;
-use crate::link::{Framed, Link};
-use crate::net::{Close, SocketOptions, Thread};
+use crate::transport::frames::{Framed, Link};
+use crate::transport::reactor::Thread;
+use crate::transport::stream::Close;
+use crate::transport::tcp::SocketOptions;
 
 /// Ends a connection by which a shard reads memory of this end's, before it returns: nothing that is read later counts.
 pub(in crate::client) type EndOfLoan = Box<dyn Fn() + Send + Sync>;
@@ -273,7 +275,7 @@ impl Shared {
 
     /// The device, which is opened when it is first wanted; if it cannot be, when it is wanted a while later.
     #[cfg(feature = "rdma")]
-    fn open_fabric(&self) -> Result<Arc<crate::rdma::Fabric>, String> {
+    fn open_fabric(&self) -> Result<Arc<crate::transport::rdma::Fabric>, String> {
         const AGAIN: Duration = Duration::from_secs(2);
         let mut known = self.fabric.lock();
         match &*known {
@@ -281,7 +283,8 @@ impl Shared {
             Some(Err((why, at))) if at.elapsed() < AGAIN => return Err(why.clone()),
             Some(Err(_)) | None => {}
         }
-        let opened = crate::rdma::Fabric::open(&self.options.rdma).map_err(|error| error.to_string());
+        let opened =
+            crate::transport::rdma::Fabric::open(&self.options.rdma).map_err(|error| error.to_string());
         *known = Some(opened.clone().map_err(|why| (why, Instant::now())));
         opened
     }

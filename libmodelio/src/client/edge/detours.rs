@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::connections::Shortcut;
-use crate::link::Link;
+use crate::transport::frames::Link;
 
 /// The better way is tried again after this, and twice as long each time that it is in vain,
 const FIRST: Duration = Duration::from_secs(5);

@@ -14,13 +14,13 @@ use super::{Shared, Shortcut, Way};
 use crate::bytes::mmap::Mapping;
 use crate::client::conversation::Data;
 use crate::client::core::Part;
-use crate::link::{Framed, Link, Target};
-use crate::net::{Close, Stream};
-use crate::payload::Flow;
-use crate::published::{self, DIRECTORY, ENTRY, Seen};
-use crate::rdma::verbs::{Done, Finished, Pool, Remote as Place, VerbsError, Work};
-use crate::rdma::{Fabric, Line, Placement};
-use crate::shm::MAX_REGIONS;
+use crate::transport::frames::{Framed, Link};
+use crate::transport::rdma::published::{self, DIRECTORY, ENTRY, Seen};
+use crate::transport::rdma::verbs::{Done, Finished, Pool, Remote as Place, VerbsError, Work};
+use crate::transport::rdma::{Fabric, Line, Placement};
+use crate::transport::shm::MAX_REGIONS;
+use crate::transport::stream::{Close, Stream, Target};
+use crate::transport::tally::Flow;
 use crate::vocabulary::ids::{BlockId, Version};
 use crate::vocabulary::layout::PartitionLayout;
 use crate::wire::{Message, Refusal};
@@ -149,7 +149,7 @@ impl Remote {
     /// free: its number.
     pub(super) fn place(
         &mut self,
-        piece: crate::link::Piece,
+        piece: crate::transport::stream::Piece,
         memory: &Arc<Mapping>,
     ) -> Result<Option<u32>, String> {
         let Some(granted) = &mut self.granted else { return Ok(None) };

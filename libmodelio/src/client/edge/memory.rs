@@ -22,12 +22,12 @@ use crate::client::ClientOptions;
 use crate::client::conversation::Data;
 use crate::client::core::Part;
 use crate::client::sum;
-use crate::link::{Framed, Link, Outgoing};
+use crate::transport::frames::{Framed, Link, Outgoing};
+use crate::transport::shm::{self, Descriptors, Lender, Meeting, RegionError, Regions};
+use crate::transport::stream::Close;
 #[cfg(feature = "rdma")]
-use crate::link::{Guard, Piece};
-use crate::net::Close;
-use crate::payload::Flow;
-use crate::shm::{self, Descriptors, Lender, Meeting, RegionError, Regions};
+use crate::transport::stream::{Guard, Piece};
+use crate::transport::tally::Flow;
 use crate::vocabulary::ids::{BlockId, PlanId, Version};
 use crate::wire::{Message, Received};
 

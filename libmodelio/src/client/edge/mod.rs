@@ -37,9 +37,10 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::core::{Action, ClientCore, Now, Token};
 use super::versions::Versions;
-use crate::link::{Link, Outgoing};
-use crate::net::{Close, Handle};
-use crate::payload::Tally;
+use crate::transport::frames::{Link, Outgoing};
+use crate::transport::reactor::Handle;
+use crate::transport::stream::Close;
+use crate::transport::tally::Tally;
 use crate::transport::{Region, ShardError};
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::controls::NonFinite;
@@ -60,7 +61,7 @@ use whereabouts::Whereabouts;
 
 /// A device for RDMA, or why it could not be opened, and when.
 #[cfg(feature = "rdma")]
-type Opened = Result<Arc<crate::rdma::Fabric>, (String, Instant)>;
+type Opened = Result<Arc<crate::transport::rdma::Fabric>, (String, Instant)>;
 
 struct Inner {
     core: ClientCore,

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::memory::TransportChoice;
-use crate::net::Choice;
-use crate::rdma::RdmaOptions;
 use crate::registry::Registry;
+use crate::transport::rdma::RdmaOptions;
+use crate::transport::reactor::Choice;
 use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
 use crate::vocabulary::ids::{LearnerId, ShardId, Version};
 use crate::vocabulary::partly::PartlyWritten;

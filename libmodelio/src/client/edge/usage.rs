@@ -4,7 +4,7 @@
 
 use super::{Inner, Shared, Way};
 use crate::client::core::Part;
-use crate::link::Link;
+use crate::transport::frames::Link;
 use crate::wire::Message;
 
 /// What is known of the connections to one shard.

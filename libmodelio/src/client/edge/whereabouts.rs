@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use super::memory::TransportChoice;
 use crate::client::core::Part;
-use crate::net::Threads;
-use crate::shm;
+use crate::transport::shm;
+use crate::transport::shm::Threads;
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::{Epoch, ShardId};
 use crate::wire::ShardRecord;

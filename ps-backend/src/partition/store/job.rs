@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use libmodelio::payload::{Flow, Tally};
+use libmodelio::transport::tally::{Flow, Tally};
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::reducer::Reducer;

@@ -3,7 +3,7 @@
 use std::mem::ManuallyDrop;
 use std::sync::mpsc::channel;
 
-use libmodelio::net::Choice;
+use libmodelio::transport::reactor::Choice;
 
 use super::*;
 use crate::server::{RdmaUse, Server, ServerOptions};
@@ -20,7 +20,7 @@ fn who_asks_how_a_shard_is_and_its_announcer_do_not_wait_for_each_other() {
         io: Choice::Poll,
         rdma: RdmaUse::Off,
         rdma_port: None,
-        rdma_options: libmodelio::rdma::RdmaOptions::default(),
+        rdma_options: libmodelio::transport::rdma::RdmaOptions::default(),
         device_memory: None,
     };
     // Its end would wait, too.

@@ -2,7 +2,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use libmodelio::link::Link;
+use libmodelio::transport::frames::Link;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{Epoch, Generation, Version};
 use libmodelio::vocabulary::reducer::Reducer;

@@ -8,8 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use libmodelio::link::{Conversation, Framed, Link, Outgoing, Take};
-use libmodelio::net::{Close, SocketOptions, Thread};
+use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
+use libmodelio::transport::reactor::Thread;
+use libmodelio::transport::stream::Close;
+use libmodelio::transport::tcp::SocketOptions;
 use libmodelio::vocabulary::ids::{ClientId, ShardId};
 use libmodelio::wire::{Limits, Message, Protocol, Received, Refusal, Role, ShardRecord};
 use parking_lot::Mutex;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use libmodelio::net::{Reactor, ReactorOptions};
+use libmodelio::transport::reactor::{Reactor, ReactorOptions};
 use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 

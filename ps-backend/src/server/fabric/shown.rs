@@ -9,10 +9,10 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::published::Directory;
-use libmodelio::rdma::Device;
-use libmodelio::rdma::verbs::{Remote as Place, VerbsError};
 use libmodelio::transport::Region;
+use libmodelio::transport::rdma::Device;
+use libmodelio::transport::rdma::published::Directory;
+use libmodelio::transport::rdma::verbs::{Remote as Place, VerbsError};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::Refusal;
 use parking_lot::Mutex;

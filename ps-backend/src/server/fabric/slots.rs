@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use libmodelio::link::Link;
-use libmodelio::net::Connection;
-use libmodelio::rdma::verbs::{Pool, Slot};
+use libmodelio::transport::frames::Link;
+use libmodelio::transport::rdma::verbs::{Pool, Slot};
+use libmodelio::transport::stream::Connection;
 use libmodelio::vocabulary::ids::ClientId;
 use parking_lot::Mutex;
 

@@ -11,8 +11,8 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::rdma::Device;
-use libmodelio::rdma::verbs::{Registration, Spare};
+use libmodelio::transport::rdma::Device;
+use libmodelio::transport::rdma::verbs::{Registration, Spare};
 use parking_lot::Mutex;
 
 use crate::partition::store::PartitionStore;

@@ -6,8 +6,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use libmodelio::link::{Guard, Link, Outgoing, Piece, Take, Target};
-use libmodelio::payload::Flow;
+use libmodelio::transport::frames::{Link, Outgoing, Take};
+use libmodelio::transport::stream::{Guard, Piece, Target};
+use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::block_ranges;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::wire::{Message, Received, Refusal};

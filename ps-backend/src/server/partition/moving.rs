@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use libmodelio::net::Close;
+use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::wire::ModelRecord;
 

@@ -2,9 +2,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::link::Link;
-use libmodelio::net::Close;
 use libmodelio::transport::ShardError;
+use libmodelio::transport::frames::Link;
+use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{self, Message, Refusal, Work};

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use libmodelio::link::{Link, Outgoing};
+use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::wire::Message;
 

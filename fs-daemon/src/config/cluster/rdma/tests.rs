@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use libmodelio::rdma::{Buffers, Mtu, Notice, Placement, Polling};
+use libmodelio::transport::rdma::{Buffers, Mtu, Notice, Placement, Polling};
 
 use super::super::{CLUSTER, MountConfig, ShardConfig};
 use super::*;

@@ -1,0 +1,80 @@
+//! What a connection says: a [`Conversation`] speaks messages, and knows nothing of frames and bytes.
+
+use std::time::{Duration, Instant};
+
+use super::link::{Link, Outgoing};
+use crate::transport::stream::{Close, Target};
+use crate::wire::{Limits, Message, Received, Refusal};
+
+/// What becomes of the payload of a message.
+pub enum Take {
+    /// There is none, or it is passed over.
+    Nothing,
+    /// Received into memory of the link, and lent to [`Conversation::payload`].
+    Buffered,
+    /// Received straight there.
+    Into(Target),
+    /// Not now: the message is handed over again after a wake-up, and until then nothing is received.
+    Later,
+}
+
+/// One end of a conversation. All calls come from one thread at a time; none may block.
+pub trait Conversation: Send {
+    /// The connection is there, with what it is spoken to by.
+    fn opened(&mut self, link: &Link) -> Result<(), Close>;
+
+    /// A message has come; says what becomes of its payload, if it has one.
+    ///
+    /// # Errors
+    /// The connection ends.
+    fn message(&mut self, received: &Received) -> Result<Take, Close>;
+
+    /// The payload of that message is there, whole and undamaged: `bytes` if it was buffered, otherwise where it was
+    /// to go.
+    ///
+    /// # Errors
+    /// The connection ends.
+    fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close>;
+
+    /// The next message to send besides those that were said by the link. Asked after a wake-up and when what was
+    /// sent before is with the kernel.
+    fn next(&mut self) -> Option<Outgoing> {
+        None
+    }
+
+    /// How long what the peer sends may be from now on. Asked at the beginning and after each message.
+    fn limits(&self) -> Limits;
+
+    /// Longest silence before the peer is taken for dead; `None` until the greeting is over.
+    fn silence(&self) -> Option<Duration>;
+
+    /// So many bytes of the payload under way came ahead with its message, and were copied to where it goes.
+    fn copied(&mut self, bytes: usize) {
+        let _ = bytes;
+    }
+
+    /// Bytes have come, of whatever. Told now and then.
+    fn heard(&mut self) {}
+
+    /// Time passes, or the connection was woken; when to call again at the latest.
+    ///
+    /// # Errors
+    /// The connection ends.
+    fn tick(&mut self, now: Instant) -> Result<Option<Instant>, Close> {
+        let _ = now;
+        Ok(None)
+    }
+
+    /// What is said to a peer before the connection is closed, as what it sends is no frame, or does not fit. Nothing by
+    /// default, unless the peer can know better by it: a refusal of its protocol.
+    fn last_words(&mut self, refusal: Refusal) -> Option<Outgoing> {
+        let protocol = matches!(refusal, Refusal::Protocol { .. });
+        protocol.then(|| Outgoing::new(0, Message::Refused(refusal)))
+    }
+
+    /// Nothing is taken any more, and the last words are being said: the payload under way does not come.
+    fn given_up(&mut self) {}
+
+    /// It is over.
+    fn closed(&mut self, why: &Close);
+}

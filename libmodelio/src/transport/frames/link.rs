@@ -1,0 +1,148 @@
+//! What is to be said on a connection, by whichever thread.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+
+use crate::transport::stream::{Close, Connection, Piece};
+use crate::vocabulary::ids::Epoch;
+use crate::wire::Message;
+
+/// Messages that may wait to be sent, unless the peer is too slow to live.
+const MAX_QUEUED: usize = 1 << 16;
+/// Bytes of payload that may wait to be sent before the peer's next frame is read.
+const MAX_QUEUED_BYTES: usize = 32 << 20;
+
+/// A message on its way out.
+pub struct Outgoing {
+    /// What is said.
+    pub message: Message,
+    /// The request's number, which the answer repeats; 0 for what needs none.
+    pub request: u64,
+    /// Of the block map.
+    pub epoch: Epoch,
+    /// What follows it.
+    pub payload: Option<Piece>,
+}
+
+impl Outgoing {
+    /// A message without a payload.
+    pub fn new(request: u64, message: Message) -> Outgoing {
+        Outgoing { message, request, epoch: Epoch(0), payload: None }
+    }
+}
+
+/// What other threads, and the conversation itself, say something by. Cheap to clone.
+#[derive(Clone, Default)]
+pub struct Link(Arc<LinkState>);
+
+#[derive(Default)]
+struct LinkState {
+    queue: Mutex<VecDeque<Outgoing>>,
+    /// Of payload that is queued.
+    queued_bytes: AtomicUsize,
+    connection: OnceLock<Connection>,
+    /// The connection ends when all is said.
+    ending: AtomicBool,
+}
+
+impl Link {
+    /// Says something, soon. On a connection that is over it is lost.
+    pub fn send(&self, outgoing: Outgoing) {
+        self.queue(outgoing);
+        self.wake();
+    }
+
+    fn queue(&self, outgoing: Outgoing) {
+        if self.0.ending.load(Ordering::Relaxed) {
+            return;
+        }
+        let bytes = outgoing.payload.as_ref().map_or(0, Piece::len);
+        let mut queue = self.0.queue.lock();
+        self.0.queued_bytes.fetch_add(bytes, Ordering::Relaxed);
+        queue.push_back(outgoing);
+    }
+
+    /// So much is queued that the peer is not to be heard before it takes some.
+    pub(super) fn is_full(&self) -> bool {
+        self.0.queued_bytes.load(Ordering::Relaxed) > MAX_QUEUED_BYTES
+    }
+
+    pub(super) fn pop(&self) -> Option<Outgoing> {
+        let mut queue = self.0.queue.lock();
+        let outgoing = queue.pop_front()?;
+        let bytes = outgoing.payload.as_ref().map_or(0, Piece::len);
+        self.0.queued_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        Some(outgoing)
+    }
+
+    /// The connection is there.
+    pub(super) fn attach(&self, connection: &Connection) {
+        let _ = self.0.connection.set(connection.clone());
+    }
+
+    /// Whether the connection ends when all is said.
+    pub(super) fn is_ending(&self) -> bool {
+        self.0.ending.load(Ordering::Relaxed)
+    }
+
+    /// Whether nothing is queued.
+    pub(super) fn is_said(&self) -> bool {
+        self.0.queue.lock().is_empty()
+    }
+
+    /// Whether so many messages are queued that the peer is too slow to live.
+    pub(super) fn is_stuffed(&self) -> bool {
+        self.0.queue.lock().len() > MAX_QUEUED
+    }
+
+    /// What is queued is not said any more.
+    pub(super) fn clear(&self) {
+        self.0.queue.lock().clear();
+    }
+
+    /// A message without a payload.
+    pub fn say(&self, request: u64, message: Message) {
+        self.send(Outgoing::new(request, message));
+    }
+
+    /// Says something; when it is with the kernel, the connection ends. What is said afterwards is lost.
+    pub fn say_last(&self, outgoing: Outgoing) {
+        self.queue(outgoing);
+        self.0.ending.store(true, Ordering::Relaxed);
+        self.wake();
+    }
+
+    /// Has the conversation asked again for what it takes and sends.
+    pub fn wake(&self) {
+        if let Some(connection) = self.0.connection.get() {
+            connection.wake();
+        }
+    }
+
+    /// Says that the connection is for blocks: others like it are put on other threads.
+    pub fn expect_much(&self) {
+        if let Some(connection) = self.0.connection.get() {
+            connection.expect_much();
+        }
+    }
+
+    /// A number for the thread that serves the connection, other than those of others; 0 before it is opened.
+    pub fn thread(&self) -> usize {
+        self.0.connection.get().map_or(0, Connection::thread)
+    }
+
+    /// Ends the connection.
+    pub fn close(&self, why: Close) {
+        if let Some(connection) = self.0.connection.get() {
+            connection.close(why);
+        }
+    }
+
+    /// Whether two links are of one connection.
+    pub fn is(&self, other: &Link) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}

@@ -1,0 +1,34 @@
+//! How bytes and requests get from one process to another.
+//!
+//! | module | holds | uses |
+//! |---|---|---|
+//! | `stream` | what a byte stream is, what its connection is woken by, the memory that it names | |
+//! | `frames` | messages and payload as frames on a byte stream | `stream` |
+//! | `reactor` | threads that drive byte streams, by io_uring, by epoll, or by a transport's own driver | `stream` |
+//! | `tcp` | byte streams over sockets | `reactor`, `stream` |
+//! | `shm` | byte streams and payload in memory that processes of one host have in common | `reactor`, `stream` |
+//! | `rdma` | byte streams and payload between registered memory of two machines | `reactor`, `stream` |
+//!
+//! A module uses no others of these than its row says. So what a connection says (`frames`) and how its bytes move (the
+//! three transports) do not know of each other, and meet in [`stream::Stream`].
+//!
+//! Two more use none of them, nor are used by them:
+//!
+//! | module | holds |
+//! |---|---|
+//! | `seam` | what a learner sees of any transport: devices, regions, channels |
+//! | `tally` | how much payload was moved, and how much of it CPUs copied |
+
+pub mod frames;
+pub mod rdma;
+pub mod reactor;
+mod seam;
+pub mod shm;
+pub mod stream;
+pub mod tally;
+pub mod tcp;
+
+pub use seam::{
+    Attached, BlockSlot, Channel, CommitNotice, Completion, Device, LeaveReason, Message, NO_RDMA, Placement,
+    Region, RegionKey, Reply, ShardError, TransportKind,
+};

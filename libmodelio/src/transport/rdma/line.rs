@@ -1,0 +1,331 @@
+//! A line: one queue pair with its rings. Frames go through the rings as through any stream; payload goes past them,
+//! by READ and WRITE, straight to and from where it belongs.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+
+use super::device::Device;
+use super::options::Mtu;
+use super::verbs::{
+    Completion, Done, Endpoint, Pair, Registration, Remote, Reserved, Rings, Slot, VerbsError, Work,
+};
+use crate::transport::stream::{Close, Connection, Piece, ReceiveSlices, SendSlices, Target};
+
+/// Pieces of work that are kept for the rings.
+const KEPT: usize = 8;
+
+/// One end of a connection by RDMA.
+#[derive(Debug)]
+pub struct Line {
+    pair: Arc<Pair>,
+    talk: Mutex<Talk>,
+    /// Where the peer's ring is.
+    peer: OnceLock<Remote>,
+    device: Arc<Device>,
+    /// The peer is gone, or its network is.
+    gone: AtomicBool,
+    connection: OnceLock<Connection>,
+    /// Its conversation has found no room for work, and goes on when there is some.
+    lacks_room: AtomicBool,
+    /// The peer was not told how much was read, for want of room.
+    owes: AtomicBool,
+    /// Why it is to end, if that was found before there was a connection, too.
+    broken: OnceLock<String>,
+}
+
+#[derive(Debug)]
+struct Talk {
+    rings: Rings,
+    /// What they want done; empty but while it is being asked for.
+    work: Vec<Work>,
+}
+
+impl Line {
+    /// Of a connection that knows its way, with `rings` of the device's, and room that was reserved there. If it cannot be,
+    /// the endpoint comes back.
+    #[allow(clippy::result_large_err)] // Seldom.
+    pub(super) fn new(
+        device: &Arc<Device>,
+        endpoint: Endpoint,
+        rings: Rings,
+        reserved: Reserved,
+    ) -> Result<Arc<Line>, (VerbsError, Endpoint)> {
+        let talk = Mutex::new(Talk { rings, work: Vec::new() });
+        let pair = Pair::new(endpoint, reserved, device.limits())?;
+        let (peer, connection, broken) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
+        let [gone, lacks_room, owes] = [(); 3].map(|()| AtomicBool::new(false));
+        let device = Arc::clone(device);
+        Ok(Arc::new(Line { pair, talk, peer, device, gone, connection, lacks_room, owes, broken }))
+    }
+
+    /// Where the peer is to write what it says.
+    pub(super) fn invitation(&self) -> Remote {
+        self.talk.lock().rings.invitation()
+    }
+
+    /// Where this end writes what it says.
+    pub(super) fn invited(&self, to: Remote) {
+        let _ = self.peer.set(to);
+    }
+
+    pub(super) fn endpoint(&self) -> &Endpoint {
+        self.pair.endpoint()
+    }
+
+    /// The number of its queue pair.
+    pub fn number(&self) -> u32 {
+        self.pair.number()
+    }
+
+    /// Bytes of payload in a packet, at most; `None` with iWARP.
+    ///
+    /// # Errors
+    /// [`VerbsError::Broken`].
+    pub fn mtu(&self) -> Result<Option<Mtu>, VerbsError> {
+        self.pair.mtu()
+    }
+
+    /// Its device.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Chains of work that were posted, and pieces in them.
+    pub fn counts(&self) -> (u64, u64) {
+        self.pair.counts()
+    }
+
+    // What a conversation does with it.
+
+    /// Pieces of work that [`Self::read`] and the like take just now. If fewer than `least`, the conversation is woken when
+    /// it may be otherwise.
+    pub fn room(&self, least: usize) -> usize {
+        // Before it is looked at, so that what is done meanwhile sees it.
+        self.lacks_room.store(true, Ordering::SeqCst);
+        let room = self.pair.room().saturating_sub(KEPT);
+        if room >= least {
+            self.lacks_room.store(false, Ordering::SeqCst);
+        }
+        room
+    }
+
+    /// Fetches `len` bytes of the peer's into a slot. With `fence`, not before all READs that were added earlier.
+    /// Posted by [`Self::post`].
+    ///
+    /// # Errors
+    /// [`VerbsError`]; the slot comes back.
+    pub fn read(
+        &self,
+        token: u64,
+        slot: Slot,
+        len: usize,
+        from: Remote,
+        fence: bool,
+    ) -> Result<(), (VerbsError, Slot)> {
+        self.pair.add(token, Work::Read { slot, len, from, fence }).map_err(|(error, work)| match work {
+            Work::Read { slot, .. } => (error, slot),
+            _ => unreachable!("what was added comes back"),
+        })
+    }
+
+    /// Fetches bytes of the peer's to where they belong.
+    ///
+    /// # Errors
+    /// [`VerbsError`].
+    pub fn read_to(
+        &self,
+        token: u64,
+        target: Target,
+        registration: Arc<Registration>,
+        from: Remote,
+    ) -> Result<(), VerbsError> {
+        let work = Work::ReadTo { target, registration, from, fence: false };
+        self.pair.add(token, work).map_err(|(error, _)| error)
+    }
+
+    /// Puts a payload where the peer wants it. What is said afterwards comes after it.
+    ///
+    /// # Errors
+    /// [`VerbsError`].
+    pub fn write(
+        &self,
+        token: u64,
+        piece: Piece,
+        registration: Arc<Registration>,
+        to: Remote,
+    ) -> Result<(), VerbsError> {
+        self.pair.add(token, Work::Write { piece, registration, to }).map_err(|(error, _)| error)
+    }
+
+    /// Posts what was added, with one doorbell.
+    ///
+    /// # Errors
+    /// [`VerbsError::Broken`].
+    pub fn post(&self) -> Result<(), VerbsError> {
+        self.pair.post()
+    }
+
+    /// Takes what is done, in order.
+    pub fn take(&self, done: &mut Done) {
+        self.pair.take(done);
+    }
+
+    /// Ends the connection, for something on it went wrong.
+    pub fn give_up(&self, why: &VerbsError) {
+        self.break_off(why.to_string());
+    }
+
+    /// The same, for any reason, and also before it is served: then it ends as soon as it is.
+    pub(crate) fn break_off(&self, why: String) {
+        let _ = self.broken.set(why);
+        self.close_if_broken();
+    }
+
+    fn close_if_broken(&self) {
+        if let (Some(why), Some(connection)) = (self.broken.get(), self.connection.get()) {
+            connection.close(Close::Asked(format!("RDMA: {why}").into()));
+        }
+    }
+
+    // What drives it.
+
+    /// It is served by this connection.
+    pub(crate) fn attach(&self, connection: &Connection) {
+        let _ = self.connection.set(connection.clone());
+        self.close_if_broken();
+    }
+
+    /// The connection is over, or its peer is.
+    pub(crate) fn hang_up(&self) {
+        self.gone.store(true, Ordering::Release);
+        if let Some(connection) = self.connection.get() {
+            connection.wake();
+        }
+    }
+
+    /// Ends it, for the peer, too: the device touches no memory for it any more when this returns.
+    pub fn end(&self) {
+        self.endpoint().disconnect();
+        self.pair.end();
+    }
+
+    /// Whether the connection is over, or its peer is.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    /// News of it. True if its conversation has something to take.
+    pub(crate) fn hear(&self, news: Completion) -> Result<bool, String> {
+        match self.pair.hear(news) {
+            Ok(Some(word)) => {
+                self.talk.lock().rings.hear(word).map(|()| false).map_err(|broken| broken.to_string())
+            }
+            Ok(None) => Ok(self.lacks_room.swap(false, Ordering::SeqCst) || self.pair.has_finished()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// Its connection, once it has one.
+    pub fn connection(&self) -> Option<&Connection> {
+        self.connection.get()
+    }
+
+    /// Looks at what the peer has written, where that is not told.
+    pub(crate) fn look(&self) -> Result<(), String> {
+        self.talk.lock().rings.look().map_err(|broken| broken.to_string())
+    }
+
+    /// Copies what has come, of a peer that may have been `gone` before that was looked at. `Some(0)` is the end, `None`
+    /// nothing.
+    pub(crate) fn receive(&self, into: &ReceiveSlices, gone: bool) -> Result<Option<usize>, VerbsError> {
+        if self.broken.get().is_some() {
+            // It is about to be closed, for that reason and no other.
+            return Ok(None);
+        }
+        let mut talk = self.talk.lock();
+        let bytes = talk.rings.read(into);
+        if bytes == 0 {
+            return Ok((talk.rings.is_ended() || gone).then_some(0));
+        }
+        drop(talk);
+        self.acknowledge()?;
+        Ok(Some(bytes))
+    }
+
+    /// Tells the peer how much was read, if that is due; later ([`Self::owes`]), if there is no room.
+    pub(crate) fn acknowledge(&self) -> Result<(), VerbsError> {
+        let Some(&peer) = self.peer.get() else { return Ok(()) };
+        let has_room = self.pair.room() > 0;
+        self.owes.store(!has_room, Ordering::Relaxed);
+        if !has_room {
+            return Ok(());
+        }
+        self.say(|rings, work| rings.tell(peer, work))
+    }
+
+    /// Sends as much as there is room for. `None` if there is none, or the peer is `gone` and what it has said is yet to be
+    /// read, by who is `receiving`.
+    pub(crate) fn send(
+        &self,
+        out: &SendSlices,
+        receiving: bool,
+        gone: bool,
+    ) -> Result<Option<usize>, VerbsError> {
+        let Some(&peer) = self.peer.get() else { return Ok(None) };
+        if gone {
+            if receiving && self.talk.lock().rings.readable() > 0 {
+                return Ok(None);
+            }
+            return Err(VerbsError::Broken("the peer is gone".into()));
+        }
+        // Two parts of the ring and a flag.
+        if self.pair.room() < 4 {
+            return Ok(None);
+        }
+        let bytes = self.say(|rings, work| rings.write(out, peer, work))?;
+        Ok((bytes > 0).then_some(bytes))
+    }
+
+    /// Whether [`Self::acknowledge`] has something left to do.
+    pub(crate) fn owes(&self) -> bool {
+        self.owes.load(Ordering::Relaxed)
+    }
+
+    /// Tells the peer that nothing more comes. False if there is no room to say so.
+    pub(crate) fn finish(&self) -> Result<bool, VerbsError> {
+        let Some(&peer) = self.peer.get() else { return Ok(true) };
+        if self.pair.room() < 1 {
+            return Ok(false);
+        }
+        self.say(|rings, work| rings.end(peer, work))?;
+        Ok(true)
+    }
+
+    /// Has done what the rings want.
+    fn say<T>(&self, what: impl FnOnce(&mut Rings, &mut Vec<Work>) -> T) -> Result<T, VerbsError> {
+        let talk = &mut *self.talk.lock();
+        let said = what(&mut talk.rings, &mut talk.work);
+        if talk.work.is_empty() {
+            return Ok(said);
+        }
+        talk.work.drain(..).try_for_each(|work| self.pair.add(0, work).map_err(|(error, _)| error))?;
+        self.pair.post()?;
+        Ok(said)
+    }
+
+    /// Whether it can go on: bytes to take, or room to send.
+    pub(crate) fn possible(&self, receiving: bool, sending: bool, gone: bool) -> bool {
+        if self.broken.get().is_some() {
+            return false;
+        }
+        let talk = self.talk.lock();
+        let left = talk.rings.readable() > 0;
+        let readable = left || talk.rings.is_ended() || gone;
+        let room = talk.rings.room() > 0 && self.peer.get().is_some();
+        drop(talk);
+        let goes_out = if gone { !(receiving && left) } else { room && self.pair.room() >= 4 };
+        receiving && readable || sending && goes_out
+    }
+}

@@ -1,0 +1,173 @@
+//! What both ends of a connection say of themselves when it begins, as private data of rdma_cm: 24 bytes, documented in
+//! `docs/protocol.md`; and what keeps a shard from taking a connection, which goes the same way.
+
+use super::line::Line;
+use super::options::Mtu;
+use super::verbs::{Notify, Remote};
+use crate::wire::Protocol;
+
+/// Begins what an end says of itself.
+const MAGIC: [u8; 4] = *b"GFRD";
+/// Bytes of it.
+const OFFER: usize = 24;
+
+/// What an end says of itself when a connection begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Offer {
+    /// Which protocol it speaks.
+    pub protocol: u16,
+    /// How it is to be told of what was written.
+    pub notify: Notify,
+    /// Bytes of payload in a packet that it wants at most; an answer's are what both use. `None`: as many as the path
+    /// allows.
+    pub mtu: Option<Mtu>,
+    /// Its ring.
+    pub ring: Remote,
+}
+
+/// Why an offer is not taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Strange {
+    /// It is something else.
+    #[error("something else than gradfs is there")]
+    Magic,
+    /// It speaks another protocol.
+    #[error("it speaks protocol {got}, expected {expected}")]
+    Protocol {
+        /// This end's.
+        expected: u16,
+        /// The peer's.
+        got: u16,
+    },
+    /// It wants to be told otherwise than this end does.
+    #[error(
+        "it is told of what was written by {got:?}, this end by {expected:?}: set the same --rdma-notice for both"
+    )]
+    Notify {
+        /// This end's.
+        expected: Notify,
+        /// The peer's.
+        got: Notify,
+    },
+    /// There is no such MTU.
+    #[error("it wants the MTU numbered {0}, expected 0 to 5")]
+    Mtu(u8),
+}
+
+/// Why a shard that understands its peer takes no connection all the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Lack {
+    /// There are no rings.
+    #[error("its registered memory is full: raise its --rdma-arena, or lower its --rdma-slots")]
+    Rings,
+    /// There is no room for completions.
+    #[error("its completion queues are full: raise its --rdma-queues, or lower its --rdma-depth")]
+    Completions,
+    /// The peer comes by a device or a port that is not the shard's.
+    #[error("it uses another device, or another port, than the way leads to (--rdma-device names it)")]
+    Device,
+    /// Something else.
+    #[error("its log says why")]
+    Other,
+}
+
+impl Lack {
+    /// As it is sent, u32 little-endian in byte 12 of what a shard says that takes no connection.
+    pub fn code(self) -> u32 {
+        match self {
+            Lack::Other => 0,
+            Lack::Rings => 1,
+            Lack::Completions => 2,
+            Lack::Device => 3,
+        }
+    }
+
+    /// What a peer has sent. A code that is not known is anything.
+    pub fn decode(bytes: &[u8]) -> Lack {
+        let code =
+            bytes.get(12..).and_then(|bytes| bytes.first_chunk()).map(|&code| u32::from_le_bytes(code));
+        let all = [Lack::Rings, Lack::Completions, Lack::Device];
+        all.into_iter().find(|lack| Some(lack.code()) == code).unwrap_or(Lack::Other)
+    }
+}
+
+impl Offer {
+    pub(super) fn of(line: &Line, mtu: Option<Mtu>) -> Offer {
+        let protocol = Protocol::NEWEST.number();
+        Offer { protocol, notify: line.device().notify(), mtu, ring: line.invitation() }
+    }
+
+    /// As it is sent: magic, protocol u16, notice u8, MTU u8, key u32, address u64 from byte 16, little-endian.
+    pub fn encode(&self) -> [u8; OFFER] {
+        let mut bytes = [0; OFFER];
+        bytes[..4].copy_from_slice(&MAGIC);
+        bytes[4..6].copy_from_slice(&self.protocol.to_le_bytes());
+        bytes[6] = u8::from(self.notify == Notify::Flag);
+        bytes[7] = self.mtu.map_or(0, Mtu::code);
+        bytes[8..12].copy_from_slice(&self.ring.key.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.ring.address.to_le_bytes());
+        bytes
+    }
+
+    /// What a peer has sent, if this end, which is told by `notify`, can do with it.
+    ///
+    /// # Errors
+    /// [`Strange`].
+    pub fn decode(bytes: &[u8], notify: Notify) -> Result<Offer, Strange> {
+        let Some(bytes) = bytes.first_chunk::<OFFER>().filter(|bytes| bytes[..4] == MAGIC) else {
+            return Err(Strange::Magic);
+        };
+        let (got, expected) = (u16::from_le_bytes([bytes[4], bytes[5]]), Protocol::NEWEST.number());
+        if got != expected {
+            return Err(Strange::Protocol { expected, got });
+        }
+        let told = if bytes[6] == 0 { Notify::Immediate } else { Notify::Flag };
+        if told != notify {
+            return Err(Strange::Notify { expected: notify, got: told });
+        }
+        let mtu = match bytes[7] {
+            0 => None,
+            code => Some(Mtu::from_code(code).ok_or(Strange::Mtu(code))?),
+        };
+        let mut key = [0; 4];
+        key.copy_from_slice(&bytes[8..12]);
+        let mut address = [0; 8];
+        address.copy_from_slice(&bytes[16..24]);
+        let ring = Remote { address: u64::from_le_bytes(address), key: u32::from_le_bytes(key) };
+        Ok(Offer { protocol: got, notify: told, mtu, ring })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offers_are_understood_or_refused() {
+        let ring = Remote { address: 0x1234_5678_9abc, key: 77 };
+        let offer = Offer {
+            protocol: Protocol::NEWEST.number(),
+            notify: Notify::Immediate,
+            mtu: Mtu::from_bytes(1024),
+            ring,
+        };
+        let mut sent = offer.encode().to_vec();
+        sent.resize(56, 0);
+        assert_eq!(Offer::decode(&sent, Notify::Immediate), Ok(offer));
+        assert!(matches!(Offer::decode(&sent, Notify::Flag), Err(Strange::Notify { .. })));
+        assert_eq!(Lack::decode(&sent), Lack::Other);
+        for lack in [Lack::Rings, Lack::Completions, Lack::Device] {
+            sent[12] = lack.code() as u8;
+            assert_eq!((Lack::decode(&sent), Offer::decode(&sent, Notify::Immediate)), (lack, Ok(offer)));
+        }
+        assert_eq!(Lack::decode(&sent[..14]), Lack::Other);
+        sent[7] = 6;
+        assert_eq!(Offer::decode(&sent, Notify::Immediate), Err(Strange::Mtu(6)));
+        sent[4] = 99;
+        let got = Offer::decode(&sent, Notify::Immediate);
+        assert_eq!(got, Err(Strange::Protocol { expected: offer.protocol, got: 99 }));
+        for bytes in [&b""[..], b"GFRD", b"GET / HTTP/1.1\r\nHost: example"] {
+            assert_eq!(Offer::decode(bytes, Notify::Immediate), Err(Strange::Magic));
+        }
+    }
+}

@@ -1,0 +1,316 @@
+//! Moves the bytes of all lines whose work one completion queue reports, to and from their rings.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+
+use super::line::Line;
+use super::lines::{Expected, Lines};
+use super::options::Polling;
+use super::served::Served;
+use super::verbs::{Completion as News, Poller, VerbsError};
+use crate::transport::reactor::{Completion, Driver, Phase, Port, Readiness, Table, ThreadState};
+use crate::transport::stream::Token;
+
+const WAKEUP: u64 = u64::MAX;
+const QUEUE: u64 = u64::MAX - 1;
+/// How often flags are looked at that nobody rings a bell for, when nothing has happened for a while.
+const LOOK: Duration = Duration::from_micros(200);
+/// From so long after something has happened.
+const RESTLESS: Duration = Duration::from_millis(20);
+
+/// The driver of one completion queue.
+pub(super) struct Moving {
+    poller: Arc<Poller>,
+    lines: Arc<Lines>,
+    expected: Arc<Expected>,
+    served: HashMap<u32, Served>,
+    by_token: HashMap<Token, u32>,
+    epoll: Epoll,
+    thread: Arc<ThreadState>,
+    polling: Polling,
+    /// Peers write flags.
+    flags: bool,
+    news: Vec<News>,
+    /// Something happened then.
+    last: Instant,
+    /// The queue tells nothing any more.
+    lost: bool,
+}
+
+impl Moving {
+    /// A driver that is told of `poller`'s work, for lines that are entered and expected there. With `flags`, peers write
+    /// flags.
+    pub fn new(
+        poller: &Arc<Poller>,
+        (lines, expected): (Arc<Lines>, Arc<Expected>),
+        thread: Arc<ThreadState>,
+        polling: Polling,
+        flags: bool,
+    ) -> Result<Moving, Errno> {
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        epoll.add(&thread.wakeup, EpollEvent::new(EpollFlags::EPOLLIN, WAKEUP))?;
+        epoll.add(poller.as_ref().as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, QUEUE))?;
+        Ok(Moving {
+            poller: Arc::clone(poller),
+            lines,
+            expected,
+            served: HashMap::new(),
+            by_token: HashMap::new(),
+            epoll,
+            thread,
+            polling,
+            flags,
+            news: Vec::with_capacity(64),
+            last: Instant::now(),
+            lost: false,
+        })
+    }
+
+    /// The line of a connection, which is known from when it is first used.
+    fn bind(&mut self, token: Token, port: &Port) -> Result<u32, Errno> {
+        if self.lost {
+            return Err(Errno::EIO);
+        }
+        if let Some(&number) = self.by_token.get(&token) {
+            return Ok(number);
+        }
+        let (line, said) = self.expected.lock().remove(&port.fd.as_raw_fd()).ok_or(Errno::ENOTCONN)?;
+        let number = line.number();
+        self.epoll.add(&said, EpollEvent::new(EpollFlags::EPOLLRDHUP, u64::from(number)))?;
+        self.by_token.insert(token, number);
+        self.served.insert(number, Served::new(line, token, said));
+        Ok(number)
+    }
+
+    /// The queue fails: all that is served by it ends, and what is to be, at once. Others of the process go on.
+    fn lose(&mut self, error: &VerbsError) {
+        if std::mem::replace(&mut self.lost, true) {
+            return;
+        }
+        tracing::error!(%error, "a completion queue is lost: its connections end, and new ones on it until a restart");
+        // What it has to tell nobody asks for any more.
+        let _ = self.epoll.delete(self.poller.as_ref().as_fd());
+        for served in self.served.values() {
+            served.line.break_off(format!("a completion queue is lost: {error}"));
+        }
+    }
+
+    /// Takes what the queue has. True if there was something.
+    fn hear(&mut self) -> bool {
+        let mut any = false;
+        self.served.values_mut().for_each(|served| served.gone = served.line.is_gone());
+        if self.lost {
+            return any;
+        }
+        loop {
+            let more = match self.poller.poll(&mut self.news) {
+                Ok(more) => more,
+                Err(error) => {
+                    self.lose(&error);
+                    return true;
+                }
+            };
+            any |= !self.news.is_empty();
+            for news in self.news.drain(..) {
+                if news.is_receive()
+                    && let Err(error) = self.poller.wait_for_another()
+                {
+                    tracing::error!(%error, "a message less is waited for by RDMA");
+                }
+                let Some(line) = news.pair().and_then(|pair| self.lines.get(pair)) else { continue };
+                match line.hear(news) {
+                    Ok(true) => {
+                        if let Some(connection) = line.connection() {
+                            connection.wake();
+                        }
+                    }
+                    Ok(false) => {}
+                    Err(why) => line.break_off(why),
+                }
+            }
+            if !more {
+                break;
+            }
+        }
+        if self.flags {
+            let looked: Vec<(Arc<Line>, String)> = self
+                .served
+                .values()
+                .filter_map(|served| Some((Arc::clone(&served.line), served.line.look().err()?)))
+                .collect();
+            for (line, why) in looked {
+                line.break_off(why);
+            }
+        }
+        if any {
+            self.last = Instant::now();
+        }
+        any
+    }
+
+    fn progress(&mut self, table: &mut Table, done: &mut Vec<Completion>) {
+        for served in self.served.values_mut() {
+            if let Some(entry) = table.get(served.token) {
+                served.progress(&mut entry.port, done);
+            }
+        }
+        if !done.is_empty() {
+            self.last = Instant::now();
+        }
+    }
+
+    fn possible(&self) -> bool {
+        self.served.values().any(Served::is_possible)
+    }
+
+    fn sleep(&mut self, timeout: Duration) -> Result<(), Errno> {
+        let millis = timeout.as_nanos().div_ceil(1_000_000);
+        let timeout = EpollTimeout::from(u16::try_from(millis).unwrap_or(u16::MAX));
+        self.rest(timeout)
+    }
+
+    fn rest(&mut self, timeout: EpollTimeout) -> Result<(), Errno> {
+        let mut events = [EpollEvent::empty(); 16];
+        let count = match self.epoll.wait(&mut events, timeout) {
+            Ok(count) => count,
+            Err(Errno::EINTR) => 0,
+            Err(errno) => return Err(errno),
+        };
+        for event in &events[..count] {
+            match event.data() {
+                WAKEUP => match self.thread.wakeup.read() {
+                    Ok(_) | Err(Errno::EAGAIN | Errno::EINTR) => {}
+                    Err(errno) => return Err(errno),
+                },
+                QUEUE if event.events().intersects(EpollFlags::EPOLLERR | EpollFlags::EPOLLHUP) => {
+                    self.lose(&VerbsError::Broken("its device is gone".into()));
+                }
+                QUEUE => self.poller.disarm(),
+                number => self.said(number as u32),
+            }
+        }
+        Ok(())
+    }
+
+    /// A stream has said all.
+    fn said(&mut self, number: u32) {
+        let Some(served) = self.served.get_mut(&number) else { return };
+        if served.ends() {
+            // It is reported as long as it is watched.
+            let _ = self.epoll.delete(&served.said);
+        }
+    }
+}
+
+impl Driver for Moving {
+    fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
+        let number = self.bind(token, port)?;
+        if let Some(served) = self.served.get_mut(&number) {
+            served.receiving = true;
+        }
+        port.receiving = Phase::Outstanding;
+        Ok(())
+    }
+
+    fn send(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
+        let number = self.bind(token, port)?;
+        if let Some(served) = self.served.get_mut(&number) {
+            served.sending = true;
+        }
+        port.sending = Phase::Outstanding;
+        Ok(())
+    }
+
+    fn watch(&mut self, _: Token, _: &mut Port, _: Readiness) -> Result<(), Errno> {
+        // There is no socket to listen on or to connect.
+        Err(Errno::EOPNOTSUPP)
+    }
+
+    fn cancel(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
+        (port.receiving, port.sending) = (Phase::Idle, Phase::Idle);
+        // It may not have got as far as to be bound.
+        if let Some((line, _)) = self.expected.lock().remove(&port.fd.as_raw_fd()) {
+            self.lines.leave(&line);
+            line.end();
+        }
+        if let Some(served) = self.by_token.remove(&token).and_then(|number| self.served.remove(&number)) {
+            let _ = self.epoll.delete(&served.said);
+            self.lines.leave(&served.line);
+            served.line.end();
+        }
+        Ok(())
+    }
+
+    fn ready(&self) -> bool {
+        self.possible()
+    }
+
+    fn wait(
+        &mut self,
+        table: &mut Table,
+        done: &mut Vec<Completion>,
+        timeout: Duration,
+    ) -> Result<(), Errno> {
+        self.hear();
+        self.progress(table, done);
+        if !done.is_empty() || timeout.is_zero() {
+            // What was said is looked for now and then, even if there is always something to do.
+            return if self.served.is_empty() { Ok(()) } else { self.rest(EpollTimeout::ZERO) };
+        }
+        let until = Instant::now() + timeout;
+        let spins = match self.polling {
+            Polling::Busy => timeout,
+            Polling::Adaptive(time) => {
+                (self.last + time).saturating_duration_since(Instant::now()).min(timeout)
+            }
+            Polling::Event => Duration::ZERO,
+        };
+        let spun = Instant::now() + spins;
+        let mut rested = Instant::now();
+        loop {
+            let now = Instant::now();
+            if now >= spun || self.hear() || self.possible() || self.thread.is_notified() {
+                break;
+            }
+            if now.duration_since(rested) >= LOOK {
+                // What streams have said is told by nobody else.
+                self.rest(EpollTimeout::ZERO)?;
+                rested = now;
+            }
+            std::hint::spin_loop();
+        }
+        if !self.possible()
+            && !self.thread.is_notified()
+            && Instant::now() < until
+            && self.polling != Polling::Busy
+        {
+            if !self.lost
+                && let Err(error) = self.poller.arm()
+            {
+                self.lose(&error);
+            }
+            // What was done before it was armed rings no bell.
+            if !self.hear() && !self.possible() {
+                let left = until.saturating_duration_since(Instant::now());
+                if self.flags && !self.served.is_empty() {
+                    // Nobody rings a bell for a flag.
+                    let pause = if self.last.elapsed() < RESTLESS { LOOK } else { 5 * LOOK };
+                    std::thread::sleep(pause.min(left));
+                    self.rest(EpollTimeout::ZERO)?;
+                } else {
+                    self.sleep(left)?;
+                }
+                self.hear();
+            }
+        } else {
+            self.rest(EpollTimeout::ZERO)?;
+        }
+        self.progress(table, done);
+        Ok(())
+    }
+}

@@ -1,0 +1,105 @@
+//! One line at work: what its stream wants, and whether its stream has said all.
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use nix::errno::Errno;
+
+use super::line::Line;
+use crate::transport::reactor::{Completion, Op, Phase, Port};
+use crate::transport::stream::Token;
+
+/// One line at work.
+pub(super) struct Served {
+    pub line: Arc<Line>,
+    pub token: Token,
+    pub receiving: bool,
+    pub sending: bool,
+    /// The peer was gone when the queue was last asked: what it has said before was heard then.
+    pub gone: bool,
+    /// The other end of what stands for its socket: closed when all is said.
+    pub said: UnixStream,
+    finished: Finished,
+}
+
+/// Whether a stream has said all, and its peer knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Finished {
+    Not,
+    /// There was no room to tell.
+    Untold,
+    Told,
+}
+
+impl Served {
+    pub fn new(line: Arc<Line>, token: Token, said: UnixStream) -> Served {
+        let [receiving, sending, gone] = [false; 3];
+        Served { line, token, receiving, sending, gone, said, finished: Finished::Not }
+    }
+
+    /// Its stream has said all. False if that is known already.
+    pub fn ends(&mut self) -> bool {
+        let is_news = self.finished == Finished::Not;
+        if is_news {
+            self.finish();
+        }
+        is_news
+    }
+
+    /// Tells the peer that all is said.
+    fn finish(&mut self) {
+        self.finished = match self.line.finish() {
+            Ok(true) => Finished::Told,
+            Ok(false) => Finished::Untold,
+            Err(error) => {
+                tracing::debug!(%error, "an RDMA connection ended before its end was said");
+                Finished::Told
+            }
+        };
+    }
+
+    /// Moves what can be moved, and reports what is over.
+    pub fn progress(&mut self, port: &mut Port, done: &mut Vec<Completion>) {
+        let failed = |error: &dyn std::fmt::Display| {
+            tracing::debug!(%error, "an RDMA connection is over");
+            Errno::ECONNRESET
+        };
+        if self.line.owes()
+            && let Err(error) = self.line.acknowledge()
+        {
+            tracing::debug!(%error, "an RDMA connection is over");
+        }
+        if self.finished == Finished::Untold {
+            self.finish();
+        }
+        if self.receiving {
+            let result = match self.line.receive(&port.receive, self.gone) {
+                Ok(None) => None,
+                Ok(Some(bytes)) => Some(Ok(bytes)),
+                Err(error) => Some(Err(failed(&error))),
+            };
+            if let Some(result) = result {
+                self.receiving = false;
+                port.receiving = Phase::Over;
+                done.push(Completion { token: self.token, op: Op::Receive, result });
+            }
+        }
+        if self.sending {
+            let result = match self.line.send(&port.send, self.receiving, self.gone) {
+                Ok(None) => None,
+                Ok(Some(bytes)) => Some(Ok(bytes)),
+                Err(error) => Some(Err(failed(&error))),
+            };
+            if let Some(result) = result {
+                self.sending = false;
+                port.sending = Phase::Over;
+                done.push(Completion { token: self.token, op: Op::Send, result });
+            }
+        }
+    }
+
+    /// Whether something can be moved.
+    pub fn is_possible(&self) -> bool {
+        self.line.possible(self.receiving, self.sending, self.gone)
+    }
+}

@@ -1,0 +1,456 @@
+//! Connections by rdma_cm: addresses are resolved, queue pairs are joined, and their ends reported. Nothing here waits.
+
+use std::ffi::c_void;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use rdma_sys as sys;
+use socket2::{SockAddr, SockAddrStorage};
+
+use super::join::{Joint, Wanted};
+use super::{Context, Domain, VerbsError};
+use crate::transport::rdma::Mtu;
+
+/// Bytes that may go with a request or its answer.
+pub const PRIVATE_DATA: usize = 56;
+
+/// What the kernel tells of connections.
+#[derive(Debug)]
+pub struct CmChannel(NonNull<sys::rdma_event_channel>);
+
+// SAFETY: librdmacm allows calls on a channel from all threads.
+unsafe impl Send for CmChannel {}
+// SAFETY: as above.
+unsafe impl Sync for CmChannel {}
+
+/// What happened to a connection.
+#[derive(Debug)]
+pub enum CmKind {
+    /// Its address is resolved: the device is known.
+    AddressResolved,
+    /// Its route is: it can connect.
+    RouteResolved,
+    /// Somebody connects; with the answer's private data.
+    Request(Endpoint),
+    /// The peer has accepted it, and waits for [`Endpoint::establish`].
+    Answered,
+    /// It is there.
+    Established,
+    /// It is refused by the peer.
+    Rejected,
+    /// There is none, and why.
+    Failed(String),
+    /// It is over.
+    Disconnected,
+    /// The device is going.
+    DeviceRemoved,
+    /// Of no consequence.
+    Other,
+}
+
+/// An event of a connection, or of what listens.
+#[derive(Debug)]
+pub struct CmEvent {
+    /// As it was given when the endpoint was made; of a request, that of what listens.
+    pub token: u64,
+    /// What.
+    pub kind: CmKind,
+    /// What the peer has sent with it; may have zeros at its end.
+    pub private: Vec<u8>,
+}
+
+/// What is agreed when a connection begins.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Parameters {
+    /// What the peer gets to see, up to [`PRIVATE_DATA`] bytes.
+    pub private: Vec<u8>,
+    /// Reads that each end may have outstanding, at most.
+    pub reads: u8,
+    /// How often a packet is sent again before the connection is broken, 0 to 7.
+    pub retries: u8,
+}
+
+impl CmChannel {
+    /// A new one.
+    ///
+    /// # Errors
+    /// [`VerbsError::NoCm`].
+    pub fn new() -> Result<Arc<CmChannel>, VerbsError> {
+        // SAFETY: it takes nothing.
+        let raw = NonNull::new(unsafe { sys::rdma_create_event_channel() });
+        let channel = CmChannel(raw.ok_or_else(|| VerbsError::NoCm(Errno::last()))?);
+        let fd = channel.as_fd();
+        let flags = fcntl(fd, FcntlArg::F_GETFL).map(OFlag::from_bits_retain);
+        let set = flags.and_then(|flags| fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK)));
+        set.map_err(VerbsError::NoCm)?;
+        Ok(Arc::new(channel))
+    }
+
+    /// The next event, if there is one.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn next(self: &Arc<CmChannel>) -> Result<Option<CmEvent>, VerbsError> {
+        let mut event = ptr::null_mut();
+        // SAFETY: the channel lives, and does not block.
+        if unsafe { sys::rdma_get_cm_event(self.0.as_ptr(), &raw mut event) } != 0 {
+            return match Errno::last() {
+                Errno::EAGAIN | Errno::EINTR => Ok(None),
+                errno => Err(VerbsError::Call { doing: "hearing of connections", errno }),
+            };
+        }
+        // SAFETY: the call has filled it, and it stays until it is acknowledged. An endpoint that is being destroyed
+        // waits for that, so that `id` lives; a request's own is nobody's yet, and its listener lives, too.
+        let heard = unsafe { self.read(&*event) };
+        // SAFETY: once for each event; nothing of it is used afterwards.
+        unsafe { sys::rdma_ack_cm_event(event) };
+        Ok(Some(heard))
+    }
+
+    /// # Safety
+    /// The event is one of this channel's that is not acknowledged.
+    unsafe fn read(self: &Arc<CmChannel>, event: &sys::rdma_cm_event) -> CmEvent {
+        use sys::rdma_cm_event_type as kinds;
+        let is_request = event.event == kinds::RDMA_CM_EVENT_CONNECT_REQUEST;
+        let of = if is_request { event.listen_id } else { event.id };
+        // SAFETY: it lives, as the caller promises. What is there was put there by `Endpoint::new`.
+        let token = unsafe { (*of).context } as u64;
+        let has_private = matches!(
+            event.event,
+            kinds::RDMA_CM_EVENT_CONNECT_REQUEST
+                | kinds::RDMA_CM_EVENT_ESTABLISHED
+                | kinds::RDMA_CM_EVENT_CONNECT_RESPONSE
+                | kinds::RDMA_CM_EVENT_REJECTED
+        );
+        let mut private = Vec::new();
+        if has_private {
+            // SAFETY: those kinds of events have parameters of connections.
+            let conn = unsafe { &event.param.conn };
+            if !conn.private_data.is_null() {
+                let len = usize::from(conn.private_data_len);
+                // SAFETY: the pointer is to so many bytes, as long as the event is not acknowledged.
+                let bytes = unsafe { std::slice::from_raw_parts(conn.private_data.cast::<u8>(), len) };
+                private.extend_from_slice(bytes);
+            }
+        }
+        let status = event.status;
+        let failed = |doing: &str| {
+            let why = match status {
+                0 => "no reason is given".to_owned(),
+                number => Errno::from_raw(number.abs()).to_string(),
+            };
+            CmKind::Failed(format!("{doing}: {why}"))
+        };
+        let kind = match event.event {
+            kinds::RDMA_CM_EVENT_ADDR_RESOLVED => CmKind::AddressResolved,
+            kinds::RDMA_CM_EVENT_ROUTE_RESOLVED => CmKind::RouteResolved,
+            kinds::RDMA_CM_EVENT_CONNECT_REQUEST => match NonNull::new(event.id) {
+                Some(id) => CmKind::Request(Endpoint {
+                    id,
+                    joint: Joint::default(),
+                    gid: None,
+                    channel: Arc::clone(self),
+                }),
+                None => CmKind::Other,
+            },
+            kinds::RDMA_CM_EVENT_CONNECT_RESPONSE => CmKind::Answered,
+            kinds::RDMA_CM_EVENT_ESTABLISHED => CmKind::Established,
+            kinds::RDMA_CM_EVENT_REJECTED => CmKind::Rejected,
+            kinds::RDMA_CM_EVENT_DISCONNECTED | kinds::RDMA_CM_EVENT_TIMEWAIT_EXIT => CmKind::Disconnected,
+            kinds::RDMA_CM_EVENT_DEVICE_REMOVAL => CmKind::DeviceRemoved,
+            kinds::RDMA_CM_EVENT_ADDR_ERROR => failed("no RDMA device leads there"),
+            kinds::RDMA_CM_EVENT_ROUTE_ERROR => failed("no route"),
+            kinds::RDMA_CM_EVENT_UNREACHABLE => failed("unreachable"),
+            kinds::RDMA_CM_EVENT_CONNECT_ERROR => failed("cannot connect"),
+            _ => CmKind::Other,
+        };
+        CmEvent { token, kind, private }
+    }
+}
+
+/// Becomes readable when there is an event.
+impl AsFd for CmChannel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the channel, and its descriptor, live as long as `self`.
+        unsafe { BorrowedFd::borrow_raw(self.0.as_ref().fd) }
+    }
+}
+
+impl Drop for CmChannel {
+    fn drop(&mut self) {
+        // SAFETY: the endpoints that use it held it, and are gone.
+        unsafe { sys::rdma_destroy_event_channel(self.0.as_ptr()) };
+    }
+}
+
+/// One end of a connection, or what listens. It is destroyed when it is dropped, with its queue pair; that waits until
+/// nobody is reading an event of it, which is a moment.
+#[derive(Debug)]
+pub struct Endpoint {
+    id: NonNull<sys::rdma_cm_id>,
+    joint: Joint,
+    /// The index of the GID that its packets are to come from.
+    gid: Option<u32>,
+    channel: Arc<CmChannel>,
+}
+
+// SAFETY: librdmacm allows calls on an endpoint from all threads.
+unsafe impl Send for Endpoint {}
+// SAFETY: those that take `&self` are single calls into librdmacm, which locks where it must.
+unsafe impl Sync for Endpoint {}
+
+impl Endpoint {
+    /// A new one, whose events are told under `token`.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn new(channel: &Arc<CmChannel>, token: u64) -> Result<Endpoint, VerbsError> {
+        let mut id = ptr::null_mut();
+        // SAFETY: the channel lives as long as the endpoint; the context is a number, and never followed.
+        let result = unsafe {
+            let port_space = sys::rdma_port_space::RDMA_PS_TCP;
+            sys::rdma_create_id(channel.0.as_ptr(), &raw mut id, token as *mut c_void, port_space)
+        };
+        VerbsError::check("making an RDMA connection", result)?;
+        let id = NonNull::new(id).ok_or(VerbsError::Broken("librdmacm made nothing".into()))?;
+        Ok(Endpoint { id, joint: Joint::default(), gid: None, channel: Arc::clone(channel) })
+    }
+
+    fn raw(&self) -> *mut sys::rdma_cm_id {
+        self.id.as_ptr()
+    }
+
+    /// From now on its events are told under `token`. For a request that was just heard of.
+    pub fn rename(&mut self, token: u64) {
+        // SAFETY: it is not shared yet.
+        unsafe { self.id.as_mut().context = token as *mut c_void };
+    }
+
+    /// The device that it leads over; `None` before that is resolved.
+    pub fn context(&self) -> Option<Context> {
+        // SAFETY: it lives; the field is set before the event that tells of it.
+        Context::of(unsafe { self.id.as_ref().verbs })
+    }
+
+    /// The port of the device that it leads over.
+    pub fn port(&self) -> u8 {
+        // SAFETY: as above.
+        unsafe { self.id.as_ref().port_num }
+    }
+
+    /// Packets come from the GID of that index, or not at all: which one the connection manager takes for an address, of
+    /// RoCE v1 or v2, is its own choice.
+    pub fn must_come_from(&mut self, gid: Option<u32>) {
+        self.gid = gid;
+    }
+
+    /// Which class of traffic its packets are of (RoCE: DSCP and ECN; InfiniBand: by the subnet manager).
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn set_traffic_class(&self, class: u8) -> Result<(), VerbsError> {
+        const LEVEL: libc::c_int = 0;
+        const TYPE_OF_SERVICE: libc::c_int = 0;
+        let mut class = class;
+        // SAFETY: the option is one byte, which is read during the call.
+        let result =
+            unsafe { sys::rdma_set_option(self.raw(), LEVEL, TYPE_OF_SERVICE, (&raw mut class).cast(), 1) };
+        VerbsError::check("setting the traffic class", result)
+    }
+
+    /// Finds the device that leads to `to`, from `from` if that is given.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`], at once.
+    pub fn resolve_address(
+        &self,
+        from: Option<SocketAddr>,
+        to: SocketAddr,
+        millis: i32,
+    ) -> Result<(), VerbsError> {
+        let (from, to) = (from.map(SockAddr::from), SockAddr::from(to));
+        let from = from.as_ref().map_or(ptr::null_mut(), |from| from.as_ptr().cast_mut().cast());
+        // SAFETY: both addresses are read during the call.
+        let result =
+            unsafe { sys::rdma_resolve_addr(self.raw(), from, to.as_ptr().cast_mut().cast(), millis) };
+        VerbsError::check("resolving an RDMA address", result)
+    }
+
+    /// Finds the route.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`], at once.
+    pub fn resolve_route(&self, millis: i32) -> Result<(), VerbsError> {
+        // SAFETY: a single call.
+        VerbsError::check("resolving an RDMA route", unsafe { sys::rdma_resolve_route(self.raw(), millis) })
+    }
+
+    /// Listens.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn listen(&self, at: SocketAddr, backlog: i32) -> Result<SocketAddr, VerbsError> {
+        let raw = SockAddr::from(at);
+        // SAFETY: the address is read during the call.
+        let result = unsafe { sys::rdma_bind_addr(self.raw(), raw.as_ptr().cast_mut().cast()) };
+        VerbsError::check("binding an RDMA address", result)?;
+        // SAFETY: a single call.
+        VerbsError::check("listening for RDMA connections", unsafe {
+            sys::rdma_listen(self.raw(), backlog)
+        })?;
+        // SAFETY: as above.
+        let port = u16::from_be(unsafe { sys::rdma_get_src_port(self.raw()) });
+        Ok(SocketAddr::new(at.ip(), port))
+    }
+
+    /// The peer's address, where it is known.
+    pub fn peer(&self) -> Option<SocketAddr> {
+        let mut storage = SockAddrStorage::zeroed();
+        // SAFETY: the address of a connection is a `sockaddr_storage`, as is what it is copied to.
+        let address = unsafe {
+            let from = &raw const (*self.raw()).route.addr.dst_addr_union;
+            ptr::copy_nonoverlapping(
+                from.cast::<u8>(),
+                (&raw mut storage).cast::<u8>(),
+                storage.size_of() as usize,
+            );
+            let len = storage.size_of();
+            SockAddr::new(storage, len)
+        };
+        address.as_socket()
+    }
+
+    pub(super) fn make_pair(
+        &self,
+        domain: &Arc<Domain>,
+        init: &mut sys::ibv_qp_init_attr,
+    ) -> Result<*mut sys::ibv_qp, VerbsError> {
+        if self.context() != Some(domain.context()) {
+            return Err(VerbsError::Broken("the connection leads over another device".into()));
+        }
+        if self.joint.is_made() {
+            return Err(VerbsError::Broken("the connection has a queue pair already".into()));
+        }
+        // SAFETY: it has none; domain and queues live longer than the pair, as whoever holds the endpoint holds them.
+        unsafe { self.joint.make(self.raw(), domain, init) }
+    }
+
+    /// Asks the peer for a connection.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn connect(&self, parameters: &Parameters) -> Result<(), VerbsError> {
+        let mut raw = self.parameters(parameters)?;
+        // SAFETY: the parameters are read during the call.
+        VerbsError::check("connecting by RDMA", unsafe { sys::rdma_connect(self.raw(), &raw mut raw) })
+    }
+
+    /// Takes the answer of a peer that has accepted: from now on it is there. Packets are no longer than `mtu`.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn establish(&self, mtu: Option<Mtu>) -> Result<(), VerbsError> {
+        let Some(context) = self.context() else {
+            return Err(VerbsError::Broken("the connection leads nowhere".into()));
+        };
+        // SAFETY: it lives, and has been answered.
+        unsafe { self.joint.ready(self.raw(), context, Wanted { mtu, reads: None, gid: self.gid })? };
+        // SAFETY: a single call.
+        VerbsError::check("taking an RDMA connection's answer", unsafe { sys::rdma_establish(self.raw()) })
+    }
+
+    /// Takes the connection that the peer asked for. Packets are no longer than `mtu`.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn accept(&self, parameters: &Parameters, mtu: Option<Mtu>) -> Result<(), VerbsError> {
+        let mut raw = self.parameters(parameters)?;
+        if let Some(context) = self.context() {
+            let reads = (raw.initiator_depth, raw.responder_resources);
+            // SAFETY: it lives, and the peer asks for it.
+            unsafe {
+                let reads = Some(reads);
+                self.joint.ready(self.raw(), context, Wanted { mtu, reads, gid: self.gid })?;
+            };
+        }
+        // SAFETY: as above.
+        VerbsError::check("accepting an RDMA connection", unsafe {
+            sys::rdma_accept(self.raw(), &raw mut raw)
+        })
+    }
+
+    /// Refuses it.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn reject(&self, private: &[u8]) -> Result<(), VerbsError> {
+        let private = &private[..private.len().min(PRIVATE_DATA)];
+        // SAFETY: the data is read during the call.
+        let result = unsafe { sys::rdma_reject(self.raw(), private.as_ptr().cast(), private.len() as u8) };
+        VerbsError::check("refusing an RDMA connection", result)
+    }
+
+    /// Its queue pair, if it has one, does nothing more: what is outstanding is flushed.
+    ///
+    /// # Safety
+    /// Nobody destroys the queue pair meanwhile.
+    pub(super) unsafe fn fail_pair(&self) {
+        // SAFETY: as the caller promises.
+        unsafe { self.joint.fail() };
+    }
+
+    /// Destroys its queue pair, if it has one.
+    ///
+    /// # Safety
+    /// Nobody uses the queue pair, now or later.
+    pub(super) unsafe fn end_pair(&self) {
+        // SAFETY: as the caller promises.
+        unsafe { self.joint.destroy(self.raw()) };
+    }
+
+    /// Ends it: work that is outstanding is flushed, and the peer hears of it.
+    pub fn disconnect(&self) {
+        // SAFETY: a single call. That it is over already is no news.
+        unsafe { sys::rdma_disconnect(self.raw()) };
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has it; the queue pair, which is destroyed first, is used by nobody who does not hold the
+        // endpoint.
+        unsafe {
+            self.end_pair();
+            if sys::rdma_destroy_id(self.raw()) != 0 {
+                tracing::error!(errno = %Errno::last(), channel = ?self.channel, "an RDMA connection is lost");
+            }
+        }
+    }
+}
+
+impl Endpoint {
+    fn parameters(&self, of: &Parameters) -> Result<sys::rdma_conn_param, VerbsError> {
+        let context = self.context();
+        let (initiated, answered) = context.map_or(Ok((1, 1)), Context::reads)?;
+        if of.private.len() > PRIVATE_DATA {
+            let (len, all) = (of.private.len(), PRIVATE_DATA as u64);
+            return Err(VerbsError::OutOfRange { offset: 0, len, of: "private data", all });
+        }
+        Ok(sys::rdma_conn_param {
+            private_data: of.private.as_ptr().cast(),
+            private_data_len: of.private.len() as u8,
+            responder_resources: of.reads.min(answered),
+            initiator_depth: of.reads.min(initiated),
+            flow_control: 1,
+            retry_count: of.retries.min(7),
+            // As often as it takes: a peer that is there and takes nothing is given up by its silence.
+            rnr_retry_count: 7,
+            srq: 0,
+            qp_num: context.map_or(0, |context| self.joint.number(context)),
+        })
+    }
+}

@@ -1,0 +1,573 @@
+//! Queue pairs: work is posted in chains, with one doorbell each, and reported when it is done.
+//!
+//! Work of one queue pair is done in order, and only some of it is reported by the device: when that is, all before it
+//! is done, too. Not so with iWARP, where a write may be done before a READ that was posted earlier: each piece is
+//! reported there.
+
+use std::collections::VecDeque;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use rdma_sys as sys;
+
+use super::join::mtu_of;
+use super::queue::{Outcome, Receives, nothing};
+use super::{Chunk, Completion, Endpoint, Poller, Registration, Remote, Reserved, Slot, VerbsError};
+use crate::transport::rdma::Mtu;
+use crate::transport::stream::{Piece, Target};
+
+/// How much a queue pair takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PairLimits {
+    /// Pieces of work outstanding, at most.
+    pub depth: u32,
+    /// Bytes that go with the work itself, without being fetched from memory: 0 for none. More than the device can is
+    /// as much as it can.
+    pub inline: u32,
+    /// Every how many pieces of work one is reported; the last of a chain always is.
+    pub report_every: u32,
+    /// Messages of the peer that are waited for, where each queue pair waits for its own.
+    pub receives: u32,
+}
+
+/// Something for the device to do.
+#[derive(Debug)]
+pub enum Work {
+    /// Fetches memory of the peer's into memory that is promised.
+    ReadTo {
+        /// Where it goes.
+        target: Target,
+        /// Which memory that is part of.
+        registration: Arc<Registration>,
+        /// From where.
+        from: Remote,
+        /// Not before all READs that were posted earlier are done.
+        fence: bool,
+    },
+    /// Fetches memory of the peer's into a slot.
+    Read {
+        /// Where it goes.
+        slot: Slot,
+        /// Bytes.
+        len: usize,
+        /// From where.
+        from: Remote,
+        /// Not before all READs that were posted earlier are done.
+        fence: bool,
+    },
+    /// Puts a payload where the peer wants it.
+    Write {
+        /// It.
+        piece: Piece,
+        /// Which memory that is part of.
+        registration: Arc<Registration>,
+        /// Whither.
+        to: Remote,
+    },
+    /// Puts some bytes of a chunk into the peer's ring, and says so by `word`.
+    Ring {
+        /// Of which they are.
+        chunk: Arc<Chunk>,
+        /// Where they begin.
+        start: usize,
+        /// How many; may be 0, if a word is said.
+        len: usize,
+        /// Whither.
+        to: Remote,
+        /// What the peer is told.
+        word: Option<u32>,
+    },
+}
+
+/// Work that is done.
+#[derive(Debug)]
+pub struct Finished {
+    /// As it was posted with.
+    pub token: u64,
+    /// It, with its memory.
+    pub work: Work,
+}
+
+/// What became of the work of a queue pair.
+pub type Done = Vec<Finished>;
+
+struct Sent {
+    number: u64,
+    /// It was reported, where each piece is.
+    done: bool,
+    token: u64,
+    work: Work,
+}
+
+struct State {
+    /// Posted, or about to be, in order.
+    sent: VecDeque<Sent>,
+    /// Of them, those that are not posted yet.
+    waiting: usize,
+    /// The first piece's; and the next one's.
+    first: u64,
+    number: u64,
+    since_report: u32,
+    requests: Vec<sys::ibv_send_wr>,
+    pieces: Vec<sys::ibv_sge>,
+    finished: Done,
+    broken: Option<String>,
+    /// It is destroyed, and another one may have its number.
+    ended: bool,
+}
+
+/// Work of all queue pairs has numbers of its own, so that late news of one that is gone are not taken for those of another
+/// that got its number: so many bits of them are a queue pair's.
+const WORK_BITS: u32 = 36;
+const MOST_PAIRS: u64 = (1 << (63 - WORK_BITS)) - 1;
+static PAIRS: AtomicU64 = AtomicU64::new(0);
+
+impl State {
+    /// Whether it is work of this queue pair.
+    fn has_posted(&self, number: u64) -> bool {
+        (self.first..self.number).contains(&number)
+    }
+}
+
+// SAFETY: the pointers in `requests` are written just before they are posted, under the lock, and mean nothing after.
+unsafe impl Send for State {}
+
+/// One queue pair.
+#[derive(Debug)]
+pub struct Pair {
+    // Goes first: with it, the device lets go of the memory of all work.
+    endpoint: Endpoint,
+    reserved: Reserved,
+    raw: *mut sys::ibv_qp,
+    number: u32,
+    limits: PairLimits,
+    state: Mutex<State>,
+    /// Chains that were posted, and pieces of work in them.
+    doorbells: AtomicU64,
+    posted: AtomicU64,
+}
+
+// SAFETY: libibverbs allows calls on a queue pair from all threads; it lives as long as the endpoint.
+unsafe impl Send for Pair {}
+// SAFETY: as above.
+unsafe impl Sync for Pair {}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("State").field("sent", &self.sent.len()).field("broken", &self.broken).finish()
+    }
+}
+
+impl Pair {
+    /// What [`Self::new`] takes of `poller`'s room.
+    ///
+    /// # Errors
+    /// [`VerbsError::QueueFull`].
+    pub fn reserve(poller: &Arc<Poller>, limits: PairLimits) -> Result<Reserved, VerbsError> {
+        let own = matches!(poller.receives(), Receives::Own);
+        poller.reserve(limits.depth.saturating_add(if own { limits.receives } else { 0 }))
+    }
+
+    /// A queue pair for a connection that knows its way. What is done is reported where room was reserved, for the same
+    /// limits.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`]; the endpoint comes back, so that its peer can be told.
+    #[allow(clippy::result_large_err)] // Seldom.
+    pub fn new(
+        endpoint: Endpoint,
+        reserved: Reserved,
+        limits: PairLimits,
+    ) -> Result<Arc<Pair>, (VerbsError, Endpoint)> {
+        match Pair::begin(&endpoint, reserved.poller(), limits) {
+            Ok((raw, limits)) => Ok(Arc::new(Pair::with(endpoint, reserved, raw, limits))),
+            Err(error) => Err((error, endpoint)),
+        }
+    }
+
+    /// The queue pair itself, which waits for messages if it has its own, and what the device has granted.
+    fn begin(
+        endpoint: &Endpoint,
+        poller: &Arc<Poller>,
+        limits: PairLimits,
+    ) -> Result<(*mut sys::ibv_qp, PairLimits), VerbsError> {
+        let (most, _, _) = poller.context().depths()?;
+        let depth = limits.depth.min(most).max(1);
+        let own = matches!(poller.receives(), Receives::Own);
+        let receives = if own { limits.receives.min(most) } else { 0 };
+        let mut init = sys::ibv_qp_init_attr {
+            qp_context: ptr::null_mut(),
+            send_cq: poller.raw(),
+            recv_cq: poller.raw(),
+            srq: poller.receives().raw(),
+            cap: sys::ibv_qp_cap {
+                max_send_wr: depth,
+                max_recv_wr: receives.max(1),
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline_data: limits.inline,
+            },
+            qp_type: sys::ibv_qp_type::IBV_QPT_RC,
+            sq_sig_all: 0,
+        };
+        let mut inline = limits.inline;
+        let raw = loop {
+            match endpoint.make_pair(poller.domain(), &mut init) {
+                Err(VerbsError::Call { .. }) if inline > 0 => {
+                    // The device refuses as a whole what is too much for it, and does not say what it takes.
+                    inline /= 2;
+                    init.cap.max_inline_data = inline;
+                }
+                made => break made?,
+            }
+        };
+        for _ in 0..receives {
+            // SAFETY: it was just made, and the endpoint that will destroy it lives.
+            unsafe { post_receive(raw)? };
+        }
+        let inline = init.cap.max_inline_data.min(inline);
+        Ok((raw, PairLimits { depth, inline, receives, ..limits }))
+    }
+
+    fn with(endpoint: Endpoint, reserved: Reserved, raw: *mut sys::ibv_qp, limits: PairLimits) -> Pair {
+        let depth = limits.depth;
+        // SAFETY: it was just made.
+        let number = unsafe { (*raw).qp_num };
+        let first = (PAIRS.fetch_add(1, Ordering::Relaxed) & MOST_PAIRS) << WORK_BITS;
+        let state = State {
+            sent: VecDeque::with_capacity(depth as usize),
+            waiting: 0,
+            first,
+            number: first,
+            since_report: 0,
+            requests: Vec::with_capacity(depth as usize),
+            pieces: Vec::with_capacity(depth as usize),
+            finished: Vec::new(),
+            broken: None,
+            ended: false,
+        };
+        let [doorbells, posted] = [(); 2].map(|()| AtomicU64::new(0));
+        Pair { endpoint, reserved, raw, number, limits, state: Mutex::new(state), doorbells, posted }
+    }
+
+    /// Its number, which no other one of the device has.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Its connection.
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    /// Whom its news come from.
+    pub fn poller(&self) -> &Arc<Poller> {
+        self.reserved.poller()
+    }
+
+    /// As the device has granted them.
+    pub fn limits(&self) -> PairLimits {
+        self.limits
+    }
+
+    /// Bytes of payload in a packet, at most; `None` with iWARP.
+    ///
+    /// # Errors
+    /// [`VerbsError::Broken`] when it is ended.
+    pub fn mtu(&self) -> Result<Option<Mtu>, VerbsError> {
+        let state = self.state.lock();
+        match &state.broken {
+            Some(why) => Err(VerbsError::Broken(why.clone())),
+            // SAFETY: it lives, as it is not ended under the lock.
+            None => unsafe { mtu_of(self.raw, self.poller().context()) },
+        }
+    }
+
+    /// Chains that were posted, and pieces of work in them.
+    pub fn counts(&self) -> (u64, u64) {
+        (self.doorbells.load(Ordering::Relaxed), self.posted.load(Ordering::Relaxed))
+    }
+
+    /// Pieces of work that it takes just now.
+    pub fn room(&self) -> usize {
+        self.limits.depth as usize - self.state.lock().sent.len()
+    }
+
+    /// Why nothing is done any more.
+    pub fn broken(&self) -> Option<String> {
+        self.state.lock().broken.clone()
+    }
+
+    /// Ends it now: the device touches none of its memory any more when this returns.
+    pub fn end(&self) {
+        let mut state = self.state.lock();
+        if std::mem::replace(&mut state.ended, true) {
+            return;
+        }
+        state.broken.get_or_insert_with(|| "the connection is over".to_owned());
+        // Nothing more comes in, and what has come is told.
+        // SAFETY: it is destroyed here only, under the lock.
+        unsafe { self.endpoint.fail_pair() };
+        self.poller().take_early(self.number);
+        // SAFETY: whoever uses it has the lock and has seen that it is not broken.
+        unsafe { self.endpoint.end_pair() };
+        let sent = std::mem::take(&mut state.sent);
+        drop(state);
+        // Whoever waits for a slot of theirs is woken.
+        drop(sent);
+    }
+
+    fn post_receive(&self) -> Result<(), VerbsError> {
+        let state = self.state.lock();
+        if state.broken.is_some() {
+            return Ok(());
+        }
+        // SAFETY: the queue pair lives, as it is not ended under the lock.
+        unsafe { post_receive(self.raw) }
+    }
+
+    /// Adds to the chain that [`Self::post`] posts.
+    ///
+    /// # Errors
+    /// [`VerbsError::Full`], [`VerbsError::OutOfRange`], [`VerbsError::Broken`]; the work comes back.
+    #[allow(clippy::result_large_err)] // The work comes back seldom, and is moved either way.
+    pub fn add(&self, token: u64, work: Work) -> Result<(), (VerbsError, Work)> {
+        let mut state = self.state.lock();
+        if let Some(why) = &state.broken {
+            return Err((VerbsError::Broken(why.clone()), work));
+        }
+        if state.sent.len() >= self.limits.depth as usize {
+            return Err((VerbsError::Full(self.limits.depth as usize), work));
+        }
+        if let Err(error) = work.check() {
+            return Err((error, work));
+        }
+        let number = state.number;
+        state.number += 1;
+        state.waiting += 1;
+        state.sent.push_back(Sent { number, done: false, token, work });
+        Ok(())
+    }
+
+    /// Posts all that was added, with one doorbell.
+    ///
+    /// # Errors
+    /// [`VerbsError::Broken`]; nothing is done any more then.
+    pub fn post(&self) -> Result<(), VerbsError> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        if let Some(why) = &state.broken {
+            return Err(VerbsError::Broken(why.clone()));
+        }
+        let count = std::mem::take(&mut state.waiting);
+        if count == 0 {
+            return Ok(());
+        }
+        state.requests.clear();
+        state.pieces.clear();
+        let first = state.sent.len() - count;
+        let iwarp = self.poller().context().is_iwarp();
+        for (index, sent) in state.sent.iter().skip(first).enumerate() {
+            state.since_report += 1;
+            let every = if iwarp { 1 } else { self.limits.report_every };
+            let report = index + 1 == count || state.since_report >= every;
+            if report {
+                state.since_report = 0;
+            }
+            let (piece, request) = sent.work.request(sent.number, report, self.limits.inline);
+            state.pieces.push(piece);
+            state.requests.push(request);
+        }
+        // Neither list grows any more: what points into them stays true.
+        let (requests, pieces) = (state.requests.as_mut_ptr(), state.pieces.as_mut_ptr());
+        for index in 0..count {
+            // SAFETY: both lists have `count` entries.
+            unsafe {
+                let request = requests.add(index);
+                if (*pieces.add(index)).length > 0 {
+                    (*request).sg_list = pieces.add(index);
+                    (*request).num_sge = 1;
+                }
+                if index + 1 < count {
+                    (*request).next = requests.add(index + 1);
+                }
+            }
+        }
+        let mut bad = ptr::null_mut();
+        // SAFETY: the chain is well formed and read during the call only. All memory that its work names is within a
+        // registration, as `Work::check` has seen, and both are held in `sent` until the work is reported, or until the
+        // queue pair is gone. The bytes that go inline are copied during the call.
+        let result = unsafe { sys::ibv_post_send(self.raw, requests, &raw mut bad) };
+        if let Err(error) = VerbsError::check_number("posting work", result) {
+            // What was posted before the bad one may be done all the same: all is held until the queue pair is gone.
+            state.broken = Some(error.to_string());
+            return Err(VerbsError::Broken(error.to_string()));
+        }
+        self.doorbells.fetch_add(1, Ordering::Relaxed);
+        self.posted.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Takes a report. The word that the peer has said, if it is that.
+    ///
+    /// # Errors
+    /// [`VerbsError::Broken`] if it is a failure. Others before it have been told then.
+    pub fn hear(&self, news: Completion) -> Result<Option<u32>, VerbsError> {
+        match news.outcome {
+            Outcome::Sent(number) => {
+                let mut state = self.state.lock();
+                let state = &mut *state;
+                if !state.has_posted(number) {
+                    return Ok(None);
+                }
+                let last = match self.poller().context().is_iwarp() {
+                    // A write may be done, and be reported, before a READ that was posted earlier: each tells of itself
+                    // alone. It is held until those before it are done.
+                    true => {
+                        if let Some(sent) = state.sent.iter_mut().find(|sent| sent.number == number) {
+                            sent.done = true;
+                        }
+                        state.sent.iter().take_while(|sent| sent.done).last().map(|sent| sent.number)
+                    }
+                    false => Some(number),
+                };
+                let Some(last) = last else { return Ok(None) };
+                while let Some(sent) = state.sent.pop_front_if(|sent| sent.number <= last) {
+                    if !matches!(sent.work, Work::Ring { .. }) {
+                        state.finished.push(Finished { token: sent.token, work: sent.work });
+                    }
+                }
+                Ok(None)
+            }
+            Outcome::Heard(word) => {
+                if matches!(self.poller().receives(), Receives::Own) {
+                    self.post_receive()?;
+                }
+                Ok(Some(word))
+            }
+            Outcome::Strange => Err(VerbsError::Broken("the peer sends what is no word".into())),
+            Outcome::Failed { work, why } => {
+                let mut state = self.state.lock();
+                if work.is_some_and(|number| !state.has_posted(number)) {
+                    return Ok(None);
+                }
+                // The first one says why; those after it, that they were flushed.
+                let why = state.broken.get_or_insert(why).clone();
+                Err(VerbsError::Broken(why))
+            }
+        }
+    }
+
+    /// Takes what is done, in order, to the end of `done`.
+    pub fn take(&self, done: &mut Done) {
+        done.append(&mut self.state.lock().finished);
+    }
+
+    /// Whether there is something to take.
+    pub fn has_finished(&self) -> bool {
+        !self.state.lock().finished.is_empty()
+    }
+}
+
+/// Waits for one message more.
+///
+/// # Safety
+/// The queue pair lives.
+unsafe fn post_receive(pair: *mut sys::ibv_qp) -> Result<(), VerbsError> {
+    let mut work = nothing();
+    let mut bad = ptr::null_mut();
+    // SAFETY: as the caller promises; the work names no memory.
+    let result = unsafe { sys::ibv_post_recv(pair, &raw mut work, &raw mut bad) };
+    VerbsError::check_number("waiting for messages", result)
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl Work {
+    /// Where the device finds the first byte, length, registration.
+    fn memory(&self) -> (u64, usize, &Arc<Registration>) {
+        match self {
+            Work::ReadTo { target, registration, .. } => {
+                let (start, len) = target.raw();
+                (start as u64, len, registration)
+            }
+            Work::Read { slot, len, .. } => (slot.address(), *len, slot.registration()),
+            Work::Write { piece, registration, .. } => {
+                let (start, len) = piece.raw();
+                (start as u64, len, registration)
+            }
+            Work::Ring { chunk, start, len, .. } => {
+                (chunk.address().wrapping_add(*start as u64), *len, chunk.local())
+            }
+        }
+    }
+
+    /// That its memory is within its registration.
+    fn check(&self) -> Result<(), VerbsError> {
+        let out = |offset: u64, len: usize, of: &'static str, all: usize| {
+            Err(VerbsError::OutOfRange { offset, len, of, all: all as u64 })
+        };
+        match self {
+            Work::Read { slot, len, .. } if *len > slot.len() => {
+                return out(0, *len, "a slot", slot.len());
+            }
+            Work::Ring { chunk, start, len, .. }
+                if start.checked_add(*len).is_none_or(|end| end > chunk.len()) =>
+            {
+                return out(*start as u64, *len, "a chunk", chunk.len());
+            }
+            _ => {}
+        }
+        let (start, len, registration) = self.memory();
+        if !registration.holds(start, len) || u32::try_from(len).is_err() {
+            let offset = start.wrapping_sub(registration.remote().address);
+            return out(offset, len, "a registration", registration.len());
+        }
+        Ok(())
+    }
+
+    fn request(&self, number: u64, report: bool, inline: u32) -> (sys::ibv_sge, sys::ibv_send_wr) {
+        let (start, len, registration) = self.memory();
+        let length = len as u32;
+        let piece = sys::ibv_sge { addr: start, length, lkey: registration.local_key() };
+        let (opcode, remote, fence, word) = match self {
+            Work::ReadTo { from, fence, .. } | Work::Read { from, fence, .. } => {
+                (sys::ibv_wr_opcode::IBV_WR_RDMA_READ, *from, *fence, None)
+            }
+            Work::Write { to, .. } => (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, *to, false, None),
+            Work::Ring { to, word: None, .. } => (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, *to, false, None),
+            Work::Ring { to, word: Some(word), .. } => {
+                (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM, *to, false, Some(*word))
+            }
+        };
+        let mut flags = sys::ibv_send_flags(0);
+        if report {
+            flags |= sys::ibv_send_flags::IBV_SEND_SIGNALED;
+        }
+        if fence {
+            flags |= sys::ibv_send_flags::IBV_SEND_FENCE;
+        }
+        if matches!(self, Work::Ring { .. }) && length > 0 && length <= inline {
+            flags |= sys::ibv_send_flags::IBV_SEND_INLINE;
+        }
+        if word.is_some() {
+            flags |= sys::ibv_send_flags::IBV_SEND_SOLICITED;
+        }
+        // SAFETY: all of it is numbers, pointers and unions of those, for which zero is a value.
+        let mut request: sys::ibv_send_wr = unsafe { std::mem::zeroed() };
+        request.wr_id = number;
+        request.opcode = opcode;
+        request.send_flags = flags.0;
+        request.wr.rdma = sys::rdma_t { remote_addr: remote.address, rkey: remote.key };
+        if let Some(word) = word {
+            request.imm_data_invalidated_rkey_union.imm_data = word.to_be();
+        }
+        (piece, request)
+    }
+}

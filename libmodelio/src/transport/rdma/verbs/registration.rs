@@ -1,0 +1,279 @@
+//! Protection domains, and memory that is registered with a device.
+
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::{Arc, Weak};
+
+use nix::errno::Errno;
+use nix::sys::resource::{Resource, getrlimit};
+use parking_lot::Mutex;
+use rdma_sys as sys;
+
+use super::{Context, VerbsError};
+use crate::bytes::mmap::Mapping;
+
+/// Registrations that are good to have, and can be done without.
+pub trait Spare: Send + Sync {
+    /// Gives up what there is of them: it goes when nothing uses it any more.
+    fn give_up(&self);
+}
+
+/// What of a device belongs together: its queue pairs use its registrations.
+pub struct Domain {
+    raw: NonNull<sys::ibv_pd>,
+    context: Context,
+    spare: Mutex<Vec<Weak<dyn Spare>>>,
+    reclaiming: Mutex<()>,
+}
+
+impl fmt::Debug for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Domain { raw, context, .. } = self;
+        f.debug_struct("Domain").field("raw", raw).field("context", context).finish_non_exhaustive()
+    }
+}
+
+// SAFETY: libibverbs allows calls on a protection domain from all threads.
+unsafe impl Send for Domain {}
+// SAFETY: as above.
+unsafe impl Sync for Domain {}
+
+impl Domain {
+    /// A new one.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn new(context: Context) -> Result<Arc<Domain>, VerbsError> {
+        // SAFETY: the context is open.
+        let raw = NonNull::new(unsafe { sys::ibv_alloc_pd(context.raw()) });
+        let raw = raw.ok_or_else(|| VerbsError::last("making a protection domain"))?;
+        Ok(Arc::new(Domain { raw, context, spare: Mutex::default(), reclaiming: Mutex::default() }))
+    }
+
+    pub(super) fn raw(&self) -> *mut sys::ibv_pd {
+        self.raw.as_ptr()
+    }
+
+    /// Of which device.
+    pub fn context(&self) -> Context {
+        self.context
+    }
+
+    /// These give way where no more memory may be pinned.
+    pub(in crate::transport::rdma) fn spare(&self, what: Weak<dyn Spare>) {
+        let mut spare = self.spare.lock();
+        spare.retain(|one| one.strong_count() > 0);
+        spare.push(what);
+    }
+
+    /// Has what is spare give way, and then does it. One after the other, so that nobody is refused what another one has
+    /// just been given.
+    fn reclaimed<T>(&self, then: impl FnOnce() -> T) -> T {
+        let _alone = self.reclaiming.lock();
+        let spare: Vec<_> = self.spare.lock().iter().filter_map(Weak::upgrade).collect();
+        // All of them: how much each has is not known.
+        spare.iter().for_each(|one| one.give_up());
+        then()
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: all that was made of it held it, and is gone.
+        let result = unsafe { sys::ibv_dealloc_pd(self.raw()) };
+        if let Err(error) = VerbsError::check_number("giving a protection domain back", result) {
+            tracing::error!(%error, "a protection domain is lost");
+        }
+    }
+}
+
+/// What peers may do with registered memory. This end's device may always write it. What its READs fill is `Local`: with
+/// iWARP, where they are answered by writes of the peer's, peers may write that, too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Access {
+    /// Nothing.
+    Local,
+    /// Read it.
+    Read,
+    /// Write it.
+    Write,
+}
+
+impl Access {
+    fn flags(self, context: Context) -> libc::c_int {
+        let local = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE;
+        let flags = match self {
+            Access::Local => local,
+            Access::Read => local | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ,
+            Access::Write => local | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE,
+        };
+        let flags = match self {
+            Access::Local if context.is_iwarp() => flags | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE,
+            _ => flags,
+        };
+        flags.0.cast_signed()
+    }
+}
+
+/// Where memory of a peer's lies, and the key to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Remote {
+    /// As the peer's device sees it.
+    pub address: u64,
+    /// The peer's key.
+    pub key: u32,
+}
+
+impl Remote {
+    /// `offset` bytes further on. An address beyond the end of all memory is one that the peer's device refuses.
+    pub fn at(self, offset: u64) -> Remote {
+        Remote { address: self.address.wrapping_add(offset), ..self }
+    }
+}
+
+/// Memory that a device reads and writes by itself. Its pages stay where they are until it is dropped.
+#[derive(Debug)]
+pub struct Registration {
+    raw: NonNull<sys::ibv_mr>,
+    /// Where it begins, as the device sees it.
+    address: u64,
+    len: usize,
+    access: Access,
+    domain: Arc<Domain>,
+}
+
+// SAFETY: libibverbs allows a registration to be used and given up from all threads.
+unsafe impl Send for Registration {}
+// SAFETY: as above.
+unsafe impl Sync for Registration {}
+
+impl Registration {
+    /// Registers `range` of `memory`; what is [`Spare`] gives way, but not to what this end's READs fill. Whoever lets work be done on it holds the memory, too: see
+    /// [`Mapping::attach`](crate::bytes::mmap::Mapping::attach). Whoever lets peers write it sees to it that nobody here takes it
+    /// for memory that stays as it is.
+    ///
+    /// # Errors
+    /// [`VerbsError::Memlock`], [`VerbsError::OutOfRange`], [`VerbsError::Call`].
+    pub(in crate::transport::rdma) fn new(
+        domain: &Arc<Domain>,
+        memory: &Mapping,
+        range: Range<usize>,
+        access: Access,
+    ) -> Result<Arc<Registration>, VerbsError> {
+        let all = memory.len();
+        if range.start >= range.end || range.end > all {
+            let (offset, len) = (range.start as u64, range.len());
+            return Err(VerbsError::OutOfRange { offset, len, of: "memory", all: all as u64 });
+        }
+        let (address, len) = (memory.start().as_ptr().wrapping_add(range.start), range.len());
+        let register = || {
+            let flags = access.flags(domain.context);
+            // SAFETY: the range is mapped and writable. The kernel pins its pages: should the mapping go first, the device
+            // works on pages that nobody else has, until the registration goes, too.
+            let raw = unsafe { sys::ibv_reg_mr(domain.raw(), address.cast(), len, flags) };
+            NonNull::new(raw).ok_or_else(|| refused(Errno::last(), len))
+        };
+        let raw = match register() {
+            Err(VerbsError::Memlock { .. }) if access != Access::Local => domain.reclaimed(register)?,
+            outcome => outcome?,
+        };
+        Ok(Arc::new(Registration { raw, address: address as u64, len, access, domain: Arc::clone(domain) }))
+    }
+
+    /// Registers `len` bytes at `offset` of what another device has exported. The network's device addresses them from
+    /// `at` on.
+    pub(super) fn of_dma_buf(
+        domain: &Arc<Domain>,
+        exported: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        at: u64,
+        access: Access,
+    ) -> Result<Arc<Registration>, VerbsError> {
+        let flags = access.flags(domain.context);
+        // SAFETY: the kernel takes its own reference to the buffer; no memory of this process is involved.
+        let raw =
+            unsafe { sys::ibv_reg_dmabuf_mr(domain.raw(), offset, len, at, exported.as_raw_fd(), flags) };
+        let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("registering memory of a device"))?;
+        Ok(Arc::new(Registration { raw, address: at, len, access, domain: Arc::clone(domain) }))
+    }
+
+    /// Registers `len` bytes at an address that the kernel knows to be another device's.
+    pub(super) fn of_address(
+        domain: &Arc<Domain>,
+        address: u64,
+        len: usize,
+        access: Access,
+    ) -> Result<Arc<Registration>, VerbsError> {
+        let start = address as *mut libc::c_void;
+        // SAFETY: the address is the kernel's to check. If it is memory of this process, its maker has promised that
+        // nobody takes it for memory of Rust's (see `DeviceMemory`); it stays pinned as long as the registration lives.
+        let raw = unsafe { sys::ibv_reg_mr(domain.raw(), start, len, access.flags(domain.context)) };
+        let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("registering memory of a device"))?;
+        Ok(Arc::new(Registration { raw, address, len, access, domain: Arc::clone(domain) }))
+    }
+
+    /// What the device is told by this end.
+    pub(super) fn local_key(&self) -> u32 {
+        // SAFETY: it lives as long as `self`.
+        unsafe { self.raw.as_ref().lkey }
+    }
+
+    /// What peers are told: where it begins, and the key.
+    pub fn remote(&self) -> Remote {
+        // SAFETY: it lives as long as `self`.
+        let key = unsafe { self.raw.as_ref().rkey };
+        Remote { address: self.address, key }
+    }
+
+    /// Length in bytes.
+    #[allow(clippy::len_without_is_empty)] // never empty
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// What peers may do.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+
+    /// Its domain.
+    pub fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    /// Whether `len` bytes from `start` on, as the device sees them, are within it.
+    pub(super) fn holds(&self, start: u64, len: usize) -> bool {
+        let end = start.checked_add(len as u64);
+        start >= self.address && end.is_some_and(|end| end <= self.address + self.len as u64)
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // SAFETY: work on it held it, and is over.
+        let result = unsafe { sys::ibv_dereg_mr(self.raw.as_ptr()) };
+        if let Err(error) = VerbsError::check_number("giving a registration back", result) {
+            tracing::error!(%error, "pages stay pinned");
+        }
+    }
+}
+
+fn refused(errno: Errno, bytes: usize) -> VerbsError {
+    let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map(|(soft, _)| soft).unwrap_or(u64::MAX);
+    match errno {
+        Errno::ENOMEM | Errno::EPERM | Errno::EAGAIN if limit != u64::MAX => {
+            VerbsError::Memlock { bytes, limit }
+        }
+        errno => VerbsError::Call { doing: "registering memory", errno },
+    }
+}
+
+/// For callers that speak `io::Error`.
+pub(super) fn no_memory(error: &io::Error) -> VerbsError {
+    let errno = error.raw_os_error().map_or(Errno::ENOMEM, Errno::from_raw);
+    VerbsError::Call { doing: "taking memory", errno }
+}

@@ -1,0 +1,271 @@
+//! Two rings of bytes between two ends, each written by its writer into the reader's memory.
+//!
+//! Each end has a ring that the peer's device writes, and a copy of the peer's ring, from which its own device does.
+//! Counts of bytes written and read go with the writes, as immediate data, or into words that the other end polls; they
+//! wrap around. What this end has counted it keeps for itself, so that the peer can spoil only its own count, which is
+//! checked. Bytes of the copy are written anew only when the peer has read them: then its device has them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::{Arena, Chunk, Registration, Remote, VerbsError, Work};
+use crate::transport::stream::{ReceiveSlices, SendSlices};
+
+/// Bytes of a ring: about a thousand frames that name payload.
+pub const RING: usize = 64 << 10;
+/// Bytes of the words behind it.
+const WORDS: usize = 4096;
+/// Words do not share what a CPU fetches at once.
+const APART: usize = 128;
+/// Reading is told when so much was read.
+const TELL: u32 = (RING / 4) as u32;
+
+/// Counts are told modulo this; what is above says what is counted.
+const COUNT: u32 = (1 << 30) - 1;
+const KIND: u32 = !COUNT;
+const WRITTEN: u32 = 0;
+const READ: u32 = 1 << 30;
+const END: u32 = 2 << 30;
+
+/// How the peer learns that something was written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notify {
+    /// By immediate data, which it is woken by.
+    Immediate,
+    /// By a word in its memory, which it polls.
+    Flag,
+}
+
+/// One end of both rings.
+#[derive(Debug)]
+pub struct Rings {
+    // Goes before the memory, which is another one's then.
+    opened: Arc<Registration>,
+    incoming: Chunk,
+    outgoing: Arc<Chunk>,
+    notify: Notify,
+    /// Of the ring that the peer writes: bytes that are there, that were read, that it was told were read.
+    arrived: u32,
+    consumed: u32,
+    told: u32,
+    /// Of the ring that it reads: bytes that were written, that it has read.
+    written: u32,
+    acknowledged: u32,
+    ended: bool,
+    next_word: usize,
+}
+
+/// The peer breaks the rules of the rings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the peer counts {0} bytes in a ring of {RING}")]
+pub struct Broken(u32);
+
+impl Rings {
+    /// Of memory from the arena.
+    ///
+    /// # Errors
+    /// When there is none, or it cannot be registered.
+    pub fn new(arena: &Arc<Arena>, notify: Notify) -> Result<Rings, VerbsError> {
+        let incoming = arena.take(RING + WORDS)?;
+        let outgoing = Arc::new(arena.take(RING + WORDS)?);
+        let opened = incoming.open()?;
+        let rings = Rings {
+            incoming,
+            opened,
+            outgoing,
+            notify,
+            arrived: 0,
+            consumed: 0,
+            told: 0,
+            written: 0,
+            acknowledged: 0,
+            ended: false,
+            next_word: 0,
+        };
+        for kind in [WRITTEN, READ, END] {
+            rings.word(kind).store(0, Ordering::Relaxed);
+        }
+        Ok(rings)
+    }
+
+    /// Where the peer writes.
+    pub fn invitation(&self) -> Remote {
+        self.opened.remote()
+    }
+
+    fn place(kind: u32) -> usize {
+        RING + (kind >> 30) as usize * APART
+    }
+
+    fn word(&self, kind: u32) -> &AtomicU32 {
+        // SAFETY: within the chunk and aligned; it lives as long as `self`. The peer's device writes it as a whole; if
+        // it does otherwise, the value may be any, as with every word of the peer's.
+        unsafe { AtomicU32::from_ptr(self.incoming.start().wrapping_add(Rings::place(kind)).cast()) }
+    }
+
+    /// A word of the peer's, told or polled.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn hear(&mut self, word: u32) -> Result<(), Broken> {
+        let count = word & COUNT;
+        match word & KIND {
+            WRITTEN => {
+                let fresh = count.wrapping_sub(self.arrived) & COUNT;
+                let there = self.arrived.wrapping_sub(self.consumed) + fresh;
+                if there as usize > RING {
+                    return Err(Broken(there));
+                }
+                self.arrived = self.arrived.wrapping_add(fresh);
+            }
+            READ => {
+                let fresh = count.wrapping_sub(self.acknowledged) & COUNT;
+                let outstanding = self.written.wrapping_sub(self.acknowledged);
+                if fresh > outstanding {
+                    return Err(Broken(fresh));
+                }
+                self.acknowledged = self.acknowledged.wrapping_add(fresh);
+            }
+            _ => self.ended = true,
+        }
+        Ok(())
+    }
+
+    /// Looks at the words that the peer writes, where it does.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn look(&mut self) -> Result<(), Broken> {
+        if self.notify == Notify::Flag {
+            // It is written last: what comes before it is there, too, when it is.
+            let ended = self.word(END).load(Ordering::Acquire) != 0;
+            for kind in [WRITTEN, READ] {
+                let word = self.word(kind).load(Ordering::Acquire);
+                self.hear(kind | (word & COUNT))?;
+            }
+            self.ended |= ended;
+        }
+        Ok(())
+    }
+
+    /// Bytes that are there to be read.
+    pub fn readable(&self) -> usize {
+        self.arrived.wrapping_sub(self.consumed) as usize
+    }
+
+    /// Bytes that can be written.
+    pub fn room(&self) -> usize {
+        RING - self.written.wrapping_sub(self.acknowledged) as usize
+    }
+
+    /// The peer says nothing more than what is there.
+    pub fn is_ended(&self) -> bool {
+        self.ended
+    }
+
+    /// Copies what is there to where a stream wants it.
+    pub fn read(&mut self, into: &ReceiveSlices) -> usize {
+        let mut left = self.readable();
+        let before = self.consumed;
+        for (into, len) in into.each() {
+            let mut done = 0;
+            while done < len.min(left) {
+                let at = self.consumed as usize % RING;
+                let count = (len.min(left) - done).min(RING - at);
+                // SAFETY: within the chunk, and within the slice, which the stream has named: it is writable and the
+                // connection's until the stream hears of it. The peer may be writing there, if it breaks the rules: any
+                // bytes will do, and they are looked at only when they are copied.
+                unsafe {
+                    let from = self.incoming.start().wrapping_add(at);
+                    into.add(done).copy_from_nonoverlapping(from, count);
+                }
+                done += count;
+                self.consumed = self.consumed.wrapping_add(count as u32);
+            }
+            left -= done;
+            if left == 0 {
+                break;
+            }
+        }
+        self.consumed.wrapping_sub(before) as usize
+    }
+
+    /// Copies what a stream says, as far as there is room: how much, and the work that brings it to `peer`.
+    pub fn write(&mut self, out: &SendSlices, peer: Remote, work: &mut Vec<Work>) -> usize {
+        let mut left = self.room();
+        let before = self.written;
+        for (from, len) in out.each() {
+            let mut done = 0;
+            while done < len.min(left) {
+                let at = self.written as usize % RING;
+                let count = (len.min(left) - done).min(RING - at);
+                // SAFETY: within the chunk, and within the slice, which the stream has named and leaves alone until it
+                // hears of it. What lies there the peer has read.
+                unsafe {
+                    let into = self.outgoing.start().wrapping_add(at);
+                    into.copy_from_nonoverlapping(from.add(done), count);
+                }
+                done += count;
+                self.written = self.written.wrapping_add(count as u32);
+            }
+            left -= done;
+            if left == 0 {
+                break;
+            }
+        }
+        let bytes = self.written.wrapping_sub(before) as usize;
+        let start = before as usize % RING;
+        let first = bytes.min(RING - start);
+        let parts = [(start, first), (0, bytes - first)];
+        let last = if parts[1].1 > 0 { 1 } else { 0 };
+        for (index, (start, len)) in
+            parts.into_iter().enumerate().take(last + 1).filter(|(_, (_, len))| *len > 0)
+        {
+            let told = index == last && self.notify == Notify::Immediate;
+            let word = told.then_some(WRITTEN | (self.written & COUNT));
+            let (chunk, to) = (Arc::clone(&self.outgoing), peer.at(start as u64));
+            work.push(Work::Ring { chunk, start, len, to, word });
+        }
+        if bytes > 0 && self.notify == Notify::Flag {
+            work.push(self.flag(WRITTEN, self.written & COUNT, peer));
+        }
+        bytes
+    }
+
+    /// Tells the peer how much was read, when that is enough to be told.
+    pub fn tell(&mut self, peer: Remote, work: &mut Vec<Work>) {
+        if self.consumed.wrapping_sub(self.told) >= TELL {
+            self.told = self.consumed;
+            let told = self.say(READ, self.consumed & COUNT, peer);
+            work.push(told);
+        }
+    }
+
+    /// Tells the peer that nothing more is said.
+    pub fn end(&mut self, peer: Remote, work: &mut Vec<Work>) {
+        let said = self.say(END, 1, peer);
+        work.push(said);
+    }
+
+    fn say(&mut self, kind: u32, count: u32, peer: Remote) -> Work {
+        match self.notify {
+            Notify::Flag => self.flag(kind, count, peer),
+            Notify::Immediate => {
+                let chunk = Arc::clone(&self.outgoing);
+                Work::Ring { chunk, start: 0, len: 0, to: peer, word: Some(kind | count) }
+            }
+        }
+    }
+
+    /// Writes a word of the peer's. It lies in one of so many places that it stays until it is written, as no more work
+    /// than there are is outstanding.
+    fn flag(&mut self, kind: u32, count: u32, peer: Remote) -> Work {
+        let start = RING + self.next_word * size_of::<u32>();
+        self.next_word = (self.next_word + 1) % (WORDS / size_of::<u32>());
+        // SAFETY: within the chunk and aligned. The device has read it when the work that named it before was done.
+        let word = unsafe { AtomicU32::from_ptr(self.outgoing.start().wrapping_add(start).cast()) };
+        word.store(count, Ordering::Release);
+        let (chunk, to) = (Arc::clone(&self.outgoing), peer.at(Rings::place(kind) as u64));
+        Work::Ring { chunk, start, len: size_of::<u32>(), to, word: None }
+    }
+}

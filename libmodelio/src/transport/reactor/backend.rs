@@ -1,0 +1,120 @@
+//! Which way a reactor moves bytes: by io_uring, or by plain sockets and epoll where io_uring cannot be used. The choice
+//! is made once, at start, and says why.
+
+use std::fmt;
+use std::str::FromStr;
+
+use nix::errno::Errno;
+
+/// What is wished for. Read from text as `auto`, `uring` or `poll`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Choice {
+    /// io_uring if it can be used.
+    #[default]
+    Auto,
+    /// io_uring, or an error.
+    Uring,
+    /// Plain sockets and epoll.
+    Poll,
+}
+
+impl FromStr for Choice {
+    type Err = UnknownChoice;
+
+    fn from_str(text: &str) -> Result<Choice, UnknownChoice> {
+        match text {
+            "auto" => Ok(Choice::Auto),
+            "uring" => Ok(Choice::Uring),
+            "poll" => Ok(Choice::Poll),
+            _ => Err(UnknownChoice(text.to_owned())),
+        }
+    }
+}
+
+/// A [`Choice`] that does not exist.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no way to move bytes: expected \"auto\", \"uring\" or \"poll\"")]
+pub struct UnknownChoice(pub String);
+
+/// What is used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// io_uring.
+    Uring,
+    /// Plain sockets and epoll.
+    Poll {
+        /// Why not io_uring.
+        because: NotUring,
+    },
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Backend::Uring => f.write_str("io_uring"),
+            Backend::Poll { because } => write!(f, "epoll ({because})"),
+        }
+    }
+}
+
+/// Why io_uring is not used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NotUring {
+    /// It was asked for.
+    #[error("as configured")]
+    Configured,
+    /// The kernel has none, or a filter says so.
+    #[error("io_uring is not there: {0}, by the kernel or a seccomp filter")]
+    Absent(Errno),
+    /// An administrator has turned it off.
+    #[error("io_uring is turned off: sysctl kernel.io_uring_disabled is {0}")]
+    TurnedOff(u8),
+    /// It is denied, though the sysctl allows it.
+    #[error("io_uring is denied: {0}, probably by a seccomp filter")]
+    Denied(Errno),
+    /// The kernel's io_uring lacks what is needed here, which Linux 6.1 has.
+    #[error("io_uring lacks {0}, which Linux 6.1 has")]
+    TooOld(&'static str),
+    /// Something else, such as a limit on locked memory.
+    #[error("io_uring fails: {0}")]
+    Failed(Errno),
+}
+
+impl NotUring {
+    /// From what creating or entering a ring said, and the text of the sysctl `kernel.io_uring_disabled`.
+    pub(super) fn from_errno(errno: Errno, sysctl: Option<&str>) -> NotUring {
+        let disabled = sysctl.and_then(|text| text.trim().parse().ok()).unwrap_or(0);
+        match errno {
+            Errno::ENOSYS => NotUring::Absent(errno),
+            Errno::EPERM | Errno::EACCES if disabled > 0 => NotUring::TurnedOff(disabled),
+            Errno::EPERM | Errno::EACCES => NotUring::Denied(errno),
+            Errno::EINVAL => NotUring::TooOld("its single-issuer mode"),
+            _ => NotUring::Failed(errno),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refusals_are_told_apart() {
+        let because = |errno, sysctl| NotUring::from_errno(errno, sysctl);
+        assert_eq!(because(Errno::EPERM, Some("2\n")), NotUring::TurnedOff(2));
+        assert_eq!(because(Errno::EPERM, Some("0\n")), NotUring::Denied(Errno::EPERM));
+        assert_eq!(because(Errno::EPERM, None), NotUring::Denied(Errno::EPERM));
+        assert_eq!(because(Errno::ENOSYS, None), NotUring::Absent(Errno::ENOSYS));
+        assert_eq!(because(Errno::ENOMEM, Some("0")), NotUring::Failed(Errno::ENOMEM));
+        assert!(because(Errno::EINVAL, None).to_string().contains("Linux 6.1"));
+    }
+
+    #[test]
+    fn choices_are_text() {
+        assert_eq!("auto".parse(), Ok(Choice::Auto));
+        assert_eq!("uring".parse(), Ok(Choice::Uring));
+        assert_eq!("poll".parse(), Ok(Choice::Poll));
+        let unknown = "epoll".parse::<Choice>().unwrap_err();
+        assert!(unknown.to_string().contains("\"epoll\"") && unknown.to_string().contains("\"uring\""));
+    }
+}

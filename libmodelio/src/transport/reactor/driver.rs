@@ -1,0 +1,31 @@
+//! What a serving thread asks of a way of moving bytes: io_uring, epoll, rings in shared memory, queue pairs.
+
+use std::time::Duration;
+
+use nix::errno::Errno;
+
+use super::port::{Completion, Port, Readiness};
+use super::table::Table;
+use crate::transport::stream::Token;
+
+/// Moves bytes for one thread. [`wait`](Driver::wait) reports an operation that was begun, once.
+pub(in crate::transport) trait Driver {
+    /// Begins to fill `port.receive`, up to all of it; `port.receiving` is outstanding until it is reported.
+    fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno>;
+
+    /// Begins to send `port.send`; `port.sending` is outstanding until it is reported.
+    fn send(&mut self, token: Token, port: &mut Port) -> Result<(), Errno>;
+
+    /// Begins to wait until the descriptor is ready; `port.readiness` is set until it is reported.
+    fn watch(&mut self, token: Token, port: &mut Port, readiness: Readiness) -> Result<(), Errno>;
+
+    /// Ends what is outstanding, soon; what cannot be ended on the spot is reported as ever.
+    fn cancel(&mut self, token: Token, port: &mut Port) -> Result<(), Errno>;
+
+    /// Whether `wait` has something to report without waiting.
+    fn ready(&self) -> bool;
+
+    /// Reports what is over, to the end of `done`; waits for it, or for a wake-up, up to `timeout`.
+    fn wait(&mut self, table: &mut Table, done: &mut Vec<Completion>, timeout: Duration)
+    -> Result<(), Errno>;
+}

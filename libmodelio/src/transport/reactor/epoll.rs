@@ -1,0 +1,216 @@
+//! Moving bytes with plain non-blocking sockets and epoll, where io_uring cannot be used.
+//!
+//! Sending is tried at once, receiving when epoll says that enough is there (see `Port::adjust_low_water`). Interest
+//! is level-triggered and withdrawn only when it turns out to be idle, so that a busy connection costs no epoll_ctl.
+
+use std::collections::VecDeque;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+
+use super::driver::Driver;
+use super::inbox::ThreadState;
+use super::port::{Completion, Op, Phase, Port, Readiness};
+use super::system_calls;
+use super::table::Table;
+use crate::transport::stream::Token;
+
+/// The token of the eventfd.
+const WAKEUP: u64 = u64::MAX;
+const EVENTS: usize = 256;
+
+pub(super) struct Poll {
+    epoll: Epoll,
+    thread: Arc<ThreadState>,
+    /// Sends that were begun and not tried yet: in turn, so that no connection holds up another.
+    fresh: VecDeque<Token>,
+    events: Box<[EpollEvent]>,
+}
+
+impl Poll {
+    pub fn new(thread: Arc<ThreadState>) -> Result<Poll, Errno> {
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        epoll.add(&thread.wakeup, EpollEvent::new(EpollFlags::EPOLLIN, WAKEUP))?;
+        let events = vec![EpollEvent::empty(); EVENTS].into_boxed_slice();
+        Ok(Poll { epoll, thread, fresh: VecDeque::new(), events })
+    }
+
+    /// Registers what is waited for, if it is not; `exactly` withdraws what is not waited for.
+    fn register(
+        &self,
+        token: Token,
+        port: &mut Port,
+        wanted: EpollFlags,
+        exactly: bool,
+    ) -> Result<(), Errno> {
+        let event = |bits| EpollEvent::new(bits, pack(token));
+        match port.registered.map(|bits| EpollFlags::from_bits_retain(bits.cast_signed())) {
+            None => {
+                self.epoll.add(&port.fd, event(wanted))?;
+                port.registered = Some(wanted.bits().cast_unsigned());
+            }
+            Some(bits) if if exactly { bits != wanted } else { !bits.contains(wanted) } => {
+                let bits = if exactly { wanted } else { bits | wanted };
+                self.epoll.modify(&port.fd, &mut event(bits))?;
+                port.registered = Some(bits.bits().cast_unsigned());
+            }
+            Some(_) => {}
+        }
+        Ok(())
+    }
+
+    /// An error and a hang-up are reported whatever is registered: with nothing outstanding, nobody wants to know.
+    fn withdraw(&self, port: &mut Port) -> Result<(), Errno> {
+        if port.registered.take().is_some() { self.epoll.delete(&port.fd) } else { Ok(()) }
+    }
+
+    fn try_send(&self, token: Token, port: &mut Port) -> Option<Completion> {
+        let result = match system_calls::send_now(port.fd.as_fd(), &mut port.send) {
+            Err(Errno::EAGAIN) => match self.register(token, port, EpollFlags::EPOLLOUT, false) {
+                Ok(()) => return None,
+                Err(errno) => Err(errno),
+            },
+            other => other,
+        };
+        port.sending = Phase::Over;
+        Some(Completion { token, op: Op::Send, result })
+    }
+
+    fn event(
+        &self,
+        token: Token,
+        port: &mut Port,
+        bits: EpollFlags,
+        done: &mut Vec<Completion>,
+    ) -> Result<(), Errno> {
+        let broken = bits.intersects(EpollFlags::EPOLLERR | EpollFlags::EPOLLHUP);
+        if port.readiness.take().is_some() {
+            done.push(Completion { token, op: Op::Readiness, result: Ok(0) });
+            // Reported once.
+            return self.withdraw(port);
+        }
+        if port.receiving == Phase::Outstanding && (broken || bits.contains(EpollFlags::EPOLLIN)) {
+            match system_calls::receive_now(port.fd.as_fd(), &mut port.receive) {
+                Err(Errno::EAGAIN) => {}
+                result => {
+                    port.receiving = Phase::Over;
+                    done.push(Completion { token, op: Op::Receive, result });
+                }
+            }
+        } else if bits.contains(EpollFlags::EPOLLIN) && !broken {
+            // Paused: the bytes wait.
+            let wanted =
+                if port.sending == Phase::Outstanding { EpollFlags::EPOLLOUT } else { EpollFlags::empty() };
+            self.register(token, port, wanted, true)?;
+        }
+        if port.sending == Phase::Outstanding && (broken || bits.contains(EpollFlags::EPOLLOUT)) {
+            done.extend(self.try_send(token, port));
+        } else if bits.contains(EpollFlags::EPOLLOUT) && !broken {
+            let wanted =
+                if port.receiving == Phase::Outstanding { EpollFlags::EPOLLIN } else { EpollFlags::empty() };
+            self.register(token, port, wanted, true)?;
+        } else if broken && !port.busy() {
+            self.withdraw(port)?;
+        }
+        Ok(())
+    }
+}
+
+impl Driver for Poll {
+    fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
+        port.adjust_low_water();
+        self.register(token, port, EpollFlags::EPOLLIN, false)?;
+        port.receiving = Phase::Outstanding;
+        Ok(())
+    }
+
+    fn send(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
+        port.sending = Phase::Outstanding;
+        self.fresh.push_back(token);
+        Ok(())
+    }
+
+    fn watch(&mut self, token: Token, port: &mut Port, readiness: Readiness) -> Result<(), Errno> {
+        let wanted = match readiness {
+            Readiness::Readable => EpollFlags::EPOLLIN,
+            Readiness::Writable => EpollFlags::EPOLLOUT,
+        };
+        self.register(token, port, wanted, true)?;
+        port.readiness = Some(readiness);
+        Ok(())
+    }
+
+    fn cancel(&mut self, _: Token, port: &mut Port) -> Result<(), Errno> {
+        (port.receiving, port.sending, port.readiness) = (Phase::Idle, Phase::Idle, None);
+        self.withdraw(port)
+    }
+
+    fn ready(&self) -> bool {
+        !self.fresh.is_empty()
+    }
+
+    fn wait(
+        &mut self,
+        table: &mut Table,
+        done: &mut Vec<Completion>,
+        timeout: Duration,
+    ) -> Result<(), Errno> {
+        for _ in 0..self.fresh.len() {
+            let Some(token) = self.fresh.pop_front() else { break };
+            // Cancelled meanwhile, if it is not there or not sending.
+            if let Some(port) = table
+                .get(token)
+                .map(|entry| &mut entry.port)
+                .filter(|port| port.sending == Phase::Outstanding)
+            {
+                done.extend(self.try_send(token, port));
+            }
+        }
+        let timeout = if done.is_empty() { timeout } else { Duration::ZERO };
+        // Rounded up, so that a timer is due when it wakes.
+        let millis = timeout.as_nanos().div_ceil(1_000_000);
+        let timeout = EpollTimeout::from(u16::try_from(millis).unwrap_or(u16::MAX));
+        let mut events = std::mem::take(&mut self.events);
+        let outcome = match self.epoll.wait(&mut events, timeout) {
+            Ok(count) => self.events(&events[..count], table, done),
+            Err(Errno::EINTR) => Ok(()),
+            Err(errno) => Err(errno),
+        };
+        self.events = events;
+        outcome
+    }
+}
+
+impl Poll {
+    fn events(
+        &self,
+        events: &[EpollEvent],
+        table: &mut Table,
+        done: &mut Vec<Completion>,
+    ) -> Result<(), Errno> {
+        for event in events {
+            if event.data() == WAKEUP {
+                match self.thread.wakeup.read() {
+                    Ok(_) | Err(Errno::EAGAIN | Errno::EINTR) => continue,
+                    Err(errno) => return Err(errno),
+                }
+            }
+            let token = unpack(event.data());
+            if let Some(entry) = table.get(token) {
+                self.event(token, &mut entry.port, event.events(), done)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn pack(token: Token) -> u64 {
+    u64::from(token.generation) << 32 | u64::from(token.slot)
+}
+
+fn unpack(data: u64) -> Token {
+    Token { slot: data as u32, generation: (data >> 32) as u32 }
+}

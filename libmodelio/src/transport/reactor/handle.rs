@@ -1,0 +1,82 @@
+//! What others hold of a reactor: a [`Handle`] adds connections to it, from any thread.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use super::backend::Backend;
+use super::inbox::{Refused, ThreadState};
+use super::waiting::Kind;
+use crate::transport::stream::{Connection, Stream};
+
+/// Which thread of a reactor serves a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Thread {
+    /// The one with the fewest busy connections, and of those the one with the fewest.
+    Any,
+    /// This one, modulo their number: connections that belong together can be on one thread, or apart.
+    Number(usize),
+}
+
+/// Adds connections to a reactor, from any thread. Cheap to clone; it does not keep the reactor going.
+#[derive(Clone)]
+pub struct Handle {
+    pub(super) threads: Arc<[Arc<ThreadState>]>,
+    pub(super) backend: Arc<Backend>,
+}
+
+impl Handle {
+    /// What moves the bytes.
+    pub fn backend(&self) -> &Backend {
+        &self.backend
+    }
+
+    /// How many threads there are.
+    pub fn threads(&self) -> usize {
+        self.threads.len()
+    }
+
+    /// Connections that there are, those on their way here and listeners included.
+    pub fn connections(&self) -> usize {
+        self.threads.iter().map(|thread| thread.load().1).sum()
+    }
+
+    /// Serves a connected stream socket. Its options are left as they are (see
+    /// [`SocketOptions::apply`](crate::transport::tcp::SocketOptions::apply)), but for O_NONBLOCK, which is set.
+    ///
+    /// # Errors
+    /// [`Refused`]; then the socket is closed and the stream dropped, without a call.
+    pub fn add(
+        &self,
+        socket: impl Into<OwnedFd>,
+        stream: Box<dyn Stream>,
+        at: Thread,
+    ) -> Result<Connection, Refused> {
+        let fd = socket.into();
+        nonblocking(&fd)?;
+        self.place(fd, Kind::Stream(stream), at)
+    }
+
+    /// Serves a descriptor that does not block.
+    pub(in crate::transport) fn place(
+        &self,
+        fd: OwnedFd,
+        kind: Kind,
+        at: Thread,
+    ) -> Result<Connection, Refused> {
+        let thread = match at {
+            Thread::Number(number) => &self.threads[number % self.threads.len()],
+            Thread::Any => {
+                let least = self.threads.iter().min_by_key(|thread| thread.load());
+                least.expect("a reactor has a thread")
+            }
+        };
+        thread.place(fd, kind)
+    }
+}
+
+fn nonblocking(fd: &OwnedFd) -> Result<(), Refused> {
+    use nix::fcntl::{FcntlArg, OFlag, fcntl};
+    let flags = fcntl(fd, FcntlArg::F_GETFL).map_err(Refused::Socket)?;
+    let flags = OFlag::from_bits_retain(flags) | OFlag::O_NONBLOCK;
+    fcntl(fd, FcntlArg::F_SETFL(flags)).map(drop).map_err(Refused::Socket)
+}

@@ -1,0 +1,202 @@
+//! What a serving thread shares with others: its inbox, and how many connections it has. Others fill the inbox and wake
+//! the thread by an eventfd, which is written only while the thread sleeps.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use nix::errno::Errno;
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use parking_lot::Mutex;
+
+use super::waiting::Kind;
+#[cfg(feature = "rdma")]
+use crate::transport::stream::Stream;
+use crate::transport::stream::{Connection, ConnectionState, ServingThread};
+
+/// Why a thread does not take a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// It has been shut down.
+    #[error("the reactor is shut down")]
+    ShutDown,
+    /// It has as many as it may.
+    #[error("a thread of the reactor has {0} connections already, its limit")]
+    TooMany(usize),
+    /// The socket cannot be made non-blocking, or none can be made.
+    #[error("the socket cannot be used: {0}")]
+    Socket(Errno),
+}
+
+const AWAKE: u8 = 0;
+const ASLEEP: u8 = 1;
+const NOTIFIED: u8 = 2;
+
+/// What a thread shares with others.
+pub(in crate::transport) struct ThreadState {
+    inbox: Mutex<Inbox>,
+    sleep: AtomicU8,
+    pub wakeup: EventFd,
+    /// Connections, with those on their way here.
+    load: AtomicUsize,
+    /// Of them, those that are known to be busy.
+    busy: AtomicUsize,
+    limit: usize,
+}
+
+/// What waits for a thread.
+#[derive(Default)]
+pub(in crate::transport) struct Inbox {
+    pub arrivals: Vec<Arrival>,
+    pub woken: Vec<Arc<ConnectionState>>,
+    pub shut_down: Option<Instant>,
+    /// Nobody looks any more.
+    over: bool,
+}
+
+/// A descriptor that the thread is to serve.
+pub(in crate::transport) struct Arrival {
+    pub fd: OwnedFd,
+    pub kind: Kind,
+    pub connection: Connection,
+}
+
+impl ThreadState {
+    pub fn new(limit: usize) -> Result<ThreadState, Errno> {
+        Ok(ThreadState {
+            inbox: Mutex::default(),
+            sleep: AtomicU8::new(AWAKE),
+            wakeup: EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?,
+            load: AtomicUsize::new(0),
+            busy: AtomicUsize::new(0),
+            limit,
+        })
+    }
+
+    /// Changes the inbox and sees to it that the thread looks. False when nobody will.
+    pub fn post(&self, put: impl FnOnce(&mut Inbox)) -> bool {
+        {
+            let mut inbox = self.inbox.lock();
+            if inbox.over {
+                return false;
+            }
+            put(&mut inbox);
+        }
+        if self.sleep.swap(NOTIFIED, Ordering::SeqCst) == ASLEEP {
+            // It cannot fail: the counter is far from full, as each sleep is ended once.
+            let _ = self.wakeup.write(1);
+        }
+        true
+    }
+
+    /// Takes what waits; `empty` is what the inbox is filled into next, so that nothing is allocated.
+    pub fn take(&self, empty: &mut Inbox) {
+        let mut inbox = self.inbox.lock();
+        std::mem::swap(&mut inbox.arrivals, &mut empty.arrivals);
+        std::mem::swap(&mut inbox.woken, &mut empty.woken);
+        empty.shut_down = inbox.shut_down.take();
+    }
+
+    /// The thread is going to sleep: true if it may, as nothing was posted since the last [`take`](Self::take).
+    /// What is posted later writes the eventfd.
+    pub fn fall_asleep(&self) -> bool {
+        self.sleep.store(ASLEEP, Ordering::SeqCst);
+        let inbox = self.inbox.lock();
+        inbox.arrivals.is_empty() && inbox.woken.is_empty() && inbox.shut_down.is_none()
+    }
+
+    pub fn wake_up(&self) {
+        self.sleep.store(AWAKE, Ordering::SeqCst);
+    }
+
+    /// The thread ends: what came too late.
+    pub fn end(&self) -> Inbox {
+        std::mem::replace(&mut *self.inbox.lock(), Inbox { over: true, ..Inbox::default() })
+    }
+
+    /// Whether something was posted since the thread has said that it sleeps.
+    #[cfg(feature = "rdma")]
+    pub fn is_notified(&self) -> bool {
+        self.sleep.load(Ordering::SeqCst) == NOTIFIED
+    }
+
+    /// Takes one of the places that there are.
+    pub fn reserve(&self) -> Result<(), Refused> {
+        let reserved = self.load.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |load| {
+            (load < self.limit).then_some(load + 1)
+        });
+        reserved.map(drop).map_err(|_| Refused::TooMany(self.limit))
+    }
+
+    /// Busy connections, and all of them.
+    pub fn load(&self) -> (usize, usize) {
+        (self.busy.load(Ordering::Relaxed), self.load.load(Ordering::Relaxed))
+    }
+
+    /// A connection that the thread is to serve. Nobody has placed it yet.
+    pub fn connection(self: &Arc<ThreadState>) -> Connection {
+        Connection::new(Arc::clone(self) as Arc<dyn ServingThread>)
+    }
+
+    /// Has the thread serve a descriptor. If it is refused, it is dropped without a call.
+    pub fn place(self: &Arc<ThreadState>, fd: OwnedFd, kind: Kind) -> Result<Connection, Refused> {
+        self.reserve()?;
+        let connection = self.connection();
+        let arrival = Arrival { fd, kind, connection: connection.clone() };
+        if self.post(|inbox| inbox.arrivals.push(arrival)) {
+            Ok(connection)
+        } else {
+            connection.state().ended();
+            Err(Refused::ShutDown)
+        }
+    }
+
+    /// The same for a stream. `known` hears of its connection before the thread does. If it is refused, the stream comes
+    /// back.
+    #[cfg(feature = "rdma")]
+    pub fn place_known(
+        self: &Arc<ThreadState>,
+        fd: OwnedFd,
+        stream: Box<dyn Stream>,
+        known: impl FnOnce(&Connection),
+    ) -> Result<Connection, (Refused, Box<dyn Stream>)> {
+        if let Err(refused) = self.reserve() {
+            return Err((refused, stream));
+        }
+        let connection = self.connection();
+        known(&connection);
+        let mut whole = Some((fd, stream));
+        self.post(|inbox| {
+            let added = whole.take();
+            inbox.arrivals.extend(added.map(|(fd, stream)| {
+                let connection = connection.clone();
+                Arrival { fd, kind: Kind::Stream(stream), connection }
+            }));
+        });
+        match whole {
+            None => Ok(connection),
+            Some((_, stream)) => {
+                connection.state().ended();
+                Err((Refused::ShutDown, stream))
+            }
+        }
+    }
+}
+
+impl ServingThread for ThreadState {
+    fn wake(&self, connection: &Arc<ConnectionState>) {
+        self.post(|inbox| inbox.woken.push(Arc::clone(connection)));
+    }
+
+    fn becomes_busy(&self) {
+        self.busy.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn lets_go(&self, was_busy: bool) {
+        if was_busy {
+            self.busy.fetch_sub(1, Ordering::Relaxed);
+        }
+        self.load.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,44 @@
+//! Reactors: threads that each drive many streams, with io_uring or with plain sockets and epoll.
+//!
+//! A serving thread asks a [`Stream`](super::stream::Stream) where bytes go and which are to be sent, and tells it what came of it. Payload is
+//! received straight into its place and sent straight from it, many pieces at once. Nothing is allocated or copied for an
+//! operation, and a stream that cannot go on holds up no other. Other transports run the same loop with a [`Driver`] of
+//! their own.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `backend` | which way bytes are moved, and why not by io_uring |
+//! | `system_calls` | system calls on the memory of a stream (`unsafe`) |
+//! | `port`, `waiting`, `table` | a descriptor, what it is for, all those of a thread |
+//! | `timers` | when they are looked at next |
+//! | `inbox` | what a serving thread shares with others |
+//! | `driver` | what the loop asks of a way of moving bytes |
+//! | `serving`, `engine` | the loop, the same for all ways |
+//! | `uring`, `epoll` | the two ways for sockets (`uring`: `unsafe`) |
+//! | `handle`, `threads` | what others hold of a reactor, and its threads |
+
+mod backend;
+mod driver;
+mod engine;
+mod epoll;
+mod handle;
+mod inbox;
+mod port;
+mod serving;
+mod system_calls;
+mod table;
+mod threads;
+mod timers;
+mod uring;
+mod waiting;
+
+pub use backend::{Backend, Choice, NotUring, UnknownChoice};
+pub(super) use driver::Driver;
+pub(super) use engine::Engine;
+pub use handle::{Handle, Thread};
+pub use inbox::Refused;
+pub(super) use inbox::{Arrival, ThreadState};
+pub(super) use port::{Completion, Op, Phase, Port, Readiness};
+pub(super) use table::Table;
+pub use threads::{Reactor, ReactorOptions, StartError, StillRunning};
+pub(super) use waiting::{Kind, Ready, Waiting};

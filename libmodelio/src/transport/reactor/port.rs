@@ -1,0 +1,152 @@
+//! A descriptor of a serving thread, and what is outstanding on it.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+
+use super::system_calls;
+use crate::transport::stream::{ReceiveSlices, SendSlices, Token};
+
+/// Below this, every byte wakes up: a message is waited for, not a payload.
+const LOW_WATER_MIN: usize = 16 << 10;
+/// More than this is taken in parts, while the rest is on its way: less wakes up more often, more is out of the cache
+/// when it is taken.
+const LOW_WATER_MAX: usize = 128 << 10;
+
+/// What waits below the low-water mark is looked at no more often.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// What is outstanding on a descriptor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::transport) enum Op {
+    Receive,
+    Send,
+    /// It can be read or written, says `poll`.
+    Readiness,
+}
+
+/// An operation is over.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::transport) struct Completion {
+    pub token: Token,
+    pub op: Op,
+    pub result: Result<usize, Errno>,
+}
+
+/// Which readiness is waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::transport) enum Readiness {
+    Readable,
+    Writable,
+}
+
+/// Where an operation is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::transport) enum Phase {
+    /// There is none.
+    Idle,
+    /// The kernel may touch its memory.
+    Outstanding,
+    /// It is over, and the stream has not heard of it yet.
+    Over,
+}
+
+/// A descriptor and what is outstanding on it.
+pub(in crate::transport) struct Port {
+    pub fd: OwnedFd,
+    pub receive: ReceiveSlices,
+    pub send: SendSlices,
+    /// How many bytes the outstanding receive must still bring.
+    pub least: usize,
+    /// How many it has brought.
+    pub got: usize,
+    pub receiving: Phase,
+    pub sending: Phase,
+    pub readiness: Option<Readiness>,
+    /// For epoll: the bits it is registered with.
+    pub registered: Option<u32>,
+    /// The socket's SO_RCVLOWAT; `None` if it has none.
+    low_water: Option<usize>,
+    /// When what waits below it was last looked at.
+    looked: Option<Instant>,
+}
+
+impl Port {
+    pub fn new(fd: OwnedFd) -> Port {
+        Port {
+            fd,
+            receive: ReceiveSlices::new(),
+            send: SendSlices::new(),
+            least: 0,
+            got: 0,
+            receiving: Phase::Idle,
+            sending: Phase::Idle,
+            readiness: None,
+            registered: None,
+            low_water: Some(1),
+            looked: None,
+        }
+    }
+
+    /// Whether the kernel may still touch memory, or report something.
+    pub fn busy(&self) -> bool {
+        self.receiving == Phase::Outstanding || self.sending == Phase::Outstanding || self.readiness.is_some()
+    }
+
+    /// Sees to it that the socket becomes readable when what the receive still needs is there, and no earlier if
+    /// that is much. True if it is much: then trying before it is readable would only fetch a part.
+    pub fn adjust_low_water(&mut self) -> bool {
+        let Some(current) = self.low_water else { return false };
+        let wanted = low_water(current, self.least - self.got);
+        if wanted != current {
+            let set = system_calls::set_low_water(self.fd.as_fd(), u32::try_from(wanted).unwrap_or(u32::MAX));
+            // No option of this kind of socket: it is readable at every byte, which costs only time.
+            self.low_water = set.ok().map(|()| wanted);
+        }
+        self.low_water.is_some_and(|bytes| bytes > 1)
+    }
+
+    /// How much of the outstanding receive has come, where the low-water mark keeps that from being reported; `None`
+    /// where it does not, or that was looked at a moment ago.
+    pub fn look(&mut self, now: Instant) -> Option<usize> {
+        let hidden = self.receiving == Phase::Outstanding && self.low_water.is_some_and(|bytes| bytes > 1);
+        if !hidden || self.looked.is_some_and(|looked| now < looked + LOOK) {
+            return None;
+        }
+        self.looked = Some(now);
+        system_calls::waiting(self.fd.as_fd()).ok().map(|waiting| self.got + waiting)
+    }
+}
+
+/// The low-water mark for a receive that needs `needed` more bytes. Setting it is a system call, so it stays
+/// where it does little harm; but never above what is needed, which might be all that comes.
+fn low_water(current: usize, needed: usize) -> usize {
+    let best = if needed < LOW_WATER_MIN { 1 } else { needed.min(LOW_WATER_MAX) };
+    if current > needed || best >= 2 * current.max(LOW_WATER_MIN / 2) { best } else { current }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mark_never_exceeds_what_is_needed() {
+        for current in [1, 1000, 20_000, 100_000, LOW_WATER_MAX] {
+            for needed in [1, 31, 1000, LOW_WATER_MIN, 50_000, 99_999, LOW_WATER_MAX, 1 << 30] {
+                let mark = low_water(current, needed);
+                assert!(mark <= needed && (1..=LOW_WATER_MAX).contains(&mark), "{current} {needed} {mark}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_mark_is_left_alone_in_a_steady_stream() {
+        let block = (256 << 10) + 64;
+        let mark = low_water(1, block);
+        assert_eq!(mark, LOW_WATER_MAX);
+        assert_eq!(low_water(mark, block), mark);
+        assert_eq!(low_water(1, 64), 1);
+        assert_eq!(low_water(mark, 64), 1);
+    }
+}

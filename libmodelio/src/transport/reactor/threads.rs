@@ -1,0 +1,221 @@
+//! A reactor: its threads, their start and their end.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+
+use super::backend::{Backend, Choice, NotUring};
+use super::driver::Driver;
+use super::engine::Engine;
+use super::epoll::Poll;
+use super::handle::Handle;
+use super::inbox::ThreadState;
+use super::uring::{self, Uring};
+
+/// How long a thread may take to set itself up.
+const START: Duration = Duration::from_secs(10);
+/// How long a reactor that is dropped waits for its threads.
+const DROP: Duration = Duration::from_secs(5);
+
+/// What a reactor is started with.
+#[derive(Clone, Debug)]
+pub struct ReactorOptions {
+    /// Threads are called `<name>-<number>`.
+    pub name: String,
+    /// How many; one or more.
+    pub threads: usize,
+    /// What moves the bytes.
+    pub choice: Choice,
+    /// The most connections (and listeners) of one thread.
+    pub connections_a_thread: usize,
+}
+
+impl Default for ReactorOptions {
+    fn default() -> ReactorOptions {
+        ReactorOptions {
+            name: "net".to_owned(),
+            threads: 1,
+            choice: Choice::Auto,
+            connections_a_thread: 4096,
+        }
+    }
+}
+
+/// Why a reactor does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// io_uring is insisted upon, and cannot be used.
+    #[error("{0}; \"auto\" or \"poll\" would use plain sockets")]
+    Backend(#[from] NotUring),
+    /// Zero threads.
+    #[error("a reactor needs 1 thread or more, not {0}")]
+    Threads(usize),
+    /// The system refuses.
+    #[error("cannot start a thread for the network: {0}")]
+    Thread(#[source] io::Error),
+}
+
+/// Some threads did not end before the deadline. What they hold is leaked, for the kernel may still use it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0} threads of the network did not end in time")]
+pub struct StillRunning(pub usize);
+
+impl Backend {
+    /// Finds out what can be used.
+    ///
+    /// # Errors
+    /// Why io_uring cannot be used, if it is chosen.
+    pub fn choose(choice: Choice) -> Result<Backend, NotUring> {
+        match choice {
+            Choice::Poll => Ok(Backend::Poll { because: NotUring::Configured }),
+            Choice::Uring => uring::probe().map(|()| Backend::Uring),
+            Choice::Auto => Ok(match uring::probe() {
+                Ok(()) => Backend::Uring,
+                Err(because) => Backend::Poll { because },
+            }),
+        }
+    }
+}
+
+/// Threads that each drive many connections. Dropping it shuts it down.
+pub struct Reactor {
+    handle: Handle,
+    threads: Vec<Running>,
+}
+
+struct Running {
+    thread: JoinHandle<()>,
+    /// Closed when the thread is about to end.
+    alive: Receiver<()>,
+}
+
+impl Reactor {
+    /// Starts the threads.
+    ///
+    /// # Errors
+    /// [`StartError`]; then none runs.
+    pub fn start(options: &ReactorOptions) -> Result<Reactor, StartError> {
+        if options.threads == 0 {
+            return Err(StartError::Threads(0));
+        }
+        let backend = Backend::choose(options.choice)?;
+        let may_poll = backend == Backend::Uring && options.choice == Choice::Auto;
+        match Reactor::with(options, backend) {
+            // A ring that is long enough takes more than one that only shows that there are rings.
+            Err(StartError::Thread(error)) if may_poll => {
+                let errno = Errno::from_raw(error.raw_os_error().unwrap_or(0));
+                Reactor::with(options, Backend::Poll { because: NotUring::Failed(errno) })
+            }
+            outcome => outcome,
+        }
+    }
+
+    fn with(options: &ReactorOptions, backend: Backend) -> Result<Reactor, StartError> {
+        let backend = Arc::new(backend);
+        let states =
+            (0..options.threads).map(|_| ThreadState::new(options.connections_a_thread).map(Arc::new));
+        let states: Vec<_> =
+            states.collect::<Result<_, Errno>>().map_err(|errno| StartError::Thread(errno.into()))?;
+        let handle = Handle { threads: states.into(), backend };
+        let mut reactor = Reactor { handle: handle.clone(), threads: Vec::with_capacity(options.threads) };
+        for (number, state) in handle.threads.iter().enumerate() {
+            let name = format!("{}-{number}", options.name);
+            // Dropping what there is of the reactor ends the threads before it.
+            let running = start(name, &handle.backend, Arc::clone(state)).map_err(StartError::Thread)?;
+            reactor.threads.push(running);
+        }
+        Ok(reactor)
+    }
+
+    /// To add connections with, from anywhere.
+    pub fn handle(&self) -> Handle {
+        self.handle.clone()
+    }
+
+    /// What moves the bytes, and why not io_uring: to be named loudly.
+    pub fn backend(&self) -> &Backend {
+        self.handle.backend()
+    }
+
+    /// Closes all connections with [`Close::ShutDown`](crate::transport::stream::Close::ShutDown), waits until the kernel holds none of
+    /// their memory, and joins the threads, for `patience` at most.
+    ///
+    /// # Errors
+    /// [`StillRunning`] if a stream's callback does not return, for instance.
+    pub fn shut_down(mut self, patience: Duration) -> Result<(), StillRunning> {
+        self.end(patience)
+    }
+
+    fn end(&mut self, patience: Duration) -> Result<(), StillRunning> {
+        let deadline = Instant::now() + patience;
+        for state in self.handle.threads.iter() {
+            state.post(|inbox| inbox.shut_down = Some(deadline));
+        }
+        let mut running = 0;
+        for Running { thread, alive } in self.threads.drain(..) {
+            // A little longer than the thread itself waits, so that it can say what is the matter.
+            let left = deadline.saturating_duration_since(Instant::now()) + Duration::from_millis(50);
+            match alive.recv_timeout(left) {
+                Ok(()) | Err(RecvTimeoutError::Timeout) => running += 1,
+                // A panic was caught and logged in the thread.
+                Err(RecvTimeoutError::Disconnected) => drop(thread.join()),
+            }
+        }
+        if running == 0 { Ok(()) } else { Err(StillRunning(running)) }
+    }
+}
+
+impl Drop for Reactor {
+    fn drop(&mut self) {
+        if let Err(err) = self.end(DROP) {
+            tracing::error!(%err, "the network does not shut down");
+        }
+    }
+}
+
+fn start(name: String, backend: &Backend, state: Arc<ThreadState>) -> io::Result<Running> {
+    let (alive_sender, alive) = sync_channel(1);
+    let (started_sender, started) = sync_channel(1);
+    let uring = *backend == Backend::Uring;
+    let thread = std::thread::Builder::new().name(name).spawn(move || {
+        // A ring belongs to the thread that makes it.
+        let outcome = if uring {
+            Uring::new(Arc::clone(&state))
+                .and_then(|driver| ready(&started_sender, Engine::new(driver, state)))
+        } else {
+            Poll::new(Arc::clone(&state))
+                .and_then(|driver| ready(&started_sender, Engine::new(driver, state)))
+        };
+        if let Err(errno) = outcome
+            && started_sender.try_send(Err(errno)).is_err()
+        {
+            tracing::error!(%errno, "a thread of the network ended");
+        }
+        drop(alive_sender);
+    })?;
+    match started.recv_timeout(START) {
+        Ok(Ok(())) => Ok(Running { thread, alive }),
+        Ok(Err(errno)) => Err(errno.into()),
+        Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => Err(Errno::ETIMEDOUT.into()),
+    }
+}
+
+fn ready<D: Driver>(started: &SyncSender<Result<(), Errno>>, engine: Engine<D>) -> Result<(), Errno> {
+    // Somebody listens: `start` waits for it, unless it has given up, upon which the reactor is shut down.
+    let _ = started.send(Ok(()));
+    engine.run()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn poll_needs_no_probe() {
+        assert_eq!(Backend::choose(Choice::Poll), Ok(Backend::Poll { because: NotUring::Configured }));
+    }
+}

@@ -1,0 +1,34 @@
+//! When the descriptors of a serving thread are to be looked at next.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::time::Instant;
+
+use super::table::Entry;
+use crate::transport::stream::Token;
+
+/// Timers, the earliest first. One that an entry no longer waits for stays queued, and is passed over.
+#[derive(Default)]
+pub(super) struct Timers(BinaryHeap<Reverse<(Instant, Token)>>);
+
+impl Timers {
+    /// Sees to it that a timer is queued for what the entry waits for next.
+    pub fn queue(&mut self, token: Token, entry: &mut Entry) {
+        let Some(next) = entry.due.into_iter().chain(entry.retry).min() else { return };
+        if entry.queued.is_none_or(|queued| next < queued) {
+            entry.queued = Some(next);
+            self.0.push(Reverse((next, token)));
+        }
+    }
+
+    /// The earliest one.
+    pub fn next(&self) -> Option<Instant> {
+        self.0.peek().map(|Reverse((at, _))| *at)
+    }
+
+    /// Takes the earliest one if it is due.
+    pub fn take_due(&mut self, now: Instant) -> Option<(Instant, Token)> {
+        self.0.peek().filter(|Reverse((at, _))| *at <= now)?;
+        self.0.pop().map(|Reverse(timer)| timer)
+    }
+}

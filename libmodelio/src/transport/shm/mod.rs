@@ -1,0 +1,55 @@
+//! Shared memory between a client and a shard on one host: frames in rings, payload by reference.
+//!
+//! Two processes that find each other on a Unix socket share a memfd with two rings of bytes, one each way, which
+//! carry the frames that a socket would (see [`Threads`]). Payload is not in them: a message names a
+//! region, memory that its owner has shared by its descriptor, and where in there the bytes lie.
+//!
+//! What a peer can do to memory that both see, it can do at any time. So what is read from there is read once and
+//! checked: positions of a ring, as bytes that are copied out before they are parsed. Regions are mapped to be read
+//! only, and only if nobody can make them shorter. Bytes of payload are numbers to add up, and decide nothing.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `ring` | the two rings and their bells (`unsafe`) |
+//! | `setup` | how two processes come to share them |
+//! | `owner` | whose a socket is |
+//! | `descriptors` | descriptors that are sent over a Unix socket (`unsafe`) |
+//! | `region` | regions: those that are lent, those that are borrowed (`unsafe`) |
+//! | `pump` | moves the bytes of a connection (`unsafe`) |
+//! | `threads` | the threads of connections |
+
+mod descriptors;
+mod owner;
+mod pump;
+mod region;
+mod ring;
+mod setup;
+mod threads;
+
+pub use descriptors::{DescriptorError, Descriptors};
+pub use region::{Borrowed, Lender, MAX_REGIONS, Piece, RegionError, Regions};
+pub use ring::{Broken, End, RING, Wants};
+pub use setup::{Meeting, SetupError, listen, meet, receive};
+pub use threads::Threads;
+
+/// Which machine this is: processes whose answers are the same can share memory. Boot ID and network namespace, for
+/// the names of sockets are the namespace's.
+pub fn host() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let namespace = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+    format!("{} {}", boot.trim(), namespace.display())
+}
+
+/// Sums that a client makes ahead on one connection.
+pub const SUMS: u32 = 16;
+
+/// Bytes of the longest sum of blocks of `block` bytes: half-precision elements take twice their room.
+pub fn longest_sum(block: u32) -> usize {
+    2 * block as usize
+}
+
+/// Bytes of the longest region that is of use with a model of `bytes` bytes in blocks of `block` bytes: a
+/// contribution, a version, or the sums of a connection.
+pub fn longest_region(bytes: u64, block: u32) -> u64 {
+    bytes.max(u64::from(SUMS) * longest_sum(block) as u64)
+}

@@ -1,0 +1,167 @@
+//! Moves the bytes of one connection to and from its rings. The Unix socket tells whether the peer is still there.
+//!
+//! One of the modules that hold `unsafe`: slices that a stream has named are handed to the rings.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+
+use super::ring::{Broken, End, Wants};
+use crate::transport::reactor::{Completion, Driver, Op, Phase, Port, Readiness, Table, ThreadState};
+use crate::transport::stream::{ReceiveSlices, SendSlices, Token};
+
+const WAKEUP: u64 = 0;
+const BELL: u64 = 1;
+const SOCKET: u64 = 2;
+
+/// Moves bytes between one connection and its rings.
+pub(super) struct Rings {
+    end: End,
+    epoll: Epoll,
+    thread: Arc<ThreadState>,
+    token: Option<Token>,
+    receiving: bool,
+    sending: bool,
+    /// The peer's socket has hung up: what is in the ring is the last.
+    gone: bool,
+}
+
+impl Rings {
+    pub fn new(end: End, socket: &OwnedFd, thread: Arc<ThreadState>) -> Result<Rings, Errno> {
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        epoll.add(&thread.wakeup, EpollEvent::new(EpollFlags::EPOLLIN, WAKEUP))?;
+        epoll.add(end.bell(), EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, BELL))?;
+        // A hang-up is always reported. Descriptors that wait are no news.
+        epoll.add(socket, EpollEvent::new(EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET, SOCKET))?;
+        let (token, receiving, sending, gone) = (None, false, false, false);
+        Ok(Rings { end, epoll, thread, token, receiving, sending, gone })
+    }
+
+    /// Whether something can be moved. A peer that breaks the rules is found out when it is.
+    fn possible(&self) -> bool {
+        let readable = self.receiving && (self.gone || self.end.readable() != Ok(0));
+        readable || self.sending && (self.gone || self.end.room() != Ok(0))
+    }
+
+    fn receive_now(&mut self, into: &ReceiveSlices) -> Option<Result<usize, Errno>> {
+        // SAFETY: the stream has named memory that is writable and the connection's until it hears of it.
+        match unsafe { self.end.read(into.each()) } {
+            Ok(0) if self.gone => Some(Ok(0)),
+            Ok(0) => None,
+            Ok(bytes) => Some(Ok(bytes)),
+            Err(broken) => Some(Err(named(&broken))),
+        }
+    }
+
+    fn send_now(&mut self, out: &SendSlices) -> Option<Result<usize, Errno>> {
+        if self.gone {
+            return Some(Err(Errno::EPIPE));
+        }
+        // SAFETY: the stream has named memory that stays readable until it hears of it.
+        match unsafe { self.end.write(out.each()) } {
+            Ok(0) => None,
+            Ok(bytes) => Some(Ok(bytes)),
+            Err(broken) => Some(Err(named(&broken))),
+        }
+    }
+
+    fn progress(&mut self, table: &mut Table, done: &mut Vec<Completion>) {
+        let Some(token) = self.token else { return };
+        let Some(port) = table.get(token).map(|entry| &mut entry.port) else { return };
+        if self.receiving
+            && let Some(result) = self.receive_now(&port.receive)
+        {
+            self.receiving = false;
+            port.receiving = Phase::Over;
+            done.push(Completion { token, op: Op::Receive, result });
+            if self.gone {
+                // The peer's last words come before the failure to answer them.
+                return;
+            }
+        }
+        if self.sending
+            && let Some(result) = self.send_now(&port.send)
+        {
+            self.sending = false;
+            port.sending = Phase::Over;
+            done.push(Completion { token, op: Op::Send, result });
+        }
+    }
+
+    fn sleep(&mut self, timeout: Duration) -> Result<(), Errno> {
+        // Rounded up, so that a timer is due when it wakes.
+        let millis = timeout.as_nanos().div_ceil(1_000_000);
+        let timeout = EpollTimeout::from(u16::try_from(millis).unwrap_or(u16::MAX));
+        let mut events = [EpollEvent::empty(); 3];
+        let count = match self.epoll.wait(&mut events, timeout) {
+            Ok(count) => count,
+            Err(Errno::EINTR) => 0,
+            Err(errno) => return Err(errno),
+        };
+        for event in &events[..count] {
+            match event.data() {
+                WAKEUP => match self.thread.wakeup.read() {
+                    Ok(_) | Err(Errno::EAGAIN | Errno::EINTR) => {}
+                    Err(errno) => return Err(errno),
+                },
+                SOCKET => self.gone = true,
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+fn named(broken: &Broken) -> Errno {
+    tracing::warn!("rings in shared memory: {broken}");
+    Errno::EPROTO
+}
+
+impl Driver for Rings {
+    fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
+        (self.token, self.receiving) = (Some(token), true);
+        port.receiving = Phase::Outstanding;
+        Ok(())
+    }
+
+    fn send(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
+        (self.token, self.sending) = (Some(token), true);
+        port.sending = Phase::Outstanding;
+        Ok(())
+    }
+
+    fn watch(&mut self, _: Token, _: &mut Port, _: Readiness) -> Result<(), Errno> {
+        // There is no socket to listen on or to connect.
+        Err(Errno::EOPNOTSUPP)
+    }
+
+    fn cancel(&mut self, _: Token, port: &mut Port) -> Result<(), Errno> {
+        (self.receiving, self.sending) = (false, false);
+        (port.receiving, port.sending) = (Phase::Idle, Phase::Idle);
+        Ok(())
+    }
+
+    fn ready(&self) -> bool {
+        self.possible()
+    }
+
+    fn wait(
+        &mut self,
+        table: &mut Table,
+        done: &mut Vec<Completion>,
+        timeout: Duration,
+    ) -> Result<(), Errno> {
+        self.progress(table, done);
+        if !done.is_empty() || timeout.is_zero() {
+            return Ok(());
+        }
+        self.end.wait(Wants { bytes: self.receiving, room: self.sending });
+        let outcome = if self.possible() { Ok(()) } else { self.sleep(timeout) };
+        self.end.awake();
+        self.progress(table, done);
+        outcome
+    }
+}

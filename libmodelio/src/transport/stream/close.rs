@@ -1,0 +1,48 @@
+//! Why a connection ends.
+
+use std::borrow::Cow;
+use std::io;
+use std::net::SocketAddr;
+
+use nix::errno::Errno;
+
+/// Why a connection is over.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Close {
+    /// The peer closed its end in an orderly way.
+    #[error("closed by the peer")]
+    Ended,
+    /// The system says so.
+    #[error("{doing} failed: {errno}")]
+    Socket {
+        /// What was being done.
+        doing: &'static str,
+        /// The reason.
+        errno: Errno,
+    },
+    /// No connection came about.
+    #[error("no connection to {address}: {errno}")]
+    Connect {
+        /// To whom.
+        address: SocketAddr,
+        /// The reason; `ETIMEDOUT` when the deadline passed.
+        errno: Errno,
+    },
+    /// This end wants it: a protocol error of the peer, a deadline, a replaced connection.
+    #[error("{0}")]
+    Asked(Cow<'static, str>),
+    /// The stream asked for something that cannot be: a defect of this program.
+    #[error("defect: {0}")]
+    Misused(Cow<'static, str>),
+    /// A callback panicked.
+    #[error("panicked: {0}")]
+    Panicked(String),
+    /// The reactor ends.
+    #[error("the program shuts down")]
+    ShutDown,
+}
+
+/// The errno of an error that the system gave; EIO for one that it did not.
+pub(in crate::transport) fn errno(error: &io::Error) -> Errno {
+    error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
+}

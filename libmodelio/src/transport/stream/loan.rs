@@ -1,0 +1,120 @@
+//! Payload where it lies, lent to a connection: memory that it receives into, and memory that it sends from.
+//!
+//! One of the modules that hold `unsafe`: others see that memory, too. [`Target::new`] and [`Piece::new`] say what their
+//! callers promise.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+use super::Close;
+use crate::bytes::crc32c::crc32c;
+
+/// Whatever keeps memory where it is.
+pub type Guard = Arc<dyn Any + Send + Sync>;
+
+/// Where a payload is to be received.
+pub struct Target {
+    start: *mut u8,
+    len: usize,
+    _guard: Guard,
+}
+
+// SAFETY: it is memory that `new`'s caller has promised to whoever holds the target, on any thread.
+unsafe impl Send for Target {}
+
+impl Target {
+    /// `len` bytes at `start`, which stay there as long as `guard` lives.
+    ///
+    /// # Safety
+    /// The bytes are writable, and nobody else reads or writes them, from now until the conversation hears that the
+    /// payload is there, or that the connection is closed.
+    pub unsafe fn new(start: *mut u8, len: usize, guard: Guard) -> Target {
+        Target { start, len, _guard: guard }
+    }
+
+    /// First byte, and length.
+    pub(in crate::transport) fn raw(&self) -> (*mut u8, usize) {
+        (self.start, self.len)
+    }
+
+    /// Fills it from memory that both ends of a connection see.
+    ///
+    /// # Errors
+    /// If that is not as long.
+    ///
+    /// # Safety
+    /// `from` can be read for `len` bytes and does not overlap the target. It may change meanwhile.
+    pub unsafe fn copy_from(&mut self, from: *const u8, len: usize) -> Result<(), Close> {
+        if len != self.len {
+            let why = format!("{len} bytes of payload for {} bytes of memory", self.len);
+            return Err(Close::Asked(why.into()));
+        }
+        // SAFETY: the target is writable and its holder's alone; the rest is the caller's promise.
+        unsafe { self.start.copy_from_nonoverlapping(from, len) };
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Target").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+/// A payload that is to be sent from where it lies.
+pub struct Piece {
+    start: *const u8,
+    len: usize,
+    crc: u32,
+    _guard: Guard,
+}
+
+// SAFETY: it is memory that may be read from any thread until the piece is dropped, as `new`'s caller has promised.
+unsafe impl Send for Piece {}
+
+impl fmt::Debug for Piece {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Piece").field("start", &self.start).field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl Piece {
+    /// `bytes`, which stay there as long as `guard` lives; `crc` is their CRC32C if it is known.
+    ///
+    /// # Safety
+    /// Nobody writes them until the piece is dropped. The connection drops it when the bytes are with the kernel, or
+    /// when it is over.
+    pub unsafe fn new(bytes: &[u8], crc: Option<u32>, guard: Guard) -> Piece {
+        let crc = crc.unwrap_or_else(|| crc32c(bytes));
+        Piece { start: bytes.as_ptr(), len: bytes.len(), crc, _guard: guard }
+    }
+
+    /// Bytes that belong to the piece alone.
+    pub fn owned(bytes: Vec<u8>) -> Piece {
+        Piece::owned_with(bytes, ())
+    }
+
+    /// The same, together with what is to be dropped when they are with the kernel, or never will be.
+    pub fn owned_with(bytes: Vec<u8>, with: impl Send + Sync + 'static) -> Piece {
+        let both = Arc::new((bytes, with));
+        // SAFETY: nobody else has the vector, and the guard is what owns it.
+        unsafe { Piece::new(both.0.as_slice(), None, Arc::clone(&both) as Guard) }
+    }
+
+    /// First byte, and length.
+    pub(in crate::transport) fn raw(&self) -> (*const u8, usize) {
+        (self.start, self.len)
+    }
+
+    /// Bytes of it.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Their CRC32C.
+    pub(in crate::transport) fn crc(&self) -> u32 {
+        self.crc
+    }
+}

@@ -1,0 +1,120 @@
+//! Accepting connections.
+
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use nix::errno::Errno;
+use socket2::SockRef;
+
+use super::options::SocketOptions;
+use crate::transport::reactor::{Handle, Kind, Readiness, Ready, Refused, Thread, Waiting};
+use crate::transport::stream::{Close, Connection, Stream, errno};
+
+/// So many are accepted before others get their turn.
+const AT_ONCE: usize = 16;
+/// Without a descriptor or memory to spare, the next try is after this time.
+const PAUSE: Duration = Duration::from_millis(100);
+
+impl Handle {
+    /// Accepts connections, with `options`, and serves what `factory` makes of them, each on a thread as of
+    /// [`Thread::Any`]. `factory` is called on a thread of the reactor, with the peer's address; `None` hangs up. Closing
+    /// the returned connection stops it.
+    ///
+    /// # Errors
+    /// [`Refused`]; then the listener is closed.
+    pub fn listen(
+        &self,
+        listener: TcpListener,
+        options: SocketOptions,
+        factory: impl FnMut(SocketAddr) -> Option<Box<dyn Stream>> + Send + 'static,
+    ) -> Result<Connection, Refused> {
+        listener.set_nonblocking(true).map_err(|err| Refused::Socket(errno(&err)))?;
+        let accepting = Accepting { options, factory: Box::new(factory), reactor: self.clone() };
+        self.place(listener.into(), Kind::Waiting(Box::new(accepting)), Thread::Any)
+    }
+}
+
+/// A listening socket of a reactor, and what becomes of the connections that it accepts.
+struct Accepting {
+    options: SocketOptions,
+    factory: Box<dyn FnMut(SocketAddr) -> Option<Box<dyn Stream>> + Send>,
+    reactor: Handle,
+}
+
+impl Waiting for Accepting {
+    fn readiness(&self) -> Readiness {
+        Readiness::Readable
+    }
+
+    fn ready(&mut self, fd: &OwnedFd) -> Result<Ready, Close> {
+        Ok(match self.accept(fd) {
+            Ok(()) => Ready::Again,
+            Err(errno) => {
+                tracing::warn!(%errno, "no connection can be accepted for now");
+                Ready::After(PAUSE)
+            }
+        })
+    }
+}
+
+impl Accepting {
+    /// Accepts what is there.
+    ///
+    /// # Errors
+    /// When it cannot go on before [`PAUSE`] is over.
+    fn accept(&mut self, fd: &OwnedFd) -> Result<(), Errno> {
+        for _ in 0..AT_ONCE {
+            match SockRef::from(fd).accept4(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) {
+                Ok((socket, peer)) => {
+                    if let Some(peer) = peer.as_socket() {
+                        self.accepted(socket.into(), peer);
+                    }
+                }
+                Err(err) => match errno(&err) {
+                    Errno::EAGAIN => return Ok(()),
+                    // The peer was gone before it was accepted, or its network is: accept(2) passes that on.
+                    Errno::ECONNABORTED
+                    | Errno::EINTR
+                    | Errno::ENETDOWN
+                    | Errno::EPROTO
+                    | Errno::EHOSTDOWN
+                    | Errno::EHOSTUNREACH
+                    | Errno::ENETUNREACH => {}
+                    other => return Err(other),
+                },
+            }
+        }
+        Ok(())
+    }
+
+    fn accepted(&mut self, socket: OwnedFd, peer: SocketAddr) {
+        if let Err(err) = self.options.apply(&SockRef::from(&socket)) {
+            // The connection may be gone already.
+            tracing::debug!(%peer, %err, "accepted, but its socket cannot be set up");
+            return;
+        }
+        let Some(stream) = (self.factory)(peer) else { return };
+        match self.reactor.place(socket, Kind::Stream(stream), Thread::Any) {
+            Ok(_) | Err(Refused::ShutDown) => {}
+            Err(refused) => tracing::warn!(%peer, %refused, "a connection is not accepted"),
+        }
+    }
+}
+
+/// A listening socket with its buffers set, which those it accepts inherit, so that their windows are scaled for them.
+///
+/// # Errors
+/// The system's: the address is taken, or not this host's.
+pub fn bind(address: SocketAddr, options: &SocketOptions) -> std::io::Result<TcpListener> {
+    let socket = socket2::Socket::new(
+        socket2::Domain::for_address(address),
+        socket2::Type::STREAM,
+        Some(socket2::Protocol::TCP),
+    )?;
+    socket.set_reuse_address(true)?;
+    options.apply_early(&SockRef::from(&socket))?;
+    socket.bind(&address.into())?;
+    socket.listen(1024)?;
+    Ok(socket.into())
+}
