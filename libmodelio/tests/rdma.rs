@@ -9,10 +9,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use libmodelio::transport::rdma::verbs::{
-    Arena, Chunk, CmChannel, CmEvent, CmKind, Context, Domain, Endpoint, Notify, Pair, PairLimits,
-    Parameters, Poller, Pool, RING, Remote, Rings, VerbsError, Work,
+    Arena, Chunk, CmChannel, CmEvent, CmId, CmKind, Context, Domain, Notify, Pair, PairLimits, Parameters,
+    Poller, Pool, RING, Remote, Rings, VerbsError, Work,
 };
-use libmodelio::transport::rdma::{Fabric, Line, Mtu, Offer, RdmaOptions};
+use libmodelio::transport::rdma::{Endpoint, Line, Mtu, Offer, RdmaOptions};
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::wire::Protocol;
 
@@ -109,9 +109,9 @@ fn bytes_go_both_ways() {
     let Some(at) = address() else { return };
     const UP: usize = 3_000_001;
     const DOWN: usize = 1_234_567;
-    let fabric = Fabric::open(&options()).unwrap();
+    let endpoint = Endpoint::open(&options()).unwrap();
     let (sender, server) = channel();
-    let to = fabric
+    let to = endpoint
         .listen(at, move |_: &Arc<Line>, peer| {
             assert!(peer.is_some());
             Some(Box::new(Pattern::new(DOWN, UP, sender.clone())) as Box<dyn Stream>)
@@ -119,15 +119,15 @@ fn bytes_go_both_ways() {
         .unwrap();
     let (sender, client) = channel();
     let begun = Instant::now();
-    fabric.connect(to, begun + Duration::from_secs(5), 1, move |line| {
+    endpoint.connect(to, begun + Duration::from_secs(5), 1, move |line| {
         line.expect("a line");
         Some(Box::new(Pattern::new(UP, DOWN, sender)) as Box<dyn Stream>)
     });
     assert_eq!(hear(&client), "all");
     assert_eq!(hear(&server), "all");
     eprintln!("{} bytes in {:?}", UP + DOWN, begun.elapsed());
-    assert_eq!(fabric.lines(), 2);
-    fabric.shut_down(Duration::from_secs(2));
+    assert_eq!(endpoint.lines(), 2);
+    endpoint.shut_down(Duration::from_secs(2));
     assert!(hear(&client).starts_with("closed: "));
     assert!(hear(&server).starts_with("closed: "));
 }
@@ -136,7 +136,7 @@ fn bytes_go_both_ways() {
 fn agreed(at: SocketAddr, server: Option<u32>, client: Option<u32>) -> [Option<u32>; 2] {
     let open = |bytes: Option<u32>| {
         let mtu = bytes.map(|bytes| Mtu::from_bytes(bytes).expect("an MTU"));
-        Fabric::open(&RdmaOptions { mtu, ..options() }).unwrap()
+        Endpoint::open(&RdmaOptions { mtu, ..options() }).unwrap()
     };
     let ask = |line: &Arc<Line>| line.mtu().unwrap().map(Mtu::bytes);
     let (server, client) = (open(server), open(client));
@@ -166,7 +166,7 @@ fn agreed(at: SocketAddr, server: Option<u32>, client: Option<u32>) -> [Option<u
 fn packets_are_no_longer_than_either_end_wants() {
     let Some(at) = address() else { return };
     let mtu = Mtu::from_bytes(1024);
-    if let Err(why) = Fabric::open(&RdmaOptions { mtu, ..options() }) {
+    if let Err(why) = Endpoint::open(&RdmaOptions { mtu, ..options() }) {
         assert!(why.to_string().contains("speaks iWARP, which has no MTU of its own"), "{why}");
         assert_eq!(agreed(at, None, None), [None; 2]);
         return;
@@ -188,9 +188,9 @@ fn packets_are_no_longer_than_either_end_wants() {
 fn nobody_listens() {
     let Some(mut at) = address() else { return };
     at.set_port(9);
-    let fabric = Fabric::open(&options()).unwrap();
+    let endpoint = Endpoint::open(&options()).unwrap();
     let (sender, client) = channel();
-    fabric.connect(at, Instant::now() + Duration::from_secs(5), 0, move |line| {
+    endpoint.connect(at, Instant::now() + Duration::from_secs(5), 0, move |line| {
         sender.send(line.map(drop).unwrap_err()).unwrap();
         None
     });
@@ -201,17 +201,17 @@ fn nobody_listens() {
 #[test]
 fn who_asks_after_the_end_is_told() {
     let Some(at) = address() else { return };
-    let fabric = Fabric::open(&options()).unwrap();
-    fabric.shut_down(Duration::from_secs(2));
+    let endpoint = Endpoint::open(&options()).unwrap();
+    endpoint.shut_down(Duration::from_secs(2));
     let begun = Instant::now();
     let (sender, client) = channel();
-    fabric.connect(at, begun + Duration::from_secs(5), 0, move |line| {
+    endpoint.connect(at, begun + Duration::from_secs(5), 0, move |line| {
         sender.send(line.map(drop).unwrap_err()).unwrap();
         None
     });
     let why = hear(&client);
     assert!(why.contains("RDMA is shut down"), "{why}");
-    let error = fabric.listen(at, |_, _| None).unwrap_err();
+    let error = endpoint.listen(at, |_, _| None).unwrap_err();
     assert!(error.to_string().contains("RDMA is shut down"), "{error}");
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
 }
@@ -219,14 +219,14 @@ fn who_asks_after_the_end_is_told() {
 #[test]
 fn a_stream_may_end_what_it_is_served_by() {
     let Some(at) = address() else { return };
-    let fabric = Fabric::open(&options()).unwrap();
+    let endpoint = Endpoint::open(&options()).unwrap();
     let (sender, server) = channel();
-    let to = fabric
+    let to = endpoint
         .listen(at, move |_: &Arc<Line>, _| {
             Some(Box::new(Pattern::new(0, usize::MAX, sender.clone())) as Box<dyn Stream>)
         })
         .unwrap();
-    let other = Fabric::open(&options()).unwrap();
+    let other = Endpoint::open(&options()).unwrap();
     let held = Arc::clone(&other);
     let (told, ended) = channel();
     other.connect(to, Instant::now() + Duration::from_secs(5), 0, move |line| {
@@ -272,27 +272,27 @@ impl Stranger {
                 std::thread::sleep(Duration::from_millis(1));
             }
         };
-        let endpoint = Endpoint::new(&channel, 1).unwrap();
-        endpoint.resolve_address(None, to, 5000).unwrap();
+        let cm_id = CmId::new(&channel, 1).unwrap();
+        cm_id.resolve_address(None, to, 5000).unwrap();
         next(|kind| matches!(kind, CmKind::AddressResolved));
-        endpoint.resolve_route(5000).unwrap();
+        cm_id.resolve_route(5000).unwrap();
         next(|kind| matches!(kind, CmKind::RouteResolved));
-        let domain = Domain::new(endpoint.context().unwrap()).unwrap();
+        let domain = Domain::new(cm_id.context().unwrap()).unwrap();
         let arena = Arena::new(&domain, 1 << 20).unwrap();
         let poller = Poller::new(&domain, 2 * DEPTH, 0).unwrap();
         // What peers say by flags takes none, and devices without immediate data take none.
         let receives = if notify == Notify::Immediate { 16 } else { 0 };
         let limits = PairLimits { depth: DEPTH, inline: 0, report_every: 1, receives };
         let reserved = Pair::reserve(&poller, limits).unwrap();
-        let pair = Pair::new(endpoint, reserved, limits).map_err(|(error, _)| error).unwrap();
+        let pair = Pair::new(cm_id, reserved, limits).map_err(|(error, _)| error).unwrap();
         let rings = Rings::new(&arena, notify).unwrap();
         let protocol = Protocol::NEWEST.number();
         let offer = Offer { protocol, notify, mtu: None, ring: rings.invitation() };
         let parameters = Parameters { private: offer.encode().to_vec(), reads: 1, retries: 7 };
-        pair.endpoint().connect(&parameters).unwrap();
+        pair.cm_id().connect(&parameters).unwrap();
         let answer = next(|kind| matches!(kind, CmKind::Answered | CmKind::Established));
         if matches!(answer.kind, CmKind::Answered) {
-            pair.endpoint().establish(None).unwrap();
+            pair.cm_id().establish(None).unwrap();
         }
         let ring = Offer::decode(&answer.private, notify).unwrap().ring;
         let chunk = Arc::new(arena.take(4096).unwrap());
@@ -348,13 +348,13 @@ impl Stranger {
 fn words_that_nobody_hears_use_nothing_up() {
     let Some(at) = address() else { return };
     let options = RdmaOptions { queues: 1, shared_receives: 8, ..options() };
-    let fabric = Fabric::open(&options).unwrap();
-    if fabric.device().is_iwarp() {
+    let endpoint = Endpoint::open(&options).unwrap();
+    if endpoint.device().is_iwarp() {
         eprintln!("skipped: with iWARP there are flags, and no words");
         return;
     }
     let (sender, server) = channel();
-    let to = fabric
+    let to = endpoint
         .listen(at, move |_: &Arc<Line>, _| {
             Some(Box::new(Pattern::new(20_000, 20_000, sender.clone())) as Box<dyn Stream>)
         })
@@ -373,7 +373,7 @@ fn words_that_nobody_hears_use_nothing_up() {
     // Where the shard is quick, each takes no more than wait for it: eight. That is used up in one, if it is.
     assert!(taken > 8 * 8, "{taken} words were taken: too few to use up what waits for them");
     let (news, heard) = channel();
-    fabric.connect(to, Instant::now() + Duration::from_secs(5), 0, move |line| {
+    endpoint.connect(to, Instant::now() + Duration::from_secs(5), 0, move |line| {
         line.expect("a line");
         Some(Box::new(Pattern::new(20_000, 20_000, news)) as Box<dyn Stream>)
     });
@@ -384,12 +384,12 @@ fn words_that_nobody_hears_use_nothing_up() {
 fn a_peer_that_leaves_its_memory_is_thrown_out_alone() {
     let Some(at) = address() else { return };
     const BYTES: usize = 2_000_000;
-    let fabric = Fabric::open(&options()).unwrap();
-    let notify = fabric.device().notify();
+    let endpoint = Endpoint::open(&options()).unwrap();
+    let notify = endpoint.device().notify();
     let (sender, server) = channel();
     let expected = Arc::new(AtomicUsize::new(BYTES));
     let of_server = Arc::clone(&expected);
-    let to = fabric
+    let to = endpoint
         .listen(at, move |_: &Arc<Line>, _| {
             let bytes = of_server.load(Ordering::Relaxed);
             Some(Box::new(Pattern::new(bytes, bytes, sender.clone())) as Box<dyn Stream>)
@@ -423,7 +423,7 @@ fn a_peer_that_leaves_its_memory_is_thrown_out_alone() {
         expected.store(BYTES, Ordering::Relaxed);
         // Meanwhile another one goes on.
         let (news, heard) = channel();
-        fabric.connect(to, Instant::now() + Duration::from_secs(5), 1, move |line| {
+        endpoint.connect(to, Instant::now() + Duration::from_secs(5), 1, move |line| {
             line.expect("a line");
             Some(Box::new(Pattern::new(BYTES, BYTES, news)) as Box<dyn Stream>)
         });
@@ -432,7 +432,7 @@ fn a_peer_that_leaves_its_memory_is_thrown_out_alone() {
         match stranger.does(work) {
             // With iWARP a write is done when it is sent; siw looks at keys and ranges of what is read, not at rights.
             Ok(()) => {
-                let may = fabric.device().is_iwarp() && (is_write || what.ends_with("may only be written"));
+                let may = endpoint.device().is_iwarp() && (is_write || what.ends_with("may only be written"));
                 assert!(may, "{what} was done");
             }
             Err(why) => eprintln!("{what}: {why}"),
@@ -450,11 +450,11 @@ fn a_peer_that_leaves_its_memory_is_thrown_out_alone() {
 fn a_completion_queue_takes_no_more_than_it_holds() {
     let Some(at) = address() else { return };
     let channel = CmChannel::new().unwrap();
-    let endpoint = Endpoint::new(&channel, 1).unwrap();
-    endpoint.resolve_address(None, at, 5000).unwrap();
+    let cm_id = CmId::new(&channel, 1).unwrap();
+    cm_id.resolve_address(None, at, 5000).unwrap();
     let begun = Instant::now();
     let context: Context = loop {
-        if let Some(context) = endpoint.context() {
+        if let Some(context) = cm_id.context() {
             break context;
         }
         assert!(begun.elapsed() < Duration::from_secs(10), "no device in time");

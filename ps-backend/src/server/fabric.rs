@@ -22,7 +22,7 @@ use libmodelio::transport::frames::{Framed, Link, Outgoing, Take};
 use libmodelio::transport::rdma::verbs::{
     Done, Finished, Pool, Registration, Remote as Place, Slot, VerbsError, Work,
 };
-use libmodelio::transport::rdma::{Buffers, Device, DeviceMemory, Fabric, Line, Placement, RdmaOptions};
+use libmodelio::transport::rdma::{Buffers, Device, DeviceMemory, Endpoint, Line, Placement, RdmaOptions};
 use libmodelio::transport::shm::{MAX_REGIONS, longest_region, longest_sum};
 use libmodelio::transport::stream::{Close, Stream};
 use libmodelio::vocabulary::ids::ClientId;
@@ -51,7 +51,7 @@ const OVERDUE: Duration = Duration::from_millis(500);
 
 /// RDMA of a shard.
 pub(super) struct Rdma {
-    fabric: Arc<Fabric>,
+    endpoint: Arc<Endpoint>,
     /// Where it listens.
     address: SocketAddr,
     /// Slots that all connections have in common, by their size, as long as there are some.
@@ -67,17 +67,17 @@ impl Rdma {
         options: &RdmaOptions,
         far: Option<Arc<dyn DeviceMemory>>,
     ) -> Result<Rdma, VerbsError> {
-        let fabric = Fabric::over(Device::open_with(options, far)?)?;
+        let endpoint = Endpoint::over(Device::open_with(options, far)?)?;
         // An iWARP port is a TCP port, and that is taken.
-        listen.set_port(port.unwrap_or(if fabric.device().is_iwarp() { 0 } else { listen.port() }));
+        listen.set_port(port.unwrap_or(if endpoint.device().is_iwarp() { 0 } else { listen.port() }));
         let weak = Arc::downgrade(shared);
         let accept = move |line: &Arc<Line>, peer: Option<SocketAddr>| -> Option<Box<dyn Stream>> {
             let address = peer.map_or_else(|| "an RDMA peer".to_owned(), |peer| format!("{peer} (RDMA)"));
             let peer = Peer::by_rdma(weak.upgrade()?, address, Remote::new(line));
             Some(Box::new(Framed::new(peer, Link::default(), AHEAD)))
         };
-        let address = fabric.listen(listen, accept)?;
-        Ok(Rdma { fabric, address, slots: Mutex::default() })
+        let address = endpoint.listen(listen, accept)?;
+        Ok(Rdma { endpoint, address, slots: Mutex::default() })
     }
 
     /// Where it listens.
@@ -92,25 +92,25 @@ impl Rdma {
 
     /// Its device, for people.
     pub(super) fn device(&self) -> String {
-        self.fabric.device().name()
+        self.endpoint.device().name()
     }
 
     /// Connections that there are.
     pub(super) fn connections(&self) -> usize {
-        self.fabric.lines()
+        self.endpoint.lines()
     }
 
     pub(super) fn shut_down(&self, patience: Duration) {
-        self.fabric.shut_down(patience);
+        self.endpoint.shut_down(patience);
     }
 
     /// Slots that blocks of such a size are fetched into: as many as are wanted, or fewer, of half of the memory that is
     /// left, and never fewer than two.
     fn slots(&self, bytes: usize) -> Result<Arc<Slots>, VerbsError> {
         const LEAST: usize = 2;
-        let options = self.fabric.device().options();
+        let options = self.endpoint.device().options();
         let make = || {
-            let arena = self.fabric.device().payload_arena();
+            let arena = self.endpoint.device().payload_arena();
             let fit = (arena.available() / 2) as usize / bytes.max(1);
             let count = options.slots.min(fit.max(LEAST)).max(1);
             if count < options.slots {

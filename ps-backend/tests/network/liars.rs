@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::client::{Client, ClientOptions};
 use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
-use libmodelio::transport::rdma::{Fabric, Line};
+use libmodelio::transport::rdma::{Endpoint, Line};
 use libmodelio::transport::stream::Close;
 use libmodelio::wire::{Limits, Message, Protocol, Received};
 
@@ -67,10 +67,10 @@ impl Conversation for Liar {
 fn a_shard_that_lies_harms_no_client() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let fabric = Fabric::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma).unwrap();
     let at: SocketAddr = world.shards()[0].rdma.parse().unwrap();
-    let own = fabric.device().arena().take(4096).unwrap().open().unwrap().remote();
-    let broken = if fabric.device().is_iwarp() { "RDMA: " } else { "RDMA: remote access error" };
+    let own = endpoint.device().arena().take(4096).unwrap().open().unwrap().remote();
+    let broken = if endpoint.device().is_iwarp() { "RDMA: " } else { "RDMA: remote access error" };
     let directory = |address, key| (0, Message::Directory { address, key });
     for (what, lie, says) in [
         ("a directory that is nowhere", directory(1 << 40, 7), broken),
@@ -83,7 +83,7 @@ fn a_shard_that_lies_harms_no_client() {
         ),
         ("a slot that was not granted", ((1 << 32) + 5, Message::Done), "request 4294967301 was not asked"),
     ] {
-        let listened = fabric.listen(SocketAddr::new(at.ip(), 0), move |_: &Arc<Line>, _| {
+        let listened = endpoint.listen(SocketAddr::new(at.ip(), 0), move |_: &Arc<Line>, _| {
             let liar = Liar { lie: lie.clone(), link: Link::default(), silence: None };
             Some(Box::new(Framed::new(liar, Link::default(), 512)))
         });

@@ -107,11 +107,11 @@ fn the_first_contribution_comes_straight_into_the_sum() {
 #[cfg(feature = "rdma")]
 #[test]
 fn the_first_contribution_is_fetched_straight_into_the_sum() {
-    use libmodelio::transport::rdma::{Fabric, Placement};
+    use libmodelio::transport::rdma::{Endpoint, Placement};
 
     let Some(way) = Way::rdma_with(|options| options.placement = Placement::Dynamic) else { return };
     // With iWARP peers may write what READs fill.
-    let is_iwarp = Fabric::open(&way.options().0.rdma_options).unwrap().device().is_iwarp();
+    let is_iwarp = Endpoint::open(&way.options().0.rdma_options).unwrap().device().is_iwarp();
     let stored = of_two(way).push_stored_bytes;
     // What is named before the shard has heard of its plan may be in a slot when that begins.
     // And the first step is what has the sum registered.

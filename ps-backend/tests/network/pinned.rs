@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::client::{Client, TransportChoice};
 use libmodelio::transport::TransportKind;
-use libmodelio::transport::rdma::{Fabric, Placement, RdmaOptions};
+use libmodelio::transport::rdma::{Endpoint, Placement, RdmaOptions};
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::vocabulary::ids::{ClientId, Version};
 use libmodelio::wire::{Message, Protocol, Role, frame};
@@ -195,7 +195,7 @@ impl Stream for Deaf {
 }
 
 /// Has the shard hold a version that is not fetched.
-fn hold(fabric: &Fabric, world: &World, version: Version) {
+fn hold(endpoint: &Endpoint, world: &World, version: Version) {
     let record = &world.record;
     let hello = Message::Hello {
         protocol: Protocol::NEWEST.number(),
@@ -209,7 +209,7 @@ fn hold(fabric: &Fabric, world: &World, version: Version) {
     let said: Vec<u8> =
         frames.iter().flat_map(|message| frame(message, 0, record.epoch, &[]).unwrap()).collect();
     let before = of_shard(world).pulled_bytes;
-    fabric.connect(world.shards()[0].rdma.parse().unwrap(), Instant::now() + LONG, 0, move |line| {
+    endpoint.connect(world.shards()[0].rdma.parse().unwrap(), Instant::now() + LONG, 0, move |line| {
         line.expect("a line");
         let out = Buffer::zeroed(said.len());
         // SAFETY: it is as long, and nobody else knows it yet.
@@ -235,9 +235,9 @@ fn what_a_shard_may_not_pin_later_goes_through_the_ring() {
     steps(&learner, 1..=4);
     assert_eq!(client.payload().pull_copied_bytes, 0);
     // It takes more buffers, and uses them, when two versions are held.
-    let fabric = Fabric::open(&world.rdma).unwrap();
-    hold(&fabric, &world, Version(3));
-    hold(&fabric, &world, Version(4));
+    let endpoint = Endpoint::open(&world.rdma).unwrap();
+    hold(&endpoint, &world, Version(3));
+    hold(&endpoint, &world, Version(4));
     let (before, of_shard_before) = (client.payload(), of_shard(&world));
     // Not even if sums give way.
     limit(Some(-2 * VERSION));
@@ -256,7 +256,7 @@ fn what_a_shard_may_not_pin_later_goes_through_the_ring() {
     assert_eq!(after.pull_copied_bytes, before.pull_copied_bytes, "{after:?}");
     another.shut_down();
     client.shut_down();
-    fabric.shut_down(LONG);
+    endpoint.shut_down(LONG);
 }
 
 #[test]
@@ -281,20 +281,20 @@ fn sums_give_way_to_versions() {
         }
         of_shard(&world).push_stored_bytes - before
     };
-    let fabric = Fabric::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma).unwrap();
     // With iWARP nothing is fetched into sums, and they give nothing.
-    if fabric.device().is_iwarp() {
+    if endpoint.device().is_iwarp() {
         assert_eq!(steps(1..=4), 0);
         return;
     }
     assert!((BYTES / 2..=4 * BYTES).contains(&steps(1..=4)));
-    hold(&fabric, &world, Version(3));
-    hold(&fabric, &world, Version(4));
+    hold(&endpoint, &world, Version(3));
+    hold(&endpoint, &world, Version(4));
     limit(Some(0));
     steps(5..=10);
     assert_eq!(steps(11..=12), 0);
     // All that versions needed was pinned: nothing came through the ring.
     assert_eq!(clients.each_ref().map(|client| client.payload().pull_copied_bytes), [0, 0]);
     clients.iter().for_each(|client| client.shut_down());
-    fabric.shut_down(LONG);
+    endpoint.shut_down(LONG);
 }

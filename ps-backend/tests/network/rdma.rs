@@ -13,7 +13,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::TransportChoice;
 use libmodelio::transport::TransportKind;
 use libmodelio::transport::rdma::{
-    Buffers, Device, DeviceMemory, Export, Fabric, Notice, Placement, Polling, RdmaOptions,
+    Buffers, Device, DeviceMemory, Endpoint, Export, Notice, Placement, Polling, RdmaOptions,
 };
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
@@ -297,7 +297,7 @@ impl Stream for Raw {
 
 /// Connects, and says `messages` after a greeting as `client`: what comes back.
 fn say(
-    fabric: &Fabric,
+    endpoint: &Endpoint,
     world: &World,
     client: ClientId,
     messages: &[Message],
@@ -314,7 +314,7 @@ fn say(
     let to_send = frames.flat_map(|message| frame(message, 0, record.epoch, &[]).unwrap()).collect();
     let to: SocketAddr = world.shards()[0].rdma.parse().unwrap();
     let (news, heard) = channel();
-    fabric.connect(to, Instant::now() + LONG, 0, move |line| {
+    endpoint.connect(to, Instant::now() + LONG, 0, move |line| {
         line.expect("a line");
         let (out, into) = (Buffer::zeroed(ROOM), Buffer::zeroed(ROOM));
         let receiver = Receiver::new(Limits::MAX);
@@ -324,8 +324,8 @@ fn say(
 }
 
 /// How the shard ends a connection on which these were said.
-fn ends(fabric: &Fabric, world: &World, messages: &[Message]) -> String {
-    ended(&say(fabric, world, ClientId(7), messages))
+fn ends(endpoint: &Endpoint, world: &World, messages: &[Message]) -> String {
+    ended(&say(endpoint, world, ClientId(7), messages))
 }
 
 fn ended(heard: &News<Result<Received, String>>) -> String {
@@ -345,7 +345,7 @@ fn what_a_hostile_client_says_ends_its_connection_alone() {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
     let client = world.client();
     let learner = Learner::join(&client, "l");
-    let fabric = Fabric::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma).unwrap();
     let (plan, block, wide) = (PlanId(1), BlockId(0), false);
     let share = |bytes, address| Message::ShareAt { region: 1, bytes, address, key: 0xdead_beef };
     let push = |offset| Message::PushAt { plan, block, wide, region: 1, offset };
@@ -366,7 +366,7 @@ fn what_a_hostile_client_says_ends_its_connection_alone() {
         (vec![Message::Unshare { region: 5 }], "no region 5"),
     ];
     for (messages, expected) in &bad {
-        let why = ends(&fabric, &world, messages);
+        let why = ends(&endpoint, &world, messages);
         // A queue pair that broke is closed without a word.
         let silent = *expected == "RDMA: " && why.contains("closed by the peer");
         assert!(silent || why.contains(expected), "{why:?} to {messages:?}");
@@ -401,9 +401,9 @@ fn what_cannot_be_fetched_into_a_sum_leaves_nothing_of_it() {
         }
     };
     step(1);
-    let fabric = Fabric::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma).unwrap();
     let memory = Mapping::memfd("held", BYTES as usize).unwrap();
-    let held = fabric.device().register(&memory).unwrap().remote();
+    let held = endpoint.device().register(&memory).unwrap().remote();
     let share = |address, key| Message::ShareAt { region: 1, bytes: BYTES, address, key };
     let push = |plan, block| {
         let (block, offset) = (BlockId(block), u64::from(block) * (64 << 10));
@@ -412,18 +412,18 @@ fn what_cannot_be_fetched_into_a_sum_leaves_nothing_of_it() {
     for round in 2..=4 {
         // So that there is no slot to fetch ahead into, somebody has what will never have its turn in them.
         let holder = [share(held.address, held.key), push(99, 0), push(99, 1)];
-        let _holder = say(&fabric, &world, ClientId(8), &holder);
+        let _holder = say(&endpoint, &world, ClientId(8), &holder);
         std::thread::sleep(Duration::from_millis(300));
         // The first one's contribution is the plan after the two of each step. Somebody else says where it lies, and lies.
         let mut lies = vec![share(held.address, held.key ^ 0x0505_0500)];
         lies.extend((0..BYTES.div_ceil(64 << 10) as u32).map(|block| push(u64::from(2 * round - 1), block)));
-        let liar = say(&fabric, &world, clients[0].id(), &lies);
+        let liar = say(&endpoint, &world, clients[0].id(), &lies);
         std::thread::sleep(Duration::from_millis(100));
         step(round);
         let why = ended(&liar);
         assert!(why.contains("RDMA: ") || why.contains("closed by the peer"), "{why}");
     }
-    fabric.shut_down(LONG);
+    endpoint.shut_down(LONG);
     clients.iter().for_each(|client| client.shut_down());
 }
 
@@ -498,21 +498,22 @@ fn many_come_and_go() {
     }
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let fabric = Fabric::open(&world.rdma).unwrap();
+    let endpoint = Endpoint::open(&world.rdma).unwrap();
     let come_and_go = |times: usize| {
         for begun in (0..times).step_by(AT_ONCE) {
             let some = begun..times.min(begun + AT_ONCE);
-            let heard: Vec<_> =
-                some.map(|_| say(&fabric, &world, ClientId(7), &[Message::Unshare { region: 1 }])).collect();
+            let heard: Vec<_> = some
+                .map(|_| say(&endpoint, &world, ClientId(7), &[Message::Unshare { region: 1 }]))
+                .collect();
             for heard in heard {
                 while heard.recv_timeout(LONG).expect("an end").is_ok() {}
             }
         }
         let until = Instant::now() + LONG;
-        while fabric.lines() > 0 && Instant::now() < until {
+        while endpoint.lines() > 0 && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(10));
         }
-        assert_eq!(fabric.lines(), 0);
+        assert_eq!(endpoint.lines(), 0);
     };
     // What is made for the first ones, and kept.
     come_and_go(AT_ONCE);

@@ -8,9 +8,9 @@ use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use libmodelio::transport::rdma::verbs::{
-    CmChannel, CmEvent, CmKind, Domain, Endpoint, Notify, Pair, PairLimits, Parameters, Poller, Remote,
+    CmChannel, CmEvent, CmId, CmKind, Domain, Notify, Pair, PairLimits, Parameters, Poller, Remote,
 };
-use libmodelio::transport::rdma::{Fabric, Offer};
+use libmodelio::transport::rdma::{Endpoint, Offer};
 use libmodelio::wire::{Message, Protocol};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -36,13 +36,13 @@ fn next(channel: &Arc<CmChannel>) -> CmEvent {
 }
 
 /// A queue pair for an end that knows its way.
-fn pair(endpoint: Endpoint) -> Arc<Pair> {
-    let domain = Domain::new(endpoint.context().expect("a device leads there")).unwrap();
+fn pair(cm_id: CmId) -> Arc<Pair> {
+    let domain = Domain::new(cm_id.context().expect("a device leads there")).unwrap();
     let poller = Poller::new(&domain, 64, 0).unwrap();
     let receives = if domain.context().is_iwarp() { 0 } else { 4 };
     let limits = PairLimits { depth: 16, inline: 0, report_every: 1, receives };
     let reserved = Pair::reserve(&poller, limits).unwrap();
-    Pair::new(endpoint, reserved, limits).map_err(|(error, _)| error).unwrap()
+    Pair::new(cm_id, reserved, limits).map_err(|(error, _)| error).unwrap()
 }
 
 fn introducing(private: &[u8]) -> Parameters {
@@ -76,15 +76,15 @@ fn ask(to: SocketAddr, private: &[u8]) -> CmEvent {
     const TOKEN: u64 = 5;
     const MILLIS: i32 = 5000;
     let channel = CmChannel::new().unwrap();
-    let endpoint = Endpoint::new(&channel, TOKEN).unwrap();
-    endpoint.resolve_address(None, to, MILLIS).unwrap();
+    let cm_id = CmId::new(&channel, TOKEN).unwrap();
+    cm_id.resolve_address(None, to, MILLIS).unwrap();
     let event = next(&channel);
     assert!(matches!(event, CmEvent { token: TOKEN, kind: CmKind::AddressResolved, .. }), "{event:?}");
-    endpoint.resolve_route(MILLIS).unwrap();
+    cm_id.resolve_route(MILLIS).unwrap();
     let event = next(&channel);
     assert!(matches!(event.kind, CmKind::RouteResolved), "{event:?}");
-    let pair = pair(endpoint);
-    pair.endpoint().connect(&introducing(private)).unwrap();
+    let pair = pair(cm_id);
+    pair.cm_id().connect(&introducing(private)).unwrap();
     next(&channel)
 }
 
@@ -95,7 +95,7 @@ fn strangers_are_turned_away_by_a_shard_which_says_what_it_speaks() {
     let client = world.client();
     let learner = Learner::join(&client, "l");
     let to: SocketAddr = world.shards()[0].rdma.parse().unwrap();
-    let notify = Fabric::open(&world.rdma).unwrap().device().notify();
+    let notify = Endpoint::open(&world.rdma).unwrap().device().notify();
     let mut sum = 0.0;
     for (private, what) in strange(notify) {
         let event = ask(to, &private);
@@ -117,24 +117,24 @@ fn strangers_are_turned_away_by_a_shard_which_says_what_it_speaks() {
 /// Takes one connection for each of `answers`: accepts it with that, or refuses it with that.
 fn listen(address: SocketAddr, answers: Vec<(bool, Vec<u8>)>) -> (SocketAddr, std::thread::JoinHandle<()>) {
     let channel = CmChannel::new().unwrap();
-    let listener = Endpoint::new(&channel, 1).unwrap();
+    let listener = CmId::new(&channel, 1).unwrap();
     let to = listener.listen(address, 4).unwrap();
     let thread = std::thread::spawn(move || {
         let mut taken = Vec::new();
         for (accepts, private) in answers {
-            let (endpoint, asked) = loop {
+            let (cm_id, asked) = loop {
                 // Others are of those before it: they end.
-                if let CmEvent { token: 1, kind: CmKind::Request(endpoint), private } = next(&channel) {
-                    break (endpoint, private);
+                if let CmEvent { token: 1, kind: CmKind::Request(cm_id), private } = next(&channel) {
+                    break (cm_id, private);
                 }
             };
             assert!(asked.starts_with(b"GFRD"), "{asked:?}");
             if accepts {
-                let pair = pair(endpoint);
-                pair.endpoint().accept(&introducing(&private), None).unwrap();
+                let pair = pair(cm_id);
+                pair.cm_id().accept(&introducing(&private), None).unwrap();
                 taken.push(pair);
             } else {
-                endpoint.reject(&private).unwrap();
+                cm_id.reject(&private).unwrap();
             }
         }
         drop(taken);
@@ -147,8 +147,8 @@ fn listen(address: SocketAddr, answers: Vec<(bool, Vec<u8>)>) -> (SocketAddr, st
 fn a_client_says_what_a_strange_shard_speaks() {
     let Some(way) = Way::rdma() else { return };
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
-    let fabric = Fabric::open(&world.rdma).unwrap();
-    let notify = fabric.device().notify();
+    let endpoint = Endpoint::open(&world.rdma).unwrap();
+    let notify = endpoint.device().notify();
     let at: SocketAddr = world.shards()[0].rdma.parse().unwrap();
     let mut answers = Vec::new();
     let mut expected = Vec::new();
@@ -175,7 +175,7 @@ fn a_client_says_what_a_strange_shard_speaks() {
     let (to, thread) = listen(SocketAddr::new(at.ip(), 0), answers);
     for [begins, says] in expected {
         let (sender, heard) = channel();
-        fabric.connect(to, Instant::now() + LONG, 0, move |line| {
+        endpoint.connect(to, Instant::now() + LONG, 0, move |line| {
             sender.send(line.map(drop)).unwrap();
             None
         });
@@ -183,7 +183,7 @@ fn a_client_says_what_a_strange_shard_speaks() {
         assert!(why.starts_with(&format!("{to}: {begins}")) && why.contains(says), "{why}: {begins}{says}");
     }
     thread.join().unwrap();
-    assert_eq!(fabric.lines(), 0);
+    assert_eq!(endpoint.lines(), 0);
     // The device is none the worse for it.
     let client = world.client();
     let learner = Learner::join(&client, "l");

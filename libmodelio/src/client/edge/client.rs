@@ -68,14 +68,14 @@ impl Client {
         let reactor = Reactor::start(&reactor).map_err(|error| start(&error))?;
         let size = layout.size() as usize;
         #[cfg(feature = "rdma")]
-        let mut fabric = None;
+        let mut endpoint = None;
         #[cfg(feature = "rdma")]
         if transport == TransportChoice::Rdma {
             // What must be is found out at once.
-            let opened = crate::transport::rdma::Fabric::open(&options.rdma);
+            let opened = crate::transport::rdma::Endpoint::open(&options.rdma);
             let opened = opened
                 .map_err(|error| ClientError::Transport { model: model.clone(), why: error.to_string() })?;
-            fabric = Some(Ok(opened));
+            endpoint = Some(Ok(opened));
         }
         let mut versions = Versions::new(size);
         versions.add_spare(versions::spare(size).map_err(|error| start(&error))?, usize::MAX);
@@ -109,7 +109,7 @@ impl Client {
             stopping: AtomicBool::new(false),
             tally: Tally::default(),
             #[cfg(feature = "rdma")]
-            fabric: Mutex::new(fabric),
+            rdma_endpoint: Mutex::new(endpoint),
             this: this.clone(),
             options,
         });
@@ -396,10 +396,10 @@ impl Client {
             tracing::warn!(%error, "connections through shared memory");
         }
         #[cfg(feature = "rdma")]
-        let fabric = shared.fabric.lock().clone();
+        let endpoint = shared.rdma_endpoint.lock().clone();
         #[cfg(feature = "rdma")]
-        if let Some(Ok(fabric)) = fabric {
-            fabric.shut_down(Duration::from_secs(2));
+        if let Some(Ok(endpoint)) = endpoint {
+            endpoint.shut_down(Duration::from_secs(2));
         }
         if let Some(reactor) = self.reactor.lock().take()
             && let Err(error) = reactor.shut_down(Duration::from_secs(2))

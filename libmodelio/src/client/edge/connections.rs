@@ -267,24 +267,24 @@ impl Shared {
 
     #[cfg(feature = "rdma")]
     fn by_rdma(&self, way: Way, part: Part) {
-        match self.open_fabric() {
-            Ok(fabric) => self.connect_by_rdma(&fabric, way, part),
+        match self.open_rdma_endpoint() {
+            Ok(endpoint) => self.connect_by_rdma(&endpoint, way, part),
             Err(why) => self.without(Shortcut::Rdma, way, part, &why),
         }
     }
 
     /// The device, which is opened when it is first wanted; if it cannot be, when it is wanted a while later.
     #[cfg(feature = "rdma")]
-    fn open_fabric(&self) -> Result<Arc<crate::transport::rdma::Fabric>, String> {
+    fn open_rdma_endpoint(&self) -> Result<Arc<crate::transport::rdma::Endpoint>, String> {
         const AGAIN: Duration = Duration::from_secs(2);
-        let mut known = self.fabric.lock();
+        let mut known = self.rdma_endpoint.lock();
         match &*known {
-            Some(Ok(fabric)) => return Ok(Arc::clone(fabric)),
+            Some(Ok(endpoint)) => return Ok(Arc::clone(endpoint)),
             Some(Err((why, at))) if at.elapsed() < AGAIN => return Err(why.clone()),
             Some(Err(_)) | None => {}
         }
         let opened =
-            crate::transport::rdma::Fabric::open(&self.options.rdma).map_err(|error| error.to_string());
+            crate::transport::rdma::Endpoint::open(&self.options.rdma).map_err(|error| error.to_string());
         *known = Some(opened.clone().map_err(|why| (why, Instant::now())));
         opened
     }

@@ -17,7 +17,7 @@ use crate::client::core::Part;
 use crate::transport::frames::{Framed, Link};
 use crate::transport::rdma::published::{self, DIRECTORY, ENTRY, Seen};
 use crate::transport::rdma::verbs::{Done, Finished, Pool, Remote as Place, VerbsError, Work};
-use crate::transport::rdma::{Fabric, Line, Placement};
+use crate::transport::rdma::{Endpoint, Line, Placement};
 use crate::transport::shm::MAX_REGIONS;
 use crate::transport::stream::{Close, Stream, Target};
 use crate::transport::tally::Flow;
@@ -227,12 +227,12 @@ impl Remote {
 
 impl Shared {
     /// Opens a connection by RDMA, or if that does not come about and need not, another way.
-    pub(super) fn connect_by_rdma(&self, fabric: &Arc<Fabric>, way: Way, part: Part) {
-        let (Some(this), fabric) = (self.this.upgrade(), Arc::clone(fabric)) else { return };
+    pub(super) fn connect_by_rdma(&self, endpoint: &Arc<Endpoint>, way: Way, part: Part) {
+        let (Some(this), endpoint) = (self.this.upgrade(), Arc::clone(endpoint)) else { return };
         let patience = self.options.patience.min(Duration::from_secs(5));
         let of_failure = way.clone();
         let begin = move || {
-            if let Err(why) = this.register_next(&fabric) {
+            if let Err(why) = this.register_next(&endpoint) {
                 return this.without(Shortcut::Rdma, way, part, &why);
             }
             let address = way.map.parts[part].record.rdma.clone();
@@ -242,7 +242,7 @@ impl Shared {
                 Err(error) => return this.without(Shortcut::Rdma, way, part, &format!("{address}: {error}")),
             };
             let number = part + way.number;
-            fabric.connect(to, Instant::now() + patience, number, move |line| {
+            endpoint.connect(to, Instant::now() + patience, number, move |line| {
                 let line = match line {
                     Ok(line) => line,
                     Err(why) => {
@@ -273,10 +273,10 @@ impl Shared {
     }
 
     /// Registers what the next version is pulled into. If that cannot be, it is better known before the shard is spoken to.
-    fn register_next(&self, fabric: &Fabric) -> Result<(), String> {
+    fn register_next(&self, endpoint: &Endpoint) -> Result<(), String> {
         let next = self.inner.lock().versions.next_memory();
         next.map_or(Ok(()), |next| {
-            fabric.device().register_to_fill(&next).map(drop).map_err(|error| error.to_string())
+            endpoint.device().register_to_fill(&next).map(drop).map_err(|error| error.to_string())
         })
     }
 
@@ -289,7 +289,7 @@ impl Shared {
     /// Fetches what the core wants of a version. True if the shard is to be asked for it instead.
     pub(super) fn pull_by_rdma(&self, memory: &mut Memory, part: Part) -> bool {
         let way = memory.way.clone();
-        let Common::Fabric(remote) = &mut memory.common else { return false };
+        let Common::Rdma(remote) = &mut memory.common else { return false };
         let Some(directory) = remote.directory else { return false };
         if let Err(error) = self.fetch(&way, part, remote, directory) {
             remote.line.give_up(&error);
@@ -427,7 +427,7 @@ impl Shared {
 
     /// News of what was posted.
     pub(in crate::client) fn hear_of_rdma(&self, memory: &mut Memory, link: &Link) -> Option<Instant> {
-        let Common::Fabric(remote) = &mut memory.common else { return None };
+        let Common::Rdma(remote) = &mut memory.common else { return None };
         let mut done = std::mem::take(&mut remote.done);
         remote.line.take(&mut done);
         let any = !done.is_empty();
@@ -487,7 +487,7 @@ impl Shared {
 
     /// The connection is over, and the device touches nothing for it any more.
     pub(in crate::client) fn rdma_is_over(&self, memory: &mut Memory) {
-        let Common::Fabric(remote) = &mut memory.common else { return };
+        let Common::Rdma(remote) = &mut memory.common else { return };
         for Batch { seen, blocks, .. } in std::mem::take(&mut remote.pull.batches) {
             self.fetched(seen.version, &blocks, false);
         }

@@ -90,7 +90,7 @@ pub(super) enum Common {
     Host { descriptors: Descriptors, lent: Lender, borrowed: Regions },
     /// Their devices reach it.
     #[cfg(feature = "rdma")]
-    Fabric(Box<Remote>),
+    Rdma(Box<Remote>),
 }
 
 impl Common {
@@ -99,7 +99,7 @@ impl Common {
         match self {
             Common::Host { borrowed, descriptors, .. } => Ok((borrowed, descriptors)),
             #[cfg(feature = "rdma")]
-            Common::Fabric(_) => Err(Close::Asked("there is no memory in common".into())),
+            Common::Rdma(_) => Err(Close::Asked("there is no memory in common".into())),
         }
     }
 }
@@ -129,7 +129,7 @@ impl Memory {
     /// Of a connection by RDMA.
     #[cfg(feature = "rdma")]
     pub(super) fn by_rdma(way: Way, remote: Box<Remote>) -> Memory {
-        Memory::with(way, Common::Fabric(remote))
+        Memory::with(way, Common::Rdma(remote))
     }
 
     /// What ends the shard's reading of this end's memory.
@@ -141,7 +141,7 @@ impl Memory {
                 Box::new(move || descriptors.hang_up())
             }
             #[cfg(feature = "rdma")]
-            Common::Fabric(remote) => {
+            Common::Rdma(remote) => {
                 let line = remote.line();
                 Box::new(move || {
                     // What the device has not read by then, it never reads.
@@ -157,7 +157,7 @@ impl Memory {
         match self.common {
             Common::Host { .. } => false,
             #[cfg(feature = "rdma")]
-            Common::Fabric(_) => true,
+            Common::Rdma(_) => true,
         }
     }
 
@@ -193,7 +193,7 @@ impl Memory {
                 (region, new.map(|bytes| Message::Share { region, bytes }))
             }
             #[cfg(feature = "rdma")]
-            Common::Fabric(remote) => remote.lend(memory)?,
+            Common::Rdma(remote) => remote.lend(memory)?,
         };
         if let Some(message) = new {
             self.ready.push_back(self.saying(0, message));
@@ -219,7 +219,7 @@ impl Memory {
         let gone = match &mut self.common {
             Common::Host { lent, .. } => lent.gone(),
             #[cfg(feature = "rdma")]
-            Common::Fabric(remote) => remote.gone(),
+            Common::Rdma(remote) => remote.gone(),
         };
         for region in gone {
             self.ready.push_back(self.saying(0, Message::Unshare { region }));
@@ -315,7 +315,7 @@ impl Shared {
                 memory.tidy();
                 let ready = memory.ready.pop_front().map(|ready| (ready, 0));
                 #[cfg(feature = "rdma")]
-                if matches!(memory.common, Common::Fabric(_)) && !self.pull_by_rdma(memory, part) {
+                if matches!(memory.common, Common::Rdma(_)) && !self.pull_by_rdma(memory, part) {
                     return ready;
                 }
                 let most = ASKED / self.layout.block_size();
@@ -447,7 +447,7 @@ impl Shared {
         block: BlockId,
         (from, offset): (&Arc<Mapping>, usize),
     ) -> Option<Named> {
-        let Common::Fabric(remote) = &mut memory.common else { return None };
+        let Common::Rdma(remote) = &mut memory.common else { return None };
         let extent = self.layout.block_bytes(block);
         let len = (extent.end - extent.start) as usize;
         let (may, must) = remote.places(len, from);
@@ -482,7 +482,7 @@ impl Shared {
     ) -> Result<bool, Close> {
         let request = received.header.request();
         #[cfg(feature = "rdma")]
-        if let Common::Fabric(remote) = &mut memory.common {
+        if let Common::Rdma(remote) = &mut memory.common {
             if remote.hear(&received.message)? {
                 link.wake();
                 return Ok(true);

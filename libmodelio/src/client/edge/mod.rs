@@ -61,7 +61,7 @@ use whereabouts::Whereabouts;
 
 /// A device for RDMA, or why it could not be opened, and when.
 #[cfg(feature = "rdma")]
-type Opened = Result<Arc<crate::transport::rdma::Fabric>, (String, Instant)>;
+type Opened = Result<Arc<crate::transport::rdma::Endpoint>, (String, Instant)>;
 
 struct Inner {
     core: ClientCore,
@@ -107,7 +107,7 @@ pub(super) struct Shared {
     pub(in crate::client) tally: Tally,
     /// The device for RDMA, once it is wanted.
     #[cfg(feature = "rdma")]
-    fabric: Mutex<Option<Opened>>,
+    rdma_endpoint: Mutex<Option<Opened>>,
     this: Weak<Shared>,
 }
 

@@ -8,12 +8,20 @@
 //! |---|---|
 //! | `link` | what is to be said, by whichever thread |
 //! | `conversation` | what says it |
-//! | `framed` | frames, to and from a stream of bytes (`unsafe`) |
-//! | `framed::watch` | its deadlines, and whether what comes moves on |
+//! | `sending` | frames that are sent (`unsafe`) |
+//! | `arriving` | the payload that is being received (`unsafe`) |
+//! | `reading` | frames that are received (`unsafe`) |
+//! | `progress`, `watch` | whether what comes moves on, and other deadlines |
+//! | `framed` | all of it as a stream |
 
+mod arriving;
 mod conversation;
 mod framed;
 mod link;
+mod progress;
+mod reading;
+mod sending;
+mod watch;
 
 pub use conversation::{Conversation, Take};
 pub use framed::Framed;

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use super::device::Device;
 use super::options::Mtu;
 use super::verbs::{
-    Completion, Done, Endpoint, Pair, Registration, Remote, Reserved, Rings, Slot, VerbsError, Work,
+    CmId, Completion, Done, Pair, Registration, Remote, Reserved, Rings, Slot, VerbsError, Work,
 };
 use crate::transport::stream::{Close, Connection, Piece, ReceiveSlices, SendSlices, Target};
 
@@ -44,16 +44,16 @@ struct Talk {
 
 impl Line {
     /// Of a connection that knows its way, with `rings` of the device's, and room that was reserved there. If it cannot be,
-    /// the endpoint comes back.
+    /// its identifier comes back.
     #[allow(clippy::result_large_err)] // Seldom.
     pub(super) fn new(
         device: &Arc<Device>,
-        endpoint: Endpoint,
+        cm_id: CmId,
         rings: Rings,
         reserved: Reserved,
-    ) -> Result<Arc<Line>, (VerbsError, Endpoint)> {
+    ) -> Result<Arc<Line>, (VerbsError, CmId)> {
         let talk = Mutex::new(Talk { rings, work: Vec::new() });
-        let pair = Pair::new(endpoint, reserved, device.limits())?;
+        let pair = Pair::new(cm_id, reserved, device.limits())?;
         let (peer, connection, broken) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
         let [gone, lacks_room, owes] = [(); 3].map(|()| AtomicBool::new(false));
         let device = Arc::clone(device);
@@ -70,8 +70,8 @@ impl Line {
         let _ = self.peer.set(to);
     }
 
-    pub(super) fn endpoint(&self) -> &Endpoint {
-        self.pair.endpoint()
+    pub(super) fn cm_id(&self) -> &CmId {
+        self.pair.cm_id()
     }
 
     /// The number of its queue pair.
@@ -207,7 +207,7 @@ impl Line {
 
     /// Ends it, for the peer, too: the device touches no memory for it any more when this returns.
     pub fn end(&self) {
-        self.endpoint().disconnect();
+        self.cm_id().disconnect();
         self.pair.end();
     }
 

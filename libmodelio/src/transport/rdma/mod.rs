@@ -12,7 +12,7 @@
 //! | `device` | a device in use |
 //! | `line` | one connection |
 //! | `offer` | what both ends say of themselves when a connection begins |
-//! | `fabric` | how connections come about |
+//! | `endpoint` | a device with all of its connections, and how they come about |
 //! | `verbs` | libibverbs and librdmacm (all `unsafe`) |
 //!
 //! All but the first two is there with the feature `rdma` alone: how it is to be used can be said, and is checked, in any
@@ -22,7 +22,7 @@
 mod device;
 mod device_memory;
 #[cfg(feature = "rdma")]
-mod fabric;
+mod endpoint;
 #[cfg(feature = "rdma")]
 mod line;
 #[cfg(feature = "rdma")]
@@ -44,7 +44,7 @@ pub mod verbs;
 pub use device::Device;
 pub use device_memory::{DeviceMemory, Export};
 #[cfg(feature = "rdma")]
-pub use fabric::Fabric;
+pub use endpoint::Endpoint;
 #[cfg(feature = "rdma")]
 pub use line::Line;
 #[cfg(feature = "rdma")]

@@ -1,8 +1,9 @@
 //! A stream of frames, driven by hand.
 
 use super::*;
+use crate::transport::frames::Take;
 use crate::vocabulary::ids::{BlockId, Epoch, PlanId};
-use crate::wire::Limits;
+use crate::wire::{self, Limits, Message, Received};
 
 const SILENCE: Duration = Duration::from_secs(9);
 
@@ -49,15 +50,18 @@ fn a_block_that_had_to_wait_is_watched_as_soon_as_it_is_taken() {
     let push = Message::Push { plan: PlanId(1), block: BlockId(0), wide: false };
     let mut bytes = wire::frame(&push, 0, Epoch(1), &[7; 4096]).unwrap();
     bytes.extend([7; 100]);
-    framed.ahead.bytes_mut()[..bytes.len()].copy_from_slice(&bytes);
+    framed.reading.ahead.bytes_mut()[..bytes.len()].copy_from_slice(&bytes);
     framed.received(bytes.len()).unwrap();
     assert!(!asks(&mut framed), "it waits, and so does the rest");
     let pause = SILENCE / 3;
-    assert_eq!(framed.progress.look(framed.seen, Instant::now(), pause), Ok(None));
+    assert_eq!(framed.watch.progress.look(framed.reading.seen(), Instant::now(), pause), Ok(None));
     // It is woken, and nothing more ever comes.
     framed.conversation.takes = true;
     assert!(asks(&mut framed));
     let end = Instant::now() + pause;
-    assert!(matches!(framed.progress.look(framed.seen, end - pause, pause), Ok(Some(_))), "it is under way");
-    assert!(framed.progress.look(framed.seen, end, pause).is_err(), "and has not moved on");
+    assert!(
+        matches!(framed.watch.progress.look(framed.reading.seen(), end - pause, pause), Ok(Some(_))),
+        "it is under way"
+    );
+    assert!(framed.watch.progress.look(framed.reading.seen(), end, pause).is_err(), "and has not moved on");
 }

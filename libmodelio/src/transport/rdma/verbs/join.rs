@@ -15,7 +15,7 @@ use crate::transport::rdma::Mtu;
 /// manager's 0 stands for 655 ms.
 const NOT_READY: u8 = 12;
 
-/// The queue pair of an endpoint, once it has one.
+/// The queue pair of a connection, once it has one.
 #[derive(Debug, Default)]
 pub(super) struct Joint {
     pair: AtomicPtr<sys::ibv_qp>,

@@ -19,179 +19,44 @@
 //!
 //! | module | holds |
 //! |---|---|
+//! | `error` | what is refused, and why |
 //! | `context` | devices that there are, and what they can do |
 //! | `registration` | protection domains and registrations |
 //! | `device_memory` | memory of GPUs and the like |
 //! | `arena` | pieces of large registered memory |
-//! | `queue` | completion queues, shared receive queues |
+//! | `receives` | shared receive queues |
+//! | `queue` | completion queues |
+//! | `work` | what a queue pair has its device do |
 //! | `pair` | queue pairs: work that is posted, and what became of it |
 //! | `ring` | bytes that each end writes into the other's memory |
-//! | `cm` | connections by rdma_cm |
+//! | `cm_id`, `cm_channel`, `cm_event` | connections by rdma_cm, and what happens to them |
 //! | `join` | how their queue pairs get ready |
 
 mod arena;
-mod cm;
+mod cm_channel;
+mod cm_event;
+mod cm_id;
 mod context;
 mod device_memory;
+mod error;
 mod join;
 mod pair;
 mod queue;
+mod receives;
 mod registration;
 mod ring;
-
-use std::io;
-
-use nix::errno::Errno;
+mod work;
 
 pub use arena::{Arena, Chunk, Pool, Slot};
-pub use cm::{CmChannel, CmEvent, CmKind, Endpoint, PRIVATE_DATA, Parameters};
+pub use cm_channel::CmChannel;
+pub use cm_event::{CmEvent, CmKind};
+pub use cm_id::{CmId, PRIVATE_DATA, Parameters};
 pub(crate) use context::Trouble;
 pub use context::{Context, DeviceInfo, GidInfo, PortInfo, contexts, devices};
-pub use pair::{Done, Finished, Pair, PairLimits, Work};
-pub use queue::{Completion, Poller, Receives, Reserved};
+pub use error::VerbsError;
+pub use pair::{Pair, PairLimits};
+pub use queue::{Completion, Poller, Reserved};
+pub use receives::Receives;
 pub use registration::{Access, Domain, Registration, Remote, Spare};
 pub use ring::{Broken, Notify, RING, Rings};
-
-/// What libibverbs or librdmacm refuse.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum VerbsError {
-    /// A call failed.
-    #[error("{doing}: {errno}")]
-    Call {
-        /// What was to be done.
-        doing: &'static str,
-        /// Why not.
-        errno: Errno,
-    },
-    /// There is no device.
-    #[error(
-        "there is no RDMA device (`rdma link` lists them; for software RDMA: rdma link add rxe0 type rxe netdev DEVICE)"
-    )]
-    NoDevice,
-    /// There is a device, and no way to connect.
-    #[error(
-        "librdmacm cannot be used: {0} (is the module rdma_ucm loaded, and /dev/infiniband/rdma_cm there?)"
-    )]
-    NoCm(Errno),
-    /// No device of that name.
-    #[error("there is no RDMA device {wanted:?}; there is {there}")]
-    UnknownDevice {
-        /// As configured.
-        wanted: String,
-        /// What there is.
-        there: String,
-    },
-    /// The port is not there, or is down.
-    #[error("port {port} of {device} {why}")]
-    Port {
-        /// Of which device.
-        device: String,
-        /// Which.
-        port: u8,
-        /// What is wrong with it.
-        why: String,
-    },
-    /// The GID index leads to no GID.
-    #[error("GID index {index} of port {port} of {device} holds no GID (`gradfs rdma devices` lists them)")]
-    Gid {
-        /// Of which device.
-        device: String,
-        /// Of which port.
-        port: u8,
-        /// Which.
-        index: u32,
-    },
-    /// Packets would come from another GID than was asked for.
-    #[error(
-        "{}, and --rdma-gid-index asks for GID {wanted}: choose one of the kind that rdma_cm takes (default_roce_mode), or \
-         none",
-        from.map_or_else(|| "packets come from no GID".to_owned(), |from| format!("packets come from GID {from}"))
-    )]
-    OtherGid {
-        /// Its index.
-        wanted: u32,
-        /// That of the one that rdma_cm takes; none within a subnet of InfiniBand.
-        from: Option<u32>,
-    },
-    /// A completion queue has no room for one more queue pair.
-    #[error(
-        "a completion queue holds {all} entries, and {wanted} are wanted: raise --rdma-queues, or lower --rdma-depth"
-    )]
-    QueueFull {
-        /// As many as it holds.
-        all: u32,
-        /// As many as might wait at once.
-        wanted: u32,
-    },
-    /// The kernel does not let so much memory be pinned.
-    #[error(
-        "{bytes} bytes cannot be registered: RLIMIT_MEMLOCK is {limit} bytes; raise it (ulimit -l unlimited, or \
-         LimitMEMLOCK=infinity in a systemd unit)"
-    )]
-    Memlock {
-        /// As many as were to be.
-        bytes: usize,
-        /// As many as may be.
-        limit: u64,
-    },
-    /// The arena is full.
-    #[error(
-        "{bytes} bytes for rings or slots do not fit into the {all} bytes of registered memory, of which {available} \
-         are free: raise --rdma-arena, or lower --rdma-slots"
-    )]
-    Arena {
-        /// As many as were to be taken.
-        bytes: u64,
-        /// As many as nobody has, perhaps not in one piece.
-        available: u64,
-        /// As many as there are.
-        all: u64,
-    },
-    /// A range that leaves the memory it is of.
-    #[error("{len} bytes at {offset} leave {of} of {all} bytes")]
-    OutOfRange {
-        /// Where.
-        offset: u64,
-        /// How many.
-        len: usize,
-        /// What they leave.
-        of: &'static str,
-        /// How long that is.
-        all: u64,
-    },
-    /// The queue takes no more until something is done.
-    #[error("the queue pair has {0} pieces of work outstanding, its depth")]
-    Full(usize),
-    /// Another device does not give its memory away.
-    #[error("memory of a device cannot be copied out: {0}")]
-    CopyOut(String),
-    /// The queue pair is broken, or its peer gone.
-    #[error("{0}")]
-    Broken(String),
-}
-
-impl VerbsError {
-    fn last(doing: &'static str) -> VerbsError {
-        VerbsError::Call { doing, errno: Errno::last() }
-    }
-
-    /// Of a call that returns 0 or -1 with `errno`.
-    fn check(doing: &'static str, result: libc::c_int) -> Result<(), VerbsError> {
-        if result == 0 { Ok(()) } else { Err(VerbsError::last(doing)) }
-    }
-
-    /// Of a call that returns 0 or an error's number.
-    fn check_number(doing: &'static str, result: libc::c_int) -> Result<(), VerbsError> {
-        match result {
-            0 => Ok(()),
-            -1 => Err(VerbsError::last(doing)),
-            number => Err(VerbsError::Call { doing, errno: Errno::from_raw(number.abs()) }),
-        }
-    }
-}
-
-impl From<VerbsError> for io::Error {
-    fn from(error: VerbsError) -> io::Error {
-        io::Error::other(error.to_string())
-    }
-}
+pub use work::{Done, Finished, Work};

@@ -13,10 +13,11 @@ use parking_lot::Mutex;
 use rdma_sys as sys;
 
 use super::join::mtu_of;
-use super::queue::{Outcome, Receives, nothing};
-use super::{Chunk, Completion, Endpoint, Poller, Registration, Remote, Reserved, Slot, VerbsError};
+use super::queue::Outcome;
+use super::receives::{Receives, nothing};
+use super::work::{Done, Finished, Work};
+use super::{CmId, Completion, Poller, Reserved, VerbsError};
 use crate::transport::rdma::Mtu;
-use crate::transport::stream::{Piece, Target};
 
 /// How much a queue pair takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,67 +32,6 @@ pub struct PairLimits {
     /// Messages of the peer that are waited for, where each queue pair waits for its own.
     pub receives: u32,
 }
-
-/// Something for the device to do.
-#[derive(Debug)]
-pub enum Work {
-    /// Fetches memory of the peer's into memory that is promised.
-    ReadTo {
-        /// Where it goes.
-        target: Target,
-        /// Which memory that is part of.
-        registration: Arc<Registration>,
-        /// From where.
-        from: Remote,
-        /// Not before all READs that were posted earlier are done.
-        fence: bool,
-    },
-    /// Fetches memory of the peer's into a slot.
-    Read {
-        /// Where it goes.
-        slot: Slot,
-        /// Bytes.
-        len: usize,
-        /// From where.
-        from: Remote,
-        /// Not before all READs that were posted earlier are done.
-        fence: bool,
-    },
-    /// Puts a payload where the peer wants it.
-    Write {
-        /// It.
-        piece: Piece,
-        /// Which memory that is part of.
-        registration: Arc<Registration>,
-        /// Whither.
-        to: Remote,
-    },
-    /// Puts some bytes of a chunk into the peer's ring, and says so by `word`.
-    Ring {
-        /// Of which they are.
-        chunk: Arc<Chunk>,
-        /// Where they begin.
-        start: usize,
-        /// How many; may be 0, if a word is said.
-        len: usize,
-        /// Whither.
-        to: Remote,
-        /// What the peer is told.
-        word: Option<u32>,
-    },
-}
-
-/// Work that is done.
-#[derive(Debug)]
-pub struct Finished {
-    /// As it was posted with.
-    pub token: u64,
-    /// It, with its memory.
-    pub work: Work,
-}
-
-/// What became of the work of a queue pair.
-pub type Done = Vec<Finished>;
 
 struct Sent {
     number: u64,
@@ -138,7 +78,7 @@ unsafe impl Send for State {}
 #[derive(Debug)]
 pub struct Pair {
     // Goes first: with it, the device lets go of the memory of all work.
-    endpoint: Endpoint,
+    cm_id: CmId,
     reserved: Reserved,
     raw: *mut sys::ibv_qp,
     number: u32,
@@ -149,7 +89,7 @@ pub struct Pair {
     posted: AtomicU64,
 }
 
-// SAFETY: libibverbs allows calls on a queue pair from all threads; it lives as long as the endpoint.
+// SAFETY: libibverbs allows calls on a queue pair from all threads; it lives as long as its identifier.
 unsafe impl Send for Pair {}
 // SAFETY: as above.
 unsafe impl Sync for Pair {}
@@ -174,22 +114,18 @@ impl Pair {
     /// limits.
     ///
     /// # Errors
-    /// [`VerbsError::Call`]; the endpoint comes back, so that its peer can be told.
+    /// [`VerbsError::Call`]; the identifier comes back, so that its peer can be told.
     #[allow(clippy::result_large_err)] // Seldom.
-    pub fn new(
-        endpoint: Endpoint,
-        reserved: Reserved,
-        limits: PairLimits,
-    ) -> Result<Arc<Pair>, (VerbsError, Endpoint)> {
-        match Pair::begin(&endpoint, reserved.poller(), limits) {
-            Ok((raw, limits)) => Ok(Arc::new(Pair::with(endpoint, reserved, raw, limits))),
-            Err(error) => Err((error, endpoint)),
+    pub fn new(cm_id: CmId, reserved: Reserved, limits: PairLimits) -> Result<Arc<Pair>, (VerbsError, CmId)> {
+        match Pair::begin(&cm_id, reserved.poller(), limits) {
+            Ok((raw, limits)) => Ok(Arc::new(Pair::with(cm_id, reserved, raw, limits))),
+            Err(error) => Err((error, cm_id)),
         }
     }
 
     /// The queue pair itself, which waits for messages if it has its own, and what the device has granted.
     fn begin(
-        endpoint: &Endpoint,
+        cm_id: &CmId,
         poller: &Arc<Poller>,
         limits: PairLimits,
     ) -> Result<(*mut sys::ibv_qp, PairLimits), VerbsError> {
@@ -214,7 +150,7 @@ impl Pair {
         };
         let mut inline = limits.inline;
         let raw = loop {
-            match endpoint.make_pair(poller.domain(), &mut init) {
+            match cm_id.make_pair(poller.domain(), &mut init) {
                 Err(VerbsError::Call { .. }) if inline > 0 => {
                     // The device refuses as a whole what is too much for it, and does not say what it takes.
                     inline /= 2;
@@ -224,14 +160,14 @@ impl Pair {
             }
         };
         for _ in 0..receives {
-            // SAFETY: it was just made, and the endpoint that will destroy it lives.
+            // SAFETY: it was just made, and the identifier that will destroy it lives.
             unsafe { post_receive(raw)? };
         }
         let inline = init.cap.max_inline_data.min(inline);
         Ok((raw, PairLimits { depth, inline, receives, ..limits }))
     }
 
-    fn with(endpoint: Endpoint, reserved: Reserved, raw: *mut sys::ibv_qp, limits: PairLimits) -> Pair {
+    fn with(cm_id: CmId, reserved: Reserved, raw: *mut sys::ibv_qp, limits: PairLimits) -> Pair {
         let depth = limits.depth;
         // SAFETY: it was just made.
         let number = unsafe { (*raw).qp_num };
@@ -249,7 +185,7 @@ impl Pair {
             ended: false,
         };
         let [doorbells, posted] = [(); 2].map(|()| AtomicU64::new(0));
-        Pair { endpoint, reserved, raw, number, limits, state: Mutex::new(state), doorbells, posted }
+        Pair { cm_id, reserved, raw, number, limits, state: Mutex::new(state), doorbells, posted }
     }
 
     /// Its number, which no other one of the device has.
@@ -258,8 +194,8 @@ impl Pair {
     }
 
     /// Its connection.
-    pub fn endpoint(&self) -> &Endpoint {
-        &self.endpoint
+    pub fn cm_id(&self) -> &CmId {
+        &self.cm_id
     }
 
     /// Whom its news come from.
@@ -309,10 +245,10 @@ impl Pair {
         state.broken.get_or_insert_with(|| "the connection is over".to_owned());
         // Nothing more comes in, and what has come is told.
         // SAFETY: it is destroyed here only, under the lock.
-        unsafe { self.endpoint.fail_pair() };
+        unsafe { self.cm_id.fail_pair() };
         self.poller().take_early(self.number);
         // SAFETY: whoever uses it has the lock and has seen that it is not broken.
-        unsafe { self.endpoint.end_pair() };
+        unsafe { self.cm_id.end_pair() };
         let sent = std::mem::take(&mut state.sent);
         drop(state);
         // Whoever waits for a slot of theirs is woken.
@@ -486,88 +422,5 @@ unsafe fn post_receive(pair: *mut sys::ibv_qp) -> Result<(), VerbsError> {
 impl Drop for Pair {
     fn drop(&mut self) {
         self.end();
-    }
-}
-
-impl Work {
-    /// Where the device finds the first byte, length, registration.
-    fn memory(&self) -> (u64, usize, &Arc<Registration>) {
-        match self {
-            Work::ReadTo { target, registration, .. } => {
-                let (start, len) = target.raw();
-                (start as u64, len, registration)
-            }
-            Work::Read { slot, len, .. } => (slot.address(), *len, slot.registration()),
-            Work::Write { piece, registration, .. } => {
-                let (start, len) = piece.raw();
-                (start as u64, len, registration)
-            }
-            Work::Ring { chunk, start, len, .. } => {
-                (chunk.address().wrapping_add(*start as u64), *len, chunk.local())
-            }
-        }
-    }
-
-    /// That its memory is within its registration.
-    fn check(&self) -> Result<(), VerbsError> {
-        let out = |offset: u64, len: usize, of: &'static str, all: usize| {
-            Err(VerbsError::OutOfRange { offset, len, of, all: all as u64 })
-        };
-        match self {
-            Work::Read { slot, len, .. } if *len > slot.len() => {
-                return out(0, *len, "a slot", slot.len());
-            }
-            Work::Ring { chunk, start, len, .. }
-                if start.checked_add(*len).is_none_or(|end| end > chunk.len()) =>
-            {
-                return out(*start as u64, *len, "a chunk", chunk.len());
-            }
-            _ => {}
-        }
-        let (start, len, registration) = self.memory();
-        if !registration.holds(start, len) || u32::try_from(len).is_err() {
-            let offset = start.wrapping_sub(registration.remote().address);
-            return out(offset, len, "a registration", registration.len());
-        }
-        Ok(())
-    }
-
-    fn request(&self, number: u64, report: bool, inline: u32) -> (sys::ibv_sge, sys::ibv_send_wr) {
-        let (start, len, registration) = self.memory();
-        let length = len as u32;
-        let piece = sys::ibv_sge { addr: start, length, lkey: registration.local_key() };
-        let (opcode, remote, fence, word) = match self {
-            Work::ReadTo { from, fence, .. } | Work::Read { from, fence, .. } => {
-                (sys::ibv_wr_opcode::IBV_WR_RDMA_READ, *from, *fence, None)
-            }
-            Work::Write { to, .. } => (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, *to, false, None),
-            Work::Ring { to, word: None, .. } => (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, *to, false, None),
-            Work::Ring { to, word: Some(word), .. } => {
-                (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM, *to, false, Some(*word))
-            }
-        };
-        let mut flags = sys::ibv_send_flags(0);
-        if report {
-            flags |= sys::ibv_send_flags::IBV_SEND_SIGNALED;
-        }
-        if fence {
-            flags |= sys::ibv_send_flags::IBV_SEND_FENCE;
-        }
-        if matches!(self, Work::Ring { .. }) && length > 0 && length <= inline {
-            flags |= sys::ibv_send_flags::IBV_SEND_INLINE;
-        }
-        if word.is_some() {
-            flags |= sys::ibv_send_flags::IBV_SEND_SOLICITED;
-        }
-        // SAFETY: all of it is numbers, pointers and unions of those, for which zero is a value.
-        let mut request: sys::ibv_send_wr = unsafe { std::mem::zeroed() };
-        request.wr_id = number;
-        request.opcode = opcode;
-        request.send_flags = flags.0;
-        request.wr.rdma = sys::rdma_t { remote_addr: remote.address, rkey: remote.key };
-        if let Some(word) = word {
-            request.imm_data_invalidated_rkey_union.imm_data = word.to_be();
-        }
-        (piece, request)
     }
 }

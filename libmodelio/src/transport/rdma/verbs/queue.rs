@@ -1,4 +1,4 @@
-//! Completion queues, and what waits for messages that come with no memory of their own.
+//! Completion queues: one thread asks each what is done.
 
 use std::ffi::CStr;
 use std::mem::MaybeUninit;
@@ -10,10 +10,9 @@ use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use parking_lot::Mutex;
 use rdma_sys as sys;
 
+use super::receives::{RECEIVE, Receives};
 use super::{Context, Domain, VerbsError};
 
-/// Set in the number of work that waits for the peer.
-pub(super) const RECEIVE: u64 = 1 << 63;
 /// Completions that are taken from the queue at once.
 const BATCH: usize = 32;
 /// A message came with immediate data.
@@ -302,76 +301,6 @@ impl Drop for Poller {
         let result = unsafe { sys::ibv_destroy_cq(self.raw()) };
         if let Err(error) = VerbsError::check_number("giving a completion queue back", result) {
             tracing::error!(%error, "a completion queue is lost");
-        }
-    }
-}
-
-/// What messages without memory of their own are taken by.
-#[derive(Debug)]
-pub enum Receives {
-    /// Each queue pair has its own.
-    Own,
-    /// All of a poller have this in common.
-    Shared(SharedReceives),
-}
-
-/// A shared receive queue.
-#[derive(Debug)]
-pub struct SharedReceives {
-    raw: NonNull<sys::ibv_srq>,
-    _domain: Arc<Domain>,
-}
-
-// SAFETY: libibverbs allows calls on a shared receive queue from all threads.
-unsafe impl Send for SharedReceives {}
-// SAFETY: as above.
-unsafe impl Sync for SharedReceives {}
-
-impl Receives {
-    fn shared(domain: &Arc<Domain>, count: u32) -> Result<Receives, VerbsError> {
-        let attr = sys::ibv_srq_attr { max_wr: count, max_sge: 1, srq_limit: 0 };
-        let mut init = sys::ibv_srq_init_attr { srq_context: ptr::null_mut(), attr };
-        // SAFETY: the domain lives longer than the queue.
-        let raw = NonNull::new(unsafe { sys::ibv_create_srq(domain.raw(), &raw mut init) });
-        let raw = raw.ok_or_else(|| VerbsError::last("making a shared receive queue"))?;
-        let shared = SharedReceives { raw, _domain: Arc::clone(domain) };
-        (0..count).try_for_each(|_| shared.post())?;
-        Ok(Receives::Shared(shared))
-    }
-
-    pub(super) fn raw(&self) -> *mut sys::ibv_srq {
-        match self {
-            Receives::Own => ptr::null_mut(),
-            Receives::Shared(shared) => shared.raw.as_ptr(),
-        }
-    }
-}
-
-impl SharedReceives {
-    /// Waits for one message more.
-    pub(super) fn post(&self) -> Result<(), VerbsError> {
-        let mut work = nothing();
-        let mut bad = ptr::null_mut();
-        // SAFETY: the queue lives as long as `self`, and the work names no memory.
-        let result = unsafe {
-            let post = (*(*self.raw.as_ptr()).context).ops.post_srq_recv;
-            post.map_or(libc::ENOSYS, |post| post(self.raw.as_ptr(), &raw mut work, &raw mut bad))
-        };
-        VerbsError::check_number("waiting for messages", result)
-    }
-}
-
-/// Work that waits for a message without memory.
-pub(super) fn nothing() -> sys::ibv_recv_wr {
-    sys::ibv_recv_wr { wr_id: RECEIVE, next: ptr::null_mut(), sg_list: ptr::null_mut(), num_sge: 0 }
-}
-
-impl Drop for SharedReceives {
-    fn drop(&mut self) {
-        // SAFETY: the queue pairs that used it held their poller, and are gone.
-        let result = unsafe { sys::ibv_destroy_srq(self.raw.as_ptr()) };
-        if let Err(error) = VerbsError::check_number("giving a shared receive queue back", result) {
-            tracing::error!(%error, "a shared receive queue is lost");
         }
     }
 }

@@ -8,7 +8,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::{Arena, Chunk, Registration, Remote, VerbsError, Work};
+use super::work::Work;
+use super::{Arena, Chunk, Registration, Remote, VerbsError};
 use crate::transport::stream::{ReceiveSlices, SendSlices};
 
 /// Bytes of a ring: about a thousand frames that name payload.

@@ -1,67 +1,23 @@
-//! Connections by rdma_cm: addresses are resolved, queue pairs are joined, and their ends reported. Nothing here waits.
+//! Connections by rdma_cm: addresses are resolved and queue pairs are joined. Nothing here waits.
 
 use std::ffi::c_void;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
 use nix::errno::Errno;
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use rdma_sys as sys;
 use socket2::{SockAddr, SockAddrStorage};
 
+use super::cm_channel::CmChannel;
+use super::context::Context;
+use super::error::VerbsError;
 use super::join::{Joint, Wanted};
-use super::{Context, Domain, VerbsError};
+use super::registration::Domain;
 use crate::transport::rdma::Mtu;
 
 /// Bytes that may go with a request or its answer.
 pub const PRIVATE_DATA: usize = 56;
-
-/// What the kernel tells of connections.
-#[derive(Debug)]
-pub struct CmChannel(NonNull<sys::rdma_event_channel>);
-
-// SAFETY: librdmacm allows calls on a channel from all threads.
-unsafe impl Send for CmChannel {}
-// SAFETY: as above.
-unsafe impl Sync for CmChannel {}
-
-/// What happened to a connection.
-#[derive(Debug)]
-pub enum CmKind {
-    /// Its address is resolved: the device is known.
-    AddressResolved,
-    /// Its route is: it can connect.
-    RouteResolved,
-    /// Somebody connects; with the answer's private data.
-    Request(Endpoint),
-    /// The peer has accepted it, and waits for [`Endpoint::establish`].
-    Answered,
-    /// It is there.
-    Established,
-    /// It is refused by the peer.
-    Rejected,
-    /// There is none, and why.
-    Failed(String),
-    /// It is over.
-    Disconnected,
-    /// The device is going.
-    DeviceRemoved,
-    /// Of no consequence.
-    Other,
-}
-
-/// An event of a connection, or of what listens.
-#[derive(Debug)]
-pub struct CmEvent {
-    /// As it was given when the endpoint was made; of a request, that of what listens.
-    pub token: u64,
-    /// What.
-    pub kind: CmKind,
-    /// What the peer has sent with it; may have zeros at its end.
-    pub private: Vec<u8>,
-}
 
 /// What is agreed when a connection begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,123 +30,10 @@ pub struct Parameters {
     pub retries: u8,
 }
 
-impl CmChannel {
-    /// A new one.
-    ///
-    /// # Errors
-    /// [`VerbsError::NoCm`].
-    pub fn new() -> Result<Arc<CmChannel>, VerbsError> {
-        // SAFETY: it takes nothing.
-        let raw = NonNull::new(unsafe { sys::rdma_create_event_channel() });
-        let channel = CmChannel(raw.ok_or_else(|| VerbsError::NoCm(Errno::last()))?);
-        let fd = channel.as_fd();
-        let flags = fcntl(fd, FcntlArg::F_GETFL).map(OFlag::from_bits_retain);
-        let set = flags.and_then(|flags| fcntl(fd, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK)));
-        set.map_err(VerbsError::NoCm)?;
-        Ok(Arc::new(channel))
-    }
-
-    /// The next event, if there is one.
-    ///
-    /// # Errors
-    /// [`VerbsError::Call`].
-    pub fn next(self: &Arc<CmChannel>) -> Result<Option<CmEvent>, VerbsError> {
-        let mut event = ptr::null_mut();
-        // SAFETY: the channel lives, and does not block.
-        if unsafe { sys::rdma_get_cm_event(self.0.as_ptr(), &raw mut event) } != 0 {
-            return match Errno::last() {
-                Errno::EAGAIN | Errno::EINTR => Ok(None),
-                errno => Err(VerbsError::Call { doing: "hearing of connections", errno }),
-            };
-        }
-        // SAFETY: the call has filled it, and it stays until it is acknowledged. An endpoint that is being destroyed
-        // waits for that, so that `id` lives; a request's own is nobody's yet, and its listener lives, too.
-        let heard = unsafe { self.read(&*event) };
-        // SAFETY: once for each event; nothing of it is used afterwards.
-        unsafe { sys::rdma_ack_cm_event(event) };
-        Ok(Some(heard))
-    }
-
-    /// # Safety
-    /// The event is one of this channel's that is not acknowledged.
-    unsafe fn read(self: &Arc<CmChannel>, event: &sys::rdma_cm_event) -> CmEvent {
-        use sys::rdma_cm_event_type as kinds;
-        let is_request = event.event == kinds::RDMA_CM_EVENT_CONNECT_REQUEST;
-        let of = if is_request { event.listen_id } else { event.id };
-        // SAFETY: it lives, as the caller promises. What is there was put there by `Endpoint::new`.
-        let token = unsafe { (*of).context } as u64;
-        let has_private = matches!(
-            event.event,
-            kinds::RDMA_CM_EVENT_CONNECT_REQUEST
-                | kinds::RDMA_CM_EVENT_ESTABLISHED
-                | kinds::RDMA_CM_EVENT_CONNECT_RESPONSE
-                | kinds::RDMA_CM_EVENT_REJECTED
-        );
-        let mut private = Vec::new();
-        if has_private {
-            // SAFETY: those kinds of events have parameters of connections.
-            let conn = unsafe { &event.param.conn };
-            if !conn.private_data.is_null() {
-                let len = usize::from(conn.private_data_len);
-                // SAFETY: the pointer is to so many bytes, as long as the event is not acknowledged.
-                let bytes = unsafe { std::slice::from_raw_parts(conn.private_data.cast::<u8>(), len) };
-                private.extend_from_slice(bytes);
-            }
-        }
-        let status = event.status;
-        let failed = |doing: &str| {
-            let why = match status {
-                0 => "no reason is given".to_owned(),
-                number => Errno::from_raw(number.abs()).to_string(),
-            };
-            CmKind::Failed(format!("{doing}: {why}"))
-        };
-        let kind = match event.event {
-            kinds::RDMA_CM_EVENT_ADDR_RESOLVED => CmKind::AddressResolved,
-            kinds::RDMA_CM_EVENT_ROUTE_RESOLVED => CmKind::RouteResolved,
-            kinds::RDMA_CM_EVENT_CONNECT_REQUEST => match NonNull::new(event.id) {
-                Some(id) => CmKind::Request(Endpoint {
-                    id,
-                    joint: Joint::default(),
-                    gid: None,
-                    channel: Arc::clone(self),
-                }),
-                None => CmKind::Other,
-            },
-            kinds::RDMA_CM_EVENT_CONNECT_RESPONSE => CmKind::Answered,
-            kinds::RDMA_CM_EVENT_ESTABLISHED => CmKind::Established,
-            kinds::RDMA_CM_EVENT_REJECTED => CmKind::Rejected,
-            kinds::RDMA_CM_EVENT_DISCONNECTED | kinds::RDMA_CM_EVENT_TIMEWAIT_EXIT => CmKind::Disconnected,
-            kinds::RDMA_CM_EVENT_DEVICE_REMOVAL => CmKind::DeviceRemoved,
-            kinds::RDMA_CM_EVENT_ADDR_ERROR => failed("no RDMA device leads there"),
-            kinds::RDMA_CM_EVENT_ROUTE_ERROR => failed("no route"),
-            kinds::RDMA_CM_EVENT_UNREACHABLE => failed("unreachable"),
-            kinds::RDMA_CM_EVENT_CONNECT_ERROR => failed("cannot connect"),
-            _ => CmKind::Other,
-        };
-        CmEvent { token, kind, private }
-    }
-}
-
-/// Becomes readable when there is an event.
-impl AsFd for CmChannel {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the channel, and its descriptor, live as long as `self`.
-        unsafe { BorrowedFd::borrow_raw(self.0.as_ref().fd) }
-    }
-}
-
-impl Drop for CmChannel {
-    fn drop(&mut self) {
-        // SAFETY: the endpoints that use it held it, and are gone.
-        unsafe { sys::rdma_destroy_event_channel(self.0.as_ptr()) };
-    }
-}
-
-/// One end of a connection, or what listens. It is destroyed when it is dropped, with its queue pair; that waits until
+/// One end of a connection, or what listens: an `rdma_cm_id`. It is destroyed when it is dropped, with its queue pair; that waits until
 /// nobody is reading an event of it, which is a moment.
 #[derive(Debug)]
-pub struct Endpoint {
+pub struct CmId {
     id: NonNull<sys::rdma_cm_id>,
     joint: Joint,
     /// The index of the GID that its packets are to come from.
@@ -198,26 +41,31 @@ pub struct Endpoint {
     channel: Arc<CmChannel>,
 }
 
-// SAFETY: librdmacm allows calls on an endpoint from all threads.
-unsafe impl Send for Endpoint {}
+// SAFETY: librdmacm allows calls on an identifier from all threads.
+unsafe impl Send for CmId {}
 // SAFETY: those that take `&self` are single calls into librdmacm, which locks where it must.
-unsafe impl Sync for Endpoint {}
+unsafe impl Sync for CmId {}
 
-impl Endpoint {
+impl CmId {
+    /// That of a request that the kernel has just told of.
+    pub(super) fn of_request(id: NonNull<sys::rdma_cm_id>, channel: &Arc<CmChannel>) -> CmId {
+        CmId { id, joint: Joint::default(), gid: None, channel: Arc::clone(channel) }
+    }
+
     /// A new one, whose events are told under `token`.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
-    pub fn new(channel: &Arc<CmChannel>, token: u64) -> Result<Endpoint, VerbsError> {
+    pub fn new(channel: &Arc<CmChannel>, token: u64) -> Result<CmId, VerbsError> {
         let mut id = ptr::null_mut();
-        // SAFETY: the channel lives as long as the endpoint; the context is a number, and never followed.
+        // SAFETY: the channel lives as long as the identifier; the context is a number, and never followed.
         let result = unsafe {
             let port_space = sys::rdma_port_space::RDMA_PS_TCP;
-            sys::rdma_create_id(channel.0.as_ptr(), &raw mut id, token as *mut c_void, port_space)
+            sys::rdma_create_id(channel.raw(), &raw mut id, token as *mut c_void, port_space)
         };
         VerbsError::check("making an RDMA connection", result)?;
         let id = NonNull::new(id).ok_or(VerbsError::Broken("librdmacm made nothing".into()))?;
-        Ok(Endpoint { id, joint: Joint::default(), gid: None, channel: Arc::clone(channel) })
+        Ok(CmId { id, joint: Joint::default(), gid: None, channel: Arc::clone(channel) })
     }
 
     fn raw(&self) -> *mut sys::rdma_cm_id {
@@ -335,7 +183,7 @@ impl Endpoint {
         if self.joint.is_made() {
             return Err(VerbsError::Broken("the connection has a queue pair already".into()));
         }
-        // SAFETY: it has none; domain and queues live longer than the pair, as whoever holds the endpoint holds them.
+        // SAFETY: it has none; domain and queues live longer than the pair, as whoever holds the identifier holds them.
         unsafe { self.joint.make(self.raw(), domain, init) }
     }
 
@@ -383,6 +231,27 @@ impl Endpoint {
         })
     }
 
+    fn parameters(&self, of: &Parameters) -> Result<sys::rdma_conn_param, VerbsError> {
+        let context = self.context();
+        let (initiated, answered) = context.map_or(Ok((1, 1)), Context::reads)?;
+        if of.private.len() > PRIVATE_DATA {
+            let (len, all) = (of.private.len(), PRIVATE_DATA as u64);
+            return Err(VerbsError::OutOfRange { offset: 0, len, of: "private data", all });
+        }
+        Ok(sys::rdma_conn_param {
+            private_data: of.private.as_ptr().cast(),
+            private_data_len: of.private.len() as u8,
+            responder_resources: of.reads.min(answered),
+            initiator_depth: of.reads.min(initiated),
+            flow_control: 1,
+            retry_count: of.retries.min(7),
+            // As often as it takes: a peer that is there and takes nothing is given up by its silence.
+            rnr_retry_count: 7,
+            srq: 0,
+            qp_num: context.map_or(0, |context| self.joint.number(context)),
+        })
+    }
+
     /// Refuses it.
     ///
     /// # Errors
@@ -419,38 +288,15 @@ impl Endpoint {
     }
 }
 
-impl Drop for Endpoint {
+impl Drop for CmId {
     fn drop(&mut self) {
         // SAFETY: nobody else has it; the queue pair, which is destroyed first, is used by nobody who does not hold the
-        // endpoint.
+        // identifier.
         unsafe {
             self.end_pair();
             if sys::rdma_destroy_id(self.raw()) != 0 {
                 tracing::error!(errno = %Errno::last(), channel = ?self.channel, "an RDMA connection is lost");
             }
         }
-    }
-}
-
-impl Endpoint {
-    fn parameters(&self, of: &Parameters) -> Result<sys::rdma_conn_param, VerbsError> {
-        let context = self.context();
-        let (initiated, answered) = context.map_or(Ok((1, 1)), Context::reads)?;
-        if of.private.len() > PRIVATE_DATA {
-            let (len, all) = (of.private.len(), PRIVATE_DATA as u64);
-            return Err(VerbsError::OutOfRange { offset: 0, len, of: "private data", all });
-        }
-        Ok(sys::rdma_conn_param {
-            private_data: of.private.as_ptr().cast(),
-            private_data_len: of.private.len() as u8,
-            responder_resources: of.reads.min(answered),
-            initiator_depth: of.reads.min(initiated),
-            flow_control: 1,
-            retry_count: of.retries.min(7),
-            // As often as it takes: a peer that is there and takes nothing is given up by its silence.
-            rnr_retry_count: 7,
-            srq: 0,
-            qp_num: context.map_or(0, |context| self.joint.number(context)),
-        })
     }
 }

@@ -1,0 +1,134 @@
+//! Deadlines of a connection: the greeting, the longest silence, frames that do not move on, signs of life of this end's.
+
+use std::time::{Duration, Instant};
+
+use super::conversation::Conversation;
+use super::link::Link;
+use super::progress::{CRUMBS, Progress};
+use super::reading::{Reading, say_last_words};
+use crate::transport::stream::Close;
+use crate::wire::{self, HELLO_DEADLINE, Message, Refusal};
+
+/// How often a conversation is told at most that bytes have come.
+const REPORT: Duration = Duration::from_millis(50);
+
+/// When what was heard and said.
+pub(super) struct Watch {
+    opened: Instant,
+    heard: Instant,
+    spoke: Instant,
+    /// When the conversation was last told that bytes have come.
+    reported: Instant,
+    /// Of the frame under way.
+    pub(super) progress: Progress,
+}
+
+impl Watch {
+    pub fn new() -> Watch {
+        let now = Instant::now();
+        Watch { opened: now, heard: now, spoke: now, reported: now, progress: Progress::default() }
+    }
+
+    /// The connection is there.
+    pub fn opened(&mut self) {
+        let now = Instant::now();
+        (self.opened, self.heard, self.spoke) = (now, now, now);
+    }
+
+    /// Bytes have come.
+    pub fn heard(&mut self, now: Instant) {
+        self.heard = now;
+    }
+
+    /// Whether the conversation is to be told that bytes have come.
+    pub fn is_to_report(&mut self, now: Instant) -> bool {
+        let due = now.duration_since(self.reported) > REPORT;
+        if due {
+            self.reported = now;
+        }
+        due
+    }
+
+    /// Bytes are with the kernel.
+    pub fn spoke(&mut self) {
+        self.spoke = Instant::now();
+    }
+
+    /// What time brings, and when to look again.
+    ///
+    /// # Errors
+    /// The connection ends.
+    pub fn tick(
+        &mut self,
+        now: Instant,
+        reading: &Reading,
+        conversation: &mut impl Conversation,
+        link: &Link,
+    ) -> Result<Option<Instant>, Close> {
+        let wanted = conversation.tick(now)?;
+        let Some(silence) = conversation.silence() else {
+            let deadline = self.opened + HELLO_DEADLINE;
+            if now >= deadline {
+                let why = format!("no greeting within {HELLO_DEADLINE:?}");
+                say_last_words(conversation, link, Refusal::Other(why.clone()));
+                return Err(Close::Asked(why.into()));
+            }
+            return Ok(Some(wanted.map_or(deadline, |wanted| wanted.min(deadline))));
+        };
+        if reads(reading, link) && now >= self.heard + silence {
+            return Err(Close::Asked(format!("silent for {silence:?}").into()));
+        }
+        let pause = pause(silence);
+        self.mark(now, reading, conversation, link);
+        let Ok(look) = self.progress.look(reading.seen(), now, pause) else {
+            let refusal = stuck(reading, pause);
+            let why = refusal.to_string();
+            say_last_words(conversation, link, refusal);
+            return Err(Close::Asked(why.into()));
+        };
+        if link.is_stuffed() {
+            return Err(Close::Asked("the peer does not take what it is told".into()));
+        }
+        if now >= self.spoke + pause {
+            self.spoke = now;
+            link.say(0, Message::Ping);
+        }
+        let next = (self.spoke + pause).min(self.heard + silence).max(now + Duration::from_millis(10));
+        let next = [look, wanted].into_iter().flatten().fold(next, Instant::min);
+        self.progress.promised(next);
+        Ok(Some(next))
+    }
+
+    /// Keeps in mind that a frame is under way, or none is. True if [`tick`](Self::tick) is to look at it soon.
+    pub fn mark(
+        &mut self,
+        now: Instant,
+        reading: &Reading,
+        conversation: &impl Conversation,
+        link: &Link,
+    ) -> bool {
+        let silence = conversation.silence().filter(|_| reads(reading, link));
+        let (Some(frame), Some(silence)) = (reading.under_way(), silence) else {
+            self.progress.rests();
+            return false;
+        };
+        self.progress.under_way(frame, reading.seen(), now, pause(silence))
+    }
+}
+
+/// Whether this end takes what comes; while it does not, it cannot tell what the peer does.
+pub(super) fn reads(reading: &Reading, link: &Link) -> bool {
+    !reading.is_held_up() && !link.is_full()
+}
+
+/// What is under way and does not move on.
+fn stuck(reading: &Reading, pause: Duration) -> Refusal {
+    let (what, expected, got) = reading.describe();
+    let got = format!("{got}, and then not {CRUMBS} more in {pause:.1?}");
+    Refusal::Frame { what, expected, got }
+}
+
+/// The longest pause of a peer that lives.
+fn pause(silence: Duration) -> Duration {
+    wire::ping_after(silence.as_millis() as u32)
+}

@@ -1,0 +1,156 @@
+//! An RDMA endpoint: a device in use, whose connections come about by one thread, which asks for them, is asked for them,
+//! and hears of their ends. What is served on them is its callers' business.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `requests` | what is asked of the thread |
+//! | `state` | how far a connection has got |
+//! | `maker` | how one is made: `offer` holds what both ends say of themselves |
+//! | `manager` | the thread |
+
+mod maker;
+mod manager;
+mod requests;
+mod state;
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use parking_lot::Mutex;
+
+use super::device::Device;
+use super::line::Line;
+use super::options::RdmaOptions;
+use super::pollers::Pollers;
+use super::verbs::{CmChannel, Notify, VerbsError};
+use crate::transport::stream::Stream;
+use maker::{Maker, PORTS};
+use manager::Manager;
+use requests::{Command, Shared, Wish};
+
+/// A device with all of its connections.
+pub struct Endpoint {
+    device: Arc<Device>,
+    pollers: Arc<Pollers>,
+    shared: Shared,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Endpoint {
+    /// Opens the device and starts its threads.
+    ///
+    /// # Errors
+    /// [`VerbsError`], which says what is missing.
+    pub fn open(options: &RdmaOptions) -> Result<Arc<Endpoint>, VerbsError> {
+        Endpoint::over(Device::open(options)?)
+    }
+
+    /// The same over a device that is open.
+    ///
+    /// # Errors
+    /// [`VerbsError`], which says what is missing.
+    pub fn over(device: Arc<Device>) -> Result<Arc<Endpoint>, VerbsError> {
+        let start = |errno| VerbsError::Call { doing: "starting threads for RDMA", errno };
+        let flags = device.notify() == Notify::Flag;
+        let pollers =
+            Arc::new(Pollers::start(device.pollers(), device.options().polling, flags).map_err(start)?);
+        let wake = EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        let (sender, heard) = channel();
+        let shared = Shared {
+            commands: Arc::new(Mutex::new(Some(sender))),
+            wake: Arc::new(wake.map_err(start)?),
+            over: Arc::new(AtomicBool::new(false)),
+            lines: Arc::new(AtomicUsize::new(0)),
+        };
+        let maker = Maker::new(Arc::clone(&device), Arc::clone(&pollers), CmChannel::new()?);
+        let manager = Manager::new(maker, &shared, heard);
+        let thread = std::thread::Builder::new().name("rdma-cm".into()).spawn(move || manager.run());
+        let thread =
+            thread.map_err(|error| start(Errno::from_raw(error.raw_os_error().unwrap_or(libc::EAGAIN))))?;
+        Ok(Arc::new(Endpoint { device, pollers, shared, thread: Mutex::new(Some(thread)) }))
+    }
+
+    /// The device.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Connections that there are.
+    pub fn lines(&self) -> usize {
+        self.shared.lines.load(Ordering::Relaxed)
+    }
+
+    fn command(&self, command: Command) {
+        let refused = match &*self.shared.commands.lock() {
+            Some(sender) => sender.send(command).err().map(|unsent| unsent.0),
+            None => Some(command),
+        };
+        match refused {
+            Some(command) => command.refuse(),
+            None => drop(self.shared.wake.write(1)),
+        }
+    }
+
+    /// Takes connections: `accept` says what is served on each; `None` hangs up. The address, with the port that was found.
+    ///
+    /// # Errors
+    /// [`VerbsError`].
+    pub fn listen(
+        &self,
+        at: SocketAddr,
+        accept: impl FnMut(&Arc<Line>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send + 'static,
+    ) -> Result<SocketAddr, VerbsError> {
+        const PATIENCE: Duration = Duration::from_secs(5);
+        let (answer, answered) = channel();
+        self.command(Command::Listen { at, accept: Box::new(accept), answer });
+        answered.recv_timeout(PATIENCE).map_err(|_| VerbsError::Broken("RDMA does not answer".into()))?
+    }
+
+    /// Asks for a connection. `then` is called once, on a thread that must not be blocked: it says what is served on the
+    /// line, or hears why there is none, before `deadline` is long over. `number` says which completion queue's thread
+    /// serves it.
+    pub fn connect(
+        &self,
+        to: SocketAddr,
+        deadline: Instant,
+        number: usize,
+        then: impl FnOnce(Result<&Arc<Line>, String>) -> Option<Box<dyn Stream>> + Send + 'static,
+    ) {
+        self.command(Command::Connect(Wish { to, deadline, number, ports: PORTS, then: Box::new(then) }));
+    }
+
+    /// Ends all connections, and the threads. On one of them, nobody waits for it.
+    pub fn shut_down(&self, patience: Duration) {
+        self.shared.over.store(true, Ordering::Release);
+        let _ = self.shared.wake.write(1);
+        if let Err(error) = self.pollers.shut_down(patience) {
+            tracing::warn!(%error, "RDMA");
+        }
+        let Some(thread) = self.thread.lock().take() else { return };
+        if thread.thread().id() == std::thread::current().id() {
+            return;
+        }
+        let deadline = Instant::now() + patience;
+        while !thread.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if !thread.is_finished() {
+            tracing::error!("the thread of RDMA connections does not end");
+        } else if thread.join().is_err() {
+            tracing::error!("the thread of RDMA connections panicked");
+        }
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        const PATIENCE: Duration = Duration::from_secs(1);
+        self.shut_down(PATIENCE);
+    }
+}

@@ -1,0 +1,197 @@
+//! Makes connections over one device: it asks for them, takes them, or turns them away.
+
+use std::fmt::Display;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Instant;
+
+use nix::errno::Errno;
+
+use crate::transport::rdma::device::Device;
+use crate::transport::rdma::line::Line;
+use crate::transport::rdma::offer::{Lack, Offer};
+use crate::transport::rdma::options::{Mtu, RdmaOptions};
+use crate::transport::rdma::pollers::Pollers;
+use crate::transport::rdma::verbs::{CmChannel, CmId, Parameters, Remote, Reserved, Rings, VerbsError};
+use crate::wire::Protocol;
+
+/// Free ports that are tried, where rdma_cm chooses.
+pub(super) const PORTS: u32 = 16;
+/// Requests that may wait to be taken.
+const BACKLOG: i32 = 128;
+
+/// A device, and the threads that serve what is made over it.
+pub(super) struct Maker {
+    pub device: Arc<Device>,
+    pub pollers: Arc<Pollers>,
+    channel: Arc<CmChannel>,
+    next_poller: usize,
+}
+
+impl Maker {
+    pub fn new(device: Arc<Device>, pollers: Arc<Pollers>, channel: Arc<CmChannel>) -> Maker {
+        Maker { device, pollers, channel, next_poller: 0 }
+    }
+
+    /// Events of all connections.
+    pub fn channel(&self) -> &Arc<CmChannel> {
+        &self.channel
+    }
+
+    /// An identifier that listens. rdma_cm may choose a port that a TCP socket has, which iWARP cannot have, too: then another
+    /// one is tried.
+    pub fn listen(&self, at: SocketAddr, token: u64) -> Result<(CmId, SocketAddr), VerbsError> {
+        let tries = if at.port() == 0 { PORTS } else { 1 };
+        let mut outcome = Err(VerbsError::Broken("it was not tried".into()));
+        for _ in 0..tries {
+            outcome = CmId::new(&self.channel, token).and_then(|cm_id| {
+                let at = cm_id.listen(at, BACKLOG)?;
+                Ok((cm_id, at))
+            });
+            if !matches!(outcome, Err(VerbsError::Call { errno: Errno::EADDRINUSE, .. })) {
+                break;
+            }
+        }
+        outcome
+    }
+
+    /// Begins to ask for a connection: the device that leads to `to` is looked for.
+    pub fn resolve(&self, token: u64, to: SocketAddr, deadline: Instant) -> Result<CmId, VerbsError> {
+        let mut cm_id = CmId::new(&self.channel, token)?;
+        let options = self.device.options();
+        if let Some(class) = options.traffic_class {
+            cm_id.set_traffic_class(class)?;
+        }
+        cm_id.must_come_from(options.gid_index);
+        let from = self.device.source().map(|address| SocketAddr::new(address, 0));
+        cm_id.resolve_address(from, to, millis(deadline))?;
+        Ok(cm_id)
+    }
+
+    /// Whether a connection goes by this device, and by its port, if one was asked for.
+    fn is_by(&self, cm_id: &CmId) -> bool {
+        let port = self.device.options().port;
+        cm_id.context() == Some(self.device.context()) && port.is_none_or(|port| port == cm_id.port())
+    }
+
+    /// Looks for the route of a connection whose device is known.
+    ///
+    /// # Errors
+    /// Why there is no way, for people.
+    pub fn resolve_route(&self, cm_id: &CmId, deadline: Instant) -> Result<(), String> {
+        match cm_id.context() {
+            Some(_) if self.is_by(cm_id) => {
+                cm_id.resolve_route(millis(deadline)).map_err(|error| error.to_string())
+            }
+            Some(context) => Err(format!(
+                "the way leads over {} port {}, and {} is used (--rdma-device names another one)",
+                context.name(),
+                cm_id.port(),
+                self.device.name()
+            )),
+            None => Err("no device leads there".to_owned()),
+        }
+    }
+
+    /// Asks the peer for a connection whose route is known, to be served by the queue of that number.
+    pub fn connect(&self, cm_id: CmId, number: usize) -> Result<Arc<Line>, VerbsError> {
+        let rings = self.device.rings()?;
+        let reserved = self.device.reserve(number)?;
+        let line = self.line(cm_id, rings, (number, reserved)).map_err(|(error, _)| error)?;
+        let parameters = self.parameters(&line, self.device.options().mtu);
+        line.cm_id().connect(&parameters).inspect_err(|_| self.leave(&line, number))?;
+        Ok(line)
+    }
+
+    /// Takes a connection that the peer asks for, and says which queue serves it; or turns it away.
+    pub fn accept(&mut self, cm_id: CmId, private: &[u8]) -> Option<(Arc<Line>, usize)> {
+        let peer = cm_id.peer().map_or_else(|| "an RDMA peer".to_owned(), |peer| peer.to_string());
+        let offer = match Offer::decode(private, self.device.notify()) {
+            Ok(offer) => offer,
+            Err(strange) => return self.turn_away(&cm_id, &peer, &strange, Lack::Other),
+        };
+        if !self.is_by(&cm_id) {
+            let by = cm_id.context().map_or_else(|| "no device".to_owned(), |context| context.name());
+            let why = format!("it comes by {by} port {}, and {} is used", cm_id.port(), self.device.name());
+            return self.turn_away(&cm_id, &peer, &why, Lack::Device);
+        }
+        let rings = match self.device.rings() {
+            Ok(rings) => rings,
+            Err(error) => return self.turn_away(&cm_id, &peer, &error, Lack::Rings),
+        };
+        let (number, reserved) = match self.reserve() {
+            Ok(found) => found,
+            Err(error) => return self.turn_away(&cm_id, &peer, &error, Lack::Completions),
+        };
+        let line = match self.line(cm_id, rings, (number, reserved)) {
+            Ok(line) => line,
+            Err((error, cm_id)) => return self.turn_away(&cm_id, &peer, &error, Lack::Other),
+        };
+        line.invited(offer.ring);
+        let mtu = shorter(offer.mtu, self.device.options().mtu);
+        if let Err(error) = line.cm_id().accept(&self.parameters(&line, mtu), mtu) {
+            self.leave(&line, number);
+            return self.turn_away(line.cm_id(), &peer, &error, Lack::Other);
+        }
+        Some((line, number))
+    }
+    /// Room for one more line on the queue whose turn it is, or on the next that has some.
+    fn reserve(&mut self) -> Result<(usize, Reserved), VerbsError> {
+        let mut outcome = Err(VerbsError::Broken("there is no completion queue".into()));
+        for _ in self.device.pollers() {
+            let number = self.next_poller;
+            self.next_poller += 1;
+            outcome = self.device.reserve(number).map(|reserved| (number, reserved));
+            if outcome.is_ok() {
+                break;
+            }
+        }
+        outcome
+    }
+
+    /// A line whose news the queue of that number hears.
+    #[allow(clippy::result_large_err)] // Seldom.
+    fn line(
+        &self,
+        cm_id: CmId,
+        rings: Rings,
+        (number, reserved): (usize, Reserved),
+    ) -> Result<Arc<Line>, (VerbsError, CmId)> {
+        let line = Line::new(&self.device, cm_id, rings, reserved)?;
+        self.pollers.lines(number).enter(&line);
+        Ok(line)
+    }
+
+    /// News of a line are passed over.
+    pub fn leave(&self, line: &Line, number: usize) {
+        self.pollers.lines(number).leave(line);
+    }
+
+    fn parameters(&self, line: &Line, mtu: Option<Mtu>) -> Parameters {
+        let RdmaOptions { reads, retries, .. } = *self.device.options();
+        Parameters { private: Offer::of(line, mtu).encode().to_vec(), reads, retries }
+    }
+
+    /// Refuses a connection. The peer is told what this end would have taken, and what it lacks.
+    fn turn_away<T>(&self, cm_id: &CmId, peer: &str, why: &dyn Display, lack: Lack) -> Option<T> {
+        tracing::warn!(peer, "turned away: {why}");
+        let ring = Remote { address: 0, key: 0 };
+        let (protocol, notify) = (Protocol::NEWEST.number(), self.device.notify());
+        let mut own = Offer { protocol, notify, mtu: self.device.options().mtu, ring }.encode();
+        own[12..16].copy_from_slice(&lack.code().to_le_bytes());
+        if let Err(error) = cm_id.reject(&own) {
+            tracing::debug!(%error, peer, "it was not told so");
+        }
+        None
+    }
+}
+
+/// The MTU that suits both.
+pub(super) fn shorter(one: Option<Mtu>, other: Option<Mtu>) -> Option<Mtu> {
+    one.into_iter().chain(other).min()
+}
+
+fn millis(deadline: Instant) -> i32 {
+    let left = deadline.saturating_duration_since(Instant::now()).as_millis().max(1);
+    i32::try_from(left).unwrap_or(i32::MAX)
+}

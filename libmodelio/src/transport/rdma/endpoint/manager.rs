@@ -1,0 +1,290 @@
+//! The thread that makes connections: it hears what is asked of it, what rdma_cm tells of connections, and what is wrong
+//! with the device.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::maker::{Maker, shorter};
+use super::requests::{Command, OVER, Shared, Wish};
+use super::state::State;
+use crate::transport::rdma::line::Line;
+use crate::transport::rdma::offer::{Lack, Offer, Strange};
+use crate::transport::rdma::verbs::{CmEvent, CmId, CmKind, VerbsError};
+use crate::transport::stream::Stream;
+
+/// Lines that are gone are looked for no more seldom than this. All else wakes the thread, or has a deadline.
+const LOOK: Duration = Duration::from_secs(2);
+/// After a failure that may last.
+const PAUSE: Duration = Duration::from_millis(100);
+/// Longest wait for a connection that was taken to come about.
+const ACCEPTING: Duration = Duration::from_secs(5);
+
+/// The thread that makes connections.
+pub(super) struct Manager {
+    maker: Maker,
+    heard: Receiver<Command>,
+    shared: Shared,
+    states: HashMap<u64, State>,
+    next_token: u64,
+    /// The device has not been removed.
+    is_there: bool,
+}
+
+impl Manager {
+    /// A manager that hears what is asked of it.
+    pub fn new(maker: Maker, shared: &Shared, heard: Receiver<Command>) -> Manager {
+        Manager {
+            maker,
+            heard,
+            shared: shared.clone(),
+            states: HashMap::new(),
+            next_token: 1,
+            is_there: true,
+        }
+    }
+
+    /// Runs until it is over.
+    pub fn run(mut self) {
+        while !self.shared.over.load(Ordering::Acquire) {
+            self.rest();
+            while let Ok(command) = self.heard.try_recv() {
+                self.obey(command);
+            }
+            self.maker.device.hear_trouble();
+            loop {
+                match self.maker.channel().next() {
+                    Ok(Some(event)) => self.hear(event),
+                    Ok(None) => break,
+                    Err(error) => {
+                        tracing::error!(%error, "no more RDMA connections can come about");
+                        std::thread::sleep(PAUSE);
+                        break;
+                    }
+                }
+            }
+            self.look(Instant::now());
+        }
+        let all: Vec<State> = self.states.drain().map(|(_, state)| state).collect();
+        all.into_iter().for_each(|state| self.give_up(state, OVER));
+        drop(self.shared.commands.lock().take());
+        while let Ok(command) = self.heard.try_recv() {
+            command.refuse();
+        }
+    }
+
+    fn rest(&mut self) {
+        let (device, channel) = (Arc::clone(&self.maker.device), Arc::clone(self.maker.channel()));
+        let mut ready = [channel.as_fd(), self.shared.wake.as_fd(), device.trouble()]
+            .map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+        // A device that is gone would wake it for ever.
+        let watched = if self.is_there { &mut ready[..] } else { &mut ready[..2] };
+        // Rounded up, so that a deadline is over when it wakes.
+        let left = self.states.values().filter_map(State::deadline).min().map_or(LOOK, |at| {
+            at.saturating_duration_since(Instant::now()).min(LOOK) + Duration::from_millis(1)
+        });
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        if let Err(errno) = poll(watched, timeout)
+            && errno != Errno::EINTR
+        {
+            tracing::error!(%errno, "RDMA connections cannot be waited for");
+            std::thread::sleep(PAUSE);
+        }
+        let gone = PollFlags::POLLERR | PollFlags::POLLHUP | PollFlags::POLLNVAL;
+        if self.is_there && ready[2].revents().is_some_and(|seen| seen.intersects(gone)) {
+            tracing::error!(
+                device = device.name(),
+                "the RDMA device is gone: no connections over it until a restart"
+            );
+            self.is_there = false;
+        }
+        let _ = self.shared.wake.read();
+    }
+
+    fn token(&mut self) -> u64 {
+        self.next_token += 1;
+        self.next_token
+    }
+
+    fn obey(&mut self, command: Command) {
+        let token = self.token();
+        match command {
+            Command::Listen { at, accept, answer } => {
+                let made = self.maker.listen(at, token).map(|(cm_id, at)| {
+                    self.states.insert(token, State::Listening { _cm_id: cm_id, accept });
+                    at
+                });
+                if answer.send(made).is_err() {
+                    // Whoever asked has given up, and knows nothing of it.
+                    self.states.remove(&token);
+                }
+            }
+            Command::Connect(wish) => self.begin(token, wish),
+        }
+    }
+
+    fn begin(&mut self, token: u64, wish: Wish) {
+        match self.maker.resolve(token, wish.to, wish.deadline) {
+            Ok(cm_id) => drop(self.states.insert(token, State::Resolving { cm_id, wish })),
+            Err(error) => wish.fail(&error),
+        }
+    }
+
+    fn hear(&mut self, event: CmEvent) {
+        let CmEvent { token, kind, private } = event;
+        tracing::debug!(token, ?kind, "an RDMA connection");
+        match kind {
+            CmKind::Request(cm_id) => self.requested(token, cm_id, &private),
+            CmKind::AddressResolved => self.resolved(token),
+            CmKind::RouteResolved => self.routed(token),
+            CmKind::Answered => self.answered(token, &private),
+            CmKind::Established => self.established(token, &private),
+            CmKind::Rejected => {
+                let why = match Offer::decode(&private, self.maker.device.notify()) {
+                    Err(strange @ (Strange::Protocol { .. } | Strange::Notify { .. } | Strange::Mtu(_))) => {
+                        format!("refused by the shard: {strange}")
+                    }
+                    // They understand each other: it is short of something.
+                    Ok(_) => format!("refused by the shard: {}", Lack::decode(&private)),
+                    Err(Strange::Magic) => "refused: nobody listens there for RDMA".to_owned(),
+                };
+                self.failed(token, &why);
+            }
+            CmKind::Failed(why) => self.failed(token, &why),
+            CmKind::Disconnected => self.failed(token, "closed by the peer"),
+            CmKind::DeviceRemoved => self.failed(token, "the RDMA device is gone"),
+            CmKind::Other => {}
+        }
+    }
+
+    fn failed(&mut self, token: u64, why: &str) {
+        tracing::debug!(token, why, known = self.states.contains_key(&token), "no RDMA connection any more");
+        match self.states.remove(&token) {
+            Some(State::Up(line)) => {
+                self.shared.lines.fetch_sub(1, Ordering::Relaxed);
+                if let Some(line) = line.upgrade() {
+                    line.hang_up();
+                }
+            }
+            Some(listening @ State::Listening { .. }) => {
+                tracing::error!(why, "RDMA connections are not taken any more");
+                listening.end(why);
+            }
+            Some(state) => self.give_up(state, why),
+            None => {}
+        }
+    }
+
+    /// Ends what did not come about.
+    fn give_up(&self, state: State, why: &str) {
+        match &state {
+            State::Connecting { line, wish } => self.maker.leave(line, wish.number),
+            State::Accepting { line, number, .. } => self.maker.leave(line, *number),
+            State::Listening { .. } | State::Resolving { .. } | State::Up(_) => {}
+        }
+        state.end(why);
+    }
+
+    fn resolved(&mut self, token: u64) {
+        let Some(State::Resolving { cm_id, wish }) = self.states.get(&token) else { return };
+        let outcome = self.maker.resolve_route(cm_id, wish.deadline);
+        if let Err(why) = outcome {
+            self.failed(token, &why);
+        }
+    }
+
+    /// The route is known: the peer is asked.
+    fn routed(&mut self, token: u64) {
+        let Some(State::Resolving { cm_id, wish }) = self.states.remove(&token) else { return };
+        match self.maker.connect(cm_id, wish.number) {
+            Ok(line) => drop(self.states.insert(token, State::Connecting { line, wish })),
+            // The port that rdma_cm has chosen is a TCP socket's, which iWARP cannot have, too.
+            Err(VerbsError::Call { errno: Errno::EADDRINUSE, .. }) if wish.ports > 1 => {
+                let token = self.token();
+                self.begin(token, Wish { ports: wish.ports - 1, ..wish });
+            }
+            Err(error) => wish.fail(&error),
+        }
+    }
+
+    /// A peer asks for a connection.
+    fn requested(&mut self, listener: u64, mut cm_id: CmId, private: &[u8]) {
+        let token = self.token();
+        cm_id.rename(token);
+        if let Some((line, number)) = self.maker.accept(cm_id, private) {
+            let deadline = Instant::now() + ACCEPTING;
+            self.states.insert(token, State::Accepting { line, deadline, number, listener });
+        }
+    }
+
+    /// The peer has accepted, and says what is used.
+    fn answered(&mut self, token: u64, private: &[u8]) {
+        let Some(State::Connecting { line, .. }) = self.states.get(&token) else { return };
+        // What else is wrong with its answer is told once the connection is there, and ended.
+        let agreed = Offer::decode(private, self.maker.device.notify()).ok().and_then(|offer| offer.mtu);
+        match line.cm_id().establish(shorter(agreed, self.maker.device.options().mtu)) {
+            Ok(()) => self.established(token, private),
+            Err(error) => self.failed(token, &error.to_string()),
+        }
+    }
+
+    fn established(&mut self, token: u64, private: &[u8]) {
+        match self.states.remove(&token) {
+            Some(State::Connecting { line, wish: Wish { to, number, then, .. } }) => {
+                match Offer::decode(private, self.maker.device.notify()) {
+                    Ok(offer) => {
+                        line.invited(offer.ring);
+                        match then(Ok(&line)) {
+                            Some(stream) => self.serve(token, &line, number, stream),
+                            None => self.maker.leave(&line, number),
+                        }
+                    }
+                    Err(strange) => {
+                        self.maker.leave(&line, number);
+                        drop(then(Err(format!("{to}: {strange}"))));
+                    }
+                }
+            }
+            Some(State::Accepting { line, number, listener, .. }) => {
+                let peer = line.cm_id().peer();
+                let stream = match self.states.get_mut(&listener) {
+                    Some(State::Listening { accept, .. }) => accept(&line, peer),
+                    _ => None,
+                };
+                match stream {
+                    Some(stream) => self.serve(token, &line, number, stream),
+                    None => self.maker.leave(&line, number),
+                }
+            }
+            Some(other) => {
+                self.states.insert(token, other);
+            }
+            None => {}
+        }
+    }
+
+    fn serve(&mut self, token: u64, line: &Arc<Line>, number: usize, stream: Box<dyn Stream>) {
+        match self.maker.pollers.serve(number, line, stream) {
+            Ok(_) => {
+                self.shared.lines.fetch_add(1, Ordering::Relaxed);
+                self.states.insert(token, State::Up(Arc::downgrade(line)));
+            }
+            Err(error) => tracing::warn!(%error, "an RDMA connection is not served"),
+        }
+    }
+
+    /// Ends what takes too long, and forgets what is gone.
+    fn look(&mut self, now: Instant) {
+        let late: Vec<u64> =
+            self.states.iter().filter(|(_, state)| state.is_late(now)).map(|(&token, _)| token).collect();
+        for token in late {
+            self.failed(token, "no answer before the deadline");
+        }
+    }
+}

@@ -1,0 +1,68 @@
+//! What is asked of the thread that makes connections.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::mpsc::Sender;
+use std::time::Instant;
+
+use nix::sys::eventfd::EventFd;
+use parking_lot::Mutex;
+
+use crate::transport::rdma::line::Line;
+use crate::transport::rdma::verbs::VerbsError;
+use crate::transport::stream::Stream;
+
+/// Why nothing is done any more.
+pub(super) const OVER: &str = "RDMA is shut down";
+
+/// What the thread shares with those who ask.
+#[derive(Clone)]
+pub(super) struct Shared {
+    /// `None` when nobody hears them any more.
+    pub commands: Arc<Mutex<Option<Sender<Command>>>>,
+    /// Wakes the thread.
+    pub wake: Arc<EventFd>,
+    /// The thread is to end.
+    pub over: Arc<AtomicBool>,
+    /// Connections that there are.
+    pub lines: Arc<AtomicUsize>,
+}
+
+/// What is served on a line that somebody has asked for.
+pub(super) type Accept = Box<dyn FnMut(&Arc<Line>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send>;
+/// What is served on a line that was asked for, or what becomes of that there is none.
+pub(super) type Then = Box<dyn FnOnce(Result<&Arc<Line>, String>) -> Option<Box<dyn Stream>> + Send>;
+
+pub(super) enum Command {
+    Listen { at: SocketAddr, accept: Accept, answer: Sender<Result<SocketAddr, VerbsError>> },
+    Connect(Wish),
+}
+
+/// A connection that somebody wants.
+pub(super) struct Wish {
+    pub to: SocketAddr,
+    pub deadline: Instant,
+    /// Which queue's.
+    pub number: usize,
+    /// How often it may be asked for from another port.
+    pub ports: u32,
+    pub then: Then,
+}
+
+impl Wish {
+    /// There is no connection.
+    pub fn fail(self, why: impl std::fmt::Display) {
+        drop((self.then)(Err(format!("{}: {why}", self.to))));
+    }
+}
+
+impl Command {
+    /// Tells whoever asks that nobody hears.
+    pub fn refuse(self) {
+        match self {
+            Command::Listen { answer, .. } => drop(answer.send(Err(VerbsError::Broken(OVER.into())))),
+            Command::Connect(wish) => wish.fail(OVER),
+        }
+    }
+}

@@ -1,0 +1,44 @@
+//! A connection, as far as it has got.
+
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use super::requests::{Accept, Wish};
+use crate::transport::rdma::line::Line;
+use crate::transport::rdma::verbs::CmId;
+
+/// A connection, as far as it has got.
+pub(super) enum State {
+    Listening { _cm_id: CmId, accept: Accept },
+    Resolving { cm_id: CmId, wish: Wish },
+    Connecting { line: Arc<Line>, wish: Wish },
+    Accepting { line: Arc<Line>, deadline: Instant, number: usize, listener: u64 },
+    Up(Weak<Line>),
+}
+
+impl State {
+    /// When it must have got further.
+    pub fn deadline(&self) -> Option<Instant> {
+        match self {
+            State::Resolving { wish, .. } | State::Connecting { wish, .. } => Some(wish.deadline),
+            State::Accepting { deadline, .. } => Some(*deadline),
+            State::Listening { .. } | State::Up(_) => None,
+        }
+    }
+
+    /// Whether it has not got further in time, or nobody has it any more.
+    pub fn is_late(&self, now: Instant) -> bool {
+        match self {
+            State::Up(line) => line.strong_count() == 0,
+            other => other.deadline().is_some_and(|deadline| now >= deadline),
+        }
+    }
+
+    /// Tells whoever waits for a connection that there is none.
+    pub fn end(self, why: &str) {
+        match self {
+            State::Resolving { wish, .. } | State::Connecting { wish, .. } => wish.fail(why),
+            State::Accepting { .. } | State::Listening { .. } | State::Up(_) => {}
+        }
+    }
+}

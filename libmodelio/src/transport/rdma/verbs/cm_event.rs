@@ -1,0 +1,125 @@
+//! Events of rdma_cm: what has happened to connections, and who asks for one.
+
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use nix::errno::Errno;
+use rdma_sys as sys;
+
+use super::cm_channel::CmChannel;
+use super::cm_id::CmId;
+use super::error::VerbsError;
+
+/// What happened to a connection.
+#[derive(Debug)]
+pub enum CmKind {
+    /// Its address is resolved: the device is known.
+    AddressResolved,
+    /// Its route is: it can connect.
+    RouteResolved,
+    /// Somebody connects; with the answer's private data.
+    Request(CmId),
+    /// The peer has accepted it, and waits for [`CmId::establish`].
+    Answered,
+    /// It is there.
+    Established,
+    /// It is refused by the peer.
+    Rejected,
+    /// There is none, and why.
+    Failed(String),
+    /// It is over.
+    Disconnected,
+    /// The device is going.
+    DeviceRemoved,
+    /// Of no consequence.
+    Other,
+}
+
+/// An event of a connection, or of what listens.
+#[derive(Debug)]
+pub struct CmEvent {
+    /// As it was given when the identifier was made; of a request, that of what listens.
+    pub token: u64,
+    /// What.
+    pub kind: CmKind,
+    /// What the peer has sent with it; may have zeros at its end.
+    pub private: Vec<u8>,
+}
+
+impl CmChannel {
+    /// The next event, if there is one.
+    ///
+    /// # Errors
+    /// [`VerbsError::Call`].
+    pub fn next(self: &Arc<CmChannel>) -> Result<Option<CmEvent>, VerbsError> {
+        let mut event = ptr::null_mut();
+        // SAFETY: the channel lives, and does not block.
+        if unsafe { sys::rdma_get_cm_event(self.raw(), &raw mut event) } != 0 {
+            return match Errno::last() {
+                Errno::EAGAIN | Errno::EINTR => Ok(None),
+                errno => Err(VerbsError::Call { doing: "hearing of connections", errno }),
+            };
+        }
+        // SAFETY: the call has filled it, and it stays until it is acknowledged. An identifier that is being destroyed
+        // waits for that, so that `id` lives; a request's own is nobody's yet, and its listener lives, too.
+        let heard = unsafe { self.read(&*event) };
+        // SAFETY: once for each event; nothing of it is used afterwards.
+        unsafe { sys::rdma_ack_cm_event(event) };
+        Ok(Some(heard))
+    }
+
+    /// # Safety
+    /// The event is one of this channel's that is not acknowledged.
+    unsafe fn read(self: &Arc<CmChannel>, event: &sys::rdma_cm_event) -> CmEvent {
+        use sys::rdma_cm_event_type as kinds;
+        let is_request = event.event == kinds::RDMA_CM_EVENT_CONNECT_REQUEST;
+        let of = if is_request { event.listen_id } else { event.id };
+        // SAFETY: it lives, as the caller promises. What is there was put there by `CmId::new`.
+        let token = unsafe { (*of).context } as u64;
+        let has_private = matches!(
+            event.event,
+            kinds::RDMA_CM_EVENT_CONNECT_REQUEST
+                | kinds::RDMA_CM_EVENT_ESTABLISHED
+                | kinds::RDMA_CM_EVENT_CONNECT_RESPONSE
+                | kinds::RDMA_CM_EVENT_REJECTED
+        );
+        let mut private = Vec::new();
+        if has_private {
+            // SAFETY: those kinds of events have parameters of connections.
+            let conn = unsafe { &event.param.conn };
+            if !conn.private_data.is_null() {
+                let len = usize::from(conn.private_data_len);
+                // SAFETY: the pointer is to so many bytes, as long as the event is not acknowledged.
+                let bytes = unsafe { std::slice::from_raw_parts(conn.private_data.cast::<u8>(), len) };
+                private.extend_from_slice(bytes);
+            }
+        }
+        let status = event.status;
+        let failed = |doing: &str| {
+            let why = match status {
+                0 => "no reason is given".to_owned(),
+                number => Errno::from_raw(number.abs()).to_string(),
+            };
+            CmKind::Failed(format!("{doing}: {why}"))
+        };
+        let kind = match event.event {
+            kinds::RDMA_CM_EVENT_ADDR_RESOLVED => CmKind::AddressResolved,
+            kinds::RDMA_CM_EVENT_ROUTE_RESOLVED => CmKind::RouteResolved,
+            kinds::RDMA_CM_EVENT_CONNECT_REQUEST => match NonNull::new(event.id) {
+                Some(id) => CmKind::Request(CmId::of_request(id, self)),
+                None => CmKind::Other,
+            },
+            kinds::RDMA_CM_EVENT_CONNECT_RESPONSE => CmKind::Answered,
+            kinds::RDMA_CM_EVENT_ESTABLISHED => CmKind::Established,
+            kinds::RDMA_CM_EVENT_REJECTED => CmKind::Rejected,
+            kinds::RDMA_CM_EVENT_DISCONNECTED | kinds::RDMA_CM_EVENT_TIMEWAIT_EXIT => CmKind::Disconnected,
+            kinds::RDMA_CM_EVENT_DEVICE_REMOVAL => CmKind::DeviceRemoved,
+            kinds::RDMA_CM_EVENT_ADDR_ERROR => failed("no RDMA device leads there"),
+            kinds::RDMA_CM_EVENT_ROUTE_ERROR => failed("no route"),
+            kinds::RDMA_CM_EVENT_UNREACHABLE => failed("unreachable"),
+            kinds::RDMA_CM_EVENT_CONNECT_ERROR => failed("cannot connect"),
+            _ => CmKind::Other,
+        };
+        CmEvent { token, kind, private }
+    }
+}

@@ -1,0 +1,149 @@
+//! What libibverbs and librdmacm refuse, and why.
+
+use std::io;
+
+use nix::errno::Errno;
+
+/// What libibverbs or librdmacm refuse.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum VerbsError {
+    /// A call failed.
+    #[error("{doing}: {errno}")]
+    Call {
+        /// What was to be done.
+        doing: &'static str,
+        /// Why not.
+        errno: Errno,
+    },
+    /// There is no device.
+    #[error(
+        "there is no RDMA device (`rdma link` lists them; for software RDMA: rdma link add rxe0 type rxe netdev DEVICE)"
+    )]
+    NoDevice,
+    /// There is a device, and no way to connect.
+    #[error(
+        "librdmacm cannot be used: {0} (is the module rdma_ucm loaded, and /dev/infiniband/rdma_cm there?)"
+    )]
+    NoCm(Errno),
+    /// No device of that name.
+    #[error("there is no RDMA device {wanted:?}; there is {there}")]
+    UnknownDevice {
+        /// As configured.
+        wanted: String,
+        /// What there is.
+        there: String,
+    },
+    /// The port is not there, or is down.
+    #[error("port {port} of {device} {why}")]
+    Port {
+        /// Of which device.
+        device: String,
+        /// Which.
+        port: u8,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The GID index leads to no GID.
+    #[error("GID index {index} of port {port} of {device} holds no GID (`gradfs rdma devices` lists them)")]
+    Gid {
+        /// Of which device.
+        device: String,
+        /// Of which port.
+        port: u8,
+        /// Which.
+        index: u32,
+    },
+    /// Packets would come from another GID than was asked for.
+    #[error(
+        "{}, and --rdma-gid-index asks for GID {wanted}: choose one of the kind that rdma_cm takes (default_roce_mode), or \
+         none",
+        from.map_or_else(|| "packets come from no GID".to_owned(), |from| format!("packets come from GID {from}"))
+    )]
+    OtherGid {
+        /// Its index.
+        wanted: u32,
+        /// That of the one that rdma_cm takes; none within a subnet of InfiniBand.
+        from: Option<u32>,
+    },
+    /// A completion queue has no room for one more queue pair.
+    #[error(
+        "a completion queue holds {all} entries, and {wanted} are wanted: raise --rdma-queues, or lower --rdma-depth"
+    )]
+    QueueFull {
+        /// As many as it holds.
+        all: u32,
+        /// As many as might wait at once.
+        wanted: u32,
+    },
+    /// The kernel does not let so much memory be pinned.
+    #[error(
+        "{bytes} bytes cannot be registered: RLIMIT_MEMLOCK is {limit} bytes; raise it (ulimit -l unlimited, or \
+         LimitMEMLOCK=infinity in a systemd unit)"
+    )]
+    Memlock {
+        /// As many as were to be.
+        bytes: usize,
+        /// As many as may be.
+        limit: u64,
+    },
+    /// The arena is full.
+    #[error(
+        "{bytes} bytes for rings or slots do not fit into the {all} bytes of registered memory, of which {available} \
+         are free: raise --rdma-arena, or lower --rdma-slots"
+    )]
+    Arena {
+        /// As many as were to be taken.
+        bytes: u64,
+        /// As many as nobody has, perhaps not in one piece.
+        available: u64,
+        /// As many as there are.
+        all: u64,
+    },
+    /// A range that leaves the memory it is of.
+    #[error("{len} bytes at {offset} leave {of} of {all} bytes")]
+    OutOfRange {
+        /// Where.
+        offset: u64,
+        /// How many.
+        len: usize,
+        /// What they leave.
+        of: &'static str,
+        /// How long that is.
+        all: u64,
+    },
+    /// The queue takes no more until something is done.
+    #[error("the queue pair has {0} pieces of work outstanding, its depth")]
+    Full(usize),
+    /// Another device does not give its memory away.
+    #[error("memory of a device cannot be copied out: {0}")]
+    CopyOut(String),
+    /// The queue pair is broken, or its peer gone.
+    #[error("{0}")]
+    Broken(String),
+}
+
+impl VerbsError {
+    pub(super) fn last(doing: &'static str) -> VerbsError {
+        VerbsError::Call { doing, errno: Errno::last() }
+    }
+
+    /// Of a call that returns 0 or -1 with `errno`.
+    pub(super) fn check(doing: &'static str, result: libc::c_int) -> Result<(), VerbsError> {
+        if result == 0 { Ok(()) } else { Err(VerbsError::last(doing)) }
+    }
+
+    /// Of a call that returns 0 or an error's number.
+    pub(super) fn check_number(doing: &'static str, result: libc::c_int) -> Result<(), VerbsError> {
+        match result {
+            0 => Ok(()),
+            -1 => Err(VerbsError::last(doing)),
+            number => Err(VerbsError::Call { doing, errno: Errno::from_raw(number.abs()) }),
+        }
+    }
+}
+
+impl From<VerbsError> for io::Error {
+    fn from(error: VerbsError) -> io::Error {
+        io::Error::other(error.to_string())
+    }
+}

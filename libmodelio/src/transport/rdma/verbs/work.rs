@@ -1,0 +1,153 @@
+//! What a queue pair has its device do: fetch memory of the peer's, write into it, or into its ring.
+
+use std::sync::Arc;
+
+use rdma_sys as sys;
+
+use super::{Chunk, Registration, Remote, Slot, VerbsError};
+use crate::transport::stream::{Piece, Target};
+
+/// Something for the device to do.
+#[derive(Debug)]
+pub enum Work {
+    /// Fetches memory of the peer's into memory that is promised.
+    ReadTo {
+        /// Where it goes.
+        target: Target,
+        /// Which memory that is part of.
+        registration: Arc<Registration>,
+        /// From where.
+        from: Remote,
+        /// Not before all READs that were posted earlier are done.
+        fence: bool,
+    },
+    /// Fetches memory of the peer's into a slot.
+    Read {
+        /// Where it goes.
+        slot: Slot,
+        /// Bytes.
+        len: usize,
+        /// From where.
+        from: Remote,
+        /// Not before all READs that were posted earlier are done.
+        fence: bool,
+    },
+    /// Puts a payload where the peer wants it.
+    Write {
+        /// It.
+        piece: Piece,
+        /// Which memory that is part of.
+        registration: Arc<Registration>,
+        /// Whither.
+        to: Remote,
+    },
+    /// Puts some bytes of a chunk into the peer's ring, and says so by `word`.
+    Ring {
+        /// Of which they are.
+        chunk: Arc<Chunk>,
+        /// Where they begin.
+        start: usize,
+        /// How many; may be 0, if a word is said.
+        len: usize,
+        /// Whither.
+        to: Remote,
+        /// What the peer is told.
+        word: Option<u32>,
+    },
+}
+
+/// Work that is done.
+#[derive(Debug)]
+pub struct Finished {
+    /// As it was posted with.
+    pub token: u64,
+    /// It, with its memory.
+    pub work: Work,
+}
+
+/// What became of the work of a queue pair.
+pub type Done = Vec<Finished>;
+
+impl Work {
+    /// Where the device finds the first byte, length, registration.
+    fn memory(&self) -> (u64, usize, &Arc<Registration>) {
+        match self {
+            Work::ReadTo { target, registration, .. } => {
+                let (start, len) = target.raw();
+                (start as u64, len, registration)
+            }
+            Work::Read { slot, len, .. } => (slot.address(), *len, slot.registration()),
+            Work::Write { piece, registration, .. } => {
+                let (start, len) = piece.raw();
+                (start as u64, len, registration)
+            }
+            Work::Ring { chunk, start, len, .. } => {
+                (chunk.address().wrapping_add(*start as u64), *len, chunk.local())
+            }
+        }
+    }
+
+    /// That its memory is within its registration.
+    pub(super) fn check(&self) -> Result<(), VerbsError> {
+        let out = |offset: u64, len: usize, of: &'static str, all: usize| {
+            Err(VerbsError::OutOfRange { offset, len, of, all: all as u64 })
+        };
+        match self {
+            Work::Read { slot, len, .. } if *len > slot.len() => {
+                return out(0, *len, "a slot", slot.len());
+            }
+            Work::Ring { chunk, start, len, .. }
+                if start.checked_add(*len).is_none_or(|end| end > chunk.len()) =>
+            {
+                return out(*start as u64, *len, "a chunk", chunk.len());
+            }
+            _ => {}
+        }
+        let (start, len, registration) = self.memory();
+        if !registration.holds(start, len) || u32::try_from(len).is_err() {
+            let offset = start.wrapping_sub(registration.remote().address);
+            return out(offset, len, "a registration", registration.len());
+        }
+        Ok(())
+    }
+
+    /// It as libibverbs takes it, but for the list of its memory, which the caller puts in.
+    pub(super) fn request(&self, number: u64, report: bool, inline: u32) -> (sys::ibv_sge, sys::ibv_send_wr) {
+        let (start, len, registration) = self.memory();
+        let length = len as u32;
+        let piece = sys::ibv_sge { addr: start, length, lkey: registration.local_key() };
+        let (opcode, remote, fence, word) = match self {
+            Work::ReadTo { from, fence, .. } | Work::Read { from, fence, .. } => {
+                (sys::ibv_wr_opcode::IBV_WR_RDMA_READ, *from, *fence, None)
+            }
+            Work::Write { to, .. } => (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, *to, false, None),
+            Work::Ring { to, word: None, .. } => (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE, *to, false, None),
+            Work::Ring { to, word: Some(word), .. } => {
+                (sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM, *to, false, Some(*word))
+            }
+        };
+        let mut flags = sys::ibv_send_flags(0);
+        if report {
+            flags |= sys::ibv_send_flags::IBV_SEND_SIGNALED;
+        }
+        if fence {
+            flags |= sys::ibv_send_flags::IBV_SEND_FENCE;
+        }
+        if matches!(self, Work::Ring { .. }) && length > 0 && length <= inline {
+            flags |= sys::ibv_send_flags::IBV_SEND_INLINE;
+        }
+        if word.is_some() {
+            flags |= sys::ibv_send_flags::IBV_SEND_SOLICITED;
+        }
+        // SAFETY: all of it is numbers, pointers and unions of those, for which zero is a value.
+        let mut request: sys::ibv_send_wr = unsafe { std::mem::zeroed() };
+        request.wr_id = number;
+        request.opcode = opcode;
+        request.send_flags = flags.0;
+        request.wr.rdma = sys::rdma_t { remote_addr: remote.address, rkey: remote.key };
+        if let Some(word) = word {
+            request.imm_data_invalidated_rkey_union.imm_data = word.to_be();
+        }
+        (piece, request)
+    }
+}
