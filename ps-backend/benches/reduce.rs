@@ -8,8 +8,9 @@
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use libmodelio::bytes::kernels::{Input, Operands, Output, Source, Wire, all_finite, fold, stream_copy};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
-use ps_backend::kernels::{Input, Output, Source, Wire, all_finite, apply, fold, stream_copy};
+use ps_backend::reducers::apply;
 
 const REQUEST: usize = 1 << 20;
 const BLOCK: usize = 256 << 10;
@@ -87,7 +88,7 @@ fn benches(c: &mut Criterion) {
             group.bench_function(BenchmarkId::new(name, format!("{wire:?}")), |b| {
                 b.iter_custom(|n| {
                     requests.time(n, end, |src, at| {
-                        fold(wire, src, &mut master_out[at / wire.size()..][..count], first, true);
+                        fold(wire, src, &mut master_out[at / wire.size()..][..count], first);
                     })
                 })
             });
@@ -120,7 +121,11 @@ fn benches(c: &mut Criterion) {
                         master: has_master.then(|| &mut master_out[block.clone()]),
                         slots: [&mut slot0_out[slot(0)], &mut slot1_out[slot(1)]],
                     };
-                    assert!(apply(wire, &step, &[Source::Wire(src)], input, output, true));
+                    assert!(apply(
+                        &step,
+                        Operands { wire, sources: &[Source::Wire(src)], input, output },
+                        true
+                    ));
                 })
             })
         });

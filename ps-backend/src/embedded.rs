@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
+use libmodelio::bytes::block;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{Attached, Completion, Region, ShardError, TransportKind};
 use libmodelio::vocabulary::controls::{Controls, NonFinite};
@@ -28,7 +29,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::core::{LastCommit, ShardCore, Ticket};
 pub use crate::job::{Event, Listener};
 use crate::job::{JobStatus, ShardView};
-use crate::region_store::{self, Job, RegionStore, VersionBuffer};
+use crate::region_store::{Job, RegionStore, VersionBuffer};
 pub use channel::InProcess;
 use drive::Retry;
 
@@ -245,7 +246,7 @@ impl EmbeddedShard {
         if self.inner.lock().core.controls().nonfinite != NonFinite::Reject {
             return Ok(());
         }
-        match region_store::written_is_finite(&self.layout, buffer, written) {
+        match block::written_is_finite(&self.layout, buffer, written) {
             None => Ok(()),
             Some(block) => Err(ShardError::NonFinite(block)),
         }

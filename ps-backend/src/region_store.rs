@@ -19,7 +19,6 @@ mod making;
 pub mod table;
 mod versions;
 use std::io;
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::SystemTime;
@@ -32,12 +31,11 @@ use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::ByteSteps;
 
 use crate::core::{Plan, Work};
-use crate::kernels;
 pub use accumulator::Accumulator;
-pub use block::{Job, fold_block, is_finite, is_outranked, place, region_is_finite, written_is_finite};
+pub use block::{Job, fold_block, is_outranked};
 pub(crate) use buffers::Loading;
 pub use buffers::VersionBuffer;
-use buffers::{StateBuffer, VOID, element_span, span, wire};
+use buffers::{StateBuffer, VOID, element_span};
 pub(crate) use keeping::Keeping;
 use making::widen;
 pub(crate) use making::{Making, Term, Written};
@@ -492,17 +490,4 @@ impl RegionStore {
 
 fn no_buffer() -> io::Error {
     io::Error::other("no buffer for the next version")
-}
-
-/// Bytes of a version's buffer that is pinned, or the newest.
-pub fn pinned_bytes(region: &Region, range: Range<u64>) -> &[u8] {
-    // SAFETY: a version is not written while it is pinned; whoever asks for its bytes holds a pin.
-    unsafe { region.memory().bytes(span(&range)) }
-}
-
-/// Copies `range` of a pinned version into a buffer that is being completed, which its owner alone knows.
-pub fn copy_gap(from: &Region, to: &Region, range: Range<u64>) {
-    // SAFETY: the version is pinned; the buffer's writer is in fsync or close, and nobody else knows it.
-    let output = unsafe { to.memory().bytes_mut(span(&range)) };
-    kernels::stream_copy(pinned_bytes(from, range), output);
 }

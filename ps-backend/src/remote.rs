@@ -12,6 +12,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
+use libmodelio::bytes::block;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{self, Client, ClientEvent, PeerView};
 use libmodelio::transport::tally::Payloads;
@@ -30,7 +31,6 @@ use parking_lot::Mutex;
 use crate::coordinator::AWAY;
 use crate::core::{LONG, LastCommit, MemberView, WaitedFor};
 use crate::job::{Event, Job, JobStatus, Listener, SetDone, ShardView, VersionMemory, VersionView};
-use crate::region_store;
 use offers::Offers;
 
 /// For requests that nobody waits for.
@@ -302,7 +302,7 @@ impl RemoteJob {
 /// Copies a gap, if it is one.
 fn copy(from: &Region, to: &Region, gap: Range<u64>) {
     if gap.start < gap.end {
-        region_store::copy_gap(from, to, gap);
+        block::copy_gap(from, to, gap);
     }
 }
 
@@ -343,8 +343,8 @@ impl Channel for RemoteJob {
         }
         let check = self.rejects.load(Ordering::Relaxed);
         let finite = match room {
-            Some(room) => region_store::place(&self.layout, slot.block, payload, room, check),
-            None => !check || region_store::is_finite(&self.layout, slot.block, payload),
+            Some(room) => block::place(&self.layout, slot.block, payload, room, check),
+            None => !check || block::is_finite(&self.layout, slot.block, payload),
         };
         if !finite {
             self.offers.lock().give_back(slot);
@@ -474,7 +474,7 @@ impl VersionMemory for Pulled {
     }
 
     fn bytes(&self, range: Range<u64>) -> &[u8] {
-        region_store::pinned_bytes(&self.0, range)
+        block::pinned_bytes(&self.0, range)
     }
 }
 
@@ -560,7 +560,7 @@ impl Job for RemoteJob {
         if !self.rejects.load(Ordering::Relaxed) {
             return Ok(());
         }
-        match region_store::written_is_finite(&self.layout, buffer, written) {
+        match block::written_is_finite(&self.layout, buffer, written) {
             None => Ok(()),
             Some(block) => Err(ShardError::NonFinite(block)),
         }

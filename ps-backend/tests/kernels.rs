@@ -2,11 +2,12 @@
 //! instruction set, address and length gives the same bits.
 
 use half::{bf16, f16};
+use libmodelio::bytes::kernels::{
+    Input, Level, Operands, Output, Source, Wire, all_finite, fold, stream_copy, widen, with_level,
+};
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer, Step};
 use proptest::prelude::*;
-use ps_backend::kernels::{
-    Input, Level, Output, Source, Wire, all_finite, apply, fold, stream_copy, widen, with_level,
-};
+use ps_backend::reducers::apply;
 
 const WIRES: [Wire; 3] = [Wire::F32, Wire::F16, Wire::BF16];
 
@@ -145,18 +146,13 @@ impl Case {
         let mut weights_out = Placed::zeros(weights.len(), offset * self.wire.size());
         let mut master_out = Placed::zeros(self.elements, offset);
         let [mut slot0, mut slot1] = [0, 1].map(|i| Placed::zeros(slots[i].len(), offset + apart));
-        let finite = apply(
-            self.wire,
-            &self.step,
-            &sources,
-            Input { weights: &weights, master: master.as_deref(), slots: [&slots[0], &slots[1]] },
-            Output {
-                weights: weights_out.get_mut(),
-                master: self.master.then_some(master_out.get_mut()),
-                slots: [slot0.get_mut(), slot1.get_mut()],
-            },
-            true,
-        );
+        let input = Input { weights: &weights, master: master.as_deref(), slots: [&slots[0], &slots[1]] };
+        let output = Output {
+            weights: weights_out.get_mut(),
+            master: self.master.then_some(master_out.get_mut()),
+            slots: [slot0.get_mut(), slot1.get_mut()],
+        };
+        let finite = apply(&self.step, Operands { wire: self.wire, sources: &sources, input, output }, true);
         assert!(finite);
         weights_out.assert_clean();
         [&master_out, &slot0, &slot1].into_iter().for_each(Placed::assert_clean);
@@ -319,7 +315,7 @@ fn check_finite(wire: Wire, reducer: Reducer, n: usize, sources: &[Source<'_>], 
         let input = Input { weights: &weights, master: None, slots };
         let slots = [slot0.get_mut(), slot1.get_mut()];
         let output = Output { weights: out.get_mut(), master: None, slots };
-        let finite = apply(wire, &step, &sources, input, output, check);
+        let finite = apply(&step, Operands { wire, sources: &sources, input, output }, check);
         assert_eq!(finite, want || !check, "{wire:?} {reducer:?} {turn} of {}", sources.len());
     }
 }
@@ -331,8 +327,7 @@ fn check_found(wire: Wire, at: usize, value: f32, n: usize) {
     let (good, bytes) = (encode(wire, &good), Placed::new(&encode(wire, &values), 1));
     assert_eq!(all_finite(wire, bytes.get()), want);
     let mut acc = vec![0.0; n];
-    assert!(fold(wire, bytes.get(), &mut acc, true, false), "not asked to check");
-    assert_eq!(fold(wire, bytes.get(), &mut acc, true, true), want);
+    assert_eq!(fold(wire, bytes.get(), &mut acc, true), want);
     let mut sources = [Source::Wire(&good); 6];
     for reducer in Reducer::all() {
         for (bad, least) in [(Source::Wire(bytes.get()), 1), (Source::Acc(&acc), 2)] {
@@ -423,7 +418,10 @@ fn halves_round_as_the_half_crate_says() {
         let input = Input { weights: &zeros, master: None, slots: [&[], &[]] };
         let output = Output { weights: &mut weights, master: None, slots: [&mut [], &mut []] };
         let sources = [Source::Acc(&values)];
-        with_level(level, || apply(wire, &step(Reducer::Assign), &sources, input, output, false)).unwrap();
+        with_level(level, || {
+            apply(&step(Reducer::Assign), Operands { wire, sources: &sources, input, output }, false)
+        })
+        .unwrap();
         for ((got, want), value) in
             decode(wire, &weights).into_iter().zip(decode(wire, &encode(wire, &values))).zip(&values)
         {
@@ -441,7 +439,10 @@ fn assignment_keeps_every_bit() {
         let input = Input { weights: &zeros, master: None, slots: [&[], &[]] };
         let output = Output { weights: &mut weights, master: None, slots: [&mut [], &mut []] };
         let sources = [Source::Wire(&zeros), Source::Wire(&bytes)];
-        assert!(with_level(level, || apply(wire, &step, &sources, input, output, false)).unwrap());
+        assert!(
+            with_level(level, || apply(&step, Operands { wire, sources: &sources, input, output }, false))
+                .unwrap()
+        );
         assert_eq!(weights, bytes);
     }
 }
@@ -454,8 +455,7 @@ fn folds_add_in_fp32_and_in_order() {
             let mut acc = Placed::new(&vec![f32::NAN; n], offset);
             for (i, source) in sources.iter().enumerate() {
                 let source = Placed::new(source, i);
-                let folded =
-                    with_level(level, || fold(wire, source.get(), acc.get_mut(), i == 0, true)).unwrap();
+                let folded = with_level(level, || fold(wire, source.get(), acc.get_mut(), i == 0)).unwrap();
                 assert!(folded);
             }
             let [a, b, c] = sources.map(|source| decode(wire, &source));
@@ -486,7 +486,7 @@ fn the_first_momentum_step_ignores_the_old_buffer() {
     let (mut new, mut buffer) = (vec![0; 80], [0.0; 20]);
     let input = Input { weights: &w, master: None, slots: [&[f32::NAN; 20], &[]] };
     let output = Output { weights: &mut new, master: None, slots: [&mut buffer, &mut []] };
-    assert!(apply(Wire::F32, &step, &[Source::Wire(&g)], input, output, true));
+    assert!(apply(&step, Operands { wire: Wire::F32, sources: &[Source::Wire(&g)], input, output }, true));
     assert_eq!((buffer, decode(Wire::F32, &new)), ([2.0; 20], vec![0.98; 20]));
 }
 
@@ -496,5 +496,5 @@ fn a_short_source_is_refused() {
     let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 1, t: 1 };
     let input = Input { weights: &[0; 16], master: None, slots: [&[], &[]] };
     let output = Output { weights: &mut [0; 16], master: None, slots: [&mut [], &mut []] };
-    apply(Wire::F32, &step, &[Source::Wire(&[0; 12])], input, output, true);
+    apply(&step, Operands { wire: Wire::F32, sources: &[Source::Wire(&[0; 12])], input, output }, true);
 }

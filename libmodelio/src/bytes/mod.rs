@@ -1,4 +1,6 @@
 //! Memory, and what is computed over plain bytes.
 
+pub mod block;
 pub mod crc32c;
+pub mod kernels;
 pub mod mmap;

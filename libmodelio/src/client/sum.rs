@@ -1,14 +1,17 @@
 //! Adding up one block of several contributions before it crosses the network: the lower of the two levels.
 //!
 //! Sums are made in fp32 (of f64: in f64), in the order of the contributions, and stay fp32 on the wire where the model
-//! has half precision: nothing is rounded twice. The loops are plain; compilers vectorise them, and memory bounds them.
+//! has half precision: nothing is rounded twice.
 
 use std::ops::Range;
 
-use half::{bf16, f16};
-
+use crate::bytes::block::is_finite;
+use crate::bytes::kernels::{self, Wire};
 use crate::vocabulary::ids::BlockId;
 use crate::vocabulary::layout::{DType, ModelLayout, Segment};
+
+/// Bytes of a sum to which all contributions are added before the next ones: they stay in the cache meanwhile.
+const CHUNK: usize = 8 << 10;
 
 /// The bytes of a block that one contribution has written, if those are not all of it.
 pub type Written = Option<Vec<Range<u32>>>;
@@ -91,23 +94,23 @@ pub fn sum_to(
     let mut rest = out;
     for segment in layout.segments(block) {
         let local = (segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize;
-        let half = matches!(segment.dtype, DType::F16 | DType::BF16);
-        let (here, behind) = rest.split_at_mut(if half { 2 * local.len() } else { local.len() });
+        let wire = Wire::of(segment.dtype);
+        let (here, behind) = rest
+            .split_at_mut(wire.map_or(local.len(), |wire| local.len() / wire.size() * wire.wide().size()));
         rest = behind;
-        if !segment.dtype.is_reducible() {
+        let Some(wire) = wire else {
             here.copy_from_slice(&last[local]);
             continue;
-        }
-        for (at, part) in parts.iter().enumerate() {
-            let bytes = &part[local.clone()];
-            let fine = match segment.dtype {
-                DType::F16 => add(here, at == 0, bytes, |b: [u8; 2]| f16::from_le_bytes(b).to_f32()),
-                DType::BF16 => add(here, at == 0, bytes, |b: [u8; 2]| bf16::from_le_bytes(b).to_f32()),
-                DType::F64 => add_doubles(here, at == 0, bytes),
-                _ => add(here, at == 0, bytes, f32::from_le_bytes),
-            };
-            if check && !fine {
-                return Err(at);
+        };
+        let wide = wire.wide().size();
+        for (i, sums) in here.chunks_mut(CHUNK).enumerate() {
+            let elements = i * CHUNK / wide..(i * CHUNK + sums.len()) / wide;
+            let bytes = local.start + elements.start * wire.size()..local.start + elements.end * wire.size();
+            for (at, part) in parts.iter().enumerate() {
+                // Those that are judged are the very values that are added.
+                if !kernels::fold_bytes(wire, &part[bytes.clone()], sums, at == 0) && check {
+                    return Err(at);
+                }
             }
         }
     }
@@ -115,73 +118,11 @@ pub fn sum_to(
     Ok(())
 }
 
-/// Adds elements to fp32 values, or puts them there if they are the first. Whether all of them are finite: the very
-/// values that are added.
-fn add<const N: usize>(sums: &mut [u8], first: bool, bytes: &[u8], widen: impl Fn([u8; N]) -> f32) -> bool {
-    let (elements, _) = bytes.as_chunks::<N>();
-    let (sums, _) = sums.as_chunks_mut::<4>();
-    let mut fine = true;
-    if first {
-        for (sum, element) in sums.iter_mut().zip(elements) {
-            let value = widen(*element);
-            fine &= value.is_finite();
-            *sum = value.to_le_bytes();
-        }
-    } else {
-        for (sum, element) in sums.iter_mut().zip(elements) {
-            let value = widen(*element);
-            fine &= value.is_finite();
-            *sum = (f32::from_le_bytes(*sum) + value).to_le_bytes();
-        }
-    }
-    fine
-}
-
-/// As [`add`], of f64 in f64.
-fn add_doubles(sums: &mut [u8], first: bool, bytes: &[u8]) -> bool {
-    let mut fine = true;
-    for (sum, element) in sums.as_chunks_mut::<8>().0.iter_mut().zip(bytes.as_chunks::<8>().0) {
-        let value = f64::from_le_bytes(*element);
-        fine &= value.is_finite();
-        *sum = (if first { value } else { f64::from_le_bytes(*sum) + value }).to_le_bytes();
-    }
-    fine
-}
-
-/// Whether a whole block holds only finite numbers.
-pub fn is_finite(layout: &ModelLayout, block: BlockId, bytes: &[u8]) -> bool {
-    let start = layout.block_bytes(block).start;
-    layout.segments(block).iter().all(|segment| {
-        let bytes = &bytes[(segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize];
-        match segment.dtype {
-            DType::F64 => bytes
-                .as_chunks::<8>()
-                .0
-                .iter()
-                .fold(true, |fine, b| fine & f64::from_le_bytes(*b).is_finite()),
-            DType::F32 => bytes
-                .as_chunks::<4>()
-                .0
-                .iter()
-                .fold(true, |fine, b| fine & f32::from_le_bytes(*b).is_finite()),
-            DType::F16 => bytes
-                .as_chunks::<2>()
-                .0
-                .iter()
-                .fold(true, |fine, b| fine & f16::from_le_bytes(*b).is_finite()),
-            DType::BF16 => bytes
-                .as_chunks::<2>()
-                .0
-                .iter()
-                .fold(true, |fine, b| fine & bf16::from_le_bytes(*b).is_finite()),
-            DType::Opaque(_) => true,
-        }
-    })
-}
-
 #[cfg(test)]
 #[allow(clippy::single_range_in_vec_init)] // lists of ranges that happen to have one
 mod tests {
+    use half::{bf16, f16};
+
     use super::*;
 
     fn bytes(values: &[f32]) -> Vec<u8> {
@@ -197,6 +138,55 @@ mod tests {
         assert_eq!(out, bytes(&[(1e8 + 1.0) + -1e8, 6.0]));
         assert_eq!(sum(&layout, BlockId(0), &[&a, &b], (true, &[]), true, &mut out), Ok(false));
         assert_eq!(out, b);
+    }
+
+    /// Of one type of element: its bytes in a model, and what it is as a wide number.
+    type Element = (DType, fn(f64) -> Vec<u8>, fn(&[u8]) -> f64);
+
+    #[test]
+    fn a_sum_of_many_chunks_has_the_bits_of_a_loop() {
+        let types: [Element; 4] = [
+            (DType::F64, |x| x.to_le_bytes().into(), |b| f64::from_le_bytes(b.try_into().unwrap())),
+            (
+                DType::F32,
+                |x| (x as f32).to_le_bytes().into(),
+                |b| f32::from_le_bytes(b.try_into().unwrap()).into(),
+            ),
+            (
+                DType::F16,
+                |x| f16::from_f64(x).to_le_bytes().into(),
+                |b| f16::from_le_bytes(b.try_into().unwrap()).into(),
+            ),
+            (
+                DType::BF16,
+                |x| bf16::from_f64(x).to_le_bytes().into(),
+                |b| bf16::from_le_bytes(b.try_into().unwrap()).into(),
+            ),
+        ];
+        for (dtype, encode, decode) in types {
+            for n in [1, 2047, 2048, 2049, 9001] {
+                let layout = ModelLayout::new(vec![("t".into(), dtype, vec![n])], 1 << 20).unwrap();
+                // Of several sizes, so that another order of adding gives other bits.
+                let value = |part: usize, i: usize| (1.0 + i as f64 * 0.37).sin() * [1e4, 1.0, 1e-3][part];
+                let parts =
+                    [0, 1, 2].map(|part| (0..n).flat_map(|i| encode(value(part, i))).collect::<Vec<u8>>());
+                let size = dtype.size_bytes().unwrap();
+                let element = |part: &Vec<u8>, i: usize| decode(&part[i * size..][..size]);
+                let want: Vec<u8> = (0..n)
+                    .flat_map(|i| {
+                        let [a, b, c] = parts.each_ref().map(|part| element(part, i));
+                        match dtype {
+                            DType::F64 => (a + b + c).to_le_bytes().to_vec(),
+                            _ => (a as f32 + b as f32 + c as f32).to_le_bytes().to_vec(),
+                        }
+                    })
+                    .collect();
+                let mut out = Vec::new();
+                let parts: Vec<&[u8]> = parts.iter().map(Vec::as_slice).collect();
+                sum(&layout, BlockId(0), &parts, (false, &[]), true, &mut out).unwrap();
+                assert!(out == want, "{n} of {dtype}");
+            }
+        }
     }
 
     #[test]

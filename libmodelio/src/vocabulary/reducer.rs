@@ -1,7 +1,7 @@
 //! What a shard does with contributions: the names, hyper-parameters and per-step constants of the
 //! reducers.
 //!
-//! Plain data and parsing only. The arithmetic is in [`crate::kernels`]; semantics follow PyTorch's
+//! Plain data and parsing only. The arithmetic is in `ps_backend::reducers`; semantics follow PyTorch's
 //! optimizers of the same names, with the hyper-parameters in fp32.
 
 use std::fmt;

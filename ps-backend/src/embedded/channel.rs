@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
+use libmodelio::bytes::block;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{
     BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, RegionKey, Reply,
@@ -17,7 +18,7 @@ use rayon::prelude::*;
 
 use super::{EmbeddedShard, Inner};
 use crate::core::{Arrival, Contribution, Plan, Ticket};
-use crate::region_store::{self, Job};
+use crate::region_store::Job;
 
 impl EmbeddedShard {
     fn message(&self, message: Message, deadline: Duration, done: Completion) {
@@ -135,7 +136,7 @@ impl EmbeddedShard {
         blocks
             .into_par_iter()
             .map(|block| BlockId(block as u32))
-            .find_any(|&block| !region_store::region_is_finite(&self.layout, block, region))
+            .find_any(|&block| !block::region_is_finite(&self.layout, block, region))
     }
 }
 
@@ -182,8 +183,8 @@ impl Channel for EmbeddedShard {
                 let check = inner.core.controls().nonfinite == NonFinite::Reject;
                 drop(inner);
                 let finite = match room {
-                    Some(room) => region_store::place(&self.layout, slot.block, payload, room, check),
-                    None => !check || region_store::is_finite(&self.layout, slot.block, payload),
+                    Some(room) => block::place(&self.layout, slot.block, payload, room, check),
+                    None => !check || block::is_finite(&self.layout, slot.block, payload),
                 };
                 if !finite {
                     self.inner.lock().core.refuse(slot);

@@ -7,13 +7,14 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
+use libmodelio::bytes::block::span;
+use libmodelio::bytes::kernels::{self, Wire};
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout, Segment};
 use libmodelio::vocabulary::reducer::Reducer;
 
-use super::{element_span, span, wire};
-use crate::kernels::{self, Wire};
+use super::element_span;
 
 /// The sum of contributions that had to leave their learners' memory before the version is made.
 #[derive(Clone, Debug)]
@@ -72,7 +73,7 @@ fn segments<'a>(
 ) -> impl Iterator<Item = (&'a Segment, Option<Wire>, &'a [u8])> {
     let mut rest = payload.bytes();
     layout.segments(block).iter().map(move |segment| {
-        let own = wire(segment.dtype);
+        let own = Wire::of(segment.dtype);
         let (sent, len) = match (own, payload) {
             (Some(own), Payload::Wide(_)) => (Some(own.wide()), element_span(segment, own).len() * 4),
             _ => (own, span(&segment.bytes).len()),
@@ -97,7 +98,7 @@ fn pieces<'a>(
 
 /// The whole elements of `segment` in `range`, which is relative to `start`.
 pub(super) fn within(segment: &Segment, start: u64, range: &Range<u32>) -> Option<Range<u64>> {
-    let size = wire(segment.dtype).map_or(1, |wire| wire.size() as u64);
+    let size = Wire::of(segment.dtype).map_or(1, |wire| wire.size() as u64);
     let bytes = &segment.bytes;
     let [from, to] = [range.start, range.end]
         .map(|at| (start + u64::from(at)).clamp(bytes.start, bytes.end) - bytes.start);
@@ -110,7 +111,7 @@ pub fn wide_len(layout: &ModelLayout, block: BlockId) -> usize {
     layout
         .segments(block)
         .iter()
-        .map(|segment| match wire(segment.dtype) {
+        .map(|segment| match Wire::of(segment.dtype) {
             Some(wire) => element_span(segment, wire).len() * 4,
             None => span(&segment.bytes).len(),
         })
@@ -217,9 +218,9 @@ impl Accumulator {
         for (segment, sent, bytes) in segments(layout, block, payload) {
             // SAFETY: the block is the caller's alone.
             unsafe {
-                if let (Some(sent), Some(own)) = (sent, wire(segment.dtype)) {
+                if let (Some(sent), Some(own)) = (sent, Wire::of(segment.dtype)) {
                     let sum = self.sum.floats_mut(element_span(segment, own));
-                    finite &= kernels::fold(sent, bytes, sum, stores, true);
+                    finite &= kernels::fold(sent, bytes, sum, stores);
                 } else if let (Reducer::Assign, Some(raw)) = (reducer, &self.raw) {
                     kernels::stream_copy(bytes, raw.bytes_mut(span(&segment.bytes)));
                 }
@@ -246,9 +247,9 @@ impl Accumulator {
             let bytes = &payload[(range.start - start) as usize..(range.end - start) as usize];
             // SAFETY: the block is the caller's alone.
             unsafe {
-                if let Some(own) = wire(segment.dtype) {
+                if let Some(own) = Wire::of(segment.dtype) {
                     let sum = self.sum.floats_mut(element_span(&segment.cut(range), own));
-                    finite &= kernels::fold(own, bytes, sum, true, true);
+                    finite &= kernels::fold(own, bytes, sum, true);
                 } else if let Some(raw) = &self.raw {
                     kernels::stream_copy(bytes, raw.bytes_mut(span(&range)));
                 }
@@ -271,7 +272,7 @@ impl Accumulator {
         for (segment, range) in pieces(layout, block, written) {
             // SAFETY: passed on to the caller.
             unsafe {
-                if let Some(own) = wire(segment.dtype) {
+                if let Some(own) = Wire::of(segment.dtype) {
                     let elements = element_span(&segment.cut(range), own);
                     let bytes = elements.start * 4..elements.end * 4;
                     kernels::stream_copy(other.sum.bytes(bytes.clone()), self.sum.bytes_mut(bytes));
@@ -288,12 +289,12 @@ impl Accumulator {
     /// The block is the caller's alone in both.
     pub(crate) unsafe fn add(&self, layout: &ModelLayout, block: BlockId, other: &Accumulator) {
         for segment in layout.segments(block) {
-            let Some(wire) = wire(segment.dtype) else { continue };
+            let Some(wire) = Wire::of(segment.dtype) else { continue };
             let elements = element_span(segment, wire);
             // SAFETY: passed on to the caller.
             unsafe {
                 let bytes = other.sum.bytes(elements.start * 4..elements.end * 4);
-                kernels::fold(wire.wide(), bytes, self.sum.floats_mut(elements), false, false);
+                kernels::fold(wire.wide(), bytes, self.sum.floats_mut(elements), false);
             }
         }
     }

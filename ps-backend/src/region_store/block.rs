@@ -5,6 +5,8 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 
+use libmodelio::bytes::block::{is_finite, span};
+use libmodelio::bytes::kernels::{self, Wire};
 use libmodelio::transport::Region;
 use libmodelio::vocabulary::ids::{BlockId, LearnerId};
 use libmodelio::vocabulary::layout::{ModelLayout, Segment};
@@ -13,9 +15,7 @@ use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, Payload};
 use super::making::{INLINE, Making, Term, Written, widen};
-use super::{span, wire};
 use crate::core::{Contribution, Plan, Work};
-use crate::kernels;
 
 /// Everything that computing blocks of one plan needs; built once a version.
 #[derive(Debug)]
@@ -176,7 +176,7 @@ impl Job {
 
 /// The elements of `segment` that have bytes in `range`.
 fn elements_of(segment: &Segment, range: &Range<u64>) -> Option<Segment> {
-    let size = wire(segment.dtype)?.size() as u64;
+    let size = Wire::of(segment.dtype)?.size() as u64;
     let bytes = &segment.bytes;
     let first = range.start.saturating_sub(bytes.start) / size;
     let end = bytes.end.min(bytes.start + range.end.saturating_sub(bytes.start).next_multiple_of(size));
@@ -221,65 +221,4 @@ pub fn fold_block(
         }
         false
     })
-}
-
-/// Whether a whole block, as a program wrote it, holds only finite numbers.
-pub fn is_finite(layout: &ModelLayout, block: BlockId, payload: &[u8]) -> bool {
-    let start = layout.block_bytes(block).start;
-    layout.segments(block).iter().all(|segment| {
-        wire(segment.dtype).is_none_or(|wire| {
-            kernels::all_finite(
-                wire,
-                &payload[(segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize],
-            )
-        })
-    })
-}
-
-/// Copies a whole block to its place in a staging region, past the caches: the shard reads it when the
-/// others' are there too. Looks for NaN and Inf on the way if it is to `check`; false when it found some.
-pub fn place(layout: &ModelLayout, block: BlockId, payload: &[u8], room: &Region, check: bool) -> bool {
-    let start = layout.block_bytes(block).start;
-    let mut finite = true;
-    for segment in layout.segments(block) {
-        let src = &payload[(segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize];
-        // SAFETY: the learner offers the block once, and reads or writes its place only after this.
-        let dst = unsafe { room.memory().bytes_mut(span(&segment.bytes)) };
-        match wire(segment.dtype) {
-            Some(wire) if check => finite &= kernels::copy_checked(wire, src, dst),
-            _ => kernels::stream_copy(src, dst),
-        }
-    }
-    finite
-}
-
-/// As [`is_finite`], for a block in a region that nobody writes.
-pub fn region_is_finite(layout: &ModelLayout, block: BlockId, region: &Region) -> bool {
-    // SAFETY: the contribution is sealed: its program waits in fsync or close.
-    is_finite(layout, block, unsafe { region.memory().bytes(span(&layout.block_bytes(block))) })
-}
-
-/// The first block in which one of the `written` byte ranges holds NaN or Inf.
-pub fn written_is_finite(layout: &ModelLayout, region: &Region, written: &[Range<u64>]) -> Option<BlockId> {
-    for range in written.iter().filter(|range| !range.is_empty()) {
-        for block in (layout.block_of(range.start).0..=layout.block_of(range.end - 1).0).map(BlockId) {
-            for segment in layout.segments(block) {
-                let Some(wire) = wire(segment.dtype) else { continue };
-                let size = wire.size() as u64;
-                // Whole elements only; one that is written in part is judged when it is read.
-                let start = segment.bytes.start
-                    + range.start.saturating_sub(segment.bytes.start).next_multiple_of(size);
-                let end = segment.bytes.end.min(range.end);
-                let end = end.saturating_sub((end.saturating_sub(segment.bytes.start)) % size);
-                if start >= end {
-                    continue;
-                }
-                // SAFETY: the writer is in fsync or close, and nobody else knows the buffer.
-                if !kernels::all_finite(wire, unsafe { region.memory().bytes(span(&(start..end))) }) {
-                    return Some(block);
-                }
-            }
-        }
-    }
-    None
 }

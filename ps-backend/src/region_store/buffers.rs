@@ -7,13 +7,14 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use libmodelio::bytes::block::span;
+use libmodelio::bytes::kernels::{self, Wire};
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{Region, RegionKey};
 use libmodelio::vocabulary::ids::BlockId;
-use libmodelio::vocabulary::layout::{DType, ModelLayout, Segment};
+use libmodelio::vocabulary::layout::{ModelLayout, Segment};
 
 use super::making::widen;
-use crate::kernels::{self, Wire};
 
 /// A block whose bytes belong to no version.
 pub(super) const VOID: u64 = u64::MAX;
@@ -122,20 +123,6 @@ impl Loading {
             widen(segment, &self.front, &self.state);
         }
     }
-}
-
-pub(super) fn wire(dtype: DType) -> Option<Wire> {
-    match dtype {
-        DType::F64 => Some(Wire::F64),
-        DType::F32 => Some(Wire::F32),
-        DType::F16 => Some(Wire::F16),
-        DType::BF16 => Some(Wire::BF16),
-        DType::Opaque(_) => None,
-    }
-}
-
-pub(super) fn span(bytes: &Range<u64>) -> Range<usize> {
-    bytes.start as usize..bytes.end as usize
 }
 
 /// A segment's elements in accumulators and states, by values of 32 bits.

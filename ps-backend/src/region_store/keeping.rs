@@ -6,12 +6,12 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use libmodelio::bytes::kernels::{self, Wire};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::Kept;
 
-use super::{Loading, RegionStore, StateBuffer, VersionBuffer, element_span, wire};
-use crate::kernels;
+use super::{Loading, RegionStore, StateBuffer, VersionBuffer, element_span};
 
 /// The newest version with its masters and optimizer state.
 #[derive(Debug)]
@@ -120,7 +120,7 @@ impl Loading {
 /// Where masters and optimizer state of a block lie: elements of a block follow each other.
 fn state_bytes(layout: &ModelLayout, block: BlockId) -> Range<usize> {
     let spans = layout.segments(block).iter().filter_map(|segment| {
-        let wire = wire(segment.dtype)?;
+        let wire = Wire::of(segment.dtype)?;
         Some(element_span(segment, wire))
     });
     let spans: Vec<_> = spans.collect();
@@ -132,6 +132,6 @@ fn state_bytes(layout: &ModelLayout, block: BlockId) -> Range<usize> {
 
 /// Whether some of the block's elements have masters.
 fn has_halves(layout: &ModelLayout, block: BlockId) -> bool {
-    let mut wires = layout.segments(block).iter().filter_map(|segment| wire(segment.dtype));
+    let mut wires = layout.segments(block).iter().filter_map(|segment| Wire::of(segment.dtype));
     wires.any(|wire| wire.is_half())
 }

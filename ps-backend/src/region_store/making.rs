@@ -6,6 +6,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use libmodelio::bytes::block::span;
+use libmodelio::bytes::kernels::{self, Input, Operands, Output, Source, Wire};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, Segment};
 use libmodelio::vocabulary::reducer::{self, Reducer};
@@ -13,8 +15,8 @@ use libmodelio::vocabulary::tensor_steps::ByteSteps;
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, Payload, within};
-use super::{StateBuffer, VOID, VersionBuffer, element_span, span, wire};
-use crate::kernels::{self, Input, Output, Source, Wire};
+use super::{StateBuffer, VOID, VersionBuffer, element_span};
+use crate::reducers;
 
 /// Contributions whose sources are listed on the stack; more of them cost an allocation a block.
 pub(super) const INLINE: usize = 16;
@@ -116,7 +118,7 @@ impl Making {
             let local = (segment.bytes.start - start) as usize..(segment.bytes.end - start) as usize;
             // SAFETY: this thread has the block of the next version to itself.
             let output = unsafe { self.back.region.memory().bytes_mut(span(&segment.bytes)) };
-            match wire(segment.dtype).filter(|_| self.check) {
+            match Wire::of(segment.dtype).filter(|_| self.check) {
                 Some(wire) if !kernels::copy_checked(wire, &values[local.clone()], output) => return false,
                 Some(_) => {}
                 None => kernels::stream_copy(&values[local], output),
@@ -156,7 +158,7 @@ impl Making {
             // SAFETY: this thread has the block of the next version to itself.
             let output = unsafe { self.back.region.memory().bytes_mut(range.clone()) };
             let weights = self.front.bytes(piece.bytes.clone());
-            let Some(wire) = wire(piece.dtype) else {
+            let Some(wire) = Wire::of(piece.dtype) else {
                 let wide = wide_at..wide_at + range.len();
                 wide_at = wide.end;
                 // Bytes that cannot be reduced stay, or with `assign` become the last contribution's.
@@ -278,7 +280,7 @@ impl Making {
                 master: new.master.as_ref().filter(|_| halves).map(|m| m.floats_mut(elements.clone())),
                 slots: [slot_mut(0), slot_mut(1)],
             };
-            kernels::apply(wire, step, sources, input, output, self.check)
+            reducers::apply(step, Operands { wire, sources, input, output }, self.check)
         }
     }
 
@@ -312,7 +314,7 @@ impl Making {
         let stamp = self.state[1].stamps.get(block.index());
         let Some(stamp) = stamp.filter(|stamp| !fresh(stamp)) else { return };
         for segment in self.layout.segments(block) {
-            let Some(wire) = wire(segment.dtype) else { continue };
+            let Some(wire) = Wire::of(segment.dtype) else { continue };
             // SAFETY: passed on to the caller.
             unsafe { self.copy_state(element_span(segment, wire)) };
         }
@@ -407,7 +409,7 @@ fn floats<'a>(bytes: &'a [u8], aligned: &'a mut Vec<f32>) -> &'a [f32] {
 
 /// Sets the fp32 master of a half-precision segment from its weights.
 pub(super) fn widen(segment: &Segment, weights: &VersionBuffer, state: &StateBuffer) {
-    let Some(wire) = wire(segment.dtype).filter(|wire| wire.is_half()) else { return };
+    let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { return };
     if let Some(master) = &state.master {
         // SAFETY: called while the block belongs to this thread, in both buffers.
         unsafe {

@@ -1,12 +1,15 @@
 //! F64 tensors: their arithmetic is that of doubles, and what lies beside them in a block is reduced as ever.
 
 use half::bf16;
+use libmodelio::bytes::kernels::{
+    Input, Level, Operands, Output, Source, Wire, all_finite, fold, with_level,
+};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use proptest::prelude::*;
-use ps_backend::kernels::{Input, Level, Output, Source, Wire, apply, fold, with_level};
 use ps_backend::partition::store::{Limits, PartitionStore, PartitionWork, Payload};
+use ps_backend::reducers::apply;
 
 use crate::driver::reduces_all;
 
@@ -71,12 +74,16 @@ fn trained(reducer: Reducer, n: usize) -> (Vec<u8>, [Vec<f32>; 2]) {
     for t in 1..=60usize {
         let [a, b] = [1, 2].map(|who| raw(&(0..n).map(|i| value(10 * t + who, i)).collect::<Vec<_>>()));
         let mut sum = vec![0f32; 2 * n];
-        assert!(fold(Wire::F64, &a, &mut sum, true, true));
+        assert!(fold(Wire::F64, &a, &mut sum, true));
         let step = Step { reducer, hyper: hyper(), contributions: 2, t: t as u64 };
         let (mut next, [mut s0, mut s1]) = (vec![0; weights.len()], slots.clone());
         let output = Output { weights: &mut next, master: None, slots: [&mut s0, &mut s1] };
         let input = Input { weights: &weights, master: None, slots: [&slots[0], &slots[1]] };
-        assert!(apply(Wire::F64, &step, &[Source::Acc(&sum), Source::Wire(&b)], input, output, true));
+        assert!(apply(
+            &step,
+            Operands { wire: Wire::F64, sources: &[Source::Acc(&sum), Source::Wire(&b)], input, output },
+            true
+        ));
         (weights, slots) = (next, [s0, s1]);
     }
     (weights, slots)
@@ -111,12 +118,12 @@ fn what_is_not_finite_is_found_in_doubles() {
         for (at, n) in [(0, 1), (7, 8), (8, 9), (12, 37)] {
             let mut values: Vec<f64> = (0..n).map(|i| value(1, i)).collect();
             let mut sum = vec![0f32; 2 * n];
-            assert!(fold(Wire::F64, &raw(&values), &mut sum, true, true));
+            assert!(fold(Wire::F64, &raw(&values), &mut sum, true));
             values[at] = bad;
-            assert!(!fold(Wire::F64, &raw(&values), &mut sum, false, true), "{bad} at {at} of {n}");
-            assert!(!ps_backend::kernels::all_finite(Wire::F64, &raw(&values)), "{bad} at {at} of {n}");
+            assert!(!fold(Wire::F64, &raw(&values), &mut sum, false), "{bad} at {at} of {n}");
+            assert!(!all_finite(Wire::F64, &raw(&values)), "{bad} at {at} of {n}");
             values[at] = f64::MAX;
-            assert!(ps_backend::kernels::all_finite(Wire::F64, &raw(&values)));
+            assert!(all_finite(Wire::F64, &raw(&values)));
         }
     }
 }

@@ -7,7 +7,7 @@ use std::ops::{Add, Div, Mul, Sub};
 use super::Source;
 use super::level::Job;
 use super::line::{Lanes, Line, Scalar};
-use super::ops::Op;
+use super::op::Op;
 use super::pass::bytes;
 
 const LANES: usize = 8;

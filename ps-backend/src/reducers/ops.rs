@@ -2,26 +2,10 @@
 //!
 //! Operation for operation what PyTorch's single-tensor implementations do, except that Adam's two bias
 //! corrections are folded into its step size and epsilon.
-use std::marker::PhantomData;
 
 use libmodelio::vocabulary::reducer::{Aggregation, Step};
 
-use super::line::{Lanes, Scalar};
-
-/// How one line becomes the next.
-pub trait Op: Copy {
-    /// What it computes in.
-    type Scalar: Scalar;
-    /// Whether the old weights are looked at.
-    const READS_WEIGHTS: bool = true;
-    /// Whether the old state is looked at.
-    const READS_SLOTS: bool = true;
-    /// Values of state for each weight.
-    const SLOTS: usize = 0;
-
-    /// `g` is the sum of the sources; what is not read comes as zero.
-    fn step<L: Lanes<Scalar = Self::Scalar>>(&self, g: L, w: L, slots: [L; 2]) -> (L, [L; 2]);
-}
+use libmodelio::bytes::kernels::{Lanes, Op, Scalar};
 
 /// What the optimizers multiply the sum of contributions with.
 fn scale<S: Scalar>(step: &Step) -> S {
@@ -47,26 +31,6 @@ impl<S: Scalar> Gradient<S> {
     #[inline(always)]
     fn of<L: Lanes<Scalar = S>>(self, sum: L, w: L) -> L {
         sum * L::splat(self.scale) + L::splat(self.decay) * w
-    }
-}
-
-/// The sum itself: `sum` without carry, and assignments from an accumulator.
-#[derive(Clone, Copy)]
-pub struct Replace<S>(PhantomData<S>);
-
-impl<S> Replace<S> {
-    pub fn new() -> Self {
-        Self(PhantomData)
-    }
-}
-
-impl<S: Scalar> Op for Replace<S> {
-    type Scalar = S;
-    const READS_WEIGHTS: bool = false;
-
-    #[inline(always)]
-    fn step<L: Lanes<Scalar = Self::Scalar>>(&self, g: L, _: L, slots: [L; 2]) -> (L, [L; 2]) {
-        (g, slots)
     }
 }
 

@@ -5,7 +5,7 @@
 
 use super::level::Job;
 use super::line::{LANES, Line, RawHalf};
-use super::ops::Op;
+use super::op::Op;
 use super::{Source, Wire, elements};
 
 /// Outputs of at least this many bytes are stored past the caches, if their alignment allows: they are

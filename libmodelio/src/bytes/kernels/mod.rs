@@ -1,0 +1,303 @@
+//! Loops over the elements of a segment: added up, checked, copied, widened, or put through an [`Op`], in one pass.
+//!
+//! [`Operands::reduce`] reads each contribution, the old weights and the old state once and writes the
+//! next ones elsewhere, so that the double buffer costs no extra pass. Large outputs bypass the caches: nobody
+//! reads them soon, and a line that is streamed need not be fetched first. What bounds a pass is then memory.
+//!
+//! Everything is written once over `Line` and compiled for several instruction sets, chosen at run time in
+//! `level`. Doubles have plain loops over arrays of eight, compiled for the same sets. Results are the same bit
+//! for bit (but for which NaN a NaN is) whatever the instruction set, address or length: sources are added in the
+//! given order, and nothing is fused.
+
+mod double;
+mod level;
+mod line;
+mod op;
+mod pass;
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
+use level::dispatch;
+#[doc(hidden)]
+pub use level::{Level, with_level};
+pub use line::{Lanes, Scalar};
+pub use op::{Op, Total};
+pub use pass::{bytes, bytes_mut};
+
+use crate::vocabulary::dtype::DType;
+
+const _: () = assert!(cfg!(target_endian = "little"), "wire bytes are used as they are");
+
+/// Element type of a segment as it travels and as `weights` shows it; little-endian.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Wire {
+    /// IEEE binary64.
+    F64,
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// The upper half of a binary32.
+    BF16,
+}
+
+impl Wire {
+    /// The type whose elements tensors of `dtype` have; none if they cannot be added up.
+    #[inline]
+    pub fn of(dtype: DType) -> Option<Wire> {
+        match dtype {
+            DType::F64 => Some(Wire::F64),
+            DType::F32 => Some(Wire::F32),
+            DType::F16 => Some(Wire::F16),
+            DType::BF16 => Some(Wire::BF16),
+            DType::Opaque(_) => None,
+        }
+    }
+
+    /// Bytes an element takes.
+    #[inline]
+    pub fn size(self) -> usize {
+        match self {
+            Self::F64 => 8,
+            Self::F32 => 4,
+            Self::F16 | Self::BF16 => 2,
+        }
+    }
+
+    /// Values of 32 bits that an element takes in accumulators, masters and optimizer state.
+    #[inline]
+    pub fn words(self) -> usize {
+        if self == Self::F64 { 2 } else { 1 }
+    }
+
+    /// Whether its arithmetic is wider than itself, so that its weights have masters.
+    #[inline]
+    pub fn is_half(self) -> bool {
+        matches!(self, Self::F16 | Self::BF16)
+    }
+
+    /// What its sums, masters and optimizer state are.
+    #[inline]
+    pub fn wide(self) -> Self {
+        if self == Self::F64 { Self::F64 } else { Self::F32 }
+    }
+}
+
+/// Gradients, replicas or values that enter one reduction.
+#[derive(Clone, Copy, Debug)]
+pub enum Source<'a> {
+    /// Bytes of the segment's [`Wire`] type, at any address.
+    Wire(&'a [u8]),
+    /// An accumulator, as [`fold`] makes it: fp32, or of F64 elements the bytes of an f64 in two values each.
+    Acc(&'a [f32]),
+}
+
+impl Source<'_> {
+    fn elements(&self, wire: Wire) -> usize {
+        match self {
+            Self::Wire(src) => elements(wire, src),
+            Self::Acc(acc) => acc.len() / wire.words(),
+        }
+    }
+}
+
+/// The version a reduction starts from.
+#[derive(Clone, Copy, Debug)]
+pub struct Input<'a> {
+    /// Weights in the segment's wire type, at any address.
+    pub weights: &'a [u8],
+    /// fp32 master of half-precision weights. Without one the weights are widened and rounded again at
+    /// each step; F32 and F64 have none.
+    pub master: Option<&'a [f32]>,
+    /// State; what the operation does not have is empty. Of F64, the bytes of f64.
+    pub slots: [&'a [f32]; 2],
+}
+
+/// Where the next version goes: the same lengths as in [`Input`], and the same parts.
+///
+/// Large outputs are fastest where equal elements of all parts lie equally far from a 64-byte boundary
+/// (halves: half as far), and where no input lies less than 128 bytes before an output modulo 4096: the CPU
+/// takes such a load to depend on the store before it, which costs up to half of the speed.
+#[derive(Debug)]
+pub struct Output<'a> {
+    /// Weights in the segment's wire type; for half types, the master rounded to nearest even.
+    pub weights: &'a mut [u8],
+    /// fp32 master of half-precision weights.
+    pub master: Option<&'a mut [f32]>,
+    /// State; what the operation does not have is empty.
+    pub slots: [&'a mut [f32]; 2],
+}
+
+/// Elements in `bytes`.
+///
+/// # Panics
+/// If they are not whole elements.
+fn elements(wire: Wire, bytes: &[u8]) -> usize {
+    assert!(bytes.len().is_multiple_of(wire.size()), "{} bytes are not whole {wire:?}", bytes.len());
+    bytes.len() / wire.size()
+}
+
+/// All that one pass over a segment reads and writes.
+#[derive(Debug)]
+pub struct Operands<'a> {
+    /// What the elements are.
+    pub wire: Wire,
+    /// What is added up, in this order.
+    pub sources: &'a [Source<'a>],
+    /// Where the pass starts from.
+    pub input: Input<'a>,
+    /// Where its results go.
+    pub output: Output<'a>,
+}
+
+impl Operands<'_> {
+    /// Whether there is as much of everything as of the old weights, of `slots` slots.
+    ///
+    /// # Panics
+    /// If not, or if parts are there that the type does not have.
+    pub fn assert_complete(&self, slots: usize) {
+        let Self { wire, sources, input, output } = self;
+        let n = elements(*wire, input.weights);
+        assert_eq!(output.weights.len(), input.weights.len(), "output weights");
+        assert!(sources.iter().all(|source| source.elements(*wire) == n), "a source is not of {n} elements");
+        assert!(wire.is_half() || input.master.is_none(), "{wire:?} weights are their own master");
+        assert_eq!(input.master.map(<[f32]>::len), output.master.as_ref().map(|out| out.len()), "masters");
+        assert!(input.master.is_none_or(|master| master.len() == n), "the master is not of {n} elements");
+        for slot in 0..2 {
+            let want = if slot < slots { n * wire.words() } else { 0 };
+            assert_eq!((input.slots[slot].len(), output.slots[slot].len()), (want, want), "slot {slot}");
+        }
+    }
+
+    /// Compute `output` from `input` and the sum of the sources, which is made in fp32 (of F64 in f64): of F64 as
+    /// `double` says, of all others as `single` says.
+    ///
+    /// Returns whether every element of every source was finite. The output is complete either way.
+    ///
+    /// # Panics
+    /// Unless it [`Self::assert_complete`]s, with the slots of the operation.
+    pub fn reduce(self, single: impl Op<Scalar = f32>, double: impl Op<Scalar = f64>) -> bool {
+        if self.wire == Wire::F64 { self.reduce_doubles(double) } else { self.reduce_floats(single) }
+    }
+
+    fn reduce_doubles<O: Op<Scalar = f64>>(self, op: O) -> bool {
+        self.assert_complete(O::SLOTS);
+        let Self { sources, input, output, .. } = self;
+        let [slot0, slot1] = output.slots;
+        dispatch(double::Reduce {
+            op,
+            sources,
+            weights: (input.weights, output.weights),
+            slots: [(bytes(input.slots[0]), bytes_mut(slot0)), (bytes(input.slots[1]), bytes_mut(slot1))],
+        })
+    }
+
+    fn reduce_floats<O: Op<Scalar = f32>>(self, op: O) -> bool {
+        self.assert_complete(O::SLOTS);
+        let plain = |i: usize| match self.sources[i] {
+            Source::Wire(source) => source,
+            Source::Acc(source) => bytes(source),
+        };
+        match (self.wire, self.sources.len()) {
+            (Wire::F32, 1) => self.reduce_plain(op, [plain(0)]),
+            (Wire::F32, 2) => self.reduce_plain(op, [0, 1].map(plain)),
+            (Wire::F32, 3) => self.reduce_plain(op, [0, 1, 2].map(plain)),
+            (Wire::F32, 4) => self.reduce_plain(op, [0, 1, 2, 3].map(plain)),
+            _ => self.reduce_plain(op, []),
+        }
+    }
+
+    fn reduce_plain<O: Op<Scalar = f32>, const N: usize>(self, op: O, plain: [&[u8]; N]) -> bool {
+        let Self { wire, sources, input, output } = self;
+        let [slot0, slot1] = output.slots;
+        dispatch(pass::Reduce::<O, N> {
+            op,
+            wire,
+            sources,
+            plain,
+            weights: (input.weights, output.weights),
+            master: input.master.map(bytes).zip(output.master.map(bytes_mut)),
+            slots: [(bytes(input.slots[0]), bytes_mut(slot0)), (bytes(input.slots[1]), bytes_mut(slot1))],
+            staged: [0; 32],
+        })
+    }
+}
+
+/// Are all elements of all sources finite?
+///
+/// # Panics
+/// If the bytes are not whole elements.
+pub fn sources_are_finite(wire: Wire, sources: &[Source<'_>]) -> bool {
+    sources.iter().all(|source| match source {
+        Source::Wire(src) => all_finite(wire, src),
+        Source::Acc(acc) => all_finite(wire.wide(), bytes(acc)),
+    })
+}
+
+/// Add (or, when `first`, store) wire bytes into an accumulator.
+///
+/// Returns whether every element was finite.
+///
+/// # Panics
+/// If the lengths disagree.
+pub fn fold(wire: Wire, src: &[u8], acc: &mut [f32], first: bool) -> bool {
+    fold_bytes(wire, src, bytes_mut(acc), first)
+}
+
+/// As [`fold`], into the bytes of an accumulator at any address.
+///
+/// # Panics
+/// If the lengths disagree.
+pub fn fold_bytes(wire: Wire, src: &[u8], acc: &mut [u8], first: bool) -> bool {
+    assert_eq!(elements(wire, src) * wire.wide().size(), acc.len(), "accumulator");
+    match wire {
+        Wire::F64 => dispatch(double::Fold { src, acc, first }),
+        _ => dispatch(pass::Fold { wire, src, acc, first }),
+    }
+}
+
+/// fp32 master copy from weights.
+///
+/// # Panics
+/// If the lengths disagree.
+pub fn widen(wire: Wire, src: &[u8], dst: &mut [f32]) {
+    fold(wire, src, dst, true);
+}
+
+/// Copy, past the caches when large.
+///
+/// # Panics
+/// If the lengths disagree.
+pub fn stream_copy(src: &[u8], dst: &mut [u8]) {
+    assert_eq!(src.len(), dst.len(), "copy");
+    dispatch(pass::Copy { src, dst });
+}
+
+/// Copy, past the caches when large, and tell whether all elements of the copy are finite, whatever others store into the
+/// source meanwhile. Bits of NaN may change.
+///
+/// # Panics
+/// If the lengths disagree or are not whole elements.
+pub fn copy_checked(wire: Wire, src: &[u8], dst: &mut [u8]) -> bool {
+    assert_eq!(src.len(), dst.len(), "copy");
+    if wire.is_half() {
+        // Widened and narrowed again, which changes no finite number: each byte is read once.
+        let input = Input { weights: src, master: None, slots: [&[], &[]] };
+        let output = Output { weights: dst, master: None, slots: [&mut [], &mut []] };
+        return Operands { wire, sources: &[Source::Wire(src)], input, output }
+            .reduce_plain(Total::new(), []);
+    }
+    fold_bytes(wire, src, dst, true)
+}
+
+/// Are all elements finite?
+///
+/// # Panics
+/// If the bytes are not whole elements.
+pub fn all_finite(wire: Wire, src: &[u8]) -> bool {
+    elements(wire, src);
+    match wire {
+        Wire::F64 => dispatch(double::Finite { src }),
+        _ => dispatch(pass::Finite { wire, src }),
+    }
+}
