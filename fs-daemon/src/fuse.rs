@@ -4,6 +4,7 @@
 //! Here is the mount itself and what it keeps.
 
 pub mod access;
+pub mod process;
 mod refusals;
 mod reply;
 mod requests;

@@ -13,7 +13,6 @@ mod logging;
 mod memory;
 mod metrics;
 mod mountpoint;
-mod process;
 mod progress;
 mod rdma;
 mod serve;

@@ -12,7 +12,7 @@ use ps_backend::job::VersionMemory;
 
 use super::model::{Learner, Model};
 use super::node::{File, Node};
-use crate::process::Process;
+use crate::fuse::process::Process;
 
 /// What an open file does.
 pub enum Handle {

@@ -16,7 +16,7 @@ use super::node::{File, Node};
 use super::refusal::{explained, refuse_header};
 use super::waits::Asked;
 use super::{Caller, Chore, DEATH_PATIENCE, Done, Fs, Wake};
-use crate::process::{Exit, is_killed_or_kernel};
+use crate::fuse::process::{Exit, is_killed_or_kernel};
 
 impl Fs {
     /// Reads up to `len` bytes at `offset` and gives them to `with`, without a copy where possible.

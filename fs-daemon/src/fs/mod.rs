@@ -43,7 +43,7 @@ use self::handle::{Handle, Handles};
 use self::model::Model;
 use self::node::{File, Node};
 use self::waits::{SecondLooks, Waits};
-use crate::process::{Exit, Watcher};
+use crate::fuse::process::{Exit, Watcher};
 
 pub use attr::{Attributes, Keep};
 pub use open::{Opened, Way};

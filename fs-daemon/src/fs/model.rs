@@ -22,7 +22,7 @@ use super::kept::KeptName;
 use super::node::{File, MAX_JOINS};
 use super::paths::TensorPaths;
 use super::refusal::LastRefusal;
-use crate::process::{Process, Watcher};
+use crate::fuse::process::{Process, Watcher};
 
 /// Directory name of the own learner of a mount that has its job to itself.
 pub const OWN_LEARNER: &str = "mount";

@@ -20,7 +20,7 @@ use super::node::{File, Node};
 use super::refusal::explained;
 use super::waits::Asked;
 use super::{Caller, Done, Fs, text};
-use crate::process::Process;
+use crate::fuse::process::Process;
 
 /// An opened file, and how the kernel should treat it.
 #[derive(Clone, Debug)]

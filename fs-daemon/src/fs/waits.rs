@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use super::errno::FsError;
 use super::{Caller, Done};
-use crate::process::{Ending, ending_signal};
+use crate::fuse::process::{Ending, ending_signal};
 
 /// How often it is looked whether waiting callers have been sent signals.
 pub const LOOK: Duration = Duration::from_millis(200);
