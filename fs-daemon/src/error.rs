@@ -4,10 +4,10 @@
 //! type is for the command line, where a person reads the text.
 
 use std::error::Error as StdError;
-use std::fmt;
 
 /// A failed command: what failed, what the user can do, and the cause underneath.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
 pub struct Error {
     /// What went wrong, naming the offending thing.
     pub message: String,
@@ -45,18 +45,6 @@ impl Error {
     /// 2 for wrong usage, 1 for a failure at run time.
     pub fn exit_code(&self) -> u8 {
         if self.usage { 2 } else { 1 }
-    }
-}
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message)
-    }
-}
-
-impl StdError for Error {
-    fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.source.as_deref().map(|source| source as &(dyn StdError + 'static))
     }
 }
 

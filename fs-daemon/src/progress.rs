@@ -1,15 +1,11 @@
 //! A progress bar for loading and moving models: on a terminal it is drawn, elsewhere it costs nothing.
 
-use std::io::{IsTerminal, stderr};
-
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Progress of one long operation. Dropping it unfinished erases the bar.
+/// Progress of one long operation, hidden where stderr is not a terminal: logs are no place for a bar. Dropping it
+/// erases the bar, which would garble the message of an error that follows.
 #[derive(Debug)]
-pub struct Progress {
-    /// None where stderr is not a terminal: logs are no place for a bar.
-    bar: Option<ProgressBar>,
-}
+pub struct Progress(ProgressBar);
 
 impl Progress {
     /// Starts a bar for `total` bytes of what `label` names.
@@ -27,46 +23,30 @@ impl Progress {
     }
 
     fn new(total: u64, label: impl Into<String>, template: &str) -> Progress {
-        if !stderr().is_terminal() {
-            return Progress { bar: None };
-        }
         let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-        Progress { bar: Some(ProgressBar::new(total).with_style(style).with_message(label.into())) }
+        Progress(ProgressBar::new(total).with_style(style).with_message(label.into()))
     }
 
     /// Whether anybody sees it.
     pub fn is_shown(&self) -> bool {
-        self.bar.is_some()
+        !self.0.is_hidden()
     }
 
     /// So many of so many are done, and what is being done is called so.
     pub fn set(&self, done: u64, total: u64, label: impl Into<String>) {
-        if let Some(bar) = &self.bar {
-            bar.set_message(label.into());
-            bar.set_length(total);
-            bar.set_position(done);
-        }
+        self.0.set_message(label.into());
+        self.0.set_length(total);
+        self.0.set_position(done);
     }
 
     /// `bytes` more are done.
     pub fn inc(&self, bytes: u64) {
-        if let Some(bar) = &self.bar {
-            bar.inc(bytes);
-        }
+        self.0.inc(bytes);
     }
 
     /// All is done: erases the bar.
     pub fn finish(&self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
-    }
-}
-
-impl Drop for Progress {
-    /// A bar left behind by an error would garble the message that follows.
-    fn drop(&mut self) {
-        self.finish();
+        self.0.finish_and_clear();
     }
 }
 

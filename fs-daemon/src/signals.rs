@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::error::Error;
+use crate::process::mask_in_status;
 
 /// Exit code when a later signal cuts the orderly shutdown short.
 pub const FORCED_EXIT: i32 = 130;
@@ -165,18 +166,9 @@ fn force(signal: Signal, duty: &Duty) -> ! {
 /// The signals to take over, given `/proc/self/status`: one that is ignored from the start stays so,
 /// as `nohup` and shells that start a job in the background expect.
 fn wanted(status: &str) -> SigSet {
-    let ignored = status
-        .lines()
-        .find_map(|line| line.strip_prefix("SigIgn:"))
-        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
-        .unwrap_or(0);
-    let mut set = SigSet::empty();
-    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-        if ignored & (1 << (signal as i32 - 1)) == 0 {
-            set.add(signal);
-        }
-    }
-    set
+    let ignored = mask_in_status(status, "SigIgn");
+    let ending = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP];
+    ending.into_iter().filter(|signal| ignored & (1 << (*signal as i32 - 1)) == 0).collect()
 }
 
 #[cfg(test)]

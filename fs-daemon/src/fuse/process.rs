@@ -138,7 +138,7 @@ fn closes_by_death(stat: &str, hidden: impl FnOnce() -> bool) -> bool {
     // Of the kernel's include/linux/sched.h.
     const PF_SIGNALED: u64 = 0x400;
     const PF_KTHREAD: u64 = 0x20_0000;
-    let flags = field(stat, 9).and_then(|flags| flags.parse::<u64>().ok()).unwrap_or(0);
+    let flags = flags_in_stat(stat);
     if flags & PF_KTHREAD != 0 {
         return true;
     }
@@ -166,10 +166,7 @@ pub fn ending_signal(tid: u32) -> Option<Ending> {
 }
 
 fn ending_in_status(status: &str) -> Option<Ending> {
-    let mask = |name: &str| {
-        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
-    };
+    let mask = |name: &str| mask_in_status(status, name);
     let bit = |signal: i32| 1u64 << (signal - 1);
     let pending = mask("SigPnd") | mask("ShdPnd");
     let asking = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT].map(bit).iter().sum::<u64>();
@@ -187,7 +184,17 @@ fn thread_group(tid: u32) -> Option<u32> {
         return None;
     }
     let status = fs::read_to_string(format!("/proc/{tid}/status")).ok()?;
-    status.lines().find_map(|line| line.strip_prefix("Tgid:"))?.trim().parse().ok()
+    line_of_status(&status, "Tgid")?.parse().ok()
+}
+
+/// What `/proc/<pid>/status` says behind `name:`.
+fn line_of_status<'a>(status: &'a str, name: &str) -> Option<&'a str> {
+    status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
+}
+
+/// A set of bits in `/proc/<pid>/status`, such as that of the ignored signals, `SigIgn`.
+pub fn mask_in_status(status: &str, name: &str) -> u64 {
+    line_of_status(status, name).and_then(|mask| u64::from_str_radix(mask, 16).ok()).unwrap_or(0)
 }
 
 /// The wait status in `/proc/<pid>/stat` of a zombie, or None if it is none or we may not see it.
@@ -211,8 +218,13 @@ fn status_in_stat(stat: &str) -> Option<i32> {
     field(stat, 52)?.parse().ok()
 }
 
+/// Field 9 of a `/proc/<pid>/stat`: the kernel's flags of the process.
+pub fn flags_in_stat(stat: &str) -> u64 {
+    field(stat, 9).and_then(|flags| flags.parse().ok()).unwrap_or(0)
+}
+
 /// A field of `/proc/<pid>/stat`, counted from 1, behind the name.
-fn field(stat: &str, number: usize) -> Option<&str> {
+pub fn field(stat: &str, number: usize) -> Option<&str> {
     // The name, field 2, may hold anything, brackets and spaces too: what follows its last bracket counts.
     stat[stat.rfind(')')? + 1..].split_ascii_whitespace().nth(number.checked_sub(3)?)
 }

@@ -16,6 +16,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::geteuid;
 
 use crate::error::Error;
+use crate::process::{field, flags_in_stat};
 
 /// A killed daemon keeps its lock while the kernel frees its memory: many GiB take seconds.
 const ENDING_PATIENCE: Duration = Duration::from_secs(15);
@@ -182,11 +183,7 @@ fn read_pid(file: &mut File) -> Option<u32> {
 fn is_ending(pid: u32) -> bool {
     const PF_EXITING: u64 = 0x4;
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return true };
-    // The name may hold brackets and blanks: count from behind it. State is field 3, flags are field 9.
-    let Some((_, fields)) = stat.rsplit_once(')') else { return false };
-    let fields: Vec<&str> = fields.split_ascii_whitespace().take(7).collect();
-    let exiting = fields.get(6).and_then(|flags| flags.parse::<u64>().ok()).unwrap_or(0) & PF_EXITING != 0;
-    exiting || matches!(fields.first(), Some(&("Z" | "X")))
+    flags_in_stat(&stat) & PF_EXITING != 0 || matches!(field(&stat, 3), Some("Z" | "X"))
 }
 
 #[cfg(test)]

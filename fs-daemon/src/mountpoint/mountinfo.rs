@@ -2,12 +2,10 @@
 
 use std::ffi::OsString;
 use std::fmt;
-use std::fs;
+use std::fs::File;
 use std::io::{self, Read, Seek};
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
-
-const TABLE: &str = "/proc/self/mountinfo";
 
 /// One mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,42 +42,38 @@ impl fmt::Display for Mount {
 
 /// The mount that one sees at `path`, if `path` is a mountpoint.
 pub fn topmost(path: &Path) -> io::Result<Option<Mount>> {
-    Ok(topmost_of(table()?, path))
-}
-
-fn topmost_of(table: Vec<Mount>, path: &Path) -> Option<Mount> {
-    // Of several on one directory the last hides the others.
-    table.into_iter().rfind(|mount| mount.point == path)
+    OpenTable::open()?.topmost(path)
 }
 
 /// The table, open: it can be read also when the process has no file descriptor left.
 #[derive(Debug)]
-pub struct OpenTable(fs::File);
+pub struct OpenTable(File);
 
 impl OpenTable {
     /// Opens it.
     pub fn open() -> io::Result<OpenTable> {
-        fs::File::open(TABLE).map(OpenTable)
+        File::open("/proc/self/mountinfo").map(OpenTable)
     }
 
     /// As [`topmost`].
     pub fn topmost(&self, path: &Path) -> io::Result<Option<Mount>> {
+        // Of several on one directory the last hides the others.
+        Ok(self.read()?.into_iter().rfind(|mount| mount.point == path))
+    }
+
+    fn read(&self) -> io::Result<Vec<Mount>> {
         let mut table = Vec::new();
         (&self.0).rewind()?;
         (&self.0).read_to_end(&mut table)?;
-        Ok(topmost_of(parse(&table), path))
+        Ok(parse(&table))
     }
 }
 
 /// The innermost mount that `path` is in, or is the root of.
 pub fn containing(path: &Path) -> io::Result<Option<Mount>> {
     // max_by_key takes the last of equals.
-    let within = table()?.into_iter().filter(|mount| path.starts_with(&mount.point));
+    let within = OpenTable::open()?.read()?.into_iter().filter(|mount| path.starts_with(&mount.point));
     Ok(within.max_by_key(|mount| mount.point.components().count()))
-}
-
-fn table() -> io::Result<Vec<Mount>> {
-    Ok(parse(&fs::read(TABLE)?))
 }
 
 fn parse(table: &[u8]) -> Vec<Mount> {
