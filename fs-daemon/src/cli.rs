@@ -1,22 +1,24 @@
 //! The command line: what can be typed, and what it says about itself.
 //!
-//! Values stay texts here: environment and configuration file give the same ones, and [`UpConfig`]
-//! parses them all alike.
+//! What is declared here is all that can be said of an option: the environment and the configuration file have the same
+//! ones, by the same names. Values stay texts, and the configuration parses them all alike.
 
 pub mod cluster;
+mod given;
 pub mod rdma;
 
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, StringValueParser, TypedValueParser};
-use clap::{Args, CommandFactory, Parser, Subcommand, ValueHint};
+use clap::{Arg, Args, CommandFactory, Parser, Subcommand, ValueHint};
+use libmodelio::vocabulary::reducer::Reducer;
 
-use crate::config::{
-    AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPE_ALIASES, Layer, NONFINITES, REDUCERS, UP, UpConfig,
-    Vocabulary,
-};
+pub use self::given::Given;
+use self::given::{Variables, options_of};
+use crate::config::{DTYPES, UpConfig, Vocabulary};
 use crate::error::Error;
 use crate::logging::LogArgs;
 
@@ -107,7 +109,7 @@ pub enum Command {
         override_usage = "gradfs up [OPTIONS] MODEL.safetensors... MOUNT\n       \
                           gradfs up [OPTIONS] --size SIZE MOUNT\n       gradfs up --config FILE"
     )]
-    Up(Box<UpArgs>),
+    Up(Given<UpArgs>),
     /// Shards on a network.
     #[command(flatten)]
     Cluster(cluster::ClusterCommand),
@@ -147,7 +149,7 @@ impl Command {
 }
 
 /// What commands have that run until they are told to stop.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug)]
 pub struct BackgroundArgs {
     /// Return when everything answers, and go on as a daemon. Its log is the file --log-file, or one in
     /// /var/log/gradfs (without root: ~/.local/state/gradfs)
@@ -163,256 +165,190 @@ impl BackgroundArgs {
 }
 
 /// The arguments of `gradfs up`.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug)]
 pub struct UpArgs {
     /// Models to serve: safetensors files, or directories of Hugging Face checkpoints (or their index); then the
     /// empty directory to mount on
-    #[arg(value_name = "MODEL.safetensors... MOUNT", value_hint = ValueHint::AnyPath, hide_possible_values = true)]
-    paths: Vec<PathBuf>,
+    #[arg(value_name = "MODEL.safetensors... MOUNT")]
+    models: Vec<PathBuf>,
     /// TOML file with the same options as keys
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     config: Option<PathBuf>,
 
-    /// Serve a blank model of this size instead of files: 1GiB, 1048576
-    #[arg(long, value_name = "SIZE", help_heading = "Models")]
-    size: Option<String>,
-    /// Element type of the blank model [default: f32]
-    #[arg(long, value_parser = element_types(), ignore_case = true, help_heading = "Models")]
-    dtype: Option<String>,
+    #[command(flatten, next_help_heading = "Models")]
+    blank: BlankArgs,
     /// Directory of a model, once per model [default: the file's name; `model` if blank]
-    #[arg(long, value_name = "NAME", help_heading = "Models")]
+    #[arg(long, value_name = "NAME")]
     name: Vec<String>,
-    /// Unit of transfer, locking and versioning: a power of two, 64KiB to 4MiB [default: 256KiB]
-    #[arg(long, value_name = "SIZE", help_heading = "Models")]
-    block_size: Option<String>,
 
     #[command(flatten)]
     job: JobArgs,
 
-    /// Show what the models take of this machine's memory, and mount nothing; fails if it is not there
-    #[arg(long, conflicts_with = "background", help_heading = "Daemon")]
-    pub dry_run: bool,
     #[command(flatten, next_help_heading = "Daemon")]
     pub background: BackgroundArgs,
+    /// Show what the models take of this machine's memory, and mount nothing; fails if it is not there
+    #[arg(long, conflicts_with = "background")]
+    pub dry_run: bool,
+    #[command(flatten)]
+    mounting: MountingArgs,
+}
+
+/// What a model is that is not loaded.
+#[derive(Args, Debug)]
+struct BlankArgs {
+    /// Start from a blank model of this size, not from files: 1GiB, 1048576
+    #[arg(long, value_name = "SIZE")]
+    size: Option<String>,
+    /// Element type of the blank model [default: f32]
+    #[arg(long, value_parser = Shown(DTYPES))]
+    dtype: Option<String>,
+    /// Unit of transfer, locking and versioning: a power of two, 64KiB to 4MiB [default: 256KiB]
+    #[arg(long, value_name = "SIZE")]
+    block_size: Option<String>,
+}
+
+/// How models are mounted.
+#[derive(Args, Debug)]
+struct MountingArgs {
     /// Threads that serve the filesystem [default: 2]
-    #[arg(long, value_name = "N", help_heading = "Daemon")]
+    #[arg(long, value_name = "N")]
     threads: Option<String>,
     /// Let other users use the mount (/etc/fuse.conf may have to permit it)
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-          hide_possible_values = true, help_heading = "Daemon")]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     allow_other: Option<String>,
     /// User that the files belong to, by name or number; learners belong to whoever made them [default: the daemon's]
-    #[arg(long, value_name = "USER", help_heading = "Daemon")]
+    #[arg(long, value_name = "USER")]
     uid: Option<String>,
     /// Group that the files belong to, by name or number [default: the daemon's]
-    #[arg(long, value_name = "GROUP", help_heading = "Daemon")]
+    #[arg(long, value_name = "GROUP")]
     gid: Option<String>,
     /// Permission bits to take away from files, in octal: 007 lets the group write and make learners, 0 everybody [default: only
     /// the owner writes]
-    #[arg(long, value_name = "OCTAL", help_heading = "Daemon")]
+    #[arg(long, value_name = "OCTAL")]
     umask: Option<String>,
     /// Serve reads through the daemon even where the kernel could bypass it
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-          hide_possible_values = true, help_heading = "Daemon")]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     no_passthrough: Option<String>,
     /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
-    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname, help_heading = "Daemon")]
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     metrics: Option<String>,
 }
 
 /// The settings of a job.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Job")]
 struct JobArgs {
     /// What becomes of contributions [default: sgd]
-    #[arg(long, value_parser = PossibleValuesParser::new(REDUCERS), ignore_case = true, help_heading = "Job")]
+    #[arg(long, value_parser = PossibleValuesParser::new(Reducer::all().map(Reducer::name)), ignore_case = true)]
     reducer: Option<String>,
     /// What a version waits for: sync, all active learners; quorum, K of them; async and ssp, one contribution,
     /// and with ssp nobody runs more than S steps ahead of the slowest [default: sync]
-    #[arg(long, value_parser = Consistencies, help_heading = "Job")]
+    #[arg(long, value_parser = Shown(&["sync", "async", "quorum(K)", "ssp(S)"]))]
     consistency: Option<String>,
     /// Add up in the order of learners, also what is mapped: runs are bit-for-bit repeatable
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-          hide_possible_values = true, help_heading = "Job")]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     deterministic: Option<String>,
     /// Learners to wait for before the first version [default: 1]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Job")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     learners: Option<String>,
     /// Stop below this many active learners [default: 1]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Job")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     min_learners: Option<String>,
     /// Silence after which a learner leaves; 0 is never [default: 60]
-    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, help_heading = "Job")]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
     lease: Option<String>,
     /// Seconds for which others wait for a learner whose last process has exited [default: 2]
-    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, help_heading = "Job")]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
     linger: Option<String>,
     /// Longest wait of an open, fsync or close [default: 120]
-    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true, help_heading = "Job")]
+    #[arg(long, value_name = "SECONDS", allow_negative_numbers = true)]
     timeout: Option<String>,
     /// Older versions to keep under versions/ [default: 1]
-    #[arg(long, value_name = "K", allow_negative_numbers = true, help_heading = "Job")]
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
     retain: Option<String>,
     /// Most version buffers at once: newest, next, retained and held open [default: 16]
-    #[arg(long, value_name = "N", allow_negative_numbers = true, help_heading = "Job")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     max_versions: Option<String>,
     /// What to do with a contribution that holds NaN or Inf [default: reject]
-    #[arg(long, value_parser = PossibleValuesParser::new(NONFINITES), ignore_case = true, help_heading = "Job")]
+    #[arg(long, value_parser = ["reject", "accept"], ignore_case = true)]
     nonfinite: Option<String>,
     /// Never reduce tensors whose names match, with * and ?; may be repeated
-    #[arg(long, value_name = "PATTERN", help_heading = "Job")]
+    #[arg(long, value_name = "PATTERN")]
     frozen: Vec<String>,
+    #[command(flatten)]
+    optimizer: OptimizerArgs,
+}
 
+/// Those of its optimizer.
+#[derive(Args, Debug)]
+#[command(next_help_heading = "Optimizer")]
+struct OptimizerArgs {
     /// Step size of the optimizers [default: 0.01]
-    #[arg(
-        long,
-        visible_alias = "lr",
-        value_name = "X",
-        allow_negative_numbers = true,
-        help_heading = "Optimizer"
-    )]
+    #[arg(long, visible_alias = "lr", value_name = "X", allow_negative_numbers = true)]
     learning_rate: Option<String>,
     /// Weight of the running gradient (momentum, nesterov) [default: 0.9]
-    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     momentum: Option<String>,
     /// Share of the new gradient left out (momentum, nesterov) [default: 0]
-    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     dampening: Option<String>,
     /// Decay of the first moment (adam, adamw) [default: 0.9]
-    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     beta1: Option<String>,
     /// Decay of the second moment (adam, adamw) [default: 0.999]
-    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     beta2: Option<String>,
     /// Added to the denominator (adam, adamw) [default: 1e-8]
-    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     epsilon: Option<String>,
     /// Pull towards zero, decoupled for adamw [default: 0]
-    #[arg(
-        long,
-        visible_alias = "wd",
-        value_name = "X",
-        allow_negative_numbers = true,
-        help_heading = "Optimizer"
-    )]
+    #[arg(long, visible_alias = "wd", value_name = "X", allow_negative_numbers = true)]
     weight_decay: Option<String>,
     /// How much of the old weights stays (sum): 1 adds to them, 0 is an all-reduce [default: 1]
-    #[arg(long, value_name = "X", allow_negative_numbers = true, help_heading = "Optimizer")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     carry: Option<String>,
     /// What an optimizer sees of several contributions [default: mean]
-    #[arg(long, value_parser = PossibleValuesParser::new(AGGREGATIONS), ignore_case = true, help_heading = "Optimizer")]
+    #[arg(long, value_parser = ["mean", "sum"], ignore_case = true)]
     aggregation: Option<String>,
 }
 
-/// Shows what a consistency can be. It is judged with those of the environment and the file.
+/// Shows what there is to choose from. It is judged with what the environment and the file say.
 #[derive(Clone, Debug)]
-struct Consistencies;
+struct Shown(&'static [&'static str]);
 
-impl TypedValueParser for Consistencies {
+impl TypedValueParser for Shown {
     type Value = String;
 
     fn parse_ref(
         &self,
         command: &clap::Command,
-        argument: Option<&clap::Arg>,
+        argument: Option<&Arg>,
         value: &OsStr,
     ) -> Result<String, clap::Error> {
         StringValueParser::new().parse_ref(command, argument, value)
     }
 
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
-        Some(Box::new(CONSISTENCIES.iter().map(|form| PossibleValue::new(*form))))
+        Some(Box::new(self.0.iter().map(|form| PossibleValue::new(*form))))
     }
 }
 
-/// Element types of a blank model, also by other names; those are left out of the help.
-pub(crate) fn element_types() -> PossibleValuesParser {
-    PossibleValuesParser::new(
-        DTYPE_ALIASES.iter().map(|(name, aliases)| PossibleValue::new(*name).aliases(*aliases)),
-    )
-}
+/// Of `gradfs up`.
+pub static UP: LazyLock<Vocabulary> = LazyLock::new(|| {
+    let mount = Arg::new("mount").value_hint(ValueHint::DirPath);
+    Vocabulary::new(options_of::<UpArgs>().into_iter().chain([mount]), "gradfs up --help")
+});
 
-impl UpArgs {
+impl Given<UpArgs> {
     /// The configuration that these flags, the environment `variables` and the file they name ask for.
-    pub fn config(
-        self,
-        variables: impl IntoIterator<Item = (OsString, OsString)>,
-    ) -> Result<UpConfig, Error> {
-        let file = self.config.clone();
-        UpConfig::merge(&layers(&UP, self.layer(), file, variables)?)
-    }
-
-    fn layer(mut self) -> Layer {
-        let mut layer = UP.flags();
-        layer.set("mount", self.paths.pop());
-        layer.set("models", self.paths);
-        layer.set("name", self.name);
-        for (key, value) in [
-            ("size", self.size),
-            ("dtype", self.dtype),
-            ("block_size", self.block_size),
-            ("threads", self.threads),
-            ("allow_other", self.allow_other),
-            ("uid", self.uid),
-            ("gid", self.gid),
-            ("umask", self.umask),
-            ("no_passthrough", self.no_passthrough),
-            ("metrics", self.metrics),
-        ] {
-            layer.set(key, value);
+    pub fn config(self, variables: impl Variables) -> Result<UpConfig, Error> {
+        let mut layers = self.layers(&UP, variables)?;
+        if let Some((mount, models)) = layers[0].take("models").split_last() {
+            layers[0].set("mount", [mount]);
+            layers[0].set("models", models);
         }
-        self.job.add_to(&mut layer);
-        layer
+        UpConfig::merge(&layers)
     }
-}
-
-impl JobArgs {
-    fn add_to(self, layer: &mut Layer) {
-        layer.set("frozen", self.frozen);
-        for (key, value) in [
-            ("reducer", self.reducer),
-            ("consistency", self.consistency),
-            ("deterministic", self.deterministic),
-            ("learners", self.learners),
-            ("min_learners", self.min_learners),
-            ("lease", self.lease),
-            ("linger", self.linger),
-            ("timeout", self.timeout),
-            ("retain", self.retain),
-            ("max_versions", self.max_versions),
-            ("nonfinite", self.nonfinite),
-            ("learning_rate", self.learning_rate),
-            ("momentum", self.momentum),
-            ("dampening", self.dampening),
-            ("beta1", self.beta1),
-            ("beta2", self.beta2),
-            ("epsilon", self.epsilon),
-            ("weight_decay", self.weight_decay),
-            ("carry", self.carry),
-            ("aggregation", self.aggregation),
-        ] {
-            layer.set(key, value);
-        }
-    }
-}
-
-/// The sources of a configuration, the strongest first: `flags`, the environment `variables`, and the file that
-/// either of them names.
-fn layers(
-    vocabulary: &'static Vocabulary,
-    flags: Layer,
-    file: Option<PathBuf>,
-    variables: impl IntoIterator<Item = (OsString, OsString)>,
-) -> Result<Vec<Layer>, Error> {
-    let variables: Vec<_> = variables.into_iter().collect();
-    let file = file.or_else(|| {
-        let named = variables.iter().find(|(name, value)| name == CONFIG_VARIABLE && !value.is_empty());
-        named.map(|(_, value)| value.into())
-    });
-    let mut layers = vec![flags, vocabulary.environment(variables)];
-    if let Some(path) = file {
-        layers.push(vocabulary.file(&path)?);
-    }
-    Ok(layers)
 }
 
 /// Parses a command line. On `Err`, everything is printed, and it is the exit code.
@@ -445,7 +381,9 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::config::{KEYS, ModelSource};
+    use libmodelio::vocabulary::controls::{Controls, SETTINGS};
+
+    use crate::config::{CONFIG_VARIABLE, ModelSource};
 
     fn up(arguments: &str, variables: &[(&str, &str)]) -> Result<UpConfig, Error> {
         let words = ["gradfs", "up"].into_iter().chain(arguments.split_whitespace());
@@ -460,16 +398,17 @@ mod tests {
     }
 
     #[test]
-    fn every_key_is_a_flag_and_every_flag_a_key() {
+    fn every_option_with_a_value_is_a_key_and_settings_are_those_of_a_job() {
+        let keys: BTreeSet<&str> = UP.names().collect();
         let command = Cli::command();
         let up = command.find_subcommand("up").unwrap();
-        let flags: BTreeSet<&str> = up.get_arguments().map(|arg| arg.get_id().as_str()).collect();
-        for key in KEYS.iter().filter(|key| !matches!(key.name, "models" | "mount")) {
-            assert!(flags.contains(key.name), "{} has no flag", key.name);
+        let options: BTreeSet<&str> = up.get_arguments().map(|arg| arg.get_id().as_str()).collect();
+        let on_the_line_alone = BTreeSet::from(["config", "background", "dry_run"]);
+        assert_eq!(&options - &keys, on_the_line_alone);
+        assert_eq!(&keys - &options, BTreeSet::from(["mount"]), "models and mount are one argument");
+        for (setting, _) in SETTINGS {
+            assert!(keys.contains(setting), "{setting} has no option");
         }
-        let others = ["paths", "config", "background", "dry_run"];
-        assert!(others.iter().all(|other| flags.contains(other)), "{flags:?}");
-        assert_eq!(flags.len(), KEYS.len() - 2 + others.len(), "no models and mount: {flags:?}");
     }
 
     #[test]
@@ -490,7 +429,7 @@ mod tests {
             String::from("--size 1MiB --block-size 64KiB --threads 3 --allow-other --metrics [::1]:1 /mnt");
         let texts = [
             ("reducer", "adamw"),
-            ("consistency", "quorum(3)"),
+            ("consistency", "sync"),
             ("learners", "4"),
             ("min_learners", "2"),
             ("lease", "2.5"),
@@ -514,10 +453,13 @@ mod tests {
         }
         words.push_str(" --deterministic");
         let config = up(&words, &[]).unwrap();
-        assert_eq!(config.settings.len(), texts.len() + 1);
-        assert_eq!(config.settings["deterministic"], "true");
-        for (key, text) in texts {
-            assert_eq!(config.settings[key], text);
+        let controls = Controls::default().with_all(texts.into_iter().chain([("deterministic", "true")]));
+        assert_eq!(config.controls, controls.unwrap());
+        let quorum = up("--size 1MiB --consistency quorum(3) /mnt", &[]).unwrap();
+        assert_eq!(quorum.controls.get("consistency").as_deref(), Some("quorum(3)"));
+        for (key, text) in texts.into_iter().filter(|(key, _)| *key != "consistency") {
+            let default = Controls::default();
+            assert_ne!(default.get(key), config.controls.get(key), "{key} {text} is the default");
         }
         assert_eq!((config.block_size, config.threads), (64 << 10, 3));
         assert!(config.allow_other && config.passthrough);
@@ -542,7 +484,7 @@ mod tests {
         let config = up(&format!("--config {shown}"), &[]).unwrap();
         assert_eq!(config.mountpoint, directory.path().join("mnt"));
         let config = up("--reducer adam", &[(CONFIG_VARIABLE, shown)]).unwrap();
-        assert_eq!(config.settings["reducer"], "adam");
+        assert_eq!(config.controls.get("reducer").as_deref(), Some("adam"));
         let error = up("--config /nonexistent", &[(CONFIG_VARIABLE, shown)]).unwrap_err();
         assert!(error.message.contains("/nonexistent"));
     }
@@ -610,7 +552,7 @@ mod tests {
     fn what_torch_calls_things_is_understood() {
         let words = "--lr 3e-4 --wd 0.1 --reducer AdamW --dtype float32 --nonfinite Accept --size 1MiB /mnt";
         let config = up(words, &[]).unwrap();
-        let controls = config.controls().unwrap();
+        let controls = config.controls;
         for (key, value) in [
             ("learning_rate", "0.0003"),
             ("weight_decay", "0.1"),

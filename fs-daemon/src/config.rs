@@ -1,31 +1,30 @@
 //! What `gradfs up` is asked to do, merged from flags, environment and file, and checked.
 //!
-//! Each source is a [`Layer`] of texts by key; the layers are merged by precedence and then parsed
-//! once, so that a value means the same wherever it comes from and every complaint names its source.
-//! Job settings stay texts: their names and their parser are those of the `control/` files, and what
-//! is checked here is what can be said without a job.
+//! Each source is a [`Layer`] of texts by key, and the options of the command line are the keys. The layers are merged
+//! by precedence and then parsed once, so that a value means the same wherever it comes from and every complaint names
+//! its source.
 
 pub mod cluster;
 pub mod endpoint;
 mod layer;
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fmt::Display;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
-use libmodelio::vocabulary::controls::{Consistency, ControlError, Controls};
+use libmodelio::vocabulary::controls::{ControlError, Controls, SETTINGS};
 use libmodelio::vocabulary::layout::{DType, MAX_BLOCKS};
 
 use self::endpoint::{Endpoint, METRICS_PORT};
-pub use self::layer::{
-    AGGREGATIONS, CONFIG_VARIABLE, CONSISTENCIES, DTYPE_ALIASES, DTYPES, KEYS, Kind, Layer, NONFINITES,
-    REDUCERS, UP, Vocabulary,
-};
+pub use self::layer::{CONFIG_VARIABLE, Layer, Vocabulary};
 use crate::checkpoint;
 use crate::error::Error;
 
-const DEFAULT_BLOCK_SIZE: u64 = 256 << 10;
+/// Element types of a blank model.
+pub const DTYPES: &[&str] = &["f32", "f64", "f16", "bf16"];
+const DEFAULT_BLOCK_SIZE: u32 = 256 << 10;
 const MIN_BLOCK_SIZE: u64 = 64 << 10;
 const MAX_BLOCK_SIZE: u64 = 4 << 20;
 const DEFAULT_THREADS: usize = 2;
@@ -56,10 +55,8 @@ pub struct UpConfig {
     pub passthrough: bool,
     /// Where metrics are served, if they are.
     pub metrics: Option<Endpoint>,
-    /// Control-file name to text, for what the user gave, plus `reducer` and `consistency` always.
-    pub settings: BTreeMap<String, String>,
-    /// Control-file name to where its text came from (`--learning-rate`, `GRADFS_LEARNING_RATE`, …).
-    pub origins: BTreeMap<String, String>,
+    /// The settings of the jobs.
+    pub controls: Controls,
 }
 
 /// Owner and mode of a mount's files, where they are not those of a mount that only the daemon's user writes to.
@@ -100,7 +97,7 @@ impl UpConfig {
     /// Merges `layers`, the strongest first, fills in defaults, and checks all of it.
     pub fn merge(layers: &[Layer]) -> Result<UpConfig, Error> {
         let merged = Merged(layers);
-        let (settings, origins) = merged.settings()?;
+        let controls = merged.controls()?;
         let block_size = merged.block_size()?;
         Ok(UpConfig {
             mountpoint: merged.mountpoint(UP_MOUNT)?,
@@ -111,41 +108,8 @@ impl UpConfig {
             permissions: merged.permissions()?,
             passthrough: !merged.switch("no_passthrough")?,
             metrics: merged.metrics()?,
-            settings,
-            origins,
+            controls,
         })
-    }
-
-    /// The settings as a job takes them.
-    ///
-    /// # Errors
-    /// With where the setting that is refused comes from.
-    pub fn controls(&self) -> Result<Controls, Error> {
-        controls(&self.settings, &self.origins)
-    }
-}
-
-/// Settings as a job takes them, from texts by name; complaints name the text's origin.
-fn controls(texts: &BTreeMap<String, String>, origins: &BTreeMap<String, String>) -> Result<Controls, Error> {
-    let settings = texts.iter().map(|(name, value)| (name.as_str(), value.as_str()));
-    Controls::default().with_all(settings).map_err(|error| {
-        let name = match &error {
-            ControlError::Invalid { name, .. } => name,
-            ControlError::Unknown(name) => name.as_str(),
-            ControlError::Conflict(_) => "",
-        };
-        match origins.contains_key(name) {
-            true => setting_error(origins, name, error.without_name()),
-            false => setting_error(origins, name, &error),
-        }
-    })
-}
-
-/// The error that the text of setting `name` is refused because of `why`, naming its origin.
-fn setting_error(origins: &BTreeMap<String, String>, name: &str, why: impl Display) -> Error {
-    match origins.get(name) {
-        Some(origin) => Error::usage(format!("{origin}: {why}")),
-        None => Error::usage(why.to_string()),
     }
 }
 
@@ -159,95 +123,82 @@ impl<'a> Merged<'a> {
 
     /// The strongest text of `key`. Of several in one source the last counts.
     fn text(&self, key: &str) -> Result<Option<(String, &'a str)>, Error> {
-        let Some((origin, values)) = self.get(key) else { return Ok(None) };
-        let Some(value) = values.last() else { return Ok(None) };
-        Ok(Some((origin.clone(), utf8(&origin, value)?.trim())))
+        let Some((origin, [.., value])) = self.get(key) else { return Ok(None) };
+        let text = utf8(&origin, value)?.trim();
+        Ok(Some((origin, text)))
     }
 
-    /// The command that tells what can be given.
-    fn help(&self) -> &'static str {
-        self.0.first().map_or(UP.help, Layer::help)
+    /// What `parse` makes of the origin and the strongest text of `key`.
+    fn parsed<T>(
+        &self,
+        key: &str,
+        parse: impl FnOnce(&str, &'a str) -> Result<T, Error>,
+    ) -> Result<Option<T>, Error> {
+        self.text(key)?.map(|(origin, text)| parse(&origin, text)).transpose()
+    }
+
+    /// A whole number, if one is given.
+    fn whole<T: FromStr + PartialOrd + Display>(
+        &self,
+        key: &str,
+        range: RangeInclusive<T>,
+        hint: &str,
+    ) -> Result<Option<T>, Error> {
+        self.parsed(key, |origin, text| number(origin, text, "a whole number", range, hint))
+    }
+
+    /// One of `words`, which `T` reads, or what it is where none is given.
+    fn word<T: FromStr>(&self, key: &str, words: &[&str], default: T) -> Result<T, Error> {
+        let word = |origin: &str, text: &str| text.parse().map_err(|_| not_a_word(origin, text, words));
+        Ok(self.parsed(key, word)?.unwrap_or(default))
     }
 
     fn switch(&self, key: &str) -> Result<bool, Error> {
-        match self.text(key)? {
-            None => Ok(false),
-            Some((_, "true" | "1" | "yes" | "on")) => Ok(true),
-            Some((_, "false" | "0" | "no" | "off")) => Ok(false),
-            Some((origin, text)) => {
-                Err(Error::usage(format!("{origin}: {text:?} is not true or false"))
-                    .hint("use true or false"))
-            }
-        }
+        let switch =
+            |origin: &str, text: &str| match text {
+                "true" | "1" | "yes" | "on" => Ok(true),
+                "false" | "0" | "no" | "off" => Ok(false),
+                _ => Err(Error::usage(format!("{origin}: {text:?} is not true or false"))
+                    .hint("use true or false")),
+            };
+        Ok(self.parsed(key, switch)?.unwrap_or(false))
     }
 
     fn metrics(&self) -> Result<Option<Endpoint>, Error> {
-        let Some((origin, text)) = self.text("metrics")? else { return Ok(None) };
-        Endpoint::parse(&origin, text, METRICS_PORT).map(Some)
+        self.parsed("metrics", |origin, text| Endpoint::parse(origin, text, METRICS_PORT))
     }
 
     fn threads(&self, what_for: &str) -> Result<usize, Error> {
-        let Some((origin, text)) = self.text("threads")? else { return Ok(DEFAULT_THREADS) };
-        match text.parse() {
-            Ok(threads @ 1..=MAX_THREADS) => Ok(threads),
-            _ => {
-                Err(Error::usage(format!("{origin}: {text:?} is not a whole number from 1 to {MAX_THREADS}"))
-                    .hint(what_for))
-            }
-        }
+        Ok(self.whole("threads", 1..=MAX_THREADS, what_for)?.unwrap_or(DEFAULT_THREADS))
     }
 
     /// Users and groups go by number or name.
     fn permissions(&self) -> Result<Permissions, Error> {
-        let user =
-            |name: &str| nix::unistd::User::from_name(name).map(|found| found.map(|user| user.uid.as_raw()));
-        let group = |name: &str| {
-            nix::unistd::Group::from_name(name).map(|found| found.map(|group| group.gid.as_raw()))
-        };
-        let umask = self.text("umask")?.map(|(origin, text)| match u16::from_str_radix(text, 8) {
+        use nix::unistd::{Group, User};
+        let user = |name: &str| Ok(User::from_name(name)?.map(|user| user.uid.as_raw()));
+        let group = |name: &str| Ok(Group::from_name(name)?.map(|group| group.gid.as_raw()));
+        let umask = |origin: &str, text: &str| match u16::from_str_radix(text, 8) {
             Ok(umask @ 0..=0o777) => Ok(umask),
             _ => Err(Error::usage(format!("{origin}: {text:?} is not an octal number from 0 to 777"))
                 .hint("--umask 007 lets the group write, --umask 0 everybody")),
-        });
+        };
         Ok(Permissions {
-            uid: self.id("uid", "user", user)?,
-            gid: self.id("gid", "group", group)?,
-            umask: umask.transpose()?,
+            uid: self.parsed("uid", |origin, text| id(origin, text, "user", user))?,
+            gid: self.parsed("gid", |origin, text| id(origin, text, "group", group))?,
+            umask: self.parsed("umask", umask)?,
         })
     }
 
-    fn id(
-        &self,
-        key: &str,
-        what: &str,
-        named: impl Fn(&str) -> nix::Result<Option<u32>>,
-    ) -> Result<Option<u32>, Error> {
-        let Some((origin, text)) = self.text(key)? else { return Ok(None) };
-        // The highest number means nobody to the kernel.
-        if let Ok(id) = text.parse::<u32>()
-            && id != u32::MAX
-        {
-            return Ok(Some(id));
-        }
-        let found = named(text)
-            .map_err(|error| Error::new(format!("{origin}: looking up {text:?}")).caused_by(error))?;
-        let missing = || {
-            Error::usage(format!("{origin}: there is no {what} {text:?}")).hint("use its name or its number")
-        };
-        found.map(Some).ok_or_else(missing)
-    }
-
     fn block_size(&self) -> Result<u32, Error> {
-        let (origin, bytes) = match self.text("block_size")? {
-            None => return Ok(DEFAULT_BLOCK_SIZE as u32),
-            Some((origin, text)) => (origin.clone(), size(&origin, text)?),
+        let block_size = |origin: &str, text: &str| match size(origin, text)? {
+            bytes @ MIN_BLOCK_SIZE..=MAX_BLOCK_SIZE if bytes.is_power_of_two() => Ok(bytes as u32),
+            bytes => {
+                let message = format!("{origin}: {bytes} bytes is not a power of two from 64KiB to 4MiB");
+                Err(Error::usage(message)
+                    .hint("use 64KiB, 128KiB, 256KiB (the default), 512KiB, 1MiB, 2MiB or 4MiB"))
+            }
         };
-        if bytes.is_power_of_two() && (MIN_BLOCK_SIZE..=MAX_BLOCK_SIZE).contains(&bytes) {
-            Ok(bytes as u32)
-        } else {
-            Err(Error::usage(format!("{origin}: {bytes} bytes is not a power of two from 64KiB to 4MiB"))
-                .hint("use 64KiB, 128KiB, 256KiB (the default), 512KiB, 1MiB, 2MiB or 4MiB"))
-        }
+        Ok(self.parsed("block_size", block_size)?.unwrap_or(DEFAULT_BLOCK_SIZE))
     }
 
     fn mountpoint(&self, usage: &str) -> Result<PathBuf, Error> {
@@ -295,24 +246,15 @@ impl<'a> Merged<'a> {
     }
 
     fn blank(&self, block_size: u32) -> Result<ModelSource, Error> {
-        let (dtype, element) = match self.text("dtype")? {
-            None => (DType::F32, 4),
-            Some((origin, text)) => match element_type(text) {
-                Some("f32") => (DType::F32, 4),
-                Some("f64") => (DType::F64, 8),
-                Some("f16") => (DType::F16, 2),
-                Some("bf16") => (DType::BF16, 2),
-                _ => return Err(not_a_word(&origin, text, DTYPES)),
-            },
-        };
+        let dtype = self.parsed("dtype", element_type)?.unwrap_or(DType::F32);
+        let element = dtype.size_bytes().map_or(1, |bytes| bytes as u64);
         let (origin, text) = self.text("size")?.unwrap_or_default();
         let bytes = size(&origin, text)?;
         if bytes == 0 {
             return Err(Error::usage(format!("{origin}: a model cannot be empty")).hint("try 1GiB"));
         }
         if bytes % element != 0 {
-            let below = bytes - bytes % element;
-            let near = if below == 0 { element } else { below };
+            let near = (bytes - bytes % element).max(element);
             return Err(Error::usage(format!(
                 "{origin}: {bytes} bytes is not a multiple of the element size, {element}"
             ))
@@ -326,45 +268,24 @@ impl<'a> Merged<'a> {
     }
 
     fn named(&self, sources: Vec<ModelSource>) -> Result<Vec<ModelSpec>, Error> {
-        let given = self.get("name");
-        if let Some((origin, names)) = &given
-            && names.len() != sources.len()
-        {
-            let message = format!("{origin}: {} name(s) for {} model(s)", names.len(), sources.len());
-            return Err(Error::usage(message).hint("give one name per model, in the same order"));
-        }
-        let stems: Vec<Option<String>> = sources
-            .iter()
-            .map(|source| match source {
-                ModelSource::File(path) if given.is_none() => checkpoint::name_of(path),
-                _ => None,
-            })
-            .collect();
-        let mut models = Vec::with_capacity(sources.len());
-        let mut seen = BTreeSet::new();
-        for (i, source) in sources.into_iter().enumerate() {
-            let name = match (&given, &source) {
-                (Some((origin, names)), _) => utf8(origin, &names[i])?.to_owned(),
-                (None, ModelSource::Blank { .. }) => "model".to_owned(),
-                (None, ModelSource::File(path)) => {
-                    let own = checkpoint::name_of(path);
-                    // Checkpoints all call their file the same: then their folders tell them apart.
-                    let name = if own.is_some() && stems.iter().filter(|stem| **stem == own).count() > 1 {
-                        checkpoint::folder_of(path)
-                    } else {
-                        own
-                    };
-                    name.ok_or_else(|| {
-                        Error::usage(format!("no name can be made from {}", path.display()))
-                            .hint("choose one with --name")
-                    })?
-                }
-            };
+        let names = match self.get("name") {
+            Some((origin, names)) if names.len() != sources.len() => {
+                let message = format!("{origin}: {} name(s) for {} model(s)", names.len(), sources.len());
+                return Err(Error::usage(message).hint("give one name per model, in the same order"));
+            }
+            Some((origin, names)) => {
+                let names = names.iter().map(|name| utf8(&origin, name).map(str::to_owned));
+                names.collect::<Result<_, _>>()?
+            }
+            None => own_names(&sources)?,
+        };
+        let mut models: Vec<ModelSpec> = Vec::with_capacity(sources.len());
+        for (source, name) in sources.into_iter().zip(names) {
             if let Some(fault) = name_fault(&name) {
                 return Err(Error::usage(format!("{name:?} cannot name a model: {fault}"))
                     .hint("the name becomes a directory under the mount; choose one with --name"));
             }
-            if !seen.insert(name.clone()) {
+            if models.iter().any(|other| other.name == name) {
                 return Err(Error::usage(format!("two models are called {name}"))
                     .hint("choose different names with --name, once per model"));
             }
@@ -373,69 +294,102 @@ impl<'a> Merged<'a> {
         Ok(models)
     }
 
-    #[allow(clippy::type_complexity)]
-    fn settings(&self) -> Result<(BTreeMap<String, String>, BTreeMap<String, String>), Error> {
-        let mut settings: BTreeMap<_, _> =
-            [("reducer", "sgd"), ("consistency", "sync")].map(|(k, v)| (k.to_owned(), v.to_owned())).into();
-        let mut origins = BTreeMap::new();
-        for key in KEYS.iter().filter(|key| key.setting) {
-            let Some((origin, text)) = self.text(key.name)? else { continue };
-            check_setting(&origin, text, key.kind, self.help())?;
-            let text = match (key.kind, self.get(key.name)) {
-                // One a line.
-                (Kind::Names, Some((_, all))) => {
-                    let all: Result<Vec<&str>, Error> = all.iter().map(|one| utf8(&origin, one)).collect();
-                    all?.join("\n")
+    /// The settings of a job: those that `control/` has, under the same names.
+    fn controls(&self) -> Result<Controls, Error> {
+        let mut given = Vec::new();
+        for (name, _) in SETTINGS {
+            let Some((origin, values)) = self.get(name) else { continue };
+            let texts: Result<Vec<&str>, Error> = values.iter().map(|value| utf8(&origin, value)).collect();
+            let texts = texts?;
+            // Patterns are one a line.
+            let text = if *name == "frozen" { texts.join("\n") } else { texts[texts.len() - 1].to_owned() };
+            given.push((*name, origin, text));
+        }
+        let find = |name: &str| given.iter().find(|(of, ..)| *of == name);
+        let number = |name: &str| {
+            find(name).and_then(|(_, origin, text)| Some((origin, text.trim().parse::<u32>().ok()?)))
+        };
+        let texts = given.iter().map(|(name, _, text)| (*name, text.as_str()));
+        Controls::default().with_all(texts).map_err(|error| match &error {
+            ControlError::Invalid { name, .. } => {
+                let origin = find(name).map_or(*name, |(_, origin, _)| origin);
+                let help = self.0.first().map_or("gradfs --help", Layer::help);
+                Error::usage(format!("{origin}: {}", error.without_name()))
+                    .hint(format!("{help} tells what each setting does, and its default"))
+            }
+            _ => {
+                let learners = number("learners").map_or(1, |(_, learners)| learners);
+                match number("min_learners") {
+                    Some((origin, least)) if least > learners => {
+                        Error::usage(format!("{origin}: {least} is more than there are learners"))
+                            .hint(format!("learners is {learners}: raise it, or lower min_learners"))
+                    }
+                    _ => Error::usage(error.to_string()),
                 }
-                _ => text.to_owned(),
-            };
-            settings.insert(key.name.to_owned(), text);
-            origins.insert(key.name.to_owned(), origin);
-        }
-        let learners = settings.get("learners").and_then(|text| text.parse::<u64>().ok()).unwrap_or(1);
-        let min_learners = settings.get("min_learners").and_then(|text| text.parse::<u64>().ok());
-        if let Some(min_learners) = min_learners.filter(|min| *min > learners) {
-            let origin = &origins["min_learners"];
-            return Err(Error::usage(format!("{origin}: {min_learners} is more than there are learners"))
-                .hint(format!("learners is {learners}: raise it, or lower min_learners")));
-        }
-        Ok((settings, origins))
+            }
+        })
     }
 }
 
-fn check_setting(origin: &str, text: &str, kind: Kind, help: &str) -> Result<(), Error> {
-    let wanted = match kind {
-        Kind::Whole(least) => match text.parse::<u64>() {
-            Ok(number) if number >= least => return Ok(()),
-            _ => format!("a whole number, {least} or more"),
-        },
-        Kind::Number => match text.parse::<f64>() {
-            Ok(number) if number.is_finite() => return Ok(()),
-            _ => "a finite number".into(),
-        },
-        Kind::Seconds => match text.parse::<f64>() {
-            Ok(number) if number.is_finite() && number >= 0.0 => return Ok(()),
-            _ => "a finite number of seconds, 0 or more".into(),
-        },
-        Kind::Consistency => match text.parse::<Consistency>() {
-            Ok(_) => return Ok(()),
-            Err(error) => return Err(Error::usage(format!("{origin}: {text:?} is {error}"))),
-        },
-        Kind::Word(words) if !words.iter().any(|word| word.eq_ignore_ascii_case(text)) => {
-            return Err(not_a_word(origin, text, words));
-        }
-        _ => return Ok(()),
+/// What models are called that are not given names.
+fn own_names(sources: &[ModelSource]) -> Result<Vec<String>, Error> {
+    let of_file = |source: &ModelSource| match source {
+        ModelSource::File(path) => checkpoint::name_of(path),
+        ModelSource::Blank { .. } => None,
     };
-    Err(Error::usage(format!("{origin}: {text:?} is not {wanted}"))
-        .hint(format!("{help} tells what each setting does, and its default")))
+    let names: Vec<Option<String>> = sources.iter().map(of_file).collect();
+    let named = sources.iter().zip(&names).map(|(source, name)| {
+        let ModelSource::File(path) = source else { return Ok("model".to_owned()) };
+        // Checkpoints all call their file the same: then their folders tell them apart.
+        let is_shared = name.is_some() && names.iter().filter(|other| *other == name).count() > 1;
+        let name = if is_shared { checkpoint::folder_of(path) } else { name.clone() };
+        name.ok_or_else(|| {
+            Error::usage(format!("no name can be made from {}", path.display()))
+                .hint("choose one with --name")
+        })
+    });
+    named.collect()
 }
 
-/// The element type that `text` names, in any case, as `f32`, `float32` or `torch.float32`.
-fn element_type(text: &str) -> Option<&'static str> {
+/// The number of the user or group (`what`) that `text` is, or names.
+fn id(
+    origin: &str,
+    text: &str,
+    what: &str,
+    named: impl Fn(&str) -> nix::Result<Option<u32>>,
+) -> Result<u32, Error> {
+    // The highest number means nobody to the kernel.
+    if let Some(id) = text.parse().ok().filter(|id| *id != u32::MAX) {
+        return Ok(id);
+    }
+    let found =
+        named(text).map_err(|error| Error::new(format!("{origin}: looking up {text:?}")).caused_by(error))?;
+    found.ok_or_else(|| {
+        Error::usage(format!("{origin}: there is no {what} {text:?}")).hint("use its name or its number")
+    })
+}
+
+/// A number in `range`; `what` it is to be, in words.
+fn number<T: FromStr + PartialOrd + Display>(
+    origin: &str,
+    text: &str,
+    what: &str,
+    range: RangeInclusive<T>,
+    hint: &str,
+) -> Result<T, Error> {
+    text.parse().ok().filter(|number| range.contains(number)).ok_or_else(|| {
+        let (least, most) = range.into_inner();
+        Error::usage(format!("{origin}: {text:?} is not {what} from {least} to {most}")).hint(hint)
+    })
+}
+
+/// The type of the elements of a blank model: as in [`DTYPES`], or as torch and NumPy call it, in any case.
+fn element_type(origin: &str, text: &str) -> Result<DType, Error> {
     let plain = text.to_ascii_lowercase();
-    let plain = plain.strip_prefix("torch.").unwrap_or(&plain);
-    let known = DTYPE_ALIASES.iter().find(|(name, aliases)| *name == plain || aliases.contains(&plain));
-    known.map(|(name, _)| *name)
+    match DType::parse(plain.strip_prefix("torch.").unwrap_or(&plain)) {
+        Ok(DType::Opaque(_)) | Err(_) => Err(not_a_word(origin, text, DTYPES)),
+        Ok(dtype) => Ok(dtype),
+    }
 }
 
 fn not_a_word(origin: &str, text: &str, words: &[&str]) -> Error {

@@ -24,7 +24,7 @@ const CHUNK: usize = 8 << 20;
 /// # Errors
 /// Anything that keeps it from mounting; nothing is left mounted then.
 pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
-    let controls = config.controls()?;
+    let controls = config.controls.clone();
     let mounting = Mounting {
         mountpoint: &config.mountpoint,
         threads: config.threads,
@@ -59,7 +59,7 @@ const MOST_SHOWN: u64 = 1 << 40;
 /// # Errors
 /// Models that cannot be loaded, or that the memory does not suffice for.
 pub fn dry_run(config: &UpConfig) -> Result<(), Error> {
-    let controls = config.controls()?;
+    let controls = config.controls.clone();
     let mut needed = 0u64;
     for ModelSpec { name, source } in &config.models {
         match source {

@@ -3,18 +3,20 @@
 //! Each command has its arguments here, and becomes a checked configuration by `config`. They are offered once they
 //! are variants of [`super::Command`], one by one or all of them by a flattened [`ClusterCommand`].
 
-use std::ffi::OsString;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Subcommand, ValueHint};
+use strum::VariantNames as _;
 
+use super::given::{Given, Variables, options_of};
 use super::rdma::{RdmaArgs, RdmaListenArgs};
-use super::{BackgroundArgs, JobArgs, element_types, layers};
-use crate::config::Layer;
+use super::{BackgroundArgs, BlankArgs, JobArgs, MountingArgs};
+use crate::config::Vocabulary;
 use crate::config::cluster::{
-    CLUSTER, CreateConfig, DeleteConfig, DrainConfig, IOS, MountConfig, RegistryConfig, ShardConfig,
-    StatusConfig, TRANSPORTS,
+    CreateConfig, DeleteConfig, DrainConfig, Io, MountConfig, RegistryConfig, ShardConfig, StatusConfig,
+    Transport,
 };
 use crate::error::Error;
 
@@ -113,81 +115,78 @@ While its blocks are brought a job stands still, for half of its control/timeout
 pub enum ClusterCommand {
     /// Serve the table of shards and models
     #[command(after_help = REGISTRY_EXAMPLES)]
-    Registry(RegistryArgs),
+    Registry(Given<RegistryArgs>),
     /// Hold and aggregate partitions of models, for mounts on any host
     #[command(after_help = SHARD_EXAMPLES)]
-    Shard(Box<ShardArgs>),
+    Shard(Given<ShardArgs>),
     /// Load a model into shards, or make a blank one
     #[command(after_help = CREATE_EXAMPLES)]
-    Create(Box<CreateArgs>),
+    Create(Given<CreateArgs>),
     /// Mount models that shards hold
     #[command(after_help = MOUNT_EXAMPLES)]
-    Mount(Box<MountArgs>),
+    Mount(Given<MountArgs>),
     /// Tell which shards and models there are, and how they are
     #[command(after_help = STATUS_EXAMPLES)]
-    Status(StatusArgs),
+    Status(Given<StatusArgs>),
     /// Delete a model from its shards
     #[command(after_help = DELETE_EXAMPLES)]
-    Delete(DeleteArgs),
+    Delete(Given<DeleteArgs>),
     /// Move all that a shard has to other shards, and give it no more; or take that back
     #[command(after_help = DRAIN_EXAMPLES)]
-    Drain(DrainArgs),
+    Drain(Given<DrainArgs>),
 }
 
+/// Of the commands of a cluster: one file can hold the keys of all of them, and each takes what it knows. So a host is
+/// added with the file that all the others have, and its own `listen`.
+pub static CLUSTER: LazyLock<Vocabulary> = LazyLock::new(|| {
+    let commands = [options_of::<ShardArgs>(), options_of::<CreateArgs>(), options_of::<MountArgs>()];
+    Vocabulary::new(commands.into_iter().flatten(), "gradfs COMMAND --help")
+});
+
 /// What all commands have.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug)]
 struct CommonArgs {
     /// Where the registry is; the port, 7070, can be left out (or GRADFS_REGISTRY)
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     registry: Option<String>,
+    #[command(flatten)]
+    file: FileArgs,
+}
+
+/// Where more is said.
+#[derive(Args, Debug)]
+struct FileArgs {
     /// TOML file with the same options as keys, those of other commands too
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     config: Option<PathBuf>,
 }
 
-impl CommonArgs {
-    /// `flags` with those that all have, the environment `variables`, and the file.
-    fn layers(self, mut flags: Layer, variables: impl IntoIterator<Item = (OsString, OsString)>) -> Layers {
-        flags.set("registry", self.registry);
-        layers(&CLUSTER, flags, self.config, variables)
-    }
+/// Where a process listens.
+#[derive(Args, Debug)]
+struct ListenArgs {
+    /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
+    listen: Option<String>,
 }
 
-type Layers = Result<Vec<Layer>, Error>;
-
 /// The arguments of `gradfs registry`.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug)]
 pub struct RegistryArgs {
     #[command(flatten)]
     pub background: BackgroundArgs,
-    /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
-    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
-    listen: Option<String>,
-    /// TOML file with the same options as keys, those of other commands too
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
-    config: Option<PathBuf>,
-}
-
-impl RegistryArgs {
-    /// The configuration that these flags, the environment `variables` and the file they name ask for.
-    pub fn config(
-        self,
-        variables: impl IntoIterator<Item = (OsString, OsString)>,
-    ) -> Result<RegistryConfig, Error> {
-        let mut flags = CLUSTER.flags();
-        flags.set("listen", self.listen);
-        RegistryConfig::merge(&layers(&CLUSTER, flags, self.config, variables)?)
-    }
+    #[command(flatten)]
+    listen: ListenArgs,
+    #[command(flatten)]
+    file: FileArgs,
 }
 
 /// The arguments of `gradfs shard`.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug)]
 pub struct ShardArgs {
     #[command(flatten)]
     pub background: BackgroundArgs,
-    /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
-    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
-    listen: Option<String>,
+    #[command(flatten)]
+    listen: ListenArgs,
     /// Where others reach this shard [default: where it listens]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     advertise: Option<String>,
@@ -195,7 +194,7 @@ pub struct ShardArgs {
     #[arg(long, value_name = "N")]
     threads: Option<String>,
     /// How bytes go through sockets [default: auto]
-    #[arg(long, value_parser = PossibleValuesParser::new(IOS))]
+    #[arg(long, value_parser = PossibleValuesParser::new(Io::VARIANTS))]
     io: Option<String>,
     /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
@@ -208,30 +207,8 @@ pub struct ShardArgs {
     rdma: RdmaArgs,
 }
 
-impl ShardArgs {
-    /// The configuration that these flags, the environment `variables` and the file they name ask for.
-    pub fn config(
-        self,
-        variables: impl IntoIterator<Item = (OsString, OsString)>,
-    ) -> Result<ShardConfig, Error> {
-        let mut flags = CLUSTER.flags();
-        for (key, value) in [
-            ("listen", self.listen),
-            ("advertise", self.advertise),
-            ("threads", self.threads),
-            ("io", self.io),
-            ("metrics", self.metrics),
-        ] {
-            flags.set(key, value);
-        }
-        self.rdma_listen.add_to(&mut flags);
-        self.rdma.add_to(&mut flags);
-        ShardConfig::merge(&self.common.layers(flags, variables)?)
-    }
-}
-
 /// The arguments of `gradfs create`.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug)]
 pub struct CreateArgs {
     /// What to call the model: its directory in mounts
     name: Option<String>,
@@ -241,47 +218,18 @@ pub struct CreateArgs {
     /// Load it from this safetensors file, or directory of a Hugging Face checkpoint
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Model")]
     model: Option<PathBuf>,
-    /// Make it blank, of this size: 1GiB, 1048576
-    #[arg(long, value_name = "SIZE", help_heading = "Model")]
-    size: Option<String>,
-    /// Element type of the blank model [default: f32]
-    #[arg(long, value_parser = element_types(), ignore_case = true, help_heading = "Model")]
-    dtype: Option<String>,
+    #[command(flatten, next_help_heading = "Model")]
+    blank: BlankArgs,
     /// Shards to stripe it over [default: all that there are]
-    #[arg(long, value_name = "N", help_heading = "Model")]
+    #[arg(long, value_name = "N")]
     shards: Option<String>,
-    /// Unit of transfer, locking and versioning: a power of two, 64KiB to 4MiB [default: 256KiB]
-    #[arg(long, value_name = "SIZE", help_heading = "Model")]
-    block_size: Option<String>,
 
     #[command(flatten)]
     job: JobArgs,
 }
 
-impl CreateArgs {
-    /// The configuration that these flags, the environment `variables` and the file they name ask for.
-    pub fn config(
-        self,
-        variables: impl IntoIterator<Item = (OsString, OsString)>,
-    ) -> Result<CreateConfig, Error> {
-        let mut flags = CLUSTER.flags();
-        flags.set("model", self.model);
-        for (key, value) in [
-            ("name", self.name),
-            ("size", self.size),
-            ("dtype", self.dtype),
-            ("shards", self.shards),
-            ("block_size", self.block_size),
-        ] {
-            flags.set(key, value);
-        }
-        self.job.add_to(&mut flags);
-        CreateConfig::merge(&self.common.layers(flags, variables)?)
-    }
-}
-
 /// The arguments of `gradfs mount`.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug)]
 pub struct MountArgs {
     /// The empty directory to mount on
     #[arg(value_name = "MOUNTPOINT", value_hint = ValueHint::DirPath)]
@@ -291,76 +239,26 @@ pub struct MountArgs {
     models: Vec<String>,
     #[command(flatten)]
     pub background: BackgroundArgs,
-    /// Threads that serve the filesystem [default: 2]
-    #[arg(long, value_name = "N")]
-    threads: Option<String>,
-    /// Let other users use the mount (/etc/fuse.conf may have to permit it)
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-          hide_possible_values = true)]
-    allow_other: Option<String>,
-    /// User that the files belong to, by name or number; learners belong to whoever made them [default: the daemon's]
-    #[arg(long, value_name = "USER")]
-    uid: Option<String>,
-    /// Group that the files belong to, by name or number [default: the daemon's]
-    #[arg(long, value_name = "GROUP")]
-    gid: Option<String>,
-    /// Permissions that files lack, in octal: 007 lets the group write and make learners, 0 everybody [default: only
-    /// the owner writes]
-    #[arg(long, value_name = "OCTAL")]
-    umask: Option<String>,
-    /// Serve reads through the daemon even where the kernel could bypass it
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true",
-          hide_possible_values = true)]
-    no_passthrough: Option<String>,
+    #[command(flatten)]
+    mounting: MountingArgs,
     /// Which way bytes go to shards; auto is shm to those on this host, and rdma, where both ends have it, or
     /// tcp to others [default: auto]
-    #[arg(long, value_parser = PossibleValuesParser::new(TRANSPORTS))]
+    #[arg(long, value_parser = PossibleValuesParser::new(Transport::VARIANTS))]
     transport: Option<String>,
     /// Connections for blocks to each shard, 1 to 16; with RDMA, queue pairs [default: 2]
     #[arg(long, value_name = "N")]
     connections: Option<String>,
     /// How bytes go through sockets [default: auto]
-    #[arg(long, value_parser = PossibleValuesParser::new(IOS))]
+    #[arg(long, value_parser = PossibleValuesParser::new(Io::VARIANTS))]
     io: Option<String>,
-    /// Serve metrics for Prometheus here, as host:port; port 0 is any free one [default: none; port 9464]
-    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
-    metrics: Option<String>,
     #[command(flatten)]
     common: CommonArgs,
     #[command(flatten)]
     rdma: RdmaArgs,
 }
 
-impl MountArgs {
-    /// The configuration that these flags, the environment `variables` and the file they name ask for.
-    pub fn config(
-        self,
-        variables: impl IntoIterator<Item = (OsString, OsString)>,
-    ) -> Result<MountConfig, Error> {
-        let mut flags = CLUSTER.flags();
-        flags.set("mount", self.mount);
-        flags.set("models", self.models);
-        for (key, value) in [
-            ("threads", self.threads),
-            ("allow_other", self.allow_other),
-            ("uid", self.uid),
-            ("gid", self.gid),
-            ("umask", self.umask),
-            ("no_passthrough", self.no_passthrough),
-            ("transport", self.transport),
-            ("connections", self.connections),
-            ("io", self.io),
-            ("metrics", self.metrics),
-        ] {
-            flags.set(key, value);
-        }
-        self.rdma.add_to(&mut flags);
-        MountConfig::merge(&self.common.layers(flags, variables)?)
-    }
-}
-
 /// The arguments of `gradfs status`.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug)]
 pub struct StatusArgs {
     /// Print JSON
     #[arg(long)]
@@ -369,18 +267,8 @@ pub struct StatusArgs {
     common: CommonArgs,
 }
 
-impl StatusArgs {
-    /// The configuration that these flags, the environment `variables` and the file they name ask for.
-    pub fn config(
-        self,
-        variables: impl IntoIterator<Item = (OsString, OsString)>,
-    ) -> Result<StatusConfig, Error> {
-        StatusConfig::merge(&self.common.layers(CLUSTER.flags(), variables)?, self.json)
-    }
-}
-
 /// The arguments of `gradfs delete`.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug)]
 pub struct DeleteArgs {
     /// The model
     name: String,
@@ -388,18 +276,8 @@ pub struct DeleteArgs {
     common: CommonArgs,
 }
 
-impl DeleteArgs {
-    /// The configuration that these flags, the environment `variables` and the file they name ask for.
-    pub fn config(
-        self,
-        variables: impl IntoIterator<Item = (OsString, OsString)>,
-    ) -> Result<DeleteConfig, Error> {
-        DeleteConfig::merge(&self.name, &self.common.layers(CLUSTER.flags(), variables)?)
-    }
-}
-
 /// The arguments of `gradfs drain`.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug)]
 pub struct DrainArgs {
     /// The shard, as gradfs status lists it: its number, or host:port
     #[arg(value_hint = ValueHint::Hostname)]
@@ -417,13 +295,52 @@ pub struct DrainArgs {
     common: CommonArgs,
 }
 
-impl DrainArgs {
+impl Given<RegistryArgs> {
     /// The configuration that these flags, the environment `variables` and the file they name ask for.
-    pub fn config(
-        self,
-        variables: impl IntoIterator<Item = (OsString, OsString)>,
-    ) -> Result<DrainConfig, Error> {
-        let layers = self.common.layers(CLUSTER.flags(), variables)?;
+    pub fn config(self, variables: impl Variables) -> Result<RegistryConfig, Error> {
+        RegistryConfig::merge(&self.layers(&CLUSTER, variables)?)
+    }
+}
+
+impl Given<ShardArgs> {
+    /// The configuration that these flags, the environment `variables` and the file they name ask for.
+    pub fn config(self, variables: impl Variables) -> Result<ShardConfig, Error> {
+        ShardConfig::merge(&self.layers(&CLUSTER, variables)?)
+    }
+}
+
+impl Given<CreateArgs> {
+    /// The configuration that these flags, the environment `variables` and the file they name ask for.
+    pub fn config(self, variables: impl Variables) -> Result<CreateConfig, Error> {
+        CreateConfig::merge(&self.layers(&CLUSTER, variables)?)
+    }
+}
+
+impl Given<MountArgs> {
+    /// The configuration that these flags, the environment `variables` and the file they name ask for.
+    pub fn config(self, variables: impl Variables) -> Result<MountConfig, Error> {
+        MountConfig::merge(&self.layers(&CLUSTER, variables)?)
+    }
+}
+
+impl Given<StatusArgs> {
+    /// The configuration that these flags, the environment `variables` and the file they name ask for.
+    pub fn config(self, variables: impl Variables) -> Result<StatusConfig, Error> {
+        StatusConfig::merge(&self.layers(&CLUSTER, variables)?, self.json)
+    }
+}
+
+impl Given<DeleteArgs> {
+    /// The configuration that these flags, the environment `variables` and the file they name ask for.
+    pub fn config(self, variables: impl Variables) -> Result<DeleteConfig, Error> {
+        DeleteConfig::merge(&self.name, &self.layers(&CLUSTER, variables)?)
+    }
+}
+
+impl Given<DrainArgs> {
+    /// The configuration that these flags, the environment `variables` and the file they name ask for.
+    pub fn config(self, variables: impl Variables) -> Result<DrainConfig, Error> {
+        let layers = self.layers(&CLUSTER, variables)?;
         DrainConfig::merge(&self.shard, &self.timeout, self.hold.as_deref(), self.cancel, &layers)
     }
 }

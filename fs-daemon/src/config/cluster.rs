@@ -13,33 +13,11 @@ use std::time::Duration;
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::vocabulary::controls::Controls;
 use ps_backend::server::RdmaUse;
+use strum::{EnumString, VariantNames};
 
 use super::endpoint::{DEFAULT_PORT, Endpoint};
-use super::layer::{KEYS, Key, Kind, Layer, Vocabulary, key};
-use super::{Merged, ModelSource, controls, name_fault, not_a_word, utf8};
+use super::{Layer, Merged, ModelSource, name_fault, number, utf8};
 use crate::error::Error;
-
-/// How bytes are moved through sockets.
-pub const IOS: &[&str] = &["auto", "uring", "poll"];
-/// Which way bytes go between a mount and shards.
-pub const TRANSPORTS: &[&str] = &["auto", "tcp", "shm", "rdma"];
-
-/// Keys besides those of `gradfs up`, and those that mean something else here.
-const CLUSTER_KEYS: &[Key] = &[
-    key("registry", Kind::Address),
-    key("listen", Kind::Address),
-    key("advertise", Kind::Address),
-    key("io", Kind::Word(IOS)),
-    key("transport", Kind::Word(TRANSPORTS)),
-    key("connections", Kind::Whole(1)),
-    key("shards", Kind::Whole(1)),
-    key("model", Kind::Path),
-    key("models", Kind::Names),
-];
-
-/// Of the commands of a cluster.
-pub static CLUSTER: Vocabulary =
-    Vocabulary { keys: &[CLUSTER_KEYS, rdma::RDMA_KEYS, KEYS], help: "gradfs COMMAND --help" };
 
 /// Most shards that a model can be striped over.
 const MAX_SHARDS: u16 = 1024;
@@ -57,7 +35,8 @@ const REGISTRY_USAGE: &str =
     "say where the registry is: --registry node1:7070, GRADFS_REGISTRY, or registry in the file";
 
 /// How bytes are moved through sockets.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "lowercase")]
 pub enum Io {
     /// By io_uring where the kernel has what it takes, else by readiness.
     #[default]
@@ -69,7 +48,8 @@ pub enum Io {
 }
 
 /// Which way bytes are to go between a mount and shards.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, VariantNames)]
+#[strum(serialize_all = "lowercase")]
 pub enum Transport {
     /// Shared memory to shards on this host, RDMA to others that take it, TCP where neither comes about.
     #[default]
@@ -77,6 +57,7 @@ pub enum Transport {
     /// TCP, to all of them.
     Tcp,
     /// Shared memory, or not at all.
+    #[strum(serialize = "shm")]
     SharedMemory,
     /// RDMA, or not at all.
     Rdma,
@@ -228,15 +209,11 @@ impl ShardConfig {
     pub fn merge(layers: &[Layer]) -> Result<ShardConfig, Error> {
         let merged = Merged(layers);
         let listen = merged.listen()?;
-        let advertise = match merged.endpoint("advertise", listen.port)? {
-            Some((origin, advertise)) => {
-                reachable(&origin, &advertise)?;
-                if advertise.port == 0 && listen.port != 0 {
-                    return Err(Error::usage(format!("{origin}: nobody can connect to port 0"))
-                        .hint(format!("leave the port out: it listens on {}", listen.port)));
-                }
-                advertise
-            }
+        // The port that it listens on may be any free one, and then so may this.
+        let needs_port = listen.port != 0;
+        let parse = |origin: &str, text: &str| to_connect_to(origin, text, listen.port, needs_port);
+        let advertise = match merged.parsed("advertise", parse)? {
+            Some(advertise) => advertise,
             None if listen.is_unspecified() => {
                 let message = format!("with --listen {listen} others cannot tell where this shard is");
                 return Err(Error::usage(message)
@@ -252,7 +229,7 @@ impl ShardConfig {
             registry,
             metrics: merged.metrics()?,
             threads: merged.threads(THREADS_OF_SHARD)?,
-            io: merged.io()?,
+            io: merged.word("io", Io::VARIANTS, Io::default())?,
             rdma: merged.rdma_use()?,
             rdma_port: merged.rdma_port()?,
             rdma_options: merged.rdma()?,
@@ -277,21 +254,23 @@ impl CreateConfig {
     pub fn merge(layers: &[Layer]) -> Result<CreateConfig, Error> {
         let merged = Merged(layers);
         let block_size = merged.block_size()?;
-        let (origin, name) = merged.text("name")?.ok_or_else(|| {
+        let name = merged.parsed("name", model_name)?.ok_or_else(|| {
             Error::usage("the model has no name")
                 .hint("gradfs create NAME: the name becomes a directory in mounts")
         })?;
-        let name = model_name(&origin, name)?;
         let source = merged.sources("model", block_size, CREATE_USAGE)?.pop();
         let source = source.ok_or_else(|| Error::usage("no model is given").hint(CREATE_USAGE))?;
-        let (texts, origins) = merged.settings()?;
         Ok(CreateConfig {
             name,
             source,
             registry: merged.registry_or_here()?,
-            shards: merged.shards()?,
+            shards: merged.whole(
+                "shards",
+                1..=MAX_SHARDS,
+                "leave it out to stripe the model over all shards that there are",
+            )?,
             block_size,
-            controls: controls(&texts, &origins)?,
+            controls: merged.controls()?,
         })
     }
 }
@@ -324,11 +303,11 @@ impl MountConfig {
             permissions: merged.permissions()?,
             passthrough: !merged.switch("no_passthrough")?,
             metrics: merged.metrics()?,
-            transport: merged.transport()?,
+            transport: merged.word("transport", Transport::VARIANTS, Transport::default())?,
             connections: merged
                 .whole("connections", 1..=MAX_CONNECTIONS, CONNECTIONS)?
                 .unwrap_or(DEFAULT_CONNECTIONS),
-            io: merged.io()?,
+            io: merged.word("io", Io::VARIANTS, Io::default())?,
             rdma: merged.rdma()?,
         })
     }
@@ -364,60 +343,30 @@ impl DrainConfig {
                 );
             }
             Ok(number) => ShardName::Number(number),
-            Err(_) => {
-                let shard = Endpoint::parse("SHARD", shard, DEFAULT_PORT)?;
-                reachable("SHARD", &shard)?;
-                if shard.port == 0 {
-                    let error = Error::usage("SHARD: no shard is on port 0");
-                    return Err(error.hint("gradfs status lists the shards"));
-                }
-                ShardName::At(shard)
-            }
+            Err(_) => ShardName::At(to_connect_to("SHARD", shard, DEFAULT_PORT, true)?),
         };
-        let seconds = timeout.parse::<u64>().ok().filter(|seconds| (1..=MAX_DRAIN).contains(seconds));
-        let seconds = seconds.ok_or_else(|| {
-            Error::usage(format!("--timeout: {timeout:?} is not a number of seconds from 1 to {MAX_DRAIN}"))
-        })?;
-        let timeout = Duration::from_secs(seconds);
-        let hold = hold.map(|text| {
-            let seconds = text.parse::<f64>().ok().filter(|seconds| (MIN_HOLD..=MAX_HOLD).contains(seconds));
-            seconds.map(Duration::from_secs_f64).ok_or_else(|| {
-                let what =
-                    format!("--hold: {text:?} is not a number of seconds from {MIN_HOLD} to {MAX_HOLD}");
-                Error::usage(what).hint("left out, it is half of the model's control/timeout")
-            })
-        });
+        let what = "a number of seconds";
+        let timeout = number("--timeout", timeout, what, 1..=MAX_DRAIN, "it is 600 where none is given")?;
+        let hint = "left out, it is half of the model's control/timeout";
+        let hold = hold.map(|text| number("--hold", text, what, MIN_HOLD..=MAX_HOLD, hint)).transpose()?;
         Ok(DrainConfig {
             shard,
             registry: Merged(layers).registry_needed()?,
-            timeout,
-            hold: hold.transpose()?,
+            timeout: Duration::from_secs(timeout),
+            hold: hold.map(Duration::from_secs_f64),
             cancel,
         })
     }
 }
 
 impl Merged<'_> {
-    fn endpoint(&self, key: &str, default_port: u16) -> Result<Option<(String, Endpoint)>, Error> {
-        let Some((origin, text)) = self.text(key)? else { return Ok(None) };
-        let endpoint = Endpoint::parse(&origin, text, default_port)?;
-        Ok(Some((origin, endpoint)))
-    }
-
     fn listen(&self) -> Result<Endpoint, Error> {
-        let (_, listen) = self
-            .endpoint("listen", DEFAULT_PORT)?
-            .ok_or_else(|| Error::usage("no address to listen on is given").hint(LISTEN_USAGE))?;
-        Ok(listen)
+        let listen = self.parsed("listen", |origin, text| Endpoint::parse(origin, text, DEFAULT_PORT))?;
+        listen.ok_or_else(|| Error::usage("no address to listen on is given").hint(LISTEN_USAGE))
     }
 
     fn registry(&self) -> Result<Option<Endpoint>, Error> {
-        let Some((origin, registry)) = self.endpoint("registry", DEFAULT_PORT)? else { return Ok(None) };
-        reachable(&origin, &registry)?;
-        if registry.port == 0 {
-            return Err(Error::usage(format!("{origin}: nobody can connect to port 0")).hint(REGISTRY_USAGE));
-        }
-        Ok(Some(registry))
+        self.parsed("registry", |origin, text| to_connect_to(origin, text, DEFAULT_PORT, true))
     }
 
     fn registry_needed(&self) -> Result<Endpoint, Error> {
@@ -428,36 +377,6 @@ impl Merged<'_> {
     fn registry_or_here(&self) -> Result<Endpoint, Error> {
         let here = || Endpoint { host: "localhost".into(), port: DEFAULT_PORT };
         Ok(self.registry()?.unwrap_or_else(here))
-    }
-
-    fn shards(&self) -> Result<Option<u16>, Error> {
-        let Some((origin, text)) = self.text("shards")? else { return Ok(None) };
-        match text.parse() {
-            Ok(shards @ 1..=MAX_SHARDS) => Ok(Some(shards)),
-            _ => {
-                Err(Error::usage(format!("{origin}: {text:?} is not a whole number from 1 to {MAX_SHARDS}"))
-                    .hint("leave it out to stripe the model over all shards that there are"))
-            }
-        }
-    }
-
-    fn io(&self) -> Result<Io, Error> {
-        match self.text("io")? {
-            None | Some((_, "auto")) => Ok(Io::Auto),
-            Some((_, "uring")) => Ok(Io::Uring),
-            Some((_, "poll")) => Ok(Io::Poll),
-            Some((origin, text)) => Err(not_a_word(&origin, text, IOS)),
-        }
-    }
-
-    fn transport(&self) -> Result<Transport, Error> {
-        match self.text("transport")? {
-            None | Some((_, "auto")) => Ok(Transport::Auto),
-            Some((_, "tcp")) => Ok(Transport::Tcp),
-            Some((_, "shm")) => Ok(Transport::SharedMemory),
-            Some((_, "rdma")) => Ok(Transport::Rdma),
-            Some((origin, text)) => Err(not_a_word(&origin, text, TRANSPORTS)),
-        }
     }
 }
 
@@ -480,14 +399,19 @@ fn model_name(origin: &str, name: &str) -> Result<String, Error> {
     }
 }
 
-/// Refuses what one can listen on, but not connect to.
-fn reachable(origin: &str, endpoint: &Endpoint) -> Result<(), Error> {
+/// The endpoint that `text` names, refused if one can listen on it, but not connect to it. `needs_port`: 0 is no port.
+fn to_connect_to(origin: &str, text: &str, default_port: u16, needs_port: bool) -> Result<Endpoint, Error> {
+    let endpoint = Endpoint::parse(origin, text, default_port)?;
     if endpoint.is_unspecified() {
         let message =
             format!("{origin}: {} stands for all addresses: nobody can connect to it", endpoint.host);
         return Err(Error::usage(message).hint("name the host, or one of its addresses"));
     }
-    Ok(())
+    if needs_port && endpoint.port == 0 {
+        return Err(Error::usage(format!("{origin}: nobody can connect to port 0"))
+            .hint(format!("name its port, or leave it out for {default_port}")));
+    }
+    Ok(endpoint)
 }
 
 #[cfg(test)]

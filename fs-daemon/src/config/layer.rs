@@ -4,147 +4,16 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, ValueHint};
+
 use crate::error::Error;
 
-/// A thing that can be configured: `--some-key`, `GRADFS_SOME_KEY` and `some_key` in a file.
-#[derive(Clone, Copy, Debug)]
-pub struct Key {
-    /// Its name, in snake case.
-    pub name: &'static str,
-    /// What its value looks like.
-    pub kind: Kind,
-    /// Whether it is a job setting, with a `control/` file of the same name.
-    pub setting: bool,
-}
-
-/// What a value looks like.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Kind {
-    /// A host, with or without a port.
-    Address,
-    /// One path.
-    Path,
-    /// Any number of paths.
-    Paths,
-    /// One name.
-    Name,
-    /// Any number of names.
-    Names,
-    /// Bytes, with or without a unit.
-    Size,
-    /// True or false.
-    Switch,
-    /// A whole number, at least this.
-    Whole(u64),
-    /// A finite number.
-    Number,
-    /// A finite number of seconds, not negative.
-    Seconds,
-    /// One of these words.
-    Word(&'static [&'static str]),
-    /// One of [`CONSISTENCIES`], with numbers for the letters.
-    Consistency,
-}
-
-/// Element types of a blank model.
-pub const DTYPES: &[&str] = &["f32", "f64", "f16", "bf16"];
-/// Other names that people know for [`DTYPES`].
-pub const DTYPE_ALIASES: &[(&str, &[&str])] = &[
-    ("f32", &["float32", "fp32", "float"]),
-    ("f64", &["float64", "fp64", "double"]),
-    ("f16", &["float16", "fp16", "half"]),
-    ("bf16", &["bfloat16"]),
-];
-/// Short names of keys, as torch has them. They are flags; elsewhere the key is named to who writes one.
-pub const KEY_ALIASES: &[(&str, &str)] = &[("lr", "learning_rate"), ("wd", "weight_decay")];
-/// What a shard can do with contributions.
-pub const REDUCERS: &[&str] = &["sum", "sgd", "momentum", "nesterov", "adam", "adamw", "assign"];
-/// Which contributions a version waits for.
-pub const CONSISTENCIES: &[&str] = &["sync", "async", "quorum(K)", "ssp(S)"];
-/// Whether something is done.
-pub const TRUTHS: &[&str] = &["true", "false"];
-/// What an optimizer sees of several contributions.
-pub const AGGREGATIONS: &[&str] = &["mean", "sum"];
-/// What becomes of NaN and Inf.
-pub const NONFINITES: &[&str] = &["reject", "accept"];
-
-/// Every key of `gradfs up`.
-pub const KEYS: &[Key] = &[
-    key("models", Kind::Paths),
-    key("mount", Kind::Path),
-    key("name", Kind::Names),
-    key("size", Kind::Size),
-    key("dtype", Kind::Word(DTYPES)),
-    key("block_size", Kind::Size),
-    key("threads", Kind::Whole(1)),
-    key("allow_other", Kind::Switch),
-    key("uid", Kind::Name),
-    key("gid", Kind::Name),
-    key("umask", Kind::Name),
-    key("no_passthrough", Kind::Switch),
-    key("metrics", Kind::Address),
-    setting("reducer", Kind::Word(REDUCERS)),
-    setting("consistency", Kind::Consistency),
-    setting("deterministic", Kind::Word(TRUTHS)),
-    setting("learners", Kind::Whole(1)),
-    setting("min_learners", Kind::Whole(1)),
-    setting("lease", Kind::Seconds),
-    setting("linger", Kind::Seconds),
-    setting("timeout", Kind::Seconds),
-    setting("retain", Kind::Whole(0)),
-    setting("max_versions", Kind::Whole(1)),
-    setting("learning_rate", Kind::Number),
-    setting("momentum", Kind::Number),
-    setting("dampening", Kind::Number),
-    setting("beta1", Kind::Number),
-    setting("beta2", Kind::Number),
-    setting("epsilon", Kind::Number),
-    setting("weight_decay", Kind::Number),
-    setting("carry", Kind::Number),
-    setting("aggregation", Kind::Word(AGGREGATIONS)),
-    setting("nonfinite", Kind::Word(NONFINITES)),
-    setting("frozen", Kind::Names),
-];
-
-pub(super) const fn key(name: &'static str, kind: Kind) -> Key {
-    Key { name, kind, setting: false }
-}
-
-const fn setting(name: &'static str, kind: Kind) -> Key {
-    Key { name, kind, setting: true }
-}
-
-/// The keys that some commands have in common.
+/// What some commands can be told in common: each option is `--some-key`, `GRADFS_SOME_KEY` and `some_key` in a file.
 #[derive(Debug)]
 pub struct Vocabulary {
-    /// Of keys of one name the first counts.
-    pub keys: &'static [&'static [Key]],
-    /// The command that tells what they are.
-    pub help: &'static str,
-}
-
-/// Of `gradfs up`.
-pub static UP: Vocabulary = Vocabulary { keys: &[KEYS], help: "gradfs up --help" };
-
-impl Vocabulary {
-    fn known(&self, name: &str) -> Option<&'static Key> {
-        self.keys.iter().copied().flatten().find(|key| key.name == name)
-    }
-
-    /// The key that needs the fewest edits to become `name`, at most `limit`. With more than a third of the
-    /// letters changed, anything would resemble some key.
-    fn nearest(&self, name: &str, limit: usize) -> Option<&'static str> {
-        let plain = name.replace('-', "_").to_lowercase();
-        if let Some((_, key)) = KEY_ALIASES.iter().find(|(short, _)| *short == plain) {
-            return Some(key);
-        }
-        let limit = limit.min(plain.chars().count() / 3);
-        let keys = self.keys.iter().copied().flatten();
-        keys.map(|key| (edits(&plain, key.name), key.name))
-            .min()
-            .filter(|(edits, _)| *edits <= limit)
-            .map(|(_, name)| name)
-    }
+    keys: BTreeMap<String, Arg>,
+    help: &'static str,
 }
 
 /// Prefix of environment variables that set keys.
@@ -174,11 +43,16 @@ impl Layer {
 
     /// Gives `key` these values; with none, it stays unset.
     pub fn set<T: Into<OsString>>(&mut self, key: &'static str, values: impl IntoIterator<Item = T>) {
-        debug_assert!(self.of.known(key).is_some(), "{key} is no key");
+        debug_assert!(self.of.keys.contains_key(key), "{key} is no key");
         let values: Vec<OsString> = values.into_iter().map(Into::into).collect();
         if !values.is_empty() {
             self.values.insert(key, values);
         }
+    }
+
+    /// Takes the values of `key` away.
+    pub fn take(&mut self, key: &str) -> Vec<OsString> {
+        self.values.remove(key).unwrap_or_default()
     }
 
     /// The command that tells what can be given.
@@ -194,7 +68,7 @@ impl Layer {
     /// How a user would call the place where `key` was given.
     pub fn origin(&self, key: &str) -> String {
         match &self.source {
-            Source::Flags if matches!(key, "models" | "mount") => key.into(),
+            Source::Flags if self.of.keys.get(key).is_some_and(Arg::is_positional) => key.into(),
             Source::Flags => format!("--{}", key.replace('_', "-")),
             Source::Environment => format!("{PREFIX}{}", key.to_uppercase()),
             Source::File(path) => format!("{}: {key}", path.display()),
@@ -202,10 +76,56 @@ impl Layer {
     }
 }
 
+fn is_path(key: &Arg) -> bool {
+    matches!(key.get_value_hint(), ValueHint::AnyPath | ValueHint::FilePath | ValueHint::DirPath)
+}
+
+fn takes_many(key: &Arg) -> bool {
+    matches!(key.get_action(), ArgAction::Append)
+}
+
 impl Vocabulary {
-    /// The command line, to be filled with [`Layer::set`].
+    /// Of those `options` that have a value, without the one that names the file. `help` is the command that tells what
+    /// they are.
+    pub fn new(options: impl IntoIterator<Item = Arg>, help: &'static str) -> Vocabulary {
+        let is_key = |option: &Arg| option.get_action().takes_values() && option.get_id() != "config";
+        let keys = options.into_iter().filter(is_key).map(|key| (key.get_id().to_string(), key));
+        Vocabulary { keys: keys.collect(), help }
+    }
+
+    /// All names of keys.
+    #[cfg(test)]
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.keys.keys().map(String::as_str)
+    }
+
+    /// The key that needs the fewest edits to become `name`, at most `limit`. With more than a third of the
+    /// letters changed, anything would resemble some key. A short name, which only a flag has, is told the long one.
+    fn nearest(&self, name: &str, limit: usize) -> Option<&str> {
+        let plain = name.replace('-', "_").to_lowercase();
+        let limit = limit.min(plain.chars().count() / 3);
+        let edits = |name: &str, key: &Arg| match key.get_all_aliases() {
+            Some(short) if short.contains(&plain.as_str()) => 0,
+            _ => strsim::levenshtein(&plain, name),
+        };
+        let nearest = self.keys.iter().map(|(name, key)| (edits(name, key), name.as_str())).min();
+        nearest.filter(|(edits, _)| *edits <= limit).map(|(_, name)| name)
+    }
+
+    /// A command line without options, to be filled with [`Layer::set`].
     pub fn flags(&'static self) -> Layer {
         Layer::new(self, Source::Flags)
+    }
+
+    /// What was typed.
+    pub fn given(&'static self, matches: &ArgMatches) -> Layer {
+        let mut layer = self.flags();
+        for (key, _) in matches.ids().filter_map(|id| self.keys.get_key_value(id.as_str())) {
+            if matches.value_source(key) == Some(ValueSource::CommandLine) {
+                layer.set(key, matches.get_raw(key).into_iter().flatten());
+            }
+        }
+        layer
     }
 
     /// The variables `GRADFS_<KEY>` among `variables`; empty ones count as unset. `GRADFS_MODELS` is
@@ -214,26 +134,27 @@ impl Vocabulary {
         let mut layer = Layer::new(self, Source::Environment);
         for (variable, value) in variables {
             let Some(name) = variable.to_str().and_then(|v| v.strip_prefix(PREFIX)) else { continue };
-            let Some(key) = self.known(&name.to_lowercase()).filter(|_| name == name.to_uppercase()) else {
+            let Some((key, option)) =
+                self.keys.get_key_value(&name.to_lowercase()).filter(|_| name == name.to_uppercase())
+            else {
                 // Others may use the prefix, so this is no error; but a slip of the pen should show.
                 if !matches!(name, "CONFIG" | "LOG" | "LOG_FILE" | "LOG_FORMAT")
-                    && let Some(meant) = self.nearest(&name.to_lowercase(), 2)
+                    && let Some(meant) = self.nearest(name, 2)
                 {
                     let meant = meant.to_uppercase();
                     tracing::warn!("{PREFIX}{name} means nothing to gradfs: did you mean {PREFIX}{meant}?");
                 }
                 continue;
             };
-            let values = match key.kind {
+            let values = match value.to_str() {
                 _ if value.is_empty() => continue,
-                Kind::Paths => std::env::split_paths(&value).map(PathBuf::into_os_string).collect(),
-                Kind::Names => match value.to_str() {
-                    Some(text) => text.split(',').map(|name| name.trim().into()).collect(),
-                    None => vec![value],
-                },
+                _ if takes_many(option) && is_path(option) => {
+                    std::env::split_paths(&value).map(PathBuf::into_os_string).collect()
+                }
+                Some(text) if takes_many(option) => text.split(',').map(|name| name.trim().into()).collect(),
                 _ => vec![value],
             };
-            layer.values.insert(key.name, values);
+            layer.values.insert(key, values);
         }
         layer
     }
@@ -258,17 +179,15 @@ impl Vocabulary {
         })?;
         let mut layer = Layer::new(self, Source::File(path.to_owned()));
         for (name, value) in table {
-            let Some(key) = self.known(&name) else {
+            let Some((key, option)) = self.keys.get_key_value(&name) else {
+                let help = self.help;
                 let hint = match self.nearest(&name, 4) {
                     Some(meant) => format!("did you mean {meant}?"),
-                    None => {
-                        let help = self.help;
-                        format!("{help} lists the options: --some-option is some_option in the file")
-                    }
+                    None => format!("{help} lists the options: --some-option is some_option in the file"),
                 };
                 return Err(Error::usage(format!("{shown}: unknown key {name}")).hint(hint));
             };
-            let many = matches!(key.kind, Kind::Paths | Kind::Names);
+            let many = takes_many(option);
             let values = match value {
                 toml::Value::Array(values) if many => values.into_iter().map(scalar).collect(),
                 value => scalar(value).map(|value| vec![value]),
@@ -277,11 +196,11 @@ impl Vocabulary {
                 let wanted = if many { "a text or a list of texts" } else { "a single value" };
                 return Err(Error::usage(format!("{shown}: {name} must be {wanted}")));
             };
-            if matches!(key.kind, Kind::Path | Kind::Paths) {
+            if is_path(option) {
                 let base = path.parent().unwrap_or(Path::new(""));
                 values.iter_mut().for_each(|value| *value = base.join(&value).into());
             }
-            layer.set(key.name, values);
+            layer.set(key, values);
         }
         Ok(layer)
     }
@@ -298,31 +217,13 @@ fn scalar(value: toml::Value) -> Option<OsString> {
     })
 }
 
-/// Levenshtein distance.
-fn edits(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.chars().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.iter().enumerate() {
-            let swapped = diagonal + usize::from(x != *y);
-            diagonal = row[j + 1];
-            row[j + 1] = swapped.min(row[j] + 1).min(diagonal + 1);
-        }
-    }
-    row[b.len()]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::UP;
 
     #[test]
-    fn distances() {
-        assert_eq!(edits("", "abc"), 3);
-        assert_eq!(edits("kitten", "sitting"), 3);
-        assert_eq!(edits("same", "same"), 0);
+    fn a_slip_of_the_pen_is_told_what_was_meant() {
         assert_eq!(UP.nearest("block-size", 0), Some("block_size"));
         assert_eq!(UP.nearest("lerning_rate", 2), Some("learning_rate"));
         assert_eq!(UP.nearest("zzzzzzzzzz", 2), None);

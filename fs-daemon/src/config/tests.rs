@@ -1,6 +1,7 @@
 //! Precedence, defaults, and every way to get a configuration wrong.
 
 use super::*;
+use crate::cli::UP;
 
 fn flags(pairs: &[(&'static str, &str)]) -> Layer {
     let mut layer = UP.flags();
@@ -24,6 +25,10 @@ fn blank(pairs: &[(&'static str, &str)]) -> Result<UpConfig, Error> {
     let mut all = vec![("mount", "/mnt"), ("size", "1MiB")];
     all.extend_from_slice(pairs);
     UpConfig::merge(&[flags(&all)])
+}
+
+fn setting(config: &UpConfig, name: &str) -> String {
+    config.controls.get(name).unwrap()
 }
 
 /// The message and hint with which these flags are refused.
@@ -50,10 +55,11 @@ fn defaults() {
             permissions: Permissions::default(),
             passthrough: true,
             metrics: None,
-            settings: [("reducer", "sgd"), ("consistency", "sync")].map(|(k, v)| (k.into(), v.into())).into(),
-            origins: BTreeMap::new(),
+            controls: Controls::default(),
         }
     );
+    assert_eq!(setting(&config, "reducer"), "sgd");
+    assert_eq!(setting(&config, "consistency"), "sync");
 }
 
 #[test]
@@ -62,24 +68,19 @@ fn flags_beat_environment_beats_file_beats_default() {
     let env = environment(&[("GRADFS_LEARNING_RATE", "2"), ("GRADFS_REDUCER", "adam")]);
     let toml = file("learning_rate = 3.0\nreducer = 'sum'\nthreads = 5\nsize = '4MiB'\nmount = 'x'");
     let config = UpConfig::merge(&[flag, env.clone(), toml.clone()]).unwrap();
-    assert_eq!(config.settings["learning_rate"], "1");
-    assert_eq!(config.settings["reducer"], "adam");
-    assert_eq!(config.settings["consistency"], "sync");
+    assert_eq!(setting(&config, "learning_rate"), "1");
+    assert_eq!(setting(&config, "reducer"), "adam");
+    assert_eq!(setting(&config, "consistency"), "sync");
     assert_eq!(config.threads, 5);
     assert_eq!(config.mountpoint, Path::new("/mnt"));
     assert!(matches!(config.models[0].source, ModelSource::Blank { bytes: 0x10_0000, .. }));
-    assert_eq!(config.origins["learning_rate"], "--learning-rate");
-    assert_eq!(config.origins["reducer"], "GRADFS_REDUCER");
 
     let config = UpConfig::merge(&[UP.flags(), env, toml.clone()]).unwrap();
-    assert_eq!(config.settings["learning_rate"], "2");
+    assert_eq!(setting(&config, "learning_rate"), "2");
     assert_eq!(config.mountpoint, Path::new("/etc/x"));
 
     let config = UpConfig::merge(&[UP.flags(), environment(&[]), toml]).unwrap();
-    assert_eq!(config.settings["learning_rate"], "3");
-    assert_eq!(config.origins["learning_rate"], "/etc/job.toml: learning_rate");
-    let error = setting_error(&config.origins, "learning_rate", "too fast");
-    assert_eq!(error.message, "/etc/job.toml: learning_rate: too fast");
+    assert_eq!(setting(&config, "learning_rate"), "3");
 }
 
 #[test]
@@ -91,6 +92,18 @@ fn complaints_name_the_source() {
     let toml = file("mount = '/mnt'\nsize = '1MiB'\nblock_size = 1000");
     let error = UpConfig::merge(&[toml]).unwrap_err();
     assert!(error.message.starts_with("/etc/job.toml: block_size: 1000"), "{}", error.message);
+
+    // Of a setting of the job the one that counts is complained of.
+    let flag = flags(&[("mount", "/mnt"), ("size", "1MiB"), ("learning_rate", "fast")]);
+    let env = environment(&[("GRADFS_LEARNING_RATE", "faster"), ("GRADFS_REDUCER", "magic")]);
+    let toml = file("learning_rate = 'fastest'");
+    let refused = |layers: &[Layer]| UpConfig::merge(layers).unwrap_err().message;
+    let message = refused(&[flag, toml.clone()]);
+    assert!(message.starts_with("--learning-rate: \"fast\" is not"), "{message}");
+    let message = refused(&[UP.flags(), env, toml.clone()]);
+    assert!(message.starts_with("GRADFS_REDUCER: \"magic\" is not"), "{message}");
+    let message = refused(&[UP.flags(), toml]);
+    assert!(message.starts_with("/etc/job.toml: learning_rate: \"fastest\" is not"), "{message}");
 }
 
 #[test]
@@ -238,8 +251,8 @@ fn owners_and_masks() {
 #[test]
 fn settings_are_passed_on_and_sanity_checked() {
     let config = blank(&[("learning_rate", "1e-3"), ("learners", "4"), ("min_learners", "2")]).unwrap();
-    assert_eq!(config.settings["learning_rate"], "1e-3");
-    assert_eq!(config.settings["learners"], "4");
+    assert_eq!(setting(&config, "learning_rate"), "0.001");
+    assert_eq!(setting(&config, "learners"), "4");
     for (key, bad) in [
         ("learning_rate", "fast"),
         ("learning_rate", "inf"),
@@ -269,8 +282,7 @@ fn settings_are_passed_on_and_sanity_checked() {
 #[test]
 fn words_are_understood_in_any_case_or_corrected() {
     for (key, text, shown) in [("reducer", "adamW", "adamw"), ("consistency", "Async", "async")] {
-        let controls = blank(&[(key, text)]).unwrap().controls().unwrap();
-        assert_eq!(controls.get(key).as_deref(), Some(shown));
+        assert_eq!(setting(&blank(&[(key, text)]).unwrap(), key), shown);
     }
     let message = refused(&[("consistency", "quorum 2")]);
     assert!(message.starts_with("--consistency: \"quorum 2\" is not sync"), "{message}");

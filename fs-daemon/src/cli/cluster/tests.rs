@@ -83,23 +83,6 @@ fn examples_parse() {
 }
 
 #[test]
-fn every_flag_is_a_key() {
-    let line = Line::command();
-    for command in line.get_subcommands() {
-        let own: BTreeSet<&str> = command
-            .get_arguments()
-            .map(|argument| argument.get_id().as_str())
-            // Said on the command line alone.
-            .filter(|id| !matches!(*id, "background" | "cancel" | "config" | "hold" | "json" | "shard"))
-            .collect();
-        for id in own {
-            let known = CLUSTER.keys.iter().copied().flatten().any(|key| key.name == id);
-            assert!(known, "{}: {id} is no key", command.get_name());
-        }
-    }
-}
-
-#[test]
 fn settings_of_rdma_are_those_of_shards_and_mounts() {
     let line = Line::command();
     let flags = |name: &str| -> BTreeSet<String> {
@@ -110,8 +93,8 @@ fn settings_of_rdma_are_those_of_shards_and_mounts() {
     let (mut of_shards, of_mounts) = (flags("shard"), flags("mount"));
     assert!(of_shards.remove("rdma") && of_shards.remove("rdma_port"));
     assert_eq!(of_shards, of_mounts);
-    let keys = CLUSTER.keys.iter().copied().flatten().filter(|key| key.name.starts_with("rdma_"));
-    let keys: BTreeSet<String> = keys.map(|key| key.name.to_owned()).collect();
+    let keys = CLUSTER.names().filter(|name| name.starts_with("rdma_"));
+    let keys: BTreeSet<String> = keys.map(str::to_owned).collect();
     assert_eq!(keys, &of_mounts | &BTreeSet::from(["rdma_port".to_owned()]));
 }
 

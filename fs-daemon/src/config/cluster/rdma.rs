@@ -8,7 +8,6 @@ use std::str::FromStr;
 use libmodelio::transport::rdma::{Mtu, RdmaOptions};
 use ps_backend::server::RdmaUse;
 
-use super::super::layer::{Key, Kind, key};
 use super::super::{Merged, not_a_word, size};
 use crate::error::Error;
 
@@ -22,29 +21,6 @@ pub const NOTICES: &[&str] = &["auto", "immediate", "flag"];
 pub const BUFFERS: &[&str] = &["shared", "looped", "own"];
 /// How blocks are pushed.
 pub const PLACEMENTS: &[&str] = &["auto", "static", "dynamic"];
-
-/// Its keys: the first two are a shard's alone.
-pub(super) const RDMA_KEYS: &[Key] = &[
-    key("rdma", Kind::Word(RDMA_USES)),
-    key("rdma_port", Kind::Whole(0)),
-    key("rdma_device", Kind::Name),
-    key("rdma_gid_index", Kind::Whole(0)),
-    key("rdma_traffic_class", Kind::Whole(0)),
-    key("rdma_mtu", Kind::Whole(256)),
-    key("rdma_inline", Kind::Whole(0)),
-    key("rdma_depth", Kind::Whole(16)),
-    key("rdma_report_every", Kind::Whole(1)),
-    key("rdma_queues", Kind::Whole(1)),
-    key("rdma_polling", Kind::Word(POLLINGS)),
-    key("rdma_notice", Kind::Word(NOTICES)),
-    key("rdma_buffers", Kind::Word(BUFFERS)),
-    key("rdma_placement", Kind::Word(PLACEMENTS)),
-    key("rdma_slots", Kind::Whole(1)),
-    key("rdma_arena", Kind::Size),
-    key("rdma_shared_receives", Kind::Whole(0)),
-    key("rdma_reads", Kind::Whole(1)),
-    key("rdma_retries", Kind::Whole(0)),
-];
 
 /// Bytes of registered memory that rings and slots can have.
 const ARENAS: RangeInclusive<u64> = 4 << 20..=64 << 30;
@@ -134,24 +110,6 @@ impl Merged<'_> {
         })
     }
 
-    /// A whole number, if one is given.
-    pub(super) fn whole<T: FromStr + PartialOrd + Display>(
-        &self,
-        key: &str,
-        range: RangeInclusive<T>,
-        hint: &str,
-    ) -> Result<Option<T>, Error> {
-        let Some((origin, text)) = self.text(key)? else { return Ok(None) };
-        match text.parse() {
-            Ok(number) if range.contains(&number) => Ok(Some(number)),
-            _ => {
-                let (least, most) = range.into_inner();
-                let message = format!("{origin}: {text:?} is not a whole number from {least} to {most}");
-                Err(Error::usage(message).hint(hint))
-            }
-        }
-    }
-
     /// A whole number, or what it is where none is given.
     fn whole_or<T: FromStr + PartialOrd + Display>(
         &self,
@@ -160,12 +118,6 @@ impl Merged<'_> {
         default: T,
     ) -> Result<T, Error> {
         Ok(self.whole(key, range, &format!("left out, it is {default}"))?.unwrap_or(default))
-    }
-
-    /// One of `words`, which `T` reads, or what it is where none is given.
-    fn word<T: FromStr>(&self, key: &str, words: &[&str], default: T) -> Result<T, Error> {
-        let Some((origin, text)) = self.text(key)? else { return Ok(default) };
-        text.parse().map_err(|_| not_a_word(&origin, text, words))
     }
 }
 

@@ -5,6 +5,7 @@ use std::path::Path;
 use libmodelio::vocabulary::layout::DType;
 
 use super::*;
+use crate::cli::cluster::CLUSTER;
 
 fn flags(pairs: &[(&'static str, &str)]) -> Layer {
     let mut layer = CLUSTER.flags();
@@ -146,7 +147,7 @@ fn unknown_keys_are_refused_by_name() {
     let twice = CLUSTER.parse(Path::new("cluster.toml"), "listen = ['a', 'b']").unwrap_err();
     assert_eq!(twice.message, "cluster.toml: listen must be a single value");
     // What only a cluster has is none of `gradfs up`'s.
-    assert!(crate::config::UP.parse(Path::new("job.toml"), "registry = 'x'").is_err());
+    assert!(crate::cli::UP.parse(Path::new("job.toml"), "registry = 'x'").is_err());
 }
 
 #[test]

@@ -6,8 +6,9 @@ use std::path::Path;
 
 use libmodelio::transport::rdma::{Buffers, Mtu, Notice, Placement, Polling};
 
-use super::super::{CLUSTER, MountConfig, ShardConfig};
+use super::super::{MountConfig, ShardConfig};
 use super::*;
+use crate::cli::cluster::CLUSTER;
 use crate::config::Layer;
 
 fn layers(pairs: &[(&'static str, &str)]) -> [Layer; 1] {
@@ -83,10 +84,11 @@ fn what_is_not_said_is_as_the_library_has_it() {
 
 #[test]
 fn every_setting_arrives_at_shards_and_mounts() {
-    let known: BTreeSet<&str> = RDMA_KEYS[2..].iter().map(|key| key.name).collect();
-    assert_eq!(OTHERS.iter().map(|(key, _)| *key).collect::<BTreeSet<_>>(), known);
-    assert_eq!(shard(OTHERS).unwrap().rdma_options, others());
-    assert_eq!(mount(OTHERS).unwrap().rdma, others());
+    let known: BTreeSet<&str> = CLUSTER.names().filter(|name| name.starts_with("rdma_")).collect();
+    let others: BTreeSet<&str> = OTHERS.iter().map(|(key, _)| *key).chain(["rdma_port"]).collect();
+    assert_eq!(others, known);
+    assert_eq!(shard(OTHERS).unwrap().rdma_options, self::others());
+    assert_eq!(mount(OTHERS).unwrap().rdma, self::others());
     for (key, value) in OTHERS {
         assert_ne!(mount(&[(*key, *value)]).unwrap().rdma, RdmaOptions::default(), "{key}");
     }
@@ -138,7 +140,7 @@ fn what_is_out_of_range_is_refused_by_name() {
         ("rdma_reads", &["0", "256"]),
         ("rdma_retries", &["-1", "8"]),
     ];
-    assert_eq!(wrong.len(), RDMA_KEYS.len());
+    assert_eq!(wrong.len(), CLUSTER.names().filter(|name| name.starts_with("rdma")).count());
     for (key, values) in wrong {
         for value in *values {
             let error = shard(&[(*key, *value)]).unwrap_err();
