@@ -8,8 +8,7 @@
 use std::env;
 use std::ffi::OsStr;
 use std::fs::{self, File};
-use std::io::{PipeReader, PipeWriter, Read as _, Write as _, pipe};
-use std::os::fd::AsFd as _;
+use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _, pipe};
 use std::path::{Path, PathBuf};
 
 use nix::errno::Errno;
@@ -76,7 +75,7 @@ impl Ready {
 /// # Errors
 /// When the log cannot be opened, or there can be no child.
 pub fn detach(log_path: PathBuf) -> Result<Ready, Error> {
-    let failed = |e: std::io::Error| Error::new("cannot go to the background").caused_by(e);
+    let failed = |e: io::Error| Error::new("cannot go to the background").caused_by(e);
     let log_path = std::path::absolute(log_path).map_err(failed)?;
     let log = logging::open(&log_path)?;
     let (reader, parent) = pipe().map_err(failed)?;
@@ -88,22 +87,21 @@ pub fn detach(log_path: PathBuf) -> Result<Ready, Error> {
         }
         ForkResult::Child => {
             drop(reader);
-            become_daemon(before).map_err(|e| failed(e.into()))?;
+            become_daemon(before).map_err(failed)?;
             Ok(Ready(Some(Daemon { parent, log, log_path })))
         }
     }
 }
 
-fn become_daemon(parent: Pid) -> Result<(), Errno> {
+fn become_daemon(parent: Pid) -> io::Result<()> {
     setsid()?;
     // Until it is ready it ends with its parent, as Ctrl-C there is meant.
     set_pdeathsig(Signal::SIGTERM)?;
     if getppid() != parent {
-        return Err(Errno::ESRCH);
+        return Err(Errno::ESRCH.into());
     }
-    let nothing =
-        File::open("/dev/null").map_err(|e| e.raw_os_error().map_or(Errno::EIO, Errno::from_raw))?;
-    dup2_stdin(nothing.as_fd())
+    dup2_stdin(File::open("/dev/null")?)?;
+    Ok(())
 }
 
 /// Waits until the child is ready, or has ended; returns the exit code that follows from it.

@@ -41,12 +41,10 @@ impl Endpoint {
             if host.parse::<Ipv6Addr>().is_err() {
                 return Err(wrong("what is in brackets is no IPv6 address", ""));
             }
-            match rest {
-                "" => (host, None),
-                rest => {
-                    let port = rest.strip_prefix(':');
-                    (host, Some(port.ok_or_else(|| wrong("a colon belongs behind the bracket", ""))?))
-                }
+            match (rest, rest.strip_prefix(':')) {
+                ("", _) => (host, None),
+                (_, Some(port)) => (host, Some(port)),
+                _ => return Err(wrong("a colon belongs behind the bracket", "")),
             }
         } else if text.parse::<Ipv6Addr>().is_ok() {
             return Err(wrong(
@@ -62,10 +60,11 @@ impl Endpoint {
         let port = match port {
             None => default_port,
             // Not "+7070", which a number may be.
-            Some(port) if port.bytes().all(|digit| digit.is_ascii_digit()) => {
-                port.parse().map_err(|_| wrong("its port is not a number up to 65535", ""))?
-            }
-            Some(_) => return Err(wrong("its port is not a number up to 65535", "")),
+            Some(port) => port
+                .parse()
+                .ok()
+                .filter(|_| !port.starts_with('+'))
+                .ok_or_else(|| wrong("its port is not a number up to 65535", ""))?,
         };
         if let Some(fault) = host_fault(host) {
             return Err(wrong(fault, ""));

@@ -23,7 +23,7 @@ pub const BUFFERS: &[&str] = &["shared", "looped", "own"];
 pub const PLACEMENTS: &[&str] = &["auto", "static", "dynamic"];
 
 /// Bytes of registered memory that rings and slots can have.
-const ARENAS: RangeInclusive<u64> = 4 << 20..=64 << 30;
+const ARENAS: RangeInclusive<usize> = 4 << 20..=64 << 30;
 
 impl Merged<'_> {
     pub(super) fn rdma_use(&self) -> Result<RdmaUse, Error> {
@@ -66,7 +66,7 @@ impl Merged<'_> {
             buffers: self.word("rdma_buffers", BUFFERS, default.buffers)?,
             placement: self.word("rdma_placement", PLACEMENTS, default.placement)?,
             slots: self.whole_or("rdma_slots", 1..=4096, default.slots)?,
-            arena: self.rdma_arena(default.arena)?,
+            arena: self.rdma_arena()?.unwrap_or(default.arena),
             reads: self.whole_or("rdma_reads", 1..=u8::MAX, default.reads)?,
             retries: self.whole_or("rdma_retries", 0..=7, default.retries)?,
         })
@@ -93,20 +93,19 @@ impl Merged<'_> {
     }
 
     fn rdma_mtu(&self) -> Result<Option<Mtu>, Error> {
-        let Some((origin, text)) = self.text("rdma_mtu")? else { return Ok(None) };
-        match text.parse().ok().and_then(Mtu::from_bytes) {
-            Some(mtu) => Ok(Some(mtu)),
-            None => Err(Error::usage(format!("{origin}: {text:?} is not 256, 512, 1024, 2048 or 4096"))
-                .hint("both ends use the smaller one of theirs; left out, it is what the ports take")),
-        }
+        self.parsed("rdma_mtu", |origin, text| {
+            text.parse().ok().and_then(Mtu::from_bytes).ok_or_else(|| {
+                Error::usage(format!("{origin}: {text:?} is not 256, 512, 1024, 2048 or 4096"))
+                    .hint("both ends use the smaller one of theirs; left out, it is what the ports take")
+            })
+        })
     }
 
-    fn rdma_arena(&self, default: usize) -> Result<usize, Error> {
-        let Some((origin, text)) = self.text("rdma_arena")? else { return Ok(default) };
-        let bytes = Some(size(&origin, text)?).filter(|bytes| ARENAS.contains(bytes));
-        bytes.and_then(|bytes| usize::try_from(bytes).ok()).ok_or_else(|| {
-            Error::usage(format!("{origin}: {text} is not 4MiB to 64GiB"))
-                .hint("rings and slots of all connections lie in it; left out, it is 64MiB")
+    fn rdma_arena(&self) -> Result<Option<usize>, Error> {
+        self.parsed("rdma_arena", |origin, text| match size(origin, text)?.try_into() {
+            Ok(bytes) if ARENAS.contains(&bytes) => Ok(bytes),
+            _ => Err(Error::usage(format!("{origin}: {text} is not 4MiB to 64GiB"))
+                .hint("rings and slots of all connections lie in it; left out, it is 64MiB")),
         })
     }
 
