@@ -42,11 +42,11 @@ impl Checkpoint {
                 Ok(Checkpoint::single(path.to_owned()))
             };
         }
-        for (name, indexed) in [(INDEX, true), (SINGLE, false)] {
-            let file = path.join(name);
-            if file.exists() {
-                return if indexed { Checkpoint::indexed(&file) } else { Ok(Checkpoint::single(file)) };
-            }
+        if path.join(INDEX).exists() {
+            return Checkpoint::indexed(&path.join(INDEX));
+        }
+        if path.join(SINGLE).exists() {
+            return Ok(Checkpoint::single(path.join(SINGLE)));
         }
         let shown = path.display();
         let failed = |error| Error::new(format!("cannot read {shown}")).caused_by(error);
@@ -59,25 +59,18 @@ impl Checkpoint {
                 found.push(file);
             }
         }
-        if let [index] = &indices[..] {
-            return Checkpoint::indexed(index);
-        }
         let is_part = |file: &PathBuf| file.to_string_lossy().contains("-of-");
-        match (indices.len(), found.len()) {
-            (0, 0) => Err(Error::new(format!("there is no safetensors file in {shown}"))),
-            (0, 1) => Ok(Checkpoint::single(found.remove(0))),
-            (0, several) if found.iter().all(is_part) => Err(Error::new(format!(
-                "{shown} has {several} safetensors files of one model, and no {INDEX}"
-            ))
-            .hint("copy the checkpoint again, with its index")),
-            (0, several) => {
-                Err(Error::new(format!("{shown} has {several} safetensors files, and no {INDEX}"))
-                    .hint("name one of them"))
-            }
-            (several, _) => {
-                Err(Error::new(format!("{shown} has the indices of {several} models"))
-                    .hint("name one of them"))
-            }
+        let bad = |what: String, hint| Err(Error::new(format!("{shown} has {what}")).hint(hint));
+        match (&indices[..], &found[..]) {
+            ([index], _) => Checkpoint::indexed(index),
+            ([], [file]) => Ok(Checkpoint::single(file.clone())),
+            ([], []) => Err(Error::new(format!("there is no safetensors file in {shown}"))),
+            ([], _) if found.iter().all(is_part) => bad(
+                format!("{} safetensors files of one model, and no {INDEX}", found.len()),
+                "copy the checkpoint again, with its index",
+            ),
+            ([], _) => bad(format!("{} safetensors files, and no {INDEX}", found.len()), "name one of them"),
+            _ => bad(format!("the indices of {} models", indices.len()), "name one of them"),
         }
     }
 
@@ -111,7 +104,7 @@ impl Checkpoint {
         let bad = |why: String| {
             Error::new(format!("cannot load {}: {why}", path.display())).hint("copy the checkpoint again")
         };
-        let mut there = 0;
+        let mut found = BTreeSet::new();
         for (file, header) in self.files.iter().zip(headers) {
             let name = file.file_name().and_then(OsStr::to_str).unwrap_or_default();
             for tensor in &header.tensors {
@@ -121,22 +114,14 @@ impl Checkpoint {
                         tensor.name
                     )));
                 }
+                // Of two with one name the layout will complain.
+                found.insert(&tensor.name);
             }
-            there += header.tensors.len();
         }
-        // Of two with one name the layout will complain.
-        if there < map.len() {
-            let found: BTreeSet<&str> =
-                headers.iter().flat_map(|h| &h.tensors).map(|t| t.name.as_str()).collect();
-            let missing = map.iter().find(|(tensor, _)| !found.contains(tensor.as_str()));
-            let (tensor, name) = missing.unzip();
-            return Err(bad(format!(
-                "{} lacks tensor {:?}",
-                name.map_or("", |n| n),
-                tensor.map_or("", |t| t)
-            )));
+        match map.iter().find(|(tensor, _)| !found.contains(tensor)) {
+            Some((tensor, name)) => Err(bad(format!("{name} lacks tensor {tensor:?}"))),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 

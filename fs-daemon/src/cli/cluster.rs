@@ -149,24 +149,9 @@ struct CommonArgs {
     /// Where the registry is; the port, 7070, can be left out (or GRADFS_REGISTRY)
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     registry: Option<String>,
-    #[command(flatten)]
-    file: FileArgs,
-}
-
-/// Where more is said.
-#[derive(Args, Debug)]
-struct FileArgs {
     /// TOML file with the same options as keys, those of other commands too
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     config: Option<PathBuf>,
-}
-
-/// Where a process listens.
-#[derive(Args, Debug)]
-struct ListenArgs {
-    /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
-    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
-    listen: Option<String>,
 }
 
 /// The arguments of `gradfs registry`.
@@ -174,10 +159,12 @@ struct ListenArgs {
 pub struct RegistryArgs {
     #[command(flatten)]
     pub background: BackgroundArgs,
-    #[command(flatten)]
-    listen: ListenArgs,
-    #[command(flatten)]
-    file: FileArgs,
+    /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
+    listen: Option<String>,
+    /// TOML file with the same options as keys, those of other commands too
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    config: Option<PathBuf>,
 }
 
 /// The arguments of `gradfs shard`.
@@ -185,8 +172,9 @@ pub struct RegistryArgs {
 pub struct ShardArgs {
     #[command(flatten)]
     pub background: BackgroundArgs,
-    #[command(flatten)]
-    listen: ListenArgs,
+    /// Where to listen, as host:port; 0.0.0.0 is all addresses of this host, port 0 any free one
+    #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
+    listen: Option<String>,
     /// Where others reach this shard [default: where it listens]
     #[arg(long, value_name = "ADDR", value_hint = ValueHint::Hostname)]
     advertise: Option<String>,
