@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::error::Error;
-use crate::process::mask_in_status;
+use crate::proc::mask_in_status;
 
 /// Exit code when a later signal cuts the orderly shutdown short.
 pub const FORCED_EXIT: i32 = 130;

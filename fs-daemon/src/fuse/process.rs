@@ -19,6 +19,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
+use crate::proc::{field, flags_in_stat, line_of_status, mask_in_status};
 use crate::sys::pidfd;
 
 /// Most processes watched at once: each costs a descriptor, and they must not use up the daemon's.
@@ -187,16 +188,6 @@ fn thread_group(tid: u32) -> Option<u32> {
     line_of_status(&status, "Tgid")?.parse().ok()
 }
 
-/// What `/proc/<pid>/status` says behind `name:`.
-fn line_of_status<'a>(status: &'a str, name: &str) -> Option<&'a str> {
-    status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
-}
-
-/// A set of bits in `/proc/<pid>/status`, such as that of the ignored signals, `SigIgn`.
-pub fn mask_in_status(status: &str, name: &str) -> u64 {
-    line_of_status(status, name).and_then(|mask| u64::from_str_radix(mask, 16).ok()).unwrap_or(0)
-}
-
 /// The wait status in `/proc/<pid>/stat` of a zombie, or None if it is none or we may not see it.
 fn zombie_status(pid: u32) -> Option<i32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -216,17 +207,6 @@ fn status_in_stat(stat: &str) -> Option<i32> {
         return None;
     }
     field(stat, 52)?.parse().ok()
-}
-
-/// Field 9 of a `/proc/<pid>/stat`: the kernel's flags of the process.
-pub fn flags_in_stat(stat: &str) -> u64 {
-    field(stat, 9).and_then(|flags| flags.parse().ok()).unwrap_or(0)
-}
-
-/// A field of `/proc/<pid>/stat`, counted from 1, behind the name.
-pub fn field(stat: &str, number: usize) -> Option<&str> {
-    // The name, field 2, may hold anything, brackets and spaces too: what follows its last bracket counts.
-    stat[stat.rfind(')')? + 1..].split_ascii_whitespace().nth(number.checked_sub(3)?)
 }
 
 /// Tells when processes end: one thread for all of them.

@@ -16,7 +16,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::geteuid;
 
 use crate::error::Error;
-use crate::process::{field, flags_in_stat};
+use crate::proc::{field, flags_in_stat};
 
 /// A killed daemon keeps its lock while the kernel frees its memory: many GiB take seconds.
 const ENDING_PATIENCE: Duration = Duration::from_secs(15);
