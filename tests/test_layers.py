@@ -1,0 +1,285 @@
+"""scripts/layers: which arrows between the files of made-up crates it sees, and which it refuses."""
+
+import subprocess
+import textwrap
+
+import pytest
+from conftest import REPOSITORY
+
+SCRIPT = REPOSITORY / "scripts/layers"
+LOW_AND_HIGH = '[one]\nlayers = ["low", "high", "self"]'
+
+
+class Tree:
+    """A directory of crates with a list of layers."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def crate(self, sources, name="one", manifest=""):
+        """A crate of these files, by their paths below src; lib.rs declares all modules at its top."""
+        tops = dict.fromkeys(path.split("/")[0].removesuffix(".rs") for path in sources)
+        declared = "".join(f"mod {top};\n" for top in tops if top not in ("lib", "main"))
+        root = {} if {"lib.rs", "main.rs"} & sources.keys() else {"lib.rs": declared}
+        self.write(f"{name}/Cargo.toml", f'[package]\nname = "{name}"\n{manifest}')
+        for path, text in {**root, **sources}.items():
+            self.write(f"{name}/src/{path}", textwrap.dedent(text))
+
+    def write(self, path, text):
+        """A file."""
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+
+    def layers(self, *tables, crates=("one",)):
+        """The list, of tables as text."""
+        names = ", ".join(f'"{crate}"' for crate in crates)
+        self.write("scripts/lib/layers.toml", "\n".join([f"crates = [{names}]", *tables]))
+
+    def check(self, *arguments):
+        """(exit status, what it prints, errors last)."""
+        command = [SCRIPT, "--root", self.root, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout + done.stderr
+
+    def passes(self, *arguments):
+        """Whether nothing is wrong."""
+        status, words = self.check(*arguments)
+        assert status == 0, words
+
+    def refuses(self, *words):
+        """Whether the check fails and says these words."""
+        status, said = self.check()
+        assert status == 1, said
+        for word in words:
+            assert word in said, said
+
+
+@pytest.fixture
+def tree(tmp_path):
+    tree = Tree(tmp_path)
+    tree.layers(LOW_AND_HIGH)
+    return tree
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "use crate::high::Thing;",
+        "use crate::{high::Thing};",
+        "use crate::{high::{Other, Thing as It}};",
+        "use super::high::Thing;",
+        "use super::{high::Thing};",
+        "use super::high::{self, Thing};",
+        "use super::high; fn f() { high::Thing; }",
+        "use crate::high as up; fn f() { up::Thing; }",
+        "use crate::high::*; fn f(t: Thing) {}",
+        "use crate::*; fn f() { high::Thing; }",
+        "pub use crate::high::Thing;",
+        "pub(crate) use super::high::Thing;",
+        "fn f(x: crate::high::Thing) {}",
+        "fn f() { super::high::Thing::new() }",
+        "fn f() -> Result<(), <super::high::Thing as A>::B> {}",
+        "mod inner { fn f() { super::super::high::Thing; } }",
+        "mod inner { use super::Thing; }\nuse crate::high::Thing;",
+        "fn f() { use crate::high::Thing::*; }",
+        "fn f() { 'a'; \"//\"; crate::high::Thing }",
+        "macro_rules! m { () => { $crate::high::Thing } }",
+        "#[cfg(not(test))]\nuse crate::high::Thing;",
+        '#[cfg(feature = "x")]\nuse crate::high::Thing;',
+        "#[arg(value_parser = crate::high::Thing::parse)]\nstruct A;",
+    ],
+)
+def test_an_arrow_upwards_is_refused(tree, code):
+    tree.crate({"low.rs": code, "high.rs": "pub struct Thing;\npub struct Other;"})
+    tree.refuses("one/src/low.rs -> one/src/high.rs: ", "Thing", "in one, low is below high")
+    tree.passes("--circles")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "// use crate::high::Thing;",
+        "/// [`crate::high::Thing`]\nfn f() {}",
+        'const A: &str = "crate::high::Thing";',
+        'const A: &str = r#"use crate::high::Thing;"#;',
+        "pub(in crate::low) struct A;",
+        "#[cfg(test)]\nuse crate::high::Thing;",
+        "#[cfg(test)]\nmod tests { use crate::high::Thing; }",
+        "#[cfg(all(test, unix))]\nmod tests { use crate::high::Thing; }",
+        "#[test]\nfn t() { crate::high::Thing; }",
+        "use std::high::Thing;",
+        "use ::high::Thing;",
+        "fn f() { other.high::<Thing>() }",
+    ],
+)
+def test_what_is_no_arrow_passes(tree, code):
+    tree.crate({"low.rs": code, "high.rs": "pub struct Thing;"})
+    tree.passes()
+
+
+def test_arrows_down_and_within_a_layer_pass(tree):
+    tree.layers('[one]\nlayers = [["a", "b"], "c", "self"]')
+    tree.crate({"a.rs": "use crate::b::B;", "b.rs": "pub struct B;", "c.rs": "use crate::{a, b::B}; fn f() { a::f() }"})
+    tree.passes()
+
+
+def test_files_of_tests_have_no_arrows(tree):
+    tree.crate(
+        {
+            "low.rs": "#[cfg(test)]\nmod tests;\n#[cfg(test)]\nmod sim;\npub struct Low;",
+            "low/tests.rs": "mod more; use crate::high::Thing;",
+            "low/tests/more.rs": "use crate::high::Thing;",
+            "low/sim.rs": "use crate::high::Thing;",
+            "high.rs": "use crate::low::Low; pub struct Thing;",
+        }
+    )
+    tree.passes()
+
+
+def test_a_circle_is_refused_whatever_its_layers(tree):
+    tree.layers('[one]\nlayers = [["a", "b", "c", "d"], "self"]')
+    tree.crate(
+        {
+            "a.rs": "use crate::b::B; pub struct A;",
+            "b.rs": "pub struct B; fn f() { super::c::f() }",
+            "c.rs": "use crate::a::A; pub fn f() {}",
+            "d.rs": "use crate::a::A;",
+        }
+    )
+    tree.refuses(
+        "one: 3 files use each other in a circle",
+        "one/src/a.rs -> one/src/b.rs: B",
+        "one/src/b.rs -> one/src/c.rs: f",
+        "one/src/c.rs -> one/src/a.rs: A",
+    )
+    status, said = tree.check("--circles")
+    assert status == 1 and "d.rs" not in said
+
+
+def test_a_circle_of_parent_and_child_is_refused(tree):
+    tree.layers('[one]\nlayers = ["a", "self"]')
+    tree.crate({"a.rs": "mod b; use b::B; pub struct A;", "a/b.rs": "use super::A; pub struct B;"})
+    tree.refuses("one/src/a.rs -> one/src/a/b.rs: B", "one/src/a/b.rs -> one/src/a.rs: A")
+
+
+def test_declarations_and_re_exports_of_a_parent_make_no_circle(tree):
+    tree.layers('[one]\nlayers = ["a", "self"]')
+    tree.crate(
+        {
+            "a/mod.rs": "mod b; mod c; pub use b::B; pub use self::c::C; pub(crate) use b::f; pub struct A;",
+            "a/b.rs": "use super::{A, C}; pub struct B; pub fn f() {}",
+            "a/c.rs": "pub struct C; impl super::A {}",
+        }
+    )
+    tree.passes()
+
+
+@pytest.mark.parametrize("code", ["fn g(b: B) {}", "fn g() { f() }", "fn g() { b::f() }", "fn g() { B::new() }"])
+def test_a_parent_that_uses_what_it_re_exports_is_in_a_circle(tree, code):
+    tree.layers('[one]\nlayers = ["a", "self"]')
+    tree.crate(
+        {
+            "a.rs": f"mod b; pub use b::{{B, f}}; pub struct A; {code}",
+            "a/b.rs": "use super::A; pub struct B; pub fn f() {}",
+        }
+    )
+    tree.refuses("one: 2 files use each other in a circle")
+
+
+def test_a_re_export_leads_to_the_file_that_defines(tree):
+    sources = {
+        "low.rs": "use crate::high::{Thing, Made}; pub struct Low;",
+        "high/mod.rs": "mod thing; mod other; pub use thing::{Inner as Thing, Made}; pub use other::*;",
+        "high/thing.rs": "pub struct Inner; id!(Made);",
+        "high/other.rs": "pub fn other() {}",
+    }
+    tree.crate(sources)
+    tree.refuses("one/src/low.rs -> one/src/high/thing.rs: Inner, Made")
+    tree.crate({**sources, "low.rs": "use crate::high; fn f() { high::other() }"})
+    tree.refuses("one/src/low.rs -> one/src/high/other.rs: other")
+    # What is defined below may come by way of a higher module.
+    tree.crate({**sources, "low.rs": "use crate::high::Low; pub mod base;", "low/base.rs": "pub struct Low;"})
+    tree.write("one/src/high/mod.rs", "pub use crate::low::base::Low; mod thing; mod other;")
+    tree.passes()
+
+
+def test_layers_within_a_module(tree):
+    tree.layers('[one]\nlayers = ["client", "self"]', '["one::client"]\nlayers = ["core", "paths", ["job", "self"]]')
+    sources = {
+        "client/mod.rs": "mod core; mod job; mod paths; fn f() { job::f() }",
+        "client/core.rs": "pub struct Core;",
+        "client/paths/mod.rs": "mod deep; pub struct Paths;",
+        "client/paths/deep.rs": "use crate::client::core::Core;",
+        "client/job.rs": "use super::{core::Core, paths::Paths}; pub fn f() {}",
+    }
+    tree.crate(sources)
+    tree.passes()
+    tree.crate({**sources, "client/paths/deep.rs": "use crate::client::job::f;"})
+    tree.refuses(
+        "one/src/client/paths/deep.rs -> one/src/client/job.rs: f (in one::client, paths is below job)",
+    )
+
+
+def test_a_module_may_be_in_another_layer_than_its_parent(tree):
+    tree.layers('[one]\nlayers = ["a::low", "b", "a", "self"]')
+    sources = {"a.rs": "pub mod low; use crate::b::B;", "b.rs": "use crate::a::low::f; pub struct B;"}
+    tree.crate({**sources, "a/low.rs": "pub fn f() {}"})
+    tree.passes()
+    tree.crate({"a.rs": "pub mod low;", "a/low.rs": "use crate::b::B;", "b.rs": "pub struct B;"})
+    tree.refuses("a::low is below b")
+
+
+def test_an_arrow_that_is_allowed_passes_while_it_is_there(tree):
+    tree.layers(LOW_AND_HIGH + '\nallow = ["low -> high"]')
+    tree.crate({"low.rs": "use crate::high::Thing;", "high.rs": "pub struct Thing;"})
+    tree.passes()
+    tree.crate({"low.rs": "", "high.rs": ""})
+    tree.refuses("one allows low -> high, and no file needs that")
+
+
+def test_every_file_is_in_a_layer_and_every_entry_has_a_file(tree):
+    tree.crate({"low.rs": "", "high.rs": "", "new.rs": ""})
+    tree.refuses("one/src/new.rs is in no layer of one")
+    tree.crate({"low.rs": "", "lib.rs": "mod low;"})
+    tree.refuses("one has the module high, and no file is in it")
+    tree.layers(LOW_AND_HIGH, '["one::gone"]\nlayers = ["a"]')
+    tree.refuses("one::gone is no module")
+
+
+def test_crates_use_each_other_in_order(tree):
+    tables = '[one]\nlayers = ["a", "self"]', '["two-b"]\nlayers = ["b", "self"]'
+    tree.layers(*tables, crates=("one", "two-b"))
+    dependency = '[dependencies]\n{} = {{ path = "../x" }}\n'
+    tree.crate({"a.rs": "pub struct A;"})
+    tree.crate({"b.rs": "use one::a::A;"}, name="two-b", manifest=dependency.format("one"))
+    tree.passes()
+    tree.layers(*tables, crates=("two-b", "one"))
+    tree.refuses("two-b/src/b.rs -> one: A (two-b is below one)", "two-b/Cargo.toml -> one (two-b is below one)")
+
+
+def test_a_program_beside_a_library_uses_it(tree):
+    tree.layers('[one]\nlayers = ["self", "a"]')
+    tree.crate({"lib.rs": "pub mod a;", "a.rs": "pub fn f() {}", "main.rs": "use one::a::f;"})
+    tree.refuses("one/src/main.rs -> one/src/a.rs: f (in one, self is below a)")
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        ("[one]\nlayers = ['low', 'low']", "one has low twice"),
+        ("[one]\nlayer = ['low']", "one has layer; there are layers and allow"),
+        ("[one]\nallow = ['low']", "which is not of the form"),
+        ("[other]\nlayers = ['low']", "other is of no crate"),
+        ("['one::low']\nlayers = ['self']", "one has no layers"),
+        ("[one", "layers.toml: "),
+    ],
+)
+def test_a_list_that_is_wrong_is_refused(tree, table, complaint):
+    tree.layers(table)
+    tree.crate({"low.rs": ""})
+    tree.refuses(complaint)
+
+
+def test_a_module_without_a_file_is_named(tree):
+    tree.crate({"low.rs": "mod gone;", "high.rs": ""})
+    tree.refuses("one/src/low.rs: there is no file of its module gone")
