@@ -4,9 +4,11 @@ Each connection has buffers of fixed size: headers to be sent, and one payload t
 counted out, by what they are in libmodelio/src/transport/frames/.
 """
 
+import statistics
 from contextlib import ExitStack
 
 import net_gradfs
+from against import NEW, OLD, ROUNDS, Comparison
 from machine import MIB
 from report import Figure
 
@@ -30,11 +32,25 @@ def _after_steps(binaries, learners):
         return net_gradfs.resident_bytes(gradfs.cluster.shards[0].pid)
 
 
-def figure(binaries):
-    """The ratio of what a shard takes with many learners to what it takes with one."""
-    found = []
-    for learners in (MANY, 1):
-        fixed = learners * CONNECTIONS * BUFFERS
-        found.append((_after_steps(binaries, learners) - fixed, fixed))
-    words = [f"{taken / MIB:.1f} MiB + {fixed / MIB:.1f}" for taken, fixed in found]
-    return Figure(f"shard_rss_{MANY}_vs_1_learners", found[0][0] / found[1][0], "ratio", TARGET, "<=", *words)
+def measure(binaries):
+    """(the figure, its Comparisons): what a shard takes with many learners, over what it takes with one.
+
+    `binaries` are by side; with two of them there are several rounds."""
+    found = {side: [] for side in binaries}
+    order = list(binaries)
+    for _ in range(ROUNDS if len(binaries) > 1 else 1):
+        for side in order:
+            found[side].append([_after_steps(binaries[side], learners) for learners in (MANY, 1)])
+        order.reverse()
+    fixed = [learners * CONNECTIONS * BUFFERS for learners in (MANY, 1)]
+    ratios = {
+        side: [(many - fixed[0]) / (one - fixed[1]) for many, one in rounds] for side, rounds in found.items()
+    }
+    name = f"shard_rss_{MANY}_vs_1_learners"
+    taken = [statistics.median(one[index] for one in found[NEW]) for index in range(2)]
+    words = [f"{(whole - part) / MIB:.1f} MiB + {part / MIB:.1f}" for whole, part in zip(taken, fixed)]
+    figure = Figure(name, statistics.median(ratios[NEW]), "ratio", TARGET, "<=", *words)
+    if OLD not in binaries:
+        return figure, []
+    words = tuple(f"{statistics.median(ratios[side]):.3f}" for side in (NEW, OLD))
+    return figure, [Comparison([name], ratios[NEW], ratios[OLD], words=words)]

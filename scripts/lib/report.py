@@ -7,7 +7,7 @@ from typing import Optional
 
 @dataclass
 class Figure:
-    """One measured value; `ours` and `other` are what a ratio was made of, in words."""
+    """One measured value; `ours` and `other` are what a ratio was made of, in words, `low` and `high` its interval."""
 
     name: str
     value: float
@@ -16,6 +16,8 @@ class Figure:
     op: Optional[str] = None
     ours: str = ""
     other: str = ""
+    low: Optional[float] = None
+    high: Optional[float] = None
 
     def verdict(self):
         """`pass`, `miss`, or nothing where there is no target."""
@@ -40,6 +42,11 @@ def milliseconds(seconds):
     return f"{seconds * 1000:.1f} ms"
 
 
+def microseconds(seconds):
+    """As text."""
+    return f"{seconds * 1e6:.1f} us"
+
+
 def table(header, rows):
     """Text in columns, the first to the left and the others to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
@@ -61,7 +68,8 @@ def print_ratios(figures):
     rows = []
     for figure in figures:
         target = "" if figure.target is None else f"{figure.op} {figure.target:g}"
-        rows.append([figure.name, figure.ours, figure.other, f"{figure.value:.2f}", target, figure.verdict()])
+        value = f"{figure.value:.2f}" if figure.unit == "ratio" else ""
+        rows.append([figure.name, figure.ours, figure.other, value, target, figure.verdict()])
     print(table(["figure", "gradfs", "baseline", "ratio", "target", ""], rows))
 
 
@@ -69,8 +77,10 @@ def write_json(path, figures):
     """The figures as a list of objects, for other programs."""
     fields = ("name", "value", "unit", "target", "op")
     entries = [{field: getattr(figure, field) for field in fields} for figure in figures]
-    for entry in entries:
+    for entry, figure in zip(entries, figures):
         entry["value"] = round(entry["value"], 4)
+        if figure.low is not None:
+            entry["low"], entry["high"] = round(figure.low, 4), round(figure.high, 4)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         json.dump(entries, file, indent=2)

@@ -15,7 +15,7 @@ from datetime import timedelta
 import numpy
 
 from work_race import race
-from work_step import gradients, mount, total
+from work_step import gradients, mounts, total
 
 CLONE_NEWNET = 0x4000_0000
 SIOCSIFFLAGS = 0x8914
@@ -123,9 +123,7 @@ PLAIN = ("plain", 1)
 
 
 def mount_and_gloo(member, directories, size, ways, **arguments):
-    """Races the mount and gloo in the named `ways` of each: names of `mount`, pairs for gloo."""
-    through_mount = mount(member, directories, size)
-    contenders = {
-        way: Gloo(member, size, *way) if isinstance(way, tuple) else through_mount[way] for way in ways
-    }
+    """Races the mounts and gloo in the named `ways`: those of `mounts`, and WAYS or PLAIN."""
+    through_mount = mounts(member, directories, size)
+    contenders = {way: through_mount.get(way) or Gloo(member, size, *way) for way in ways}
     return race(member, contenders, **arguments)

@@ -44,6 +44,7 @@ class FreshListing(Listing):
             raise Failed("a contribution has made no version")
 
 
-def listing(member, model, copy, tensors, **arguments):
-    """Races a model's `tensors/` of so many, each time of a new version, against the directory `copy`."""
-    return race(member, {"mount": FreshListing(model, tensors), "tmpfs": Listing(copy, tensors)}, **arguments)
+def listing(member, models, copy, tensors, **arguments):
+    """Races the `tensors/` of so many of {name: model}, each time of a new version, against the directory `copy`."""
+    fresh = {name: FreshListing(model, tensors) for name, model in models.items()}
+    return race(member, {**fresh, "tmpfs": Listing(copy, tensors)}, **arguments)

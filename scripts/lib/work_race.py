@@ -9,12 +9,13 @@ import time
 from machine import Quiet
 
 
-def race(member, contenders, rounds, warm_up, patience):
-    """Gives {name: [(start, end), …]} for a dictionary of contenders."""
+def race(member, contenders, rounds, warm_up, patience, alternate=False):
+    """Gives {name: [(start, end), …]} for a dictionary of contenders; `alternate` turns their order round each time."""
     quiet = Quiet(patience) if member.rank == 0 and patience else None
     times = {name: [] for name in contenders}
     for turn in range(warm_up + rounds):
-        for name, contender in contenders.items():
+        order = list(contenders.items())
+        for name, contender in reversed(order) if alternate and turn % 2 else order:
             contender.prepare()
             if quiet:
                 quiet.wait()

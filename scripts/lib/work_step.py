@@ -142,6 +142,14 @@ def mount(member, directories, size):
     return {**ways, STORED: Stored(learner), "mapped": Mapped(learner)}
 
 
+def mounts(member, directories, size):
+    """The ways through each of several mounts, {name: learners' directories}; names are pairs of a way and a mount's.
+
+    A way through one mount is followed by the same through the next."""
+    found = {name: mount(member, of_it, size) for name, of_it in directories.items()}
+    return {(way, name): found[name][way] for way in (*WAYS, "mapped") for name in found}
+
+
 def forget(member, directories):
     """Closes the files below a mount that is about to go."""
     learner = member.kept.pop(directories[member.rank], None)
@@ -190,6 +198,6 @@ class ByHand:
 
 
 def mount_and_hand(member, directories, path, size, **arguments):
-    """Races the mount against shared memory."""
-    contenders = {**mount(member, directories, size), "hand": ByHand(member, path, size)}
+    """Races the mounts against shared memory."""
+    contenders = {**mounts(member, directories, size), "hand": ByHand(member, path, size)}
     return race(member, contenders, **arguments)

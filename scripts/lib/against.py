@@ -1,0 +1,133 @@
+"""How one gradfs compares with an older one: `--against` of scripts/bench and scripts/bench-net.
+
+Both binaries take turns in one run, round by round, and who comes first changes from round to round. The ratio of a
+figure is that of both medians, oriented so that more than 1 is in favour of the new binary. Its interval is a bootstrap
+of the rounds: a round is drawn with what both had in it, so that drift of the machine, which hits both, is left out.
+"""
+
+import math
+import random
+import statistics
+import subprocess
+from dataclasses import dataclass
+from functools import cached_property
+
+from machine import Failed, say
+from report import Figure, table
+
+NEW, OLD = "new", "old"
+# Of every figure, at least.
+ROUNDS = 7
+# Of the geometric mean, and microseconds that a small commit may take longer.
+TARGET, COMMIT_TARGET = 0.98, 10.0
+
+_RESAMPLES = 2000
+_COVERAGE = 0.95
+
+
+def sides(new, old):
+    """{side: binary}, both of them or only the new one; ends the run where the old one does not start."""
+    if old is None:
+        return {NEW: new}
+    try:
+        done = subprocess.run([old, "--version"], capture_output=True, text=True, timeout=60)
+    except OSError as error:
+        raise Failed(f"--against {old}: {error.strerror}") from error
+    if done.returncode:
+        raise Failed(f"--against {old}: {done.stderr.strip() or 'it does not tell its version'}")
+    say(f"against {old}, {done.stdout.strip()}")
+    return {NEW: new, OLD: old.resolve()}
+
+
+def named(name, side):
+    """How a race calls a contender that there is of both sides."""
+    return name if side == NEW else f"{name}, {side}"
+
+
+def _bounds(values):
+    values = sorted(values)
+    cut = int(len(values) * (1 - _COVERAGE) / 2)
+    return values[cut], values[-1 - cut]
+
+
+@dataclass
+class Comparison:
+    """A figure of both sides: what each round found, numbers or lists of them.
+
+    `less` says that less is better, and `difference` that the figure is new minus old, of `unit`. All figures that are
+    made of the same measurements are named."""
+
+    names: list
+    new: list
+    old: list
+    less: bool = True
+    difference: bool = False
+    unit: str = "ratio"
+    words: tuple = ("", "")
+
+    def __post_init__(self):
+        if not len(self.new) == len(self.old) >= ROUNDS:
+            raise Failed(f"{self.names[0]}: {len(self.new)} rounds of one and {len(self.old)} of the other, not {ROUNDS}")
+
+    def _value(self, rounds):
+        new, old = (_median([side[index] for index in rounds]) for side in (self.new, self.old))
+        if self.difference:
+            return new - old
+        return old / new if self.less else new / old
+
+    @property
+    def value(self):
+        """As it was found."""
+        return self._value(range(len(self.new)))
+
+    @cached_property
+    def resampled(self):
+        """As it would have been with other rounds: the same ones in every run."""
+        draw = random.Random(self.names[0]).choices
+        rounds = range(len(self.new))
+        return [self._value(draw(rounds, k=len(rounds))) for _ in range(_RESAMPLES)]
+
+    def figures(self):
+        """For reports, one for each name."""
+        low, high = _bounds(self.resampled)
+        target, op = (COMMIT_TARGET, "<=") if self.difference else (None, None)
+        return [
+            Figure(f"{name}_vs_old", self.value, self.unit, target, op, *self.words, low, high)
+            for name in self.names
+        ]
+
+
+def _median(rounds):
+    if isinstance(rounds[0], list):
+        rounds = [value for one in rounds for value in one]
+    return statistics.median(rounds)
+
+
+def _mean(name, comparisons):
+    """The geometric mean of all ratios."""
+
+    def mean(values):
+        return math.exp(statistics.fmean(map(math.log, values)))
+
+    ratios = [one for one in comparisons if not one.difference]
+    low, high = _bounds([mean(values) for values in zip(*(one.resampled for one in ratios))])
+    words = f"of {len(ratios)} ratios", ""
+    return Figure(name, mean([one.value for one in ratios]), "ratio", TARGET, ">=", *words, low, high)
+
+
+def report(name, comparisons):
+    """Prints all comparisons and, called `name`, their mean; gives the figures."""
+    found = [one.figures() for one in comparisons]
+    shown = [figures[0] for figures in found]
+    if any(not one.difference for one in comparisons):
+        found.append([_mean(name, comparisons)])
+        shown += found[-1]
+    rows = []
+    for figure in shown:
+        digits = 1 if figure.unit == "us" else 3
+        value, low, high = (f"{number:.{digits}f}" for number in (figure.value, figure.low, figure.high))
+        target = "" if figure.target is None else f"{figure.op} {figure.target:g}"
+        value += "" if figure.unit == "ratio" else f" {figure.unit}"
+        rows.append([figure.name, figure.ours, figure.other, value, f"{low} to {high}", target, figure.verdict()])
+    print(table(["against the old binary", "new", "old", "new/old", "95% interval", "target", ""], rows), flush=True)
+    return [figure for figures in found for figure in figures]

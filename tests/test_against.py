@@ -1,0 +1,86 @@
+"""What scripts/bench and scripts/bench-net say with --against: ratios, intervals and the mean (scripts/lib/against.py)."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import REPOSITORY
+
+# At the end: what the tests call by the same name is theirs.
+sys.path.append(str(REPOSITORY / "scripts/lib"))
+
+from against import COMMIT_TARGET, ROUNDS, TARGET, Comparison, report  # noqa: E402
+from machine import Failed  # noqa: E402
+
+SLOW = [2.0, 2.2, 1.8, 2.0, 2.1, 1.9, 2.0]
+FAST = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0]
+
+
+def figure(*arguments, **options):
+    return Comparison(["a"], *arguments, **options).figures()[0]
+
+
+def test_more_than_one_is_in_favour_of_the_new_binary():
+    assert figure(FAST, SLOW, less=True).value == pytest.approx(2)
+    assert figure(FAST, SLOW, less=False).value == pytest.approx(0.5)
+
+
+def test_the_interval_has_the_value_in_it_and_tells_what_is_certain():
+    clear, noisy = figure(FAST, SLOW), figure(FAST, [0.5, 2, 1, 3, 0.6, 1, 0.7])
+    assert 1.5 < clear.low <= clear.value <= clear.high < 2.5
+    assert noisy.low < 1 < noisy.high
+
+
+def test_the_same_on_both_sides_is_one():
+    same = figure(FAST, list(FAST))
+    assert same.value == same.low == same.high == 1
+
+
+def test_drift_that_hits_both_is_left_out():
+    drift = [1, 2, 4, 8, 16, 32, 64]
+    assert figure([2 * value for value in drift], drift).high == pytest.approx(0.5)
+
+
+def test_a_difference_is_new_minus_old_of_all_values_of_the_rounds():
+    rounds = [[5.0, 100.0, 6.0]] * 7, [[1.0, 2.0, 3.0]] * 7
+    found = figure(*rounds, difference=True, unit="us")
+    assert (found.value, found.unit, found.target, found.op) == (4, "us", COMMIT_TARGET, "<=")
+
+
+def test_the_mean_counts_what_was_measured_once_and_no_difference(capsys):
+    comparisons = [
+        Comparison(["a", "b"], FAST, SLOW),
+        Comparison(["c"], SLOW, FAST),
+        Comparison(["d"], FAST, FAST),
+        Comparison(["e"], SLOW, FAST, difference=True, unit="us"),
+    ]
+    found = {figure.name: figure for figure in report("all_vs_old", comparisons)}
+    assert list(found) == ["a_vs_old", "b_vs_old", "c_vs_old", "d_vs_old", "e_vs_old", "all_vs_old"]
+    mean = found["all_vs_old"]
+    assert mean.value == pytest.approx(1) and mean.low <= 1 <= mean.high
+    assert (mean.target, mean.op) == (TARGET, ">=")
+    assert "all_vs_old" in capsys.readouterr().out
+
+
+def test_a_mean_that_is_too_small_misses():
+    (_, mean) = report("all_vs_old", [Comparison(["a"], SLOW, FAST)])
+    assert mean.verdict() == "MISS"
+
+
+@pytest.mark.parametrize("sides", [(FAST[1:], SLOW[1:]), (FAST, SLOW * 2)])
+def test_too_few_rounds_are_refused(sides):
+    with pytest.raises(Failed, match=f"not {ROUNDS}"):
+        Comparison(["a"], *sides)
+
+
+@pytest.mark.parametrize("script", ["bench", "bench-net"])
+@pytest.mark.parametrize(("binary", "why"), [("/gone", "No such file"), ("/bin/false", "does not tell its version")])
+def test_a_binary_that_is_none_ends_the_run(script, binary, why, tmp_path):
+    # Nothing is built for it, and nothing is measured.
+    for name in ("release/gradfs", "release/examples/bench_sink", "release/examples/bench_learner"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    only = "list" if script == "bench" else "gradfs"
+    command = [REPOSITORY / "scripts" / script, "--no-build", "--only", only, "--against", binary]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={"CARGO_TARGET_DIR": str(tmp_path)})
+    assert done.returncode == 1 and f"--against {binary}" in done.stderr and why in done.stderr, done.stderr
