@@ -9,15 +9,21 @@ from conftest import REPOSITORY
 # At the end: what the tests call by the same name is theirs.
 sys.path.append(str(REPOSITORY / "scripts/lib"))
 
-from against import COMMIT_TARGET, ROUNDS, TARGET, Comparison, report  # noqa: E402
+from against import COMMIT_TARGET, PASSES, TARGET, Comparison, joined, middle, report  # noqa: E402
 from machine import Failed  # noqa: E402
+from report import Figure  # noqa: E402
 
 SLOW = [2.0, 2.2, 1.8, 2.0, 2.1, 1.9, 2.0]
 FAST = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0]
 
 
-def figure(*arguments, **options):
-    return Comparison(["a"], *arguments, **options).figures()[0]
+def compared(names, new, old, **options):
+    """Of passes with one number each."""
+    return Comparison(names, [[value] for value in new], [[value] for value in old], str, **options)
+
+
+def figure(new, old, **options):
+    return compared(["a"], new, old, **options).figures()[0]
 
 
 def test_more_than_one_is_in_favour_of_the_new_binary():
@@ -41,18 +47,19 @@ def test_drift_that_hits_both_is_left_out():
     assert figure([2 * value for value in drift], drift).high == pytest.approx(0.5)
 
 
-def test_a_difference_is_new_minus_old_of_all_values_of_the_rounds():
-    rounds = [[5.0, 100.0, 6.0]] * 7, [[1.0, 2.0, 3.0]] * 7
-    found = figure(*rounds, difference=True, unit="us")
+def test_a_difference_is_new_minus_old_of_all_numbers_of_the_passes():
+    passes = [[5.0, 100.0, 6.0]] * 7, [[1.0, 2.0, 3.0]] * 7
+    (found,) = Comparison(["a"], *passes, str, difference=True, unit="us").figures()
+    assert (found.ours, found.other) == ("6.0", "2.0")
     assert (found.value, found.unit, found.target, found.op) == (4, "us", COMMIT_TARGET, "<=")
 
 
 def test_the_mean_counts_what_was_measured_once_and_no_difference(capsys):
     comparisons = [
-        Comparison(["a", "b"], FAST, SLOW),
-        Comparison(["c"], SLOW, FAST),
-        Comparison(["d"], FAST, FAST),
-        Comparison(["e"], SLOW, FAST, difference=True, unit="us"),
+        compared(["a", "b"], FAST, SLOW),
+        compared(["c"], SLOW, FAST),
+        compared(["d"], FAST, FAST),
+        compared(["e"], SLOW, FAST, difference=True, unit="us"),
     ]
     found = {figure.name: figure for figure in report("all_vs_old", comparisons)}
     assert list(found) == ["a_vs_old", "b_vs_old", "c_vs_old", "d_vs_old", "e_vs_old", "all_vs_old"]
@@ -63,14 +70,27 @@ def test_the_mean_counts_what_was_measured_once_and_no_difference(capsys):
 
 
 def test_a_mean_that_is_too_small_misses():
-    (_, mean) = report("all_vs_old", [Comparison(["a"], SLOW, FAST)])
+    (_, mean) = report("all_vs_old", [compared(["a"], SLOW, FAST)])
     assert mean.verdict() == "MISS"
 
 
 @pytest.mark.parametrize("sides", [(FAST[1:], SLOW[1:]), (FAST, SLOW * 2)])
-def test_too_few_rounds_are_refused(sides):
-    with pytest.raises(Failed, match=f"not {ROUNDS}"):
-        Comparison(["a"], *sides)
+def test_too_few_passes_are_refused(sides):
+    with pytest.raises(Failed, match=f"not {PASSES}"):
+        compared(["a"], *sides)
+
+
+def test_passes_are_joined_by_figure():
+    rates = (["c"], {"new": [2], "old": [1]}, str, {"less": False})
+    passes = [[(["a", "b"], {"new": [n, n], "old": [2 * n, 2 * n]}, str, {}), rates] for n in range(1, 8)]
+    first, second = joined(passes)
+    assert first.names == ["a", "b"] and first.value == 2 and first.new[2] == [3, 3]
+    assert second.value == 2
+
+
+def test_the_figures_of_passes_are_those_of_the_median():
+    passes = [[Figure("a", value, "ratio", ours=str(value)), Figure("b", -value, "ratio")] for value in (3, 1, 2)]
+    assert [(found.name, found.value, found.ours) for found in middle(passes)] == [("a", 2, "2"), ("b", -2, "")]
 
 
 @pytest.mark.parametrize("script", ["bench", "bench-net"])

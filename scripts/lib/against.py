@@ -1,14 +1,17 @@
 """How one gradfs compares with an older one: `--against` of scripts/bench and scripts/bench-net.
 
-Both binaries take turns in one run, round by round, and who comes first changes from round to round. The ratio of a
-figure is that of both medians, oriented so that more than 1 is in favour of the new binary. Its interval is a bootstrap
-of the rounds: a round is drawn with what both had in it, so that drift of the machine, which hits both, is left out.
+Everything is done in several passes, each with processes and memory of its own: where a process gets its memory, and
+how its threads come to lie, makes more of a difference than there is between rounds. Within a pass both binaries take
+turns, round by round, and who comes first changes from round to round. The ratio of a figure is that of the medians of
+all rounds, oriented so that more than 1 is in favour of the new binary. Its interval is a bootstrap of the passes: a pass
+is drawn with what both had in it, so that drift of the machine, which hits both, is left out.
 """
 
 import math
 import random
 import statistics
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,8 +19,8 @@ from machine import Failed, say
 from report import Figure, table
 
 NEW, OLD = "new", "old"
-# Of every figure, at least.
-ROUNDS = 7
+# Of every figure; each has at least one round.
+PASSES = 7
 # Of the geometric mean, and microseconds that a small commit may take longer.
 TARGET, COMMIT_TARGET = 0.98, 10.0
 
@@ -52,25 +55,26 @@ def _bounds(values):
 
 @dataclass
 class Comparison:
-    """A figure of both sides: what each round found, numbers or lists of them.
+    """A figure of both sides: the numbers that each pass found.
 
     `less` says that less is better, and `difference` that the figure is new minus old, of `unit`. All figures that are
-    made of the same measurements are named."""
+    made of the same measurements are named. `words` shows a number."""
 
     names: list
     new: list
     old: list
+    words: Callable
     less: bool = True
     difference: bool = False
     unit: str = "ratio"
-    words: tuple = ("", "")
 
     def __post_init__(self):
-        if not len(self.new) == len(self.old) >= ROUNDS:
-            raise Failed(f"{self.names[0]}: {len(self.new)} rounds of one and {len(self.old)} of the other, not {ROUNDS}")
+        if not len(self.new) == len(self.old) >= PASSES:
+            counts = f"{len(self.new)} passes of one and {len(self.old)} of the other"
+            raise Failed(f"{self.names[0]}: {counts}, not {PASSES}")
 
-    def _value(self, rounds):
-        new, old = (_median([side[index] for index in rounds]) for side in (self.new, self.old))
+    def _value(self, passes):
+        new, old = (_median([side[index] for index in passes]) for side in (self.new, self.old))
         if self.difference:
             return new - old
         return old / new if self.less else new / old
@@ -80,27 +84,43 @@ class Comparison:
         """As it was found."""
         return self._value(range(len(self.new)))
 
+    def _both(self):
+        return [self.words(_median(side)) for side in (self.new, self.old)]
+
     @cached_property
     def resampled(self):
-        """As it would have been with other rounds: the same ones in every run."""
+        """As it would have been with other passes: the same ones in every run."""
         draw = random.Random(self.names[0]).choices
-        rounds = range(len(self.new))
-        return [self._value(draw(rounds, k=len(rounds))) for _ in range(_RESAMPLES)]
+        passes = range(len(self.new))
+        return [self._value(draw(passes, k=len(passes))) for _ in range(_RESAMPLES)]
 
     def figures(self):
         """For reports, one for each name."""
         low, high = _bounds(self.resampled)
         target, op = (COMMIT_TARGET, "<=") if self.difference else (None, None)
         return [
-            Figure(f"{name}_vs_old", self.value, self.unit, target, op, *self.words, low, high)
+            Figure(f"{name}_vs_old", self.value, self.unit, target, op, *self._both(), low, high)
             for name in self.names
         ]
 
 
-def _median(rounds):
-    if isinstance(rounds[0], list):
-        rounds = [value for one in rounds for value in one]
-    return statistics.median(rounds)
+def _median(passes):
+    return statistics.median(value for one in passes for value in one)
+
+
+def joined(passes):
+    """The Comparisons of passes that each found the same figures: lists of (names, {side: numbers}, words, options)."""
+    found = []
+    for of_figure in zip(*passes, strict=True):
+        names, _, words, options = of_figure[0]
+        new, old = ([numbers[side] for _, numbers, _, _ in of_figure] for side in (NEW, OLD))
+        found.append(Comparison(names, new, old, words, **options))
+    return found
+
+
+def middle(passes):
+    """Of the Figures that each pass found, in the same order, those of the median value."""
+    return [sorted(found, key=lambda figure: figure.value)[len(found) // 2] for found in zip(*passes, strict=True)]
 
 
 def _mean(name, comparisons):

@@ -8,7 +8,7 @@ import statistics
 from contextlib import ExitStack
 
 import net_gradfs
-from against import NEW, OLD, ROUNDS, Comparison
+from against import NEW, OLD, PASSES, Comparison
 from machine import MIB
 from report import Figure
 
@@ -35,10 +35,10 @@ def _after_steps(binaries, learners):
 def measure(binaries):
     """(the figure, its Comparisons): what a shard takes with many learners, over what it takes with one.
 
-    `binaries` are by side; with two of them there are several rounds."""
+    `binaries` are by side; with two of them there are several passes."""
     found = {side: [] for side in binaries}
     order = list(binaries)
-    for _ in range(ROUNDS if len(binaries) > 1 else 1):
+    for _ in range(PASSES if len(binaries) > 1 else 1):
         for side in order:
             found[side].append([_after_steps(binaries[side], learners) for learners in (MANY, 1)])
         order.reverse()
@@ -52,5 +52,5 @@ def measure(binaries):
     figure = Figure(name, statistics.median(ratios[NEW]), "ratio", TARGET, "<=", *words)
     if OLD not in binaries:
         return figure, []
-    words = tuple(f"{statistics.median(ratios[side]):.3f}" for side in (NEW, OLD))
-    return figure, [Comparison([name], ratios[NEW], ratios[OLD], words=words)]
+    new, old = ([[value] for value in ratios[side]] for side in (NEW, OLD))
+    return figure, [Comparison([name], new, old, "{:.3f}".format)]

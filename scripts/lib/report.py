@@ -42,9 +42,9 @@ def milliseconds(seconds):
     return f"{seconds * 1000:.1f} ms"
 
 
-def microseconds(seconds):
+def microseconds(value):
     """As text."""
-    return f"{seconds * 1e6:.1f} us"
+    return f"{value:.1f} us"
 
 
 def table(header, rows):
