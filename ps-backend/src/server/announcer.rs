@@ -3,8 +3,7 @@
 //!
 //! - A shard that holds partitions keeps its number, whatever the registry says.
 //! - The coordinator of a model that the registry does not know puts its record there again. If nobody does for some
-//!   time,
-//!   whoever holds a partition of it does, so that it can be deleted.
+//!   time, whoever holds a partition of it does, so that it can be deleted.
 //! - A partition is dropped if the registry knows that its model was deleted; never because the registry does not know
 //!   it.
 

@@ -18,7 +18,7 @@ use super::coordinator::Coordinator;
 use super::fabric::Remote;
 use super::memory::Memory;
 use super::moving::Whereabouts;
-use super::partition::{Landing, Partition};
+use super::partition::{Landing, Partition, ToCoordinator};
 use super::unsent::{Unsent, UnsentAll, say, say_counted};
 use super::{SILENCE, Shared};
 use crate::partition::store::PinnedVersion;
@@ -213,11 +213,7 @@ impl Peer {
                 return Err(Refusal::other("this shard coordinates the model itself").into());
             }
             Role::Coordinator => {
-                let (link, of_partition) = (self.link.clone(), self.link.clone());
-                let tell = move |request, message| {
-                    link.send(Outgoing { epoch, ..Outgoing::new(request, message) });
-                };
-                partition.follow(Arc::new(tell), Some(of_partition), PlanId(client.0));
+                partition.follow(ToCoordinator::There(self.link.clone()), PlanId(client.0));
                 Kind::Coordinator(partition)
             }
             Role::Admin => Kind::Admin,

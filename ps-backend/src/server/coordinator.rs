@@ -17,8 +17,9 @@ use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::{Condvar, Mutex};
 
+use super::mailbox::{Hears, Mailbox, To};
 use super::moving::{Moves, Progress, Whereabouts};
-use super::partition::Partition;
+use super::partition::{Partition, ToCoordinator};
 use crate::coordinator::{AWAY, Action, CoordinatorCore};
 use crate::core::{MemberView, WaitedFor};
 use remote::Remote;
@@ -38,8 +39,8 @@ struct State {
 }
 
 enum Way {
-    /// The coordinator's own partition.
-    Here(Arc<Partition>),
+    /// The coordinator's own partition, by the mailbox.
+    Here,
     /// Over the network.
     There(Arc<Remote>),
 }
@@ -51,6 +52,8 @@ pub struct Coordinator {
     generation: Generation,
     epoch: Epoch,
     ways: Vec<Way>,
+    /// Between it and its own partition.
+    mailbox: Arc<Mailbox>,
     state: Mutex<State>,
     net: Handle,
     resolve: Resolve,
@@ -112,7 +115,7 @@ impl Coordinator {
             .shares()
             .into_keys()
             .map(|other| match other {
-                _ if other == shard => Way::Here(Arc::clone(here)),
+                _ if other == shard => Way::Here,
                 other => Way::There(Arc::new(Remote::new(other, known, began_at))),
             })
             .collect();
@@ -135,11 +138,13 @@ impl Coordinator {
         let core = core.on_shards(map.shares().into_keys().collect());
         let state =
             State { core, clients: HashMap::new(), frozen: false, missed: BTreeSet::new(), late: None };
-        let coordinator = Arc::new_cyclic(|this| Coordinator {
+        let own: Weak<dyn Hears> = Arc::downgrade(here) as Weak<dyn Hears>;
+        let coordinator = Arc::new_cyclic(|this: &Weak<Coordinator>| Coordinator {
             model: record.name.clone(),
             generation: record.generation,
             epoch: map.epoch(),
             ways,
+            mailbox: Arc::new(Mailbox::new(this.clone() as Weak<dyn Hears>, own)),
             state: Mutex::new(state),
             net,
             resolve,
@@ -151,14 +156,7 @@ impl Coordinator {
             moves: Arc::default(),
             this: this.clone(),
         });
-        let of_partition = Arc::downgrade(&coordinator);
-        let index = coordinator.ways.iter().position(|way| matches!(way, Way::Here(_))).unwrap_or_default();
-        let hears = move |request, message| {
-            if let Some(coordinator) = of_partition.upgrade() {
-                coordinator.partition_says(index, request, message);
-            }
-        };
-        here.follow(Arc::new(hears), None, coordinator.over());
+        here.follow(ToCoordinator::Here(Arc::clone(&coordinator.mailbox)), coordinator.over());
         let timer = Arc::downgrade(&coordinator);
         let spawned = std::thread::Builder::new().name("coord-timer".into()).spawn(move || run_timer(&timer));
         spawned.map_err(|error| error.to_string())?;
@@ -193,7 +191,7 @@ impl Coordinator {
     pub(super) fn addresses(&self) -> Vec<(ShardId, String)> {
         let address = |way: &Way| match way {
             Way::There(remote) => remote.address().map(|address| (remote.shard, address)),
-            Way::Here(_) => None,
+            Way::Here => None,
         };
         self.ways.iter().filter_map(address).collect()
     }
@@ -236,7 +234,7 @@ impl Coordinator {
     fn gone(&self, now: Duration) -> Vec<(ShardId, Duration, String)> {
         let gone = |way: &Way| match way {
             Way::There(remote) => remote.is_gone(now).map(|(gone, why)| (remote.shard, gone, why)),
-            Way::Here(_) => None,
+            Way::Here => None,
         };
         self.ways.iter().filter_map(gone).collect()
     }
@@ -289,6 +287,7 @@ impl Coordinator {
     ) {
         let mut actions = Vec::new();
         let mut orders = Vec::new();
+        let mut drains = false;
         {
             let mut state = self.state.lock();
             if state.frozen {
@@ -307,24 +306,26 @@ impl Coordinator {
                             link.close(Close::Asked(why.to_string().into()));
                         }
                     }
-                    Action::ToPartition(partition, request, message) => {
-                        orders.push((partition, request, message))
-                    }
+                    Action::ToPartition(partition, request, message) => match &self.ways[partition] {
+                        Way::Here => {
+                            self.mailbox.put(To::Partition, request, message);
+                            drains = true;
+                        }
+                        Way::There(remote) => orders.push((remote, request, message)),
+                    },
                     Action::Published(version) => {
                         tracing::debug!(model = %self.model, %version, "published");
                     }
                 }
             }
         }
-        for (partition, request, message) in orders {
-            match &self.ways[partition] {
-                Way::Here(partition) => partition.from_coordinator(request, message, None),
-                Way::There(remote) => {
-                    if let Some(link) = &*remote.link.lock() {
-                        link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
-                    }
-                }
+        for (remote, request, message) in orders {
+            if let Some(link) = &*remote.link.lock() {
+                link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
             }
+        }
+        if drains {
+            self.mailbox.drain();
         }
         self.wake.notify_all();
     }
@@ -435,6 +436,15 @@ impl Coordinator {
             if let Err(error) = std::thread::Builder::new().name("coord-connect".into()).spawn(connects) {
                 remote.is_lost(format!("no thread to look for it: {error}"), now);
             }
+        }
+    }
+}
+
+/// What its own partition says.
+impl Hears for Coordinator {
+    fn hears(self: Arc<Coordinator>, request: u64, message: Message) {
+        if let Some(own) = self.ways.iter().position(|way| matches!(way, Way::Here)) {
+            self.partition_says(own, request, message);
         }
     }
 }

@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `partition` | one partition of a model at work (`unsafe`) |
 //! | `coordinator` | the coordinator of a model at work |
+//! | `mailbox` | what the two say to each other in one process |
 //! | `conversation` | the shard's end of every connection |
 //! | `unsent` | requests whose answers were not taken |
 //! | `complaints` | how often the log tells of peers that are turned away |
@@ -22,6 +23,7 @@ mod conversation;
 pub mod coordinator;
 #[cfg(feature = "rdma")]
 mod fabric;
+mod mailbox;
 mod memory;
 mod moving;
 pub mod partition;

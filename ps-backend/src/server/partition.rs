@@ -19,12 +19,14 @@ use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use libmodelio::transport::frames::Link;
+use libmodelio::transport::frames::{Link, Outgoing};
+use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::{Message, ModelRecord, PlanSource, Refusal};
 use parking_lot::Mutex;
 
+use super::mailbox::{Mailbox, To};
 use super::moving::Whereabouts;
 use crate::memory::{self, MemoryUse, gib};
 use crate::partition::core::PartitionCore;
@@ -36,8 +38,14 @@ use blocks::FetchingPlan;
 pub(super) use blocks::Landing;
 use resting::Connected;
 
-/// Takes what the partition says to the coordinator.
-pub(super) type ToCoordinator = Arc<dyn Fn(u64, Message) + Send + Sync>;
+/// Whom a partition speaks to.
+#[derive(Clone)]
+pub(super) enum ToCoordinator {
+    /// The coordinator in this process.
+    Here(Arc<Mailbox>),
+    /// One elsewhere, over this connection.
+    There(Link),
+}
 
 /// Sums of a block that there can be, whatever the number of learners: of concluded plans, and of the running one.
 const SUMS: usize = 2;
@@ -57,9 +65,7 @@ struct State {
     #[cfg(feature = "rdma")]
     fetching: FetchingPlan,
     coordinator: Option<ToCoordinator>,
-    /// What the coordinator is spoken to by, if it is elsewhere.
-    coordinator_link: Option<Link>,
-    /// When that was there.
+    /// When that was said.
     coordinated_since: Instant,
 }
 
@@ -163,7 +169,6 @@ impl Partition {
             #[cfg(feature = "rdma")]
             fetching: FetchingPlan::default(),
             coordinator: None,
-            coordinator_link: None,
             coordinated_since: Instant::now(),
         };
         Arc::new(Partition {
@@ -225,6 +230,33 @@ impl Partition {
 }
 
 impl State {
+    /// Says something to the coordinator, if there is one. One in this process hears it when [`State::mailbox`] is
+    /// drained, which is to be once the lock is let go of.
+    fn say(&self, epoch: Epoch, request: u64, message: Message) {
+        match &self.coordinator {
+            None => {}
+            Some(ToCoordinator::Here(mailbox)) => mailbox.put(To::Coordinator, request, message),
+            Some(ToCoordinator::There(link)) => {
+                link.send(Outgoing { epoch, ..Outgoing::new(request, message) });
+            }
+        }
+    }
+
+    /// Where words to a coordinator in this process wait.
+    fn mailbox(&self) -> Option<Arc<Mailbox>> {
+        match &self.coordinator {
+            Some(ToCoordinator::Here(mailbox)) => Some(Arc::clone(mailbox)),
+            _ => None,
+        }
+    }
+
+    /// Nobody is spoken to any more.
+    fn leave_coordinator(&mut self, why: Close) {
+        if let Some(ToCoordinator::There(link)) = self.coordinator.take() {
+            link.close(why);
+        }
+    }
+
     fn wait(&mut self, link: &Link) {
         if !self.waiting.iter().any(|waiting| waiting.is(link)) {
             self.waiting.push(link.clone());

@@ -31,10 +31,7 @@ impl Partition {
             return;
         }
         let mut state = self.state.lock();
-        state.coordinator = None;
-        if let Some(coordinator) = state.coordinator_link.take() {
-            coordinator.close(Close::Asked("the model has moved".into()));
-        }
+        state.leave_coordinator(Close::Asked("the model has moved".into()));
         state.wake();
         drop(state);
         self.links.lock().iter().for_each(|known| known.link.wake());
@@ -43,12 +40,7 @@ impl Partition {
     /// The model is no more: nobody keeps its memory by being connected.
     pub(in crate::server) fn is_deleted(&self) {
         let why = || Close::Asked("the model was deleted".into());
-        let mut state = self.state.lock();
-        state.coordinator = None;
-        if let Some(coordinator) = state.coordinator_link.take() {
-            coordinator.close(why());
-        }
-        drop(state);
+        self.state.lock().leave_coordinator(why());
         self.links.lock().iter().for_each(|known| known.link.close(why()));
     }
 

@@ -13,6 +13,7 @@ use rayon::prelude::*;
 use super::{Partition, State, ToCoordinator};
 use crate::partition::core::{self, Action, Plan, Source, local_blocks};
 use crate::partition::store::{PartitionError, PartitionWork};
+use crate::server::mailbox::Hears;
 
 /// The pause before the next try of a plan that cannot begin yet: old versions are still read, or the plan before is being
 /// left.
@@ -32,22 +33,26 @@ impl From<core::PartitionError> for Refusal {
     }
 }
 
+/// Orders of the coordinator in this process.
+impl Hears for Partition {
+    fn hears(self: Arc<Partition>, request: u64, message: Message) {
+        self.from_coordinator(request, message, None);
+    }
+}
+
 impl Partition {
-    /// Says who the coordinator is from now on, over which connection, and which of its plans are over. A connection
-    /// from before is closed: if it was the true coordinator's after all, that one connects again and has the last
-    /// word.
-    pub(in crate::server) fn follow(&self, coordinator: ToCoordinator, link: Option<Link>, over: PlanId) {
+    /// Says who the coordinator is from now on, and which of its plans are over. A connection from before is closed: if
+    /// it was the true coordinator's after all, that one connects again and has the last word.
+    pub(in crate::server) fn follow(&self, coordinator: ToCoordinator, over: PlanId) {
         let mut state = self.state.lock();
         if self.moved.get().is_some() {
             // It was its coordinator.
             return;
         }
+        state.leave_coordinator(Close::Asked("the coordinator has connected anew".into()));
         state.coordinator = Some(coordinator);
         state.coordinated_since = Instant::now();
         state.core.coordinated_anew(over);
-        if let Some(before) = std::mem::replace(&mut state.coordinator_link, link) {
-            before.close(Close::Asked("the coordinator has connected anew".into()));
-        }
     }
 
     /// An order of the coordinator, over this connection if it is elsewhere.
@@ -60,9 +65,9 @@ impl Partition {
         let mut actions = Vec::new();
         let mut state = self.state.lock();
         // What comes over a connection that another one has taken the place of is nobody's word any more.
-        let is_the_coordinator = match (link, &state.coordinator_link) {
-            (Some(link), Some(known)) => known.is(link),
-            (link, known) => link.is_none() && known.is_none(),
+        let is_the_coordinator = match (link, &state.coordinator) {
+            (Some(link), Some(ToCoordinator::There(known))) => known.is(link),
+            (link, known) => link.is_none() && !matches!(known, Some(ToCoordinator::There(_))),
         };
         if self.moved.get().is_some() || !is_the_coordinator {
             return;
@@ -73,10 +78,14 @@ impl Partition {
             Message::Drop { plan } => state.core.drop_plan(plan, &mut actions).map_err(Refusal::from),
             other => Err(Refusal::Role { what: other.name().to_owned() }),
         };
-        let coordinator = state.coordinator.clone();
+        let mut mailbox = None;
+        if let Err(refusal) = outcome {
+            state.say(self.epoch, request, Message::Refused(refusal));
+            mailbox = state.mailbox();
+        }
         self.act(state, actions);
-        if let (Err(refusal), Some(coordinator)) = (outcome, coordinator) {
-            coordinator(request, Message::Refused(refusal));
+        if let Some(mailbox) = mailbox {
+            mailbox.drain();
         }
     }
 
@@ -118,7 +127,7 @@ impl Partition {
         Ok(())
     }
 
-    /// Carries out actions; the lock is released where they leave it.
+    /// Carries out actions; the lock is let go of where they leave it, and then the coordinator hears what was said.
     pub(super) fn act(
         self: &Arc<Partition>,
         mut state: parking_lot::MutexGuard<'_, State>,
@@ -127,7 +136,6 @@ impl Partition {
         if actions.is_empty() {
             return;
         }
-        let mut said = Vec::new();
         let mut jobs: Vec<Box<dyn FnOnce() + Send>> = Vec::new();
         let mut begins = None;
         for action in actions {
@@ -146,18 +154,18 @@ impl Partition {
                     let partition = Arc::clone(self);
                     jobs.push(Box::new(move || partition.compute(plan, &blocks)));
                 }
-                Action::Ready(plan) => said.push((0, Message::Ready { plan })),
+                Action::Ready(plan) => state.say(self.epoch, 0, Message::Ready { plan }),
                 Action::Spoilt { plan, client, block } => {
                     let block = self.store.partition().global(BlockId(block)).unwrap_or_default();
-                    said.push((0, Message::Spoilt { plan, client, block }));
+                    state.say(self.epoch, 0, Message::Spoilt { plan, client, block });
                 }
-                Action::Torn(plan) => said.push((0, Message::Torn { plan })),
-                Action::Done(plan) => said.push((plan.0, Message::Done)),
+                Action::Torn(plan) => state.say(self.epoch, 0, Message::Torn { plan }),
+                Action::Done(plan) => state.say(self.epoch, plan.0, Message::Done),
                 Action::Conclude(plan, _) => {
                     if let Err(error) = self.conclude(&mut state, plan, &mut jobs) {
                         tracing::error!(model = %self.model, %plan, %error, "cannot be concluded");
                         let lost = ShardError::Lost(format!("plan {plan}: {error}"));
-                        said.push((plan.0, Message::Refused(lost.into())));
+                        state.say(self.epoch, plan.0, Message::Refused(lost.into()));
                     }
                 }
                 Action::Void(plan) => {
@@ -175,7 +183,7 @@ impl Partition {
             }
         }
         state.wake();
-        let coordinator = state.coordinator.clone();
+        let mailbox = state.mailbox();
         drop(state);
         if let Some(plan) = begins {
             self.begin(plan);
@@ -183,8 +191,8 @@ impl Partition {
         for job in jobs {
             self.pool.spawn(job);
         }
-        if let Some(coordinator) = coordinator {
-            said.into_iter().for_each(|(request, message)| coordinator(request, message));
+        if let Some(mailbox) = mailbox {
+            mailbox.drain();
         }
     }
 
@@ -225,10 +233,13 @@ impl Partition {
     /// The coordinator hears that it never will.
     fn cannot_begin(&self, plan: PlanId, error: &dyn std::fmt::Display) {
         tracing::error!(model = %self.model, %plan, %error, "cannot begin");
-        let coordinator = self.state.lock().coordinator.clone();
-        if let Some(coordinator) = coordinator {
-            let lost = ShardError::Lost(format!("plan {plan} cannot begin: {error}"));
-            coordinator(plan.0, Message::Refused(lost.into()));
+        let lost = ShardError::Lost(format!("plan {plan} cannot begin: {error}"));
+        let state = self.state.lock();
+        state.say(self.epoch, plan.0, Message::Refused(lost.into()));
+        let mailbox = state.mailbox();
+        drop(state);
+        if let Some(mailbox) = mailbox {
+            mailbox.drain();
         }
     }
 

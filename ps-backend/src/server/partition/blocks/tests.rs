@@ -1,3 +1,4 @@
+use std::sync::{LazyLock, Weak};
 use std::time::Duration;
 
 use libmodelio::vocabulary::controls::Controls;
@@ -6,10 +7,23 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{self, Limits, ModelRecord, PlanSource, Receiver, Work, frame};
 
 use super::*;
+use crate::server::mailbox::{Hears, Mailbox};
+use crate::server::partition::ToCoordinator;
 
 const BLOCK: u32 = 64 << 10;
 const BLOCKS: u32 = 3;
 const CLIENTS: [ClientId; 2] = [ClientId(1), ClientId(2)];
+
+/// A coordinator whose orders are never refused.
+struct Coordinates;
+
+impl Hears for Coordinates {
+    fn hears(self: Arc<Coordinates>, request: u64, message: Message) {
+        assert!(!matches!(message, Message::Refused(_)), "{message:?} to {request}");
+    }
+}
+
+static REFUSES_NOTHING: LazyLock<Arc<Coordinates>> = LazyLock::new(|| Arc::new(Coordinates));
 
 /// A partition of fp32 zeros, on which a plan has begun that adds up what both clients send.
 fn begun() -> Arc<Partition> {
@@ -38,10 +52,9 @@ fn begun() -> Arc<Partition> {
         partition.load(BlockId(block), &[0; BLOCK as usize]).unwrap();
     }
     partition.store().finish_loading().unwrap();
-    let refused = |request, message| {
-        assert!(!matches!(message, Message::Refused(_)), "{message:?} to {request}");
-    };
-    partition.follow(Arc::new(refused), None, PlanId(0));
+    let own = Arc::downgrade(&partition) as Weak<dyn Hears>;
+    let mailbox = Mailbox::new(Arc::downgrade(&REFUSES_NOTHING) as Weak<dyn Hears>, own);
+    partition.follow(ToCoordinator::Here(Arc::new(mailbox)), PlanId(0));
     let source = |client| PlanSource {
         client,
         blocks: std::iter::once(0..BLOCKS).collect(),
