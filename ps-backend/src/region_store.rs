@@ -20,7 +20,7 @@ pub mod table;
 mod versions;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::SystemTime;
 
 use libmodelio::bytes::mmap::Mapping;
@@ -418,6 +418,7 @@ impl RegionStore {
             layout: Arc::clone(&self.layout),
             version,
             steps,
+            sealed: OnceLock::new(),
             front,
             back,
             state: self.state.clone(),

@@ -187,7 +187,7 @@ fn a_peer_that_dribbles_does_not_extend_the_deadline() {
 
 #[test]
 fn another_version() {
-    let refusal = Message::Refused(Refusal::Protocol { expected: 9, got: 2 });
+    let refusal = Message::Refused(Refusal::Protocol { expected: 9, got: 3 });
     let (error, _) = failure(LONG, move |client| client.say(&refusal, 0, &[]));
     assert!(matches!(error, AdminError::Protocol { expected: 3, got: 9, .. }), "{error}");
     let (error, _) = failure(LONG, |client| {

@@ -73,7 +73,7 @@ impl Bench {
     }
 
     fn grant(&mut self, plan: u64) {
-        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false };
+        let payload = Granted::Contributions { of: vec![(L, Step(1))], replaces: false, open: None };
         self.coordinator(0, Message::Grant { plan: PlanId(plan), payload });
     }
 

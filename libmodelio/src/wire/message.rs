@@ -565,6 +565,9 @@ pub enum Granted {
         of: Vec<(LearnerId, Step)>,
         /// They are not added: of each block, the last one that holds it counts.
         replaces: bool,
+        /// The plan is provisional: this learner is still writing the step that `of` names. Blocks that it has written
+        /// as a whole are sent. The grant is repeated without this when the step is committed, and then covers all of it.
+        open: Option<LearnerId>,
     },
     /// The new weights of this token.
     Weights(u64),
@@ -620,6 +623,9 @@ pub struct PlanSource {
     /// What counts of those of them that it sends in part. Only where values are replaced; what others send of them is
     /// something else.
     pub partly: PartlyWritten,
+    /// It may send any block: `blocks` are all. The plan is provisional, and is not ready before its start is repeated
+    /// with the blocks that it does send.
+    pub provisional: bool,
 }
 
 /// Why a request is refused.

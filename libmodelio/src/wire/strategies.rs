@@ -214,8 +214,15 @@ fn plan() -> impl Strategy<Value = Plan> {
         (step(), vec((any::<u32>(), any::<u64>()), 0..4).prop_map(TensorSteps::from), any::<bool>())
             .prop_map(|(step, tensors, fresh_state)| Work::Reduce { step, tensors, fresh_state })
     ];
-    let source = (id64(ClientId), block_ranges(), any::<bool>(), partly())
-        .prop_map(|(client, blocks, check, partly)| PlanSource { client, blocks, check, partly });
+    let source = (id64(ClientId), block_ranges(), any::<bool>(), partly(), any::<bool>()).prop_map(
+        |(client, blocks, check, partly, provisional)| PlanSource {
+            client,
+            blocks,
+            check,
+            partly,
+            provisional,
+        },
+    );
     (id64(PlanId), id64(Version), work, vec(source, 0..4), any::<bool>())
         .prop_map(|(plan, base, work, sources, ordered)| Plan { plan, base, work, sources, ordered })
 }
@@ -226,8 +233,12 @@ fn kept() -> impl Strategy<Value = Kept> {
 
 fn granted() -> impl Strategy<Value = Granted> {
     prop_oneof![
-        (vec((learner(), id64(Step)), 0..5), any::<bool>())
-            .prop_map(|(of, replaces)| Granted::Contributions { of, replaces }),
+        (
+            vec((learner(), id64(Step)), 0..5),
+            any::<bool>(),
+            any::<Option<u32>>().prop_map(|of| of.map(LearnerId))
+        )
+            .prop_map(|(of, replaces, open)| Granted::Contributions { of, replaces, open }),
         any::<u64>().prop_map(Granted::Weights)
     ]
 }

@@ -269,6 +269,7 @@ impl CoordinatorCore {
                 // Its client waits for no earlier commit, and is about to write over its payload.
                 core.withdraw_untaken(mine(learner)?, now, &mut wanted);
                 let opening = core.open(learner, now)?;
+                core.opened(now, &mut wanted);
                 Some(Message::Opened { step: opening.step, staging_lent: opening.staging_lent })
             }
             Message::Abort { learner } => {

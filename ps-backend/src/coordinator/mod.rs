@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 use crate::core::{self, Answer, Now, ShardCore, Ticket};
 use clients::Client;
 pub use moving::TakeOverError;
-use plans::Run;
+use plans::{Run, is_provisional};
 use requests::Asked;
 
 /// Where a contribution, or new weights, wait to be sent.
@@ -159,6 +159,12 @@ impl CoordinatorCore {
         CoordinatorCore { shards: shards.into(), ..self }
     }
 
+    /// Plans begin while their last contribution is written: its clients send blocks as they are whole.
+    #[must_use]
+    pub fn with_provisional_plans(self) -> CoordinatorCore {
+        CoordinatorCore { core: self.core.with_provisional_plans(), ..self }
+    }
+
     /// The job itself, to look at.
     pub fn job(&self) -> &ShardCore<Source> {
         &self.core
@@ -229,12 +235,10 @@ impl CoordinatorCore {
                         actions.push(Action::ToClient(owner, 0, Message::Left { learner, reason }));
                     }
                 }
+                core::Action::Seal(plan) => self.seal(plan, now, actions),
+                core::Action::Drop => self.drop_work(is_provisional, now, actions),
                 work @ (core::Action::Fold { .. } | core::Action::Reduce(_)) => {
-                    if self.run.is_some() {
-                        self.queue.push_back(work);
-                    } else {
-                        self.begin(work, now, actions);
-                    }
+                    self.want(work, now, actions);
                 }
             }
         }

@@ -27,6 +27,12 @@ struct Sender {
     partly: PartlyWritten,
 }
 
+impl Sender {
+    fn is_provisional(&self) -> bool {
+        matches!(self.payload, Granted::Contributions { open: Some(_), .. })
+    }
+}
+
 #[derive(Debug)]
 enum Kind {
     Fold(Vec<LearnerId>),
@@ -125,7 +131,9 @@ impl CoordinatorCore {
         }
         let Some(run) = &mut self.run else { return };
         match message {
-            Message::Ready { plan } if plan == run.id && run.stage == Stage::Gathering => {
+            Message::Ready { plan }
+                if plan == run.id && run.stage == Stage::Gathering && !is_provisional(&run.work) =>
+            {
                 run.waiting.remove(&partition);
                 if run.waiting.is_empty() {
                     self.conclude(now, actions);
@@ -186,6 +194,7 @@ impl CoordinatorCore {
         let mut wanted = Vec::new();
         match (&run.kind, learner) {
             (Kind::Fold(_), Some(learner)) => self.core.fold_failed(vec![(learner, error)], now, &mut wanted),
+            (Kind::Reduce, _) if is_provisional(&run.work) => self.core.provisional_failed(now, &mut wanted),
             (Kind::Reduce, Some(learner)) => self.core.refused(vec![(learner, error)], now, &mut wanted),
             (Kind::Assign, _) => self.core.assign_failed(error, now, &mut wanted),
             // A shard names a client that sends nothing.
@@ -200,6 +209,9 @@ impl CoordinatorCore {
         let mut wanted = Vec::new();
         match self.run.as_ref().map(|run| &run.kind) {
             Some(Kind::Fold(_)) => self.core.fold_failed(Vec::new(), now, &mut wanted),
+            Some(Kind::Reduce) if self.run.as_ref().is_some_and(|run| is_provisional(&run.work)) => {
+                self.core.provisional_failed(now, &mut wanted);
+            }
             Some(Kind::Reduce) => self.core.refused(Vec::new(), now, &mut wanted),
             // New weights are nobody's to write again.
             Some(Kind::Assign) | None => return,
@@ -228,7 +240,48 @@ impl CoordinatorCore {
         if self.failed.is_some() {
             return;
         }
-        let (kind, senders, todo) = match &work {
+        let Some((kind, senders, start)) = self.plan_of(&work, self.next_plan) else { return };
+        let id = self.next_plan;
+        self.next_plan = PlanId(id.0 + 1);
+        let waiting = (0..self.partitions).collect();
+        let stage = Stage::Gathering;
+        self.run = Some(Run { id, work, kind, senders, start, stage, waiting, repeat_at: now });
+        self.repeat(now, actions);
+    }
+
+    /// The provisional plan under way is this one from now on: shards hear what they wait for, and clients that all of it
+    /// is to be sent.
+    pub(super) fn seal(&mut self, plan: Arc<core::Plan<Source>>, now: Now, actions: &mut Vec<Action>) {
+        let work = core::Action::Reduce(plan);
+        // It waits for the plan before to be wound up.
+        if let Some(waits) = self.queue.iter_mut().find(|work| is_provisional(work)) {
+            *waits = work;
+            return;
+        }
+        let is_it = |run: &&Run| is_provisional(&run.work) && run.stage == Stage::Gathering;
+        let Some(id) = self.run.as_ref().filter(is_it).map(Run::id) else {
+            debug_assert!(false, "the plan that is sealed has not begun");
+            return self.want(work, now, actions);
+        };
+        if let Some((kind, senders, start)) = self.plan_of(&work, id)
+            && let Some(run) = &mut self.run
+        {
+            (run.work, run.kind, run.senders, run.start, run.repeat_at) = (work, kind, senders, start, now);
+        }
+        self.repeat(now, actions);
+    }
+
+    /// Begins a work, or has it wait for the plan before.
+    pub(super) fn want(&mut self, work: core::Action<Source>, now: Now, actions: &mut Vec<Action>) {
+        match self.run {
+            Some(_) => self.queue.push_back(work),
+            None => self.begin(work, now, actions),
+        }
+    }
+
+    /// Who sends what for a work, and how shards are told of it under this number. None for what is no work of theirs.
+    fn plan_of(&self, work: &core::Action<Source>, id: PlanId) -> Option<(Kind, Vec<Sender>, Message)> {
+        let (kind, senders, todo) = match work {
             core::Action::Fold { contributions, reducer, .. } => {
                 let learners = contributions.iter().map(|c| c.learner).collect();
                 let replaces = *reducer == Reducer::Assign;
@@ -239,7 +292,10 @@ impl CoordinatorCore {
                 core::Work::Reduce { step, tensors, fresh_state, inputs, .. } => {
                     let replaces = step.reducer == Reducer::Assign;
                     let (step, tensors, fresh_state) = (step.clone(), tensors.clone(), *fresh_state);
-                    let senders = senders(inputs, self.core.folded_contributions(), replaces);
+                    let mut senders = senders(inputs, self.core.folded_contributions(), replaces);
+                    if let Some(learner) = plan.provisional {
+                        self.add_open_sender(learner, &mut senders, replaces)?;
+                    }
                     (Kind::Reduce, senders, Work::Reduce { step, tensors, fresh_state })
                 }
                 core::Work::Assign { buffer, .. } => {
@@ -254,10 +310,8 @@ impl CoordinatorCore {
                     (Kind::Assign, vec![sender], Work::Assign)
                 }
             },
-            _ => return,
+            _ => return None,
         };
-        let id = self.next_plan;
-        self.next_plan = PlanId(id.0 + 1);
         let controls = self.core.controls();
         let reject = controls.nonfinite == NonFinite::Reject;
         let replaces = matches!(todo, Work::Add { replaces: true })
@@ -268,6 +322,7 @@ impl CoordinatorCore {
             // Sums were looked at by those who have made them.
             check: reject && sender.learners.len() <= 1,
             partly: sender.partly.clone(),
+            provisional: sender.is_provisional(),
         };
         let start = Message::Start(Plan {
             plan: id,
@@ -276,18 +331,27 @@ impl CoordinatorCore {
             sources: senders.iter().map(source).collect(),
             ordered: replaces || controls.deterministic,
         });
-        let run = Run {
-            id,
-            work,
-            kind,
-            senders,
-            start,
-            stage: Stage::Gathering,
-            waiting: (0..self.partitions).collect(),
-            repeat_at: now,
+        Some((kind, senders, start))
+    }
+
+    /// Adds the sender of a learner that is still writing: its client, with whatever else that sends.
+    fn add_open_sender(&self, learner: LearnerId, senders: &mut Vec<Sender>, replaces: bool) -> Option<()> {
+        let client = *self.owners.get(&learner)?;
+        let step = self.core.member(learner, Now::ZERO)?.step.next();
+        let mut blocks = FixedBitSet::with_capacity(self.blocks as usize);
+        blocks.insert_range(..);
+        let before = senders.iter().position(|sender| sender.client == client).map(|at| senders.remove(at));
+        let mut of = match before.map(|sender| sender.payload) {
+            Some(Granted::Contributions { of, .. }) => of,
+            _ => Vec::new(),
         };
-        self.run = Some(run);
-        self.repeat(now, actions);
+        of.push((learner, step));
+        of.sort_unstable();
+        let learners = of.iter().map(|(learner, _)| *learner).collect();
+        let payload = Granted::Contributions { of, replaces, open: Some(learner) };
+        senders.push(Sender { client, learners, payload, blocks, partly: PartlyWritten::default() });
+        senders.sort_by_key(|sender| sender.learners.first().copied());
+        Some(())
     }
 
     /// All shards are ready: from here on the plan counts.
@@ -379,7 +443,7 @@ impl CoordinatorCore {
 
     /// What the core works at is void. It has one fold or version at a time, and besides a fold perhaps new weights:
     /// it is under way, or waits for the plan before.
-    fn drop_work(
+    pub(super) fn drop_work(
         &mut self,
         is_it: impl Fn(&core::Action<Source>) -> bool,
         now: Now,
@@ -426,6 +490,11 @@ impl CoordinatorCore {
     }
 }
 
+/// Whether a contribution to it is still being written.
+pub(super) fn is_provisional(work: &core::Action<Source>) -> bool {
+    matches!(work, core::Action::Reduce(plan) if plan.provisional.is_some())
+}
+
 fn is_assign(work: &core::Action<Source>) -> bool {
     matches!(work, core::Action::Reduce(plan) if matches!(plan.work, core::Work::Assign { .. }))
 }
@@ -455,7 +524,13 @@ fn senders<'a>(
             let Share { blocks: share, partly } = shares.remove(&client).unwrap_or_default();
             blocks.union_with(&share);
             let learners = of.iter().map(|(learner, _)| *learner).collect();
-            Sender { client, learners, payload: Granted::Contributions { of, replaces }, blocks, partly }
+            Sender {
+                client,
+                learners,
+                payload: Granted::Contributions { of, replaces, open: None },
+                blocks,
+                partly,
+            }
         })
         .collect();
     senders.sort_by_key(|sender| sender.learners.first().copied());

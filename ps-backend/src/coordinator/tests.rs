@@ -133,7 +133,7 @@ impl Bench {
 
 fn grant(plan: PlanId, of: &[(u32, u64)]) -> (u64, Message) {
     let of = of.iter().map(|&(learner, step)| (LearnerId(learner), Step(step))).collect();
-    (0, Message::Grant { plan, payload: Granted::Contributions { of, replaces: false } })
+    (0, Message::Grant { plan, payload: Granted::Contributions { of, replaces: false, open: None } })
 }
 
 /// When a client is told the state, in milliseconds from now, and what it says of commits, if it is looked every 100 ms.

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use libmodelio::transport::{BlockSlot, ShardError};
 use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::reducer::Reducer;
 
-use super::{Action, Arrival, Fusing, Now, PendingKind, Phase, ShardCore};
+use super::{Action, Arrival, Fusing, Now, PendingKind, Phase, Plan, ShardCore};
 
 impl<S: Clone> ShardCore<S> {
     /// A block was offered. Allocates nothing, but for the first block of a version.
@@ -97,6 +98,9 @@ impl<S: Clone> ShardCore<S> {
         if self.running.is_some() || !self.buffer_ready || !self.formed {
             return None;
         }
+        if self.provisional && self.fusing.is_none() && (self.holds || !self.may_begin_early()) {
+            return None;
+        }
         match &self.fusing {
             Some(fusing) => return Some(fusing.owner),
             // A learner that is gone has a block under way into the same buffer.
@@ -108,5 +112,37 @@ impl<S: Clone> ShardCore<S> {
             return None;
         }
         self.last_outstanding()
+    }
+
+    /// Whether what a plan makes of whole blocks does not depend on what is committed later: values of several learners
+    /// replace each other byte by byte, so those wait.
+    fn may_begin_early(&self) -> bool {
+        self.params().0 != Reducer::Assign || self.committed.is_empty()
+    }
+
+    /// Begins the coming version's plan if the last learner that it waits for is writing.
+    pub(super) fn begin_early(&mut self, actions: &mut Vec<Action<S>>) {
+        let Some(owner) = self.fuser.filter(|_| self.provisional && self.fusing.is_none()) else { return };
+        let step = match self.members.get(&owner).map(|member| &member.phase) {
+            Some(Phase::Open { step, .. }) => *step,
+            _ => return,
+        };
+        if self.unfit == Some((owner, step)) {
+            return;
+        }
+        self.params = Some(self.params());
+        let plan = Arc::new(Plan { provisional: Some(owner), ..self.reduce_plan(1) });
+        self.fusing = Some(Fusing { owner, plan: Arc::clone(&plan) });
+        actions.push(Action::Reduce(plan));
+    }
+
+    /// The provisional plan under way could not take what its learner has written: it is void. The contribution is
+    /// read when it is committed.
+    pub fn provisional_failed(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        let Some(Fusing { owner, .. }) = self.fusing.take_if(|_| self.running.is_none()) else { return };
+        let open = self.members.get(&owner).map(|member| member.step.next());
+        self.unfit = open.map(|step| (owner, step));
+        self.release_params();
+        self.advance(now, actions);
     }
 }

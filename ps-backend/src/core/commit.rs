@@ -43,6 +43,13 @@ impl<S: Clone> ShardCore<S> {
         Ok(Opening { step, staging_lent })
     }
 
+    /// After [`Self::open`]: begins the plan, if this learner was the last that it waits for.
+    pub fn opened(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        if self.provisional {
+            self.advance(now, actions);
+        }
+    }
+
     /// The contribution of `learner` is complete. Answered by [`Action::Reply`], before `deadline`. Sent
     /// again, it is answered again and counts once; the earlier request, if it still waits, gets an error.
     #[allow(clippy::too_many_arguments)]

@@ -161,7 +161,7 @@ impl<S: Clone> ShardCore<S> {
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         if matches!(member.phase, Phase::Open { .. }) {
             member.phase = Phase::Idle;
-            self.drop_fusing(learner);
+            self.drop_fusing(learner, actions);
             self.drop_pending_commit(learner, why, actions);
         } else if let Some(taken) = self.committed.iter_mut().find(|c| c.contribution.learner == learner)
             && taken.undo.is_some()
@@ -173,11 +173,14 @@ impl<S: Clone> ShardCore<S> {
     }
 
     /// Blocks that were reduced on arrival for `learner` are void.
-    pub(super) fn drop_fusing(&mut self, learner: LearnerId) {
+    pub(super) fn drop_fusing(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
         if self.fusing.take_if(|fusing| fusing.owner == learner).is_some() {
             // Folded contributions wait under the same parameters; nothing else depends on them.
             let folded = |c: &Committed<S>| matches!(c.place, Place::Folded | Place::Folding);
             self.params.take_if(|_| !self.committed.iter().any(folded));
+            if self.provisional && self.running.is_none() {
+                actions.push(Action::Drop);
+            }
         }
     }
 

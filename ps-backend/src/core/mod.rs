@@ -106,6 +106,9 @@ pub struct Plan<S> {
     pub work: Work<S>,
     /// Blocks that still have to be computed; the others were reduced on arrival.
     pub todo: FixedBitSet,
+    /// The plan is provisional: this learner is still writing its contribution to it, which `inputs` lacks. Either
+    /// [`Action::Seal`] follows, or [`Action::Drop`].
+    pub provisional: Option<LearnerId>,
 }
 
 impl<S> Plan<S> {
@@ -157,8 +160,12 @@ pub enum Action<S> {
         /// What the sum is for: with `assign` the last one replaces what is there.
         reducer: Reducer,
     },
-    /// Compute a version, then call [`ShardCore::reduced`].
+    /// Compute a version, then call [`ShardCore::reduced`]; not before it is sealed, if the plan is provisional.
     Reduce(Arc<Plan<S>>),
+    /// The provisional plan under way is this one: its last contribution is committed.
+    Seal(Arc<Plan<S>>),
+    /// The provisional plan under way is void: what it has computed never counts.
+    Drop,
     /// Answer a request.
     Reply(Ticket, Result<Answer, ShardError>),
     /// A version is complete.
@@ -406,6 +413,10 @@ pub struct ShardCore<S> {
     fold_patience: Now,
     /// How many contributions are folded at once.
     fold_batch: usize,
+    /// Plans begin while their last contribution is still written.
+    provisional: bool,
+    /// Blocks of this step were refused while its plan was provisional: it is read when it is committed.
+    unfit: Option<(LearnerId, Step)>,
     /// The write of `weights` that the running plan publishes.
     running_ticket: Option<(Ticket, Now)>,
     /// Reducer and constants of the coming version, and what is frozen in it, fixed once something of it was computed.
@@ -460,6 +471,8 @@ impl<S: Clone> ShardCore<S> {
             running: None,
             fold_patience: Now::ZERO,
             fold_batch: 1,
+            provisional: false,
+            unfit: None,
             running_ticket: None,
             reform: false,
             buffer_ready: true,
@@ -478,6 +491,14 @@ impl<S: Clone> ShardCore<S> {
     #[must_use]
     pub fn with_fold_patience(mut self, patience: Now) -> ShardCore<S> {
         self.fold_patience = patience;
+        self
+    }
+
+    /// Begins a plan when the last learner that it waits for begins to write. Blocks are reduced as they come, and
+    /// nobody asks [`Self::arrive`].
+    #[must_use]
+    pub fn with_provisional_plans(mut self) -> ShardCore<S> {
+        self.provisional = true;
         self
     }
 
@@ -605,6 +626,7 @@ impl<S: Clone> ShardCore<S> {
                 accumulated: self.accumulated.clone(),
             },
             todo,
+            provisional: None,
         }
     }
 

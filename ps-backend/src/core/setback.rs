@@ -62,7 +62,7 @@ impl<S: Clone> ShardCore<S> {
             if let Some((ticket, _)) = committed.ticket {
                 actions.push(Action::Reply(ticket, Err(ShardError::UnknownLearner(learner))));
             }
-            self.drop_fusing(learner);
+            self.drop_fusing(learner, actions);
         }
         self.release_params();
         for &learner in learners {
@@ -122,6 +122,10 @@ impl<S: Clone> ShardCore<S> {
     /// The version that was being made is not.
     fn stop_plan(&mut self) {
         self.running = None;
+        if self.provisional {
+            // With it went what had come early.
+            self.fusing = None;
+        }
         for committed in self.committed.iter_mut().filter(|c| !c.lendable && c.place == Place::Lent) {
             committed.place = Place::ToFold;
         }
@@ -150,7 +154,7 @@ impl<S: Clone> ShardCore<S> {
     }
 
     /// Settings are fixed only as long as something was computed with them.
-    fn release_params(&mut self) {
+    pub(super) fn release_params(&mut self) {
         let folding = self.committed.iter().any(|c| c.place == Place::Folding);
         if self.accumulated.is_clear() && self.fusing.is_none() && self.running.is_none() && !folding {
             self.params = None;
@@ -175,7 +179,7 @@ impl<S: Clone> ShardCore<S> {
         }
         let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
         if !self.members.get(&learner).is_some_and(is_open) {
-            self.drop_fusing(learner);
+            self.drop_fusing(learner, actions);
         }
         let version = self.version;
         for waiter in self.waiters.extract_if(.., |waiter| waiter.learner == learner) {

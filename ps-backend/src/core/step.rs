@@ -99,6 +99,7 @@ impl<S: Clone> ShardCore<S> {
             self.start_step(actions);
         }
         self.fuser = self.find_fuser();
+        self.begin_early(actions);
         self.note_stall(now);
     }
 
@@ -142,6 +143,9 @@ impl<S: Clone> ShardCore<S> {
 
     /// Whether every block that a contribution holds is either to be read or was reduced on arrival.
     fn check_fused(&self, contribution: &Contribution<S>) -> Result<(), ShardError> {
+        if self.provisional {
+            return Ok(());
+        }
         let Some(member) = self.members.get(&contribution.learner) else { return Ok(()) };
         let Phase::Open { fused, .. } = &member.phase else { return Ok(()) };
         let lost = contribution.sent.difference(&contribution.deferred).find(|&block| !fused.contains(block));
@@ -231,7 +235,8 @@ impl<S: Clone> ShardCore<S> {
     ) {
         let mut todo = FixedBitSet::with_capacity(self.blocks);
         todo.insert_range(..);
-        let plan = Plan { version: self.version.next(), work: Work::Assign { buffer, written }, todo };
+        let work = Work::Assign { buffer, written };
+        let plan = Plan { version: self.version.next(), work, todo, provisional: None };
         self.running_ticket = Some(ticket);
         self.run(plan, actions);
     }
@@ -239,7 +244,8 @@ impl<S: Clone> ShardCore<S> {
     fn run(&mut self, plan: Plan<S>, actions: &mut Vec<Action<S>>) {
         let plan = Arc::new(plan);
         self.running = Some(Arc::clone(&plan));
-        actions.push(Action::Reduce(plan));
+        let seals = self.provisional && self.fusing.is_some();
+        actions.push(if seals { Action::Seal(plan) } else { Action::Reduce(plan) });
     }
 
     /// When the next contribution is to be folded.

@@ -135,6 +135,9 @@ impl EmbeddedShard {
                 }
             },
             Action::Reduce(plan) => self.reduce(inner, plan, after, more),
+            Action::Seal(_) | Action::Drop => {
+                debug_assert!(false, "this core was not asked for provisional plans")
+            }
         }
     }
 

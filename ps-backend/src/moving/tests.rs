@@ -193,7 +193,8 @@ fn where_nothing_can_move_is_said_before_anything_is_held() {
     assert!(said(1, ModelRecord { epoch: Epoch(2), ..record() }, &shards).contains("block map"));
     assert!(plan_of(3, record(), &shards).unwrap().is_none(), "nothing is there");
     // What tells of both block maps has a limit.
-    let metadata = BTreeMap::from([("long".to_owned(), "x".repeat((16 << 20) - 200))]);
+    let room = (16 << 20) - record().encode().unwrap().len() - 16;
+    let metadata = BTreeMap::from([("long".to_owned(), "x".repeat(room))]);
     let long = ModelRecord { metadata, ..record() };
     assert!(long.encode().is_ok());
     let why = said(1, long, &[shard(1, true), shard(2, false), shard(3, false)]);

@@ -15,6 +15,7 @@ use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::ids::{ClientId, PlanId, Version};
+use libmodelio::vocabulary::reducer;
 use libmodelio::wire::Work;
 
 /// Whether a plan adds up or makes a version.
@@ -47,6 +48,8 @@ pub struct Source {
     pub blocks: FixedBitSet,
     /// NaN and Inf in them are refused.
     pub check: bool,
+    /// It may send any block. Which it does send is said when the plan is sealed.
+    pub provisional: bool,
 }
 
 /// A plan as the core needs it.
@@ -67,6 +70,35 @@ pub struct Plan {
 impl Plan {
     fn kind(&self) -> Kind {
         Kind::from(&self.work)
+    }
+
+    /// Whether it is still to be sealed.
+    pub fn is_provisional(&self) -> bool {
+        self.sources.iter().any(|source| source.provisional)
+    }
+
+    /// Whether this plan, sealed, is `sealed`: what has been computed under it stays.
+    fn becomes(&self, sealed: &Plan) -> bool {
+        let same_work = match (&self.work, &sealed.work) {
+            (
+                Work::Reduce { step, fresh_state, .. },
+                Work::Reduce { step: other, fresh_state: fresh, .. },
+            ) => {
+                // The highest step of a tensor is known when all is.
+                let alike = |step: &reducer::Step| reducer::Step { t: 0, ..step.clone() };
+                alike(step) == alike(other) && fresh_state == fresh
+            }
+            (work, other) => work == other,
+        };
+        let same_source = |(before, after): (&Source, &Source)| {
+            before.client == after.client && (before.provisional || before == after)
+        };
+        self.is_provisional()
+            && !sealed.is_provisional()
+            && (self.id, self.base, self.ordered) == (sealed.id, sealed.base, sealed.ordered)
+            && same_work
+            && self.sources.len() == sealed.sources.len()
+            && self.sources.iter().zip(&sealed.sources).all(same_source)
     }
 }
 
@@ -105,7 +137,9 @@ pub enum Placement {
 pub enum Action {
     /// Take the memory for the plan; then call [`PartitionCore::begun`].
     Begin(PlanId),
-    /// Compute these blocks, for which nobody sends anything; then call [`PartitionCore::computed`].
+    /// All is known of the running plan, which was provisional: what is computed from now on is computed with that.
+    Sealed(PlanId),
+    /// Compute these blocks, for which nobody sends anything (more); then call [`PartitionCore::computed`].
     Compute(PlanId, FixedBitSet),
     /// Tell the coordinator that all blocks are there and computed.
     Ready(PlanId),
@@ -201,6 +235,10 @@ struct Running {
     wanted: Vec<u32>,
     /// By block: one is landing, or the block is being computed.
     busy: FixedBitSet,
+    /// Of those, and of all: blocks whose last payload is landing, or has landed.
+    last: FixedBitSet,
+    /// Blocks that are being computed without a payload.
+    computing: FixedBitSet,
     in_flight: u32,
     /// Payloads and computations that are still to come.
     left: u64,
@@ -227,6 +265,11 @@ impl PartitionCore {
     /// The newest version.
     pub fn version(&self) -> Version {
         self.version
+    }
+
+    /// Whether the plan under way is still to be sealed.
+    pub fn is_provisional(&self) -> bool {
+        self.running.as_ref().is_some_and(|running| running.plan.is_provisional())
     }
 
     /// The plan under way, and how much of it is still to come.
@@ -276,6 +319,11 @@ impl PartitionCore {
             }
             return Ok(());
         }
+        if self.running.as_ref().is_some_and(|running| running.plan.becomes(&plan)) {
+            self.fits(&plan)?;
+            self.seal(plan, actions);
+            return Ok(());
+        }
         let is_running = self.running.as_ref().is_some_and(|running| running.plan.id == plan.id);
         let is_next = Some(plan.id.0) == self.newest.0.checked_add(1);
         if !is_next && !is_running {
@@ -305,15 +353,8 @@ impl PartitionCore {
             }
         }
         let blocks = self.blocks as usize;
-        let mut wanted = vec![0; blocks];
-        for block in plan.sources.iter().flat_map(|source| source.blocks.ones()) {
-            wanted[block] += 1;
-        }
+        let wanted = wanted(&plan, blocks);
         let payloads: u64 = wanted.iter().map(|&count| u64::from(count)).sum();
-        let alone = match plan.kind() {
-            Kind::Add => 0,
-            Kind::Reduce | Kind::Assign => wanted.iter().filter(|&&count| count == 0).count() as u64,
-        };
         self.newest = plan.id;
         actions.push(Action::Begin(plan.id));
         self.running = Some(Running {
@@ -323,9 +364,11 @@ impl PartitionCore {
             landed: vec![0; blocks],
             wanted,
             busy: FixedBitSet::with_capacity(blocks),
+            last: FixedBitSet::with_capacity(blocks),
+            computing: FixedBitSet::with_capacity(blocks),
             // The edge is at work on its memory.
             in_flight: 1,
-            left: payloads + alone,
+            left: payloads,
             plan,
         });
         Ok(())
@@ -355,14 +398,33 @@ impl PartitionCore {
             return self.settle(actions);
         }
         running.stage = Stage::Gathering;
-        if running.plan.kind() != Kind::Add {
-            let mut alone = FixedBitSet::with_capacity(running.wanted.len());
-            alone.extend((0..running.wanted.len()).filter(|&block| running.wanted[block] == 0));
-            if !alone.is_clear() {
-                running.busy.union_with(&alone);
-                running.in_flight += 1;
-                actions.push(Action::Compute(plan, alone));
+        running.compute_rest(actions);
+        self.check_ready(actions);
+    }
+
+    /// All is known of the running plan: sources have said which blocks they send.
+    fn seal(&mut self, plan: Plan, actions: &mut Vec<Action>) {
+        let Some(running) = &mut self.running else { return };
+        let id = plan.id;
+        running.vouched = true;
+        // What was not to come has come: somebody else has sent it.
+        let strays =
+            running.got.iter().zip(&plan.sources).any(|(got, source)| !got.is_subset(&source.blocks));
+        running.wanted = wanted(&plan, running.wanted.len());
+        let (landed, wanted) = (running.landed.iter(), running.wanted.iter());
+        let lacks = landed.zip(wanted).map(|(&landed, &wanted)| u64::from(wanted.saturating_sub(landed)));
+        running.left = lacks.sum();
+        running.plan = plan;
+        actions.push(Action::Sealed(id));
+        match running.stage {
+            Stage::Gathering if strays => {
+                running.stage = Stage::Torn;
+                actions.push(Action::Torn(id));
             }
+            Stage::Gathering => running.compute_rest(actions),
+            Stage::Spoilt { client, block } => actions.push(Action::Spoilt { plan: id, client, block }),
+            Stage::Torn => actions.push(Action::Torn(id)),
+            Stage::Beginning | Stage::Ready | Stage::Dropped | Stage::Disowned => {}
         }
         self.check_ready(actions);
     }
@@ -371,8 +433,10 @@ impl PartitionCore {
     pub fn computed(&mut self, plan: PlanId, actions: &mut Vec<Action>) {
         let Some(running) = self.running_if(plan) else { return };
         running.in_flight -= 1;
-        let alone = running.wanted.iter().filter(|&&count| count == 0).count() as u64;
-        running.left = running.left.saturating_sub(alone);
+        let computed = std::mem::take(&mut running.computing);
+        running.busy.difference_with(&computed);
+        running.left = running.left.saturating_sub(computed.count_ones(..) as u64);
+        running.compute_rest(actions);
         self.check_ready(actions);
         self.settle(actions);
     }
@@ -385,6 +449,9 @@ impl PartitionCore {
         {
             running.busy.insert(block as usize);
             running.in_flight += 1;
+            if matches!(placement, Placement::Finish { .. }) {
+                running.last.insert(block as usize);
+            }
         }
         placement
     }
@@ -450,7 +517,11 @@ impl PartitionCore {
             if fit {
                 running.got[at].insert(b);
                 running.landed[b] += 1;
-                running.left -= 1;
+                running.left = running.left.saturating_sub(1);
+                // Another payload of it was expected when this one came.
+                if running.landed[b] == running.wanted[b] && !running.last.contains(b) {
+                    running.compute_rest(actions);
+                }
             } else {
                 running.stage = Stage::Spoilt { client, block };
                 actions.push(Action::Spoilt { plan, client, block });
@@ -477,7 +548,12 @@ impl PartitionCore {
     pub fn failed(&mut self, plan: PlanId, block: u32, actions: &mut Vec<Action>) {
         let Some(running) = self.running_if(plan) else { return };
         running.busy.set(block as usize, false);
+        running.last.set(block as usize, false);
         running.in_flight -= 1;
+        let is_whole = |running: &Running, b: usize| running.landed[b] == running.wanted[b];
+        if running.stage == Stage::Gathering && is_whole(running, block as usize) {
+            running.compute_rest(actions);
+        }
         self.settle(actions);
     }
 
@@ -493,6 +569,8 @@ impl PartitionCore {
         };
         match running.stage {
             Stage::Beginning => return None,
+            // Nobody knows yet.
+            Stage::Gathering if running.plan.is_provisional() => return None,
             Stage::Gathering => {}
             Stage::Ready | Stage::Spoilt { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => {
                 return Some(missing);
@@ -564,6 +642,7 @@ impl PartitionCore {
         if let Some(running) = &mut self.running
             && running.stage == Stage::Gathering
             && running.left == 0
+            && !running.plan.is_provisional()
         {
             running.stage = Stage::Ready;
             actions.push(Action::Ready(running.plan.id));
@@ -583,10 +662,39 @@ impl PartitionCore {
 }
 
 impl Running {
+    /// Computes the blocks of a version of which nothing more comes, and whose last payload has not computed them.
+    fn compute_rest(&mut self, actions: &mut Vec<Action>) {
+        if self.plan.kind() == Kind::Add || self.plan.is_provisional() || !self.computing.is_clear() {
+            return;
+        }
+        let whole = |block: &usize| self.landed[*block] == self.wanted[*block];
+        let rest = |block: &usize| whole(block) && !self.last.contains(*block) && !self.busy.contains(*block);
+        let mut alone = FixedBitSet::with_capacity(self.wanted.len());
+        alone.extend((0..self.wanted.len()).filter(rest));
+        if alone.is_clear() {
+            return;
+        }
+        self.left += alone.count_ones(..) as u64;
+        self.last.union_with(&alone);
+        self.busy.union_with(&alone);
+        self.computing.clone_from(&alone);
+        self.in_flight += 1;
+        actions.push(Action::Compute(self.plan.id, alone));
+    }
+
     /// Nothing more comes of it.
     fn is_void(&self) -> bool {
         matches!(self.stage, Stage::Dropped | Stage::Disowned)
     }
+}
+
+/// By block: how many payloads come.
+fn wanted(plan: &Plan, blocks: usize) -> Vec<u32> {
+    let mut wanted = vec![0; blocks];
+    for block in plan.sources.iter().flat_map(|source| source.blocks.ones()) {
+        wanted[block] += 1;
+    }
+    wanted
 }
 
 /// The blocks of `ranges` (of the whole model) that are among `mine`, by their place in it.

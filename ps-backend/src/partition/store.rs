@@ -341,6 +341,14 @@ impl PartitionStore {
         Ok(Arc::new(job))
     }
 
+    /// The steps of tensors under a job that has begun before they were all known. Of blocks that are computed already
+    /// they are what they were.
+    pub fn seal(&self, job: &PartitionJob, tensors: &TensorSteps) {
+        if let Some(making) = job.making() {
+            making.seal(ByteSteps::of_partition(&self.shared.partition, tensors));
+        }
+    }
+
     /// Whether [`Self::begin`] would find all memory that it needs, so that it takes no time.
     pub fn is_prepared(&self, work: &PartitionWork) -> bool {
         let inner = self.shared.inner.lock();

@@ -3,8 +3,8 @@
 //! Holds `unsafe`; why it is sound is told in the module above.
 use std::cell::Cell;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use libmodelio::bytes::block::span;
 use libmodelio::bytes::kernels::{self, Input, Operands, Output, Source, Wire};
@@ -51,6 +51,8 @@ pub(crate) struct Making {
     pub(super) version: Version,
     /// By byte, what is reduced and as which step of the optimizer. Step 0 stays as it is.
     pub(super) steps: ByteSteps,
+    /// The same, once that is known for certain. What was computed before is computed the same.
+    pub(super) sealed: OnceLock<ByteSteps>,
     pub(super) front: Arc<VersionBuffer>,
     pub(super) back: Arc<VersionBuffer>,
     /// Of the newest version, and of the next.
@@ -95,9 +97,18 @@ impl Making {
         }
     }
 
+    /// From now on blocks are computed as these steps. Nothing happens the second time.
+    pub(crate) fn seal(&self, steps: ByteSteps) {
+        let _ = self.sealed.set(steps);
+    }
+
+    fn steps(&self) -> &ByteSteps {
+        self.sealed.get().unwrap_or(&self.steps)
+    }
+
     /// Whether nobody has written any tensor of `block`.
     fn stays(&self, block: BlockId) -> bool {
-        self.steps.pieces(self.layout.block_bytes(block)).all(|(_, step)| step == 0)
+        self.steps().pieces(self.layout.block_bytes(block)).all(|(_, step)| step == 0)
     }
 
     /// Gives `block` new `values`, or carries it over without them. Optimizer state stays what it is. Returns whether all
@@ -238,7 +249,7 @@ impl Making {
     fn pieces(&self, block: BlockId) -> impl Iterator<Item = (Segment, u64)> {
         let segments = self.layout.segments(block).iter();
         segments.flat_map(|segment| {
-            self.steps.pieces(segment.bytes.clone()).map(move |(bytes, step)| (segment.cut(bytes), step))
+            self.steps().pieces(segment.bytes.clone()).map(move |(bytes, step)| (segment.cut(bytes), step))
         })
     }
 

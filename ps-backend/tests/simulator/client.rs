@@ -289,7 +289,7 @@ impl World {
         let client = &self.clients[index];
         let (_, granted) = client.core.outgoing().expect("there is something to push");
         let keys = match granted {
-            Granted::Contributions { of, replaces } => {
+            Granted::Contributions { of, replaces, .. } => {
                 let holders = of.iter().filter(|(learner, step)| client.core.holds(*learner, *step, block));
                 Keys::Contributions(holders.copied().collect(), *replaces)
             }

@@ -227,6 +227,7 @@ fn local(plan: &Plan, mine: &[BlockId]) -> core::Plan {
         client: source.client,
         blocks: core::local_blocks(&source.blocks, mine),
         check: source.check,
+        provisional: source.provisional,
     };
     core::Plan {
         id: plan.plan,
@@ -269,6 +270,7 @@ impl World {
                     let after = self.some_time(3000);
                     self.after(after, Event::Shard(partition, ShardEvent::Computed(plan, blocks)));
                 }
+                Action::Sealed(_) => {}
                 Action::Ready(plan) => self.say_to_coordinator(partition, 0, Message::Ready { plan }),
                 Action::Torn(plan) => self.say_to_coordinator(partition, 0, Message::Torn { plan }),
                 Action::Spoilt { plan, client, block } => {
@@ -484,6 +486,9 @@ impl World {
                 let result = shard.core.start(local(&plan, &shard.mine), insists, &mut actions);
                 if actions.iter().any(|action| matches!(action, Action::Begin(_))) {
                     shard.starting = Some(plan);
+                } else if actions.iter().any(|action| matches!(action, Action::Sealed(_))) {
+                    // From here on it computes with what is known now.
+                    (shard.step, shard.plan) = (step(&plan), Some(plan));
                 }
                 result
             }

@@ -87,6 +87,7 @@ impl World {
             blocks: std::iter::once(0..blocks).collect(),
             check: false,
             partly: Default::default(),
+            provisional: self.rng.u8(0..4) == 0,
         };
         let base = if self.rng.u8(0..4) > 0 { base } else { Version(self.number()) };
         let sources = if self.rng.bool() { vec![source] } else { Vec::new() };
@@ -180,7 +181,7 @@ impl World {
                 0 => Message::Over { plan: PlanId(number) },
                 1 => {
                     let of = vec![(NOBODY, Step(number))];
-                    let payload = Granted::Contributions { of, replaces: false };
+                    let payload = Granted::Contributions { of, replaces: false, open: None };
                     Message::Grant { plan: PlanId(number), payload }
                 }
                 _ if !self.names_all(index) => continue,

@@ -51,7 +51,7 @@ impl Inner {
                     written: Vec::new(),
                 })
             }
-            Granted::Contributions { mut of, replaces } => {
+            Granted::Contributions { mut of, replaces, .. } => {
                 of.retain(|&(learner, step)| self.core.holds(learner, step, block));
                 let staged: Option<Vec<&Staged>> = of.iter().map(|key| self.sources.get(key)).collect();
                 let staged = staged?;

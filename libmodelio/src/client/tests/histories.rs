@@ -323,7 +323,7 @@ impl World {
             self.coordinator.plan = Some((PlanId(self.coordinator.last_plan), keys, BTreeSet::new()));
         }
         let Some((plan, keys, _)) = &self.coordinator.plan else { return };
-        let payload = Granted::Contributions { of: keys.clone(), replaces: false };
+        let payload = Granted::Contributions { of: keys.clone(), replaces: false, open: None };
         let grant = Message::Grant { plan: *plan, payload };
         self.coordinator_says(0, grant, lossless);
     }

@@ -92,7 +92,10 @@ fn a_number_that_no_coordinator_reaches_is_passed_over() {
         let of = Vec::new();
         bench.coordinator(
             0,
-            Message::Grant { plan: PlanId(number), payload: Granted::Contributions { of, replaces: false } },
+            Message::Grant {
+                plan: PlanId(number),
+                payload: Granted::Contributions { of, replaces: false, open: None },
+            },
         );
         let state = |sequence, version, over| {
             Message::State(JobState {

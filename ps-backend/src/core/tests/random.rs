@@ -169,7 +169,9 @@ impl World {
             Op::FoldDone(ok) => sim.fold_done(ok),
             Op::ReduceDone(buffer) => sim.reduce_done(buffer),
             Op::ReduceRefused => {
-                sim.reduce_refused();
+                if !sim.reduce_refused() {
+                    sim.provisional_refused();
+                }
             }
             Op::Buffer => sim.give_buffer(),
             Op::Assign(timeout) => {
@@ -272,7 +274,7 @@ impl Client {
     fn apply(&mut self, sim: &mut Sim, op: &Op) {
         match *op {
             Op::Open(_) if self.open.is_none() && self.commit.is_none() => {
-                let Ok(opening) = sim.core.open(self.id.0, sim.now) else { return };
+                let Ok(opening) = sim.open(self.id.0) else { return };
                 let unpublished = self.taken.iter().filter(|&&uid| sim.versions_of(&[uid]) == [None]);
                 let lent =
                     unpublished.filter(|uid| sim.records[uid].lendable && !sim.records[uid].sent.is_empty());
@@ -286,6 +288,13 @@ impl Client {
             Op::Arrive(_, block) if self.commit.is_none() => {
                 let Some(open) = self.open.as_mut().filter(|open| open.notice.is_none()) else { return };
                 let known = open.blocks.contains_key(&block);
+                if sim.core.provisional {
+                    if !known {
+                        sim.comes(self.id.0, open.uid, block);
+                        open.blocks.insert(block, Placed::Deferred);
+                    }
+                    return;
+                }
                 let slot = slot(self.id, open.step, block);
                 match sim.arrive(slot, open.uid) {
                     Ok(Arrival::Fuse(_)) => {
@@ -301,6 +310,7 @@ impl Client {
                     Err(error) => panic!("{error}"),
                 }
             }
+            Op::Stray(..) if sim.core.provisional => {}
             Op::Stray(_, block, kind) => {
                 let open = self.open.as_ref().map(|open| open.step);
                 let (id, step) = match kind {
@@ -351,9 +361,12 @@ fn run(
     ops: &[Op],
     settings: &[(&str, &str)],
     fixed: bool,
-    (patience, batch): (u64, usize),
+    (patience, batch, provisional): (u64, usize, bool),
 ) -> TestCaseResult {
     let mut sim = Sim::patient(settings, patience).with_fold_batch(batch);
+    if provisional {
+        sim = sim.with_provisional_plans();
+    }
     let consistency = sim.core.controls().consistency.to_string();
     if fixed {
         sim = sim.with_fixed_consistency();
@@ -370,9 +383,10 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op(), 0..120)
 }
 
-/// How long a contribution waits to be folded, and how many are folded at once.
-fn folding() -> impl Strategy<Value = (u64, usize)> {
-    (0..30u64, prop_oneof![Just(1), Just(2), Just(usize::MAX)])
+/// How long a contribution waits to be folded, how many are folded at once, and whether plans begin before their last
+/// commit.
+fn folding() -> impl Strategy<Value = (u64, usize, bool)> {
+    (0..30u64, prop_oneof![Just(1), Just(2), Just(usize::MAX)], any::<bool>())
 }
 
 proptest! {

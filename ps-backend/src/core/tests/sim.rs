@@ -75,6 +75,8 @@ pub struct Sim {
     steps: [u64; TENSORS],
     /// Blocks that were reduced on arrival, and as which step of their tensors.
     early: BTreeMap<u32, u64>,
+    /// The provisional plan under way.
+    pub provisional: Option<Arc<Plan<Uid>>>,
     pub left: Vec<(LearnerId, LeaveReason)>,
     fold_batch: usize,
     folded: BTreeSet<Uid>,
@@ -110,6 +112,7 @@ impl Sim {
             last_reducer: None,
             steps: [0; TENSORS],
             early: BTreeMap::new(),
+            provisional: None,
             left: Vec::new(),
             fold_batch: 1,
             folded: BTreeSet::new(),
@@ -124,6 +127,45 @@ impl Sim {
         let controls = sim.core.controls().clone();
         sim.core = ShardCore::new(BLOCKS, TENSORS, controls).with_fold_patience(Now::from_millis(millis));
         sim
+    }
+
+    /// Its core begins plans while their last contribution is written.
+    pub fn with_provisional_plans(mut self) -> Sim {
+        let unused = ShardCore::new(BLOCKS, TENSORS, self.core.controls().clone());
+        self.core = std::mem::replace(&mut self.core, unused).with_provisional_plans();
+        self
+    }
+
+    /// A whole block of contribution `uid` of `learner` comes; whether it is reduced at once.
+    pub fn comes(&mut self, learner: LearnerId, uid: Uid, block: u32) -> bool {
+        let Some(plan) = self.provisional.clone().filter(|plan| plan.provisional == Some(learner)) else {
+            return false;
+        };
+        let mut content = self.sum(&plan, block);
+        // In the order of the learners.
+        let Work::Reduce { inputs, tensors, .. } = &plan.work else { return false };
+        let after =
+            inputs.iter().filter(|input| input.learner > learner && input.deferred.contains(block as usize));
+        content.insert(content.len() - after.count(), uid);
+        self.back.insert(block, content);
+        self.early.insert(block, tensors.of(tensor_of(block)));
+        true
+    }
+
+    /// A block of the provisional plan is refused.
+    pub fn provisional_refused(&mut self) {
+        if self.provisional.take().is_some() {
+            self.back.clear();
+            self.early.clear();
+            self.call(|core, now, actions| core.provisional_failed(now, actions));
+        }
+    }
+
+    /// A contribution of `learner` is open.
+    pub fn open(&mut self, learner: LearnerId) -> Result<Opening, ShardError> {
+        let opening = self.core.open(learner, self.now)?;
+        self.call(|core, now, actions| core.opened(now, actions));
+        Ok(opening)
     }
 
     /// Its core folds so many at once.
@@ -181,8 +223,38 @@ impl Sim {
                 assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
                 self.folds.push((contributions, accumulated));
             }
+            Action::Reduce(plan) if plan.provisional.is_some() => {
+                assert!(self.running.is_none() && self.provisional.is_none());
+                assert!(self.has_buffer && self.folds.is_empty());
+                // What plans before it have left means nothing.
+                self.back.clear();
+                self.early.clear();
+                self.provisional = Some(plan);
+            }
+            Action::Seal(plan) => {
+                let before = self.provisional.take().expect("a provisional plan is under way");
+                assert!(self.running.is_none());
+                let (Work::Reduce { step, inputs, .. }, Work::Reduce { step: early, .. }) =
+                    (&plan.work, &before.work)
+                else {
+                    panic!("{plan:?} after {before:?}")
+                };
+                assert_eq!((step.reducer, &step.hyper), (early.reducer, &early.hyper));
+                assert_eq!(step.contributions, early.contributions);
+                self.history.begin(&self.core, step.contributions, inputs);
+                // What has come early must be what comes of the plan.
+                for (block, content) in std::mem::take(&mut self.back) {
+                    assert_eq!(self.sum(&plan, block), content, "block {block}");
+                }
+                self.running = Some(plan);
+            }
+            Action::Drop => {
+                self.provisional.take().expect("a provisional plan is under way");
+                self.back.clear();
+                self.early.clear();
+            }
             Action::Reduce(plan) => {
-                assert!(self.running.is_none() && self.fuses.is_empty());
+                assert!(self.running.is_none() && self.fuses.is_empty() && self.provisional.is_none());
                 assert_eq!(plan.version, self.core.version().next());
                 if let Work::Reduce { step, inputs, .. } = &plan.work {
                     assert!(self.has_buffer && self.folds.is_empty());
@@ -365,6 +437,11 @@ impl Sim {
     fn void_plan(&mut self) {
         if let Some(plan) = self.running.take() {
             self.history.void();
+            if self.core.provisional {
+                self.back.clear();
+                self.early.clear();
+                return;
+            }
             // Whatever half a pass leaves.
             self.back.extend(plan.todo.ones().map(|block| (block as u32, vec![Uid::MAX])));
         }
@@ -399,7 +476,9 @@ impl Sim {
                 assert_eq!(tensors.of(tensor), expected, "tensor {tensor} of version {}", plan.version);
             }
             for (block, early) in std::mem::take(&mut self.early) {
-                let (is_new, tensor) = (plan.todo.contains(block as usize), tensor_of(block));
+                let is_provisional = self.core.provisional;
+                let (is_new, tensor) =
+                    (!is_provisional && plan.todo.contains(block as usize), tensor_of(block));
                 assert!(is_new || early == tensors.of(tensor), "block {block} was computed as step {early}");
             }
             self.last_reducer = Some(step.reducer);

@@ -18,7 +18,7 @@ fn order(plan: PlanId, newest: PlanId) -> PartitionError {
 }
 
 fn source(client: ClientId, of: impl IntoIterator<Item = usize>) -> Source {
-    Source { client, blocks: blocks(of), check: true }
+    Source { client, blocks: blocks(of), check: true, provisional: false }
 }
 
 /// A partition of three blocks at version 4.
@@ -346,7 +346,7 @@ fn contradictions_are_refused_and_change_nothing() {
     let other = Plan { base: Version(7), ..plan.clone() };
     let error = PartitionError::Base { plan: ONE, base: Version(7), version: Version(4) };
     assert_eq!(start(other), Err(error));
-    let wide = Source { client: A, blocks: FixedBitSet::with_capacity(9), check: true };
+    let wide = Source { client: A, blocks: FixedBitSet::with_capacity(9), check: true, provisional: false };
     assert_eq!(start(Plan { sources: vec![wide], ..plan.clone() }), Err(PartitionError::Shape(ONE)));
     assert_eq!(bench.core.running(), None);
 
@@ -358,4 +358,105 @@ fn contradictions_are_refused_and_change_nothing() {
     let overlap = PartitionError::Overlap { new: TWO, running: ONE };
     assert_eq!(bench.core.start(next, false, &mut actions), Err(overlap));
     assert_eq!((actions, bench.core.running()), (vec![], Some((ONE, 1))));
+}
+
+/// A plan whose source `client` may send any block.
+fn provisional(id: PlanId, client: ClientId) -> Plan {
+    let source = Source { provisional: true, ..source(client, [0, 1, 2]) };
+    Bench::plan(id, Kind::Reduce, vec![source])
+}
+
+#[test]
+fn blocks_of_a_provisional_plan_are_computed_as_they_come_and_the_rest_when_it_is_sealed() {
+    let mut bench = Bench::new();
+    assert_eq!(bench.begin(provisional(ONE, A)), []);
+    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Finish { with_sum: false, check: true });
+    assert_eq!(bench.lands(A, ONE, 1), []);
+    assert_eq!(
+        (bench.core.missing(A, ONE), bench.core.running()),
+        (None, Some((ONE, 2))),
+        "nobody knows yet"
+    );
+    let early = bench.refused(|core, actions| core.conclude(ONE, actions));
+    assert_eq!(early, PartitionError::NotReady(ONE));
+    // It was whole with two blocks, of which one has come.
+    let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1])]);
+    let again = sealed.clone();
+    let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
+    assert_eq!(actions, [Action::Sealed(ONE), Action::Compute(ONE, blocks([2]))]);
+    assert_eq!(
+        bench.acts(|core, actions| core.start(again, false, actions).unwrap()),
+        [],
+        "it is sealed once"
+    );
+    assert_eq!(bench.core.missing(A, ONE), Some(blocks([0])));
+    assert_eq!(bench.core.arrive(A, ONE, 2), Placement::Unwanted);
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Finish { with_sum: false, check: true });
+    assert_eq!(bench.lands(A, ONE, 0), []);
+    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
+}
+
+#[test]
+fn a_plan_that_is_sealed_before_it_has_begun_computes_the_rest_when_it_has() {
+    let mut bench = Bench::new();
+    bench.acts(|core, actions| core.start(provisional(ONE, A), false, actions).unwrap());
+    let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [])]);
+    let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
+    assert_eq!(actions, [Action::Sealed(ONE)]);
+    let begun = bench.acts(|core, actions| core.begun(ONE, actions));
+    assert_eq!(begun, [Action::Compute(ONE, blocks([0, 1, 2]))]);
+    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
+}
+
+#[test]
+fn of_several_who_write_each_may_turn_out_to_send_less() {
+    let mut bench = Bench::new();
+    let open = |client| Source { provisional: true, ..source(client, [0, 1, 2]) };
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open(A), open(B)]));
+    for block in [0, 1] {
+        assert_eq!(bench.core.arrive(A, ONE, block), Placement::Store { check: true });
+        bench.lands(A, ONE, block);
+    }
+    // One is landing while the plan is sealed, and turns out to be the only one.
+    assert_eq!(bench.core.arrive(A, ONE, 2), Placement::Store { check: true });
+    let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2]), source(B, [0])]);
+    let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
+    assert_eq!(actions, [Action::Sealed(ONE), Action::Compute(ONE, blocks([1]))]);
+    assert_eq!(bench.lands(A, ONE, 2), [], "one thing is computed at a time");
+    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Finish { with_sum: true, check: true });
+    bench.lands(B, ONE, 0);
+    let computed = bench.acts(|core, actions| core.computed(ONE, actions));
+    assert_eq!(computed, [Action::Compute(ONE, blocks([2]))]);
+    assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
+}
+
+#[test]
+fn a_block_that_was_not_to_come_tears_the_plan_when_it_is_sealed() {
+    let mut bench = Bench::new();
+    bench.begin(provisional(ONE, A));
+    bench.core.arrive(A, ONE, 1);
+    bench.lands(A, ONE, 1);
+    let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0])]);
+    let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
+    assert_eq!(actions, [Action::Sealed(ONE), Action::Torn(ONE)]);
+}
+
+#[test]
+fn a_provisional_plan_that_is_dropped_leaves_nothing() {
+    let mut bench = Bench::new();
+    bench.begin(provisional(ONE, A));
+    bench.core.arrive(A, ONE, 1);
+    assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Abandon(ONE)]);
+    assert_eq!(bench.lands(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.core.version(), Version(4));
+    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Unwanted);
+}
+
+#[test]
+fn what_is_sealed_is_the_plan_that_has_begun() {
+    let mut bench = Bench::new();
+    bench.begin(provisional(ONE, A));
+    let other = Bench::plan(ONE, Kind::Reduce, vec![source(B, [0])]);
+    let error = bench.refused(|core, actions| core.start(other, false, actions));
+    assert_eq!(error, PartitionError::Overlap { new: ONE, running: ONE });
 }

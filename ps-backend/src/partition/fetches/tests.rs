@@ -186,7 +186,12 @@ impl World {
             let mut core = PartitionCore::new(blocks, Version(0));
             let mut every = FixedBitSet::with_capacity(blocks as usize);
             every.insert_range(..);
-            let source = |client| Source { client: ClientId(client), blocks: every.clone(), check: false };
+            let source = |client| Source {
+                client: ClientId(client),
+                blocks: every.clone(),
+                check: false,
+                provisional: false,
+            };
             let sources = (0..clients).map(source).collect();
             let work =
                 Work::Reduce { step: Default::default(), tensors: Default::default(), fresh_state: false };

@@ -112,6 +112,7 @@ impl Partition {
             client: source.client,
             blocks: local_blocks(&source.blocks, mine),
             check: source.check,
+            provisional: source.provisional,
         };
         let sources: Vec<Source> = plan.sources.iter().map(source).collect();
         let check = sources.iter().any(|source| source.check);
@@ -120,9 +121,19 @@ impl Partition {
         let before = actions.len();
         let insists = state.coordinated_since.elapsed() >= INSISTS;
         state.core.start(started, insists, actions)?;
-        if actions[before..].contains(&Action::Begin(id)) {
+        let seals = actions[before..].contains(&Action::Sealed(id));
+        let begins = actions[before..].contains(&Action::Begin(id));
+        if begins || seals {
             state.partly = plan.sources.into_iter().filter(|of| !of.partly.is_empty()).collect();
-            state.starting = Some((id, base, work, check));
+        }
+        match &state.job {
+            Some((of, job)) if seals && *of == id => {
+                if let PartitionWork::Reduce { tensors, .. } = &work {
+                    self.store.seal(job, tensors);
+                }
+            }
+            _ if begins || seals => state.starting = Some((id, base, work, check)),
+            _ => {}
         }
         Ok(())
     }
@@ -154,6 +165,8 @@ impl Partition {
                     let partition = Arc::clone(self);
                     jobs.push(Box::new(move || partition.compute(plan, &blocks)));
                 }
+                // Its job knows since the start was taken.
+                Action::Sealed(_) => {}
                 Action::Ready(plan) => state.say(self.epoch, 0, Message::Ready { plan }),
                 Action::Spoilt { plan, client, block } => {
                     let block = self.store.partition().global(BlockId(block)).unwrap_or_default();
@@ -252,6 +265,12 @@ impl Partition {
             drop(state);
             let job = self.store.begin(base, work, check)?;
             state = self.state.lock();
+            // It may have been sealed meanwhile.
+            if let Some((_, _, PartitionWork::Reduce { tensors, .. }, _)) = &state.starting
+                && !state.core.is_provisional()
+            {
+                self.store.seal(&job, tensors);
+            }
             if state.core.wants(plan) {
                 state.job = Some((plan, job));
             } else {

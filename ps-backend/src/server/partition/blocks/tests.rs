@@ -60,6 +60,7 @@ fn begun() -> Arc<Partition> {
         blocks: std::iter::once(0..BLOCKS).collect(),
         check: true,
         partly: Default::default(),
+        provisional: false,
     };
     partition.from_coordinator(
         1,
