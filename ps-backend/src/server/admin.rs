@@ -1,24 +1,13 @@
 //! Creating, loading and deleting models on a shard, and what it tells of itself.
 
-use std::sync::Arc;
-use std::time::Duration;
-
 use libmodelio::vocabulary::ids::{BlockId, Generation, ShardId};
-use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
+use libmodelio::wire::{Message, ModelRecord, Refusal};
 use serde_json::{Value, json};
 
-use super::coordinator::Coordinator;
 use super::partition::{MakeError, Partition};
-use super::{AdminAnswer, Model, Shared};
+use super::shared::{Making, Model, Shared};
+use super::unsent::AdminAnswer;
 use crate::memory;
-
-/// A partition whose memory is being taken.
-#[derive(Debug)]
-pub(super) struct Making {
-    name: String,
-    /// Its model was deleted meanwhile: the partition is not wanted.
-    deleted: bool,
-}
 
 impl Shared {
     /// Makes room for this shard's partition of a model. Takes time.
@@ -51,16 +40,9 @@ impl Shared {
         }
         let layout = partition.layout();
         tracing::info!(model = %name, blocks = layout.blocks(), bytes = layout.size(), "created");
-        self.gone.lock().retain(|(gone, _)| *gone != name);
+        self.gone.is_back(&name);
         models.insert(name, Model { generation, record, partition, coordinator: None, whereabouts: None });
         Ok((Message::Done, None))
-    }
-
-    pub(super) fn partition_of(&self, generation: Generation) -> Result<(String, Arc<Partition>), Refusal> {
-        let models = self.models.lock();
-        let found = models.iter().find(|(_, model)| model.generation == generation);
-        let (name, model) = found.ok_or_else(|| Refusal::NoModel(format!("generation {generation}")))?;
-        Ok((name.clone(), Arc::clone(&model.partition)))
     }
 
     /// A block of version 0.
@@ -83,67 +65,6 @@ impl Shared {
         Ok((Message::Done, None))
     }
 
-    /// Begins to coordinate a model, or goes on with what was handed over. Of `known` shards it is certain where their
-    /// blocks are.
-    pub(super) fn coordinator(
-        &self,
-        record: &ModelRecord,
-        partition: &Arc<Partition>,
-        handed_over: Option<(&[u8], Duration)>,
-        known: &[ShardRecord],
-    ) -> Result<Arc<Coordinator>, Refusal> {
-        let shared = self.this.clone();
-        let resolve = Arc::new(move |wanted| {
-            let shared = shared.upgrade().ok_or("the shard shuts down")?;
-            let shards = shared.registry(|registry, deadline| registry.shards(deadline));
-            let shards = shards.map_err(|error| error.to_string())?;
-            let found = shards.into_iter().find(|record| record.shard == wanted);
-            found.map(|record| record.address).ok_or_else(|| format!("shard {wanted} is not announced"))
-        });
-        let shard = *self.shard.lock();
-        let net = self.net.clone();
-        Coordinator::new(record, partition, shard, net, resolve, handed_over, known).map_err(Refusal::other)
-    }
-
-    /// Forgets a model. If it has moved away, the answer says where it is to be forgotten, too.
-    pub(super) fn delete(&self, name: &str, generation: Generation) -> AdminAnswer {
-        self.stop_adopting(generation);
-        if let Some(making) = self.making.lock().get_mut(&generation) {
-            making.deleted = true;
-        }
-        let model = {
-            let mut models = self.models.lock();
-            match models.get(name) {
-                // It is gone already, or never was here. A registry that is started anew is told.
-                None => {
-                    drop(models);
-                    self.was_deleted(name, generation);
-                    return Ok(match self.whereabouts(name, generation) {
-                        Some(to) => (Message::Moved, Some(to.payload.to_vec())),
-                        None => (Message::Done, None),
-                    });
-                }
-                Some(model) if model.generation != generation => {
-                    return Err(Refusal::Generation {
-                        model: name.to_owned(),
-                        expected: model.generation,
-                        got: generation,
-                    });
-                }
-                Some(_) => models.remove(name),
-            }
-        };
-        if let Some(model) = model {
-            if let Some(coordinator) = model.coordinator {
-                coordinator.stop(&Refusal::NoModel(name.to_owned()));
-            }
-            model.partition.is_deleted();
-            self.was_deleted(name, generation);
-        }
-        tracing::info!(model = %name, "deleted");
-        Ok((Message::Done, None))
-    }
-
     /// What this shard holds and does.
     pub(super) fn status(&self) -> Value {
         let models = self.models.lock();
@@ -151,7 +72,7 @@ impl Shared {
             .iter()
             .map(|(name, model)| {
                 let mut status = status_of(name, model);
-                status["not_in_registry"] = json!(self.why_unknown(model.generation));
+                status["not_in_registry"] = json!(self.standing.lock().why_unknown(model.generation));
                 status
             })
             .collect();
@@ -174,8 +95,8 @@ impl Shared {
             "registry_seconds": self.table.as_ref().map(|table| table.age().as_secs_f64()),
             "registry_heard": self.table.as_ref().map(|table| table.heard()),
             "models": models,
-            "adopting": self.adopting_status(),
-            "left": self.left(),
+            "adopting": self.adopting.status(),
+            "left": self.gone.names(),
         })
     }
 }

@@ -7,10 +7,9 @@
 //! - A partition is dropped if the registry knows that its model was deleted; never because the registry does not know
 //!   it.
 
-use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use libmodelio::registry::RegistryError;
 use libmodelio::transport::shm;
@@ -18,39 +17,13 @@ use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{Fate, Held, MAX_HELD, ModelRecord, Moved, Refusal, ShardRecord};
 
 use super::coordinator::Coordinator;
-use super::{Model, Shared};
+use super::shared::{Model, Shared};
+use super::standing::life;
 
 /// Silence after which the registry forgets a shard.
 const LEASE: Duration = Duration::from_secs(10);
 /// A partition whose model nobody else has told the registry of for so long is left over.
 const LEFT_OVER: Duration = Duration::from_secs(10);
-/// Deleted models that are remembered, for a registry that is started anew.
-const MAX_DELETED: usize = 256;
-
-/// What is between a shard and the registry.
-#[derive(Debug, Default)]
-pub(super) struct Standing {
-    /// The registry has not taken its last announcement: why.
-    not_listed: Option<String>,
-    /// It is to take no new models, as the registry has last said.
-    draining: bool,
-    /// Models that it was told to forget.
-    deleted: VecDeque<(String, Generation)>,
-    /// Models that the registry does not know: since when, and why it does not take them.
-    unknown: BTreeMap<Generation, Unknown>,
-}
-
-#[derive(Debug)]
-struct Unknown {
-    since: Instant,
-    why: Option<String>,
-}
-
-/// Of which life and block map of a model a partition is.
-pub(super) fn life(record: &ModelRecord) -> Held {
-    Held { model: record.name.clone(), generation: record.generation, epoch: record.epoch }
-}
-
 /// A partition that is here, for the registry.
 struct Here {
     held: Held,
@@ -59,44 +32,6 @@ struct Here {
 }
 
 impl Shared {
-    /// Why the registry does not list this shard under its number, as far as is known.
-    pub(super) fn why_not_listed(&self) -> Option<String> {
-        self.standing.lock().not_listed.clone()
-    }
-
-    /// Why the registry does not have a model that is here.
-    pub(super) fn why_unknown(&self, generation: Generation) -> Option<String> {
-        self.standing.lock().unknown.get(&generation).and_then(|unknown| unknown.why.clone())
-    }
-
-    /// A model is no more.
-    pub(super) fn was_deleted(&self, name: &str, generation: Generation) {
-        let mut standing = self.standing.lock();
-        standing.unknown.remove(&generation);
-        let life = (name.to_owned(), generation);
-        if standing.deleted.contains(&life) {
-            return;
-        }
-        if standing.deleted.len() >= MAX_DELETED {
-            standing.deleted.pop_front();
-        }
-        standing.deleted.push_back(life);
-    }
-
-    /// It is to take no new models: a registry that is started anew is told so.
-    pub(super) fn is_drained(&self) {
-        self.standing.lock().draining = true;
-    }
-
-    /// What the registry knows of a partition that is, or was to be, here.
-    pub(super) fn fate(&self, record: &ModelRecord) -> Result<Fate, RegistryError> {
-        let shard = *self.shard.lock();
-        let held = [life(record)];
-        let (_, fates) = self.registry(|registry, deadline| registry.holding(shard, &held, &[], deadline))?;
-        let unexpected = || RegistryError::Refused(Refusal::other("the registry answers something else"));
-        fates.first().copied().ok_or_else(unexpected)
-    }
-
     /// Announces the shard, and takes the number that it is given, unless it holds partitions under the one that it
     /// has.
     pub(super) fn announce(&self) -> Result<(), RegistryError> {
@@ -161,7 +96,7 @@ impl Shared {
     fn reconcile(&self) -> Result<(), RegistryError> {
         let shard = *self.shard.lock();
         let here = self.here();
-        let deleted: Vec<_> = self.standing.lock().deleted.iter().cloned().collect();
+        let deleted = self.standing.lock().deleted();
         let mut first = true;
         let mut chunks = here.chunks(MAX_HELD);
         // Also if nothing is held.
@@ -179,8 +114,8 @@ impl Shared {
                 self.is_told(here, fate)?;
             }
         }
-        let mut standing = self.standing.lock();
-        standing.unknown.retain(|generation, _| here.iter().any(|here| here.held.generation == *generation));
+        let is_here = |generation| here.iter().any(|here| here.held.generation == generation);
+        self.standing.lock().retain(is_here);
         Ok(())
     }
 
@@ -188,7 +123,13 @@ impl Shared {
     fn here(&self) -> Vec<Here> {
         let of_model = |model: &Model| Here { held: life(&model.record), is_partition: true };
         let mut here: Vec<Here> = self.models.lock().values().map(of_model).collect();
-        here.extend(self.adopting_lives().into_iter().map(|held| Here { held, is_partition: false }));
+        here.extend(
+            self.adopting
+                .all()
+                .iter()
+                .map(|adopting| life(adopting.record()))
+                .map(|held| Here { held, is_partition: false }),
+        );
         here
     }
 
@@ -224,7 +165,7 @@ impl Shared {
         match outcome {
             // A newer block map is in force: whoever moves the model says so.
             Ok(true) | Err(RegistryError::Epoch { .. }) => {
-                standing.unknown.remove(generation);
+                standing.is_known(*generation);
             }
             Ok(false) => {}
             Err(RegistryError::Deleted(_)) => {
@@ -241,11 +182,8 @@ impl Shared {
                     }
                     error => format!("it does not take the model back: {error}"),
                 };
-                let since = Instant::now();
-                let unknown = standing.unknown.entry(*generation).or_insert(Unknown { since, why: None });
-                if unknown.why.as_ref() != Some(&why) {
+                if standing.is_unknown(*generation, &why) {
                     tracing::warn!(%model, %generation, "{why}");
-                    unknown.why = Some(why);
                 }
             }
         }
@@ -256,7 +194,7 @@ impl Shared {
     fn restore(&self, held: &Held) -> Result<bool, RegistryError> {
         let Some((record, coordinator)) = self.to_restore(held) else { return Ok(false) };
         // The coordinator is to say it.
-        if coordinator.is_none() && self.unknown_for(held.generation) < LEFT_OVER {
+        if coordinator.is_none() && self.standing.lock().unknown_for(held.generation) < LEFT_OVER {
             return Ok(false);
         }
         let shard = *self.shard.lock();
@@ -278,7 +216,7 @@ impl Shared {
     /// Another block map is in force. Who has moved the model says so; if nobody does, a shard that owns no block in it
     /// any more gives its own up.
     fn left_behind(&self, here: &Here) -> Result<bool, RegistryError> {
-        if self.unknown_for(here.held.generation) < LEFT_OVER {
+        if self.standing.lock().unknown_for(here.held.generation) < LEFT_OVER {
             return Ok(false);
         }
         match self.give_up(here) {
@@ -310,13 +248,6 @@ impl Shared {
             self.switch(&payload).map_err(RegistryError::from)?;
         }
         Ok(())
-    }
-
-    /// For how long a partition has not been what the registry has.
-    fn unknown_for(&self, generation: Generation) -> Duration {
-        let since = Instant::now();
-        let mut standing = self.standing.lock();
-        standing.unknown.entry(generation).or_insert(Unknown { since, why: None }).since.elapsed()
     }
 
     fn drop_partition(&self, name: &str, generation: Generation) {

@@ -17,13 +17,16 @@ use super::coordinator::Coordinator;
 #[cfg(feature = "rdma")]
 use super::fabric::Remote;
 use super::memory::Memory;
-use super::moving::Whereabouts;
+use super::moving;
 use super::partition::{Landing, Partition, ToCoordinator};
+use super::shared::Shared;
 use super::unsent::{Unsent, UnsentAll, say, say_counted};
-use super::{SILENCE, Shared};
+use super::whereabouts::{TurnedAway, Whereabouts};
 use crate::partition::store::PinnedVersion;
 use crate::partition::unheard::Unheard;
 
+/// Longest silence on a connection.
+const SILENCE: Duration = Duration::from_secs(10);
 /// Requests for blocks that may wait on one connection.
 const MAX_PULLS: usize = 256;
 
@@ -34,20 +37,6 @@ enum Kind {
     Data(Data),
     Coordinator(Arc<Partition>),
     Admin,
-}
-
-/// Why somebody is not welcome.
-pub(super) enum TurnedAway {
-    /// It is refused.
-    Refused(Refusal),
-    /// It speaks of an older block map.
-    Moved(Whereabouts),
-}
-
-impl From<Refusal> for TurnedAway {
-    fn from(refusal: Refusal) -> TurnedAway {
-        TurnedAway::Refused(refusal)
-    }
 }
 
 /// A client's blocks.
@@ -272,7 +261,7 @@ impl Peer {
                     Err(refusal) => Err(refusal),
                 }
             }
-            message if super::moving::is_between_shards(&message) && shared.options.holds_blocks => {
+            message if moving::is_between_shards(&message) && shared.options.holds_blocks => {
                 let (link, payload) = (self.link.clone(), payload.to_vec());
                 let unsent = Unsent::one_more(&self.unsent, payload.len())?;
                 let pool = matches!(message, Message::Fetch { .. }).then(|| shared.pool.clone());

@@ -1,6 +1,7 @@
 //! The coordinator of a model at work: the edge around [`CoordinatorCore`]. It owns the lock, the clock and the ways to
 //! the shards.
 
+mod moves;
 mod moving;
 mod remote;
 
@@ -18,10 +19,13 @@ use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::{Condvar, Mutex};
 
 use super::mailbox::{Hears, Mailbox, To};
-use super::moving::{Moves, Progress, Whereabouts};
 use super::partition::{Partition, ToCoordinator};
+use super::whereabouts::Whereabouts;
 use crate::coordinator::{AWAY, Action, CoordinatorCore};
 use crate::core::{MemberView, WaitedFor};
+use crate::moving::Progress;
+use moves::Moves;
+pub(super) use moves::{MAX_MOVES, Moving};
 use remote::Remote;
 
 /// How a shard's address is found.

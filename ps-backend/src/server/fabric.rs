@@ -4,21 +4,17 @@
 //! | module | holds |
 //! |---|---|
 //! | `slots` | slots that connections have in common |
-//! | `sum_memory` | where blocks are fetched to that need no slot |
-//! | `shown` | versions, for clients to fetch |
 //!
 //! One of the modules that hold `unsafe`: slots that a client writes are read.
 
-mod shown;
 mod slots;
-mod sum_memory;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::transport::frames::{Framed, Link, Outgoing, Take};
+use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
 use libmodelio::transport::rdma::verbs::{
     Done, Finished, Pool, Registration, Remote as Place, Slot, VerbsError, Work,
 };
@@ -29,15 +25,11 @@ use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::wire::{Message, Received, Refusal};
 use parking_lot::Mutex;
 
-use super::Shared;
-use super::conversation::Peer;
-use super::partition::{Fetching, Partition};
+use super::partition::{Fetching, Partition, Shown, SumMemory};
 use crate::partition::fetches::{Edge, Fetches, Turn};
 use crate::partition::store::Payload;
 use crate::partition::unheard::Unheard;
-pub(super) use shown::Shown;
 use slots::{Seat, Slots};
-use sum_memory::SumMemory;
 
 /// Bytes that are read from a ring at once.
 const AHEAD: usize = 512;
@@ -59,22 +51,22 @@ pub(super) struct Rdma {
 }
 
 impl Rdma {
-    /// Opens the device, and takes connections at `listen`, at another port if that is given.
-    pub(super) fn start(
-        shared: &Arc<Shared>,
+    /// Opens the device, and takes connections at `listen`, at another port if that is given: `meets` has this end of
+    /// one with a peer, for people, unless nobody is met any more.
+    pub(super) fn start<C: Conversation + 'static>(
         mut listen: SocketAddr,
         port: Option<u16>,
         options: &RdmaOptions,
         far: Option<Arc<dyn DeviceMemory>>,
+        meets: impl Fn(String, Remote) -> Option<C> + Send + Sync + 'static,
     ) -> Result<Rdma, VerbsError> {
         let endpoint = Endpoint::over(Device::open_with(options, far)?)?;
         // An iWARP port is a TCP port, and that is taken.
         listen.set_port(port.unwrap_or(if endpoint.device().is_iwarp() { 0 } else { listen.port() }));
-        let weak = Arc::downgrade(shared);
         let accept = move |line: &Arc<Line>, peer: Option<SocketAddr>| -> Option<Box<dyn Stream>> {
             let address = peer.map_or_else(|| "an RDMA peer".to_owned(), |peer| format!("{peer} (RDMA)"));
-            let peer = Peer::by_rdma(weak.upgrade()?, address, Remote::new(line));
-            Some(Box::new(Framed::new(peer, Link::default(), AHEAD)))
+            let end = meets(address, Remote::new(line))?;
+            Some(Box::new(Framed::new(end, Link::default(), AHEAD)))
         };
         let address = endpoint.listen(listen, accept)?;
         Ok(Rdma { endpoint, address, slots: Mutex::default() })

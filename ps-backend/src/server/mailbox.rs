@@ -58,7 +58,6 @@ impl Mailbox {
             }
             queue.draining = true;
         }
-        let panics = Draining(self);
         while let Some((to, request, message)) = self.next() {
             let end = match to {
                 To::Coordinator => &self.coordinator,
@@ -68,7 +67,6 @@ impl Mailbox {
                 end.hears(request, message);
             }
         }
-        std::mem::forget(panics);
     }
 
     /// The next word; with none left, nobody is at it from then on.
@@ -77,15 +75,6 @@ impl Mailbox {
         let word = queue.words.pop_front();
         queue.draining = word.is_some();
         word
-    }
-}
-
-/// If an end panics, others still have the mailbox emptied.
-struct Draining<'a>(&'a Mailbox);
-
-impl Drop for Draining<'_> {
-    fn drop(&mut self) {
-        self.0.queue.lock().draining = false;
     }
 }
 

@@ -9,12 +9,12 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use libmodelio::transport::frames::{Framed, Link, Outgoing, Take};
-use libmodelio::transport::shm::{self, Descriptors, Lender, Meeting, Regions};
+use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
+use libmodelio::transport::shm::{self, Descriptors, Lender, Meeting, Regions, Threads};
 use libmodelio::transport::tally::Flow;
 use libmodelio::vocabulary::ids::{BlockId, ClientId};
 use libmodelio::wire::{HELLO_DEADLINE, Message, Received, Refusal};
@@ -22,8 +22,6 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{Shutdown, SockFlag, accept4, shutdown};
 
-use super::Shared;
-use super::conversation::Peer;
 use super::partition::Partition;
 use crate::partition::store::{Payload, PinnedVersion};
 use crate::partition::unheard::Unheard;
@@ -55,7 +53,7 @@ pub(super) struct Memory {
 
 impl Memory {
     /// Of a connection whose model nobody knows yet.
-    pub(super) fn new(meeting: &Meeting) -> Memory {
+    fn new(meeting: &Meeting) -> Memory {
         Memory {
             descriptors: Descriptors::new(Arc::clone(&meeting.socket)),
             borrowed: Regions::new(0),
@@ -225,13 +223,29 @@ pub(super) struct Listening {
     thread: JoinHandle<()>,
 }
 
+/// What is done with clients that are met.
+pub(super) trait Meets: Send + Sync + 'static {
+    /// This end of a connection.
+    type End: Conversation + 'static;
+
+    /// Whether anybody is met any more.
+    fn goes_on(&self) -> bool;
+
+    /// This end of a connection to a client; `None` if nobody is met any more.
+    fn end(&self, memory: Memory) -> Option<Self::End>;
+}
+
 impl Listening {
-    /// Begins to. If that cannot be, why.
-    pub(super) fn start(shared: &Arc<Shared>) -> Result<Listening, String> {
-        let listener = Arc::new(shm::listen(&shared.address).map_err(|error| error.to_string())?);
-        let (of_thread, shared) = (Arc::clone(&listener), Arc::downgrade(shared));
+    /// Begins to, for the shard at `address`; connections have `threads`. If that cannot be, why.
+    pub(super) fn start(
+        address: &str,
+        threads: &Arc<Threads>,
+        meets: impl Meets,
+    ) -> Result<Listening, String> {
+        let listener = Arc::new(shm::listen(address).map_err(|error| error.to_string())?);
+        let (of_thread, threads, meets) = (Arc::clone(&listener), Arc::clone(threads), Arc::new(meets));
         let thread = std::thread::Builder::new().name("shm-accept".into()).spawn(move || {
-            if let Err(errno) = accept(&of_thread, &shared) {
+            if let Err(errno) = accept(&of_thread, &threads, &meets) {
                 tracing::error!(%errno, "clients on this host cannot share memory any more");
             }
         });
@@ -248,17 +262,19 @@ impl Listening {
     }
 }
 
-fn accept(listener: &OwnedFd, shared: &Weak<Shared>) -> Result<(), Errno> {
+fn accept<M: Meets>(listener: &OwnedFd, threads: &Arc<Threads>, meets: &Arc<M>) -> Result<(), Errno> {
     loop {
         let timeout = PollTimeout::try_from(LOOK).unwrap_or(PollTimeout::MAX);
         match poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], timeout) {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(errno) => return Err(errno),
         }
-        let Some(shared) = shared.upgrade().filter(|shared| !shared.is_stopping()) else { return Ok(()) };
+        if !meets.goes_on() {
+            return Ok(());
+        }
         match accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK) {
             // SAFETY: the kernel has just made it, for this process, and nobody else knows it.
-            Ok(fd) => meet(&shared, unsafe { OwnedFd::from_raw_fd(fd) }),
+            Ok(fd) => meet(threads, meets, unsafe { OwnedFd::from_raw_fd(fd) }),
             Err(Errno::EAGAIN | Errno::EINTR | Errno::ECONNABORTED) => {}
             Err(errno @ (Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)) => {
                 tracing::warn!(%errno, "no client on this host can be accepted for now");
@@ -269,12 +285,13 @@ fn accept(listener: &OwnedFd, shared: &Weak<Shared>) -> Result<(), Errno> {
     }
 }
 
-fn meet(shared: &Arc<Shared>, socket: OwnedFd) {
-    let of_thread = Arc::clone(shared);
-    let spawned = shared.memory.spawn(move |threads| match shm::receive(socket, HELLO_DEADLINE) {
+fn meet<M: Meets>(threads: &Arc<Threads>, meets: &Arc<M>, socket: OwnedFd) {
+    let meets = Arc::clone(meets);
+    let spawned = threads.spawn(move |threads| match shm::receive(socket, HELLO_DEADLINE) {
         Ok(meeting) => {
-            let peer = Peer::through_memory(of_thread, Memory::new(&meeting));
-            threads.serve(meeting, Box::new(Framed::new(peer, Link::default(), AHEAD)));
+            if let Some(end) = meets.end(Memory::new(&meeting)) {
+                threads.serve(meeting, Box::new(Framed::new(end, Link::default(), AHEAD)));
+            }
         }
         Err(error) => tracing::warn!(%error, "somebody on this host is turned away"),
     });

@@ -1,20 +1,32 @@
 //! A shard as a process: it listens, announces itself, holds partitions of models and coordinates some of them; it can
 //! be the registry, too, or that alone.
 //!
+//! From low to high: a module uses those above it in this table, never those below.
+//!
 //! | module | holds |
 //! |---|---|
-//! | `partition` | one partition of a model at work (`unsafe`) |
-//! | `coordinator` | the coordinator of a model at work |
-//! | `mailbox` | what the two say to each other in one process |
-//! | `conversation` | the shard's end of every connection |
-//! | `unsent` | requests whose answers were not taken |
-//! | `complaints` | how often the log tells of peers that are turned away |
-//! | `fabric` | clients elsewhere, by RDMA (`unsafe`) |
-//! | `memory` | clients on the same host, through shared memory (`unsafe`) |
-//! | `moving` | a model's blocks on their way to other shards |
-//! | `admin` | creating, loading and deleting models, status |
-//! | `announcer` | what the registry is told again and again, and what it says to that |
+//! | `options` | what a process is to be |
+//! | `whereabouts` | where models are that have moved |
+//! | `standing` | what is between a shard and the registry |
 //! | `table` | the registry in this process |
+//! | `complaints` | how often the log tells of peers that are turned away |
+//! | `unsent` | requests whose answers were not taken |
+//! | `mailbox` | what a coordinator and the partition in its process say to each other |
+//! | `partition` | one partition of a model at work (`unsafe`) |
+//! | `memory` | clients on the same host, through shared memory (`unsafe`) |
+//! | `fabric` | clients elsewhere, by RDMA (`unsafe`) |
+//! | `coordinator` | the coordinator of a model at work |
+//! | `moving::adoptions` | partitions that are to be, under another block map |
+//! | `shared` | what all connections share |
+//! | `models` | the models: how they are found, coordinated and forgotten |
+//! | `moving` | a model's blocks on their way to other shards |
+//! | `admin` | creating and loading models, status |
+//! | `conversation` | the shard's end of every connection |
+//! | `listeners` | where clients are met |
+//! | `announcer` | what the registry is told again and again, and what it says to that |
+//!
+//! A partition and the coordinator in its process never call each other: what one says to the other waits in their
+//! mailbox until the locks are let go of, and the thread that has said it hands it over.
 
 mod admin;
 mod announcer;
@@ -23,169 +35,48 @@ mod conversation;
 pub mod coordinator;
 #[cfg(feature = "rdma")]
 mod fabric;
+mod listeners;
 mod mailbox;
 mod memory;
+mod models;
 mod moving;
+mod options;
 pub mod partition;
+mod shared;
+mod standing;
 mod table;
 mod unsent;
+mod whereabouts;
 
-use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
-use libmodelio::transport::frames::{Framed, Link};
-use libmodelio::transport::rdma::{DeviceMemory, RdmaOptions};
-use libmodelio::transport::reactor::{Choice, Handle, Reactor, ReactorOptions};
+use libmodelio::registry::RemoteRegistry;
+use libmodelio::transport::reactor::{Reactor, ReactorOptions};
 use libmodelio::transport::shm::Threads;
-use libmodelio::transport::stream::Stream;
 use libmodelio::transport::tcp::{self, SocketOptions};
-use libmodelio::vocabulary::ids::{Generation, ShardId};
-use libmodelio::wire::{Message, ModelRecord, Refusal};
+use libmodelio::vocabulary::ids::ShardId;
+use libmodelio::wire::Refusal;
 use parking_lot::{Condvar, Mutex};
 
-use announcer::Standing;
-use conversation::Peer;
-use coordinator::Coordinator;
-pub use moving::Progress;
-use moving::{Adoptions, Whereabouts};
-use partition::Partition;
-use table::{Local, Table};
+pub use crate::moving::Progress;
+pub use options::{RdmaUse, ServerError, ServerOptions};
 
-/// What a process is to be.
-#[derive(Clone, Debug)]
-pub struct ServerOptions {
-    /// Where it listens.
-    pub listen: SocketAddr,
-    /// The address by which others find it; `None` for the one that it listens on.
-    pub advertise: Option<String>,
-    /// The registry's address; `None` if this process is the registry.
-    pub registry: Option<String>,
-    /// It holds blocks; otherwise it is only the registry.
-    pub holds_blocks: bool,
-    /// Threads that move bytes, and as many that compute.
-    pub threads: usize,
-    /// By which way bytes are moved.
-    pub io: Choice,
-    /// Whether connections by RDMA are taken.
-    pub rdma: RdmaUse,
-    /// The port for them; `None` for the same number as the other one (with iWARP, any).
-    pub rdma_port: Option<u16>,
-    /// How RDMA is used.
-    pub rdma_options: RdmaOptions,
-    /// Memory of another device, such as a GPU, for payload that comes by RDMA; `None` for the host's. Versions, which
-    /// are read, are in the host's in any case (iRDMA §IV-A).
-    pub device_memory: Option<Arc<dyn DeviceMemory>>,
-}
-
-/// Whether a shard takes connections by RDMA.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum RdmaUse {
-    /// No.
-    Off,
-    /// If there is a device. Why not, the log says: loudly only if there is one that cannot be used.
-    #[default]
-    Auto,
-    /// Yes, or the shard does not start.
-    On,
-}
-
-/// Why a process does not come about.
-#[derive(Debug, thiserror::Error)]
-pub enum ServerError {
-    /// The address cannot be listened on.
-    #[error("cannot listen on {address}: {error}")]
-    Listen {
-        /// Which.
-        address: SocketAddr,
-        /// The system's word.
-        error: io::Error,
-    },
-    /// RDMA must be, and cannot.
-    #[error("RDMA: {0}")]
-    Rdma(String),
-    /// No threads.
-    #[error("cannot start threads: {0}")]
-    Threads(String),
-    /// The registry does not know this shard.
-    #[error("the registry does not take this shard: {0}")]
-    Registry(#[from] RegistryError),
-}
-
-/// Why a shard takes no connections by RDMA.
-#[derive(Clone, Debug)]
-struct NoRdma {
-    why: String,
-    /// It is to be expected that it does: there is a device.
-    hindered: bool,
-}
-
-impl NoRdma {
-    fn off() -> NoRdma {
-        NoRdma { why: "it is switched off (--rdma off)".to_owned(), hindered: false }
-    }
-}
-
-/// Longest silence on a connection.
-const SILENCE: Duration = Duration::from_secs(10);
-/// Longest wait for the registry.
-const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
-
-/// One model on this shard.
-pub(super) struct Model {
-    generation: Generation,
-    record: ModelRecord,
-    partition: Arc<Partition>,
-    coordinator: Option<Arc<Coordinator>>,
-    /// What is told to whoever speaks of an older block map, if there was one.
-    whereabouts: Option<Whereabouts>,
-}
-
-/// What all connections of a process share.
-pub(super) struct Shared {
-    options: ServerOptions,
-    address: String,
-    shard: Mutex<ShardId>,
-    net: Handle,
-    pool: Arc<rayon::ThreadPool>,
-    /// Connections through shared memory.
-    memory: Arc<Threads>,
-    /// Connections by RDMA.
-    #[cfg(feature = "rdma")]
-    rdma: OnceLock<fabric::Rdma>,
-    /// Why there are none.
-    no_rdma: OnceLock<NoRdma>,
-    /// Where they come about.
-    listening: Mutex<Option<memory::Listening>>,
-    /// Why there are none.
-    no_memory: OnceLock<String>,
-    complaints: complaints::Log,
-    models: Mutex<BTreeMap<String, Model>>,
-    /// Models that are being made: their memory is being taken.
-    making: Mutex<BTreeMap<Generation, admin::Making>>,
-    /// Partitions under block maps that are to be.
-    adopting: Adoptions,
-    /// Models that were here, and where they are: the newest ones.
-    gone: Mutex<VecDeque<(String, Whereabouts)>>,
-    /// What is between this shard and the registry.
-    standing: Mutex<Standing>,
-    table: Option<Table>,
-    elsewhere: Option<RemoteRegistry>,
-    stopping: AtomicBool,
-    wake: Condvar,
-    asleep: Mutex<()>,
-    this: Weak<Shared>,
-}
+use memory::Listening;
+use options::NoRdma;
+use shared::Shared;
+use table::Table;
 
 /// A shard, or a registry, or both, as long as it lives.
 pub struct Server {
     shared: Arc<Shared>,
     address: SocketAddr,
     reactor: Mutex<Option<Reactor>>,
+    /// Where connections through shared memory come about.
+    listening: Mutex<Option<Listening>>,
 }
 
 impl Server {
@@ -214,15 +105,14 @@ impl Server {
             pool: Arc::new(pool),
             memory: Threads::new(memory::MAX_CONNECTIONS),
             #[cfg(feature = "rdma")]
-            rdma: OnceLock::new(),
-            no_rdma: OnceLock::new(),
-            listening: Mutex::new(None),
-            no_memory: OnceLock::new(),
+            rdma: Default::default(),
+            no_rdma: Default::default(),
+            no_memory: Default::default(),
             complaints: complaints::Log::new(),
             models: Mutex::default(),
             making: Mutex::default(),
-            adopting: Adoptions::default(),
-            gone: Mutex::default(),
+            adopting: Default::default(),
+            gone: Default::default(),
             standing: Mutex::default(),
             table: table.then(Table::new),
             elsewhere: options.registry.clone().map(RemoteRegistry::new),
@@ -233,33 +123,14 @@ impl Server {
             address: options.advertise.clone().unwrap_or_else(|| address.to_string()),
             options,
         });
+        let mut listening = None;
         if shared.options.holds_blocks {
             // Before anybody can know of it.
-            match memory::Listening::start(&shared) {
-                Ok(listening) => *shared.listening.lock() = Some(listening),
-                Err(why) => {
-                    tracing::warn!("clients on this host cannot share memory with this shard: {why}");
-                    let _ = shared.no_memory.set(why);
-                }
-            }
-            if let Err(no_rdma) = shared.start_rdma(address) {
-                let NoRdma { why, hindered } = &no_rdma;
-                match (shared.options.rdma, hindered) {
-                    (RdmaUse::On, _) => return Err(ServerError::Rdma(why.clone())),
-                    (_, true) => tracing::warn!("clients elsewhere cannot reach this shard by RDMA: {why}"),
-                    (_, false) => tracing::debug!("no RDMA: {why}"),
-                }
-                let _ = shared.no_rdma.set(no_rdma);
-            }
+            listening = listeners::through_memory(&shared);
+            listeners::by_rdma(&shared, address)?;
             shared.announce()?;
         }
-        let of_factory = Arc::clone(&shared);
-        let accept = move |peer: SocketAddr| -> Option<Box<dyn Stream>> {
-            let link = Link::default();
-            Some(Box::new(Framed::new(Peer::new(Arc::clone(&of_factory), peer), link, 128)))
-        };
-        let handle = reactor.handle();
-        handle.listen(listener, SocketOptions::default(), accept).map_err(|error| threads(&error))?;
+        listeners::over_tcp(&shared, listener)?;
         if shared.options.holds_blocks {
             let keeper = Arc::downgrade(&shared);
             std::thread::Builder::new()
@@ -267,7 +138,7 @@ impl Server {
                 .spawn(move || announcer::run(&keeper))
                 .map_err(|error| threads(&error))?;
         }
-        Ok(Server { shared, address, reactor: Mutex::new(Some(reactor)) })
+        Ok(Server { shared, address, reactor: Mutex::new(Some(reactor)), listening: Mutex::new(listening) })
     }
 
     /// Where it listens; the port that was found, if 0 was asked for.
@@ -321,7 +192,7 @@ impl Server {
                 tracing::warn!(%error, "the registry was not told that the shard goes");
             }
         }
-        if let Some(listening) = shared.listening.lock().take() {
+        if let Some(listening) = self.listening.lock().take() {
             listening.end();
         }
         #[cfg(feature = "rdma")]
@@ -343,95 +214,6 @@ impl Drop for Server {
     fn drop(&mut self) {
         if self.reactor.lock().is_some() {
             self.shut_down();
-        }
-    }
-}
-
-impl Shared {
-    fn is_stopping(&self) -> bool {
-        self.stopping.load(Ordering::Relaxed)
-    }
-
-    /// Takes connections by RDMA, if that is wanted.
-    #[cfg(feature = "rdma")]
-    fn start_rdma(self: &Arc<Shared>, address: SocketAddr) -> Result<(), NoRdma> {
-        use libmodelio::transport::rdma::verbs::VerbsError;
-        if self.options.rdma == RdmaUse::Off {
-            return Err(NoRdma::off());
-        }
-        let options = &self.options.rdma_options;
-        let port = self.options.rdma_port;
-        let started = fabric::Rdma::start(self, address, port, options, self.options.device_memory.clone())
-            .map_err(|error| {
-            // Whoever names a device expects one.
-            let hindered = error != VerbsError::NoDevice || options.device.is_some();
-            NoRdma { why: error.to_string(), hindered }
-        })?;
-        let _ = self.rdma.set(started);
-        Ok(())
-    }
-
-    #[cfg(not(feature = "rdma"))]
-    fn start_rdma(&self, _: SocketAddr) -> Result<(), NoRdma> {
-        Err(match self.options.rdma {
-            RdmaUse::Off => NoRdma::off(),
-            RdmaUse::Auto | RdmaUse::On => {
-                NoRdma { why: libmodelio::transport::NO_RDMA.to_owned(), hindered: false }
-            }
-        })
-    }
-
-    /// What takes connections by RDMA, for people; or why nothing does.
-    fn rdma_name(&self) -> Result<String, Option<&NoRdma>> {
-        #[cfg(feature = "rdma")]
-        if let Some(rdma) = self.rdma.get() {
-            return Ok(rdma.name());
-        }
-        Err(self.no_rdma.get())
-    }
-
-    /// RDMA in the status.
-    fn rdma_status(&self) -> serde_json::Value {
-        #[cfg(feature = "rdma")]
-        if let Some(rdma) = self.rdma.get() {
-            return serde_json::json!({
-                "address": self.rdma_address(),
-                "device": rdma.device(),
-                "connections": rdma.connections(),
-                "unavailable": null,
-                "hindered": false,
-            });
-        }
-        let no_rdma = self.no_rdma.get();
-        serde_json::json!({
-            "address": null,
-            "device": null,
-            "connections": 0,
-            "unavailable": no_rdma.map(|no_rdma| &no_rdma.why),
-            "hindered": no_rdma.is_some_and(|no_rdma| no_rdma.hindered),
-        })
-    }
-
-    /// Where connections by RDMA are taken, for others; empty if they are not.
-    fn rdma_address(&self) -> String {
-        #[cfg(feature = "rdma")]
-        if let Some(rdma) = self.rdma.get() {
-            let host = self.address.rsplit_once(':').map_or(self.address.as_str(), |(host, _)| host);
-            return format!("{host}:{}", rdma.address().port());
-        }
-        String::new()
-    }
-
-    /// Asks the registry, wherever it is.
-    fn registry<T>(
-        &self,
-        ask: impl FnOnce(&dyn Registry, Instant) -> Result<T, RegistryError>,
-    ) -> Result<T, RegistryError> {
-        let deadline = Instant::now() + REGISTRY_PATIENCE;
-        match (&self.table, &self.elsewhere) {
-            (Some(table), _) => ask(&Local(table), deadline),
-            (None, Some(remote)) => ask(remote, deadline),
-            (None, None) => Err(RegistryError::Refused(Refusal::other("there is no registry"))),
         }
     }
 }
@@ -459,6 +241,3 @@ pub fn resolve(text: &str) -> Result<SocketAddr, String> {
     let mut found = text.to_socket_addrs().map_err(|error| format!("{text}: {error}"))?;
     found.next().ok_or_else(|| format!("{text} leads nowhere"))
 }
-
-/// What a request for administration is answered with.
-pub(super) type AdminAnswer = Result<(Message, Option<Vec<u8>>), Refusal>;

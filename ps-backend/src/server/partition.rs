@@ -9,11 +9,17 @@
 //! | `blocks` | blocks on their way (`unsafe`) |
 //! | `resting` | which connections are used |
 //! | `moving` | the partition of another block map |
+//! | `shown` | versions, for clients to fetch by RDMA |
+//! | `sum_memory` | where blocks are fetched to that need no slot |
 
 mod blocks;
 mod moving;
 mod plans;
 mod resting;
+#[cfg(feature = "rdma")]
+mod shown;
+#[cfg(feature = "rdma")]
+mod sum_memory;
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -27,7 +33,7 @@ use libmodelio::wire::{Message, ModelRecord, PlanSource, Refusal};
 use parking_lot::Mutex;
 
 use super::mailbox::{Mailbox, To};
-use super::moving::Whereabouts;
+use super::whereabouts::Whereabouts;
 use crate::memory::{self, MemoryUse, gib};
 use crate::partition::core::PartitionCore;
 use crate::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore, PartitionWork};
@@ -37,6 +43,10 @@ pub(super) use blocks::Fetching;
 use blocks::FetchingPlan;
 pub(super) use blocks::Landing;
 use resting::Connected;
+#[cfg(feature = "rdma")]
+pub(super) use shown::Shown;
+#[cfg(feature = "rdma")]
+pub(super) use sum_memory::SumMemory;
 
 /// Whom a partition speaks to.
 #[derive(Clone)]
@@ -95,7 +105,7 @@ pub struct Partition {
     moved: OnceLock<Whereabouts>,
     /// Its versions, for clients that fetch them by RDMA.
     #[cfg(feature = "rdma")]
-    shown: Mutex<Option<Arc<super::fabric::Shown>>>,
+    shown: Mutex<Option<Arc<Shown>>>,
 }
 
 /// Why a partition cannot be made.
@@ -201,12 +211,12 @@ impl Partition {
     pub(super) fn shown(
         &self,
         device: &Arc<libmodelio::transport::rdma::Device>,
-    ) -> Result<Arc<super::fabric::Shown>, Refusal> {
+    ) -> Result<Arc<Shown>, Refusal> {
         let mut shown = self.shown.lock();
         if let Some(shown) = &*shown {
             return Ok(Arc::clone(shown));
         }
-        let made = super::fabric::Shown::of(&self.model, &self.store, device)?;
+        let made = Shown::of(&self.model, &self.store, device)?;
         *shown = Some(Arc::clone(&made));
         Ok(made)
     }

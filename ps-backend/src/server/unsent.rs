@@ -7,6 +7,9 @@ use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::transport::stream::Piece;
 use libmodelio::wire::{Message, Refusal};
 
+/// What a request for administration is answered with.
+pub(super) type AdminAnswer = Result<(Message, Option<Vec<u8>>), Refusal>;
+
 /// Requests of one connection that take time, or memory for their answer, and whose answers are not with the kernel yet.
 const MAX_UNSENT: usize = 128;
 /// Bytes that came with them.
@@ -51,12 +54,12 @@ impl Drop for Unsent {
 }
 
 /// Says what came of a request.
-pub(super) fn say(link: &Link, request: u64, answer: super::AdminAnswer) {
+pub(super) fn say(link: &Link, request: u64, answer: AdminAnswer) {
     say_counted(link, request, answer, None);
 }
 
 /// The same; `unsent` counts until that is with the kernel.
-pub(super) fn say_counted(link: &Link, request: u64, answer: super::AdminAnswer, unsent: Option<Unsent>) {
+pub(super) fn say_counted(link: &Link, request: u64, answer: AdminAnswer, unsent: Option<Unsent>) {
     let (message, payload) = match answer {
         Ok((message, payload)) => (message, payload),
         Err(refusal) => (Message::Refused(refusal), None),

@@ -10,7 +10,7 @@ use libmodelio::wire::Refusal;
 
 use super::Coordinator;
 use crate::coordinator::TakeOverError;
-use crate::server::moving::Whereabouts;
+use crate::server::whereabouts::Whereabouts;
 
 impl Coordinator {
     /// Which life of the model, and under which block map.

@@ -1,21 +1,16 @@
 //! The end of a move at which blocks arrive: a partition under a block map that is not in force yet.
-//!
-//! It is dropped when it is told so, or when the registry says that its map never will be in force; not because
-//! nobody has spoken of it for a while, for the record may just have been replaced, nor because the registry does not
-//! know the model, for it may have been started anew.
+
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
-use libmodelio::registry::RegistryError;
-use libmodelio::vocabulary::ids::{BlockId, Epoch, Generation, ShardId, Version};
+use libmodelio::vocabulary::ids::{BlockId, Epoch, ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::{Adoption, Kept, Message, ModelRecord, Moved, Refusal};
+use libmodelio::wire::{Adoption, Kept, Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::Mutex;
 
-use super::Shared;
 use crate::coordinator::CoordinatorCore;
 use crate::server::partition::Partition;
 
@@ -27,12 +22,6 @@ const WINDOW_BYTES: usize = 64 << 20;
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Most bytes of a coordinator's state.
 const MAX_STATE: u64 = 1 << 30;
-/// When nobody says what becomes of a partition that is filled, the registry is asked.
-const ASK_AFTER: Duration = Duration::from_secs(5);
-const ASK_AGAIN: Duration = Duration::from_secs(2);
-/// How soon it is seen that nobody needs it any more.
-const LOOK: Duration = Duration::from_millis(100);
-
 #[derive(Debug)]
 enum Stage {
     Made,
@@ -62,7 +51,20 @@ pub(in crate::server) struct Adopting {
 }
 
 impl Adopting {
-    pub(super) fn record(&self) -> &ModelRecord {
+    /// Nothing of it is there yet; with `stays`, `partition` is the one that there is.
+    pub(super) fn new(told: Adoption, partition: Arc<Partition>, stays: bool) -> Adopting {
+        Adopting {
+            told,
+            partition,
+            stays,
+            stage: Mutex::new(Stage::Made),
+            blocks: AtomicU32::new(0),
+            handed: Mutex::default(),
+            over: AtomicBool::new(false),
+        }
+    }
+
+    pub(in crate::server) fn record(&self) -> &ModelRecord {
         &self.told.record
     }
 
@@ -76,7 +78,7 @@ impl Adopting {
     }
 
     /// Its memory for another attempt at the same, if nothing was done with it.
-    fn untouched(&self, record: &ModelRecord) -> Option<Arc<Partition>> {
+    pub(super) fn untouched(&self, record: &ModelRecord) -> Option<Arc<Partition>> {
         let mut stage = self.stage.lock();
         if !matches!(&*stage, Stage::Made) || self.stays || self.told.record != *record {
             return None;
@@ -85,7 +87,12 @@ impl Adopting {
         Some(Arc::clone(&self.partition))
     }
 
-    pub(super) fn epoch_in_force(&self) -> Epoch {
+    /// The shards of the new map.
+    pub(super) fn shards(&self) -> &[ShardRecord] {
+        &self.told.shards
+    }
+
+    pub(in crate::server) fn epoch_in_force(&self) -> Epoch {
         self.told.epoch
     }
 
@@ -146,12 +153,41 @@ impl Adopting {
         }
     }
 
-    fn is_over(&self) -> bool {
+    pub(super) fn is_over(&self) -> bool {
         self.over.load(Ordering::Relaxed)
     }
 
-    /// Fetches all blocks.
-    fn fetch(&self, shared: &Shared, version: Version) -> Result<(), Refusal> {
+    /// It is to be filled with a version, for this reducer. False if somebody fills it with that already.
+    pub(super) fn begins(&self, version: Version, reducer: Reducer) -> Result<bool, Refusal> {
+        let mut stage = self.stage.lock();
+        match &*stage {
+            Stage::Made => {}
+            Stage::Filling(of) | Stage::Filled(of) if *of == version => return Ok(false),
+            Stage::Filling(of) | Stage::Filled(of) => {
+                return Err(Refusal::other(format!("it was to be filled with version {of}")));
+            }
+            Stage::Failed(refusal) => return Err(refusal.clone()),
+        }
+        if !self.stays {
+            self.partition.store().begin_at(version, reducer).map_err(Refusal::other)?;
+        }
+        self.partition.begin_at(version);
+        *stage = Stage::Filling(version);
+        Ok(true)
+    }
+
+    /// All of it is there.
+    pub(super) fn is_filled(&self, version: Version) {
+        *self.stage.lock() = Stage::Filled(version);
+    }
+
+    /// It cannot be filled.
+    pub(super) fn has_failed(&self, refusal: Refusal) {
+        *self.stage.lock() = Stage::Failed(refusal);
+    }
+
+    /// Fetches all blocks: those that this shard, `me`, has are `here`.
+    pub(super) fn fetch(&self, me: ShardId, here: &Here<'_>, version: Version) -> Result<(), Refusal> {
         if self.stays {
             let newest = self.partition.store().newest().map(|newest| newest.version());
             return match newest {
@@ -168,25 +204,19 @@ impl Adopting {
             let owner = before.owner(self.told.epoch, block).map_err(Refusal::other)?;
             sources.entry(owner).or_default().push(block);
         }
-        let me = *shared.shard.lock();
         for (source, blocks) in sources {
-            if source == me {
-                self.copy(shared, version, &blocks)
-            } else {
-                self.pull(source, version, &blocks)
-            }?;
+            if source == me { self.copy(here, &blocks) } else { self.pull(source, version, &blocks) }?;
         }
         self.partition.store().finish_loading().map_err(Refusal::other)
     }
 
     /// Blocks that are here already.
-    fn copy(&self, shared: &Shared, version: Version, blocks: &[BlockId]) -> Result<(), Refusal> {
-        let (generation, epoch) = (self.told.record.generation, self.told.epoch);
+    fn copy(&self, here: &Here<'_>, blocks: &[BlockId]) -> Result<(), Refusal> {
         for &block in blocks {
-            let weights = shared.fetch(generation, epoch, version, block, Kept::Weights)?;
+            let weights = here(block, Kept::Weights)?;
             let mut state = Vec::new();
             for what in self.wants(block)? {
-                state.push((what, shared.fetch(generation, epoch, version, block, what)?));
+                state.push((what, here(block, what)?));
             }
             self.load(block, &weights, &state)?;
         }
@@ -275,42 +305,10 @@ impl Adopting {
             }
         }
     }
-
-    /// Until somebody has said what becomes of it: looks after it.
-    fn keep(self: &Arc<Adopting>, shared: &std::sync::Weak<Shared>) {
-        let filled = Instant::now();
-        let mut asked = filled;
-        while !self.is_over() {
-            std::thread::sleep(LOOK);
-            let Some(shared) = shared.upgrade().filter(|shared| !shared.is_stopping()) else { return };
-            if filled.elapsed() < ASK_AFTER || asked.elapsed() < ASK_AGAIN {
-                continue;
-            }
-            asked = Instant::now();
-            let (record, generation) = (self.record(), self.record().generation);
-            match shared.registry(|registry, deadline| registry.model(&record.name, deadline)) {
-                Ok(there) if there == *record => {
-                    let shards = self.told.shards.clone();
-                    let payload = Moved { record: there, shards }.encode().map_err(Refusal::other);
-                    if let Err(refusal) = payload.and_then(|payload| shared.switch(&payload)) {
-                        tracing::warn!(model = %record.name, %refusal, "its new block map is in force");
-                    }
-                }
-                Ok(there) if there.generation == generation && there.epoch < record.epoch => {}
-                // What it knows to be deleted the announcer drops.
-                Err(RegistryError::NoModel(_)) => {}
-                Ok(there) if there.generation != generation => {}
-                Ok(_) => {
-                    tracing::info!(model = %record.name, "another block map is in force: blocks are dropped");
-                    shared.adopting.forget(self);
-                }
-                Err(error) => {
-                    tracing::warn!(model = %record.name, %error, "whether it has moved is not known")
-                }
-            }
-        }
-    }
 }
+
+/// What this shard keeps of a block, of the version that is wanted.
+pub(super) type Here<'a> = dyn Fn(BlockId, Kept) -> Result<Vec<u8>, Refusal> + 'a;
 
 /// What has come of a block.
 struct Coming {
@@ -335,130 +333,5 @@ impl From<Refusal> for Trouble {
 impl From<AdminError> for Trouble {
     fn from(error: AdminError) -> Trouble {
         Trouble::There(error)
-    }
-}
-
-impl Shared {
-    /// Takes the memory of a partition that is to be. Takes time.
-    pub(super) fn adopt(self: &Arc<Shared>, payload: &[u8]) -> Result<(), Refusal> {
-        let told = Adoption::decode(payload).map_err(Refusal::other)?;
-        let (name, generation) = (told.record.name.clone(), told.record.generation);
-        let new = told.record.block_map().map_err(Refusal::other)?;
-        let before = told.map_in_force().map_err(Refusal::other)?;
-        let Some(mut taking) = self.adopting.begin(generation, told.attempt, told.epoch)? else {
-            return Ok(());
-        };
-        // From here on the number stays.
-        let me = *self.shard.lock();
-        let in_force = self.partition_in_force(&name, &told, before.shares().contains_key(&me))?;
-        let (partition, stays) = match in_force {
-            Some(partition) if new.blocks_of(me).eq(before.blocks_of(me)) => {
-                (partition.again(&told.record), true)
-            }
-            _ => {
-                // The one before is of use if it is the same: else its memory is needed.
-                let known = taking.before.take().and_then(|known| known.untouched(&told.record));
-                let partition = known.map_or_else(|| Partition::new(&told.record, me, &self.pool), Ok);
-                (partition.map_err(Refusal::other)?, false)
-            }
-        };
-        taking.done(Adopting {
-            told,
-            partition,
-            stays,
-            stage: Mutex::new(Stage::Made),
-            blocks: AtomicU32::new(0),
-            handed: Mutex::default(),
-            over: AtomicBool::new(false),
-        })
-    }
-
-    /// The partition that there is, if there should be one.
-    fn partition_in_force(
-        &self,
-        name: &str,
-        told: &Adoption,
-        owns: bool,
-    ) -> Result<Option<Arc<Partition>>, Refusal> {
-        let models = self.models.lock();
-        match models.get(name) {
-            Some(model) if model.generation != told.record.generation => {
-                Err(Refusal::Exists(name.to_owned()))
-            }
-            Some(model) if model.partition.epoch != told.epoch => {
-                Err(Refusal::Epoch { expected: model.partition.epoch, got: told.epoch })
-            }
-            Some(model) => Ok(Some(Arc::clone(&model.partition))),
-            None if owns => Err(Refusal::NoModel(name.to_owned())),
-            None => Ok(None),
-        }
-    }
-
-    pub(super) fn adopting(&self, generation: Generation, attempt: u64) -> Result<Arc<Adopting>, Refusal> {
-        let adopting = self.adopting.of(generation).filter(|adopting| adopting.attempt() == attempt);
-        adopting
-            .ok_or_else(|| Refusal::other("this shard does not take part in the move, or was started anew"))
-    }
-
-    /// Begins to fetch its blocks. Nothing happens the second time.
-    pub(super) fn fill(
-        self: &Arc<Shared>,
-        generation: Generation,
-        attempt: u64,
-        version: Version,
-        reducer: Reducer,
-    ) -> Result<(), Refusal> {
-        let adopting = self.adopting(generation, attempt)?;
-        {
-            let mut stage = adopting.stage.lock();
-            match &*stage {
-                Stage::Made => {}
-                Stage::Filling(of) | Stage::Filled(of) if *of == version => return Ok(()),
-                Stage::Filling(of) | Stage::Filled(of) => {
-                    return Err(Refusal::other(format!("it was to be filled with version {of}")));
-                }
-                Stage::Failed(refusal) => return Err(refusal.clone()),
-            }
-            if !adopting.stays {
-                adopting.partition.store().begin_at(version, reducer).map_err(Refusal::other)?;
-            }
-            adopting.partition.begin_at(version);
-            *stage = Stage::Filling(version);
-        }
-        let (shared, kept) = (Arc::clone(self), Arc::clone(&adopting));
-        let fills = move || {
-            let outcome = kept.fetch(&shared, version);
-            let shared = {
-                let weak = shared.this.clone();
-                drop(shared);
-                weak
-            };
-            match outcome {
-                Ok(()) => {
-                    *kept.stage.lock() = Stage::Filled(version);
-                    kept.keep(&shared);
-                }
-                Err(refusal) => {
-                    tracing::warn!(model = %kept.record().name, %refusal, "blocks cannot be moved here");
-                    *kept.stage.lock() = Stage::Failed(refusal);
-                }
-            }
-        };
-        let spawned = std::thread::Builder::new().name("adopting".into()).spawn(fills);
-        spawned.map(drop).map_err(|error| {
-            let refusal = Refusal::other(format!("no thread to fetch blocks: {error}"));
-            *adopting.stage.lock() = Stage::Failed(refusal.clone());
-            refusal
-        })
-    }
-
-    /// The partition will never be. Nothing happens the second time.
-    pub(super) fn abandon(&self, generation: Generation, attempt: u64) {
-        self.adopting.abandon(generation, attempt);
-    }
-
-    /// Nothing is to come of what is adopted of this model.
-    pub(in crate::server) fn stop_adopting(&self, generation: Generation) {
-        self.adopting.delete(generation);
     }
 }

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use libmodelio::vocabulary::ids::{Epoch, Generation};
 use libmodelio::wire::Refusal;
 use parking_lot::{Condvar, Mutex, MutexGuard};
+use serde_json::{Value, json};
 
 use super::adopting::Adopting;
 
@@ -61,7 +62,7 @@ pub(super) struct Taking<'a> {
 
 impl Adoptions {
     /// The partition of this life of a model.
-    pub(super) fn of(&self, generation: Generation) -> Option<Arc<Adopting>> {
+    pub(in crate::server) fn of(&self, generation: Generation) -> Option<Arc<Adopting>> {
         self.known.lock().partitions.get(&generation).cloned()
     }
 
@@ -70,8 +71,24 @@ impl Adoptions {
         self.known.lock()
     }
 
-    pub(super) fn all(&self) -> Vec<Arc<Adopting>> {
+    pub(in crate::server) fn all(&self) -> Vec<Arc<Adopting>> {
         self.known.lock().partitions.values().cloned().collect()
+    }
+
+    /// Partitions that are being filled, for status.
+    pub(in crate::server) fn status(&self) -> Vec<Value> {
+        let adopting = self.all();
+        let status = adopting.iter().map(|adopting| {
+            let (blocks, of, trouble) = match adopting.progress() {
+                Ok((blocks, of)) => (blocks, of, None),
+                Err(refusal) => (0, 0, Some(refusal.to_string())),
+            };
+            let record = adopting.record();
+            json!({
+                "name": record.name, "epoch": record.epoch.0, "blocks": blocks, "of": of, "failed": trouble,
+            })
+        });
+        status.collect()
     }
 
     /// It is this attempt's turn to take memory; `None` if it has done so. The attempt starts from the block map of
@@ -149,7 +166,7 @@ impl Adoptions {
     }
 
     /// The model is no more.
-    pub(super) fn delete(&self, generation: Generation) {
+    pub(in crate::server) fn delete(&self, generation: Generation) {
         // A later attempt may have begun here only if its memory is being taken.
         if self.known.lock().taking.contains_key(&generation) {
             self.abandon(generation, u64::MAX);

@@ -10,16 +10,15 @@ use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::RegistryError;
-use libmodelio::vocabulary::ids::ShardId;
+use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{Fate, Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest};
 use parking_lot::MutexGuard;
 
-use super::Shared;
-use super::moves::Moving;
 use super::told::Line;
 use crate::moving::{Action, Job, Looked, MoveCore, PIECE, PROMPT, Plan, Put, Sight, Tell, Told};
-use crate::server::AdminAnswer;
-use crate::server::coordinator::Coordinator;
+use crate::server::coordinator::{Coordinator, MAX_MOVES, Moving};
+use crate::server::shared::Shared;
+use crate::server::unsent::AdminAnswer;
 
 /// How often it is looked whether the process, or the model, ends.
 const LOOK: Duration = Duration::from_millis(100);
@@ -49,10 +48,35 @@ struct Mover<'a> {
 }
 
 /// Called when it is over.
-pub(super) type Answers = Box<dyn FnOnce(AdminAnswer) + Send>;
+type Answers = Box<dyn FnOnce(AdminAnswer) + Send>;
+
+impl Shared {
+    /// Begins to move a model's blocks off a shard, in so much time and holding the job no longer than that; `answer` is
+    /// called when it is over.
+    pub(in crate::server) fn move_model(
+        self: &Arc<Shared>,
+        model: &str,
+        generation: Generation,
+        off: ShardId,
+        (timeout, hold): (Duration, Option<Duration>),
+        answer: impl FnOnce(AdminAnswer) + Send + 'static,
+    ) -> Result<(), Refusal> {
+        let coordinator = self.coordinator_of(model, generation)?;
+        // Before the registry is asked: whoever wants to stop it finds it from here on.
+        let moving = coordinator.moves.begin(off).ok_or_else(|| {
+            Refusal::other(format!(
+                "{MAX_MOVES} moves of model {model:?} are under way or wait: run the command again later"
+            ))
+        })?;
+        let shared = Arc::clone(self);
+        let moves = move || run(&shared, &coordinator, moving, timeout, hold, Box::new(answer));
+        let spawned = std::thread::Builder::new().name("mover".into()).spawn(moves);
+        spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to move it: {error}")))
+    }
+}
 
 /// Moves the model of `coordinator` off a shard, in so much time, and holds the job for `hold` at most.
-pub(super) fn run(
+fn run(
     shared: &Arc<Shared>,
     coordinator: &Arc<Coordinator>,
     moving: Moving,

@@ -7,8 +7,8 @@ use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::wire::{Message, ShardRecord};
 use parking_lot::Mutex;
 
-use super::Shared;
 use crate::moving::Told;
+use crate::server::shared::Shared;
 
 /// The way to one shard, and a connection as long as there is one that nobody uses.
 pub(super) struct Line {

@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use libmodelio::transport::stream::Close;
-use libmodelio::vocabulary::ids::Version;
-use libmodelio::wire::ModelRecord;
+use libmodelio::vocabulary::ids::{BlockId, Epoch, Version};
+use libmodelio::wire::{Kept, ModelRecord, Refusal};
 
 use super::Partition;
 use crate::partition::core::PartitionCore;
-use crate::server::moving::Whereabouts;
+use crate::server::whereabouts::Whereabouts;
 
 impl Partition {
     /// The same blocks in the same memory, under another block map.
@@ -23,6 +23,25 @@ impl Partition {
     /// Its plans go on from this version.
     pub(in crate::server) fn begin_at(&self, version: Version) {
         self.state.lock().core = PartitionCore::new(self.layout().blocks(), version);
+    }
+
+    /// What it keeps of a block of the newest version, which is to be `wanted`, under the block map of `epoch`.
+    pub(in crate::server) fn kept(
+        &self,
+        epoch: Epoch,
+        wanted: Version,
+        block: BlockId,
+        what: Kept,
+    ) -> Result<Vec<u8>, Refusal> {
+        if self.epoch != epoch {
+            return Err(Refusal::Epoch { expected: self.epoch, got: epoch });
+        }
+        let local = self.store.partition().local(block).ok_or(Refusal::NotMine { block })?;
+        let kept = self.store.keep().map_err(Refusal::other)?;
+        if kept.version() != wanted {
+            return Err(Refusal::NoVersion { wanted, newest: kept.version() });
+        }
+        kept.bytes(local, what).map(<[u8]>::to_vec).map_err(Refusal::other)
     }
 
     /// Another block map is in force: all who are connected are told, and nothing is taken any more.

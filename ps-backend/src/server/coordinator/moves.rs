@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::moving::Progress;
 
 /// Moves of one model that may be under way or wait.
-pub(super) const MAX_MOVES: usize = 4;
+pub(in crate::server) const MAX_MOVES: usize = 4;
 
 #[derive(Default)]
 struct Known {
@@ -23,13 +23,13 @@ struct Known {
 #[derive(Default)]
 pub(in crate::server) struct Moves {
     /// Held by whoever moves the model.
-    pub(super) alone: Mutex<()>,
+    pub(in crate::server) alone: Mutex<()>,
     known: Mutex<Known>,
     over: Condvar,
 }
 
 /// One of them, as long as somebody waits for it.
-pub(super) struct Moving {
+pub(in crate::server) struct Moving {
     of: Arc<Moves>,
     number: u64,
     off: ShardId,
@@ -37,7 +37,7 @@ pub(super) struct Moving {
 
 impl Moves {
     /// One more, unless there are too many.
-    pub(super) fn begin(self: &Arc<Moves>, off: ShardId) -> Option<Moving> {
+    pub(in crate::server) fn begin(self: &Arc<Moves>, off: ShardId) -> Option<Moving> {
         let mut known = self.known.lock();
         if known.moves.len() >= MAX_MOVES {
             return None;
@@ -49,7 +49,7 @@ impl Moves {
     }
 
     /// All that move the model off this shard are to stop. True once there is none any more.
-    pub(super) fn stop(&self, off: ShardId, deadline: Instant) -> bool {
+    pub(in crate::server) fn stop(&self, off: ShardId, deadline: Instant) -> bool {
         let mut known = self.known.lock();
         loop {
             let mut left = false;
@@ -72,17 +72,17 @@ impl Moves {
         self.known.lock().progress.clone()
     }
 
-    pub(super) fn tell(&self, progress: Option<Progress>) {
+    pub(in crate::server) fn tell(&self, progress: Option<Progress>) {
         self.known.lock().progress = progress;
     }
 }
 
 impl Moving {
-    pub(super) fn off(&self) -> ShardId {
+    pub(in crate::server) fn off(&self) -> ShardId {
         self.off
     }
 
-    pub(super) fn is_stopped(&self) -> bool {
+    pub(in crate::server) fn is_stopped(&self) -> bool {
         self.of.known.lock().moves.iter().any(|(number, _, stopped)| *number == self.number && *stopped)
     }
 }

@@ -53,7 +53,7 @@ impl fmt::Debug for SumMemory {
 
 impl SumMemory {
     /// Of a partition. It is never registered with iWARP, nor where payload is to go into another device's memory.
-    pub(super) fn of(model: &str, store: &PartitionStore, device: &Arc<Device>) -> Arc<SumMemory> {
+    pub(in crate::server) fn of(model: &str, store: &PartitionStore, device: &Arc<Device>) -> Arc<SumMemory> {
         let never = device.is_iwarp() || !Arc::ptr_eq(device.payload_arena(), device.arena());
         let states = if never { Vec::new() } else { vec![State::Idle, State::Idle] };
         let (device, model) = (Arc::clone(device), model.to_owned());
@@ -65,13 +65,13 @@ impl SumMemory {
     }
 
     /// Whether some of it may be registered just now.
-    pub(super) fn may_be_registered(&self) -> bool {
+    pub(in crate::server) fn may_be_registered(&self) -> bool {
         let is_there = |state: &State| !matches!(state, State::None(at) if at.elapsed() < AGAIN);
         self.states.lock().iter().any(is_there)
     }
 
     /// The registration of that memory. If there is none yet, there may be one later.
-    pub(super) fn registration_of(
+    pub(in crate::server) fn registration_of(
         self: &Arc<SumMemory>,
         start: *const u8,
         len: usize,

@@ -61,7 +61,7 @@ impl Shown {
     }
 
     /// Where the directory is, for one more client: all memory that versions may lie in can be read just now.
-    pub(super) fn place(&self, store: &PartitionStore) -> Result<Place, Refusal> {
+    pub(in crate::server) fn place(&self, store: &PartitionStore) -> Result<Place, Refusal> {
         // The store tells of versions under its lock, so that one comes first.
         let buffers = store.buffers();
         let mut inner = self.inner.lock();
@@ -76,7 +76,7 @@ impl Shown {
     }
 
     /// Where what others send can be fetched to.
-    pub(super) fn sum_memory(&self) -> &Arc<SumMemory> {
+    pub(in crate::server) fn sum_memory(&self) -> &Arc<SumMemory> {
         &self.sum_memory
     }
 }

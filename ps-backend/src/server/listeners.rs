@@ -1,0 +1,101 @@
+//! Where clients are met: over TCP, on this host through shared memory, and by RDMA.
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Arc, Weak};
+
+use libmodelio::transport::frames::{Framed, Link};
+use libmodelio::transport::stream::Stream;
+use libmodelio::transport::tcp::SocketOptions;
+
+use super::conversation::Peer;
+use super::memory::{Listening, Meets, Memory};
+use super::options::{NoRdma, RdmaUse, ServerError};
+use super::shared::Shared;
+
+/// Bytes that are read from a TCP connection at once, before what comes is known.
+const AHEAD: usize = 128;
+
+/// Takes connections over TCP.
+pub(super) fn over_tcp(shared: &Arc<Shared>, listener: TcpListener) -> Result<(), ServerError> {
+    let of_factory = Arc::clone(shared);
+    let accept = move |peer: SocketAddr| -> Option<Box<dyn Stream>> {
+        let peer = Peer::new(Arc::clone(&of_factory), peer);
+        Some(Box::new(Framed::new(peer, Link::default(), AHEAD)))
+    };
+    let listens = shared.net.listen(listener, SocketOptions::default(), accept);
+    listens.map(drop).map_err(|error| ServerError::Threads(error.to_string()))
+}
+
+/// Takes connections through shared memory; without them, the log says why.
+pub(super) fn through_memory(shared: &Arc<Shared>) -> Option<Listening> {
+    match Listening::start(&shared.address, &shared.memory, OnThisHost(Arc::downgrade(shared))) {
+        Ok(listening) => Some(listening),
+        Err(why) => {
+            tracing::warn!("clients on this host cannot share memory with this shard: {why}");
+            let _ = shared.no_memory.set(why);
+            None
+        }
+    }
+}
+
+struct OnThisHost(Weak<Shared>);
+
+impl Meets for OnThisHost {
+    type End = Peer;
+
+    fn goes_on(&self) -> bool {
+        self.0.upgrade().is_some_and(|shared| !shared.is_stopping())
+    }
+
+    fn end(&self, memory: Memory) -> Option<Peer> {
+        Some(Peer::through_memory(self.0.upgrade()?, memory))
+    }
+}
+
+/// Takes connections by RDMA beside those at `address`, if that is wanted; without them, the log says why.
+///
+/// # Errors
+/// They must be, and cannot.
+pub(super) fn by_rdma(shared: &Arc<Shared>, address: SocketAddr) -> Result<(), ServerError> {
+    let Err(no_rdma) = start_rdma(shared, address) else { return Ok(()) };
+    let NoRdma { why, hindered } = &no_rdma;
+    match (shared.options.rdma, hindered) {
+        (RdmaUse::On, _) => return Err(ServerError::Rdma(why.clone())),
+        (_, true) => tracing::warn!("clients elsewhere cannot reach this shard by RDMA: {why}"),
+        (_, false) => tracing::debug!("no RDMA: {why}"),
+    }
+    let _ = shared.no_rdma.set(no_rdma);
+    Ok(())
+}
+
+#[cfg(feature = "rdma")]
+fn start_rdma(shared: &Arc<Shared>, address: SocketAddr) -> Result<(), NoRdma> {
+    use libmodelio::transport::rdma::verbs::VerbsError;
+
+    use super::fabric::{Rdma, Remote};
+
+    if shared.options.rdma == RdmaUse::Off {
+        return Err(NoRdma::off());
+    }
+    let (options, port) = (&shared.options.rdma_options, shared.options.rdma_port);
+    let weak = Arc::downgrade(shared);
+    let meets = move |peer: String, remote: Remote| Some(Peer::by_rdma(weak.upgrade()?, peer, remote));
+    let started = Rdma::start(address, port, options, shared.options.device_memory.clone(), meets);
+    let started = started.map_err(|error| {
+        // Whoever names a device expects one.
+        let hindered = error != VerbsError::NoDevice || options.device.is_some();
+        NoRdma { why: error.to_string(), hindered }
+    })?;
+    let _ = shared.rdma.set(started);
+    Ok(())
+}
+
+#[cfg(not(feature = "rdma"))]
+fn start_rdma(shared: &Arc<Shared>, _: SocketAddr) -> Result<(), NoRdma> {
+    Err(match shared.options.rdma {
+        RdmaUse::Off => NoRdma::off(),
+        RdmaUse::Auto | RdmaUse::On => {
+            NoRdma { why: libmodelio::transport::NO_RDMA.to_owned(), hindered: false }
+        }
+    })
+}

@@ -1,0 +1,117 @@
+//! The models of a shard: which there are, how one begins to be coordinated, and how it is forgotten.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use libmodelio::vocabulary::ids::{Epoch, Generation};
+use libmodelio::wire::{Message, ModelRecord, Refusal, Role, ShardRecord};
+
+use super::coordinator::Coordinator;
+use super::partition::Partition;
+use super::shared::Shared;
+use super::unsent::AdminAnswer;
+use super::whereabouts::TurnedAway;
+
+impl Shared {
+    /// The partition of this life of a model, and its name.
+    pub(super) fn partition_of(&self, generation: Generation) -> Result<(String, Arc<Partition>), Refusal> {
+        let models = self.models.lock();
+        let found = models.iter().find(|(_, model)| model.generation == generation);
+        let (name, model) = found.ok_or_else(|| Refusal::NoModel(format!("generation {generation}")))?;
+        Ok((name.clone(), Arc::clone(&model.partition)))
+    }
+
+    /// The coordinator of a model, if that is here.
+    pub(super) fn coordinator_of(
+        &self,
+        model: &str,
+        generation: Generation,
+    ) -> Result<Arc<Coordinator>, Refusal> {
+        let models = self.models.lock();
+        let found = models.get(model).ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
+        if found.generation != generation {
+            let (model, expected) = (model.to_owned(), found.generation);
+            return Err(Refusal::Generation { model, expected, got: generation });
+        }
+        let coordinator = found.coordinator.clone();
+        coordinator.ok_or_else(|| Refusal::other(format!("this shard does not coordinate model {model:?}")))
+    }
+
+    /// What is said to somebody who greets for a model that is not here.
+    pub(super) fn not_here(&self, name: &str, generation: Generation, role: Role, got: Epoch) -> TurnedAway {
+        if let Some(to) = self.gone.of(name, generation).filter(|to| got < to.epoch) {
+            return match role {
+                // It was the coordinator, and is no longer.
+                Role::Coordinator => Refusal::Epoch { expected: to.epoch, got }.into(),
+                _ => TurnedAway::Moved(to),
+            };
+        }
+        // It comes; whoever knows of it already comes again.
+        let adopting = self.adopting.of(generation);
+        match adopting.filter(|adopting| adopting.record().name == name) {
+            Some(adopting) => Refusal::Epoch { expected: adopting.epoch_in_force(), got }.into(),
+            None => Refusal::NoModel(name.to_owned()).into(),
+        }
+    }
+
+    /// Begins to coordinate a model, or goes on with what was handed over. Of `known` shards it is certain where their
+    /// blocks are.
+    pub(super) fn coordinator(
+        &self,
+        record: &ModelRecord,
+        partition: &Arc<Partition>,
+        handed_over: Option<(&[u8], Duration)>,
+        known: &[ShardRecord],
+    ) -> Result<Arc<Coordinator>, Refusal> {
+        let shared = self.this.clone();
+        let resolve = Arc::new(move |wanted| {
+            let shared = shared.upgrade().ok_or("the shard shuts down")?;
+            let shards = shared.registry(|registry, deadline| registry.shards(deadline));
+            let shards = shards.map_err(|error| error.to_string())?;
+            let found = shards.into_iter().find(|record| record.shard == wanted);
+            found.map(|record| record.address).ok_or_else(|| format!("shard {wanted} is not announced"))
+        });
+        let shard = *self.shard.lock();
+        let net = self.net.clone();
+        Coordinator::new(record, partition, shard, net, resolve, handed_over, known).map_err(Refusal::other)
+    }
+
+    /// Forgets a model. If it has moved away, the answer says where it is to be forgotten, too.
+    pub(super) fn delete(&self, name: &str, generation: Generation) -> AdminAnswer {
+        self.adopting.delete(generation);
+        if let Some(making) = self.making.lock().get_mut(&generation) {
+            making.deleted = true;
+        }
+        let model = {
+            let mut models = self.models.lock();
+            match models.get(name) {
+                // It is gone already, or never was here. A registry that is started anew is told.
+                None => {
+                    drop(models);
+                    self.standing.lock().was_deleted(name, generation);
+                    return Ok(match self.gone.of(name, generation) {
+                        Some(to) => (Message::Moved, Some(to.payload.to_vec())),
+                        None => (Message::Done, None),
+                    });
+                }
+                Some(model) if model.generation != generation => {
+                    return Err(Refusal::Generation {
+                        model: name.to_owned(),
+                        expected: model.generation,
+                        got: generation,
+                    });
+                }
+                Some(_) => models.remove(name),
+            }
+        };
+        if let Some(model) = model {
+            if let Some(coordinator) = model.coordinator {
+                coordinator.stop(&Refusal::NoModel(name.to_owned()));
+            }
+            model.partition.is_deleted();
+            self.standing.lock().was_deleted(name, generation);
+        }
+        tracing::info!(model = %name, "deleted");
+        Ok((Message::Done, None))
+    }
+}

@@ -1,0 +1,82 @@
+//! A new block map comes into force: its partition takes the place of the one before, or the model is gone from here.
+
+use libmodelio::wire::{Moved, Refusal};
+
+use crate::server::shared::{Model, Shared};
+use crate::server::whereabouts::Whereabouts;
+
+impl Shared {
+    /// Another block map is in force. Nothing happens the second time.
+    pub(in crate::server) fn switch(&self, payload: &[u8]) -> Result<(), Refusal> {
+        let moved = Moved::decode(payload).map_err(Refusal::other)?;
+        let Moved { record, shards } = moved;
+        let (name, generation, epoch) = (record.name.clone(), record.generation, record.epoch);
+        let to = Whereabouts { generation, epoch, payload: payload.into() };
+        let me = *self.shard.lock();
+        let owns = record.owners.iter().any(|(owner, _)| *owner == me);
+        if shards.iter().any(|shard| shard.shard == me && shard.draining) {
+            self.standing.lock().draining = true;
+        }
+        let has_it = |model: &Model| model.generation == generation && model.partition.epoch < epoch;
+        if !owns && self.models.lock().get(&name).is_some_and(has_it) {
+            // Blocks are given up: whoever says so, the registry has the last word.
+            let there = self.registry(|registry, deadline| registry.model(&name, deadline));
+            let there =
+                there.map_err(|error| Refusal::other(format!("the registry cannot be asked: {error}")))?;
+            if there.generation != generation || there.epoch < epoch {
+                return Err(Refusal::other(format!(
+                    "the registry has block map {} of model {name:?}, not {epoch}",
+                    there.epoch
+                )));
+            }
+        }
+        let before = {
+            let mut models = self.models.lock();
+            let here = models.get(&name).filter(|model| model.generation == generation);
+            if here.is_some_and(|model| model.partition.epoch >= epoch) {
+                return Ok(());
+            }
+            if !owns {
+                let before = here.is_some().then(|| models.remove(&name)).flatten();
+                self.gone.add(&name, to.clone());
+                before
+            } else {
+                if let Some(other) = models.get(&name).filter(|model| model.generation != generation) {
+                    let expected = other.generation;
+                    return Err(Refusal::Generation { model: name, expected, got: generation });
+                }
+                let adopting = self.adopting.of(generation);
+                let adopting = adopting.filter(|adopting| *adopting.record() == record);
+                let adopting = adopting.ok_or_else(|| {
+                    Refusal::other(format!(
+                        "this shard has no blocks of model {name:?} under block map {epoch}"
+                    ))
+                })?;
+                let partition = adopting.filled()?;
+                let coordinator = match adopting.handed_over()? {
+                    Some((bytes, now)) if record.coordinator == me => {
+                        Some(self.coordinator(&record, &partition, Some((&bytes, now)), &shards)?)
+                    }
+                    None if record.coordinator == me => {
+                        return Err(Refusal::other("the coordinator's state was not handed over"));
+                    }
+                    _ => None,
+                };
+                let whereabouts = Some(to.clone());
+                let model = Model { generation, record, partition, coordinator, whereabouts };
+                let before = models.insert(name.clone(), model);
+                self.gone.is_back(&name);
+                self.adopting.take_out(generation);
+                before
+            }
+        };
+        if let Some(before) = before {
+            before.partition.has_moved(&to);
+            if let Some(coordinator) = before.coordinator {
+                coordinator.retire(&to);
+            }
+        }
+        tracing::info!(model = %name, %epoch, owns, "the model has moved");
+        Ok(())
+    }
+}
