@@ -215,7 +215,7 @@ def test_another_model_generation_or_epoch_is_refused_by_name(world, role):
 def test_control_of_a_model_is_with_its_coordinator(world):
     with Peer(world.other.address) as peer:
         answer = peer.greet("control", "m", world.generation, epoch=world.epoch)
-        assert answer.name == "Refused" and answer.fields[0] == "Other" and "coordinator" in answer.fields[1]
+        assert answer.name == "Refused" and answer.fields[0] == "Other" and "does not coordinate" in answer.fields[1]
         assert peer.closes()
 
 
