@@ -1,13 +1,25 @@
-//! The mount's binding to the kernel, by the `fuser` crate: requests in, replies out, nothing decided.
+//! The mount's binding to the kernel: requests in, replies out (`requests`, `reply`), and what only the kernel's side
+//! knows: who has files open, and what a process's death means (`calls`).
 //!
-//! All that knows `fuser` is here and below, so that another loop on the FUSE descriptor can take its place.
-//! Here is the mount itself and what it keeps.
+//! All that knows the `fuser` crate is here, in `requests` and in `reply`, so that another loop on the FUSE descriptor can
+//! take its place. Here is the mount itself and what it keeps.
 
 pub mod access;
-pub mod process;
+pub mod calls;
+
+mod chores;
+mod closing;
+mod open_files;
+mod opening;
+mod pending_exits;
+mod process;
 mod refusals;
 mod reply;
 mod requests;
+mod second_looks;
+mod users;
+mod waits;
+mod watches;
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -22,7 +34,11 @@ use fuser::{
 use libmodelio::bytes::mmap::Mapping;
 use parking_lot::Mutex;
 
-use crate::fs::{Fs, Kernel, Opened, Way};
+use self::calls::Calls;
+use self::opening::Opened;
+use crate::fs::filesystem::Fs;
+use crate::fs::moved_names::Kernel;
+use crate::fs::open::Way;
 
 /// How to mount.
 pub struct MountSettings {
@@ -36,15 +52,15 @@ pub struct MountSettings {
 type Backings = Mutex<HashMap<usize, (Arc<fuser::BackingId>, Weak<Mapping>)>>;
 
 struct Binding {
-    fs: Arc<Fs>,
+    calls: Arc<Calls>,
     backings: Arc<Backings>,
 }
 
-/// Mounts `fs` on `path`. The session is to be run by [`fuser::Session::spawn`].
+/// Mounts the filesystem of `calls` on `path`. The session is to be run by [`fuser::Session::spawn`].
 ///
 /// # Errors
 /// What mount(2) or fusermount3 says.
-pub fn mount(fs: Arc<Fs>, path: &Path, settings: &MountSettings) -> io::Result<Mounted> {
+pub fn mount(calls: Arc<Calls>, path: &Path, settings: &MountSettings) -> io::Result<Mounted> {
     let mut config = Config::default();
     config.mount_options = vec![
         MountOption::FSName("gradfs".into()),
@@ -57,7 +73,7 @@ pub fn mount(fs: Arc<Fs>, path: &Path, settings: &MountSettings) -> io::Result<M
     config.acl = if settings.allow_other { SessionACL::All } else { SessionACL::Owner };
     config.n_threads = Some(settings.threads);
     config.clone_fd = true;
-    let session = Session::new(Binding { fs, backings: Arc::default() }, path, &config)?;
+    let session = Session::new(Binding { calls, backings: Arc::default() }, path, &config)?;
     let kernel = Arc::new(Announcer(session.notifier()));
     Ok(Mounted { session, kernel })
 }
@@ -98,9 +114,13 @@ impl Kernel for Announcer {
 }
 
 impl Binding {
+    fn fs(&self) -> &Arc<Fs> {
+        &self.calls.fs
+    }
+
     /// How long the kernel may keep the name in `parent` that led to `ino`.
     fn name_ttl(&self, parent: u64, ino: u64) -> Duration {
-        if self.fs.is_fixed(parent, ino) { reply::FOREVER } else { Duration::ZERO }
+        if self.fs().is_fixed(parent, ino) { reply::FOREVER } else { Duration::ZERO }
     }
 
     /// The kernel's name for `memory`, made once.
@@ -133,7 +153,7 @@ impl Binding {
             Ok(id) => reply.opened_passthrough(fh, flags | FopenFlags::FOPEN_PASSTHROUGH, &id),
             Err(error) => {
                 tracing::error!(%error, "passthrough was promised and is refused; try --no-passthrough");
-                self.fs.release(opened.fh);
+                self.calls.release(opened.fh);
                 reply.error(Errno::from_i32(error.raw_os_error().unwrap_or(libc::EIO)));
             }
         }

@@ -17,6 +17,7 @@ mod proc;
 mod progress;
 mod rdma;
 mod serve;
+mod session;
 mod signals;
 mod source;
 mod sys;

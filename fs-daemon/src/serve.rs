@@ -12,13 +12,13 @@ use crate::background::Ready;
 use crate::config::Permissions;
 use crate::config::endpoint::Endpoint;
 use crate::error::{self, Error};
-use crate::fs::Fs;
 use crate::fs::access::Access;
-use crate::fs::model::Model;
+use crate::fuse::calls::Calls;
 use crate::fuse::{self, MountSettings};
 use crate::memory;
 use crate::metrics::{self, Serving};
 use crate::mountpoint::Mountpoint;
+use crate::session::model::Model;
 use crate::signals;
 
 /// How long open requests may take to end after the mount is detached.
@@ -67,14 +67,13 @@ pub fn serve(
     let Permissions { uid, gid, umask } = mounting.permissions;
     let uid = uid.unwrap_or_else(|| nix::unistd::geteuid().as_raw());
     let gid = gid.unwrap_or_else(|| nix::unistd::getegid().as_raw());
-    let started = Fs::start(models, passthrough, Access { owner: (uid, gid), umask })
+    let started = Calls::start(models.clone(), passthrough, Access { owner: (uid, gid), umask })
         .map_err(|error| Error::new("cannot start the filesystem's threads").caused_by(error))?;
-    let fs = Arc::clone(&started.fs);
-    let of_metrics = Arc::clone(&fs);
-    let scraped =
-        bound.map(|bound| bound.serve(move || metrics::mount::page(of_metrics.models()))).transpose()?;
+    let calls = Arc::clone(&started.calls);
+    let of_metrics = models.clone();
+    let scraped = bound.map(|bound| bound.serve(move || metrics::mount::page(&of_metrics))).transpose()?;
     let settings = MountSettings { threads: mounting.threads, allow_other: mounting.allow_other };
-    let mounted = fuse::mount(Arc::clone(&fs), mountpoint.path(), &settings).map_err(|error| {
+    let mounted = fuse::mount(Arc::clone(&calls), mountpoint.path(), &settings).map_err(|error| {
         let hint = fuse::access::hint(&error);
         Error::new(format!("cannot mount on {}", mountpoint.path().display())).caused_by(error).hint(hint)
     })?;
@@ -95,7 +94,7 @@ pub fn serve(
         );
     }
     let answers = mountpoint.await_answer().and_then(|()| {
-        announce(&fs, &mountpoint, passthrough, scraped.as_ref(), &ready);
+        announce(&models, &mountpoint, passthrough, scraped.as_ref(), &ready);
         ready.tell()
     });
     if let Err(error) = answers {
@@ -105,7 +104,7 @@ pub fn serve(
     let why = stops.wait();
     tracing::info!("stopping: {why}");
     drop(scraped);
-    fs.shut_down();
+    calls.shut_down();
     mountpoint.detach()?;
     // Files may still be open; their programs get errors once the process is gone.
     let _ = gone.recv_timeout(FAREWELL);
@@ -139,9 +138,15 @@ fn not_by_rdma(shards: &[ShardView]) -> String {
 }
 
 /// Says what is mounted where. Printed when everything works, so that scripts can wait for it.
-fn announce(fs: &Fs, mountpoint: &Mountpoint, passthrough: bool, metrics: Option<&Serving>, ready: &Ready) {
+fn announce(
+    models: &[Arc<Model>],
+    mountpoint: &Mountpoint,
+    passthrough: bool,
+    metrics: Option<&Serving>,
+    ready: &Ready,
+) {
     let mut out = std::io::stdout().lock();
-    for model in fs.models() {
+    for model in models {
         let controls = model.job.controls();
         let get = |name| controls.get(name).unwrap_or_default();
         let _ = writeln!(

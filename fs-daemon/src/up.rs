@@ -10,10 +10,10 @@ use ps_backend::memory::MemoryUse;
 use crate::background::Ready;
 use crate::config::{ModelSource, ModelSpec, UpConfig};
 use crate::error::Error;
-use crate::fs::model::{Model, OWN_LEARNER};
 use crate::memory;
 use crate::progress::Progress;
 use crate::serve::{self, Mounting};
+use crate::session::model::{Model, OWN_LEARNER};
 use crate::source::Source;
 
 /// Bytes read from a model file at once.
@@ -43,9 +43,8 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
         }
         memory::check_together(needed)?;
         let mut models = Vec::new();
-        for (index, (name, source)) in sources.into_iter().enumerate() {
-            let index = u8::try_from(index).map_err(|_| Error::usage("more than 256 models"))?;
-            models.push(Arc::new(load(name, source, index, &config, &controls)?));
+        for (name, source) in sources {
+            models.push(Arc::new(load(name, source, &config, &controls)?));
         }
         Ok(models)
     })
@@ -89,13 +88,7 @@ fn open(spec: &ModelSpec, config: &UpConfig, controls: &Controls) -> Result<Sour
     Ok(source)
 }
 
-fn load(
-    name: &str,
-    source: Source,
-    index: u8,
-    config: &UpConfig,
-    controls: &Controls,
-) -> Result<Model, Error> {
+fn load(name: &str, source: Source, config: &UpConfig, controls: &Controls) -> Result<Model, Error> {
     let failed = |error: std::io::Error| Error::new(format!("model {name}")).caused_by(error);
     let memory = |error: std::io::Error| {
         Error::new(format!("model {name}: not enough memory"))
@@ -127,6 +120,6 @@ fn load(
     shard.initialised().map_err(memory)?;
     shard.warm_up();
     let device: Arc<dyn Device> = Arc::new(InProcess::new(Arc::clone(&shard)));
-    Model::new(name.to_owned(), index, shard, device, metadata, OWN_LEARNER.to_owned())
+    Model::new(name.to_owned(), shard, device, metadata, OWN_LEARNER.to_owned())
         .map_err(|error| Error::new(format!("model {name}: {error}")))
 }

@@ -15,9 +15,9 @@ use super::{deadline, maybe_unheard, registry, registry_error};
 use crate::background::Ready;
 use crate::config::cluster::{MountConfig, Transport};
 use crate::error::Error;
-use crate::fs::model::Model;
 use crate::memory;
 use crate::serve::{self, Mounting};
+use crate::session::model::Model;
 
 /// Mounts the models that are asked for and serves them until told to stop.
 ///
@@ -107,7 +107,7 @@ fn connect(
     }
     tracing::info!(model = %name, io = %backend, "connected");
     let device: Arc<dyn Device> = Arc::clone(&job) as Arc<dyn Device>;
-    Model::new(name.clone(), index, job as Arc<dyn Job>, device, record.metadata.clone(), own_learner())
+    Model::new(name.clone(), job as Arc<dyn Job>, device, record.metadata.clone(), own_learner())
         .map_err(|error| Error::new(format!("model {name}: {error}")))
 }
 

@@ -2,14 +2,15 @@
 
 use std::time::SystemTime;
 
-use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::Version;
 
 use super::access::{Owner, Use};
-use super::errno::{FsError, FsResult};
-use super::model::Model;
+use super::filesystem::Fs;
+use super::model_tree::ModelTree;
 use super::node::{File, Node};
-use super::{Fs, text};
+use super::text;
+use crate::session::error::{CallError, CallResult};
+use crate::session::model::Model;
 
 /// What stat(2) shows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +53,7 @@ impl Fs {
     fn owner_of(&self, node: Node) -> Owner {
         let learner = match node {
             Node::Model(index, file) => {
-                file.learner().and_then(|id| self.model(index).ok()?.learner(id).ok())
+                file.learner().and_then(|id| self.tree(index).ok()?.model.learner(id).ok())
             }
             _ => None,
         };
@@ -63,7 +64,7 @@ impl Fs {
     ///
     /// # Errors
     /// ENOENT for learners and versions that are gone.
-    pub fn attributes(&self, ino: u64) -> FsResult<Attributes> {
+    pub fn attributes(&self, ino: u64) -> CallResult<Attributes> {
         let node = self.node(ino)?;
         let (uid, gid) = self.owner_of(node);
         let mode = self.access.mode(use_of(node));
@@ -80,58 +81,56 @@ impl Fs {
             keep: Keep::No,
         };
         match node {
-            Node::Root => Ok(Attributes { links: 2 + self.models.len() as u32, keep: Keep::Briefly, ..base }),
+            Node::Root => {
+                Ok(Attributes { links: 2 + self.trees().len() as u32, keep: Keep::Briefly, ..base })
+            }
             Node::Readme => {
-                let size = text::readme(&self.models).len() as u64;
+                let size = text::readme(self.trees()).len() as u64;
                 Ok(Attributes { size, keep: Keep::Forever, ..base })
             }
-            Node::Model(index, file) => self.file_attributes(self.model(index)?, file, base),
+            Node::Model(index, file) => self.file_attributes(self.tree(index)?, file, base),
         }
     }
 
-    fn file_attributes(&self, model: &Model, file: File, base: Attributes) -> FsResult<Attributes> {
-        let newest = || published(model, model.job.version()).unwrap_or(model.started);
-        let of = |version: Version| published(model, version).ok_or_else(FsError::not_found);
+    fn file_attributes(&self, tree: &ModelTree, file: File, base: Attributes) -> CallResult<Attributes> {
+        let model = &tree.model;
+        let newest = || published(model, model.job.version()).unwrap_or(tree.started);
+        let of = |version: Version| published(model, version).ok_or_else(CallError::not_found);
         let size = model.layout.size();
-        let with_header = model.safetensors_header_len() + size;
+        if let File::LearnerGradients(id) | File::LearnerVersion(id) = file {
+            model.learner(id)?;
+        }
         Ok(match file {
             File::Dir => Attributes { links: 6, modified: newest(), keep: Keep::Briefly, ..base },
-            File::Weights(v) => Attributes { size, modified: of(v)?, keep: Keep::Forever, ..base },
-            File::RetainedWeights(v) | File::LearnerWeights(_, v) => {
+            File::Weights(v) | File::RetainedWeights(v) | File::LearnerWeights(_, v) => {
                 Attributes { size, modified: of(v)?, keep: Keep::Forever, ..base }
             }
             File::Safetensors(v) | File::RetainedSafetensors(v) => {
-                Attributes { size: with_header, modified: of(v)?, keep: Keep::Forever, ..base }
+                let size = tree.safetensors_header_len + size;
+                Attributes { size, modified: of(v)?, keep: Keep::Forever, ..base }
             }
             File::Tensors(v, directory) | File::RetainedTensors(v, directory) => {
-                let links = 2 + model.paths.get(directory)?.directories.len() as u32;
+                let links = 2 + tree.paths.get(directory)?.directories.len() as u32;
                 Attributes { links, modified: of(v)?, keep: Keep::Forever, ..base }
             }
             File::Retained(v) => Attributes { links: 3, modified: of(v)?, keep: Keep::Forever, ..base },
             File::Tensor(v, i) | File::RetainedTensor(v, i) => {
                 if i as usize >= model.layout.tensors().len() {
-                    return Err(FsError::not_found());
+                    return Err(CallError::not_found());
                 }
-                Attributes { size: model.npy_size(i), modified: of(v)?, keep: Keep::Forever, ..base }
+                Attributes { size: tree.npy_size(i), modified: of(v)?, keep: Keep::Forever, ..base }
             }
             File::RetainedText(v) => {
                 Attributes { size: text_len(v), modified: of(v)?, keep: Keep::Forever, ..base }
             }
-            File::Gradients => Attributes { size, modified: newest(), ..base },
-            File::LearnerGradients(id) => {
-                model.learner(id)?;
+            File::Gradients | File::LearnerGradients(_) | File::Device => {
                 Attributes { size, modified: newest(), ..base }
             }
-            File::Device => Attributes { size, modified: newest(), ..base },
-            File::VersionText => {
-                Attributes { size: text_len(model.job.version()), modified: newest(), ..base }
-            }
-            File::LearnerVersion(id) => {
-                model.learner(id)?;
+            File::VersionText | File::LearnerVersion(_) => {
                 Attributes { size: text_len(model.job.version()), modified: newest(), ..base }
             }
             File::Status => {
-                let size = text::status(model, &self.mount_status()).len() as u64;
+                let size = text::status(tree, &self.mount_status()).len() as u64;
                 Attributes { size, modified: newest(), ..base }
             }
             File::Versions => {
@@ -144,29 +143,46 @@ impl Fs {
                 Attributes { size, modified: newest(), ..base }
             }
             File::Error | File::LearnerError(_) => {
-                let size = text::error(model, file)?.len() as u64;
+                let size = text::error(tree, file)?.len() as u64;
                 Attributes { size, modified: newest(), ..base }
             }
             File::Controls => base,
-            File::Control(i) => {
-                let (name, _) = SETTINGS.get(i as usize).ok_or_else(FsError::not_found)?;
-                let value = model.job.controls().get(name).unwrap_or_default();
-                Attributes { size: value.len() as u64 + 1, ..base }
-            }
+            File::Control(i) => Attributes { size: text::setting(model, i)?.len() as u64, ..base },
         })
+    }
+
+    /// Whether an inode can be truncated to `size`: the size is fixed, and nothing is a beginning.
+    ///
+    /// # Errors
+    /// EINVAL for another size, EACCES for a file that is only read.
+    pub fn check_truncation(&self, ino: u64, size: u64) -> CallResult<()> {
+        match self.node(ino)? {
+            Node::Model(_, File::Control(_)) => Ok(()),
+            Node::Model(_, File::Gradients | File::LearnerGradients(_) | File::Device | File::Weights(_)) => {
+                let whole = self.attributes(ino)?.size;
+                if size == 0 || size == whole {
+                    return Ok(());
+                }
+                let what = format!("the size is fixed at {whole} bytes by the model");
+                Err(CallError::new(libc::EINVAL, what))
+            }
+            Node::Model(..) => Err(CallError::new(libc::EACCES, "read-only")),
+            _ => Err(CallError::new(libc::EACCES, "README is read-only")),
+        }
     }
 
     /// Size of the filesystem for statfs(2): version buffers that may exist, in all models; the free ones
     /// are those that do not hold a version.
     pub fn space(&self) -> Space {
         let mut space = Space { block_size: 4096, ..Space::default() };
-        for model in &self.models {
+        for tree in self.trees() {
+            let model = &tree.model;
             let pages = model.layout.size().div_ceil(4096);
             let most = u64::from(model.job.controls().max_versions);
             let used = model.job.versions().len() as u64;
             space.blocks += pages * most;
             space.free += pages * most.saturating_sub(used);
-            space.files += 32 + (model.layout.tensors().len() + model.paths.len()) as u64;
+            space.files += 32 + (model.layout.tensors().len() + tree.paths.len()) as u64;
         }
         space
     }

@@ -8,12 +8,14 @@ use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 
 use super::access::Owner;
-use super::beside::beside;
-use super::errno::{FsError, FsResult};
-use super::model::Model;
+use super::attr::Attributes;
+use super::filesystem::{Fs, look_again};
+use super::model_tree::ModelTree;
 use super::node::{File, Node};
+use super::own_thread::on_own_thread;
 use super::paths::Child;
-use super::{Attributes, Done, Fs};
+use crate::session::error::{CallError, CallResult, Done};
+use crate::session::model::Model;
 
 /// A directory entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,11 +44,11 @@ impl Fs {
     ///
     /// # Errors
     /// ENOENT; ESTALE in `tensors/` of a version that has gone, so that the kernel looks `tensors` up and tries again.
-    pub fn lookup(&self, parent: u64, name: &OsStr) -> FsResult<Attributes> {
+    pub fn lookup(&self, parent: u64, name: &OsStr) -> CallResult<Attributes> {
         if name.len() > MAX_NAME {
             return Err(too_long(name, MAX_NAME));
         }
-        let name = name.to_str().ok_or_else(FsError::not_found)?;
+        let name = name.to_str().ok_or_else(CallError::not_found)?;
         let mut node = self.named(parent, name)?;
         let pinned = loop {
             if let Some(pinned) = self.pin(node)? {
@@ -70,53 +72,54 @@ impl Fs {
             && let Some(Node::Model(_, dir)) = Node::from_ino(parent)
             && !matches!(dir, File::Dir | File::Versions)
         {
-            self.cached.looked_up(index, version, node.ino(), parent, name);
+            self.looked_up.looked_up(index, version, node.ino(), parent, name);
         }
         Ok(attributes)
     }
 
     /// What a name leads to at this moment.
-    fn named(&self, parent: u64, name: &str) -> FsResult<Node> {
+    fn named(&self, parent: u64, name: &str) -> CallResult<Node> {
         match self.node(parent)? {
             Node::Root if name == "README" => Ok(Node::Readme),
             Node::Root => {
-                let model = self.models.iter().find(|model| model.name == name);
-                Ok(Node::Model(model.ok_or_else(FsError::not_found)?.index, File::Dir))
+                let tree = self.trees().iter().find(|tree| tree.model.name == name);
+                Ok(Node::Model(tree.ok_or_else(CallError::not_found)?.index, File::Dir))
             }
-            Node::Readme => Err(FsError::new(libc::ENOTDIR, "README is no directory")),
+            Node::Readme => Err(CallError::new(libc::ENOTDIR, "README is no directory")),
             Node::Model(index, dir) => {
-                let model = self.model(index)?;
-                Ok(Node::Model(index, lookup_in(model, dir, name).ok_or_else(FsError::not_found)?))
+                let tree = self.tree(index)?;
+                Ok(Node::Model(index, lookup_in(tree, dir, name).ok_or_else(CallError::not_found)?))
             }
         }
     }
 
     /// Pins the version that an inode shows, if it shows one; `None` if that has gone.
-    fn pin(&self, node: Node) -> FsResult<Option<bool>> {
+    fn pin(&self, node: Node) -> CallResult<Option<bool>> {
         let Node::Model(index, file) = node else { return Ok(Some(false)) };
         let Some(version) = file.pins() else { return Ok(Some(false)) };
-        Ok(self.model(index)?.job.pin(version).then_some(true))
+        Ok(self.tree(index)?.model.job.pin(version).then_some(true))
     }
 
     /// Names in a directory, `.` and `..` first, from the one at `from` on: to `each` until that is false.
     ///
     /// # Errors
     /// ENOTDIR, ENOENT.
-    pub fn list(&self, ino: u64, from: u64, mut each: impl FnMut(Entry) -> bool) -> FsResult<()> {
+    pub fn list(&self, ino: u64, from: u64, mut each: impl FnMut(Entry) -> bool) -> CallResult<()> {
         let node = self.node(ino)?;
         let skip = from as usize;
         let (parent, names): (Node, Names<'_>) = match node {
             Node::Root => {
-                let models = self.models.iter().map(|m| (m.name.clone(), Node::Model(m.index, File::Dir)));
+                let models = self.trees().iter();
+                let models = models.map(|t| (t.model.name.clone(), Node::Model(t.index, File::Dir)));
                 let readme = std::iter::once(("README".to_owned(), Node::Readme));
                 (node, Box::new(readme.chain(models).skip(skip.saturating_sub(2))))
             }
-            Node::Readme => return Err(FsError::new(libc::ENOTDIR, "README is no directory")),
+            Node::Readme => return Err(CallError::new(libc::ENOTDIR, "README is no directory")),
             Node::Model(index, dir) => {
-                let model = self.model(index)?;
-                let files = list_in(model, dir, skip.saturating_sub(2))?;
+                let tree = self.tree(index)?;
+                let files = list_in(tree, dir, skip.saturating_sub(2))?;
                 (
-                    parent_of(model, dir)?,
+                    parent_of(tree, dir)?,
                     Box::new(files.map(move |(name, file)| (name, Node::Model(index, file)))),
                 )
             }
@@ -135,61 +138,60 @@ impl Fs {
     /// # Errors
     /// EPERM outside of `learners/`, EEXIST, EINVAL or ENAMETOOLONG for an unfit name, EDQUOT.
     pub fn make_dir(self: &Arc<Self>, parent: u64, name: &OsStr, owner: Owner, done: Done<Attributes>) {
-        let (model, name) = match self.joins_as(parent, name) {
-            Ok((model, name)) => (Arc::clone(model), name.to_owned()),
+        let (tree, name) = match self.joins_as(parent, name) {
+            Ok((tree, name)) => (Arc::clone(tree), name.to_owned()),
             Err(error) => return done(Err(error)),
         };
         let this = Arc::clone(self);
-        beside("gradfs-join", move || {
-            let joined = model.join(&name, Some(owner));
-            let dir = |id| this.attributes(Node::Model(model.index, File::Learner(id)).ino());
+        on_own_thread("gradfs-join", move || {
+            let joined = tree.model.join(&name, Some(owner));
+            let dir = |id| this.attributes(Node::Model(tree.index, File::Learner(id)).ino());
             done(joined.and_then(|learner| dir(learner.id)));
         });
     }
 
-    fn joins_as<'a>(&self, parent: u64, name: &'a OsStr) -> FsResult<(&Arc<Model>, &'a str)> {
+    fn joins_as<'a>(&self, parent: u64, name: &'a OsStr) -> CallResult<(&Arc<ModelTree>, &'a str)> {
         let Node::Model(index, File::Learners) = self.node(parent)? else {
-            return Err(FsError::new(libc::EPERM, "directories can only be made in learners/"));
+            return Err(CallError::new(libc::EPERM, "directories can only be made in learners/"));
         };
-        Ok((self.model(index)?, learner_name(name)?))
+        Ok((self.tree(index)?, learner_name(name)?))
     }
 
     /// A learner leaves. The job is asked, so the answer may come later.
     ///
     /// # Errors
     /// EPERM outside of `learners/`, ENOENT.
-    pub fn remove_dir(self: &Arc<Self>, parent: u64, name: &OsStr, done: Done<()>) {
+    pub fn remove_dir(&self, parent: u64, name: &OsStr, done: Done<()>) {
         let (model, learner) = match self.leaves_as(parent, name) {
             Ok((model, learner)) => (Arc::clone(model), learner),
             Err(error) => return done(Err(error)),
         };
-        let this = Arc::clone(self);
-        beside("gradfs-leave", move || {
+        on_own_thread("gradfs-leave", move || {
             done(model.leave(learner, LeaveReason::Asked).map(|()| {
-                // The directory goes with the answer, not whenever the chore comes round.
-                this.learner_left(&model, learner, LeaveReason::Asked);
+                // The directory goes with the answer, not whenever the job's word of it is heard.
+                model.left(learner, LeaveReason::Asked);
             }));
         });
     }
 
-    fn leaves_as(&self, parent: u64, name: &OsStr) -> FsResult<(&Arc<Model>, LearnerId)> {
+    fn leaves_as(&self, parent: u64, name: &OsStr) -> CallResult<(&Arc<Model>, LearnerId)> {
         let Node::Model(index, File::Learners) = self.node(parent)? else {
-            return Err(FsError::new(libc::EPERM, "only directories in learners/ can be removed"));
+            return Err(CallError::new(libc::EPERM, "only directories in learners/ can be removed"));
         };
-        let model = self.model(index)?;
+        let model = &self.tree(index)?.model;
         let learner =
-            name.to_str().and_then(|name| model.learner_named(name)).ok_or_else(FsError::not_found)?;
+            name.to_str().and_then(|name| model.learner_named(name)).ok_or_else(CallError::not_found)?;
         Ok((model, learner.id))
     }
 }
 
-fn too_long(name: &OsStr, most: usize) -> FsError {
+fn too_long(name: &OsStr, most: usize) -> CallError {
     let start = String::from_utf8_lossy(&name.as_encoded_bytes()[..16]);
     let message = format!("name \"{start}…\" has {} bytes: {most} is the most", name.len());
-    FsError::new(libc::ENAMETOOLONG, message)
+    CallError::new(libc::ENAMETOOLONG, message)
 }
 
-fn learner_name(name: &OsStr) -> FsResult<&str> {
+fn learner_name(name: &OsStr) -> CallResult<&str> {
     if name.len() > MAX_LEARNER_NAME {
         return Err(too_long(name, MAX_LEARNER_NAME));
     }
@@ -197,7 +199,7 @@ fn learner_name(name: &OsStr) -> FsResult<&str> {
         !name.starts_with('.') && name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
     };
     name.to_str().filter(fits).ok_or_else(|| {
-        FsError::new(
+        CallError::new(
             libc::EINVAL,
             format!("learner name {name:?}: use up to {MAX_LEARNER_NAME} letters, digits, '-', '_' and '.', not '.' first"),
         )
@@ -205,22 +207,22 @@ fn learner_name(name: &OsStr) -> FsResult<&str> {
 }
 
 /// The version that `node` shows has gone.
-fn gone(node: Node) -> FsError {
+fn gone(node: Node) -> CallError {
     match node {
-        Node::Model(_, File::Tensors(..) | File::Tensor(..)) => FsError::look_again(),
-        _ => FsError::not_found(),
+        Node::Model(_, File::Tensors(..) | File::Tensor(..)) => look_again(),
+        _ => CallError::not_found(),
     }
 }
 
-fn parent_of(model: &Model, dir: File) -> FsResult<Node> {
+fn parent_of(tree: &ModelTree, dir: File) -> CallResult<Node> {
     Ok(Node::Model(
-        model.index,
+        tree.index,
         match dir {
             File::Dir => return Ok(Node::Root),
             File::Retained(_) => File::Versions,
             File::RetainedTensors(version, 0) => File::Retained(version),
-            File::RetainedTensors(version, d) => File::RetainedTensors(version, model.paths.get(d)?.parent),
-            File::Tensors(version, d) if d != 0 => File::Tensors(version, model.paths.get(d)?.parent),
+            File::RetainedTensors(version, d) => File::RetainedTensors(version, tree.paths.get(d)?.parent),
+            File::Tensors(version, d) if d != 0 => File::Tensors(version, tree.paths.get(d)?.parent),
             File::Learner(_) => File::Learners,
             _ => File::Dir,
         },
@@ -233,89 +235,14 @@ fn retained(model: &Model, name: &str) -> Option<Version> {
     (version.to_string() == name && model.job.retained().contains(&version)).then_some(version)
 }
 
-fn lookup_in(model: &Arc<Model>, dir: File, name: &str) -> Option<File> {
+/// What is in a directory that always has the same names; empty for others.
+fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
     let newest = || model.job.version();
     match dir {
-        File::Dir => Some(match name {
-            "weights" => File::Weights(newest()),
-            "weights.safetensors" => File::Safetensors(newest()),
-            "tensors" => {
-                model.tensors_name.keep(newest);
-                File::Tensors(newest(), 0)
-            }
-            "gradients" => File::Gradients,
-            "device" => File::Device,
-            "version" => File::VersionText,
-            "status.json" => File::Status,
-            "error" => File::Error,
-            "versions" => File::Versions,
-            "learners" => File::Learners,
-            "control" => File::Controls,
-            _ => return None,
-        }),
-        File::Tensors(version, directory) => {
-            Some(match model.paths.lookup(&model.layout, directory, name)? {
-                Child::Directory(i) => File::Tensors(version, i),
-                Child::Tensor(i) => File::Tensor(version, i),
-            })
-        }
-        File::RetainedTensors(version, directory) => {
-            Some(match model.paths.lookup(&model.layout, directory, name)? {
-                Child::Directory(i) => File::RetainedTensors(version, i),
-                Child::Tensor(i) => File::RetainedTensor(version, i),
-            })
-        }
-        File::Versions => retained(model, name).map(File::Retained),
-        File::Retained(version) => Some(match name {
-            "weights" => File::RetainedWeights(version),
-            "weights.safetensors" => File::RetainedSafetensors(version),
-            "tensors" => File::RetainedTensors(version, 0),
-            "version" => File::RetainedText(version),
-            _ => return None,
-        }),
-        File::Learners => model.learner_named(name).map(|learner| File::Learner(learner.id)),
-        File::Learner(id) => {
-            model.learner(id).ok()?;
-            Some(match name {
-                "weights" => File::LearnerWeights(id, newest()),
-                "gradients" => File::LearnerGradients(id),
-                "version" => File::LearnerVersion(id),
-                "status" => File::LearnerStatus(id),
-                "error" => File::LearnerError(id),
-                _ => return None,
-            })
-        }
-        File::Controls => {
-            SETTINGS.iter().position(|(known, _)| *known == name).map(|i| File::Control(i as u32))
-        }
-        _ => None,
-    }
-}
-
-/// What is in a directory, without the first `skip` names.
-fn list_in(model: &Model, dir: File, skip: usize) -> FsResult<Box<dyn Iterator<Item = (String, File)> + '_>> {
-    let fixed = |names: &[(&str, File)]| names.iter().map(|(n, f)| ((*n).to_owned(), *f)).collect::<Vec<_>>();
-    let newest = model.job.version();
-    // There may be many tensors, and a listing comes back for more: those before are not even formatted.
-    let few = match dir {
-        File::Tensors(version, directory) => {
-            let children = model.paths.list(&model.layout, directory, skip)?;
-            return Ok(Box::new(children.map(move |(name, child)| match child {
-                Child::Directory(i) => (name, File::Tensors(version, i)),
-                Child::Tensor(i) => (name, File::Tensor(version, i)),
-            })));
-        }
-        File::RetainedTensors(version, directory) => {
-            let children = model.paths.list(&model.layout, directory, skip)?;
-            return Ok(Box::new(children.map(move |(name, child)| match child {
-                Child::Directory(i) => (name, File::RetainedTensors(version, i)),
-                Child::Tensor(i) => (name, File::RetainedTensor(version, i)),
-            })));
-        }
-        File::Dir => fixed(&[
-            ("weights", File::Weights(newest)),
-            ("weights.safetensors", File::Safetensors(newest)),
-            ("tensors", File::Tensors(newest, 0)),
+        File::Dir => vec![
+            ("weights", File::Weights(newest())),
+            ("weights.safetensors", File::Safetensors(newest())),
+            ("tensors", File::Tensors(newest(), 0)),
             ("gradients", File::Gradients),
             ("device", File::Device),
             ("version", File::VersionText),
@@ -324,36 +251,82 @@ fn list_in(model: &Model, dir: File, skip: usize) -> FsResult<Box<dyn Iterator<I
             ("control", File::Controls),
             ("status.json", File::Status),
             ("error", File::Error),
-        ]),
-        File::Versions => {
-            let versions = model.job.retained();
-            versions.into_iter().map(|v| (v.to_string(), File::Retained(v))).collect()
-        }
-        File::Retained(version) => fixed(&[
+        ],
+        File::Retained(version) => vec![
             ("weights", File::RetainedWeights(version)),
             ("weights.safetensors", File::RetainedSafetensors(version)),
             ("tensors", File::RetainedTensors(version, 0)),
             ("version", File::RetainedText(version)),
-        ]),
+        ],
+        File::Learner(id) => vec![
+            ("weights", File::LearnerWeights(id, newest())),
+            ("gradients", File::LearnerGradients(id)),
+            ("version", File::LearnerVersion(id)),
+            ("status", File::LearnerStatus(id)),
+            ("error", File::LearnerError(id)),
+        ],
+        File::Controls => (0..).zip(SETTINGS).map(|(i, (name, _))| (*name, File::Control(i))).collect(),
+        _ => Vec::new(),
+    }
+}
+
+/// A tensor or a directory of tensors, in a directory of the newest version or of a retained one.
+fn tensor_file(version: Version, is_retained: bool, child: Child) -> File {
+    match (child, is_retained) {
+        (Child::Directory(i), false) => File::Tensors(version, i),
+        (Child::Directory(i), true) => File::RetainedTensors(version, i),
+        (Child::Tensor(i), false) => File::Tensor(version, i),
+        (Child::Tensor(i), true) => File::RetainedTensor(version, i),
+    }
+}
+
+fn lookup_in(tree: &ModelTree, dir: File, name: &str) -> Option<File> {
+    let model = &tree.model;
+    match dir {
+        File::Tensors(version, directory) | File::RetainedTensors(version, directory) => {
+            let child = tree.paths.lookup(&model.layout, directory, name)?;
+            return Some(tensor_file(version, matches!(dir, File::RetainedTensors(..)), child));
+        }
+        File::Versions => return retained(model, name).map(File::Retained),
+        File::Learners => return model.learner_named(name).map(|learner| File::Learner(learner.id)),
+        File::Learner(id) => drop(model.learner(id).ok()?),
+        // Before its version is looked up, which may then be this one or a later one.
+        File::Dir if name == "tensors" => tree.tensors_name.keep(|| model.job.version()),
+        _ => {}
+    }
+    fixed_files(model, dir).into_iter().find(|(known, _)| *known == name).map(|(_, file)| file)
+}
+
+/// What is in a directory, without the first `skip` names.
+fn list_in(
+    tree: &ModelTree,
+    dir: File,
+    skip: usize,
+) -> CallResult<Box<dyn Iterator<Item = (String, File)> + '_>> {
+    let model = &tree.model;
+    let few: Vec<_> = match dir {
+        // There may be many tensors, and a listing comes back for more: those before are not even formatted.
+        File::Tensors(version, directory) | File::RetainedTensors(version, directory) => {
+            let is_retained = matches!(dir, File::RetainedTensors(..));
+            let children = tree.paths.list(&model.layout, directory, skip)?;
+            let file = move |(name, child)| (name, tensor_file(version, is_retained, child));
+            return Ok(Box::new(children.map(file)));
+        }
+        File::Versions => {
+            let versions = model.job.retained();
+            versions.into_iter().map(|v| (v.to_string(), File::Retained(v))).collect()
+        }
         File::Learners => {
             let learners = model.learners();
             learners.into_iter().map(|l| (l.name.clone(), File::Learner(l.id))).collect()
         }
-        File::Learner(id) => {
-            model.learner(id)?;
-            fixed(&[
-                ("weights", File::LearnerWeights(id, newest)),
-                ("gradients", File::LearnerGradients(id)),
-                ("version", File::LearnerVersion(id)),
-                ("status", File::LearnerStatus(id)),
-                ("error", File::LearnerError(id)),
-            ])
+        _ if !dir.is_dir() => return Err(CallError::new(libc::ENOTDIR, "no directory")),
+        _ => {
+            if let File::Learner(id) = dir {
+                model.learner(id)?;
+            }
+            fixed_files(model, dir).into_iter().map(|(name, file)| (name.to_owned(), file)).collect()
         }
-        File::Controls => {
-            let names = SETTINGS.iter().enumerate();
-            names.map(|(i, (name, _))| ((*name).to_owned(), File::Control(i as u32))).collect()
-        }
-        _ => return Err(FsError::new(libc::ENOTDIR, "no directory")),
     };
     Ok(Box::new(few.into_iter().skip(skip)))
 }

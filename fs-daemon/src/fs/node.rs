@@ -6,15 +6,16 @@
 
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 
+use crate::session::model::MAX_JOINS;
+
 /// Most models of one mount, most tensors, directories of tensors, settings or learners of a model: what the packing holds.
 pub const MAX_MODELS: usize = 1 << MODEL_BITS;
-
-/// Learners that can join in the life of a mount.
-pub const MAX_JOINS: u32 = 1 << INDEX_BITS;
 
 const MODEL_BITS: u32 = 8;
 const INDEX_BITS: u32 = 20;
 const VERSION_BITS: u32 = 31;
+
+const _: () = assert!(MAX_JOINS <= 1 << INDEX_BITS);
 
 /// The root of the mount, by FUSE's convention.
 pub const ROOT_INO: u64 = 1;

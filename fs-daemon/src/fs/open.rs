@@ -1,35 +1,19 @@
-//! Opening files: pinning versions, waiting for one's own step, joining as the mount's learner.
+//! Opening files: which of them may be opened how, and what an open has to wait for.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Instant;
 
-use libmodelio::publisher::Publisher;
-use libmodelio::transport::{Message, Region, Reply};
-use libmodelio::vocabulary::controls::SETTINGS;
+use libmodelio::transport::Region;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
-use parking_lot::Mutex;
-use ps_backend::core::LastCommit;
 
-use super::beside::beside;
-use super::doubts::Then;
-use super::errno::{FsError, FsResult};
-use super::handle::{ContributionHandle, Handle, PublishHandle, TextHandle, Users, VersionHandle};
-use super::model::{Learner, Model};
+use super::filesystem::{Fs, look_again};
+use super::model_tree::{ModelTree, safetensors_header};
 use super::node::{File, Node};
-use super::refusal::explained;
-use super::waits::Asked;
-use super::{Caller, Done, Fs, text};
-use crate::fuse::process::Process;
-
-/// An opened file, and how the kernel should treat it.
-#[derive(Clone, Debug)]
-pub struct Opened {
-    /// Its number.
-    pub fh: u64,
-    /// The way of its bytes.
-    pub way: Way,
-}
+use super::open_file::{OpenFile, VersionFile};
+use crate::session::contribution::Contribution;
+use crate::session::error::{CallError, CallResult, Done};
+use crate::session::learner::Learner;
+use crate::session::publication::Publication;
+use crate::session::reader::Reader;
 
 /// The way of an open file's bytes.
 #[derive(Clone, Debug)]
@@ -65,203 +49,168 @@ impl Flags {
     }
 }
 
-/// One open(2), perhaps put aside.
-struct Request {
-    model: Arc<Model>,
+/// One open(2), which may have to wait.
+pub struct OpenRequest {
     node: Node,
-    file: File,
+    /// Of which model; `None` for the mount's own README.
+    tree: Option<Arc<ModelTree>>,
     flags: Flags,
-    caller: Caller,
 }
 
-impl Request {
-    /// Whether it may be the first to map a learner's region.
-    fn maps_first(&self) -> bool {
-        let is_gradients = matches!(self.file, File::Gradients | File::LearnerGradients(_));
-        let is_ready = |learner: Arc<Learner>| learner.mapped_ready.load(Ordering::Relaxed);
-        is_gradients && self.flags.read && !self.contributes_as().is_some_and(is_ready)
+impl OpenRequest {
+    /// The model's tree, and which file of it is opened.
+    pub fn file(&self) -> Option<(&Arc<ModelTree>, File)> {
+        match self.node {
+            Node::Model(_, file) => self.tree.as_ref().map(|tree| (tree, file)),
+            _ => None,
+        }
     }
 
-    /// Whether the mount's own learner has to join first.
-    fn joins(&self) -> bool {
-        let is_own = matches!(self.file, File::Gradients | File::Device);
-        is_own && self.flags.write && self.model.own_learner().is_none()
+    /// Whether it must not wait.
+    pub fn is_nonblocking(&self) -> bool {
+        self.flags.nonblocking
+    }
+
+    /// The learner whose last step must be in the version that it shows.
+    pub fn shows_step_of(&self) -> Option<LearnerId> {
+        let (tree, file) = self.file().filter(|_| self.flags.read)?;
+        match file {
+            File::LearnerWeights(learner, _) => Some(learner),
+            File::Weights(_) | File::Safetensors(_) | File::Tensor(..) | File::Device => {
+                tree.model.learner_named(&tree.model.own_name).map(|learner| learner.id)
+            }
+            _ => None,
+        }
     }
 
     /// Whose contribution it would write into.
-    fn contributes_as(&self) -> Option<Arc<Learner>> {
-        match self.file {
-            File::Gradients | File::Device if self.flags.write => {
-                self.model.learner_named(&self.model.own_name)
-            }
-            File::LearnerGradients(id) if self.flags.write => self.model.learner(id).ok(),
+    pub fn contributes_as(&self) -> Option<Arc<Learner>> {
+        let (tree, file) = self.file().filter(|_| self.flags.write)?;
+        match file {
+            File::Gradients | File::Device => tree.model.learner_named(&tree.model.own_name),
+            File::LearnerGradients(id) => tree.model.learner(id).ok(),
             _ => None,
         }
+    }
+
+    /// Whether it takes long: a region's pages are taken first, or the job is asked.
+    pub fn takes_long(&self) -> bool {
+        let Some((tree, file)) = self.file() else { return false };
+        let is_own = matches!(file, File::Gradients | File::Device);
+        let joins = is_own && self.flags.write && tree.model.own_learner().is_none();
+        let is_gradients = matches!(file, File::Gradients | File::LearnerGradients(_));
+        let is_ready = |learner: Arc<Learner>| learner.is_mapping_ready();
+        joins || (is_gradients && self.flags.read && !self.contributes_as().is_some_and(is_ready))
+    }
+
+    /// `done`, whose failure is kept where the file's learner shows it, and whose success tells of a version.
+    pub fn told<T: Send + 'static>(&self, done: Done<T>) -> Done<T> {
+        let Some((tree, file)) = self.file() else { return done };
+        let done: Done<T> = match tree.refusal_of(file) {
+            Some(refusal) => Box::new(move |outcome| {
+                done(outcome.inspect_err(|error| refusal.note(error, false)));
+            }),
+            None => done,
+        };
+        match file {
+            // Whoever opens the newest version knows of it.
+            File::Weights(_) | File::Safetensors(_) | File::LearnerWeights(..) | File::Device
+                if self.flags.read =>
+            {
+                tree.done_when_told(done)
+            }
+            _ => done,
+        }
+    }
+
+    fn read_only(&self, what: &str) -> CallResult<()> {
+        match self.flags.write {
+            true => Err(CallError::new(libc::EACCES, format!("{what} is read-only"))),
+            false => Ok(()),
+        }
+    }
+
+    fn no_append(&self) -> CallResult<()> {
+        if self.flags.append {
+            let what = "the file has a fixed size: write at offsets, do not append (> instead of >>)";
+            return Err(CallError::new(libc::EINVAL, what));
+        }
+        Ok(())
+    }
+
+    fn writable_contribution(&self) -> CallResult<()> {
+        if !self.flags.write {
+            let what = "gradients is write-only (read weights instead)";
+            return Err(CallError::new(libc::EACCES, what));
+        }
+        self.no_append()
     }
 }
 
 impl Fs {
-    /// Opens an inode with open(2)'s `flags`. Waits, through `done`, for the version that holds the
-    /// learner's last step, at most `control/timeout`.
-    pub fn open(self: &Arc<Self>, ino: u64, flags: i32, caller: Caller, done: Done<Opened>) {
-        let flags = Flags::new(flags);
-        let node = match self.node(ino) {
-            Ok(node) => node,
-            Err(error) => return done(Err(error)),
-        };
-        let Node::Model(index, file) = node else {
-            return done(read_only(flags, "README").and_then(|()| self.open_text(node, None, caller)));
-        };
-        let model = match self.model(index) {
-            Ok(model) => Arc::clone(model),
-            Err(error) => return done(Err(error)),
-        };
-        // Those that show the newest version wait for the learner's own step.
-        let waits_for = match file {
-            File::LearnerWeights(learner, _) => Some(learner),
-            File::Weights(_) | File::Safetensors(_) | File::Tensor(..) | File::Device => {
-                model.learner_named(&model.own_name).map(|learner| learner.id)
-            }
+    /// A request to open an inode with open(2)'s `flags`.
+    ///
+    /// # Errors
+    /// ENOENT.
+    pub fn open_request(&self, ino: u64, flags: i32) -> CallResult<OpenRequest> {
+        let node = self.node(ino)?;
+        let tree = match node {
+            Node::Model(index, _) => Some(Arc::clone(self.tree(index)?)),
             _ => None,
         };
-        let is_second_look =
-            |learner, version| self.second_looks.is_expected(caller.tid, index, learner, version);
-        let learner = waits_for
-            .filter(|_| flags.read)
-            .filter(|&learner| !file.version().is_some_and(|version| is_second_look(learner, version)));
-        let last_commit = learner.map(|learner| (learner, model.job.last_commit(learner)));
-        let done: Done<Opened> = match model.refusal_of(file) {
-            Some(refusal) => Box::new(move |outcome| {
-                if let Err(error) = &outcome {
-                    refusal.note(error, false);
-                }
-                done(outcome);
-            }),
-            None => done,
+        Ok(OpenRequest { node, tree, flags: Flags::new(flags) })
+    }
+
+    /// Opens the file, whatever it has to wait for.
+    ///
+    /// # Errors
+    /// EACCES and EINVAL where the file cannot be opened so, ESTALE where the version of a name is gone, ENOENT, ENOMEM.
+    pub fn open(&self, request: &OpenRequest) -> CallResult<(OpenFile, Way)> {
+        let Some((tree, file)) = request.file() else {
+            request.read_only("README")?;
+            return Ok((OpenFile::Text(self.open_text(request.node, None)?), Way::Direct));
         };
-        // Whoever opens the newest version knows of it.
-        let done = match file {
-            File::Weights(_) | File::Safetensors(_) | File::LearnerWeights(..) | File::Device
-                if flags.read =>
-            {
-                model.done_when_told(done)
-            }
-            _ => done,
-        };
-        let request = Request { model, node, file, flags, caller };
-        match (last_commit, file.version()) {
-            (Some((learner, LastCommit::In(version))), Some(named)) if named < version => {
-                // The version with its step came out between the lookup of the name and this.
-                let newest = request.model.job.version();
-                self.second_looks.expect(caller.tid, index, learner, named, newest);
-                done(Err(FsError::look_again()));
-            }
-            (None | Some((_, LastCommit::In(_))), _) => self.open_when_settled(request, done),
-            (Some((_, LastCommit::Waits)), _) if flags.nonblocking => {
-                done(Err(FsError::new(libc::EAGAIN, "the version with your last step is not out yet")));
-            }
-            (Some((learner, LastCommit::Waits)), _) => self.open_after_step(learner, request, done),
-        }
-    }
-
-    fn open_after_step(self: &Arc<Self>, learner: LearnerId, request: Request, done: Done<Opened>) {
-        let this = Arc::clone(self);
-        let done = self.guard_open(request.caller, done);
-        let channel = Arc::clone(&request.model.channel);
-        channel.send(
-            Message::AwaitStep { learner },
-            request.model.timeout(),
-            Box::new(move |result| match (result, request.file.version()) {
-                (Ok(Reply::Version(newest)), Some(named)) => {
-                    let (tid, model) = (request.caller.tid, request.model.index);
-                    this.second_looks.expect(tid, model, learner, named, newest);
-                    done(Err(FsError::look_again()));
-                }
-                (Ok(_), _) => this.open_when_settled(request, done),
-                (Err(error), _) => done(Err(explained(&request.model, error))),
-            }),
-        );
-    }
-
-    /// Opens a file, but not to write into a contribution of which it is not yet known whether it counts: its
-    /// program is ending just now.
-    fn open_when_settled(self: &Arc<Self>, request: Request, done: Done<Opened>) {
-        let Some(learner) = request.contributes_as().filter(|learner| learner.doubts.is_any()) else {
-            return self.open_beside(request, done);
-        };
-        if request.flags.nonblocking {
-            return done(Err(FsError::new(libc::EAGAIN, "a program that has ended is still being settled")));
-        }
-        let deadline = Instant::now() + request.model.timeout();
-        let this = Arc::clone(self);
-        let done = self.guard_open(request.caller, done);
-        let open: Then = Box::new(move |outcome| match outcome {
-            Ok(()) => this.open_beside(request, done),
-            Err(error) => done(Err(error)),
-        });
-        if let Some(open) = learner.doubts.wait(None, deadline, open) {
-            open(Ok(()));
-        }
-    }
-
-    /// Opens a file; where that takes long, because a region's pages have to be taken first or the job has to be asked,
-    /// on a thread of its own.
-    fn open_beside(self: &Arc<Self>, request: Request, done: Done<Opened>) {
-        if !request.maps_first() && !request.joins() {
-            return done(self.open_file(&request));
-        }
-        let this = Arc::clone(self);
-        beside("gradfs-open", move || done(this.open_file(&request)));
-    }
-
-    fn guard_open(self: &Arc<Self>, caller: Caller, done: Done<Opened>) -> Done<Opened> {
-        let of_late = Arc::clone(self);
-        self.waits.guard(caller, done, Asked::Answer, move |opened: Opened| of_late.release(opened.fh))
-    }
-
-    fn open_file(&self, request: &Request) -> FsResult<Opened> {
-        let &Request { ref model, node, file, flags, caller } = request;
+        let model = &tree.model;
         match file {
-            File::Weights(version) if flags.write => self.open_publish(model, node, version, flags, caller),
+            File::Weights(version) if request.flags.write => self.open_publication(request, tree, version),
             File::Weights(version) | File::RetainedWeights(version) | File::LearnerWeights(_, version) => {
-                read_only(flags, "this version of weights")?;
-                self.open_version(model, version, |_| {})
+                request.read_only("this version of weights")?;
+                let reader = Reader::open(model, version).ok_or_else(look_again)?;
+                // Passthrough has no offset: only the flat file is the memory itself.
+                let way = if self.passthrough { Way::Bypass(reader.region().clone()) } else { Way::Cached };
+                let bytes = 0..model.layout.size();
+                Ok((OpenFile::Version(VersionFile { reader, header: Arc::new([]), bytes }), way))
             }
             File::Safetensors(version) | File::RetainedSafetensors(version) => {
-                read_only(flags, "weights.safetensors")?;
-                let header = model.safetensors_header(version);
-                self.open_version(model, version, |handle| handle.header = header)
+                request.read_only("weights.safetensors")?;
+                let header = safetensors_header(model, version);
+                open_cached(tree, version, header, 0..model.layout.size())
             }
             File::Tensor(version, index) | File::RetainedTensor(version, index) => {
-                read_only(flags, "a tensor")?;
+                request.read_only("a tensor")?;
                 let index = index as usize;
-                let tensor = model.layout.tensors().get(index).ok_or_else(FsError::not_found)?;
-                self.open_version(model, version, |handle| {
-                    handle.header = Arc::clone(&model.npy_headers[index]);
-                    handle.bytes = tensor.bytes.clone();
-                })
+                let tensor = model.layout.tensors().get(index).ok_or_else(CallError::not_found)?;
+                open_cached(tree, version, Arc::clone(&tree.npy_headers[index]), tensor.bytes.clone())
             }
             File::Gradients => {
-                writable_contribution(flags)?;
-                self.open_contribution(model, &model.join_own()?, flags, caller, false)
+                request.writable_contribution()?;
+                self.open_gradients(request, tree, model.join_own()?)
             }
             File::LearnerGradients(id) => {
-                writable_contribution(flags)?;
-                self.open_contribution(model, &model.learner(id)?, flags, caller, false)
+                request.writable_contribution()?;
+                self.open_gradients(request, tree, model.learner(id)?)
             }
-            File::Device if flags.write => {
-                no_append(flags)?;
-                self.open_contribution(model, &model.join_own()?, flags, caller, true)
+            File::Device if request.flags.write => {
+                request.no_append()?;
+                open_device(request, tree)
             }
             File::Device => {
-                let handle = VersionHandle::pin_newest(model).ok_or_else(FsError::not_found)?;
-                self.insert(Handle::Version(handle), Way::Direct)
+                let reader = Reader::newest(model).ok_or_else(CallError::not_found)?;
+                let bytes = 0..model.layout.size();
+                let file = VersionFile { reader, header: Arc::new([]), bytes };
+                Ok((OpenFile::Version(file), Way::Direct))
             }
-            File::Control(index) => {
-                let (name, _) = SETTINGS.get(index as usize).ok_or_else(FsError::not_found)?;
-                tracing::trace!(setting = name, "open");
-                self.open_text(node, Some(model), caller)
-            }
+            File::Control(_) => Ok((OpenFile::Text(self.open_text(request.node, Some(tree))?), Way::Direct)),
             File::VersionText
             | File::Status
             | File::RetainedText(_)
@@ -269,170 +218,69 @@ impl Fs {
             | File::LearnerStatus(_)
             | File::Error
             | File::LearnerError(_) => {
-                read_only(flags, "this file")?;
-                self.open_text(node, Some(model), caller)
+                request.read_only("this file")?;
+                Ok((OpenFile::Text(self.open_text(request.node, Some(tree))?), Way::Direct))
             }
-            _ => Err(FsError::new(libc::EISDIR, "is a directory")),
+            _ => Err(CallError::new(libc::EISDIR, "is a directory")),
         }
     }
 
-    fn insert(&self, handle: Handle, way: Way) -> FsResult<Opened> {
-        let fh = self.handles.insert(handle);
-        let fh = fh.ok_or_else(|| FsError::new(libc::ENFILE, "too many open files in this mount"))?;
-        Ok(Opened { fh, way })
-    }
-
-    /// Opens a version to read; `shape` says which part of it, and behind which header.
-    fn open_version(
+    fn open_gradients(
         &self,
-        model: &Arc<Model>,
-        version: Version,
-        shape: impl FnOnce(&mut VersionHandle),
-    ) -> FsResult<Opened> {
-        let mut handle = VersionHandle::pin(model, version).ok_or_else(FsError::look_again)?;
-        shape(&mut handle);
-        // Passthrough has no offset: only the flat file is the memory itself.
-        let flat = handle.header.is_empty() && handle.bytes == (0..model.layout.size());
-        let way =
-            if flat && self.passthrough { Way::Bypass(handle.memory.region().clone()) } else { Way::Cached };
-        self.insert(Handle::Version(handle), way)
-    }
-
-    fn open_contribution(
-        &self,
-        model: &Arc<Model>,
-        learner: &Arc<Learner>,
-        flags: Flags,
-        caller: Caller,
-        device: bool,
-    ) -> FsResult<Opened> {
-        let region = learner.contributor.mapped().clone();
-        if !flags.read || device {
-            model.make_staging_ready(learner);
-        }
-        if flags.read && !device && !learner.mapped_ready.swap(true, Ordering::Relaxed) {
-            // It will be mapped: its pages are taken now, not one fault at a time in the program.
-            region.memory().prefault().map_err(|error| FsError::new(libc::ENOMEM, error.to_string()))?;
-        }
-        let version = if device && flags.read {
-            Some(VersionHandle::pin_newest(model).ok_or_else(FsError::not_found)?)
+        request: &OpenRequest,
+        tree: &Arc<ModelTree>,
+        learner: Arc<Learner>,
+    ) -> CallResult<(OpenFile, Way)> {
+        let maps = request.flags.read;
+        if maps {
+            learner.make_mapping_ready().map_err(|error| CallError::new(libc::ENOMEM, error.to_string()))?;
         } else {
-            None
-        };
-        let mappable = flags.read && !device;
-        let handle =
-            ContributionHandle::new(Arc::clone(model), Arc::clone(learner), caller.tid, mappable, version);
-        let way = match (device, self.passthrough) {
-            (false, true) => Way::MapBypass(region),
-            _ => Way::Direct,
-        };
-        let opened = self.insert(Handle::Contribution(handle), way)?;
-        model.count_handle(learner, true);
-        if let (Some(watcher), Some(process)) = (self.watcher.get(), Process::of_thread(caller.tid)) {
-            model.watch(learner, process, watcher, self.watch_key());
+            learner.make_staging_ready();
         }
-        if caller.tid == 0 {
-            model.is_used_by_stranger(learner);
-        }
-        if caller.tid == 0 && !self.warned_of_strangers.swap(true, Ordering::Relaxed) {
-            tracing::warn!(
-                "a learner runs in a PID namespace that this daemon cannot see: if it is killed, what it has \
-                 written by then counts. Start gradfs in a namespace that contains its learners"
-            );
-        }
-        Ok(opened)
+        let way = if self.passthrough { Way::MapBypass(learner.mapping().clone()) } else { Way::Direct };
+        let contribution = Arc::new(Contribution::open(&tree.model, learner, maps, None));
+        Ok((OpenFile::Contribution { tree: Arc::clone(tree), contribution }, way))
     }
 
-    fn open_publish(
+    fn open_publication(
         &self,
-        model: &Arc<Model>,
-        node: Node,
+        request: &OpenRequest,
+        tree: &Arc<ModelTree>,
         version: Version,
-        flags: Flags,
-        caller: Caller,
-    ) -> FsResult<Opened> {
-        no_append(flags)?;
-        if flags.read {
+    ) -> CallResult<(OpenFile, Way)> {
+        request.no_append()?;
+        if request.flags.read {
             // A file that can be read and written can be mapped, and its mapping would be the version itself.
-            return Err(FsError::new(libc::EACCES, "open weights write-only to publish new ones"));
+            return Err(CallError::new(libc::EACCES, "open weights write-only to publish new ones"));
         }
-        model.job.may_assign()?;
-        let publisher = Publisher::new(Arc::clone(&model.channel), model.timeout())?;
-        let mut users = Users::default();
-        let opener = users.note(caller.tid);
-        let reads = VersionHandle::pin(model, version).ok_or_else(FsError::look_again)?;
-        let region = reads.memory.region().clone();
-        let handle = PublishHandle {
-            model: Arc::clone(model),
-            ino: node.ino(),
-            opener,
-            users: Mutex::new(users),
-            publisher: Mutex::new(Some(Arc::new(publisher))),
-            truncated: AtomicBool::new(false),
-            reads,
-        };
+        let publication = Publication::open(&tree.model)?;
+        let shown = Reader::open(&tree.model, version).ok_or_else(look_again)?;
         // The same inode may be open for reading with passthrough; the kernel wants all opens of it to
         // name the same memory. Being write-only, this one cannot be mapped.
-        let way = if self.passthrough { Way::MapBypass(region) } else { Way::Direct };
-        self.insert(Handle::Publish(handle), way)
-    }
-
-    fn open_text(&self, node: Node, model: Option<&Arc<Model>>, caller: Caller) -> FsResult<Opened> {
-        let handle = TextHandle {
-            node,
-            text: Mutex::new(Arc::from("")),
-            seen: AtomicU64::new(u64::MAX),
-            model: model.cloned(),
-            opener: caller.tid,
-            emptied: AtomicBool::new(false),
-        };
-        *handle.text.lock() = self.render(&handle)?.into();
-        self.insert(Handle::Text(handle), Way::Direct)
-    }
-
-    /// What a text file says now.
-    ///
-    /// # Errors
-    /// ENOENT for learners and versions that are gone.
-    pub(super) fn render(&self, handle: &TextHandle) -> FsResult<String> {
-        let Some(model) = &handle.model else { return Ok(text::readme(&self.models)) };
-        let Node::Model(_, file) = handle.node else { return Err(FsError::not_found()) };
-        Ok(match file {
-            File::VersionText | File::LearnerVersion(_) => {
-                let version = model.version_to_tell();
-                handle.seen.store(version.0, Ordering::Relaxed);
-                format!("{version}\n")
-            }
-            File::RetainedText(version) => format!("{version}\n"),
-            File::Status => text::status(model, &self.mount_status()),
-            File::LearnerStatus(id) => text::learner_status(model, id)?,
-            File::Error | File::LearnerError(_) => text::error(model, file)?,
-            File::Control(index) => {
-                let (name, _) = SETTINGS.get(index as usize).ok_or_else(FsError::not_found)?;
-                format!("{}\n", model.job.controls().get(name).unwrap_or_default())
-            }
-            _ => return Err(FsError::not_found()),
-        })
+        let way = if self.passthrough { Way::MapBypass(shown.region().clone()) } else { Way::Direct };
+        let (tree, ino) = (Arc::clone(tree), request.node.ino());
+        Ok((OpenFile::Publication { tree, ino, publication, _shown: shown }, way))
     }
 }
 
-fn read_only(flags: Flags, what: &str) -> FsResult<()> {
-    if flags.write { Err(FsError::new(libc::EACCES, format!("{what} is read-only"))) } else { Ok(()) }
+/// Opens a part of a version behind a header.
+fn open_cached(
+    tree: &ModelTree,
+    version: Version,
+    header: Arc<[u8]>,
+    bytes: std::ops::Range<u64>,
+) -> CallResult<(OpenFile, Way)> {
+    let reader = Reader::open(&tree.model, version).ok_or_else(look_again)?;
+    Ok((OpenFile::Version(VersionFile { reader, header, bytes }), Way::Cached))
 }
 
-fn no_append(flags: Flags) -> FsResult<()> {
-    if flags.append {
-        return Err(FsError::new(
-            libc::EINVAL,
-            "the file has a fixed size: write at offsets, do not append (> instead of >>)",
-        ));
-    }
-    Ok(())
-}
-
-fn writable_contribution(flags: Flags) -> FsResult<()> {
-    if !flags.write {
-        return Err(FsError::new(libc::EACCES, "gradients is write-only (read weights instead)"));
-    }
-    no_append(flags)
+fn open_device(request: &OpenRequest, tree: &Arc<ModelTree>) -> CallResult<(OpenFile, Way)> {
+    let learner = tree.model.join_own()?;
+    learner.make_staging_ready();
+    let reader = match request.flags.read {
+        true => Some(Reader::newest(&tree.model).ok_or_else(CallError::not_found)?),
+        false => None,
+    };
+    let contribution = Arc::new(Contribution::open(&tree.model, learner, false, reader));
+    Ok((OpenFile::Contribution { tree: Arc::clone(tree), contribution }, Way::Direct))
 }

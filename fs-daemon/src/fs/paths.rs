@@ -2,7 +2,7 @@
 
 use libmodelio::vocabulary::layout::{ModelLayout, Tensor};
 
-use super::errno::{FsError, FsResult};
+use crate::session::error::{CallError, CallResult};
 
 /// The directories of one model, by number; 0 is `tensors/` itself.
 pub struct TensorPaths(Vec<Directory>);
@@ -89,8 +89,8 @@ impl TensorPaths {
     ///
     /// # Errors
     /// ENOENT.
-    pub fn get(&self, directory: u32) -> FsResult<&Directory> {
-        self.0.get(directory as usize).ok_or_else(FsError::not_found)
+    pub fn get(&self, directory: u32) -> CallResult<&Directory> {
+        self.0.get(directory as usize).ok_or_else(CallError::not_found)
     }
 
     /// What `name` leads to in a directory. `layout` is the one that it is made of, here and below.
@@ -118,7 +118,7 @@ impl TensorPaths {
         layout: &'a ModelLayout,
         directory: u32,
         skip: usize,
-    ) -> FsResult<impl Iterator<Item = (String, Child)> + 'a> {
+    ) -> CallResult<impl Iterator<Item = (String, Child)> + 'a> {
         let tensors = layout.tensors();
         let Directory { directories, tensors: files, .. } = self.get(directory)?;
         let rest = files.iter().skip(skip.saturating_sub(directories.len()));

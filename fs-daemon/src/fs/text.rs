@@ -1,6 +1,7 @@
 //! What the small text files say.
 
 use std::fmt::Write as _;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -9,18 +10,18 @@ use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::phase::JobPhase;
 use serde_json::json;
 
-use super::MountStatus;
-use super::errno::FsResult;
-use super::model::Model;
+use super::model_tree::ModelTree;
 use super::node::File;
+use crate::session::error::{CallError, CallResult};
+use crate::session::model::Model;
 
 /// `README` in the mount's root.
-pub fn readme(models: &[std::sync::Arc<Model>]) -> String {
+pub fn readme(trees: &[Arc<ModelTree>]) -> String {
     let mut text = String::from(
         "This is gradfs, a parameter server that is mounted. Each directory here is a model.\n\
          Reading gives its newest complete version, writing gradients contributes to the next one.\n\n",
     );
-    for model in models {
+    for model in trees.iter().map(|tree| &tree.model) {
         let _ = writeln!(
             text,
             "  {}/  {} tensors, {} bytes in blocks of {}",
@@ -55,8 +56,19 @@ pub fn readme(models: &[std::sync::Arc<Model>]) -> String {
     text
 }
 
+/// What `status.json` tells of the mount itself.
+pub struct MountStatus {
+    /// Whether reads and mappings may bypass the daemon.
+    pub passthrough: bool,
+    /// Files open now.
+    pub open_files: usize,
+    /// Processes whose end will be noticed.
+    pub watched_processes: usize,
+}
+
 /// `status.json`.
-pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
+pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
+    let model = &tree.model;
     let status = model.job.status();
     let controls = model.job.controls();
     let settings: serde_json::Map<String, serde_json::Value> = SETTINGS
@@ -119,7 +131,7 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
             late.learners.iter().map(|name| json!({ "id": name, "since_unix_seconds": since(*waited) }))
         })
         .collect();
-    let version = model.tensors_name.told(status.version);
+    let version = tree.tensors_name.told(status.version);
     let published =
         model.job.get(version).or_else(|| model.job.get(status.version)).map(|view| view.published);
     let published =
@@ -166,11 +178,11 @@ pub(crate) fn status(model: &Model, mount: &MountStatus) -> String {
 ///
 /// # Errors
 /// ENOENT for a learner that is gone.
-pub fn learner_status(model: &Model, id: LearnerId) -> FsResult<String> {
+pub fn learner_status(model: &Model, id: LearnerId) -> CallResult<String> {
     let learner = model.learner(id)?;
     let status = model.job.status();
     let Some(member) = status.members.iter().find(|member| member.learner == id) else {
-        return Err(super::errno::FsError::not_found());
+        return Err(CallError::not_found());
     };
     Ok(format!(
         "id: {}\nincarnation: {}\nstep: {}\nphase: {}\nopen_bytes: {}\nsilent_seconds: {:.3}\njob: {}\n",
@@ -178,7 +190,7 @@ pub fn learner_status(model: &Model, id: LearnerId) -> FsResult<String> {
         member.incarnation,
         member.step,
         member.phase,
-        learner.contributor.open_bytes(),
+        learner.open_bytes(),
         member.silent.as_secs_f64(),
         status.state,
     ))
@@ -188,9 +200,18 @@ pub fn learner_status(model: &Model, id: LearnerId) -> FsResult<String> {
 ///
 /// # Errors
 /// ENOENT for a learner that is gone.
-pub fn error(model: &Model, file: File) -> FsResult<String> {
-    let refusal = model.refusal_of(file).ok_or_else(super::errno::FsError::not_found)?;
+pub fn error(tree: &ModelTree, file: File) -> CallResult<String> {
+    let refusal = tree.refusal_of(file).ok_or_else(CallError::not_found)?;
     Ok(refusal.text().map_or_else(String::new, |text| text + "\n"))
+}
+
+/// The value of a setting, by its index: a line.
+///
+/// # Errors
+/// ENOENT for one that there is not.
+pub fn setting(model: &Model, index: u32) -> CallResult<String> {
+    let (name, _) = SETTINGS.get(index as usize).ok_or_else(CallError::not_found)?;
+    Ok(format!("{}\n", model.job.controls().get(name).unwrap_or_default()))
 }
 
 fn round(seconds: f64) -> f64 {

@@ -1,9 +1,9 @@
 //! Extended attributes `user.gradfs.version`, `user.gradfs.dtype`, `user.gradfs.shape` and `user.gradfs.error`.
 
-use super::Fs;
-use super::errno::{FsError, FsResult};
-use super::model::Model;
+use super::filesystem::Fs;
+use super::model_tree::ModelTree;
 use super::node::{File, Node};
+use crate::session::error::{CallError, CallResult};
 
 const VERSION: &str = "user.gradfs.version";
 const DTYPE: &str = "user.gradfs.dtype";
@@ -15,12 +15,12 @@ impl Fs {
     ///
     /// # Errors
     /// ENOENT.
-    pub fn xattrs(&self, ino: u64) -> FsResult<Vec<&'static str>> {
+    pub fn xattrs(&self, ino: u64) -> CallResult<Vec<&'static str>> {
         let Node::Model(index, file) = self.node(ino)? else { return Ok(Vec::new()) };
-        let model = self.model(index)?;
+        let tree = self.tree(index)?;
         Ok([VERSION, DTYPE, SHAPE, ERROR]
             .into_iter()
-            .filter(|name| value(model, file, name).is_some())
+            .filter(|name| value(tree, file, name).is_some())
             .collect())
     }
 
@@ -28,23 +28,23 @@ impl Fs {
     ///
     /// # Errors
     /// ENODATA when the inode does not have it, EOPNOTSUPP for kinds of attributes that no inode has, ENOENT.
-    pub fn xattr(&self, ino: u64, name: &str) -> FsResult<String> {
+    pub fn xattr(&self, ino: u64, name: &str) -> CallResult<String> {
         // Asked for by the kernel itself, often: answered before anything is looked up. Access control lists and
         // security labels are asked for by `ls -l`, of one file only where it hears that there are none at all.
         if !name.starts_with("user.") {
-            return Err(FsError::new(libc::EOPNOTSUPP, "no such kind of attribute"));
+            return Err(CallError::new(libc::EOPNOTSUPP, "no such kind of attribute"));
         }
-        let none = || FsError::new(libc::ENODATA, "no such attribute");
+        let none = || CallError::new(libc::ENODATA, "no such attribute");
         if !name.starts_with("user.gradfs.") {
             return Err(none());
         }
         let Node::Model(index, file) = self.node(ino)? else { return Err(none()) };
-        value(self.model(index)?, file, name).ok_or_else(none)
+        value(self.tree(index)?, file, name).ok_or_else(none)
     }
 }
 
-fn value(model: &Model, file: File, name: &str) -> Option<String> {
-    let tensors = model.layout.tensors();
+fn value(tree: &ModelTree, file: File, name: &str) -> Option<String> {
+    let tensors = tree.model.layout.tensors();
     let of_tensor = match file {
         File::Tensor(_, index) | File::RetainedTensor(_, index) => Some(tensors.get(index as usize)?),
         // A model of one tensor is that tensor.
@@ -56,7 +56,7 @@ fn value(model: &Model, file: File, name: &str) -> Option<String> {
     match name {
         VERSION if file.version().is_some() => file.version().map(|version| version.to_string()),
         VERSION if matches!(file, File::Device | File::VersionText) => {
-            Some(model.version_to_tell().to_string())
+            Some(tree.version_to_tell().to_string())
         }
         DTYPE if has_data || takes_data => Some(match of_tensor {
             Some(tensor) => tensor.dtype.name(),
@@ -67,7 +67,7 @@ fn value(model: &Model, file: File, name: &str) -> Option<String> {
             let sizes: Vec<String> = tensor.shape.iter().map(usize::to_string).collect();
             format!("[{}]", sizes.join(", "))
         }),
-        ERROR => model.refusal_of(file)?.text(),
+        ERROR => tree.refusal_of(file)?.text(),
         _ => None,
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::fs::errno::FsError;
+use crate::session::error::CallError;
 
 /// How long what is shown of a kind counts.
 const INTERVAL: Duration = Duration::from_secs(10);
@@ -22,7 +22,7 @@ const KINDS: usize = 64;
 static LIMIT: Mutex<Limit> = Mutex::new(Limit::new());
 
 /// Logs a refusal: everyday ones for who asks for them, others as a warning unless there were too many.
-pub(super) fn log(call: &'static str, error: &FsError) {
+pub(super) fn log(call: &'static str, error: &CallError) {
     if error.is_quiet() {
         tracing::debug!(call, "{error}");
         return;
@@ -60,7 +60,7 @@ struct Limit {
 struct Kind {
     call: &'static str,
     /// The first.
-    error: FsError,
+    error: CallError,
     since: Instant,
     shown: u32,
     left_out: u64,
@@ -78,7 +78,7 @@ impl Limit {
     }
 
     /// Whether the refusal of `call` is to be shown; counts it either way. Allocates only for what is shown.
-    fn admits(&mut self, now: Instant, call: &'static str, error: &FsError) -> bool {
+    fn admits(&mut self, now: Instant, call: &'static str, error: &CallError) -> bool {
         let first = || Kind { call, error: error.clone(), since: now, shown: 0, left_out: 0 };
         let kind = self.place(call, error).get_or_insert_with(first);
         if kind.shown < LINES {
@@ -92,7 +92,7 @@ impl Limit {
 
     /// Where the refusal counts: with its kind, else in a free place. When all places are taken it counts as
     /// any of the same call and errno, or else as the last that came.
-    fn place(&mut self, call: &str, error: &FsError) -> &mut Option<Kind> {
+    fn place(&mut self, call: &str, error: &CallError) -> &mut Option<Kind> {
         let same_call = |kind: &Kind| kind.call == call && kind.error.errno == error.errno;
         let same = |kind: &Kind| same_call(kind) && alike(&kind.error.message, &error.message);
         let find = |wanted: &dyn Fn(&Option<Kind>) -> bool| self.kinds.iter().position(wanted);
@@ -124,12 +124,12 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
-    fn refusal(errno: i32, message: &str) -> FsError {
-        FsError::new(errno, message)
+    fn refusal(errno: i32, message: &str) -> CallError {
+        CallError::new(errno, message)
     }
 
     /// How many of `count` equal refusals are shown.
-    fn shown(limit: &mut Limit, now: Instant, call: &'static str, error: &FsError, count: u32) -> u32 {
+    fn shown(limit: &mut Limit, now: Instant, call: &'static str, error: &CallError, count: u32) -> u32 {
         (0..count).map(|_| u32::from(limit.admits(now, call, error))).sum()
     }
 

@@ -1,12 +1,12 @@
-//! Attributes, errors and callers, from ours to `fuser`'s and back.
+//! Attributes and errors, from ours to `fuser`'s and back.
 
 use std::time::Duration;
 
-use fuser::{Errno, FileAttr, FileType, INodeNo, ReplyEmpty, ReplyXattr, Request};
+use fuser::{Errno, FileAttr, FileType, INodeNo, ReplyEmpty, ReplyXattr};
 
 use super::refusals;
-use crate::fs::errno::FsError;
-use crate::fs::{Attributes, Caller, Done, Keep};
+use crate::fs::attr::{Attributes, Keep};
+use crate::session::error::{CallError, Done};
 
 /// How long the kernel may keep a name or attributes that do not change.
 pub(super) const FOREVER: Duration = Duration::from_secs(86_400);
@@ -44,14 +44,9 @@ pub(super) fn attr_ttl(a: &Attributes) -> Duration {
 }
 
 /// The errno of a refused call, whose sentence goes into the log.
-pub(super) fn errno(call: &'static str, error: &FsError) -> Errno {
+pub(super) fn errno(call: &'static str, error: &CallError) -> Errno {
     refusals::log(call, error);
     Errno::from_i32(error.errno)
-}
-
-/// Who asks.
-pub(super) fn caller(request: &Request) -> Caller {
-    Caller { tid: request.pid() }
 }
 
 /// Answers a call that has no result but its end.

@@ -1,4 +1,4 @@
-//! Every request of the kernel, passed on to [`Fs`](crate::fs::Fs), and the refusals of those it does not have.
+//! Every request of the kernel, passed on to [`Calls`](super::calls::Calls) or [`Fs`](crate::fs::filesystem::Fs), and the refusals of those it does not have.
 
 use std::ffi::OsStr;
 use std::io;
@@ -15,9 +15,9 @@ use fuser::{
 };
 
 use super::Binding;
-use super::reply::{answer, attr, attr_ttl, caller, errno, send_xattr};
-use crate::fs::Wake;
-use crate::fs::errno::FsError;
+use super::calls::Wake;
+use super::reply::{answer, attr, attr_ttl, errno, send_xattr};
+use crate::session::error::CallError;
 
 /// Bytes of a request: what the kernel takes unless its limit was raised, and best for throughput.
 const MAX_WRITE: u32 = 1 << 20;
@@ -38,7 +38,7 @@ impl Filesystem for Binding {
                 tracing::info!(?flag, "the kernel does not have this");
             }
         }
-        if self.fs.is_passthrough() {
+        if self.fs().is_passthrough() {
             config
                 .add_capabilities(InitFlags::FUSE_PASSTHROUGH)
                 .map_err(|_| io::Error::other("this kernel has no FUSE passthrough: use --no-passthrough"))?;
@@ -51,7 +51,7 @@ impl Filesystem for Binding {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        match self.fs.lookup(parent.0, name) {
+        match self.fs().lookup(parent.0, name) {
             Ok(a) => {
                 let name_ttl = self.name_ttl(parent.0, a.ino);
                 reply.entry_with_ttls(&attr_ttl(&a), &name_ttl, &attr(&a), Generation(0));
@@ -61,11 +61,11 @@ impl Filesystem for Binding {
     }
 
     fn forget(&self, _request: &Request, ino: INodeNo, count: u64) {
-        self.fs.forget(ino.0, count);
+        self.fs().forget(ino.0, count);
     }
 
     fn getattr(&self, _request: &Request, ino: INodeNo, _fh: Option<FileHandle>, reply: ReplyAttr) {
-        match self.fs.attributes(ino.0) {
+        match self.fs().attributes(ino.0) {
             Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
             Err(error) => reply.error(errno("getattr", &error)),
         }
@@ -90,13 +90,13 @@ impl Filesystem for Binding {
         reply: ReplyAttr,
     ) {
         let outcome = if mode.or(uid).or(gid).is_some() {
-            Err(FsError::new(libc::EPERM, "modes and owners are fixed"))
+            Err(CallError::new(libc::EPERM, "modes and owners are fixed"))
         } else if let Some(size) = size {
-            self.fs.truncate(ino.0, fh.map(|fh| fh.0), size, caller(request))
+            self.calls.truncate(ino.0, fh.map(|fh| fh.0), size, request.pid())
         } else {
             Ok(()) // Times: cp -p and touch may set them; they show the version's all the same.
         };
-        match outcome.and_then(|()| self.fs.attributes(ino.0)) {
+        match outcome.and_then(|()| self.fs().attributes(ino.0)) {
             Ok(a) => reply.attr(&attr_ttl(&a), &attr(&a)),
             Err(error) => reply.error(errno("setattr", &error)),
         }
@@ -111,7 +111,7 @@ impl Filesystem for Binding {
         _umask: u32,
         reply: ReplyEntry,
     ) {
-        self.fs.make_dir(
+        self.fs().make_dir(
             parent.0,
             name,
             (request.uid(), request.gid()),
@@ -123,7 +123,7 @@ impl Filesystem for Binding {
     }
 
     fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        self.fs.remove_dir(parent.0, name, answer("rmdir", reply));
+        self.fs().remove_dir(parent.0, name, answer("rmdir", reply));
     }
 
     fn unlink(&self, _request: &Request, _parent: INodeNo, _name: &OsStr, reply: ReplyEmpty) {
@@ -170,11 +170,11 @@ impl Filesystem for Binding {
     }
 
     fn open(&self, request: &Request, ino: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
-        let this = Binding { fs: Arc::clone(&self.fs), backings: Arc::clone(&self.backings) };
-        self.fs.open(
+        let this = Binding { calls: Arc::clone(&self.calls), backings: Arc::clone(&self.backings) };
+        self.calls.open(
             ino.0,
             flags.0,
-            caller(request),
+            request.pid(),
             Box::new(move |outcome| match outcome {
                 Ok(opened) => this.opened(reply, &opened),
                 Err(error) => reply.error(errno("open", &error)),
@@ -193,7 +193,7 @@ impl Filesystem for Binding {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        self.fs.read(fh.0, offset, size as usize, |outcome| match outcome {
+        self.calls.read(fh.0, offset, size as usize, |outcome| match outcome {
             Ok(bytes) => reply.data(bytes),
             Err(error) => reply.error(errno("read", &error)),
         });
@@ -213,7 +213,7 @@ impl Filesystem for Binding {
     ) {
         let from_mapping = write_flags.contains(WriteFlags::FUSE_WRITE_CACHE);
         let written = data.len() as u32;
-        self.fs.write(fh.0, offset, data, from_mapping, caller(request), move |outcome| match outcome {
+        self.calls.write(fh.0, offset, data, from_mapping, request.pid(), move |outcome| match outcome {
             Ok(()) => reply.written(written),
             Err(error) => reply.error(errno("write", &error)),
         });
@@ -227,11 +227,11 @@ impl Filesystem for Binding {
         _lock_owner: LockOwner,
         reply: ReplyEmpty,
     ) {
-        self.fs.flush(fh.0, caller(request), answer("close", reply));
+        self.calls.flush(fh.0, request.pid(), answer("close", reply));
     }
 
     fn fsync(&self, request: &Request, _ino: INodeNo, fh: FileHandle, _datasync: bool, reply: ReplyEmpty) {
-        self.fs.fsync(fh.0, caller(request), answer("fsync", reply));
+        self.calls.fsync(fh.0, request.pid(), answer("fsync", reply));
     }
 
     fn release(
@@ -244,7 +244,7 @@ impl Filesystem for Binding {
         _flush: bool,
         reply: ReplyEmpty,
     ) {
-        self.fs.release(fh.0);
+        self.calls.release(fh.0);
         reply.ok();
     }
 
@@ -256,7 +256,7 @@ impl Filesystem for Binding {
         offset: u64,
         mut reply: ReplyDirectory,
     ) {
-        let listed = self.fs.list(ino.0, offset, |entry| {
+        let listed = self.fs().list(ino.0, offset, |entry| {
             let kind = if entry.is_dir { FileType::Directory } else { FileType::RegularFile };
             !reply.add(INodeNo(entry.ino), entry.next, kind, &entry.name)
         });
@@ -274,17 +274,17 @@ impl Filesystem for Binding {
         offset: u64,
         mut reply: ReplyDirectoryPlus,
     ) {
-        let listed = self.fs.list(ino.0, offset, |entry| {
+        let listed = self.fs().list(ino.0, offset, |entry| {
             // The kernel takes no interest in these two, and never forgets them.
             let is_dots = entry.name == "." || entry.name == "..";
             let name = OsStr::new(&entry.name);
-            let found = if is_dots { self.fs.attributes(entry.ino) } else { self.fs.lookup(ino.0, name) };
+            let found = if is_dots { self.fs().attributes(entry.ino) } else { self.fs().lookup(ino.0, name) };
             // What has gone by now is not there.
             let Ok(a) = found else { return true };
             let ttl = attr_ttl(&a).min(self.name_ttl(ino.0, a.ino));
             let is_full = reply.add(INodeNo(a.ino), entry.next, name, &ttl, &attr(&a), Generation(0));
             if is_full && !is_dots {
-                self.fs.forget(a.ino, 1);
+                self.fs().forget(a.ino, 1);
             }
             !is_full
         });
@@ -295,20 +295,20 @@ impl Filesystem for Binding {
     }
 
     fn statfs(&self, _request: &Request, _ino: INodeNo, reply: ReplyStatfs) {
-        let space = self.fs.space();
+        let space = self.fs().space();
         let size = space.block_size;
         reply.statfs(space.blocks, space.free, space.free, space.files, 0, size, 255, size);
     }
 
     fn getxattr(&self, _request: &Request, ino: INodeNo, name: &OsStr, size: u32, reply: ReplyXattr) {
-        match self.fs.xattr(ino.0, name.to_str().unwrap_or_default()) {
+        match self.fs().xattr(ino.0, name.to_str().unwrap_or_default()) {
             Ok(value) => send_xattr(reply, size, value.as_bytes()),
             Err(error) => reply.error(errno("getxattr", &error)),
         }
     }
 
     fn listxattr(&self, _request: &Request, ino: INodeNo, size: u32, reply: ReplyXattr) {
-        match self.fs.xattrs(ino.0) {
+        match self.fs().xattrs(ino.0) {
             Ok(names) => {
                 let list: Vec<u8> = names.iter().flat_map(|name| [name.as_bytes(), b"\0"].concat()).collect();
                 send_xattr(reply, size, &list);
@@ -347,7 +347,7 @@ impl Filesystem for Binding {
                 }
             }) as Wake
         });
-        match self.fs.poll(fh.0, wake) {
+        match self.calls.poll(fh.0, wake) {
             Ok(true) => {
                 // Writing never blocks; io_uring asks for that before each write.
                 let reading = PollEvents::POLLIN | PollEvents::POLLRDNORM | PollEvents::POLLPRI;

@@ -7,7 +7,7 @@ use libmodelio::transport::TransportKind;
 use ps_backend::job::ShardView;
 
 use super::page::{Page, Payload};
-use crate::fs::model::Model;
+use crate::session::model::Model;
 
 /// The page, from what `status.json` is made of.
 ///

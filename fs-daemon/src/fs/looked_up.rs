@@ -26,7 +26,7 @@ type ByVersion = HashMap<(u8, Version), HashMap<u64, Name>>;
 
 /// The names of one mount.
 #[derive(Default)]
-pub(super) struct CachedNames(Mutex<ByVersion>);
+pub(super) struct LookedUpNames(Mutex<ByVersion>);
 
 /// What becomes of a version's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub(super) enum Fate {
     Gone,
 }
 
-impl CachedNames {
+impl LookedUpNames {
     /// `name` in `parent` was looked up, and leads to `ino`, an inode of `version`.
     pub(super) fn looked_up(&self, model: u8, version: Version, ino: u64, parent: u64, name: &str) {
         let mut names = self.0.lock();
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn names_that_the_kernel_has_forgotten_are_not_dropped_again() {
-        let names = CachedNames::default();
+        let names = LookedUpNames::default();
         let (old, new) = (Version(1), Version(2));
         for name in ["a", "a", "b"] {
             names.looked_up(0, old, u64::from(name.as_bytes()[0]), 7, name);
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn many_names_are_left_to_the_kernel_at_first() {
-        let names = CachedNames::default();
+        let names = LookedUpNames::default();
         for ino in 0..=MANY as u64 {
             names.looked_up(0, Version(1), ino, 7, "a");
         }

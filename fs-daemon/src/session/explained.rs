@@ -1,68 +1,23 @@
-//! Why a learner's call failed, in words: kept for `error` and `user.gradfs.error`, and said of the model at hand.
-
-use std::borrow::Cow;
+//! The errors of calls on a model, with what its users know the data by: tensors, element types, learners.
 
 use libmodelio::contributor::ContributeError;
 use libmodelio::tracker::WriteRefused;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::BlockId;
-use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::layout::{ModelLayout, Tensor};
 use libmodelio::vocabulary::phase::JobPhase;
-use parking_lot::Mutex;
 use ps_backend::core::NOT_COMMITTED;
 
-use super::errno::FsError;
+use super::error::CallError;
 use super::model::Model;
 
-/// The text of the last refusal of a learner's calls.
-///
-/// A program that fails closes its files on the way out, and such a close may succeed. So the text stays until a
-/// contribution has been taken in which no call was refused.
-#[derive(Default)]
-pub struct LastRefusal(Mutex<Last>);
-
-#[derive(Default)]
-struct Last {
-    text: Option<String>,
-    /// Some call of the open contribution was refused.
-    in_open: bool,
-}
-
-impl LastRefusal {
-    /// A call was refused. `is_open`: the contribution that it was part of goes on.
-    pub fn note(&self, error: &FsError, is_open: bool) {
-        if !error.is_quiet() {
-            *self.0.lock() = Last { text: Some(error.message.clone()), in_open: is_open };
-        }
-    }
-
-    /// A contribution ended without a refusal of its end. `taken`: something was written.
-    pub fn ended(&self, taken: bool) {
-        let mut last = self.0.lock();
-        if taken && !last.in_open {
-            last.text = None;
-        }
-        last.in_open = false;
-    }
-
-    /// Whether a call of the open contribution was refused.
-    pub fn is_in_open(&self) -> bool {
-        self.0.lock().in_open
-    }
-
-    /// The text, if there is one.
-    pub fn text(&self) -> Option<String> {
-        self.0.lock().text.clone()
-    }
-}
-
-/// The error of a call on `model`, with what its user knows the data by: tensors, element types, learners.
-pub fn explained(model: &Model, error: impl Into<ContributeError>) -> FsError {
+/// The error of a call on `model`, in words of the model.
+pub fn explained(model: &Model, error: impl Into<ContributeError>) -> CallError {
     let error = error.into();
     let detail = detail(model, &error);
-    let plain = FsError::from(error);
-    FsError::new(plain.errno, plain.message + &detail)
+    let plain = CallError::from(error);
+    CallError::new(plain.errno, plain.message + &detail)
 }
 
 fn detail(model: &Model, error: &ContributeError) -> String {
@@ -94,7 +49,7 @@ fn detail(model: &Model, error: &ContributeError) -> String {
     }
 }
 
-fn tensor_at(layout: &ModelLayout, byte: u64) -> Option<&libmodelio::vocabulary::layout::Tensor> {
+fn tensor_at(layout: &ModelLayout, byte: u64) -> Option<&Tensor> {
     let at = layout.tensors().partition_point(|tensor| tensor.bytes.end <= byte);
     layout.tensors().get(at)
 }
@@ -164,85 +119,11 @@ fn waited_for(model: &Model) -> String {
     format!("; not committed: {}{more}", shown.join(", "))
 }
 
-/// What is written at the start of a model, where it is a file with a header instead of raw bytes.
-///
-/// # Errors
-/// EINVAL with the file's kind.
-pub fn refuse_header(offset: u64, data: &[u8]) -> Result<(), FsError> {
-    let kind: Cow<'static, str> = match offset {
-        0 if is_npy(data) => ".npy".into(),
-        0 if is_safetensors(data) => "safetensors".into(),
-        _ => return Ok(()),
-    };
-    Err(FsError::new(
-        libc::EINVAL,
-        format!(
-            "this is a {kind} file with its header: write the array's raw bytes, at the offsets of weights"
-        ),
-    ))
-}
-
-/// Magic, a version there is, and the dictionary behind the header's length: no gradients begin like that.
-fn is_npy(data: &[u8]) -> bool {
-    let dictionary = |at: usize| data.get(at) == Some(&b'{');
-    match data.strip_prefix(b"\x93NUMPY") {
-        Some([1, 0, ..]) => dictionary(10),
-        Some([2 | 3, 0, ..]) => dictionary(12),
-        _ => false,
-    }
-}
-
-/// The header's length, and JSON of it: an object with a quoted name first, printable as far as it is looked at.
-fn is_safetensors(data: &[u8]) -> bool {
-    const LOOK: usize = 256;
-    const LONGEST: u64 = 100_000_000;
-    let Some((length, text)) = data.split_first_chunk() else { return false };
-    let length = u64::from_le_bytes(*length);
-    let text = &text[..text.len().min(LOOK).min(length.min(LONGEST) as usize)];
-    let is_text = |byte: &u8| (b' '..=b'~').contains(byte) || *byte >= 0x80;
-    (2..=LONGEST).contains(&length) && text.len() >= 8 && text.starts_with(b"{\"") && text.iter().all(is_text)
-}
-
 #[cfg(test)]
 mod tests {
     use libmodelio::vocabulary::layout::DType;
 
     use super::*;
-
-    #[test]
-    fn files_with_headers_are_known_and_numbers_are_not() {
-        let npy = |version: u8| [b"\x93NUMPY".as_slice(), &[version, 0, 118, 0], b"{'descr': '<f4'"].concat();
-        assert!(is_npy(&npy(1)));
-        assert!(!is_npy(&npy(9)) && !is_npy(&npy(2)) && !is_npy(b"\x93NUMPY"));
-        let mut header = 60u64.to_le_bytes().to_vec();
-        header.extend(br#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}      "#);
-        assert!(is_safetensors(&header));
-        assert!(refuse_header(0, &header).is_err_and(|error| error.errno == libc::EINVAL));
-        assert_eq!(refuse_header(4, &header), Ok(()), "elsewhere it is data");
-        header[0..8].copy_from_slice(&u64::MAX.to_le_bytes());
-        assert!(!is_safetensors(&header), "no header is that long");
-        for numbers in [vec![0; 64], vec![0xff; 64], 1.5f32.to_le_bytes().repeat(16)] {
-            assert_eq!(refuse_header(0, &numbers), Ok(()));
-        }
-    }
-
-    #[test]
-    fn a_refusal_stays_until_a_contribution_without_one() {
-        let last = LastRefusal::default();
-        let refused = FsError::new(libc::EFBIG, "too long");
-        last.note(&refused, true);
-        last.ended(true);
-        assert_eq!(last.text().as_deref(), Some("too long"), "its program has only closed the file");
-        last.ended(false);
-        assert!(last.text().is_some(), "nothing was taken");
-        last.ended(true);
-        assert_eq!(last.text(), None);
-        last.note(&refused, false);
-        last.ended(true);
-        assert_eq!(last.text(), None, "the refusal was the end of its contribution");
-        last.note(&FsError::not_found(), false);
-        assert_eq!(last.text(), None, "of no interest");
-    }
 
     #[test]
     fn the_type_of_an_array_that_is_too_long_is_recognised() {

@@ -1,7 +1,6 @@
-//! Says in the log whom jobs wait for: one line a wait, for learners and for shards.
+//! Log lines that say whom jobs wait for: one line a wait, for learners and for shards.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::ShardId;
@@ -20,23 +19,23 @@ struct Said {
     shards: BTreeSet<ShardId>,
 }
 
-/// What was said of each model.
+/// What was said of each model, by its name.
 #[derive(Default)]
-pub struct Late {
+pub struct WaitLog {
     looked: Option<Instant>,
-    of: BTreeMap<u8, Said>,
+    of: BTreeMap<String, Said>,
 }
 
-impl Late {
+impl WaitLog {
     /// Looks, if it is time to.
-    pub fn look(&mut self, models: &[Arc<Model>]) {
+    pub fn look<'a>(&mut self, models: impl Iterator<Item = &'a Model>) {
         let now = Instant::now();
         if self.looked.is_some_and(|at| now.duration_since(at) < LOOK) {
             return;
         }
         self.looked = Some(now);
         for model in models {
-            for line in self.of.entry(model.index).or_default().news(&model.job.status()) {
+            for line in self.of.entry(model.name.clone()).or_default().news(&model.job.status()) {
                 tracing::warn!(model = model.name, "{line}");
             }
         }

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 /// Does `work` on a thread of its own, called `name`. Where none can be had it is done in place: other requests wait
 /// for it then, which is better than a failure.
-pub fn beside(name: &str, work: impl FnOnce() + Send + 'static) {
+pub fn on_own_thread(name: &str, work: impl FnOnce() + Send + 'static) {
     let work = Arc::new(Mutex::new(Some(work)));
     let of_thread = Arc::clone(&work);
     let take = |work: &Mutex<Option<_>>| work.lock().take();
@@ -32,7 +32,9 @@ mod tests {
     #[test]
     fn work_is_done_once_on_a_thread_of_that_name() {
         let (sender, receiver) = std::sync::mpsc::channel();
-        beside("gradfs-test", move || sender.send(std::thread::current().name().map(str::to_owned)).unwrap());
+        on_own_thread("gradfs-test", move || {
+            sender.send(std::thread::current().name().map(str::to_owned)).unwrap()
+        });
         let name = receiver.recv_timeout(Duration::from_secs(10)).unwrap();
         assert_eq!(name.as_deref(), Some("gradfs-test"));
         assert!(receiver.recv_timeout(Duration::from_secs(10)).is_err(), "done twice");

@@ -4,6 +4,7 @@
 use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{
@@ -18,6 +19,10 @@ use ps_backend::embedded::{EmbeddedShard, InProcess};
 use ps_backend::job::{Job, JobStatus, Listener, SetDone, SetError, VersionView};
 
 use super::*;
+use crate::fs::attr::{Attributes, Keep};
+use crate::fs::node::{File, Node};
+use crate::fs::text;
+use crate::fuse::opening::Opened;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -166,6 +171,7 @@ impl Channel for Late {
 
 struct Mounted {
     fs: Arc<Fs>,
+    calls: Arc<Calls>,
     job: Arc<Late>,
     held: Receiver<Held>,
     _inbox: mpsc::Receiver<Chore>,
@@ -191,11 +197,14 @@ impl Mounted {
         });
         let device: Arc<dyn Device> = Arc::clone(&job) as _;
         let own = "host1".to_owned();
-        let model =
-            Model::new("m".into(), 0, Arc::clone(&job) as _, device, Default::default(), own).unwrap();
-        let Started { fs, inbox } =
-            Fs::start(vec![Arc::new(model)], false, Access { owner: (0, 0), umask: None }).unwrap();
-        Mounted { fs, job, held, _inbox: inbox }
+        let model = Model::new("m".into(), Arc::clone(&job) as _, device, Default::default(), own).unwrap();
+        let access = Access { owner: (0, 0), umask: None };
+        let Started { calls, inbox } = Calls::start(vec![Arc::new(model)], false, access).unwrap();
+        Mounted { fs: Arc::clone(&calls.fs), calls, job, held, _inbox: inbox }
+    }
+
+    fn model(&self) -> &Model {
+        &self.fs.trees()[0].model
     }
 
     /// Lets the next answer go, once it is held back.
@@ -203,20 +212,20 @@ impl Mounted {
         self.held.recv_timeout(PATIENCE).expect("a request to answer")();
     }
 
-    fn open(&self, file: File, flags: i32) -> Receiver<FsResult<Opened>> {
+    fn open(&self, file: File, flags: i32) -> Receiver<CallResult<Opened>> {
         let (sender, opened) = channel();
         let done = Box::new(move |outcome| sender.send(outcome).unwrap());
-        self.fs.open(Node::Model(0, file).ino(), flags, Caller { tid: 0 }, done);
+        self.calls.open(Node::Model(0, file).ino(), flags, 0, done);
         opened
     }
 
     /// Writes a setting; the answer.
-    fn set(&self, name: &str, value: &str) -> Receiver<FsResult<()>> {
+    fn set(&self, name: &str, value: &str) -> Receiver<CallResult<()>> {
         let index = SETTINGS.iter().position(|(known, _)| *known == name).unwrap() as u32;
         let opened = self.open(File::Control(index), libc::O_WRONLY).try_recv().unwrap().unwrap();
         let (sender, written) = channel();
         let done = move |outcome| sender.send(outcome).unwrap();
-        self.fs.write(opened.fh, 0, value.as_bytes(), false, Caller { tid: 0 }, done);
+        self.calls.write(opened.fh, 0, value.as_bytes(), false, 0, done);
         written
     }
 }
@@ -324,7 +333,7 @@ fn learners_join_and_leave_beside_other_requests() {
     let mounted = Mounted::new();
     let learners = Node::Model(0, File::Learners).ino();
     let (sender, made) = channel();
-    let done = Box::new(move |outcome: FsResult<Attributes>| sender.send(outcome).unwrap());
+    let done = Box::new(move |outcome: CallResult<Attributes>| sender.send(outcome).unwrap());
     mounted.fs.make_dir(learners, OsStr::new("a"), (1000, 100), done);
     // This thread is free for others, though nobody has answered.
     assert!(made.try_recv().is_err());
@@ -350,13 +359,13 @@ fn the_own_learner_joins_beside_other_requests_under_its_name() {
         assert!(opened.try_recv().is_err(), "{file:?}");
         mounted.answer();
         let opened = opened.recv_timeout(PATIENCE).unwrap().unwrap();
-        let own = mounted.fs.models()[0].own_learner().unwrap();
+        let own = mounted.model().own_learner().unwrap();
         assert_eq!(own.name, "host1");
         // In the job, it need not be asked again.
         let again = mounted.open(file, flags).try_recv().expect("at once").unwrap();
-        mounted.fs.release(again.fh);
-        mounted.fs.release(opened.fh);
-        mounted.fs.models()[0].send_leave(own.id, LeaveReason::Died);
+        mounted.calls.release(again.fh);
+        mounted.calls.release(opened.fh);
+        mounted.model().send_leave(own.id, LeaveReason::Died);
         mounted.answer();
     }
 }
@@ -364,7 +373,8 @@ fn the_own_learner_joins_beside_other_requests_under_its_name() {
 #[test]
 fn the_status_tells_transport_and_shards() {
     let mounted = Mounted::new();
-    let status = text::status(&mounted.fs.models()[0], &mounted.fs.mount_status());
+    let mount = MountStatus { passthrough: false, open_files: 0, watched_processes: 0 };
+    let status = text::status(&mounted.fs.trees()[0], &mount);
     let status: serde_json::Value = serde_json::from_str(&status).unwrap();
     assert_eq!(status["transport"], "tcp");
     let only = serde_json::json!([

@@ -1,4 +1,4 @@
-//! The errors of filesystem calls: an errno for the program, a sentence for the log.
+//! The error of a call: an errno for the program, a sentence for people.
 
 use libmodelio::contributor::ContributeError;
 use libmodelio::tracker::WriteRefused;
@@ -7,30 +7,28 @@ use libmodelio::transport::ShardError;
 /// Why a call fails.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
-pub struct FsError {
+pub struct CallError {
     /// What the program sees.
     pub errno: i32,
-    /// What the log says.
+    /// What the log and the learner's `error` say.
     pub message: String,
 }
 
-/// Result of a filesystem call.
-pub type FsResult<T> = Result<T, FsError>;
+/// Result of a call.
+pub type CallResult<T> = Result<T, CallError>;
 
-impl FsError {
+/// Called once with the outcome of a call, perhaps from another thread.
+pub type Done<T> = Box<dyn FnOnce(CallResult<T>) + Send>;
+
+impl CallError {
     /// An errno with its sentence.
-    pub fn new(errno: i32, message: impl Into<String>) -> FsError {
-        FsError { errno, message: message.into() }
+    pub fn new(errno: i32, message: impl Into<String>) -> CallError {
+        CallError { errno, message: message.into() }
     }
 
-    /// No such file.
-    pub fn not_found() -> FsError {
-        FsError::new(libc::ENOENT, "no such file")
-    }
-
-    /// The inode shows an older version than the caller must see: the kernel looks the name up again.
-    pub fn look_again() -> FsError {
-        FsError::new(libc::ESTALE, "a newer version is out")
+    /// What is asked for is not there, or no longer.
+    pub fn not_found() -> CallError {
+        CallError::new(libc::ENOENT, "no such file")
     }
 
     /// Whether it belongs to everyday life and is not worth a line in the log.
@@ -48,8 +46,8 @@ impl FsError {
     }
 }
 
-impl From<ShardError> for FsError {
-    fn from(error: ShardError) -> FsError {
+impl From<ShardError> for CallError {
+    fn from(error: ShardError) -> CallError {
         let errno = match &error {
             ShardError::UnknownLearner(_) => libc::ENOTCONN,
             ShardError::NameTaken(_) => libc::EEXIST,
@@ -67,28 +65,28 @@ impl From<ShardError> for FsError {
             ShardError::OutOfFiles(_) => libc::ENFILE,
             ShardError::NotAllowed(_) => libc::EACCES,
         };
-        FsError::new(errno, error.to_string())
+        CallError::new(errno, error.to_string())
     }
 }
 
-impl From<WriteRefused> for FsError {
-    fn from(refused: WriteRefused) -> FsError {
+impl From<WriteRefused> for CallError {
+    fn from(refused: WriteRefused) -> CallError {
         let errno = match refused {
             WriteRefused::PastEnd { .. } => libc::EFBIG,
             WriteRefused::Rewrite(_) | WriteRefused::Sealed => libc::EINVAL,
         };
-        FsError::new(errno, refused.to_string())
+        CallError::new(errno, refused.to_string())
     }
 }
 
-impl From<ContributeError> for FsError {
-    fn from(error: ContributeError) -> FsError {
+impl From<ContributeError> for CallError {
+    fn from(error: ContributeError) -> CallError {
         match error {
             ContributeError::Shard(error) => error.into(),
             ContributeError::Refused(refused) => refused.into(),
-            ContributeError::HalfElement(_) => FsError::new(libc::EINVAL, error.to_string()),
-            ContributeError::Busy => FsError::new(libc::EBUSY, error.to_string()),
-            ContributeError::Dropped => FsError::new(libc::EIO, error.to_string()),
+            ContributeError::HalfElement(_) => CallError::new(libc::EINVAL, error.to_string()),
+            ContributeError::Busy => CallError::new(libc::EBUSY, error.to_string()),
+            ContributeError::Dropped => CallError::new(libc::EIO, error.to_string()),
         }
     }
 }

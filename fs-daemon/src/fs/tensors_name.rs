@@ -14,12 +14,12 @@ use parking_lot::Mutex;
 
 /// What the kernel knows of one model's `tensors`.
 #[derive(Default)]
-pub(super) struct KeptName(Mutex<State>);
+pub struct TensorsName(Mutex<State>);
 
 #[derive(Default)]
 struct State {
     /// The oldest version to which the name may lead.
-    kept: Option<Version>,
+    in_kernel: Option<Version>,
     /// The same of a name that the kernel is just dropping.
     dropping: Option<Version>,
     /// Answers that wait until the name leads to no version before theirs.
@@ -30,7 +30,7 @@ type Answer = Box<dyn FnOnce() + Send>;
 
 impl State {
     fn oldest(&self) -> Option<Version> {
-        [self.kept, self.dropping].into_iter().flatten().min()
+        [self.in_kernel, self.dropping].into_iter().flatten().min()
     }
 
     fn leads_before(&self, version: Version) -> bool {
@@ -38,21 +38,21 @@ impl State {
     }
 }
 
-impl KeptName {
+impl TensorsName {
     /// The kernel is about to be told that the name leads to `newest`, or to a version after it.
-    pub(super) fn keep(&self, newest: impl FnOnce() -> Version) {
+    pub fn keep(&self, newest: impl FnOnce() -> Version) {
         let mut state = self.0.lock();
-        if state.kept.is_none() {
-            state.kept = Some(newest());
+        if state.in_kernel.is_none() {
+            state.in_kernel = Some(newest());
         }
     }
 
     /// Has the kernel drop the name, by `forget`, and gives the answers that have waited for it. One thread calls this,
     /// after each new version.
-    pub(super) fn drop_name(&self, forget: impl FnOnce()) {
+    pub fn drop_name(&self, forget: impl FnOnce()) {
         {
             let mut state = self.0.lock();
-            state.dropping = state.kept.take();
+            state.dropping = state.in_kernel.take();
         }
         forget();
         let ready: Vec<_> = {
@@ -69,12 +69,12 @@ impl KeptName {
     }
 
     /// The newest version that may be told, when `newest` is there.
-    pub(super) fn told(&self, newest: Version) -> Version {
+    pub fn told(&self, newest: Version) -> Version {
         self.0.lock().oldest().map_or(newest, |oldest| oldest.min(newest))
     }
 
     /// Calls `answer` once the name leads to no version before `newest`, which is there already: at once if it can.
-    pub(super) fn when_told(&self, newest: Version, answer: impl FnOnce() + Send + 'static) {
+    pub fn when_told(&self, newest: Version, answer: impl FnOnce() + Send + 'static) {
         let mut state = self.0.lock();
         if state.leads_before(newest) {
             state.waiting.push((newest, Box::new(answer)));
@@ -93,8 +93,8 @@ mod tests {
     use super::*;
 
     /// A name, and how many answers were given.
-    fn name() -> (KeptName, Arc<AtomicU32>) {
-        (KeptName::default(), Arc::default())
+    fn name() -> (TensorsName, Arc<AtomicU32>) {
+        (TensorsName::default(), Arc::default())
     }
 
     fn answer(given: &Arc<AtomicU32>) -> impl FnOnce() + Send + 'static {

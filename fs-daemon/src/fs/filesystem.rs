@@ -1,0 +1,102 @@
+//! The filesystem of one mount: its models, and what all files of it have in common.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use super::access::Access;
+use super::looked_up::LookedUpNames;
+use super::model_tree::ModelTree;
+use super::node::{File, MAX_MODELS, Node};
+use super::text::MountStatus;
+use crate::session::error::{CallError, CallResult};
+use crate::session::model::Model;
+
+/// Tells what `status.json` shows of the mount.
+pub type TellStatus = Box<dyn Fn() -> MountStatus + Send + Sync>;
+
+/// The filesystem of one mount.
+pub struct Fs {
+    trees: Vec<Arc<ModelTree>>,
+    /// Whether reads and mappings may bypass the daemon.
+    pub(super) passthrough: bool,
+    pub(super) access: Access,
+    pub(super) started: SystemTime,
+    pub(super) looked_up: LookedUpNames,
+    tell_status: TellStatus,
+}
+
+impl Fs {
+    /// A filesystem with these models.
+    ///
+    /// # Panics
+    /// With more than [`MAX_MODELS`].
+    pub fn new(models: Vec<Arc<Model>>, passthrough: bool, access: Access, tell_status: TellStatus) -> Fs {
+        assert!(models.len() <= MAX_MODELS, "{} models", models.len());
+        let trees = (0..=u8::MAX).zip(models).map(|(index, model)| Arc::new(ModelTree::new(model, index)));
+        Fs {
+            trees: trees.collect(),
+            passthrough,
+            access,
+            started: SystemTime::now(),
+            looked_up: LookedUpNames::default(),
+            tell_status,
+        }
+    }
+
+    /// The models, in the order of their indices.
+    pub fn trees(&self) -> &[Arc<ModelTree>] {
+        &self.trees
+    }
+
+    /// Whether reads and mappings may bypass the daemon.
+    pub fn is_passthrough(&self) -> bool {
+        self.passthrough
+    }
+
+    /// Whether the name in `parent` that led to this inode leads to it for good.
+    pub fn is_fixed(&self, parent: u64, ino: u64) -> bool {
+        match (Node::from_ino(parent), Node::from_ino(ino)) {
+            (_, Some(Node::Model(_, File::Learner(_))) | None) => false,
+            // The kernel is told to drop it in time.
+            (_, Some(Node::Model(_, File::Tensors(..)))) => true,
+            // A version's own directory never changes.
+            (Some(Node::Model(_, dir)), _) if dir.version().is_some() => true,
+            (_, Some(Node::Model(_, file))) => file.version().is_none(),
+            (_, Some(_)) => true,
+        }
+    }
+
+    /// The model with this index.
+    ///
+    /// # Errors
+    /// ENOENT.
+    pub fn tree(&self, index: u8) -> CallResult<&Arc<ModelTree>> {
+        self.trees.get(usize::from(index)).ok_or_else(CallError::not_found)
+    }
+
+    /// What `status.json` tells of the mount besides the model.
+    pub(super) fn mount_status(&self) -> MountStatus {
+        (self.tell_status)()
+    }
+
+    pub(super) fn node(&self, ino: u64) -> CallResult<Node> {
+        Node::from_ino(ino).ok_or_else(CallError::not_found)
+    }
+
+    /// The kernel forgets `count` lookups of an inode.
+    pub fn forget(&self, ino: u64, count: u64) {
+        if let Some(Node::Model(index, file)) = Node::from_ino(ino)
+            && let (Some(version), Ok(tree)) = (file.version(), self.tree(index))
+        {
+            self.looked_up.forgotten(index, version, ino, count);
+            if let Some(version) = file.pins() {
+                tree.model.job.unpin(version, count);
+            }
+        }
+    }
+}
+
+/// The inode shows an older version than whoever asks must see: the kernel looks the name up again.
+pub fn look_again() -> CallError {
+    CallError::new(libc::ESTALE, "a newer version is out")
+}

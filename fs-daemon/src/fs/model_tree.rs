@@ -1,0 +1,91 @@
+//! One model's part of the tree: what its files need besides the model itself.
+
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use libmodelio::formats::npy;
+use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::layout::header;
+
+use super::node::File;
+use super::paths::TensorPaths;
+use super::tensors_name::TensorsName;
+use crate::session::error::Done;
+use crate::session::last_refusal::LastRefusal;
+use crate::session::model::Model;
+
+/// The directory of one model.
+pub struct ModelTree {
+    /// The model.
+    pub model: Arc<Model>,
+    /// Its index in the mount.
+    pub index: u8,
+    /// When it was mounted.
+    pub started: SystemTime,
+    /// Header of `tensors/<name>.npy`, by tensor.
+    pub npy_headers: Vec<Arc<[u8]>>,
+    /// Directories below `tensors/`.
+    pub paths: TensorPaths,
+    /// The name `tensors` in the kernel.
+    pub tensors_name: TensorsName,
+    /// Length of the header of `weights.safetensors`: that of all versions.
+    pub safetensors_header_len: u64,
+}
+
+impl ModelTree {
+    /// The tree of `model`, as the one of this `index`.
+    pub fn new(model: Arc<Model>, index: u8) -> ModelTree {
+        let tensors = model.layout.tensors();
+        ModelTree {
+            index,
+            started: SystemTime::now(),
+            npy_headers: tensors.iter().map(|tensor| npy::npy_header(tensor).into()).collect(),
+            paths: TensorPaths::new(tensors),
+            tensors_name: TensorsName::default(),
+            safetensors_header_len: safetensors_header(&model, Version(0)).len() as u64,
+            model,
+        }
+    }
+
+    /// The newest version that may be told: who hears of it expects it, or a newer one, below `tensors`.
+    pub fn version_to_tell(&self) -> Version {
+        self.tensors_name.told(self.model.job.version())
+    }
+
+    /// `done`, which is told of a success once all versions that are there by then may be told.
+    pub fn done_when_told<T: Send + 'static>(self: &Arc<Self>, done: Done<T>) -> Done<T> {
+        let tree = Arc::clone(self);
+        Box::new(move |outcome| match outcome {
+            Ok(value) => {
+                tree.tensors_name.when_told(tree.model.job.version(), move || done(Ok(value)));
+            }
+            Err(error) => done(Err(error)),
+        })
+    }
+
+    /// Size of a tensor's file.
+    pub fn npy_size(&self, tensor: u32) -> u64 {
+        let index = tensor as usize;
+        let bytes = &self.model.layout.tensors()[index].bytes;
+        self.npy_headers[index].len() as u64 + (bytes.end - bytes.start)
+    }
+
+    /// The place that keeps why calls on this file failed. Only files of learners have one: of the mount's own, and of
+    /// others that are in the job.
+    pub fn refusal_of(&self, file: File) -> Option<Arc<LastRefusal>> {
+        match file {
+            File::Weights(_) | File::Gradients | File::Device | File::Error => {
+                Some(Arc::clone(&self.model.own_refusal))
+            }
+            file => Some(Arc::clone(&self.model.learner(file.learner()?).ok()?.refusal)),
+        }
+    }
+}
+
+/// Header of `weights.safetensors` of `version`. It names the version in its metadata, with a fixed width: all versions
+/// have headers of the same length.
+pub fn safetensors_header(model: &Model, version: Version) -> Arc<[u8]> {
+    let mut metadata = model.metadata.clone();
+    metadata.insert("gradfs.version".into(), format!("{:010}", version.0));
+    header::header_bytes(model.layout.tensors(), &metadata).into()
+}

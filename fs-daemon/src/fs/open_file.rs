@@ -1,0 +1,183 @@
+//! Open files: the parts of a version, contributions, new weights and small texts.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::filesystem::Fs;
+use super::model_tree::ModelTree;
+use super::text_file::TextFile;
+use crate::session::contribution::{Contribution, Ending, Withdraw};
+use crate::session::error::{CallError, CallResult, Done};
+use crate::session::publication::Publication;
+use crate::session::reader::Reader;
+
+/// What an open file does.
+pub enum OpenFile {
+    /// Reads a version.
+    Version(VersionFile),
+    /// Contributes as a learner, and for `device` reads too.
+    Contribution {
+        /// Of which model.
+        tree: Arc<ModelTree>,
+        /// What is written.
+        contribution: Arc<Contribution>,
+    },
+    /// Writes `weights`.
+    Publication {
+        /// Of which model.
+        tree: Arc<ModelTree>,
+        /// Its inode.
+        ino: u64,
+        /// What is written.
+        publication: Publication,
+        /// The version of its inode, which stays.
+        _shown: Reader,
+    },
+    /// Reads (and for `control/*` writes) a small text.
+    Text(TextFile),
+}
+
+/// A part of a version, behind a header.
+pub struct VersionFile {
+    /// The version.
+    pub reader: Reader,
+    /// What stands in front of the bytes.
+    pub header: Arc<[u8]>,
+    /// Which bytes of the model follow it.
+    pub bytes: Range<u64>,
+}
+
+impl Fs {
+    /// Reads up to `len` bytes at `offset` and gives them to `with`, without a copy where possible.
+    pub fn read<R>(
+        &self,
+        file: &OpenFile,
+        offset: u64,
+        len: usize,
+        with: impl FnOnce(CallResult<&[u8]>) -> R,
+    ) -> R {
+        match file {
+            OpenFile::Version(VersionFile { reader, header, bytes }) => {
+                read_version(reader, header, bytes, offset, len, with)
+            }
+            OpenFile::Contribution { tree, contribution } => {
+                let size = tree.model.layout.size();
+                if let Some(reader) = contribution.reader() {
+                    return read_version(&reader, &[], &(0..size), offset, len, with);
+                }
+                let end = offset.saturating_add(len as u64).min(size);
+                let mut bytes = vec![0; end.saturating_sub(offset) as usize];
+                contribution.load_mapped(offset, &mut bytes);
+                with(Ok(&bytes))
+            }
+            OpenFile::Text(text) => match self.read_text(text, offset) {
+                Ok(text) => with(Ok(part(text.as_bytes(), offset, len))),
+                Err(error) => with(Err(error)),
+            },
+            OpenFile::Publication { .. } => with(Err(CallError::new(libc::EBADF, "not open for reading"))),
+        }
+    }
+}
+
+impl OpenFile {
+    /// Writes what is not a setting. `from_mapping`: the kernel writes back pages that a program stored through mmap.
+    ///
+    /// # Errors
+    /// As for [`Contribution::write`] and [`Publication::write`]; EBADF for a file not open for writing.
+    pub fn write(&self, offset: u64, data: &[u8], from_mapping: bool) -> CallResult<()> {
+        match self {
+            OpenFile::Contribution { contribution, .. } if from_mapping => {
+                contribution.store_mapped(offset, data)
+            }
+            OpenFile::Contribution { contribution, .. } => contribution.write(offset, data),
+            OpenFile::Publication { publication, .. } => publication.write(offset, data),
+            OpenFile::Version(_) | OpenFile::Text(_) => {
+                Err(CallError::new(libc::EBADF, "not open for writing"))
+            }
+        }
+    }
+
+    /// Ends what was written.
+    pub fn end(&self, ending: Ending, done: Done<()>) {
+        match self {
+            OpenFile::Contribution { contribution, .. } => contribution.commit(ending, done),
+            OpenFile::Publication { publication, .. } => publication.commit(done),
+            OpenFile::Version(_) | OpenFile::Text(_) => done(Ok(())),
+        }
+    }
+
+    /// Whether something was written that has not ended.
+    pub fn is_unfinished(&self) -> bool {
+        match self {
+            OpenFile::Contribution { contribution, .. } => {
+                contribution.wrote() && contribution.learner().is_open()
+            }
+            OpenFile::Publication { publication, .. } => publication.is_open(),
+            OpenFile::Version(_) | OpenFile::Text(_) => false,
+        }
+    }
+
+    /// What ends the wait for that end.
+    pub fn withdrawal(&self) -> Option<Withdraw> {
+        match self {
+            OpenFile::Contribution { contribution, .. } => Some(contribution.withdrawal()),
+            OpenFile::Publication { publication, .. } => publication.withdrawal(),
+            OpenFile::Version(_) | OpenFile::Text(_) => None,
+        }
+    }
+
+    /// The model that is written to.
+    pub fn written_tree(&self) -> Option<&Arc<ModelTree>> {
+        match self {
+            OpenFile::Contribution { tree, .. } | OpenFile::Publication { tree, .. } => Some(tree),
+            OpenFile::Version(_) | OpenFile::Text(_) => None,
+        }
+    }
+
+    /// The inode, of a file that truncation means something to.
+    pub fn truncatable(&self) -> Option<u64> {
+        match self {
+            OpenFile::Publication { ino, .. } => Some(*ino),
+            OpenFile::Text(text) => Some(text.node.ino()),
+            OpenFile::Version(_) | OpenFile::Contribution { .. } => None,
+        }
+    }
+
+    /// It was truncated to nothing: `weights` are to be written whole, and a setting is to be empty if nothing is
+    /// written.
+    pub fn truncated(&self) {
+        match self {
+            OpenFile::Publication { publication, .. } => publication.must_be_whole(),
+            OpenFile::Text(text) => text.empty(),
+            OpenFile::Version(_) | OpenFile::Contribution { .. } => {}
+        }
+    }
+}
+
+fn part(bytes: &[u8], offset: u64, len: usize) -> &[u8] {
+    let start = (offset.min(bytes.len() as u64)) as usize;
+    &bytes[start..bytes.len().min(start + len)]
+}
+
+fn read_version<R>(
+    reader: &Reader,
+    header: &[u8],
+    bytes: &Range<u64>,
+    offset: u64,
+    len: usize,
+    with: impl FnOnce(CallResult<&[u8]>) -> R,
+) -> R {
+    let before = header.len() as u64;
+    let size = before + (bytes.end - bytes.start);
+    let end = offset.saturating_add(len as u64).min(size);
+    let data = |from: u64, to: u64| reader.bytes(bytes.start + from - before..bytes.start + to - before);
+    if offset >= end {
+        with(Ok(&[]))
+    } else if end <= before {
+        with(Ok(part(header, offset, len)))
+    } else if offset >= before {
+        with(Ok(data(offset, end)))
+    } else {
+        with(Ok(&[part(header, offset, len), data(before, end)].concat()))
+    }
+}

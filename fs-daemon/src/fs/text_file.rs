@@ -1,0 +1,151 @@
+//! Small text files, which show what is so when they are read, and of which `control/*` are written: one value a file,
+//! set for the whole job.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use libmodelio::vocabulary::controls::SETTINGS;
+use libmodelio::vocabulary::ids::Version;
+use parking_lot::Mutex;
+use ps_backend::job::SetError;
+
+use super::filesystem::Fs;
+use super::model_tree::ModelTree;
+use super::node::{File, Node};
+use super::text;
+use crate::session::error::{CallError, CallResult, Done};
+
+/// Longest value of a setting.
+const MAX_SETTING: usize = 4096;
+
+/// An open text file.
+pub struct TextFile {
+    /// Which.
+    pub node: Node,
+    /// Of which model; `None` for the mount's own README.
+    tree: Option<Arc<ModelTree>>,
+    /// Its contents as of the last read from the start.
+    text: Mutex<Arc<str>>,
+    /// The version that was last read, for poll.
+    seen: AtomicU64,
+    /// It was emptied, and nothing was written since.
+    emptied: AtomicBool,
+}
+
+impl Fs {
+    /// Opens one.
+    ///
+    /// # Errors
+    /// ENOENT for learners and versions that are gone.
+    pub(super) fn open_text(&self, node: Node, tree: Option<&Arc<ModelTree>>) -> CallResult<TextFile> {
+        let file = TextFile {
+            node,
+            tree: tree.cloned(),
+            text: Mutex::new(Arc::from("")),
+            seen: AtomicU64::new(u64::MAX),
+            emptied: AtomicBool::new(false),
+        };
+        self.read_text(&file, 0)?;
+        Ok(file)
+    }
+
+    /// Its contents. As in sysfs, a read from the start shows the present state, and later ones the rest of that.
+    ///
+    /// # Errors
+    /// As for [`Self::open_text`].
+    pub(super) fn read_text(&self, file: &TextFile, offset: u64) -> CallResult<Arc<str>> {
+        if offset == 0 {
+            *file.text.lock() = self.render(file)?.into();
+        }
+        Ok(Arc::clone(&file.text.lock()))
+    }
+
+    fn render(&self, handle: &TextFile) -> CallResult<String> {
+        let Some(tree) = &handle.tree else { return Ok(text::readme(self.trees())) };
+        let Node::Model(_, file) = handle.node else { return Err(CallError::not_found()) };
+        Ok(match file {
+            File::VersionText | File::LearnerVersion(_) => {
+                let version = tree.version_to_tell();
+                handle.seen.store(version.0, Ordering::Relaxed);
+                format!("{version}\n")
+            }
+            File::RetainedText(version) => format!("{version}\n"),
+            File::Status => text::status(tree, &self.mount_status()),
+            File::LearnerStatus(id) => text::learner_status(&tree.model, id)?,
+            File::Error | File::LearnerError(_) => text::error(tree, file)?,
+            File::Control(index) => text::setting(&tree.model, index)?,
+            _ => return Err(CallError::not_found()),
+        })
+    }
+}
+
+impl TextFile {
+    /// The model whose versions it tells of, if that is what it does.
+    pub fn tells_versions_of(&self) -> Option<&Arc<ModelTree>> {
+        match self.node {
+            Node::Model(_, File::VersionText | File::LearnerVersion(_)) => self.tree.as_ref(),
+            _ => None,
+        }
+    }
+
+    /// Whether a read would show another version than the last one did.
+    pub fn has_news(&self) -> bool {
+        let seen = Version(self.seen.load(Ordering::Relaxed));
+        self.tells_versions_of().is_none_or(|tree| tree.version_to_tell() != seen)
+    }
+
+    /// It was emptied: the setting is to have no value, unless one is written.
+    pub(super) fn empty(&self) {
+        self.emptied.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether closing it makes the setting empty.
+    pub fn is_emptied(&self) -> bool {
+        self.emptied.load(Ordering::Relaxed)
+    }
+
+    /// Writes a setting. Answered when the job has answered.
+    ///
+    /// # Errors
+    /// EINVAL for a value that does not fit or is not written at once, EBADF for a file that is no setting; ETIMEDOUT
+    /// and EIO when nobody said whether it was changed.
+    pub fn set(&self, offset: u64, data: &[u8], done: Done<()>) {
+        // Whatever comes of it: closing does not empty the setting any more.
+        self.emptied.store(false, Ordering::Relaxed);
+        let (tree, name, value) = match self.setting(offset, data) {
+            Ok(parts) => parts,
+            Err(error) => return done(Err(error)),
+        };
+        let (of_done, written) = (tree.model.name.clone(), value.trim().to_owned());
+        let answer = move |outcome| match outcome {
+            Ok(()) => {
+                tracing::info!(model = of_done, setting = name, value = written, "set");
+                done(Ok(()));
+            }
+            Err(SetError::Refused(error)) => done(Err(unfit(name, &error.without_name()))),
+            Err(SetError::Unanswered(error)) => done(Err(error.into())),
+        };
+        tree.model.job.set_control(name, value, tree.model.prompt(), Box::new(answer));
+    }
+
+    /// Which setting of which model is written, and the text it is to have.
+    fn setting<'a>(
+        &self,
+        offset: u64,
+        data: &'a [u8],
+    ) -> CallResult<(&Arc<ModelTree>, &'static str, &'a str)> {
+        let (Node::Model(_, File::Control(index)), Some(tree)) = (self.node, &self.tree) else {
+            return Err(CallError::new(libc::EBADF, "not open for writing"));
+        };
+        let (name, _) = SETTINGS.get(index as usize).ok_or_else(CallError::not_found)?;
+        if offset != 0 || data.len() > MAX_SETTING {
+            return Err(unfit(name, "write the whole value at once"));
+        }
+        let value = std::str::from_utf8(data).map_err(|_| unfit(name, "not text"))?;
+        Ok((tree, name, value))
+    }
+}
+
+fn unfit(name: &str, why: &str) -> CallError {
+    CallError::new(libc::EINVAL, format!("control/{name}: {why}"))
+}

@@ -1,0 +1,191 @@
+//! Calls on open files, with what is known of the threads and processes that make them.
+//!
+//! What the files do is the tree's business ([`crate::fs`]). Here is what only a kernel's binding has to care about:
+//! who has a file open and whose close counts (`users`, `closing`), what the end of a process means (`watches`,
+//! `pending_exits`), waits that a signal ends (`waits`), and names that the kernel keeps (`chores`).
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, mpsc};
+
+use libmodelio::transport::LeaveReason;
+use libmodelio::vocabulary::ids::LearnerId;
+use parking_lot::Mutex;
+use ps_backend::job::Event;
+
+use super::open_files::{OpenFiles, ProgramFile};
+use super::pending_exits::{PendingExits, Settling};
+use super::second_looks::SecondLooks;
+use super::waits::Waits;
+use super::watches::Watches;
+use crate::fs::access::Access;
+use crate::fs::filesystem::Fs;
+use crate::fs::open_file::OpenFile;
+use crate::fs::text::MountStatus;
+use crate::session::error::{CallResult, Done};
+use crate::session::model::Model;
+
+/// Somebody polls a file; called once when it is ready.
+pub type Wake = Box<dyn FnOnce() + Send>;
+
+/// Work for the thread that may talk to the kernel on its own accord.
+pub(super) enum Chore {
+    /// The model of this index has a new version.
+    Published(u8),
+    /// A learner of it is out of the job.
+    Left(u8, LearnerId, LeaveReason),
+    /// A file with something unfinished was closed.
+    Settle(Arc<ProgramFile>, Settling),
+}
+
+/// The filesystem as programs use it.
+pub struct Calls {
+    /// The tree.
+    pub fs: Arc<Fs>,
+    pub(super) files: Arc<OpenFiles>,
+    pub(super) watches: Arc<Watches>,
+    pub(super) pending_exits: Arc<PendingExits>,
+    pub(super) waits: Arc<Waits>,
+    pub(super) second_looks: SecondLooks,
+    /// By open file: the index of the model whose next version wakes who polls.
+    pub(super) pollers: Mutex<HashMap<u64, (u8, Wake)>>,
+    pub(super) chores: mpsc::Sender<Chore>,
+}
+
+/// Calls whose chores still need somebody who can talk to the kernel.
+pub struct Started {
+    /// The calls.
+    pub calls: Arc<Calls>,
+    pub(super) inbox: mpsc::Receiver<Chore>,
+}
+
+impl Calls {
+    /// Those on a filesystem with these models. Starts the thread that watches processes.
+    ///
+    /// # Errors
+    /// When the thread cannot be started.
+    pub fn start(models: Vec<Arc<Model>>, passthrough: bool, access: Access) -> io::Result<Started> {
+        let (chores, inbox) = mpsc::channel();
+        let (files, watches) = (Arc::<OpenFiles>::default(), Watches::start()?);
+        let tell_status = {
+            let (files, watches) = (Arc::clone(&files), Arc::clone(&watches));
+            move || MountStatus { passthrough, open_files: files.len(), watched_processes: watches.len() }
+        };
+        let fs = Arc::new(Fs::new(models, passthrough, access, Box::new(tell_status)));
+        for tree in fs.trees() {
+            let (index, chores) = (tree.index, chores.clone());
+            tree.model.job.subscribe(Box::new(move |event| {
+                // The receiver only goes when the mount does.
+                let _ = chores.send(match event {
+                    Event::Published(_) => Chore::Published(index),
+                    Event::Left(learner, reason) => Chore::Left(index, learner, reason),
+                });
+            }));
+        }
+        let calls = Arc::new(Calls {
+            fs,
+            files,
+            watches,
+            pending_exits: Arc::default(),
+            waits: Arc::default(),
+            second_looks: SecondLooks::default(),
+            pollers: Mutex::default(),
+            chores,
+        });
+        Ok(Started { calls, inbox })
+    }
+
+    /// Reads up to `len` bytes at `offset` and gives them to `with`, without a copy where possible.
+    pub fn read<R>(&self, fh: u64, offset: u64, len: usize, with: impl FnOnce(CallResult<&[u8]>) -> R) -> R {
+        match self.files.get(fh) {
+            Ok(open) => self.fs.read(&open.file, offset, len, with),
+            Err(error) => with(Err(error)),
+        }
+    }
+
+    /// Writes, for thread `tid`. `from_mapping`: the kernel writes back pages that a program stored through mmap.
+    /// Settings are answered when the job has answered, or a signal ends the wait; all else before this returns.
+    ///
+    /// # Errors
+    /// As for [`OpenFile::write`], and [`TextFile::set`](crate::fs::text_file::TextFile::set) for settings.
+    pub fn write(
+        &self,
+        fh: u64,
+        offset: u64,
+        data: &[u8],
+        from_mapping: bool,
+        tid: u32,
+        done: impl FnOnce(CallResult<()>) + Send + 'static,
+    ) {
+        let open = match self.files.get(fh) {
+            Ok(open) => open,
+            Err(error) => return done(Err(error)),
+        };
+        if let OpenFile::Text(text) = &open.file {
+            return text.set(offset, data, self.waits.guard(tid, Box::new(done), None, |()| {}));
+        }
+        if let Some(users) = &open.users
+            && !from_mapping
+        {
+            users.note_writer(tid);
+        }
+        done(open.file.write(offset, data, from_mapping));
+    }
+
+    /// truncate(2) and the truncation of open(2). The size is fixed; what is asked for may only be
+    /// "nothing yet".
+    ///
+    /// # Errors
+    /// EINVAL, EACCES.
+    pub fn truncate(&self, ino: u64, fh: Option<u64>, size: u64, tid: u32) -> CallResult<()> {
+        self.fs.check_truncation(ino, size)?;
+        if size > 0 {
+            return Ok(());
+        }
+        // The truncation of open(2) does not say which file it is of.
+        let files = fh.map_or_else(|| self.files.all(), |fh| self.files.get(fh).into_iter().collect());
+        for open in files.iter().filter(|open| open.file.truncatable() == Some(ino)) {
+            if open.users.as_ref().map_or(open.opener == tid, |users| users.is_opener(tid)) {
+                open.file.truncated();
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a read would show something new; if not, `wake` is called when it does. One call wakes everybody who
+    /// polls that open file, so a later one takes an earlier one's place.
+    ///
+    /// # Errors
+    /// EBADF.
+    pub fn poll(&self, fh: u64, wake: Option<Wake>) -> CallResult<bool> {
+        let open = self.files.get(fh)?;
+        let OpenFile::Text(text) = &open.file else { return Ok(true) };
+        if !text.has_news()
+            && let (Some(wake), Some(tree)) = (wake, text.tells_versions_of())
+        {
+            self.pollers.lock().insert(fh, (tree.index, wake));
+        }
+        // Asked again: a version may have come between the look and the registration.
+        Ok(text.has_news())
+    }
+
+    /// Ends the wait of fsync or close with its thread: what it waits for is withdrawn, so that an answer says
+    /// whether it counts. A success tells of the version that it has made.
+    pub(super) fn guard_end(&self, file: &OpenFile, tid: u32, done: Done<()>) -> Done<()> {
+        let done = match file.written_tree() {
+            Some(tree) => tree.done_when_told(done),
+            None => done,
+        };
+        self.waits.guard(tid, done, file.withdrawal(), |()| {})
+    }
+
+    /// Fails what waits and ends the jobs.
+    pub fn shut_down(&self) {
+        for tree in self.fs.trees() {
+            tree.model.job.shut_down();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

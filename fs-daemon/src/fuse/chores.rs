@@ -1,0 +1,75 @@
+//! The thread that may talk to the kernel on its own accord: it has names dropped that a new version moves, wakes who
+//! polls, and looks now and then at what waits.
+
+use std::io;
+use std::sync::{Arc, mpsc};
+use std::time::Instant;
+
+use super::calls::{Calls, Chore, Started, Wake};
+use super::closing::settle;
+use super::waits::LOOK;
+use crate::fs::moved_names::Kernel;
+use crate::fs::node::{File, Node};
+use crate::session::wait_log::WaitLog;
+
+impl Started {
+    /// Starts the thread; it tells `kernel` what has changed.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn run_chores(self, kernel: Arc<dyn Kernel>) -> io::Result<()> {
+        let Started { calls, inbox } = self;
+        let calls = Arc::downgrade(&calls);
+        std::thread::Builder::new().name("gradfs-chores".into()).spawn(move || {
+            let mut looked = Instant::now();
+            let mut wait_log = WaitLog::default();
+            loop {
+                let chore = inbox.recv_timeout(LOOK.saturating_sub(looked.elapsed()));
+                let Some(calls) = calls.upgrade() else { return };
+                match chore {
+                    Ok(chore) => calls.do_chore(chore, &*kernel),
+                    Err(mpsc::RecvTimeoutError::Timeout) => {}
+                    Err(mpsc::RecvTimeoutError::Disconnected) => return,
+                }
+                // Also where versions come all the time.
+                if looked.elapsed() >= LOOK {
+                    looked = Instant::now();
+                    calls.waits.release_signalled();
+                    calls.pending_exits.tick(Instant::now());
+                    calls.fs.drop_leftovers(&*kernel);
+                    wait_log.look(calls.fs.trees().iter().map(|tree| &*tree.model));
+                }
+            }
+        })?;
+        Ok(())
+    }
+}
+
+impl Calls {
+    fn do_chore(&self, chore: Chore, kernel: &dyn Kernel) {
+        match chore {
+            Chore::Published(index) => self.published(index, kernel),
+            Chore::Left(index, learner, reason) => {
+                let Ok(tree) = self.fs.tree(index) else { return };
+                self.watches.forget(|model, one| std::ptr::eq(model, &*tree.model) && one.id == learner);
+                if let Some(learner) = tree.model.left(learner, reason) {
+                    kernel.forget_name(Node::Model(index, File::Learners).ino(), &learner.name);
+                }
+            }
+            Chore::Settle(open, settling) => settle(open, settling),
+        }
+    }
+
+    fn published(&self, index: u8, kernel: &dyn Kernel) {
+        let Ok(tree) = self.fs.tree(index) else { return };
+        tree.drop_tensors_name(kernel);
+        let ready: Vec<Wake> = {
+            let mut pollers = self.pollers.lock();
+            pollers.extract_if(|_, (of, _)| *of == index).map(|(_, (_, wake))| wake).collect()
+        };
+        for wake in ready {
+            wake();
+        }
+        self.fs.drop_moved_names(tree, kernel, true);
+    }
+}

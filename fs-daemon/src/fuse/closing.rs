@@ -1,0 +1,145 @@
+//! fsync(2), close(2), and what becomes of what a program has left open when it ends.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::calls::{Calls, Chore};
+use super::open_files::ProgramFile;
+use super::pending_exits::Settling;
+use super::process::{Exit, is_killed_or_kernel};
+use crate::fs::open_file::OpenFile;
+use crate::session::contribution::Ending;
+use crate::session::error::{CallError, CallResult, Done};
+
+/// How long a process that closes its files by ending may take to be gone.
+const DEATH_PATIENCE: Duration = Duration::from_millis(500);
+
+impl Calls {
+    /// fsync(2): ends what was written, whoever calls.
+    pub fn fsync(&self, fh: u64, tid: u32, done: Done<()>) {
+        match self.files.get(fh) {
+            Ok(open) => self.end_when_settled(fh, open, Ending::Step, tid, done),
+            Err(error) => done(Err(error)),
+        }
+    }
+
+    /// close(2) of one descriptor. It ends what was written if it is the opener's own, so that a shell
+    /// can hand its redirected output to several programs in turn; what a program leaves to its exit is
+    /// settled when the last descriptor is gone.
+    pub fn flush(&self, fh: u64, tid: u32, done: Done<()>) {
+        let open = match self.files.get(fh) {
+            Ok(open) => open,
+            Err(error) => return done(Err(error)),
+        };
+        match (&open.file, &open.users) {
+            (OpenFile::Text(text), _) if text.is_emptied() => {
+                text.set(0, b"", self.waits.guard(tid, done, None, |()| {}));
+            }
+            (OpenFile::Contribution { contribution, .. }, _) if !contribution.wrote() => done(Ok(())),
+            (file, Some(_)) if is_killed_or_kernel(tid) => {
+                if let OpenFile::Contribution { tree, contribution } = file {
+                    let learner = (tree.index, contribution.learner().id);
+                    self.pending_exits.begin(learner, fh, Instant::now());
+                }
+                done(Ok(()));
+            }
+            (_, Some(users)) if users.closes_as_opener(tid) => {
+                self.end_when_settled(fh, open, Ending::Close, tid, done);
+            }
+            _ => done(Ok(())),
+        }
+    }
+
+    /// Ends what was written to a file, once it is known what comes of a program that shared the contribution and is
+    /// ending just now.
+    fn end_when_settled(&self, fh: u64, open: Arc<ProgramFile>, ending: Ending, tid: u32, done: Done<()>) {
+        let Some(tree) = open.file.written_tree() else { return done(Ok(())) };
+        let done = self.guard_end(&open.file, tid, done);
+        let OpenFile::Contribution { contribution, .. } = &open.file else {
+            return open.file.end(ending, done);
+        };
+        let learner = (tree.index, contribution.learner().id);
+        let deadline = Instant::now() + tree.model.timeout();
+        let refusal = Arc::clone(&contribution.learner().refusal);
+        let then = move |outcome: CallResult<()>| match outcome {
+            Ok(()) => open.file.end(ending, done),
+            Err(error) => {
+                refusal.note(&error, true);
+                done(Err(error));
+            }
+        };
+        if let Some(then) = self.pending_exits.wait(learner, Some(fh), deadline, Box::new(then)) {
+            then(Ok(()));
+        }
+    }
+
+    /// The last descriptor of an open file is gone.
+    pub fn release(&self, fh: u64) {
+        let Some(open) = self.files.remove(fh) else { return };
+        self.pollers.lock().remove(&fh);
+        if let OpenFile::Contribution { contribution, .. } = &open.file {
+            contribution.closed();
+        }
+        if open.users.is_some() {
+            let settling = Settling::new(&self.pending_exits, fh);
+            if open.file.is_unfinished() {
+                // Finding out how the program ended may take a moment.
+                let _ = self.chores.send(Chore::Settle(open, settling));
+            }
+        }
+    }
+}
+
+/// Ends or drops what was left unfinished in a file whose last descriptor is gone; `settling` is dropped after it.
+pub(super) fn settle(open: Arc<ProgramFile>, settling: Settling) {
+    let Some(users) = open.users.as_ref().map(|users| users.processes()) else { return };
+    let settle = move || {
+        let violent = users
+            .iter()
+            .filter_map(|process| process.wait_exit(DEATH_PATIENCE).map(|exit| (process.tgid(), exit)))
+            .find(|(_, exit)| matches!(exit, Exit::Signal(_) | Exit::Unknown));
+        match violent {
+            Some((pid, exit)) => drop_unfinished(&open.file, pid, exit),
+            None => end_unfinished(open, settling),
+        }
+    };
+    // Rare, short, and not to hold up the other chores.
+    if let Err(error) = std::thread::Builder::new().name("gradfs-settle".into()).spawn(settle) {
+        tracing::error!(%error, "cannot settle a contribution left open; its lease will");
+    }
+}
+
+/// A violent end has left it: nothing of it counts.
+fn drop_unfinished(file: &OpenFile, pid: u32, exit: Exit) {
+    let OpenFile::Contribution { contribution, .. } = file else {
+        return tracing::warn!(pid, "{exit} while it wrote weights: nothing has changed");
+    };
+    let learner = contribution.learner();
+    let what = format!("process {pid} {exit} in mid-write: its contribution is dropped");
+    // Of the files that the program had open, the first one that is settled drops the contribution.
+    if contribution.abort(&CallError::new(libc::EIO, what)) {
+        tracing::warn!(learner = learner.name, pid, "{exit} in mid-write: its contribution is dropped");
+    }
+    learner.tell_use();
+}
+
+/// A program that exits has meant it.
+fn end_unfinished(open: Arc<ProgramFile>, settling: Settling) {
+    let of_report = Arc::clone(&open);
+    let report = move |outcome: CallResult<()>| {
+        match (&of_report.file, outcome) {
+            (OpenFile::Contribution { contribution, .. }, outcome) => {
+                let learner = contribution.learner();
+                learner.tell_use();
+                if let Err(error) = outcome {
+                    let what = "its contribution is dropped";
+                    tracing::warn!(learner = learner.name, "closed at exit: {error}; {what}");
+                }
+            }
+            (_, Err(error)) => tracing::warn!("weights closed at exit: {error}"),
+            (_, Ok(())) => {}
+        }
+        drop(settling);
+    };
+    open.file.end(Ending::Close, Box::new(report));
+}

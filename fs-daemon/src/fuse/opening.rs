@@ -1,0 +1,126 @@
+//! open(2): it waits for the learner's last step, and for what becomes of programs that are ending just now.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use libmodelio::vocabulary::ids::LearnerId;
+use ps_backend::core::LastCommit;
+
+use super::calls::Calls;
+use super::open_files::ProgramFile;
+use super::users::FileUsers;
+use crate::fs::filesystem::look_again;
+use crate::fs::open::{OpenRequest, Way};
+use crate::fs::open_file::OpenFile;
+use crate::fs::own_thread::on_own_thread;
+use crate::session::error::{CallError, CallResult, Done};
+
+/// An opened file, and how the kernel should treat it.
+#[derive(Clone, Debug)]
+pub struct Opened {
+    /// Its number.
+    pub fh: u64,
+    /// The way of its bytes.
+    pub way: Way,
+}
+
+impl Calls {
+    /// Opens an inode with open(2)'s `flags`, for thread `tid`. Waits, through `done`, for the version that holds the
+    /// learner's last step, at most `control/timeout`.
+    pub fn open(self: &Arc<Self>, ino: u64, flags: i32, tid: u32, done: Done<Opened>) {
+        let request = match self.fs.open_request(ino, flags) {
+            Ok(request) => request,
+            Err(error) => return done(Err(error)),
+        };
+        let Some((tree, file)) = request.file() else { return done(self.open_now(&request, tid)) };
+        let (tree, named) = (Arc::clone(tree), file.version());
+        let done = request.told(done);
+        let is_second_look = |learner: &LearnerId| {
+            let is_expected = |version| self.second_looks.is_expected(tid, tree.index, *learner, version);
+            named.is_some_and(is_expected)
+        };
+        let Some(learner) = request.shows_step_of().filter(|learner| !is_second_look(learner)) else {
+            return self.open_when_settled(request, tid, done);
+        };
+        match (tree.model.job.last_commit(learner), named) {
+            (LastCommit::In(version), Some(named)) if named < version => {
+                // The version with its step came out between the lookup of the name and this.
+                let newest = tree.model.job.version();
+                self.second_looks.expect(tid, tree.index, learner, named, newest);
+                done(Err(look_again()));
+            }
+            (LastCommit::In(_), _) => self.open_when_settled(request, tid, done),
+            (LastCommit::Waits, _) if request.is_nonblocking() => {
+                done(Err(CallError::new(libc::EAGAIN, "the version with your last step is not out yet")));
+            }
+            (LastCommit::Waits, _) => {
+                let (this, done) = (Arc::clone(self), self.guard_open(tid, done));
+                let model = Arc::clone(&tree.model);
+                let answer = move |outcome| match (outcome, named) {
+                    (Ok(newest), Some(named)) => {
+                        this.second_looks.expect(tid, tree.index, learner, named, newest);
+                        done(Err(look_again()));
+                    }
+                    (Ok(_), None) => this.open_when_settled(request, tid, done),
+                    (Err(error), _) => done(Err(error)),
+                };
+                model.await_step(learner, Box::new(answer));
+            }
+        }
+    }
+
+    /// Opens a file, but not to write into a contribution of which it is not yet known whether it counts: its
+    /// program is ending just now.
+    fn open_when_settled(self: &Arc<Self>, request: OpenRequest, tid: u32, done: Done<Opened>) {
+        let learner = request.file().zip(request.contributes_as());
+        let pending = learner.map(|((tree, _), learner)| (Arc::clone(tree), (tree.index, learner.id)));
+        let Some((tree, learner)) = pending.filter(|(_, learner)| self.pending_exits.is_any(*learner)) else {
+            return self.open_soon(request, tid, done);
+        };
+        if request.is_nonblocking() {
+            let what = "a program that has ended is still being settled";
+            return done(Err(CallError::new(libc::EAGAIN, what)));
+        }
+        let deadline = Instant::now() + tree.model.timeout();
+        let (this, done) = (Arc::clone(self), self.guard_open(tid, done));
+        let open = move |outcome| match outcome {
+            Ok(()) => this.open_soon(request, tid, done),
+            Err(error) => done(Err(error)),
+        };
+        if let Some(open) = self.pending_exits.wait(learner, None, deadline, Box::new(open)) {
+            open(Ok(()));
+        }
+    }
+
+    /// Opens a file; where that takes long, on a thread of its own.
+    fn open_soon(self: &Arc<Self>, request: OpenRequest, tid: u32, done: Done<Opened>) {
+        if !request.takes_long() {
+            return done(self.open_now(&request, tid));
+        }
+        let this = Arc::clone(self);
+        on_own_thread("gradfs-open", move || done(this.open_now(&request, tid)));
+    }
+
+    fn open_now(&self, request: &OpenRequest, tid: u32) -> CallResult<Opened> {
+        let (file, way) = self.fs.open(request)?;
+        let users = file.written_tree().map(|_| FileUsers::new(tid));
+        let open = Arc::new(ProgramFile { file, opener: tid, users });
+        let contribution = match &open.file {
+            OpenFile::Contribution { tree, contribution } => Some((tree, contribution)),
+            _ => None,
+        };
+        let Some(fh) = self.files.insert(Arc::clone(&open)) else {
+            contribution.inspect(|(_, contribution)| contribution.closed());
+            return Err(CallError::new(libc::ENFILE, "too many open files in this mount"));
+        };
+        if let Some((tree, contribution)) = contribution {
+            self.watches.opened(&tree.model, contribution.learner(), tid);
+        }
+        Ok(Opened { fh, way })
+    }
+
+    fn guard_open(self: &Arc<Self>, tid: u32, done: Done<Opened>) -> Done<Opened> {
+        let this = Arc::clone(self);
+        self.waits.guard(tid, done, None, move |opened: Opened| this.release(opened.fh))
+    }
+}

@@ -1,0 +1,123 @@
+//! Processes that have `gradients` open, or had, and still live: a learner leaves with the last of them that is killed.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use libmodelio::transport::LeaveReason;
+use parking_lot::Mutex;
+
+use super::process::{Exit, Process, Watcher};
+use crate::session::learner::Learner;
+use crate::session::model::Model;
+
+/// The processes of all learners.
+#[derive(Default)]
+pub struct Watches {
+    /// By the watcher's key.
+    watched: Mutex<HashMap<u64, Watched>>,
+    next_key: AtomicU64,
+    watcher: OnceLock<Watcher>,
+    /// Said once that some program's end cannot be seen.
+    warned_of_strangers: AtomicBool,
+}
+
+struct Watched {
+    model: Arc<Model>,
+    learner: Arc<Learner>,
+    tgid: u32,
+}
+
+impl Watches {
+    /// Starts the thread that notices their ends.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn start() -> io::Result<Arc<Watches>> {
+        let watches = Arc::new(Watches::default());
+        let of_watcher = Arc::downgrade(&watches);
+        let watcher = Watcher::start(move |key, exit| {
+            if let Some(watches) = of_watcher.upgrade() {
+                watches.ended(key, exit);
+            }
+        })?;
+        let _ = watches.watcher.set(watcher);
+        Ok(watches)
+    }
+
+    /// How many processes are watched.
+    pub fn len(&self) -> usize {
+        self.watcher.get().map_or(0, Watcher::watched)
+    }
+
+    /// Thread `tid` has opened the learner's `gradients`: the violent end of its process is the learner's.
+    pub fn opened(&self, model: &Arc<Model>, learner: &Arc<Learner>, tid: u32) {
+        if let (Some(watcher), Some(process)) = (self.watcher.get(), Process::of_thread(tid)) {
+            self.watch(watcher, model, learner, process);
+        }
+        if tid != 0 {
+            return;
+        }
+        learner.has_unseen_user();
+        if !self.warned_of_strangers.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                "a learner runs in a PID namespace that this daemon cannot see: if it is killed, what it has \
+                 written by then counts. Start gradfs in a namespace that contains its learners"
+            );
+        }
+    }
+
+    fn watch(&self, watcher: &Watcher, model: &Arc<Model>, learner: &Arc<Learner>, process: Process) {
+        let tgid = process.tgid();
+        let key = self.next_key.fetch_add(1, Ordering::Relaxed);
+        {
+            let mut watched = self.watched.lock();
+            if watched.values().any(|other| other.tgid == tgid && Arc::ptr_eq(&other.learner, learner)) {
+                return;
+            }
+            let (model, learner) = (Arc::clone(model), Arc::clone(learner));
+            watched.insert(key, Watched { model, learner, tgid });
+        }
+        learner.user_came();
+        if let Err(error) = watcher.watch(process, key) {
+            tracing::warn!(%error, learner = learner.name, "its process cannot be watched; the lease decides");
+            learner.has_unseen_user();
+            self.unwatch(key);
+        }
+    }
+
+    /// Takes back a watch: the learner it was of, and whether no other process uses that.
+    fn unwatch(&self, key: u64) -> Option<(Watched, bool)> {
+        let (ended, alone) = {
+            let mut watched = self.watched.lock();
+            let ended = watched.remove(&key)?;
+            let alone = !watched.values().any(|other| Arc::ptr_eq(&other.learner, &ended.learner));
+            (ended, alone)
+        };
+        ended.learner.user_ended();
+        Some((ended, alone))
+    }
+
+    /// A watched process ended. A killed one takes its learner with it. One that exits by itself may have been one of many
+    /// (a shell's `dd`): `control/linger` and the lease decide.
+    fn ended(&self, key: u64, exit: Exit) {
+        let Some((Watched { model, learner, .. }, alone)) = self.unwatch(key) else { return };
+        // Others that share the learner go on; what the victim left open is settled with its file.
+        if let (Exit::Signal(_), true, true) = (exit, alone, model.learner(learner.id).is_ok()) {
+            tracing::warn!(model = model.name, learner = learner.name, "its process {exit}");
+            // It may have left by itself meanwhile.
+            model.send_leave(learner.id, LeaveReason::Died);
+        }
+    }
+
+    /// The learner is out of its job: nobody watches its processes any more.
+    pub fn forget(&self, is_out: impl Fn(&Model, &Learner) -> bool) {
+        let mut watched = self.watched.lock();
+        for (key, _) in watched.extract_if(|_, one| is_out(&one.model, &one.learner)) {
+            if let Some(watcher) = self.watcher.get() {
+                watcher.forget(key);
+            }
+        }
+    }
+}

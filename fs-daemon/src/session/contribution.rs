@@ -1,0 +1,224 @@
+//! Writing as a learner: at any offset, in any order, from any thread, until a commit or an abort ends it.
+//!
+//! A learner has one contribution at a time, and whoever opens one for it writes into that. What one of them has
+//! written into, and whether that has ended, is known here for each.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use libmodelio::contributor::{ContributeError, Share};
+use libmodelio::transport::ShardError;
+use parking_lot::Mutex;
+
+use super::error::{CallError, CallResult, Done};
+use super::explained::explained;
+use super::file_headers::refuse_header;
+use super::learner::Learner;
+use super::model::Model;
+use super::reader::Reader;
+
+/// Longest wait of a close for what a step has waited for in vain.
+const SECOND_WAIT: Duration = Duration::from_millis(250);
+
+/// How what was written ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// A step is done and the next one may follow. After a timeout what was written is still there, to be tried again.
+    Step,
+    /// Nothing follows: what is not taken is dropped.
+    Close,
+}
+
+/// Sees to an answer to a commit that is on its way: unless it is taken by then, it fails. May be called again and
+/// again.
+pub type Withdraw = Arc<dyn Fn() + Send + Sync>;
+
+/// What is written into a learner's contribution from one place.
+pub struct Contribution {
+    model: Arc<Model>,
+    learner: Arc<Learner>,
+    /// A step ships the learner's mapping if nothing was written.
+    ships_mapping: bool,
+    /// What it reads, if it has both faces: after each step the newest version.
+    reader: Option<Mutex<Arc<Reader>>>,
+    /// Something was written since the last commit.
+    wrote: AtomicBool,
+    /// Into which of the learner's contributions; 0 for none.
+    share: AtomicU64,
+    /// A step has waited for that as long as it may.
+    timed_out: AtomicBool,
+}
+
+impl Contribution {
+    /// Opens one for `learner`, which is in use until [`Self::closed`].
+    pub fn open(
+        model: &Arc<Model>,
+        learner: Arc<Learner>,
+        ships_mapping: bool,
+        reader: Option<Reader>,
+    ) -> Contribution {
+        learner.count_contribution(true);
+        Contribution {
+            model: Arc::clone(model),
+            learner,
+            ships_mapping,
+            reader: reader.map(|reader| Mutex::new(Arc::new(reader))),
+            wrote: AtomicBool::new(false),
+            share: AtomicU64::new(0),
+            timed_out: AtomicBool::new(false),
+        }
+    }
+
+    /// Nobody writes here any more. What was written may still be committed or aborted.
+    pub fn closed(&self) {
+        self.learner.count_contribution(false);
+    }
+
+    /// Whose it is.
+    pub fn learner(&self) -> &Arc<Learner> {
+        &self.learner
+    }
+
+    /// Whether something was written here since the last commit.
+    pub fn wrote(&self) -> bool {
+        self.wrote.load(Ordering::Relaxed)
+    }
+
+    /// The version it reads, if it has both faces.
+    pub fn reader(&self) -> Option<Arc<Reader>> {
+        self.reader.as_ref().map(|reader| Arc::clone(&reader.lock()))
+    }
+
+    /// What is in the learner's mapping.
+    pub fn load_mapped(&self, offset: u64, bytes: &mut [u8]) {
+        self.learner.contributor.load_mapped(offset, bytes);
+    }
+
+    /// Stores into the learner's mapping what a program has stored into its own copy of it.
+    ///
+    /// # Errors
+    /// EIO where the mapping is not shipped, EFBIG past its end.
+    pub fn store_mapped(&self, offset: u64, data: &[u8]) -> CallResult<()> {
+        if !self.ships_mapping {
+            return Err(CallError::new(libc::EIO, "device cannot be mapped to write: map gradients"));
+        }
+        Ok(self.learner.contributor.store_mapped(offset, data)?)
+    }
+
+    /// Writes. Blocks that become whole go off at once.
+    ///
+    /// # Errors
+    /// With nothing changed: EFBIG past the end, EINVAL for bytes already sent, EBUSY while a commit runs, ECANCELED
+    /// below `min_learners`, EIO when others have dropped what was written here.
+    pub fn write(&self, offset: u64, data: &[u8]) -> CallResult<()> {
+        if !self.wrote() {
+            self.wrote.store(true, Ordering::Relaxed);
+        }
+        let mut share = self.share();
+        let outcome = refuse_header(offset, data).and_then(|()| {
+            let outcome = self.learner.contributor.write(&mut share, offset, data, self.model.timeout());
+            outcome.map_err(|error| explained(&self.model, error))
+        });
+        if let Share::Of(number) = share {
+            self.share.store(number, Ordering::Relaxed);
+        }
+        outcome.inspect_err(|error| self.learner.refusal.note(error, true))
+    }
+
+    /// Ends what was written; `done` hears whether it counts.
+    pub fn commit(self: &Arc<Self>, ending: Ending, done: Done<()>) {
+        let contributor = &self.learner.contributor;
+        let is_open = contributor.is_open();
+        let mapped = ending == Ending::Step && self.ships_mapping && !is_open;
+        let timeout = match self.model.timeout() {
+            timeout if ending == Ending::Close && self.timed_out.load(Ordering::Relaxed) => {
+                timeout.min(SECOND_WAIT)
+            }
+            timeout => timeout,
+        };
+        let this = Arc::clone(self);
+        let finished = move |result| match result {
+            Ok(()) => {
+                this.ended();
+                this.learner.refusal.ended(mapped || is_open);
+                this.show_newest(done);
+            }
+            Err(error) => {
+                let stays_open = this.failed(&error, ending, mapped);
+                let error = explained(&this.model, error);
+                this.learner.refusal.note(&error, stays_open);
+                done(Err(error));
+            }
+        };
+        if mapped {
+            contributor.commit_mapped(timeout, finished);
+        } else {
+            contributor.commit(self.share(), timeout, finished);
+        }
+    }
+
+    /// A commit has failed. Returns whether what was written can be committed again; else it is dropped.
+    fn failed(&self, error: &ContributeError, ending: Ending, mapped: bool) -> bool {
+        let timed_out = matches!(error, ContributeError::Shard(ShardError::TimedOut(_)));
+        let interrupted = matches!(error, ContributeError::Shard(ShardError::Interrupted));
+        if ending == Ending::Step && (timed_out || interrupted || *error == ContributeError::Busy) {
+            if timed_out && !mapped {
+                self.timed_out.store(true, Ordering::Relaxed);
+            }
+            return true;
+        }
+        self.ended();
+        // What is open by now is somebody else's, if others have dropped this.
+        if *error != ContributeError::Dropped {
+            self.learner.contributor.abort();
+        }
+        false
+    }
+
+    /// Drops the learner's open contribution, whoever has written into it, and keeps `why`. False when none was open.
+    pub fn abort(&self, why: &CallError) -> bool {
+        let was_open = self.learner.contributor.abort();
+        if was_open {
+            self.learner.refusal.note(why, false);
+        }
+        was_open
+    }
+
+    /// What ends the wait for a commit.
+    pub fn withdrawal(&self) -> Withdraw {
+        let contributor = Arc::clone(&self.learner.contributor);
+        Arc::new(move || contributor.withdraw())
+    }
+
+    /// What was written here is part of.
+    fn share(&self) -> Share {
+        match self.share.load(Ordering::Relaxed) {
+            0 => Share::None,
+            number => Share::Of(number),
+        }
+    }
+
+    /// The contribution has ended, as far as what was written here is concerned.
+    fn ended(&self) {
+        self.share.store(0, Ordering::Relaxed);
+        self.timed_out.store(false, Ordering::Relaxed);
+        self.wrote.store(false, Ordering::Relaxed);
+    }
+
+    /// After a commit, both faces are at the newest version, the one with the commit included if that is complete.
+    fn show_newest(self: &Arc<Self>, done: Done<()>) {
+        let this = Arc::clone(self);
+        let show = move || {
+            if let (Some(reader), Some(newest)) = (&this.reader, Reader::newest(&this.model)) {
+                *reader.lock() = Arc::new(newest);
+            }
+            // It counts, whatever can be shown.
+            done(Ok(()));
+        };
+        if self.reader.is_none() || !self.model.job.is_coming(self.learner.id) {
+            return show();
+        }
+        self.model.await_step(self.learner.id, Box::new(move |_| show()));
+    }
+}

@@ -1,0 +1,185 @@
+//! A learner of this process: the regions it writes into, why its last call failed, and who uses it.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::SystemTime;
+
+use libmodelio::contributor::Contributor;
+use libmodelio::transport::{Attached, Region};
+use libmodelio::vocabulary::ids::LearnerId;
+use parking_lot::Mutex;
+use ps_backend::job::Job;
+
+use super::last_refusal::LastRefusal;
+
+/// A learner that is in the job.
+pub struct Learner {
+    /// Its number.
+    pub id: LearnerId,
+    /// Its name.
+    pub name: String,
+    /// When it joined.
+    pub joined: SystemTime,
+    /// User and group that it belongs to; `None` for the mount's own.
+    pub owner: Option<(u32, u32)>,
+    /// Why its last call failed.
+    pub refusal: Arc<LastRefusal>,
+    /// Its way to the shards.
+    pub(super) contributor: Arc<Contributor>,
+    job: Arc<dyn Job>,
+    /// The mapped region has its pages.
+    mapped_ready: AtomicBool,
+    /// The staging region has its pages, or gets them.
+    staging_ready: AtomicBool,
+    users: Mutex<Users>,
+}
+
+/// Who uses a learner: what keeps it attached to its job.
+#[derive(Default)]
+struct Users {
+    /// Open contributions, and users whose end will be told.
+    present: u32,
+    /// A user has ended, and no other one has come since.
+    ended: bool,
+    /// There are users whose end nobody sees.
+    unseen: bool,
+}
+
+impl Users {
+    /// Whether the learner, which has something `unsettled` or not, is used.
+    fn attached(&self, unsettled: bool) -> Attached {
+        match self.present > 0 {
+            true => Attached::Yes,
+            // What was left open may be about to count.
+            false if self.ended && !self.unseen && !unsettled => Attached::Exited,
+            false => Attached::No,
+        }
+    }
+}
+
+impl Learner {
+    /// One that has just joined `job`, and contributes by `contributor`.
+    pub(super) fn new(
+        name: String,
+        contributor: Contributor,
+        job: Arc<dyn Job>,
+        owner: Option<(u32, u32)>,
+        refusal: Arc<LastRefusal>,
+    ) -> Learner {
+        Learner {
+            id: contributor.learner(),
+            name,
+            joined: SystemTime::now(),
+            owner,
+            refusal,
+            contributor: Arc::new(contributor),
+            job,
+            mapped_ready: AtomicBool::new(false),
+            staging_ready: AtomicBool::new(false),
+            users: Mutex::default(),
+        }
+    }
+
+    /// Whether something was written since the last commit.
+    pub fn is_open(&self) -> bool {
+        self.contributor.is_open()
+    }
+
+    /// Bytes written since then.
+    pub fn open_bytes(&self) -> u64 {
+        self.contributor.open_bytes()
+    }
+
+    /// The memory that programs map to contribute without a copy.
+    pub fn mapping(&self) -> &Region {
+        self.contributor.mapped()
+    }
+
+    /// Whether that memory has its pages.
+    pub fn is_mapping_ready(&self) -> bool {
+        self.mapped_ready.load(Ordering::Relaxed)
+    }
+
+    /// Takes its pages now, not one fault at a time in the program that maps it.
+    ///
+    /// # Errors
+    /// When the memory is not there.
+    pub fn make_mapping_ready(&self) -> io::Result<()> {
+        if self.mapped_ready.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        self.mapping().memory().prefault()
+    }
+
+    /// The learner is about to write. With others about, blocks will wait in staging: its pages are taken now, beside
+    /// the call, for it takes a second a few gigabytes. A shortage shows when they are written.
+    pub fn make_staging_ready(&self) {
+        if self.job.controls().learners < 2 || self.staging_ready.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let (contributor, learner) = (Arc::clone(&self.contributor), self.name.clone());
+        let prefault = move || {
+            if let Err(error) = contributor.prefault() {
+                tracing::warn!(%error, learner, "pre-faulting the staging region");
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("gradfs-prefault".into()).spawn(prefault) {
+            tracing::warn!(%error, "no thread to pre-fault a staging region");
+        }
+    }
+
+    /// A contribution was opened or closed.
+    pub(super) fn count_contribution(&self, opened: bool) {
+        {
+            let mut users = self.users.lock();
+            users.present = if opened { users.present + 1 } else { users.present.saturating_sub(1) };
+        }
+        self.tell_use();
+    }
+
+    /// Somebody uses the learner until [`Self::user_ended`], whether contributions are open or not.
+    pub fn user_came(&self) {
+        let mut users = self.users.lock();
+        users.present += 1;
+        users.ended = false;
+    }
+
+    /// A user is gone: once nobody is left, the job may wait for the learner for a shorter time.
+    pub fn user_ended(&self) {
+        {
+            let mut users = self.users.lock();
+            users.present = users.present.saturating_sub(1);
+            users.ended = true;
+        }
+        self.tell_use();
+    }
+
+    /// Somebody uses the learner whose end nobody will see.
+    pub fn has_unseen_user(&self) {
+        self.users.lock().unseen = true;
+    }
+
+    /// Tells the job whether the learner is used.
+    pub fn tell_use(&self) {
+        let unsettled = self.contributor.is_open();
+        // Told under the lock: what is told last is what is.
+        let users = self.users.lock();
+        self.job.touch(self.id, Some(users.attached(unsettled)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_known_end_of_all_users_lets_go_of_a_learner() {
+        let users = |present, ended, unseen| Users { present, ended, unseen };
+        assert_eq!(users(1, true, false).attached(false), Attached::Yes);
+        assert_eq!(users(0, true, false).attached(false), Attached::Exited);
+        assert_eq!(users(0, true, false).attached(true), Attached::No, "it may be about to count");
+        assert_eq!(users(0, true, true).attached(false), Attached::No);
+        assert_eq!(users(0, false, false).attached(false), Attached::No);
+    }
+}

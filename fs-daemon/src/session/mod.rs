@@ -1,0 +1,25 @@
+//! What programs do with a model, whichever way they reach it: the part that all faces of a model have in common.
+//!
+//! A [`Reader`](reader::Reader) shows one version in every byte. A [`Contribution`](contribution::Contribution) writes
+//! as a learner: at any offset, until a commit ends it, with a step, or an abort. A
+//! [`Publication`](publication::Publication) makes whole new weights. They belong to a [`Model`](model::Model), which
+//! knows its learners and waits for their steps.
+//!
+//! Nothing here knows who calls: a face that has programs behind it decides what the end of one means. Nothing here
+//! blocks for long either: what has to wait takes a callback, and has a deadline. Only joining and leaving wait for
+//! the job's answer.
+
+pub mod contribution;
+pub mod error;
+pub mod last_refusal;
+pub mod learner;
+pub mod model;
+pub mod publication;
+pub mod reader;
+pub mod wait_log;
+
+mod explained;
+mod file_headers;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,186 @@
+//! One model: its job, the way to it, and its learners in this process.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use libmodelio::contributor::{Contributor, Traffic, request};
+use libmodelio::transport::{Channel, Device, LeaveReason, Message, Reply};
+use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::layout::ModelLayout;
+use parking_lot::Mutex;
+use ps_backend::job::Job;
+
+use super::error::{CallError, CallResult};
+use super::last_refusal::LastRefusal;
+use super::learner::Learner;
+
+/// Name of the own learner of a mount that has its job to itself.
+pub const OWN_LEARNER: &str = "mount";
+
+/// Learners that can join in the life of this process, and the bound of their numbers.
+pub const MAX_JOINS: u32 = 1 << 20;
+
+/// Longest answer to wait for where a request has no deadline of its own.
+const PROMPT: Duration = Duration::from_secs(10);
+
+/// One model.
+pub struct Model {
+    /// Its name.
+    pub name: String,
+    /// Tensors and blocks.
+    pub layout: Arc<ModelLayout>,
+    /// Its versions, its settings and who is in it.
+    pub job: Arc<dyn Job>,
+    /// The transport to where it is aggregated.
+    pub device: Arc<dyn Device>,
+    /// Bytes that went through this process.
+    pub traffic: Arc<Traffic>,
+    /// `__metadata__` of the file it came from.
+    pub metadata: BTreeMap<String, String>,
+    /// Why the last call of the mount's own learner failed, whether it is in the job or not.
+    pub own_refusal: Arc<LastRefusal>,
+    /// Name of the mount's own learner, which joins when it is first needed.
+    pub own_name: String,
+    /// The connection to where it is aggregated.
+    pub(super) channel: Arc<dyn Channel>,
+    learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
+    /// Held while the mount's own learner joins.
+    joining: Mutex<()>,
+}
+
+impl Model {
+    /// A model over its job, reached by `device`. `own_name` is what the mount's own learner is called: mounts that
+    /// share a job need different ones.
+    ///
+    /// # Errors
+    /// When the device does not connect.
+    pub fn new(
+        name: String,
+        job: Arc<dyn Job>,
+        device: Arc<dyn Device>,
+        metadata: BTreeMap<String, String>,
+        own_name: String,
+    ) -> CallResult<Model> {
+        Ok(Model {
+            name,
+            layout: Arc::clone(job.layout()),
+            channel: device.connect()?,
+            device,
+            job,
+            traffic: Arc::default(),
+            metadata,
+            own_refusal: Arc::default(),
+            own_name,
+            learners: Mutex::default(),
+            joining: Mutex::default(),
+        })
+    }
+
+    /// Longest wait for a version, or for a commit.
+    pub fn timeout(&self) -> Duration {
+        self.job.controls().timeout
+    }
+
+    /// How long to wait for the answer to what is answered at once, unless the job is out of reach.
+    pub fn prompt(&self) -> Duration {
+        self.timeout().clamp(Duration::from_secs(1), PROMPT)
+    }
+
+    /// Learners in the job, by number.
+    pub fn learners(&self) -> Vec<Arc<Learner>> {
+        self.learners.lock().values().cloned().collect()
+    }
+
+    /// The learner with this number.
+    ///
+    /// # Errors
+    /// ENOENT when it is not in the job.
+    pub fn learner(&self, id: LearnerId) -> CallResult<Arc<Learner>> {
+        self.learners.lock().get(&id).cloned().ok_or_else(CallError::not_found)
+    }
+
+    /// The learner of this name, if it is in the job.
+    pub fn learner_named(&self, name: &str) -> Option<Arc<Learner>> {
+        self.learners.lock().values().find(|learner| learner.name == name).cloned()
+    }
+
+    /// The mount's own learner, if it is in the job.
+    pub fn own_learner(&self) -> Option<Arc<Learner>> {
+        self.learner_named(&self.own_name).filter(|learner| self.job.has_learner(learner.id))
+    }
+
+    /// A learner joins, for `owner`. Waits for the job's answer.
+    ///
+    /// # Errors
+    /// EEXIST for a name in use, EDQUOT when the job is full, ENOMEM.
+    pub fn join(&self, name: &str, owner: Option<(u32, u32)>) -> CallResult<Arc<Learner>> {
+        let reply = request(&*self.channel, Message::Join { name: name.to_owned() }, self.prompt())?;
+        let Reply::Joined { learner: id, incarnation } = reply else {
+            return Err(CallError::new(libc::EIO, "the shard did not answer the join"));
+        };
+        if id.0 >= MAX_JOINS {
+            self.send_leave(id, LeaveReason::Asked);
+            return Err(CallError::new(
+                libc::EDQUOT,
+                format!("{MAX_JOINS} learners have joined: mount again"),
+            ));
+        }
+        let contributor = Contributor::new(
+            id,
+            incarnation,
+            Arc::clone(&self.layout),
+            Arc::clone(&self.device),
+            Arc::clone(&self.channel),
+            Arc::clone(&self.traffic),
+        )
+        .inspect_err(|_| self.send_leave(id, LeaveReason::Asked))?;
+        let refusal = if name == self.own_name { Arc::clone(&self.own_refusal) } else { Arc::default() };
+        let job = Arc::clone(&self.job);
+        let learner = Arc::new(Learner::new(name.to_owned(), contributor, job, owner, refusal));
+        self.learners.lock().insert(id, Arc::clone(&learner));
+        tracing::info!(model = self.name, learner = name, "joined");
+        Ok(learner)
+    }
+
+    /// The mount's own learner, joining if it is not in the job. Waits for the job's answer then.
+    ///
+    /// # Errors
+    /// As [`Self::join`].
+    pub fn join_own(&self) -> CallResult<Arc<Learner>> {
+        // Several programs may need it for the first time at once.
+        let _joining = self.joining.lock();
+        if let Some(learner) = self.own_learner() {
+            return Ok(learner);
+        }
+        if let Some(gone) = self.learner_named(&self.own_name) {
+            // Its lease is over, and the word of it still under way.
+            self.learners.lock().remove(&gone.id);
+        }
+        self.join(&self.own_name, None)
+    }
+
+    /// A learner leaves the job. Waits for the job's answer.
+    ///
+    /// # Errors
+    /// ENOENT when it is not in it.
+    pub fn leave(&self, id: LearnerId, reason: LeaveReason) -> CallResult<()> {
+        request(&*self.channel, Message::Leave { learner: id, reason }, self.prompt())?;
+        Ok(())
+    }
+
+    /// A learner leaves the job, whenever the job hears of it.
+    pub fn send_leave(&self, learner: LearnerId, reason: LeaveReason) {
+        self.channel.send(Message::Leave { learner, reason }, PROMPT, Box::new(|_| {}));
+    }
+
+    /// The job says that a learner is out of it. Returns the learner, unless that was known.
+    pub fn left(&self, id: LearnerId, reason: LeaveReason) -> Option<Arc<Learner>> {
+        let learner = self.learners.lock().remove(&id)?;
+        match reason {
+            LeaveReason::Asked => tracing::info!(model = self.name, learner = learner.name, "left"),
+            _ => tracing::warn!(model = self.name, learner = learner.name, "out of the job: {reason}"),
+        }
+        Some(learner)
+    }
+}

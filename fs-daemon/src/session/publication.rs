@@ -1,0 +1,126 @@
+//! Whole new weights: what is written becomes a version at the commit, all at once; the rest keeps its value.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use libmodelio::publisher::Publisher;
+use parking_lot::Mutex;
+
+use super::contribution::Withdraw;
+use super::error::{CallError, CallResult, Done};
+use super::explained::explained;
+use super::file_headers::refuse_header;
+use super::model::Model;
+
+/// Weights that are being written. After each commit the next write begins anew.
+pub struct Publication {
+    model: Arc<Model>,
+    publisher: Mutex<Option<Arc<Publisher>>>,
+    /// The next commit takes all bytes or nothing.
+    whole: AtomicBool,
+}
+
+impl Publication {
+    /// Begins one.
+    ///
+    /// # Errors
+    /// EACCES where weights may not be written now, ENOMEM.
+    pub fn open(model: &Arc<Model>) -> CallResult<Publication> {
+        let publisher = Mutex::new(Some(publisher(model)?));
+        Ok(Publication { model: Arc::clone(model), publisher, whole: AtomicBool::new(false) })
+    }
+
+    /// Whether something was written since the last commit.
+    pub fn is_open(&self) -> bool {
+        self.publisher.lock().as_ref().is_some_and(|publisher| publisher.is_open())
+    }
+
+    /// The coming commit is to take all bytes or nothing, if it has not begun to take some.
+    pub fn must_be_whole(&self) {
+        if self.publisher.lock().as_ref().is_some_and(|publisher| !publisher.is_open()) {
+            self.whole.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Writes. Bytes may be written again until the commit.
+    ///
+    /// # Errors
+    /// EFBIG past the end, EINVAL while a commit runs; EACCES and ENOMEM as for [`Self::open`].
+    pub fn write(&self, offset: u64, data: &[u8]) -> CallResult<()> {
+        let publisher = match &mut *self.publisher.lock() {
+            Some(publisher) => Arc::clone(publisher),
+            none => Arc::clone(none.insert(publisher(&self.model)?)),
+        };
+        let written = refuse_header(offset, data)
+            .and_then(|()| publisher.write(offset, data).map_err(|error| explained(&self.model, error)));
+        written.inspect_err(|error| self.model.own_refusal.note(error, true))
+    }
+
+    /// Publishes what was written; `done` hears of it once the version is out.
+    pub fn commit(&self, done: Done<()>) {
+        let publisher = self.publisher.lock().take_if(|publisher| publisher.is_open());
+        let must_be_whole = self.whole.swap(false, Ordering::Relaxed);
+        let (takes, model) = (publisher.is_some(), Arc::clone(&self.model));
+        let is_whole = publisher.as_ref().is_some_and(|publisher| publisher.is_complete());
+        let was_refused = model.own_refusal.is_in_open();
+        let answer = move |outcome: CallResult<()>| {
+            match &outcome {
+                Ok(()) => model.own_refusal.ended(takes),
+                // That not all was written has a reason, which was noted.
+                Err(_) if !is_whole && was_refused => model.own_refusal.ended(false),
+                Err(error) => model.own_refusal.note(error, false),
+            }
+            done(outcome);
+        };
+        let must_be_whole = must_be_whole && !is_whole;
+        match self.check(publisher.as_deref(), must_be_whole) {
+            Err(error) => answer(Err(error)),
+            Ok(()) => match publisher {
+                None => answer(Ok(())),
+                Some(publisher) => {
+                    let model = Arc::clone(&self.model);
+                    publisher.commit(self.model.timeout(), move |result| {
+                        answer(result.map_err(|error| explained(&model, error)));
+                    });
+                }
+            },
+        }
+    }
+
+    /// Whether what was written may become a version. `lacks_bytes`: not all of it is there that must be.
+    fn check(&self, publisher: Option<&Publisher>, lacks_bytes: bool) -> CallResult<()> {
+        if let Some(refused) = publisher.and_then(Publisher::spoiled) {
+            return Err(explained(&self.model, refused));
+        }
+        if lacks_bytes {
+            let size = self.model.layout.size();
+            return Err(CallError::new(
+                libc::EINVAL,
+                format!(
+                    "weights was truncated but not all of its {size} bytes were written; nothing has changed"
+                ),
+            ));
+        }
+        let Some(publisher) = publisher else { return Ok(()) };
+        let written = publisher.written();
+        let mut cuts = written.iter().flat_map(|range| [range.start, range.end]);
+        if let Some(half) = cuts.find(|&cut| self.model.layout.splits_element(cut)) {
+            let message = format!("what was written ends at byte {half}, in the middle of an element");
+            return Err(CallError::new(libc::EINVAL, message));
+        }
+        let finite = self.model.job.check_finite(publisher.buffer(), &written);
+        finite.map_err(|error| explained(&self.model, error))
+    }
+
+    /// What ends the wait for a commit of what is written by now, if something can be.
+    pub fn withdrawal(&self) -> Option<Withdraw> {
+        let publisher = self.publisher.lock().clone()?;
+        Some(Arc::new(move || publisher.withdraw()))
+    }
+}
+
+/// A buffer for a version to come.
+fn publisher(model: &Model) -> CallResult<Arc<Publisher>> {
+    model.job.may_assign()?;
+    Ok(Arc::new(Publisher::new(Arc::clone(&model.channel), model.timeout())?))
+}

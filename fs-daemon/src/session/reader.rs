@@ -1,0 +1,71 @@
+//! Versions as they are read: held open, so that every byte stays what it is, and waited for.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use libmodelio::transport::{Message, Region, Reply};
+use libmodelio::vocabulary::ids::{LearnerId, Version};
+use ps_backend::job::VersionMemory;
+
+use super::error::Done;
+use super::explained::explained;
+use super::model::Model;
+
+/// A pinned version. The pin is given back when the reader is dropped.
+pub struct Reader {
+    model: Arc<Model>,
+    version: Version,
+    memory: Arc<dyn VersionMemory>,
+}
+
+impl Reader {
+    /// Opens `version`; `None` when it is gone.
+    pub fn open(model: &Arc<Model>, version: Version) -> Option<Reader> {
+        if !model.job.pin(version) {
+            return None;
+        }
+        let Some(view) = model.job.get(version) else {
+            model.job.unpin(version, 1);
+            return None;
+        };
+        Some(Reader { model: Arc::clone(model), version, memory: view.memory })
+    }
+
+    /// Opens the newest version.
+    pub fn newest(model: &Arc<Model>) -> Option<Reader> {
+        Reader::open(model, model.job.version())
+    }
+
+    /// A range of its bytes.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn bytes(&self, range: Range<u64>) -> &[u8] {
+        self.memory.bytes(range)
+    }
+
+    /// The memory that holds them.
+    pub fn region(&self) -> &Region {
+        self.memory.region()
+    }
+}
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        self.model.job.unpin(self.version, 1);
+    }
+}
+
+impl Model {
+    /// Waits for a version that holds the last step of `learner`, at most [`Self::timeout`]. `done` gets that version,
+    /// or a newer one.
+    pub fn await_step(self: &Arc<Self>, learner: LearnerId, done: Done<Version>) {
+        let model = Arc::clone(self);
+        let answer = move |reply| match reply {
+            Ok(Reply::Version(version)) => done(Ok(version)),
+            Ok(_) => done(Ok(model.job.version())),
+            Err(error) => done(Err(explained(&model, error))),
+        };
+        self.channel.send(Message::AwaitStep { learner }, self.timeout(), Box::new(answer));
+    }
+}

@@ -1,0 +1,222 @@
+//! Readers, contributions and publications on a shard in this process, with nobody who calls them but the test.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::Version;
+use libmodelio::vocabulary::layout::{DType, ModelLayout};
+use ps_backend::embedded::{EmbeddedShard, InProcess};
+
+use super::contribution::{Contribution, Ending};
+use super::error::{CallError, CallResult, Done};
+use super::learner::Learner;
+use super::model::Model;
+use super::publication::Publication;
+use super::reader::Reader;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const SIZE: u64 = 1 << 16;
+
+/// A model of zeros with these settings.
+fn model(settings: &[(&str, &str)]) -> Arc<Model> {
+    let layout = Arc::new(ModelLayout::blank(SIZE, DType::F32, 64 << 10).unwrap());
+    let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
+    let shard = EmbeddedShard::new(layout, controls, 1).unwrap();
+    shard.initialised().unwrap();
+    let device = Arc::new(InProcess::new(Arc::clone(&shard)));
+    Arc::new(Model::new("m".into(), shard, device, Default::default(), "own".into()).unwrap())
+}
+
+fn contribution(model: &Arc<Model>, learner: &Arc<Learner>) -> Arc<Contribution> {
+    Arc::new(Contribution::open(model, Arc::clone(learner), false, None))
+}
+
+fn done<T: Send + 'static>() -> (Done<T>, Receiver<CallResult<T>>) {
+    let (sender, receiver) = channel();
+    (Box::new(move |outcome| sender.send(outcome).unwrap()), receiver)
+}
+
+/// The outcome of a commit, its error as an errno.
+fn commit(contribution: &Arc<Contribution>, ending: Ending) -> Result<(), i32> {
+    let (done, outcome) = done();
+    contribution.commit(ending, done);
+    outcome.recv_timeout(PATIENCE).expect("an answer").map_err(|error| error.errno)
+}
+
+fn publish(publication: &Publication) -> CallResult<()> {
+    let (done, outcome) = done();
+    publication.commit(done);
+    outcome.recv_timeout(PATIENCE).expect("an answer")
+}
+
+fn await_step(model: &Arc<Model>, learner: &Learner) -> Result<Version, i32> {
+    let (done, outcome) = done();
+    model.await_step(learner.id, done);
+    outcome.recv_timeout(PATIENCE).expect("an answer").map_err(|error| error.errno)
+}
+
+/// The bytes of a model that is `value` throughout.
+fn all(value: f32) -> Vec<u8> {
+    value.to_le_bytes().repeat(SIZE as usize / 4)
+}
+
+fn shows(reader: &Reader, value: f32) -> bool {
+    reader.bytes(0..SIZE) == all(value)
+}
+
+#[test]
+fn a_step_is_in_the_version_that_it_waits_for_and_readers_keep_theirs() {
+    let model = model(&[("reducer", "sum")]);
+    let learner = model.join("a", None).unwrap();
+    let (before, steps) = (Reader::newest(&model).unwrap(), contribution(&model, &learner));
+    assert_eq!(commit(&steps, Ending::Step), Ok(()), "without anything written");
+    for (step, sum) in [(1, 1.5), (2, 3.0)] {
+        let (bytes, middle) = (all(1.5), 1001);
+        steps.write(middle, &bytes[middle as usize..]).unwrap();
+        steps.write(0, &bytes[..middle as usize]).unwrap();
+        assert!(steps.wrote() && learner.is_open());
+        assert_eq!(commit(&steps, Ending::Step), Ok(()));
+        assert!(!steps.wrote() && !learner.is_open());
+        assert_eq!(await_step(&model, &learner), Ok(Version(step)));
+        assert!(shows(&Reader::newest(&model).unwrap(), sum));
+    }
+    assert!(shows(&before, 0.0));
+    assert!(Reader::open(&model, Version(7)).is_none());
+    drop(before);
+    assert!(!model.job.versions().contains(&Version(0)) || model.job.retained().contains(&Version(0)));
+}
+
+#[test]
+fn what_is_aborted_counts_nowhere_and_why_is_kept_until_a_success() {
+    let model = model(&[("reducer", "sum")]);
+    let learner = model.join("a", None).unwrap();
+    let (one, other) = (contribution(&model, &learner), contribution(&model, &learner));
+    one.write(0, &all(1.0)[..8]).unwrap();
+    other.write(8, &all(1.0)[8..16]).unwrap();
+    let why = CallError::new(libc::EIO, "the writer died");
+    assert!(one.abort(&why));
+    assert!(!one.abort(&why), "nothing is open");
+    assert_eq!(learner.refusal.text().as_deref(), Some("the writer died"));
+    assert_eq!(other.write(16, &[0; 4]).unwrap_err().errno, libc::EIO, "it shared what was dropped");
+    assert_eq!(commit(&other, Ending::Close), Err(libc::EIO));
+    one.write(0, &all(2.0)).unwrap_err();
+    assert_eq!(commit(&one, Ending::Step), Err(libc::EIO), "said where it ends, too");
+    one.write(0, &all(2.0)).unwrap();
+    assert_eq!(commit(&one, Ending::Step), Ok(()));
+    assert_eq!(learner.refusal.text(), None);
+    assert!(shows(&Reader::newest(&model).unwrap(), 2.0));
+}
+
+#[test]
+fn all_who_write_as_a_learner_make_one_contribution() {
+    let model = model(&[("reducer", "sum")]);
+    let learner = model.join("a", None).unwrap();
+    let (one, other) = (contribution(&model, &learner), contribution(&model, &learner));
+    let (bytes, half) = (all(1.0), SIZE / 2);
+    one.write(0, &bytes[..half as usize]).unwrap();
+    other.write(half, &bytes[half as usize..]).unwrap();
+    assert_eq!(commit(&other, Ending::Close), Ok(()));
+    assert_eq!(commit(&one, Ending::Close), Ok(()), "the same outcome, once");
+    assert_eq!(model.job.version(), Version(1));
+    assert!(shows(&Reader::newest(&model).unwrap(), 1.0));
+}
+
+#[test]
+fn a_commit_that_waits_in_vain_can_be_tried_again_but_for_a_close() {
+    let model = model(&[("reducer", "sum"), ("learners", "2"), ("timeout", "1")]);
+    let [learner, slow] = ["a", "b"].map(|name| model.join(name, None).unwrap());
+    let (ahead, behind) = (contribution(&model, &learner), contribution(&model, &slow));
+    ahead.write(0, &all(1.0)).unwrap();
+    assert_eq!(commit(&ahead, Ending::Step), Ok(()));
+    behind.write(0, &all(1.0)[..4]).unwrap();
+    assert_eq!(await_step(&model, &learner), Err(libc::ETIMEDOUT));
+    ahead.write(0, &all(1.0)[..4]).unwrap();
+    for _ in 0..2 {
+        assert_eq!(commit(&ahead, Ending::Step), Err(libc::ETIMEDOUT));
+        assert!(ahead.wrote(), "still there");
+    }
+    assert!(learner.refusal.text().unwrap().contains("\"b\""), "{:?}", learner.refusal.text());
+    let start = Instant::now();
+    assert_eq!(commit(&ahead, Ending::Close), Err(libc::ETIMEDOUT));
+    assert!(start.elapsed() < Duration::from_millis(900), "it has waited before");
+    assert!(!ahead.wrote() && !learner.is_open());
+}
+
+#[test]
+fn both_faces_show_the_newest_version_after_each_step() {
+    let model = model(&[("reducer", "sum")]);
+    let own = model.join_own().unwrap();
+    assert!(Arc::ptr_eq(&own, &model.join_own().unwrap()), "it is in the job");
+    let device = Arc::new(Contribution::open(&model, own, false, Reader::newest(&model)));
+    assert!(device.store_mapped(0, &[0]).is_err_and(|error| error.errno == libc::EIO));
+    let before = device.reader().unwrap();
+    device.write(0, &all(0.5)).unwrap();
+    assert!(shows(&device.reader().unwrap(), 0.0), "a step has not ended");
+    assert_eq!(commit(&device, Ending::Step), Ok(()));
+    assert!(shows(&device.reader().unwrap(), 0.5) && shows(&before, 0.0));
+}
+
+#[test]
+fn a_step_ships_the_mapping_where_nothing_was_written() {
+    let model = model(&[("reducer", "sum")]);
+    let learner = model.join("a", None).unwrap();
+    let mapped = Arc::new(Contribution::open(&model, learner, true, None));
+    mapped.store_mapped(0, &all(1.0)).unwrap();
+    assert_eq!(commit(&mapped, Ending::Close), Ok(()));
+    assert_eq!(model.job.version(), Version(0), "a close ships nothing");
+    assert_eq!(commit(&mapped, Ending::Step), Ok(()));
+    assert!(shows(&Reader::newest(&model).unwrap(), 1.0));
+    let mut kept = vec![0; SIZE as usize];
+    mapped.load_mapped(0, &mut kept);
+    assert_eq!(kept, all(1.0));
+}
+
+#[test]
+fn new_weights_are_a_version_all_at_once_or_not_at_all() {
+    let model = model(&[("reducer", "assign")]);
+    let publication = Publication::open(&model).unwrap();
+    publication.must_be_whole();
+    publication.write(0, &all(1.0)[..8]).unwrap();
+    assert_eq!(publish(&publication).unwrap_err().errno, libc::EINVAL, "not whole");
+    assert!(model.own_refusal.text().is_some());
+    publication.write(2, &[1; 4]).unwrap();
+    assert_eq!(publish(&publication).unwrap_err().errno, libc::EINVAL, "half an element");
+    publication.write(0, &f32::NAN.to_le_bytes()).unwrap();
+    assert_eq!(publish(&publication).unwrap_err().errno, libc::EINVAL, "not finite");
+    assert_eq!(publication.write(SIZE, &[0]).unwrap_err().errno, libc::EFBIG);
+    assert_eq!(publication.write(0, b"\x93NUMPY\x01\0v\0{'descr'").unwrap_err().errno, libc::EINVAL);
+    assert_eq!((publication.is_open(), model.job.version()), (false, Version(0)));
+    for value in [1.0, 2.0] {
+        publication.write(0, &all(value)).unwrap();
+        assert!(publication.is_open());
+        publish(&publication).unwrap();
+        assert!(shows(&Reader::newest(&model).unwrap(), value));
+    }
+    assert_eq!(publish(&publication), Ok(()), "without anything written");
+    assert_eq!(model.job.version(), Version(2));
+}
+
+#[test]
+fn weights_are_not_written_under_another_reducer_once_there_is_a_version() {
+    let model = model(&[("reducer", "sum")]);
+    let steps = contribution(&model, &model.join("a", None).unwrap());
+    steps.write(0, &all(1.0)).unwrap();
+    assert_eq!(commit(&steps, Ending::Step), Ok(()));
+    assert!(Publication::open(&model).is_err_and(|error| error.errno == libc::EACCES));
+}
+
+#[test]
+fn a_learner_whose_users_have_ended_is_not_waited_for_beyond_linger() {
+    let model = model(&[("reducer", "sum"), ("learners", "2"), ("linger", "0")]);
+    let [stays, goes] = ["a", "b"].map(|name| model.join(name, None).unwrap());
+    let (steps, left) = (contribution(&model, &stays), contribution(&model, &goes));
+    goes.user_came();
+    left.closed();
+    goes.user_ended();
+    steps.write(0, &all(1.0)).unwrap();
+    assert_eq!(commit(&steps, Ending::Step), Ok(()));
+    assert_eq!(await_step(&model, &stays), Ok(Version(1)));
+    assert!(!model.job.has_learner(goes.id));
+}
