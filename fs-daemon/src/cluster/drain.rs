@@ -8,16 +8,14 @@ mod coordinators;
 
 use std::time::{Duration, Instant};
 
-use libmodelio::admin::AdminPeer;
 use libmodelio::registry::{Registry, RegistryError, RemoteRegistry};
-use libmodelio::wire::{Fate, Held, Message, ModelRecord, ShardRecord};
-use serde_json::Value;
+use libmodelio::wire::{Fate, Held, ModelRecord, ShardRecord};
 
 use super::interrupt::Interrupt;
 use super::{deadline, maybe_unheard, registry, registry_error};
 use crate::config::cluster::{DrainConfig, ShardName};
 use crate::error::Error;
-use coordinators::{ask_coordinator, stop_move};
+use coordinators::{ask_coordinator, status_of, stop_move};
 
 /// What another move, or a change of the coordinator, has kept from being done is asked for again after this time.
 const AGAIN: Duration = Duration::from_millis(300);
@@ -300,15 +298,6 @@ fn models_on(table: &impl Registry, shard: &ShardRecord) -> Result<Vec<ModelReco
 
 fn owns(record: &ModelRecord, shard: &ShardRecord) -> bool {
     record.owners.iter().any(|(owner, _)| *owner == shard.shard)
-}
-
-fn status_of(address: &str) -> Option<Value> {
-    let asked = AdminPeer::connect(address, deadline())
-        .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));
-    match asked {
-        Ok((Message::Text, text)) => serde_json::from_slice(&text).ok(),
-        _ => None,
-    }
 }
 
 fn serves_registry(shard: &ShardRecord) -> bool {

@@ -1,4 +1,4 @@
-//! Asking the coordinator of a model to move it off a shard, or to stop that.
+//! Asking the coordinator of a model to move it off a shard, or to stop that, and any shard how it is.
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
+use serde_json::Value;
 
-use super::{deadline, status_of};
+use crate::cluster::deadline;
 use crate::cluster::interrupt::Interrupt;
 use crate::cluster::status::moving;
 use crate::config::cluster::DrainConfig;
@@ -117,5 +118,15 @@ fn show(progress: &Progress, record: &ModelRecord, coordinator: &ShardRecord) {
     if let Some(said) = moving(&model["coordinator"]) {
         let of = |key: &str| model["coordinator"]["moving"][key].as_u64().unwrap_or_default();
         progress.set(of("blocks"), of("of"), format!("{} {said}", record.name));
+    }
+}
+
+/// What a shard says of itself, if it answers.
+pub fn status_of(address: &str) -> Option<Value> {
+    let asked = AdminPeer::connect(address, deadline())
+        .and_then(|mut peer| peer.request(&Message::Status, &[], deadline()));
+    match asked {
+        Ok((Message::Text, text)) => serde_json::from_slice(&text).ok(),
+        _ => None,
     }
 }
