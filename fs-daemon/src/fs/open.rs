@@ -28,33 +28,16 @@ pub enum Way {
     Cached,
 }
 
-/// The parts of open(2)'s flags that matter here.
-#[derive(Clone, Copy, Debug)]
-struct Flags {
-    read: bool,
-    write: bool,
-    append: bool,
-    nonblocking: bool,
-}
-
-impl Flags {
-    fn new(flags: i32) -> Flags {
-        let mode = flags & libc::O_ACCMODE;
-        Flags {
-            read: mode != libc::O_WRONLY,
-            write: mode != libc::O_RDONLY,
-            append: flags & libc::O_APPEND != 0,
-            nonblocking: flags & libc::O_NONBLOCK != 0,
-        }
-    }
-}
-
 /// One open(2), which may have to wait.
 pub struct OpenRequest {
     node: Node,
     /// Of which model; `None` for the mount's own README.
     tree: Option<Arc<ModelTree>>,
-    flags: Flags,
+    reads: bool,
+    writes: bool,
+    appends: bool,
+    /// It must not wait.
+    pub is_nonblocking: bool,
 }
 
 impl OpenRequest {
@@ -66,14 +49,9 @@ impl OpenRequest {
         }
     }
 
-    /// Whether it must not wait.
-    pub fn is_nonblocking(&self) -> bool {
-        self.flags.nonblocking
-    }
-
     /// The learner whose last step must be in the version that it shows.
     pub fn shows_step_of(&self) -> Option<LearnerId> {
-        let (tree, file) = self.file().filter(|_| self.flags.read)?;
+        let (tree, file) = self.file().filter(|_| self.reads)?;
         match file {
             File::LearnerWeights(learner, _) => Some(learner),
             File::Weights(_) | File::Safetensors(_) | File::Tensor(..) | File::Device => {
@@ -85,7 +63,7 @@ impl OpenRequest {
 
     /// Whose contribution it would write into.
     pub fn contributes_as(&self) -> Option<Arc<Learner>> {
-        let (tree, file) = self.file().filter(|_| self.flags.write)?;
+        let (tree, file) = self.file().filter(|_| self.writes)?;
         match file {
             File::Gradients | File::Device => tree.model.learner_named(&tree.model.own_name),
             File::LearnerGradients(id) => tree.model.learner(id).ok(),
@@ -97,10 +75,10 @@ impl OpenRequest {
     pub fn takes_long(&self) -> bool {
         let Some((tree, file)) = self.file() else { return false };
         let is_own = matches!(file, File::Gradients | File::Device);
-        let joins = is_own && self.flags.write && tree.model.own_learner().is_none();
+        let joins = is_own && self.writes && tree.model.own_learner().is_none();
         let is_gradients = matches!(file, File::Gradients | File::LearnerGradients(_));
         let is_ready = |learner: Arc<Learner>| learner.is_mapping_ready();
-        joins || (is_gradients && self.flags.read && !self.contributes_as().is_some_and(is_ready))
+        joins || (is_gradients && self.reads && !self.contributes_as().is_some_and(is_ready))
     }
 
     /// `done`, whose failure is kept where the file's learner shows it, and whose success tells of a version.
@@ -115,7 +93,7 @@ impl OpenRequest {
         match file {
             // Whoever opens the newest version knows of it.
             File::Weights(_) | File::Safetensors(_) | File::LearnerWeights(..) | File::Device
-                if self.flags.read =>
+                if self.reads =>
             {
                 tree.done_when_told(done)
             }
@@ -124,14 +102,14 @@ impl OpenRequest {
     }
 
     fn read_only(&self, what: &str) -> CallResult<()> {
-        match self.flags.write {
+        match self.writes {
             true => Err(CallError::new(libc::EACCES, format!("{what} is read-only"))),
             false => Ok(()),
         }
     }
 
     fn no_append(&self) -> CallResult<()> {
-        if self.flags.append {
+        if self.appends {
             let what = "the file has a fixed size: write at offsets, do not append (> instead of >>)";
             return Err(CallError::new(libc::EINVAL, what));
         }
@@ -139,7 +117,7 @@ impl OpenRequest {
     }
 
     fn writable_contribution(&self) -> CallResult<()> {
-        if !self.flags.write {
+        if !self.writes {
             let what = "gradients is write-only (read weights instead)";
             return Err(CallError::new(libc::EACCES, what));
         }
@@ -158,7 +136,15 @@ impl Fs {
             Node::Model(index, _) => Some(Arc::clone(self.tree(index)?)),
             _ => None,
         };
-        Ok(OpenRequest { node, tree, flags: Flags::new(flags) })
+        let mode = flags & libc::O_ACCMODE;
+        Ok(OpenRequest {
+            node,
+            tree,
+            reads: mode != libc::O_WRONLY,
+            writes: mode != libc::O_RDONLY,
+            appends: flags & libc::O_APPEND != 0,
+            is_nonblocking: flags & libc::O_NONBLOCK != 0,
+        })
     }
 
     /// Opens the file, whatever it has to wait for.
@@ -168,29 +154,32 @@ impl Fs {
     pub fn open(&self, request: &OpenRequest) -> CallResult<(OpenFile, Way)> {
         let Some((tree, file)) = request.file() else {
             request.read_only("README")?;
-            return Ok((OpenFile::Text(self.open_text(request.node, None)?), Way::Direct));
+            return self.open_text_of(request);
         };
         let model = &tree.model;
+        let all = 0..model.layout.size();
         match file {
-            File::Weights(version) if request.flags.write => self.open_publication(request, tree, version),
+            File::Weights(version) if request.writes => self.open_publication(request, tree, version),
             File::Weights(version) | File::RetainedWeights(version) | File::LearnerWeights(_, version) => {
                 request.read_only("this version of weights")?;
                 let reader = Reader::open(model, version).ok_or_else(look_again)?;
                 // Passthrough has no offset: only the flat file is the memory itself.
                 let way = if self.passthrough { Way::Bypass(reader.region().clone()) } else { Way::Cached };
-                let bytes = 0..model.layout.size();
-                Ok((OpenFile::Version(VersionFile { reader, header: Arc::new([]), bytes }), way))
+                Ok((OpenFile::Version(VersionFile { reader, header: Arc::new([]), bytes: all }), way))
             }
             File::Safetensors(version) | File::RetainedSafetensors(version) => {
                 request.read_only("weights.safetensors")?;
+                let reader = Reader::open(model, version).ok_or_else(look_again)?;
                 let header = safetensors_header(model, version);
-                open_cached(tree, version, header, 0..model.layout.size())
+                Ok((OpenFile::Version(VersionFile { reader, header, bytes: all }), Way::Cached))
             }
             File::Tensor(version, index) | File::RetainedTensor(version, index) => {
                 request.read_only("a tensor")?;
                 let index = index as usize;
                 let tensor = model.layout.tensors().get(index).ok_or_else(CallError::not_found)?;
-                open_cached(tree, version, Arc::clone(&tree.npy_headers[index]), tensor.bytes.clone())
+                let reader = Reader::open(model, version).ok_or_else(look_again)?;
+                let (header, bytes) = (Arc::clone(&tree.npy_headers[index]), tensor.bytes.clone());
+                Ok((OpenFile::Version(VersionFile { reader, header, bytes }), Way::Cached))
             }
             File::Gradients => {
                 request.writable_contribution()?;
@@ -200,17 +189,16 @@ impl Fs {
                 request.writable_contribution()?;
                 self.open_gradients(request, tree, model.learner(id)?)
             }
-            File::Device if request.flags.write => {
+            File::Device if request.writes => {
                 request.no_append()?;
                 open_device(request, tree)
             }
             File::Device => {
                 let reader = Reader::newest(model).ok_or_else(CallError::not_found)?;
-                let bytes = 0..model.layout.size();
-                let file = VersionFile { reader, header: Arc::new([]), bytes };
+                let file = VersionFile { reader, header: Arc::new([]), bytes: all };
                 Ok((OpenFile::Version(file), Way::Direct))
             }
-            File::Control(_) => Ok((OpenFile::Text(self.open_text(request.node, Some(tree))?), Way::Direct)),
+            File::Control(_) => self.open_text_of(request),
             File::VersionText
             | File::Status
             | File::RetainedText(_)
@@ -219,10 +207,14 @@ impl Fs {
             | File::Error
             | File::LearnerError(_) => {
                 request.read_only("this file")?;
-                Ok((OpenFile::Text(self.open_text(request.node, Some(tree))?), Way::Direct))
+                self.open_text_of(request)
             }
             _ => Err(CallError::new(libc::EISDIR, "is a directory")),
         }
+    }
+
+    fn open_text_of(&self, request: &OpenRequest) -> CallResult<(OpenFile, Way)> {
+        Ok((OpenFile::Text(self.open_text(request.node, request.tree.as_ref())?), Way::Direct))
     }
 
     fn open_gradients(
@@ -231,7 +223,7 @@ impl Fs {
         tree: &Arc<ModelTree>,
         learner: Arc<Learner>,
     ) -> CallResult<(OpenFile, Way)> {
-        let maps = request.flags.read;
+        let maps = request.reads;
         if maps {
             learner.make_mapping_ready().map_err(|error| CallError::new(libc::ENOMEM, error.to_string()))?;
         } else {
@@ -249,7 +241,7 @@ impl Fs {
         version: Version,
     ) -> CallResult<(OpenFile, Way)> {
         request.no_append()?;
-        if request.flags.read {
+        if request.reads {
             // A file that can be read and written can be mapped, and its mapping would be the version itself.
             return Err(CallError::new(libc::EACCES, "open weights write-only to publish new ones"));
         }
@@ -263,21 +255,10 @@ impl Fs {
     }
 }
 
-/// Opens a part of a version behind a header.
-fn open_cached(
-    tree: &ModelTree,
-    version: Version,
-    header: Arc<[u8]>,
-    bytes: std::ops::Range<u64>,
-) -> CallResult<(OpenFile, Way)> {
-    let reader = Reader::open(&tree.model, version).ok_or_else(look_again)?;
-    Ok((OpenFile::Version(VersionFile { reader, header, bytes }), Way::Cached))
-}
-
 fn open_device(request: &OpenRequest, tree: &Arc<ModelTree>) -> CallResult<(OpenFile, Way)> {
     let learner = tree.model.join_own()?;
     learner.make_staging_ready();
-    let reader = match request.flags.read {
+    let reader = match request.reads {
         true => Some(Reader::newest(&tree.model).ok_or_else(CallError::not_found)?),
         false => None,
     };

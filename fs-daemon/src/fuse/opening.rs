@@ -50,7 +50,7 @@ impl Calls {
                 done(Err(look_again()));
             }
             (LastCommit::In(_), _) => self.open_when_settled(request, tid, done),
-            (LastCommit::Waits, _) if request.is_nonblocking() => {
+            (LastCommit::Waits, _) if request.is_nonblocking => {
                 done(Err(CallError::new(libc::EAGAIN, "the version with your last step is not out yet")));
             }
             (LastCommit::Waits, _) => {
@@ -77,7 +77,7 @@ impl Calls {
         let Some((tree, learner)) = pending.filter(|(_, learner)| self.pending_exits.is_any(*learner)) else {
             return self.open_soon(request, tid, done);
         };
-        if request.is_nonblocking() {
+        if request.is_nonblocking {
             let what = "a program that has ended is still being settled";
             return done(Err(CallError::new(libc::EAGAIN, what)));
         }
