@@ -1,5 +1,5 @@
-//! Lines over a real device (software RDMA will do): frames through rings, payload past them, and what peers do wrong.
-//! Skipped, with the reason, where there is none.
+//! Queue pairs over a real device (software RDMA will do): frames through rings, payload past them, and what peers do
+//! wrong. Skipped, with the reason, where there is none.
 #![cfg(feature = "rdma")]
 
 use std::net::SocketAddr;
@@ -12,7 +12,7 @@ use libmodelio::transport::rdma::verbs::{
     Arena, Chunk, CmChannel, CmEvent, CmId, CmKind, Context, Domain, Notify, Pair, PairLimits, Parameters,
     Poller, Pool, RING, Remote, Rings, VerbsError, Work,
 };
-use libmodelio::transport::rdma::{Endpoint, Line, Mtu, Offer, RdmaOptions};
+use libmodelio::transport::rdma::{Endpoint, Mtu, Offer, QueuePair, RdmaOptions};
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
 use libmodelio::wire::Protocol;
 
@@ -112,21 +112,21 @@ fn bytes_go_both_ways() {
     let endpoint = Endpoint::open(&options()).unwrap();
     let (sender, server) = channel();
     let to = endpoint
-        .listen(at, move |_: &Arc<Line>, peer| {
+        .listen(at, move |_: &Arc<QueuePair>, peer| {
             assert!(peer.is_some());
             Some(Box::new(Pattern::new(DOWN, UP, sender.clone())) as Box<dyn Stream>)
         })
         .unwrap();
     let (sender, client) = channel();
     let begun = Instant::now();
-    endpoint.connect(to, begun + Duration::from_secs(5), 1, move |line| {
-        line.expect("a line");
+    endpoint.connect(to, begun + Duration::from_secs(5), 1, move |queue_pair| {
+        queue_pair.expect("a queue pair");
         Some(Box::new(Pattern::new(UP, DOWN, sender)) as Box<dyn Stream>)
     });
     assert_eq!(hear(&client), "all");
     assert_eq!(hear(&server), "all");
     eprintln!("{} bytes in {:?}", UP + DOWN, begun.elapsed());
-    assert_eq!(endpoint.lines(), 2);
+    assert_eq!(endpoint.connections(), 2);
     endpoint.shut_down(Duration::from_secs(2));
     assert!(hear(&client).starts_with("closed: "));
     assert!(hear(&server).starts_with("closed: "));
@@ -138,24 +138,24 @@ fn agreed(at: SocketAddr, server: Option<u32>, client: Option<u32>) -> [Option<u
         let mtu = bytes.map(|bytes| Mtu::from_bytes(bytes).expect("an MTU"));
         Endpoint::open(&RdmaOptions { mtu, ..options() }).unwrap()
     };
-    let ask = |line: &Arc<Line>| line.mtu().unwrap().map(Mtu::bytes);
+    let ask = |queue_pair: &Arc<QueuePair>| queue_pair.mtu().unwrap().map(Mtu::bytes);
     let (server, client) = (open(server), open(client));
     let (tell, told) = channel();
     let (news, heard) = channel();
     let of_server = (tell.clone(), news.clone());
     let to = server
-        .listen(at, move |line: &Arc<Line>, _| {
-            of_server.0.send((0, ask(line))).unwrap();
+        .listen(at, move |queue_pair: &Arc<QueuePair>, _| {
+            of_server.0.send((0, ask(queue_pair))).unwrap();
             Some(Box::new(Pattern::new(20_000, 20_000, of_server.1.clone())) as Box<dyn Stream>)
         })
         .unwrap();
-    client.connect(to, Instant::now() + Duration::from_secs(5), 0, move |line| {
-        tell.send((1, ask(line.expect("a line")))).unwrap();
+    client.connect(to, Instant::now() + Duration::from_secs(5), 0, move |queue_pair| {
+        tell.send((1, ask(queue_pair.expect("a queue pair")))).unwrap();
         Some(Box::new(Pattern::new(20_000, 20_000, news)) as Box<dyn Stream>)
     });
     let mut found = [None; 2];
     for _ in 0..2 {
-        let (end, mtu) = told.recv_timeout(Duration::from_secs(20)).expect("a line in time");
+        let (end, mtu) = told.recv_timeout(Duration::from_secs(20)).expect("a queue pair in time");
         found[end] = mtu;
     }
     assert_eq!([hear(&heard), hear(&heard)], ["all", "all"]);
@@ -190,8 +190,8 @@ fn nobody_listens() {
     at.set_port(9);
     let endpoint = Endpoint::open(&options()).unwrap();
     let (sender, client) = channel();
-    endpoint.connect(at, Instant::now() + Duration::from_secs(5), 0, move |line| {
-        sender.send(line.map(drop).unwrap_err()).unwrap();
+    endpoint.connect(at, Instant::now() + Duration::from_secs(5), 0, move |queue_pair| {
+        sender.send(queue_pair.map(drop).unwrap_err()).unwrap();
         None
     });
     let why = hear(&client);
@@ -205,8 +205,8 @@ fn who_asks_after_the_end_is_told() {
     endpoint.shut_down(Duration::from_secs(2));
     let begun = Instant::now();
     let (sender, client) = channel();
-    endpoint.connect(at, begun + Duration::from_secs(5), 0, move |line| {
-        sender.send(line.map(drop).unwrap_err()).unwrap();
+    endpoint.connect(at, begun + Duration::from_secs(5), 0, move |queue_pair| {
+        sender.send(queue_pair.map(drop).unwrap_err()).unwrap();
         None
     });
     let why = hear(&client);
@@ -222,15 +222,15 @@ fn a_stream_may_end_what_it_is_served_by() {
     let endpoint = Endpoint::open(&options()).unwrap();
     let (sender, server) = channel();
     let to = endpoint
-        .listen(at, move |_: &Arc<Line>, _| {
+        .listen(at, move |_: &Arc<QueuePair>, _| {
             Some(Box::new(Pattern::new(0, usize::MAX, sender.clone())) as Box<dyn Stream>)
         })
         .unwrap();
     let other = Endpoint::open(&options()).unwrap();
     let held = Arc::clone(&other);
     let (told, ended) = channel();
-    other.connect(to, Instant::now() + Duration::from_secs(5), 0, move |line| {
-        line.expect("a line");
+    other.connect(to, Instant::now() + Duration::from_secs(5), 0, move |queue_pair| {
+        queue_pair.expect("a queue pair");
         // The last one who holds it is on its own thread.
         drop(held);
         told.send("dropped".to_owned()).unwrap();
@@ -355,7 +355,7 @@ fn words_that_nobody_hears_use_nothing_up() {
     }
     let (sender, server) = channel();
     let to = endpoint
-        .listen(at, move |_: &Arc<Line>, _| {
+        .listen(at, move |_: &Arc<QueuePair>, _| {
             Some(Box::new(Pattern::new(20_000, 20_000, sender.clone())) as Box<dyn Stream>)
         })
         .unwrap();
@@ -373,8 +373,8 @@ fn words_that_nobody_hears_use_nothing_up() {
     // Where the shard is quick, each takes no more than wait for it: eight. That is used up in one, if it is.
     assert!(taken > 8 * 8, "{taken} words were taken: too few to use up what waits for them");
     let (news, heard) = channel();
-    endpoint.connect(to, Instant::now() + Duration::from_secs(5), 0, move |line| {
-        line.expect("a line");
+    endpoint.connect(to, Instant::now() + Duration::from_secs(5), 0, move |queue_pair| {
+        queue_pair.expect("a queue pair");
         Some(Box::new(Pattern::new(20_000, 20_000, news)) as Box<dyn Stream>)
     });
     assert_eq!([hear(&heard), hear(&server)], ["all", "all"]);
@@ -390,7 +390,7 @@ fn a_peer_that_leaves_its_memory_is_thrown_out_alone() {
     let expected = Arc::new(AtomicUsize::new(BYTES));
     let of_server = Arc::clone(&expected);
     let to = endpoint
-        .listen(at, move |_: &Arc<Line>, _| {
+        .listen(at, move |_: &Arc<QueuePair>, _| {
             let bytes = of_server.load(Ordering::Relaxed);
             Some(Box::new(Pattern::new(bytes, bytes, sender.clone())) as Box<dyn Stream>)
         })
@@ -423,8 +423,8 @@ fn a_peer_that_leaves_its_memory_is_thrown_out_alone() {
         expected.store(BYTES, Ordering::Relaxed);
         // Meanwhile another one goes on.
         let (news, heard) = channel();
-        endpoint.connect(to, Instant::now() + Duration::from_secs(5), 1, move |line| {
-            line.expect("a line");
+        endpoint.connect(to, Instant::now() + Duration::from_secs(5), 1, move |queue_pair| {
+            queue_pair.expect("a queue pair");
             Some(Box::new(Pattern::new(BYTES, BYTES, news)) as Box<dyn Stream>)
         });
         let work = attack(&stranger);

@@ -1,8 +1,8 @@
 //! Payload between learners and shards, and what of it CPUs copy here: counted where it happens, once a block.
 //!
 //! What counts as a copy lies between the learner's staging memory and the sum that it is added to, or between the
-//! shard's version and the buffer that it is pulled into. Adding up is none, nor is what the kernel copies into and out of
-//! its sockets, or what a program writes into staging memory before it contributes.
+//! shard's version and the buffer that it is pulled into. Adding up is none, nor is what the kernel copies into and
+//! out of its sockets, or what a program writes into staging memory before it contributes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

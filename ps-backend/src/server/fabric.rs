@@ -18,7 +18,9 @@ use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
 use libmodelio::transport::rdma::verbs::{
     Done, Finished, Pool, Registration, Remote as Place, Slot, VerbsError, Work,
 };
-use libmodelio::transport::rdma::{Buffers, Device, DeviceMemory, Endpoint, Line, Placement, RdmaOptions};
+use libmodelio::transport::rdma::{
+    Buffers, Device, DeviceMemory, Endpoint, Placement, QueuePair, RdmaOptions,
+};
 use libmodelio::transport::shm::{MAX_REGIONS, longest_region, longest_sum};
 use libmodelio::transport::stream::{Close, Stream};
 use libmodelio::vocabulary::ids::ClientId;
@@ -63,9 +65,9 @@ impl Rdma {
         let endpoint = Endpoint::over(Device::open_with(options, far)?)?;
         // An iWARP port is a TCP port, and that is taken.
         listen.set_port(port.unwrap_or(if endpoint.device().is_iwarp() { 0 } else { listen.port() }));
-        let accept = move |line: &Arc<Line>, peer: Option<SocketAddr>| -> Option<Box<dyn Stream>> {
+        let accept = move |queue_pair: &Arc<QueuePair>, peer: Option<SocketAddr>| -> Option<Box<dyn Stream>> {
             let address = peer.map_or_else(|| "an RDMA peer".to_owned(), |peer| format!("{peer} (RDMA)"));
-            let end = meets(address, Remote::new(line))?;
+            let end = meets(address, Remote::new(queue_pair))?;
             Some(Box::new(Framed::new(end, Link::default(), AHEAD)))
         };
         let address = endpoint.listen(listen, accept)?;
@@ -89,7 +91,7 @@ impl Rdma {
 
     /// Connections that there are.
     pub(super) fn connections(&self) -> usize {
-        self.endpoint.lines()
+        self.endpoint.connections()
     }
 
     pub(super) fn shut_down(&self, patience: Duration) {
@@ -136,7 +138,7 @@ struct Named {
 
 /// What one connection has in common with a client elsewhere.
 pub(super) struct Remote {
-    line: Arc<Line>,
+    queue_pair: Arc<QueuePair>,
     /// The client's memory, by its numbers.
     regions: HashMap<u32, (Place, u64)>,
     most_bytes: u64,
@@ -168,9 +170,9 @@ struct Granted {
 }
 
 impl Remote {
-    fn new(line: &Arc<Line>) -> Remote {
+    fn new(queue_pair: &Arc<QueuePair>) -> Remote {
         Remote {
-            line: Arc::clone(line),
+            queue_pair: Arc::clone(queue_pair),
             regions: HashMap::new(),
             most_bytes: 0,
             seat: None,
@@ -198,12 +200,12 @@ impl Remote {
         let block = partition.layout().block_size();
         self.most_bytes = longest_region(partition.model_bytes(), block);
         self.seat = Some(rdma.slots(longest_sum(block)).map_err(Refusal::other)?.join(client, link));
-        let shown = partition.shown(self.line.device())?;
+        let shown = partition.shown(self.queue_pair.device())?;
         let Place { address, key } = shown.place(partition.store())?;
         self.shown = Some(shown);
         self.ready.push_back(saying(partition, 0, Message::Directory { address, key }));
         let bytes = block as usize;
-        let granted = match self.line.device().options().placement {
+        let granted = match self.queue_pair.device().options().placement {
             Placement::Dynamic => None,
             Placement::Static => Some(self.grant(bytes).map_err(Refusal::other)?),
             Placement::Auto if bytes > GRANT_UP_TO => None,
@@ -231,7 +233,7 @@ impl Remote {
     }
 
     fn grant(&self, bytes: usize) -> Result<Granted, VerbsError> {
-        let chunk = self.line.device().payload_arena().take(bytes * GRANTED)?;
+        let chunk = self.queue_pair.device().payload_arena().take(bytes * GRANTED)?;
         let registration = chunk.open()?;
         let pool = Pool::new(chunk, bytes, false);
         // In order, as the client counts them.
@@ -320,14 +322,14 @@ impl Remote {
         if self.overdue.is_some_and(|at| at <= Instant::now()) {
             link.close(Close::Asked("a plan was given up in mid-block".into()));
         }
-        let (line, room, unheard) = (&self.line, &mut self.room, &mut self.unheard);
+        let (queue_pair, room, unheard) = (&self.queue_pair, &mut self.room, &mut self.unheard);
         let (sum_memory, fetching) = (shown.sum_memory(), &mut self.fetching);
         let (waits, any) = (false, false);
         let mut at_work =
-            AtWork { client, partition, unheard, link, line, seat, sum_memory, fetching, room, waits, any };
+            AtWork { client, partition, unheard, link, queue_pair, seat, sum_memory, fetching, room, waits, any };
         let stand = self.fetches.advance(&mut at_work)?;
         if at_work.any {
-            line.post().map_err(Refusal::other)?;
+            queue_pair.post().map_err(Refusal::other)?;
         }
         if seat.stands(stand) {
             drop(self.fetches.give_back());
@@ -350,7 +352,7 @@ impl Remote {
 
     /// Takes what has come, into slots or sums: all of it, also if something is wrong with some. The first error is told.
     fn take_finished(&mut self, partition: &Arc<Partition>, link: &Link) -> Result<(), Refusal> {
-        self.line.take(&mut self.done);
+        self.queue_pair.take(&mut self.done);
         let (mut came, mut outcome) = (0, Ok(()));
         for Finished { token, work } in self.done.drain(..) {
             match work {
@@ -389,8 +391,8 @@ impl Remote {
     /// The connection is over: what was on its way does not come.
     pub(super) fn closed(&mut self, partition: &Arc<Partition>, link: &Link) {
         // Before anybody else may have that memory.
-        self.line.end();
-        self.line.take(&mut self.done);
+        self.queue_pair.end();
+        self.queue_pair.take(&mut self.done);
         self.done.clear();
         self.fetching.drain(..).for_each(|(_, fetching)| partition.not_fetched(fetching, link));
     }
@@ -402,7 +404,7 @@ struct AtWork<'a> {
     partition: &'a Arc<Partition>,
     unheard: &'a mut Unheard,
     link: &'a Link,
-    line: &'a Line,
+    queue_pair: &'a QueuePair,
     seat: &'a Seat,
     sum_memory: &'a Arc<SumMemory>,
     fetching: &'a mut VecDeque<(u64, Fetching)>,
@@ -465,14 +467,14 @@ impl Edge<Named, Slot> for AtWork<'_> {
     }
 
     fn fetch_direct(&mut self, what: &Named) -> Result<bool, Refusal> {
-        if !self.sum_memory.may_be_registered() || self.line.room(1) == 0 {
+        if !self.sum_memory.may_be_registered() || self.queue_pair.room(1) == 0 {
             return Ok(false);
         }
         let registered = |start, len| self.sum_memory.registration_of(start, len);
         let found = self.partition.fetch_direct(self.client, &what.received, self.link, registered);
         let Some((target, registration, fetching)) = found else { return Ok(false) };
         let token = self.fetching.back().map_or(0, |(token, _)| token + 1);
-        match self.line.read_to(token, target, registration, what.from).map_err(Refusal::other) {
+        match self.queue_pair.read_to(token, target, registration, what.from).map_err(Refusal::other) {
             Ok(()) => {
                 self.fetching.push_back((token, fetching));
                 self.any = true;
@@ -486,7 +488,7 @@ impl Edge<Named, Slot> for AtWork<'_> {
     }
 
     fn has_room(&self) -> bool {
-        self.line.room(1) > 0 && self.seat.may_begin()
+        self.queue_pair.room(1) > 0 && self.seat.may_begin()
     }
 
     fn is_pressed(&self) -> bool {
@@ -494,11 +496,11 @@ impl Edge<Named, Slot> for AtWork<'_> {
     }
 
     fn slot(&mut self) -> Option<Slot> {
-        self.seat.take(self.line.connection())
+        self.seat.take(self.queue_pair.connection())
     }
 
     fn fetch(&mut self, what: &Named, slot: Slot) -> Result<(), Refusal> {
-        let read = self.line.read(0, slot, what.len, what.from, false);
+        let read = self.queue_pair.read(0, slot, what.len, what.from, false);
         read.map_err(|(error, _)| Refusal::other(error))?;
         self.seat.began();
         self.any = true;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::client::{Client, ClientOptions};
 use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
-use libmodelio::transport::rdma::{Endpoint, Line};
+use libmodelio::transport::rdma::{Endpoint, QueuePair};
 use libmodelio::transport::stream::Close;
 use libmodelio::wire::{Limits, Message, Protocol, Received};
 
@@ -83,7 +83,7 @@ fn a_shard_that_lies_harms_no_client() {
         ),
         ("a slot that was not granted", ((1 << 32) + 5, Message::Done), "request 4294967301 was not asked"),
     ] {
-        let listened = endpoint.listen(SocketAddr::new(at.ip(), 0), move |_: &Arc<Line>, _| {
+        let listened = endpoint.listen(SocketAddr::new(at.ip(), 0), move |_: &Arc<QueuePair>, _| {
             let liar = Liar { lie: lie.clone(), link: Link::default(), silence: None };
             Some(Box::new(Framed::new(liar, Link::default(), 512)))
         });

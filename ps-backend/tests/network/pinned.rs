@@ -209,8 +209,8 @@ fn hold(endpoint: &Endpoint, world: &World, version: Version) {
     let said: Vec<u8> =
         frames.iter().flat_map(|message| frame(message, 0, record.epoch, &[]).unwrap()).collect();
     let before = of_shard(world).pulled_bytes;
-    endpoint.connect(world.shards()[0].rdma.parse().unwrap(), Instant::now() + LONG, 0, move |line| {
-        line.expect("a line");
+    endpoint.connect(world.shards()[0].rdma.parse().unwrap(), Instant::now() + LONG, 0, move |queue_pair| {
+        queue_pair.expect("a queue pair");
         let out = Buffer::zeroed(said.len());
         // SAFETY: it is as long, and nobody else knows it yet.
         unsafe { out.start().copy_from_nonoverlapping(said.as_ptr(), said.len()) };

@@ -314,8 +314,8 @@ fn say(
     let to_send = frames.flat_map(|message| frame(message, 0, record.epoch, &[]).unwrap()).collect();
     let to: SocketAddr = world.shards()[0].rdma.parse().unwrap();
     let (news, heard) = channel();
-    endpoint.connect(to, Instant::now() + LONG, 0, move |line| {
-        line.expect("a line");
+    endpoint.connect(to, Instant::now() + LONG, 0, move |queue_pair| {
+        queue_pair.expect("a queue pair");
         let (out, into) = (Buffer::zeroed(ROOM), Buffer::zeroed(ROOM));
         let receiver = Receiver::new(Limits::MAX);
         Some(Box::new(Raw { out, to_send, sent: 0, into, receiver, news }) as Box<dyn Stream>)
@@ -510,10 +510,10 @@ fn many_come_and_go() {
             }
         }
         let until = Instant::now() + LONG;
-        while endpoint.lines() > 0 && Instant::now() < until {
+        while endpoint.connections() > 0 && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(10));
         }
-        assert_eq!(endpoint.lines(), 0);
+        assert_eq!(endpoint.connections(), 0);
     };
     // What is made for the first ones, and kept.
     come_and_go(AT_ONCE);

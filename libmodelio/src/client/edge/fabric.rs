@@ -17,7 +17,7 @@ use crate::client::core::Part;
 use crate::transport::frames::{Framed, Link};
 use crate::transport::rdma::published::{self, DIRECTORY, ENTRY, Seen};
 use crate::transport::rdma::verbs::{Done, Finished, Pool, Remote as Place, VerbsError, Work};
-use crate::transport::rdma::{Endpoint, Line, Placement};
+use crate::transport::rdma::{Endpoint, Placement, QueuePair};
 use crate::transport::shm::MAX_REGIONS;
 use crate::transport::stream::{Close, Stream, Target};
 use crate::transport::tally::Flow;
@@ -48,7 +48,7 @@ const KIND: u64 = !((1 << 40) - 1);
 
 /// What one connection has in common with a shard elsewhere.
 pub(in crate::client) struct Remote {
-    line: Arc<Line>,
+    queue_pair: Arc<QueuePair>,
     /// The shard's blocks, as they lie in its versions.
     layout: PartitionLayout,
     /// Memory that the shard may fetch from, by where it is.
@@ -97,10 +97,10 @@ struct Batch {
 }
 
 impl Remote {
-    pub(super) fn new(line: &Arc<Line>, layout: PartitionLayout) -> Result<Remote, VerbsError> {
-        let chunk = line.device().arena().take(LOOKS * DIRECTORY)?;
+    pub(super) fn new(queue_pair: &Arc<QueuePair>, layout: PartitionLayout) -> Result<Remote, VerbsError> {
+        let chunk = queue_pair.device().arena().take(LOOKS * DIRECTORY)?;
         Ok(Remote {
-            line: Arc::clone(line),
+            queue_pair: Arc::clone(queue_pair),
             layout,
             shared: HashMap::new(),
             last: 0,
@@ -114,8 +114,8 @@ impl Remote {
     }
 
     /// What it goes over.
-    pub(super) fn line(&self) -> Arc<Line> {
-        Arc::clone(&self.line)
+    pub(super) fn queue_pair(&self) -> Arc<QueuePair> {
+        Arc::clone(&self.queue_pair)
     }
 
     /// The number under which the shard knows `memory`, and what it is to be told if it does not yet.
@@ -129,7 +129,7 @@ impl Remote {
         if self.shared.len() >= MAX_REGIONS {
             return Err(format!("more than {MAX_REGIONS} regions on one connection"));
         }
-        let registration = self.line.device().register(memory).map_err(|error| error.to_string())?;
+        let registration = self.queue_pair.device().register(memory).map_err(|error| error.to_string())?;
         self.last = self.last.wrapping_add(1);
         let Place { address, key: remote_key } = registration.remote();
         self.shared.insert(key, (self.last, Arc::downgrade(memory)));
@@ -153,14 +153,14 @@ impl Remote {
         memory: &Arc<Mapping>,
     ) -> Result<Option<u32>, String> {
         let Some(granted) = &mut self.granted else { return Ok(None) };
-        if self.line.room(1) == 0 {
+        if self.queue_pair.room(1) == 0 {
             return Ok(None);
         }
         let Some(slot) = granted.free.pop() else { return Ok(None) };
         let to = granted.start.at(u64::from(slot) * u64::from(granted.bytes));
-        let placed = self.line.device().register(memory).and_then(|registration| {
-            self.line.write(PUT, piece, registration, to)?;
-            self.line.post()
+        let placed = self.queue_pair.device().register(memory).and_then(|registration| {
+            self.queue_pair.write(PUT, piece, registration, to)?;
+            self.queue_pair.post()
         });
         match placed {
             Ok(()) => Ok(Some(slot)),
@@ -174,8 +174,8 @@ impl Remote {
     /// Whether so many bytes of `memory` are to be placed, and whether they must be.
     pub(super) fn places(&self, len: usize, memory: &Arc<Mapping>) -> (bool, bool) {
         let fits = self.granted.as_ref().is_some_and(|granted| len <= granted.bytes as usize)
-            && self.line.device().register(memory).is_ok();
-        match self.line.device().options().placement {
+            && self.queue_pair.device().register(memory).is_ok();
+        match self.queue_pair.device().options().placement {
             Placement::Static => (fits, fits),
             Placement::Dynamic => (false, false),
             Placement::Auto => (fits && len <= PLACE_UP_TO, false),
@@ -215,8 +215,8 @@ impl Remote {
         let Some(directory) = self.directory else { return Ok(()) };
         let slot = self.looks.take(None).ok_or(VerbsError::Full(LOOKS))?;
         let entry = directory.at(seen.offset() as u64);
-        self.line.read(CHECK, slot, ENTRY, entry, false).map_err(|(error, _)| error)?;
-        self.line.post()
+        self.queue_pair.read(CHECK, slot, ENTRY, entry, false).map_err(|(error, _)| error)?;
+        self.queue_pair.post()
     }
 
     /// When to look again at the latest.
@@ -242,9 +242,9 @@ impl Shared {
                 Err(error) => return this.without(Shortcut::Rdma, way, part, &format!("{address}: {error}")),
             };
             let number = part + way.number;
-            endpoint.connect(to, Instant::now() + patience, number, move |line| {
-                let line = match line {
-                    Ok(line) => line,
+            endpoint.connect(to, Instant::now() + patience, number, move |queue_pair| {
+                let queue_pair = match queue_pair {
+                    Ok(queue_pair) => queue_pair,
                     Err(why) => {
                         this.without(Shortcut::Rdma, way, part, &why);
                         return None;
@@ -252,7 +252,7 @@ impl Shared {
                 };
                 let remote = this
                     .part_layout(&way, part)
-                    .and_then(|layout| Remote::new(line, layout).map_err(|error| error.to_string()));
+                    .and_then(|layout| Remote::new(queue_pair, layout).map_err(|error| error.to_string()));
                 match remote {
                     Ok(remote) => {
                         let memory = Memory::by_rdma(way.clone(), Box::new(remote));
@@ -292,7 +292,7 @@ impl Shared {
         let Common::Rdma(remote) = &mut memory.common else { return false };
         let Some(directory) = remote.directory else { return false };
         if let Err(error) = self.fetch(&way, part, remote, directory) {
-            remote.line.give_up(&error);
+            remote.queue_pair.give_up(&error);
         }
         remote.pull.by_ring
     }
@@ -313,13 +313,13 @@ impl Shared {
             return Ok(());
         }
         let back = self.back_buffer();
-        if let Some(Err(error)) = back.map(|back| remote.line.device().register_to_fill(&back)) {
+        if let Some(Err(error)) = back.map(|back| remote.queue_pair.device().register_to_fill(&back)) {
             self.pull_by_ring(way, remote, &error);
             return Ok(());
         }
         loop {
             // One more for the look after them.
-            let room = remote.line.room(2).saturating_sub(1).min(BATCH);
+            let room = remote.queue_pair.room(2).saturating_sub(1).min(BATCH);
             if room == 0 || remote.pull.batches.len() >= LOOKS - 1 {
                 return Ok(());
             }
@@ -354,16 +354,16 @@ impl Shared {
             let entry = directory.at(seen.offset() as u64);
             let coming = blocks.len();
             remote.pull.batches.push_back(Batch { seen, blocks, coming });
-            if remote.line.device().is_iwarp() {
+            if remote.queue_pair.device().is_iwarp() {
                 // It cannot wait for the blocks by itself: it is asked when they are here.
-                remote.line.post()?;
+                remote.queue_pair.post()?;
                 continue;
             }
             // There are as many slots as there may be batches, and one.
             let slot = remote.looks.take(None).ok_or(VerbsError::Full(LOOKS))?;
             // Fenced: the device asks for it when it has the blocks, and no sooner.
-            remote.line.read(CHECK, slot, ENTRY, entry, true).map_err(|(error, _)| error)?;
-            remote.line.post()?;
+            remote.queue_pair.read(CHECK, slot, ENTRY, entry, true).map_err(|(error, _)| error)?;
+            remote.queue_pair.post()?;
         }
     }
 
@@ -388,8 +388,8 @@ impl Shared {
         let back = self
             .back_buffer()
             .ok_or_else(|| VerbsError::Broken("the version is not wanted any more".into()))?;
-        let registration = remote.line.device().register_to_fill(&back)?;
-        remote.line.read_to(BLOCK | u64::from(block.0), target, registration, from)
+        let registration = remote.queue_pair.device().register_to_fill(&back)?;
+        remote.queue_pair.read_to(BLOCK | u64::from(block.0), target, registration, from)
     }
 
     /// The next block that the core wants of this shard.
@@ -429,7 +429,7 @@ impl Shared {
     pub(in crate::client) fn hear_of_rdma(&self, memory: &mut Memory, link: &Link) -> Option<Instant> {
         let Common::Rdma(remote) = &mut memory.common else { return None };
         let mut done = std::mem::take(&mut remote.done);
-        remote.line.take(&mut done);
+        remote.queue_pair.take(&mut done);
         let any = !done.is_empty();
         for Finished { token, work } in done.drain(..) {
             match (token & KIND, work) {
@@ -458,10 +458,10 @@ impl Shared {
                     let Some(batch) = coming else { continue };
                     batch.coming -= 1;
                     let seen = (batch.coming == 0).then_some(batch.seen);
-                    if let Some(seen) = seen.filter(|_| remote.line.device().is_iwarp())
+                    if let Some(seen) = seen.filter(|_| remote.queue_pair.device().is_iwarp())
                         && let Err(error) = remote.check(&seen)
                     {
-                        remote.line.give_up(&error);
+                        remote.queue_pair.give_up(&error);
                     }
                 }
                 (CHECK, Work::Read { slot, .. }) => {
@@ -499,13 +499,13 @@ impl Shared {
 fn look(remote: &mut Remote, directory: Place) -> Result<(), VerbsError> {
     if remote.pull.looking
         || remote.pull.again.is_some_and(|at| at > Instant::now())
-        || remote.line.room(1) == 0
+        || remote.queue_pair.room(1) == 0
     {
         return Ok(());
     }
     let Some(slot) = remote.looks.take(None) else { return Ok(()) };
-    remote.line.read(LOOK, slot, DIRECTORY, directory, false).map_err(|(error, _)| error)?;
+    remote.queue_pair.read(LOOK, slot, DIRECTORY, directory, false).map_err(|(error, _)| error)?;
     remote.pull.looking = true;
     remote.pull.again = None;
-    remote.line.post()
+    remote.queue_pair.post()
 }

@@ -142,11 +142,11 @@ impl Memory {
             }
             #[cfg(feature = "rdma")]
             Common::Rdma(remote) => {
-                let line = remote.line();
+                let queue_pair = remote.queue_pair();
                 Box::new(move || {
                     // What the device has not read by then, it never reads.
-                    line.end();
-                    line.break_off("memory that was lent is needed back".into());
+                    queue_pair.end();
+                    queue_pair.break_off("memory that was lent is needed back".into());
                 })
             }
         }

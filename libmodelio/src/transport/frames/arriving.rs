@@ -86,8 +86,8 @@ impl Arriving {
         Some((start, incoming))
     }
 
-    /// Where the rest of it goes: [`left`](Self::left) bytes. It is this connection's until the payload is whole, or the
-    /// connection is closed.
+    /// Where the rest of it goes: [`left`](Self::left) bytes. It is this connection's until the payload is whole, or
+    /// the connection is closed.
     pub fn rest(&self) -> Option<*mut u8> {
         let (start, incoming) = self.start()?;
         Some(start.wrapping_add(incoming.got))

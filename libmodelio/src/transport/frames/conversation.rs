@@ -65,8 +65,8 @@ pub trait Conversation: Send {
         Ok(None)
     }
 
-    /// What is said to a peer before the connection is closed, as what it sends is no frame, or does not fit. Nothing by
-    /// default, unless the peer can know better by it: a refusal of its protocol.
+    /// What is said to a peer before the connection is closed, as what it sends is no frame, or does not fit. Nothing
+    /// by default, unless the peer can know better by it: a refusal of its protocol.
     fn last_words(&mut self, refusal: Refusal) -> Option<Outgoing> {
         let protocol = matches!(refusal, Refusal::Protocol { .. });
         protocol.then(|| Outgoing::new(0, Message::Refused(refusal)))

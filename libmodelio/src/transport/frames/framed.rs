@@ -1,5 +1,5 @@
-//! A conversation as a stream of bytes: what is received is read, what is to be said is sent, and when it ends, the last
-//! words are said first.
+//! A conversation as a stream of bytes: what is received is read, what is to be said is sent, and when it ends, the
+//! last words are said first.
 
 use std::time::{Duration, Instant};
 

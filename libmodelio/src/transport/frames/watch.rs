@@ -1,4 +1,5 @@
-//! Deadlines of a connection: the greeting, the longest silence, frames that do not move on, signs of life of this end's.
+//! Deadlines of a connection: the greeting, the longest silence, frames that do not move on, signs of life of this
+//! end's.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
-//! An RDMA endpoint: a device in use, whose connections come about by one thread, which asks for them, is asked for them,
-//! and hears of their ends. What is served on them is its callers' business.
+//! An RDMA endpoint: a device in use, whose connections come about by one thread, which asks for them, is asked for
+//! them, and hears of their ends. What is served on them is its callers' business.
 //!
 //! | module | holds |
 //! |---|---|
@@ -25,9 +25,9 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
 use super::device::Device;
-use super::line::Line;
 use super::options::RdmaOptions;
 use super::pollers::Pollers;
+use super::queue_pair::QueuePair;
 use super::verbs::{CmChannel, Notify, VerbsError};
 use crate::transport::stream::Stream;
 use maker::{Maker, PORTS};
@@ -66,7 +66,7 @@ impl Endpoint {
             commands: Arc::new(Mutex::new(Some(sender))),
             wake: Arc::new(wake.map_err(start)?),
             over: Arc::new(AtomicBool::new(false)),
-            lines: Arc::new(AtomicUsize::new(0)),
+            connections: Arc::new(AtomicUsize::new(0)),
         };
         let maker = Maker::new(Arc::clone(&device), Arc::clone(&pollers), CmChannel::new()?);
         let manager = Manager::new(maker, &shared, heard);
@@ -82,8 +82,8 @@ impl Endpoint {
     }
 
     /// Connections that there are.
-    pub fn lines(&self) -> usize {
-        self.shared.lines.load(Ordering::Relaxed)
+    pub fn connections(&self) -> usize {
+        self.shared.connections.load(Ordering::Relaxed)
     }
 
     fn command(&self, command: Command) {
@@ -97,14 +97,15 @@ impl Endpoint {
         }
     }
 
-    /// Takes connections: `accept` says what is served on each; `None` hangs up. The address, with the port that was found.
+    /// Takes connections: `accept` says what is served on each; `None` hangs up. The address, with the port that was
+    /// found.
     ///
     /// # Errors
     /// [`VerbsError`].
     pub fn listen(
         &self,
         at: SocketAddr,
-        accept: impl FnMut(&Arc<Line>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send + 'static,
+        accept: impl FnMut(&Arc<QueuePair>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send + 'static,
     ) -> Result<SocketAddr, VerbsError> {
         const PATIENCE: Duration = Duration::from_secs(5);
         let (answer, answered) = channel();
@@ -112,15 +113,15 @@ impl Endpoint {
         answered.recv_timeout(PATIENCE).map_err(|_| VerbsError::Broken("RDMA does not answer".into()))?
     }
 
-    /// Asks for a connection. `then` is called once, on a thread that must not be blocked: it says what is served on the
-    /// line, or hears why there is none, before `deadline` is long over. `number` says which completion queue's thread
-    /// serves it.
+    /// Asks for a connection. `then` is called once, on a thread that must not be blocked: it says what is served on
+    /// the queue pair, or hears why there is none, before `deadline` is long over. `number` says which completion
+    /// queue's thread serves it.
     pub fn connect(
         &self,
         to: SocketAddr,
         deadline: Instant,
         number: usize,
-        then: impl FnOnce(Result<&Arc<Line>, String>) -> Option<Box<dyn Stream>> + Send + 'static,
+        then: impl FnOnce(Result<&Arc<QueuePair>, String>) -> Option<Box<dyn Stream>> + Send + 'static,
     ) {
         self.command(Command::Connect(Wish { to, deadline, number, ports: PORTS, then: Box::new(then) }));
     }

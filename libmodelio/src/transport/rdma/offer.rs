@@ -1,8 +1,8 @@
 //! What both ends of a connection say of themselves when it begins, as private data of rdma_cm: 24 bytes, documented in
 //! `docs/protocol.md`; and what keeps a shard from taking a connection, which goes the same way.
 
-use super::line::Line;
 use super::options::Mtu;
+use super::queue_pair::QueuePair;
 use super::verbs::{Notify, Remote};
 use crate::wire::Protocol;
 
@@ -92,9 +92,9 @@ impl Lack {
 }
 
 impl Offer {
-    pub(super) fn of(line: &Line, mtu: Option<Mtu>) -> Offer {
+    pub(super) fn of(queue_pair: &QueuePair, mtu: Option<Mtu>) -> Offer {
         let protocol = Protocol::NEWEST.number();
-        Offer { protocol, notify: line.device().notify(), mtu, ring: line.invitation() }
+        Offer { protocol, notify: queue_pair.device().notify(), mtu, ring: queue_pair.invitation() }
     }
 
     /// As it is sent: magic, protocol u16, notice u8, MTU u8, key u32, address u64 from byte 16, little-endian.

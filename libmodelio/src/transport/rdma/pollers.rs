@@ -1,4 +1,5 @@
-//! The threads of completion queues: each serves all lines whose work is reported to its queue, by the loop of a reactor.
+//! The threads of completion queues. Each runs the loop of a reactor, and serves all queue pairs whose work its queue
+//! reports.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -9,17 +10,17 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use parking_lot::Mutex;
 
-use super::line::Line;
-use super::lines::{Expected, Lines};
+use super::assigned::{Assigned, Expected};
 use super::options::Polling;
 use super::pump::Moving;
+use super::queue_pair::QueuePair;
 use super::verbs::Poller;
 use crate::transport::reactor::{Engine, Refused, StillRunning, ThreadState};
 use crate::transport::stream::{Close, Connection, Stream, errno};
 
 struct Thread {
     state: Arc<ThreadState>,
-    lines: Arc<Lines>,
+    assigned: Arc<Assigned>,
     expected: Arc<Expected>,
     running: Mutex<Option<JoinHandle<()>>>,
 }
@@ -37,8 +38,8 @@ impl Pollers {
         for (number, poller) in pollers.iter().enumerate() {
             const LIMIT: usize = 16 << 10;
             let state = Arc::new(ThreadState::new(LIMIT)?);
-            let (lines, expected) = (Arc::<Lines>::default(), Arc::<Expected>::default());
-            let expecting = (Arc::clone(&lines), Arc::clone(&expected));
+            let (assigned, expected) = (Arc::<Assigned>::default(), Arc::<Expected>::default());
+            let expecting = (Arc::clone(&assigned), Arc::clone(&expected));
             let driver = Moving::new(poller, expecting, Arc::clone(&state), polling, flags)?;
             let of_thread = Arc::clone(&state);
             let thread = std::thread::Builder::new().name(format!("rdma-{number}")).spawn(move || {
@@ -47,24 +48,24 @@ impl Pollers {
                 }
             });
             let running = thread.map_err(|error| errno(&error))?;
-            threads.push(Thread { state, lines, expected, running: Mutex::new(Some(running)) });
+            threads.push(Thread { state, assigned, expected, running: Mutex::new(Some(running)) });
         }
         Ok(Pollers(threads))
     }
 
-    /// Where news of a queue's lines are heard.
-    pub(super) fn lines(&self, number: usize) -> &Arc<Lines> {
-        &self.0[number % self.0.len()].lines
+    /// The queue pairs that the thread of a completion queue serves.
+    pub(super) fn assigned(&self, number: usize) -> &Arc<Assigned> {
+        &self.0[number % self.0.len()].assigned
     }
 
-    /// Serves a line, which was entered before.
+    /// Serves a queue pair, which was entered before.
     ///
     /// # Errors
     /// [`Refused`]; then the stream's only call was [`Stream::closed`].
     pub(super) fn serve(
         &self,
         number: usize,
-        line: &Arc<Line>,
+        queue_pair: &Arc<QueuePair>,
         stream: Box<dyn Stream>,
     ) -> Result<Connection, Refused> {
         let thread = &self.0[number % self.0.len()];
@@ -75,8 +76,8 @@ impl Pollers {
             Ok((ours, said)) => {
                 let fd = OwnedFd::from(ours);
                 let known_by = fd.as_raw_fd();
-                thread.expected.lock().insert(known_by, (Arc::clone(line), said));
-                match thread.state.place_known(fd, stream, |connection| line.attach(connection)) {
+                thread.expected.lock().insert(known_by, (Arc::clone(queue_pair), said));
+                match thread.state.place_known(fd, stream, |connection| queue_pair.attach(connection)) {
                     Ok(connection) => return Ok(connection),
                     Err(unserved) => {
                         thread.expected.lock().remove(&known_by);
@@ -85,8 +86,8 @@ impl Pollers {
                 }
             }
         };
-        thread.lines.leave(line);
-        line.end();
+        thread.assigned.leave(queue_pair);
+        queue_pair.end();
         stream.closed(&Close::Asked(format!("RDMA: {refused}").into()));
         Err(refused)
     }

@@ -2,26 +2,27 @@
 //!
 //! A client copies the directory, finds a version's entry in it ([`find`]), copies what it wants of the version's
 //! buffer, and then copies the entry once more. If that still says the same ([`Seen::still_there`]), the bytes are the
-//! version's. If not, the buffer may have been used again meanwhile, and the bytes are worth nothing. The shard takes no
-//! part in any of that, and knows of no reader: nothing is pinned.
+//! version's. If not, the buffer may have been used again meanwhile, and the bytes are worth nothing. The shard takes
+//! no part in any of that, and knows of no reader: nothing is pinned.
 //!
 //! # Why that is enough
-//! An entry has a sequence number that only rises, by one with each change: even while the entry stands, odd while it is
-//! empty or being changed. So no two versions ever have the same slot and sequence number, and what has gone never comes
-//! back.
+//! An entry has a sequence number that only rises, by one with each change: even while the entry stands, odd while it
+//! is empty or being changed. So no two versions ever have the same slot and sequence number, and what has gone never
+//! comes back.
 //! - The shard takes the entry away *before* anybody stores into the version's buffer ([`Directory::retire`]): the
 //!   number becomes odd, and a full fence follows. Whoever finds any byte of a later store in the buffer, and looks at
 //!   the number after that, finds it changed. A release fence would not do: on x86 that is no instruction, because
 //!   stores are seen in their order anyway, but this does not hold for stores past the caches, by which versions are
 //!   made.
-//! - The reader looks at the entry *after* it has the bytes: the second READ of the entry is asked for when those of the
-//!   bytes are complete. READs that are under way together may be carried out in any order, those of one connection too.
+//! - The reader looks at the entry *after* it has the bytes: the second READ of the entry is asked for when those of
+//!   the bytes are complete. READs that are under way together may be carried out in any order, those of one
+//!   connection too.
 //! - The number becomes even last, by a store with release. Whoever finds it even and goes on to the buffer finds all
 //!   that was stored there before [`Directory::publish`].
 //!
-//! A NIC copies word by word, or worse, so that a copy of the directory may have anything in it: half an entry and half
-//! the next one. An entry has a checksum, numbers included, so that such a mixture is taken for none, nor is garbage. If
-//! it is by chance, the second look at the entry finds something else.
+//! A NIC copies word by word, or worse, so that a copy of the directory may have anything in it: half an entry and
+//! half the next one. An entry has a checksum, numbers included, so that such a mixture is taken for none, nor is
+//! garbage. If it is by chance, the second look at the entry finds something else.
 //!
 //! One of the modules that hold `unsafe`: the directory is read while it is written. In this process, all access to it
 //! is by atomics.
@@ -113,8 +114,8 @@ impl Directory {
     }
 
     /// All of `version` lies in `bytes` bytes at `address`, which can be read under `key`, and stays there until it is
-    /// retired. If there are [`ENTRIES`] others, the oldest of all makes way and will not be found, though it stays what
-    /// it is.
+    /// retired. If there are [`ENTRIES`] others, the oldest of all makes way and will not be found, though it stays
+    /// what it is.
     pub fn publish(&mut self, version: Version, address: u64, key: u32, bytes: u64) {
         self.retire(version);
         let oldest = || (0..ENTRIES).min_by_key(|&slot| self.slots[slot].version);

@@ -1,4 +1,4 @@
-//! Moves the bytes of all lines whose work one completion queue reports, to and from their rings.
+//! Moves the bytes of all queue pairs whose work one completion queue reports, to and from their rings.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd};
@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
-use super::line::Line;
-use super::lines::{Expected, Lines};
+use super::assigned::{Assigned, Expected};
 use super::options::Polling;
+use super::queue_pair::QueuePair;
 use super::served::Served;
 use super::verbs::{Completion as News, Poller, VerbsError};
 use crate::transport::reactor::{Completion, Driver, Phase, Port, Readiness, Table, ThreadState};
@@ -26,7 +26,7 @@ const RESTLESS: Duration = Duration::from_millis(20);
 /// The driver of one completion queue.
 pub(super) struct Moving {
     poller: Arc<Poller>,
-    lines: Arc<Lines>,
+    assigned: Arc<Assigned>,
     expected: Arc<Expected>,
     served: HashMap<u32, Served>,
     by_token: HashMap<Token, u32>,
@@ -43,11 +43,10 @@ pub(super) struct Moving {
 }
 
 impl Moving {
-    /// A driver that is told of `poller`'s work, for lines that are entered and expected there. With `flags`, peers write
-    /// flags.
+    /// A driver of `poller`'s queue pairs, those that are assigned or expected there. With `flags`, peers write flags.
     pub fn new(
         poller: &Arc<Poller>,
-        (lines, expected): (Arc<Lines>, Arc<Expected>),
+        (assigned, expected): (Arc<Assigned>, Arc<Expected>),
         thread: Arc<ThreadState>,
         polling: Polling,
         flags: bool,
@@ -57,7 +56,7 @@ impl Moving {
         epoll.add(poller.as_ref().as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, QUEUE))?;
         Ok(Moving {
             poller: Arc::clone(poller),
-            lines,
+            assigned,
             expected,
             served: HashMap::new(),
             by_token: HashMap::new(),
@@ -71,7 +70,7 @@ impl Moving {
         })
     }
 
-    /// The line of a connection, which is known from when it is first used.
+    /// The queue pair of a connection, which is known from when it is first used.
     fn bind(&mut self, token: Token, port: &Port) -> Result<u32, Errno> {
         if self.lost {
             return Err(Errno::EIO);
@@ -79,11 +78,11 @@ impl Moving {
         if let Some(&number) = self.by_token.get(&token) {
             return Ok(number);
         }
-        let (line, said) = self.expected.lock().remove(&port.fd.as_raw_fd()).ok_or(Errno::ENOTCONN)?;
-        let number = line.number();
+        let (queue_pair, said) = self.expected.lock().remove(&port.fd.as_raw_fd()).ok_or(Errno::ENOTCONN)?;
+        let number = queue_pair.number();
         self.epoll.add(&said, EpollEvent::new(EpollFlags::EPOLLRDHUP, u64::from(number)))?;
         self.by_token.insert(token, number);
-        self.served.insert(number, Served::new(line, token, said));
+        self.served.insert(number, Served::new(queue_pair, token, said));
         Ok(number)
     }
 
@@ -96,14 +95,14 @@ impl Moving {
         // What it has to tell nobody asks for any more.
         let _ = self.epoll.delete(self.poller.as_ref().as_fd());
         for served in self.served.values() {
-            served.line.break_off(format!("a completion queue is lost: {error}"));
+            served.queue_pair.break_off(format!("a completion queue is lost: {error}"));
         }
     }
 
     /// Takes what the queue has. True if there was something.
     fn hear(&mut self) -> bool {
         let mut any = false;
-        self.served.values_mut().for_each(|served| served.gone = served.line.is_gone());
+        self.served.values_mut().for_each(|served| served.gone = served.queue_pair.is_gone());
         if self.lost {
             return any;
         }
@@ -122,15 +121,15 @@ impl Moving {
                 {
                     tracing::error!(%error, "a message less is waited for by RDMA");
                 }
-                let Some(line) = news.pair().and_then(|pair| self.lines.get(pair)) else { continue };
-                match line.hear(news) {
+                let Some(queue_pair) = news.pair().and_then(|pair| self.assigned.get(pair)) else { continue };
+                match queue_pair.hear(news) {
                     Ok(true) => {
-                        if let Some(connection) = line.connection() {
+                        if let Some(connection) = queue_pair.connection() {
                             connection.wake();
                         }
                     }
                     Ok(false) => {}
-                    Err(why) => line.break_off(why),
+                    Err(why) => queue_pair.break_off(why),
                 }
             }
             if !more {
@@ -138,13 +137,13 @@ impl Moving {
             }
         }
         if self.flags {
-            let looked: Vec<(Arc<Line>, String)> = self
+            let looked: Vec<(Arc<QueuePair>, String)> = self
                 .served
                 .values()
-                .filter_map(|served| Some((Arc::clone(&served.line), served.line.look().err()?)))
+                .filter_map(|served| Some((Arc::clone(&served.queue_pair), served.queue_pair.look().err()?)))
                 .collect();
-            for (line, why) in looked {
-                line.break_off(why);
+            for (queue_pair, why) in looked {
+                queue_pair.break_off(why);
             }
         }
         if any {
@@ -234,14 +233,14 @@ impl Driver for Moving {
     fn cancel(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         (port.receiving, port.sending) = (Phase::Idle, Phase::Idle);
         // It may not have got as far as to be bound.
-        if let Some((line, _)) = self.expected.lock().remove(&port.fd.as_raw_fd()) {
-            self.lines.leave(&line);
-            line.end();
+        if let Some((queue_pair, _)) = self.expected.lock().remove(&port.fd.as_raw_fd()) {
+            self.assigned.leave(&queue_pair);
+            queue_pair.end();
         }
         if let Some(served) = self.by_token.remove(&token).and_then(|number| self.served.remove(&number)) {
             let _ = self.epoll.delete(&served.said);
-            self.lines.leave(&served.line);
-            served.line.end();
+            self.assigned.leave(&served.queue_pair);
+            served.queue_pair.end();
         }
         Ok(())
     }

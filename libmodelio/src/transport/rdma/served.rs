@@ -1,17 +1,17 @@
-//! One line at work: what its stream wants, and whether its stream has said all.
+//! One queue pair at work: what its stream wants, and whether its stream has said all.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use nix::errno::Errno;
 
-use super::line::Line;
+use super::queue_pair::QueuePair;
 use crate::transport::reactor::{Completion, Op, Phase, Port};
 use crate::transport::stream::Token;
 
-/// One line at work.
+/// One queue pair at work.
 pub(super) struct Served {
-    pub line: Arc<Line>,
+    pub queue_pair: Arc<QueuePair>,
     pub token: Token,
     pub receiving: bool,
     pub sending: bool,
@@ -32,9 +32,9 @@ enum Finished {
 }
 
 impl Served {
-    pub fn new(line: Arc<Line>, token: Token, said: UnixStream) -> Served {
+    pub fn new(queue_pair: Arc<QueuePair>, token: Token, said: UnixStream) -> Served {
         let [receiving, sending, gone] = [false; 3];
-        Served { line, token, receiving, sending, gone, said, finished: Finished::Not }
+        Served { queue_pair, token, receiving, sending, gone, said, finished: Finished::Not }
     }
 
     /// Its stream has said all. False if that is known already.
@@ -48,7 +48,7 @@ impl Served {
 
     /// Tells the peer that all is said.
     fn finish(&mut self) {
-        self.finished = match self.line.finish() {
+        self.finished = match self.queue_pair.finish() {
             Ok(true) => Finished::Told,
             Ok(false) => Finished::Untold,
             Err(error) => {
@@ -64,8 +64,8 @@ impl Served {
             tracing::debug!(%error, "an RDMA connection is over");
             Errno::ECONNRESET
         };
-        if self.line.owes()
-            && let Err(error) = self.line.acknowledge()
+        if self.queue_pair.owes()
+            && let Err(error) = self.queue_pair.acknowledge()
         {
             tracing::debug!(%error, "an RDMA connection is over");
         }
@@ -73,7 +73,7 @@ impl Served {
             self.finish();
         }
         if self.receiving {
-            let result = match self.line.receive(&port.receive, self.gone) {
+            let result = match self.queue_pair.receive(&port.receive, self.gone) {
                 Ok(None) => None,
                 Ok(Some(bytes)) => Some(Ok(bytes)),
                 Err(error) => Some(Err(failed(&error))),
@@ -85,7 +85,7 @@ impl Served {
             }
         }
         if self.sending {
-            let result = match self.line.send(&port.send, self.receiving, self.gone) {
+            let result = match self.queue_pair.send(&port.send, self.receiving, self.gone) {
                 Ok(None) => None,
                 Ok(Some(bytes)) => Some(Ok(bytes)),
                 Err(error) => Some(Err(failed(&error))),
@@ -100,6 +100,6 @@ impl Served {
 
     /// Whether something can be moved.
     pub fn is_possible(&self) -> bool {
-        self.line.possible(self.receiving, self.sending, self.gone)
+        self.queue_pair.possible(self.receiving, self.sending, self.gone)
     }
 }

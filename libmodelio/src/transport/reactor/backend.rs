@@ -1,5 +1,5 @@
-//! Which way a reactor moves bytes: by io_uring, or by plain sockets and epoll where io_uring cannot be used. The choice
-//! is made once, at start, and says why.
+//! Which way a reactor moves bytes: by io_uring, or by plain sockets and epoll where io_uring cannot be used. The
+//! choice is made once, at start, and says why.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,5 +1,5 @@
-//! The loop of a serving thread: it hears what others want, looks at the time, sleeps until something happens, and passes
-//! on what came of it. All that is common to the ways of moving bytes is here and in [`Serving`].
+//! The loop of a serving thread: it hears what others want, looks at the time, sleeps until something happens, and
+//! passes on what came of it. All that is common to the ways of moving bytes is here and in [`Serving`].
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 
 use super::driver::Driver;
+use super::endings::{panic_message, refuse};
 use super::inbox::{Inbox, ThreadState};
-use super::serving::{Serving, panic_message, refuse};
+use super::serving::Serving;
 use crate::transport::stream::Close;
 
 /// The longest sleep without a timer.

@@ -152,8 +152,8 @@ impl ThreadState {
         }
     }
 
-    /// The same for a stream. `known` hears of its connection before the thread does. If it is refused, the stream comes
-    /// back.
+    /// The same for a stream. `known` hears of its connection before the thread does. If it is refused, the stream
+    /// comes back.
     #[cfg(feature = "rdma")]
     pub fn place_known(
         self: &Arc<ThreadState>,

@@ -1,9 +1,9 @@
 //! Reactors: threads that each drive many streams, with io_uring or with plain sockets and epoll.
 //!
-//! A serving thread asks a [`Stream`](super::stream::Stream) where bytes go and which are to be sent, and tells it what came of it. Payload is
-//! received straight into its place and sent straight from it, many pieces at once. Nothing is allocated or copied for an
-//! operation, and a stream that cannot go on holds up no other. Other transports run the same loop with a [`Driver`] of
-//! their own.
+//! A serving thread asks a [`Stream`](super::stream::Stream) where bytes go and which are to be sent, and tells it
+//! what came of it. Payload is received straight into its place and sent straight from it, many pieces at once.
+//! Nothing is allocated or copied for an operation, and a stream that cannot go on holds up no other. Other transports
+//! run the same loop with a driver of their own.
 //!
 //! | module | holds |
 //! |---|---|
@@ -13,12 +13,14 @@
 //! | `timers` | when they are looked at next |
 //! | `inbox` | what a serving thread shares with others |
 //! | `driver` | what the loop asks of a way of moving bytes |
+//! | `endings` | how descriptors end |
 //! | `serving`, `engine` | the loop, the same for all ways |
 //! | `uring`, `epoll` | the two ways for sockets (`uring`: `unsafe`) |
 //! | `handle`, `threads` | what others hold of a reactor, and its threads |
 
 mod backend;
 mod driver;
+mod endings;
 mod engine;
 mod epoll;
 mod handle;

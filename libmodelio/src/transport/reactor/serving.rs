@@ -1,7 +1,6 @@
-//! What a serving thread does for each of its descriptors: it asks the stream what it wants, has a [`Driver`] do it, and
-//! tells the stream what came of it.
+//! What a serving thread does for each of its descriptors: it asks the stream what it wants, has a [`Driver`] do it,
+//! and tells the stream what came of it.
 
-use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -10,6 +9,7 @@ use nix::errno::Errno;
 use socket2::SockRef;
 
 use super::driver::Driver;
+use super::endings::{farewell, panic_message};
 use super::inbox::Arrival;
 use super::port::{Completion, Op, Phase, Readiness};
 use super::table::{Entry, Table};
@@ -355,27 +355,6 @@ impl<D: Driver> Serving<D> {
     }
 }
 
-fn farewell(mut kind: Kind, why: &Close) {
-    let outcome = catch_unwind(AssertUnwindSafe(move || kind.closed(why)));
-    if let Err(panic) = outcome {
-        tracing::error!(panic = panic_message(panic.as_ref()), "a stream panicked when it was closed");
-    }
-}
-
-/// What comes when the thread ends: it is over before it began.
-pub(super) fn refuse(arrival: Arrival) {
-    let Arrival { fd, kind, connection } = arrival;
-    drop(fd);
-    farewell(kind, &Close::ShutDown);
-    connection.state().ended();
-}
-
 fn socket(doing: &'static str, errno: Errno) -> Close {
     Close::Socket { doing, errno }
-}
-
-/// What a panic says.
-pub(super) fn panic_message(panic: &(dyn Any + Send)) -> &str {
-    let text = panic.downcast_ref::<&str>().copied();
-    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
 }

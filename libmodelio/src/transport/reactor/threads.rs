@@ -141,8 +141,8 @@ impl Reactor {
         self.handle.backend()
     }
 
-    /// Closes all connections with [`Close::ShutDown`](crate::transport::stream::Close::ShutDown), waits until the kernel holds none of
-    /// their memory, and joins the threads, for `patience` at most.
+    /// Closes all connections with [`Close::ShutDown`](crate::transport::stream::Close::ShutDown), waits until the
+    /// kernel holds none of their memory, and joins the threads, for `patience` at most.
     ///
     /// # Errors
     /// [`StillRunning`] if a stream's callback does not return, for instance.

@@ -1,5 +1,5 @@
-//! What a descriptor of a serving thread is for: a stream, or something that waits until the descriptor is ready, such as
-//! a connection that is being made, or a listener.
+//! What a descriptor of a serving thread is for: a stream, or something that waits until the descriptor is ready, such
+//! as a connection that is being made, or a listener.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};

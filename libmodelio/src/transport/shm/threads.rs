@@ -1,7 +1,7 @@
 //! The threads of connections over shared memory: each connection has its own.
 //!
-//! Whoever serves a connection works on memory that both ends see, and connections are to do that side by side. A thread
-//! runs the loop of a reactor with a driver that copies to and from the rings and sleeps until a bell rings.
+//! Whoever serves a connection works on memory that both ends see, and connections are to do that side by side. A
+//! thread runs the loop of a reactor with a driver that copies to and from the rings and sleeps until a bell rings.
 
 use std::io;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! Payload where it lies, lent to a connection: memory that it receives into, and memory that it sends from.
 //!
-//! One of the modules that hold `unsafe`: others see that memory, too. [`Target::new`] and [`Piece::new`] say what their
-//! callers promise.
+//! One of the modules that hold `unsafe`: others see that memory, too. [`Target::new`] and [`Piece::new`] say what
+//! their callers promise.
 
 use std::any::Any;
 use std::fmt;

@@ -1,6 +1,6 @@
 //! The seam between what a connection says and how its bytes move: a [`Stream`] is one end of one byte stream, a state
-//! machine without a socket. Whoever drives it asks it where bytes go and which are to be sent: a reactor over TCP, rings
-//! in shared memory, a queue pair, or a test.
+//! machine without a socket. Whoever drives it asks it where bytes go and which are to be sent: a reactor over TCP,
+//! rings in shared memory, a queue pair, or a test.
 //!
 //! Everything here is below the transports and uses none of them.
 //!

@@ -1,8 +1,8 @@
 //! Lists of memory that a driver reads and writes on behalf of a stream. One of the modules that hold `unsafe`.
 //!
-//! Slices are raw because the memory is: blocks of a shared mapping, which no Rust reference may cover while bytes come
-//! in. Who pushes a slice promises what [`ReceiveSlices::push`] and [`SendSlices::push`] ask; everything above can then be
-//! safe.
+//! Slices are raw because the memory is: blocks of a shared mapping, which no Rust reference may cover while bytes
+//! come in. Who pushes a slice promises what [`ReceiveSlices::push`] and [`SendSlices::push`] ask; everything above
+//! can then be safe.
 
 use std::ptr::NonNull;
 
@@ -180,8 +180,8 @@ impl ReceiveSlices {
     /// whichever is first:
     /// - the memory stays allocated and writable, at this address;
     /// - nobody else writes to it, and nobody reads it through a reference; in particular it must not be part of the
-    ///   stream's own fields, which `&mut self` covers: a [`Buffer`](super::Buffer) or a mapping is right, an array in the stream
-    ///   is not;
+    ///   stream's own fields, which `&mut self` covers: a [`Buffer`](super::Buffer) or a mapping is right, an array in
+    ///   the stream is not;
     /// - it may be written from any thread, and more of it than is reported in the end.
     ///
     /// During those calls and until `receive` is called again, no operation is outstanding: all of it is the

@@ -18,8 +18,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 
 impl Handle {
     /// Accepts connections, with `options`, and serves what `factory` makes of them, each on a thread as of
-    /// [`Thread::Any`]. `factory` is called on a thread of the reactor, with the peer's address; `None` hangs up. Closing
-    /// the returned connection stops it.
+    /// [`Thread::Any`]. `factory` is called on a thread of the reactor, with the peer's address; `None` hangs up.
+    /// Closing the returned connection stops it.
     ///
     /// # Errors
     /// [`Refused`]; then the listener is closed.

@@ -8,10 +8,10 @@ use std::time::Instant;
 use nix::errno::Errno;
 
 use crate::transport::rdma::device::Device;
-use crate::transport::rdma::line::Line;
 use crate::transport::rdma::offer::{Lack, Offer};
 use crate::transport::rdma::options::{Mtu, RdmaOptions};
 use crate::transport::rdma::pollers::Pollers;
+use crate::transport::rdma::queue_pair::QueuePair;
 use crate::transport::rdma::verbs::{CmChannel, CmId, Parameters, Remote, Reserved, Rings, VerbsError};
 use crate::wire::Protocol;
 
@@ -38,8 +38,8 @@ impl Maker {
         &self.channel
     }
 
-    /// An identifier that listens. rdma_cm may choose a port that a TCP socket has, which iWARP cannot have, too: then another
-    /// one is tried.
+    /// An identifier that listens. rdma_cm may choose a port that a TCP socket has, which iWARP cannot have, too: then
+    /// another one is tried.
     pub fn listen(&self, at: SocketAddr, token: u64) -> Result<(CmId, SocketAddr), VerbsError> {
         let tries = if at.port() == 0 { PORTS } else { 1 };
         let mut outcome = Err(VerbsError::Broken("it was not tried".into()));
@@ -94,17 +94,17 @@ impl Maker {
     }
 
     /// Asks the peer for a connection whose route is known, to be served by the queue of that number.
-    pub fn connect(&self, cm_id: CmId, number: usize) -> Result<Arc<Line>, VerbsError> {
+    pub fn connect(&self, cm_id: CmId, number: usize) -> Result<Arc<QueuePair>, VerbsError> {
         let rings = self.device.rings()?;
         let reserved = self.device.reserve(number)?;
-        let line = self.line(cm_id, rings, (number, reserved)).map_err(|(error, _)| error)?;
-        let parameters = self.parameters(&line, self.device.options().mtu);
-        line.cm_id().connect(&parameters).inspect_err(|_| self.leave(&line, number))?;
-        Ok(line)
+        let queue_pair = self.queue_pair(cm_id, rings, (number, reserved)).map_err(|(error, _)| error)?;
+        let parameters = self.parameters(&queue_pair, self.device.options().mtu);
+        queue_pair.cm_id().connect(&parameters).inspect_err(|_| self.leave(&queue_pair, number))?;
+        Ok(queue_pair)
     }
 
     /// Takes a connection that the peer asks for, and says which queue serves it; or turns it away.
-    pub fn accept(&mut self, cm_id: CmId, private: &[u8]) -> Option<(Arc<Line>, usize)> {
+    pub fn accept(&mut self, cm_id: CmId, private: &[u8]) -> Option<(Arc<QueuePair>, usize)> {
         let peer = cm_id.peer().map_or_else(|| "an RDMA peer".to_owned(), |peer| peer.to_string());
         let offer = match Offer::decode(private, self.device.notify()) {
             Ok(offer) => offer,
@@ -123,19 +123,19 @@ impl Maker {
             Ok(found) => found,
             Err(error) => return self.turn_away(&cm_id, &peer, &error, Lack::Completions),
         };
-        let line = match self.line(cm_id, rings, (number, reserved)) {
-            Ok(line) => line,
+        let queue_pair = match self.queue_pair(cm_id, rings, (number, reserved)) {
+            Ok(queue_pair) => queue_pair,
             Err((error, cm_id)) => return self.turn_away(&cm_id, &peer, &error, Lack::Other),
         };
-        line.invited(offer.ring);
+        queue_pair.invited(offer.ring);
         let mtu = shorter(offer.mtu, self.device.options().mtu);
-        if let Err(error) = line.cm_id().accept(&self.parameters(&line, mtu), mtu) {
-            self.leave(&line, number);
-            return self.turn_away(line.cm_id(), &peer, &error, Lack::Other);
+        if let Err(error) = queue_pair.cm_id().accept(&self.parameters(&queue_pair, mtu), mtu) {
+            self.leave(&queue_pair, number);
+            return self.turn_away(queue_pair.cm_id(), &peer, &error, Lack::Other);
         }
-        Some((line, number))
+        Some((queue_pair, number))
     }
-    /// Room for one more line on the queue whose turn it is, or on the next that has some.
+    /// Room for one more queue pair, on the completion queue whose turn it is, or on the next that has some.
     fn reserve(&mut self) -> Result<(usize, Reserved), VerbsError> {
         let mut outcome = Err(VerbsError::Broken("there is no completion queue".into()));
         for _ in self.device.pollers() {
@@ -149,27 +149,27 @@ impl Maker {
         outcome
     }
 
-    /// A line whose news the queue of that number hears.
+    /// A queue pair whose news the thread of the completion queue of that number hears.
     #[allow(clippy::result_large_err)] // Seldom.
-    fn line(
+    fn queue_pair(
         &self,
         cm_id: CmId,
         rings: Rings,
         (number, reserved): (usize, Reserved),
-    ) -> Result<Arc<Line>, (VerbsError, CmId)> {
-        let line = Line::new(&self.device, cm_id, rings, reserved)?;
-        self.pollers.lines(number).enter(&line);
-        Ok(line)
+    ) -> Result<Arc<QueuePair>, (VerbsError, CmId)> {
+        let queue_pair = QueuePair::new(&self.device, cm_id, rings, reserved)?;
+        self.pollers.assigned(number).enter(&queue_pair);
+        Ok(queue_pair)
     }
 
-    /// News of a line are passed over.
-    pub fn leave(&self, line: &Line, number: usize) {
-        self.pollers.lines(number).leave(line);
+    /// The thread passes over what else it hears of a queue pair.
+    pub fn leave(&self, queue_pair: &QueuePair, number: usize) {
+        self.pollers.assigned(number).leave(queue_pair);
     }
 
-    fn parameters(&self, line: &Line, mtu: Option<Mtu>) -> Parameters {
+    fn parameters(&self, queue_pair: &QueuePair, mtu: Option<Mtu>) -> Parameters {
         let RdmaOptions { reads, retries, .. } = *self.device.options();
-        Parameters { private: Offer::of(line, mtu).encode().to_vec(), reads, retries }
+        Parameters { private: Offer::of(queue_pair, mtu).encode().to_vec(), reads, retries }
     }
 
     /// Refuses a connection. The peer is told what this end would have taken, and what it lacks.

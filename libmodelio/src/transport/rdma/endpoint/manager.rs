@@ -1,5 +1,5 @@
-//! The thread that makes connections: it hears what is asked of it, what rdma_cm tells of connections, and what is wrong
-//! with the device.
+//! The thread that makes connections: it hears what is asked of it, what rdma_cm tells of connections, and what is
+//! wrong with the device.
 
 use std::collections::HashMap;
 use std::os::fd::AsFd;
@@ -14,12 +14,12 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use super::maker::{Maker, shorter};
 use super::requests::{Command, OVER, Shared, Wish};
 use super::state::State;
-use crate::transport::rdma::line::Line;
 use crate::transport::rdma::offer::{Lack, Offer, Strange};
+use crate::transport::rdma::queue_pair::QueuePair;
 use crate::transport::rdma::verbs::{CmEvent, CmId, CmKind, VerbsError};
 use crate::transport::stream::Stream;
 
-/// Lines that are gone are looked for no more seldom than this. All else wakes the thread, or has a deadline.
+/// Queue pairs that are gone are looked for no more seldom than this. All else wakes the thread, or has a deadline.
 const LOOK: Duration = Duration::from_secs(2);
 /// After a failure that may last.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -166,10 +166,10 @@ impl Manager {
     fn failed(&mut self, token: u64, why: &str) {
         tracing::debug!(token, why, known = self.states.contains_key(&token), "no RDMA connection any more");
         match self.states.remove(&token) {
-            Some(State::Up(line)) => {
-                self.shared.lines.fetch_sub(1, Ordering::Relaxed);
-                if let Some(line) = line.upgrade() {
-                    line.hang_up();
+            Some(State::Up(queue_pair)) => {
+                self.shared.connections.fetch_sub(1, Ordering::Relaxed);
+                if let Some(queue_pair) = queue_pair.upgrade() {
+                    queue_pair.hang_up();
                 }
             }
             Some(listening @ State::Listening { .. }) => {
@@ -184,8 +184,8 @@ impl Manager {
     /// Ends what did not come about.
     fn give_up(&self, state: State, why: &str) {
         match &state {
-            State::Connecting { line, wish } => self.maker.leave(line, wish.number),
-            State::Accepting { line, number, .. } => self.maker.leave(line, *number),
+            State::Connecting { queue_pair, wish } => self.maker.leave(queue_pair, wish.number),
+            State::Accepting { queue_pair, number, .. } => self.maker.leave(queue_pair, *number),
             State::Listening { .. } | State::Resolving { .. } | State::Up(_) => {}
         }
         state.end(why);
@@ -203,7 +203,7 @@ impl Manager {
     fn routed(&mut self, token: u64) {
         let Some(State::Resolving { cm_id, wish }) = self.states.remove(&token) else { return };
         match self.maker.connect(cm_id, wish.number) {
-            Ok(line) => drop(self.states.insert(token, State::Connecting { line, wish })),
+            Ok(queue_pair) => drop(self.states.insert(token, State::Connecting { queue_pair, wish })),
             // The port that rdma_cm has chosen is a TCP socket's, which iWARP cannot have, too.
             Err(VerbsError::Call { errno: Errno::EADDRINUSE, .. }) if wish.ports > 1 => {
                 let token = self.token();
@@ -217,18 +217,18 @@ impl Manager {
     fn requested(&mut self, listener: u64, mut cm_id: CmId, private: &[u8]) {
         let token = self.token();
         cm_id.rename(token);
-        if let Some((line, number)) = self.maker.accept(cm_id, private) {
+        if let Some((queue_pair, number)) = self.maker.accept(cm_id, private) {
             let deadline = Instant::now() + ACCEPTING;
-            self.states.insert(token, State::Accepting { line, deadline, number, listener });
+            self.states.insert(token, State::Accepting { queue_pair, deadline, number, listener });
         }
     }
 
     /// The peer has accepted, and says what is used.
     fn answered(&mut self, token: u64, private: &[u8]) {
-        let Some(State::Connecting { line, .. }) = self.states.get(&token) else { return };
+        let Some(State::Connecting { queue_pair, .. }) = self.states.get(&token) else { return };
         // What else is wrong with its answer is told once the connection is there, and ended.
         let agreed = Offer::decode(private, self.maker.device.notify()).ok().and_then(|offer| offer.mtu);
-        match line.cm_id().establish(shorter(agreed, self.maker.device.options().mtu)) {
+        match queue_pair.cm_id().establish(shorter(agreed, self.maker.device.options().mtu)) {
             Ok(()) => self.established(token, private),
             Err(error) => self.failed(token, &error.to_string()),
         }
@@ -236,30 +236,30 @@ impl Manager {
 
     fn established(&mut self, token: u64, private: &[u8]) {
         match self.states.remove(&token) {
-            Some(State::Connecting { line, wish: Wish { to, number, then, .. } }) => {
+            Some(State::Connecting { queue_pair, wish: Wish { to, number, then, .. } }) => {
                 match Offer::decode(private, self.maker.device.notify()) {
                     Ok(offer) => {
-                        line.invited(offer.ring);
-                        match then(Ok(&line)) {
-                            Some(stream) => self.serve(token, &line, number, stream),
-                            None => self.maker.leave(&line, number),
+                        queue_pair.invited(offer.ring);
+                        match then(Ok(&queue_pair)) {
+                            Some(stream) => self.serve(token, &queue_pair, number, stream),
+                            None => self.maker.leave(&queue_pair, number),
                         }
                     }
                     Err(strange) => {
-                        self.maker.leave(&line, number);
+                        self.maker.leave(&queue_pair, number);
                         drop(then(Err(format!("{to}: {strange}"))));
                     }
                 }
             }
-            Some(State::Accepting { line, number, listener, .. }) => {
-                let peer = line.cm_id().peer();
+            Some(State::Accepting { queue_pair, number, listener, .. }) => {
+                let peer = queue_pair.cm_id().peer();
                 let stream = match self.states.get_mut(&listener) {
-                    Some(State::Listening { accept, .. }) => accept(&line, peer),
+                    Some(State::Listening { accept, .. }) => accept(&queue_pair, peer),
                     _ => None,
                 };
                 match stream {
-                    Some(stream) => self.serve(token, &line, number, stream),
-                    None => self.maker.leave(&line, number),
+                    Some(stream) => self.serve(token, &queue_pair, number, stream),
+                    None => self.maker.leave(&queue_pair, number),
                 }
             }
             Some(other) => {
@@ -269,11 +269,11 @@ impl Manager {
         }
     }
 
-    fn serve(&mut self, token: u64, line: &Arc<Line>, number: usize, stream: Box<dyn Stream>) {
-        match self.maker.pollers.serve(number, line, stream) {
+    fn serve(&mut self, token: u64, queue_pair: &Arc<QueuePair>, number: usize, stream: Box<dyn Stream>) {
+        match self.maker.pollers.serve(number, queue_pair, stream) {
             Ok(_) => {
-                self.shared.lines.fetch_add(1, Ordering::Relaxed);
-                self.states.insert(token, State::Up(Arc::downgrade(line)));
+                self.shared.connections.fetch_add(1, Ordering::Relaxed);
+                self.states.insert(token, State::Up(Arc::downgrade(queue_pair)));
             }
             Err(error) => tracing::warn!(%error, "an RDMA connection is not served"),
         }

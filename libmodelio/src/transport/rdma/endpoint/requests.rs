@@ -9,7 +9,7 @@ use std::time::Instant;
 use nix::sys::eventfd::EventFd;
 use parking_lot::Mutex;
 
-use crate::transport::rdma::line::Line;
+use crate::transport::rdma::queue_pair::QueuePair;
 use crate::transport::rdma::verbs::VerbsError;
 use crate::transport::stream::Stream;
 
@@ -26,13 +26,14 @@ pub(super) struct Shared {
     /// The thread is to end.
     pub over: Arc<AtomicBool>,
     /// Connections that there are.
-    pub lines: Arc<AtomicUsize>,
+    pub connections: Arc<AtomicUsize>,
 }
 
-/// What is served on a line that somebody has asked for.
-pub(super) type Accept = Box<dyn FnMut(&Arc<Line>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send>;
-/// What is served on a line that was asked for, or what becomes of that there is none.
-pub(super) type Then = Box<dyn FnOnce(Result<&Arc<Line>, String>) -> Option<Box<dyn Stream>> + Send>;
+/// Says what is served on a queue pair that a peer has asked for; `None` hangs up.
+pub(super) type Accept =
+    Box<dyn FnMut(&Arc<QueuePair>, Option<SocketAddr>) -> Option<Box<dyn Stream>> + Send>;
+/// Says what is served on a queue pair that was asked for, or hears why there is none.
+pub(super) type Then = Box<dyn FnOnce(Result<&Arc<QueuePair>, String>) -> Option<Box<dyn Stream>> + Send>;
 
 pub(super) enum Command {
     Listen { at: SocketAddr, accept: Accept, answer: Sender<Result<SocketAddr, VerbsError>> },

@@ -4,16 +4,16 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use super::requests::{Accept, Wish};
-use crate::transport::rdma::line::Line;
+use crate::transport::rdma::queue_pair::QueuePair;
 use crate::transport::rdma::verbs::CmId;
 
 /// A connection, as far as it has got.
 pub(super) enum State {
     Listening { _cm_id: CmId, accept: Accept },
     Resolving { cm_id: CmId, wish: Wish },
-    Connecting { line: Arc<Line>, wish: Wish },
-    Accepting { line: Arc<Line>, deadline: Instant, number: usize, listener: u64 },
-    Up(Weak<Line>),
+    Connecting { queue_pair: Arc<QueuePair>, wish: Wish },
+    Accepting { queue_pair: Arc<QueuePair>, deadline: Instant, number: usize, listener: u64 },
+    Up(Weak<QueuePair>),
 }
 
 impl State {
@@ -29,7 +29,7 @@ impl State {
     /// Whether it has not got further in time, or nobody has it any more.
     pub fn is_late(&self, now: Instant) -> bool {
         match self {
-            State::Up(line) => line.strong_count() == 0,
+            State::Up(queue_pair) => queue_pair.strong_count() == 0,
             other => other.deadline().is_some_and(|deadline| now >= deadline),
         }
     }

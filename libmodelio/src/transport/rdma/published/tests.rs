@@ -1,4 +1,5 @@
-//! The directory against a map; copies that are torn or anything at all; buffers that are used again while they are read.
+//! The directory against a map; copies that are torn or anything at all; buffers that are used again while they are
+//! read.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

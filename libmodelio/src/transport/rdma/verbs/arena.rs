@@ -269,8 +269,8 @@ impl Slot {
     ///
     /// # Safety
     /// A slot that peers may write (see [`Chunk::open`]) can change while it is read, if the peer breaks the rules. So
-    /// whoever reads it makes of it numbers only: no lengths, no positions, no branches that memory depends on. All that
-    /// comes of a lie is other numbers.
+    /// whoever reads it makes of it numbers only: no lengths, no positions, no branches that memory depends on. All
+    /// that comes of a lie is other numbers.
     pub unsafe fn bytes(&self, len: usize) -> &[u8] {
         assert!(len <= self.len(), "{len} bytes of a slot of {}", self.len());
         // SAFETY: within the chunk, whose memory lives as long as it does; nobody here writes a slot but its holder,

@@ -30,8 +30,8 @@ pub struct Parameters {
     pub retries: u8,
 }
 
-/// One end of a connection, or what listens: an `rdma_cm_id`. It is destroyed when it is dropped, with its queue pair; that waits until
-/// nobody is reading an event of it, which is a moment.
+/// One end of a connection, or what listens: an `rdma_cm_id`. It is destroyed when it is dropped, with its queue pair;
+/// that waits until nobody is reading an event of it, which is a moment.
 #[derive(Debug)]
 pub struct CmId {
     id: NonNull<sys::rdma_cm_id>,
@@ -90,8 +90,8 @@ impl CmId {
         unsafe { self.id.as_ref().port_num }
     }
 
-    /// Packets come from the GID of that index, or not at all: which one the connection manager takes for an address, of
-    /// RoCE v1 or v2, is its own choice.
+    /// Packets come from the GID of that index, or not at all: which one the connection manager takes for an address,
+    /// of RoCE v1 or v2, is its own choice.
     pub fn must_come_from(&mut self, gid: Option<u32>) {
         self.gid = gid;
     }

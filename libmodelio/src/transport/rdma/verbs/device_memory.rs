@@ -9,7 +9,8 @@ impl Registration {
     /// Registers `len` bytes at `start` of memory that belongs to another device.
     ///
     /// # Errors
-    /// [`VerbsError::OutOfRange`]; [`VerbsError::Call`], where device or kernel cannot, or it is not the other's memory.
+    /// [`VerbsError::OutOfRange`]; [`VerbsError::Call`], where device or kernel cannot, or it is not the other's
+    /// memory.
     pub fn of_device(
         domain: &Arc<Domain>,
         memory: &dyn DeviceMemory,

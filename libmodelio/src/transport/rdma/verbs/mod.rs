@@ -1,18 +1,19 @@
 //! libibverbs and librdmacm: devices, memory, queues and connections, each an object that gives back what it took.
 //!
-//! All calls of these libraries, and all else that is `unsafe` about RDMA, is in this folder, and what it offers is safe,
-//! but for [`Slot::bytes`]. Whoever hands memory to it says so as to any transport, by
-//! [`Piece::new`](crate::transport::stream::Piece::new) and [`Target::new`](crate::transport::stream::Target::new), where its owner is: in
-//! `client/edge`, and in the shard's `part/blocks` and `fabric`. It rests on this:
+//! All calls of these libraries, and all else that is `unsafe` about RDMA, is in this folder, and what it offers is
+//! safe, but for [`Slot::bytes`]. Whoever hands memory to it says so as to any transport, by
+//! [`Piece::new`](crate::transport::stream::Piece::new) and [`Target::new`](crate::transport::stream::Target::new),
+//! where its owner is: in `client/edge`, and in the shard's `part/blocks` and `fabric`. It rests on this:
 //!
 //! * **Objects outlive what is made of them.** Each holds the one that it was made of by an `Arc`, and is destroyed
-//!   when the last holder lets go: a queue pair before its queues, a registration before its protection domain. Contexts
-//!   of devices are librdmacm's and are never closed.
+//!   when the last holder lets go: a queue pair before its queues, a registration before its protection domain.
+//!   Contexts of devices are librdmacm's and are never closed.
 //! * **Memory of work that is posted stays.** Whatever the device may read or write for this end is held, with its
 //!   registration, by the [`Work`] in its queue pair's list until the device reports it, or the queue pair is
 //!   destroyed, upon which the device touches nothing of it any more.
-//! * **Nobody else touches memory that a READ fills**, for that memory comes as a [`Target`](crate::transport::stream::Target), whose
-//!   maker has promised it, or is a piece of an arena that belongs to the work.
+//! * **Nobody else touches memory that a READ fills**, for that memory comes as a
+//!   [`Target`](crate::transport::stream::Target), whose maker has promised it, or is a piece of an arena that belongs
+//!   to the work.
 //! * **Memory that peers write** (rings, granted slots) is never referred to by a Rust reference: it is copied out by
 //!   raw pointers, or handed on under the contract of [`Slot::bytes`]. What a peer writes there at the wrong time
 //!   changes numbers, never lengths or addresses.
@@ -27,7 +28,8 @@
 //! | `receives` | shared receive queues |
 //! | `queue` | completion queues |
 //! | `work` | what a queue pair has its device do |
-//! | `pair` | queue pairs: work that is posted, and what became of it |
+//! | `posted` | the work of a queue pair that is not done yet |
+//! | `pair` | queue pairs: work is posted, and what became of it is told |
 //! | `ring` | bytes that each end writes into the other's memory |
 //! | `cm_id`, `cm_channel`, `cm_event` | connections by rdma_cm, and what happens to them |
 //! | `join` | how their queue pairs get ready |
@@ -41,6 +43,7 @@ mod device_memory;
 mod error;
 mod join;
 mod pair;
+mod posted;
 mod queue;
 mod receives;
 mod registration;

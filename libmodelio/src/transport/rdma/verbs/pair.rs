@@ -4,7 +4,6 @@
 //! is done, too. Not so with iWARP, where a write may be done before a READ that was posted earlier: each piece is
 //! reported there.
 
-use std::collections::VecDeque;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,9 +12,10 @@ use parking_lot::Mutex;
 use rdma_sys as sys;
 
 use super::join::mtu_of;
+use super::posted::Posted;
 use super::queue::Outcome;
 use super::receives::{Receives, nothing};
-use super::work::{Done, Finished, Work};
+use super::work::{Done, Work};
 use super::{CmId, Completion, Poller, Reserved, VerbsError};
 use crate::transport::rdma::Mtu;
 
@@ -33,42 +33,15 @@ pub struct PairLimits {
     pub receives: u32,
 }
 
-struct Sent {
-    number: u64,
-    /// It was reported, where each piece is.
-    done: bool,
-    token: u64,
-    work: Work,
-}
-
 struct State {
-    /// Posted, or about to be, in order.
-    sent: VecDeque<Sent>,
-    /// Of them, those that are not posted yet.
-    waiting: usize,
-    /// The first piece's; and the next one's.
-    first: u64,
-    number: u64,
+    posted: Posted,
+    /// Pieces since one was last to be reported.
     since_report: u32,
     requests: Vec<sys::ibv_send_wr>,
     pieces: Vec<sys::ibv_sge>,
-    finished: Done,
     broken: Option<String>,
     /// It is destroyed, and another one may have its number.
     ended: bool,
-}
-
-/// Work of all queue pairs has numbers of its own, so that late news of one that is gone are not taken for those of another
-/// that got its number: so many bits of them are a queue pair's.
-const WORK_BITS: u32 = 36;
-const MOST_PAIRS: u64 = (1 << (63 - WORK_BITS)) - 1;
-static PAIRS: AtomicU64 = AtomicU64::new(0);
-
-impl State {
-    /// Whether it is work of this queue pair.
-    fn has_posted(&self, number: u64) -> bool {
-        (self.first..self.number).contains(&number)
-    }
 }
 
 // SAFETY: the pointers in `requests` are written just before they are posted, under the lock, and mean nothing after.
@@ -96,7 +69,10 @@ unsafe impl Sync for Pair {}
 
 impl std::fmt::Debug for State {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("State").field("sent", &self.sent.len()).field("broken", &self.broken).finish()
+        f.debug_struct("State")
+            .field("outstanding", &self.posted.len())
+            .field("broken", &self.broken)
+            .finish()
     }
 }
 
@@ -171,16 +147,11 @@ impl Pair {
         let depth = limits.depth;
         // SAFETY: it was just made.
         let number = unsafe { (*raw).qp_num };
-        let first = (PAIRS.fetch_add(1, Ordering::Relaxed) & MOST_PAIRS) << WORK_BITS;
         let state = State {
-            sent: VecDeque::with_capacity(depth as usize),
-            waiting: 0,
-            first,
-            number: first,
+            posted: Posted::new(depth as usize),
             since_report: 0,
             requests: Vec::with_capacity(depth as usize),
             pieces: Vec::with_capacity(depth as usize),
-            finished: Vec::new(),
             broken: None,
             ended: false,
         };
@@ -228,7 +199,7 @@ impl Pair {
 
     /// Pieces of work that it takes just now.
     pub fn room(&self) -> usize {
-        self.limits.depth as usize - self.state.lock().sent.len()
+        self.limits.depth as usize - self.state.lock().posted.len()
     }
 
     /// Why nothing is done any more.
@@ -249,7 +220,7 @@ impl Pair {
         self.poller().take_early(self.number);
         // SAFETY: whoever uses it has the lock and has seen that it is not broken.
         unsafe { self.cm_id.end_pair() };
-        let sent = std::mem::take(&mut state.sent);
+        let sent = state.posted.end();
         drop(state);
         // Whoever waits for a slot of theirs is woken.
         drop(sent);
@@ -274,16 +245,13 @@ impl Pair {
         if let Some(why) = &state.broken {
             return Err((VerbsError::Broken(why.clone()), work));
         }
-        if state.sent.len() >= self.limits.depth as usize {
+        if state.posted.len() >= self.limits.depth as usize {
             return Err((VerbsError::Full(self.limits.depth as usize), work));
         }
         if let Err(error) = work.check() {
             return Err((error, work));
         }
-        let number = state.number;
-        state.number += 1;
-        state.waiting += 1;
-        state.sent.push_back(Sent { number, done: false, token, work });
+        state.posted.add(token, work);
         Ok(())
     }
 
@@ -297,27 +265,28 @@ impl Pair {
         if let Some(why) = &state.broken {
             return Err(VerbsError::Broken(why.clone()));
         }
-        let count = std::mem::take(&mut state.waiting);
+        let State { posted, since_report, requests, pieces, .. } = state;
+        let chain = posted.chain();
+        let count = chain.len();
         if count == 0 {
             return Ok(());
         }
-        state.requests.clear();
-        state.pieces.clear();
-        let first = state.sent.len() - count;
+        requests.clear();
+        pieces.clear();
         let iwarp = self.poller().context().is_iwarp();
-        for (index, sent) in state.sent.iter().skip(first).enumerate() {
-            state.since_report += 1;
+        for (index, (number, work)) in chain.enumerate() {
+            *since_report += 1;
             let every = if iwarp { 1 } else { self.limits.report_every };
-            let report = index + 1 == count || state.since_report >= every;
+            let report = index + 1 == count || *since_report >= every;
             if report {
-                state.since_report = 0;
+                *since_report = 0;
             }
-            let (piece, request) = sent.work.request(sent.number, report, self.limits.inline);
-            state.pieces.push(piece);
-            state.requests.push(request);
+            let (piece, request) = work.request(number, report, self.limits.inline);
+            pieces.push(piece);
+            requests.push(request);
         }
         // Neither list grows any more: what points into them stays true.
-        let (requests, pieces) = (state.requests.as_mut_ptr(), state.pieces.as_mut_ptr());
+        let (requests, pieces) = (requests.as_mut_ptr(), pieces.as_mut_ptr());
         for index in 0..count {
             // SAFETY: both lists have `count` entries.
             unsafe {
@@ -333,8 +302,8 @@ impl Pair {
         }
         let mut bad = ptr::null_mut();
         // SAFETY: the chain is well formed and read during the call only. All memory that its work names is within a
-        // registration, as `Work::check` has seen, and both are held in `sent` until the work is reported, or until the
-        // queue pair is gone. The bytes that go inline are copied during the call.
+        // registration, as `Work::check` has seen, and both are held in `posted` until the work is reported, or until
+        // the queue pair is gone. The bytes that go inline are copied during the call.
         let result = unsafe { sys::ibv_post_send(self.raw, requests, &raw mut bad) };
         if let Err(error) = VerbsError::check_number("posting work", result) {
             // What was posted before the bad one may be done all the same: all is held until the queue pair is gone.
@@ -353,28 +322,8 @@ impl Pair {
     pub fn hear(&self, news: Completion) -> Result<Option<u32>, VerbsError> {
         match news.outcome {
             Outcome::Sent(number) => {
-                let mut state = self.state.lock();
-                let state = &mut *state;
-                if !state.has_posted(number) {
-                    return Ok(None);
-                }
-                let last = match self.poller().context().is_iwarp() {
-                    // A write may be done, and be reported, before a READ that was posted earlier: each tells of itself
-                    // alone. It is held until those before it are done.
-                    true => {
-                        if let Some(sent) = state.sent.iter_mut().find(|sent| sent.number == number) {
-                            sent.done = true;
-                        }
-                        state.sent.iter().take_while(|sent| sent.done).last().map(|sent| sent.number)
-                    }
-                    false => Some(number),
-                };
-                let Some(last) = last else { return Ok(None) };
-                while let Some(sent) = state.sent.pop_front_if(|sent| sent.number <= last) {
-                    if !matches!(sent.work, Work::Ring { .. }) {
-                        state.finished.push(Finished { token: sent.token, work: sent.work });
-                    }
-                }
+                let each = self.poller().context().is_iwarp();
+                self.state.lock().posted.reported(number, each);
                 Ok(None)
             }
             Outcome::Heard(word) => {
@@ -386,7 +335,7 @@ impl Pair {
             Outcome::Strange => Err(VerbsError::Broken("the peer sends what is no word".into())),
             Outcome::Failed { work, why } => {
                 let mut state = self.state.lock();
-                if work.is_some_and(|number| !state.has_posted(number)) {
+                if work.is_some_and(|number| !state.posted.has(number)) {
                     return Ok(None);
                 }
                 // The first one says why; those after it, that they were flushed.
@@ -398,12 +347,12 @@ impl Pair {
 
     /// Takes what is done, in order, to the end of `done`.
     pub fn take(&self, done: &mut Done) {
-        done.append(&mut self.state.lock().finished);
+        self.state.lock().posted.take(done);
     }
 
     /// Whether there is something to take.
     pub fn has_finished(&self) -> bool {
-        !self.state.lock().finished.is_empty()
+        self.state.lock().posted.has_finished()
     }
 }
 

@@ -191,8 +191,8 @@ impl Poller {
         &self.receives
     }
 
-    /// Waits for one message more, after one was taken, where all of its queue pairs wait together: whose it was does not
-    /// matter, and may be gone.
+    /// Waits for one message more, after one was taken, where all of its queue pairs wait together: whose it was does
+    /// not matter, and may be gone.
     ///
     /// # Errors
     /// [`VerbsError::Call`].
@@ -245,8 +245,8 @@ impl Poller {
         self.take(done)
     }
 
-    /// Takes what there is now, to be told by [`Self::poll`]: the queue pair of that number, which ends, may take its news
-    /// along when it is destroyed, and with them how many messages are waited for. They are nobody's from now on.
+    /// Takes what there is now, to be told by [`Self::poll`]: the queue pair of that number, which ends, may take its
+    /// news along when it is destroyed, and with them how many messages are waited for. They are nobody's from now on.
     pub(super) fn take_early(&self, ended: u32) {
         let mut early = self.early.lock();
         // That the queue is lost is told by the next who asks.

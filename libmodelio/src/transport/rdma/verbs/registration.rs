@@ -69,8 +69,8 @@ impl Domain {
         spare.push(what);
     }
 
-    /// Has what is spare give way, and then does it. One after the other, so that nobody is refused what another one has
-    /// just been given.
+    /// Has what is spare give way, and then does it. One after the other, so that nobody is refused what another one
+    /// has just been given.
     fn reclaimed<T>(&self, then: impl FnOnce() -> T) -> T {
         let _alone = self.reclaiming.lock();
         let spare: Vec<_> = self.spare.lock().iter().filter_map(Weak::upgrade).collect();
@@ -90,8 +90,8 @@ impl Drop for Domain {
     }
 }
 
-/// What peers may do with registered memory. This end's device may always write it. What its READs fill is `Local`: with
-/// iWARP, where they are answered by writes of the peer's, peers may write that, too.
+/// What peers may do with registered memory. This end's device may always write it. What its READs fill is `Local`:
+/// with iWARP, where they are answered by writes of the peer's, peers may write that, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Access {
     /// Nothing.
@@ -151,9 +151,9 @@ unsafe impl Send for Registration {}
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// Registers `range` of `memory`; what is [`Spare`] gives way, but not to what this end's READs fill. Whoever lets work be done on it holds the memory, too: see
-    /// [`Mapping::attach`](crate::bytes::mmap::Mapping::attach). Whoever lets peers write it sees to it that nobody here takes it
-    /// for memory that stays as it is.
+    /// Registers `range` of `memory`; what is [`Spare`] gives way, but not to what this end's READs fill. Whoever lets
+    /// work be done on it holds the memory, too: see [`Mapping::attach`](crate::bytes::mmap::Mapping::attach). Whoever
+    /// lets peers write it sees to it that nobody here takes it for memory that stays as it is.
     ///
     /// # Errors
     /// [`VerbsError::Memlock`], [`VerbsError::OutOfRange`], [`VerbsError::Call`].
@@ -171,8 +171,8 @@ impl Registration {
         let (address, len) = (memory.start().as_ptr().wrapping_add(range.start), range.len());
         let register = || {
             let flags = access.flags(domain.context);
-            // SAFETY: the range is mapped and writable. The kernel pins its pages: should the mapping go first, the device
-            // works on pages that nobody else has, until the registration goes, too.
+            // SAFETY: the range is mapped and writable. The kernel pins its pages: should the mapping go first, the
+            // device works on pages that nobody else has, until the registration goes, too.
             let raw = unsafe { sys::ibv_reg_mr(domain.raw(), address.cast(), len, flags) };
             NonNull::new(raw).ok_or_else(|| refused(Errno::last(), len))
         };

@@ -1,5 +1,5 @@
-//! A line: one queue pair with its rings. Frames go through the rings as through any stream; payload goes past them,
-//! by READ and WRITE, straight to and from where it belongs.
+//! A queue pair with its rings, which is one end of a connection by RDMA. Frames go through the rings as through any
+//! stream. Payload goes past them, by READ and WRITE, straight to and from where it belongs.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -16,9 +16,9 @@ use crate::transport::stream::{Close, Connection, Piece, ReceiveSlices, SendSlic
 /// Pieces of work that are kept for the rings.
 const KEPT: usize = 8;
 
-/// One end of a connection by RDMA.
+/// A queue pair with its rings: one end of a connection by RDMA.
 #[derive(Debug)]
-pub struct Line {
+pub struct QueuePair {
     pair: Arc<Pair>,
     talk: Mutex<Talk>,
     /// Where the peer's ring is.
@@ -42,22 +42,22 @@ struct Talk {
     work: Vec<Work>,
 }
 
-impl Line {
-    /// Of a connection that knows its way, with `rings` of the device's, and room that was reserved there. If it cannot be,
-    /// its identifier comes back.
+impl QueuePair {
+    /// Of a connection that knows its way, with `rings` of the device's, and room that was reserved there. If it
+    /// cannot be, its identifier comes back.
     #[allow(clippy::result_large_err)] // Seldom.
     pub(super) fn new(
         device: &Arc<Device>,
         cm_id: CmId,
         rings: Rings,
         reserved: Reserved,
-    ) -> Result<Arc<Line>, (VerbsError, CmId)> {
+    ) -> Result<Arc<QueuePair>, (VerbsError, CmId)> {
         let talk = Mutex::new(Talk { rings, work: Vec::new() });
         let pair = Pair::new(cm_id, reserved, device.limits())?;
         let (peer, connection, broken) = (OnceLock::new(), OnceLock::new(), OnceLock::new());
         let [gone, lacks_room, owes] = [(); 3].map(|()| AtomicBool::new(false));
         let device = Arc::clone(device);
-        Ok(Arc::new(Line { pair, talk, peer, device, gone, connection, lacks_room, owes, broken }))
+        Ok(Arc::new(QueuePair { pair, talk, peer, device, gone, connection, lacks_room, owes, broken }))
     }
 
     /// Where the peer is to write what it says.
@@ -74,7 +74,7 @@ impl Line {
         self.pair.cm_id()
     }
 
-    /// The number of its queue pair.
+    /// Its number, which no other one of the device has.
     pub fn number(&self) -> u32 {
         self.pair.number()
     }
@@ -99,8 +99,8 @@ impl Line {
 
     // What a conversation does with it.
 
-    /// Pieces of work that [`Self::read`] and the like take just now. If fewer than `least`, the conversation is woken when
-    /// it may be otherwise.
+    /// Pieces of work that [`Self::read`] and the like take just now. If fewer than `least`, the conversation is woken
+    /// when it may be otherwise.
     pub fn room(&self, least: usize) -> usize {
         // Before it is looked at, so that what is done meanwhile sees it.
         self.lacks_room.store(true, Ordering::SeqCst);
@@ -237,8 +237,8 @@ impl Line {
         self.talk.lock().rings.look().map_err(|broken| broken.to_string())
     }
 
-    /// Copies what has come, of a peer that may have been `gone` before that was looked at. `Some(0)` is the end, `None`
-    /// nothing.
+    /// Copies what has come, of a peer that may have been `gone` before that was looked at. `Some(0)` is the end,
+    /// `None` nothing.
     pub(crate) fn receive(&self, into: &ReceiveSlices, gone: bool) -> Result<Option<usize>, VerbsError> {
         if self.broken.get().is_some() {
             // It is about to be closed, for that reason and no other.
@@ -265,8 +265,8 @@ impl Line {
         self.say(|rings, work| rings.tell(peer, work))
     }
 
-    /// Sends as much as there is room for. `None` if there is none, or the peer is `gone` and what it has said is yet to be
-    /// read, by who is `receiving`.
+    /// Sends as much as there is room for. `None` if there is none, or the peer is `gone` and what it has said is yet
+    /// to be read, by who is `receiving`.
     pub(crate) fn send(
         &self,
         out: &SendSlices,

@@ -1,0 +1,35 @@
+//! Which queue pairs a thread serves, and which it is to serve.
+
+use std::collections::HashMap;
+use std::os::fd::RawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use parking_lot::{Mutex, RwLock};
+
+use super::queue_pair::QueuePair;
+
+/// The queue pairs that a thread serves, by their numbers.
+#[derive(Default)]
+pub(super) struct Assigned(RwLock<HashMap<u32, Arc<QueuePair>>>);
+
+impl Assigned {
+    /// The thread hears its news from now on.
+    pub(super) fn enter(&self, queue_pair: &Arc<QueuePair>) {
+        self.0.write().insert(queue_pair.number(), Arc::clone(queue_pair));
+    }
+
+    /// The thread passes its news over from now on.
+    pub(super) fn leave(&self, queue_pair: &QueuePair) {
+        self.0.write().remove(&queue_pair.number());
+    }
+
+    /// The one of this number.
+    pub(super) fn get(&self, number: u32) -> Option<Arc<QueuePair>> {
+        self.0.read().get(&number).cloned()
+    }
+}
+
+/// The queue pairs that a thread is to serve, by the descriptor that stands for each. With it is the other end of that
+/// descriptor.
+pub(super) type Expected = Mutex<HashMap<RawFd, (Arc<QueuePair>, UnixStream)>>;

@@ -1,0 +1,103 @@
+//! The work of one queue pair that is not done yet, or not told of, in the order in which it was added.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::work::{Done, Finished, Work};
+
+/// Work of all queue pairs has numbers of its own, so that late news of a queue pair that is gone are not taken for
+/// those of another that got its number: so many bits of them are a queue pair's.
+const WORK_BITS: u32 = 36;
+const MOST_PAIRS: u64 = (1 << (63 - WORK_BITS)) - 1;
+static PAIRS: AtomicU64 = AtomicU64::new(0);
+
+struct Sent {
+    number: u64,
+    /// It was reported, where each piece is.
+    done: bool,
+    token: u64,
+    work: Work,
+}
+
+/// Work, with the memory that the device uses for it.
+pub(super) struct Posted {
+    /// Posted, or about to be, in order.
+    sent: VecDeque<Sent>,
+    /// How many of them are not posted yet.
+    waiting: usize,
+    /// The number of the first piece, and of the next one.
+    first: u64,
+    next: u64,
+    finished: Done,
+}
+
+impl Posted {
+    /// None yet; there is room for `depth` pieces.
+    pub fn new(depth: usize) -> Posted {
+        let first = (PAIRS.fetch_add(1, Ordering::Relaxed) & MOST_PAIRS) << WORK_BITS;
+        Posted { sent: VecDeque::with_capacity(depth), waiting: 0, first, next: first, finished: Vec::new() }
+    }
+
+    /// Pieces that are outstanding.
+    pub fn len(&self) -> usize {
+        self.sent.len()
+    }
+
+    /// Adds a piece, to be posted with the next chain.
+    pub fn add(&mut self, token: u64, work: Work) {
+        self.sent.push_back(Sent { number: self.next, done: false, token, work });
+        self.next += 1;
+        self.waiting += 1;
+    }
+
+    /// The pieces of the next chain, with their numbers. They count as posted from now on.
+    pub fn chain(&mut self) -> impl ExactSizeIterator<Item = (u64, &Work)> {
+        let first = self.sent.len() - std::mem::take(&mut self.waiting);
+        self.sent.range(first..).map(|sent| (sent.number, &sent.work))
+    }
+
+    /// Whether it is work of this queue pair.
+    pub fn has(&self, number: u64) -> bool {
+        (self.first..self.next).contains(&number)
+    }
+
+    /// The device reports a piece: with it, all before it are done; or it alone, if the device reports `each`.
+    pub fn reported(&mut self, number: u64, each: bool) {
+        if !self.has(number) {
+            return;
+        }
+        let last = match each {
+            // A write may be done, and be reported, before a READ that was posted earlier. It is held until those
+            // before it are done.
+            true => {
+                if let Some(sent) = self.sent.iter_mut().find(|sent| sent.number == number) {
+                    sent.done = true;
+                }
+                self.sent.iter().take_while(|sent| sent.done).last().map(|sent| sent.number)
+            }
+            false => Some(number),
+        };
+        let Some(last) = last else { return };
+        while let Some(sent) = self.sent.pop_front_if(|sent| sent.number <= last) {
+            if !matches!(sent.work, Work::Ring { .. }) {
+                self.finished.push(Finished { token: sent.token, work: sent.work });
+            }
+        }
+    }
+
+    /// Takes what is done, in order, to the end of `done`.
+    pub fn take(&mut self, done: &mut Done) {
+        done.append(&mut self.finished);
+    }
+
+    /// Whether there is something to take.
+    pub fn has_finished(&self) -> bool {
+        !self.finished.is_empty()
+    }
+
+    /// Takes all that is outstanding: the device touches none of its memory any more. What it gives back is dropped by
+    /// the caller.
+    pub fn end(&mut self) -> impl Sized + use<> {
+        std::mem::take(&mut self.sent)
+    }
+}

@@ -1,0 +1,30 @@
+//! How descriptors of a serving thread end, and what a panic says.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::inbox::Arrival;
+use super::waiting::Kind;
+use crate::transport::stream::Close;
+
+/// Tells whoever is concerned that a descriptor is over. A panic goes no further.
+pub(super) fn farewell(mut kind: Kind, why: &Close) {
+    let outcome = catch_unwind(AssertUnwindSafe(move || kind.closed(why)));
+    if let Err(panic) = outcome {
+        tracing::error!(panic = panic_message(panic.as_ref()), "a stream panicked when it was closed");
+    }
+}
+
+/// What arrives when the thread ends is over before it began.
+pub(super) fn refuse(arrival: Arrival) {
+    let Arrival { fd, kind, connection } = arrival;
+    drop(fd);
+    farewell(kind, &Close::ShutDown);
+    connection.state().ended();
+}
+
+/// What a panic says.
+pub(super) fn panic_message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message")
+}
