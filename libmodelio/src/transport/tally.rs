@@ -1,4 +1,5 @@
-//! Payload between learners and shards, and what of it CPUs copy here: counted where it happens, once a block.
+//! How much payload goes between learners and shards, and how much of it CPUs copy. Each block is counted once, where it
+//! moves.
 //!
 //! What counts as a copy lies between the learner's staging memory and the sum that it is added to, or between the
 //! shard's version and the buffer that it is pulled into. Adding up is none, nor is what the kernel copies into and
@@ -17,17 +18,17 @@ pub enum Flow {
     Pull,
 }
 
-/// Bytes so far.
+/// Bytes of payload so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Payloads {
-    /// That have gone to shards, or come from learners: again what was sent again.
+    /// Those that have gone to shards, or come from learners. What was sent again counts again.
     pub pushed_bytes: u64,
     /// Of pushes, those that were copied here.
     pub push_copied_bytes: u64,
     /// Of pushes, those that came straight into a sum, as the first of their blocks can.
     #[serde(default)]
     pub push_stored_bytes: u64,
-    /// That have come from shards, or gone to learners. A shard knows nothing of what is read by RDMA.
+    /// Those that have come from shards, or gone to learners. A shard knows nothing of what is read by RDMA.
     pub pulled_bytes: u64,
     /// Of pulls, those that were copied here.
     pub pull_copied_bytes: u64,

@@ -468,7 +468,7 @@ pub enum Message {
         /// The key to it.
         key: u32,
     },
-    /// Where the shard's directory of published versions is (see [`crate::published`]).
+    /// Where the shard's directory of published versions is (see [`published`](crate::transport::rdma::published)).
     Directory {
         /// Where it begins.
         address: u64,

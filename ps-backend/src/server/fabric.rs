@@ -65,11 +65,12 @@ impl Rdma {
         let endpoint = Endpoint::over(Device::open_with(options, far)?)?;
         // An iWARP port is a TCP port, and that is taken.
         listen.set_port(port.unwrap_or(if endpoint.device().is_iwarp() { 0 } else { listen.port() }));
-        let accept = move |queue_pair: &Arc<QueuePair>, peer: Option<SocketAddr>| -> Option<Box<dyn Stream>> {
-            let address = peer.map_or_else(|| "an RDMA peer".to_owned(), |peer| format!("{peer} (RDMA)"));
-            let end = meets(address, Remote::new(queue_pair))?;
-            Some(Box::new(Framed::new(end, Link::default(), AHEAD)))
-        };
+        let accept =
+            move |queue_pair: &Arc<QueuePair>, peer: Option<SocketAddr>| -> Option<Box<dyn Stream>> {
+                let address = peer.map_or_else(|| "an RDMA peer".to_owned(), |peer| format!("{peer} (RDMA)"));
+                let end = meets(address, Remote::new(queue_pair))?;
+                Some(Box::new(Framed::new(end, Link::default(), AHEAD)))
+            };
         let address = endpoint.listen(listen, accept)?;
         Ok(Rdma { endpoint, address, slots: Mutex::default() })
     }
@@ -325,8 +326,19 @@ impl Remote {
         let (queue_pair, room, unheard) = (&self.queue_pair, &mut self.room, &mut self.unheard);
         let (sum_memory, fetching) = (shown.sum_memory(), &mut self.fetching);
         let (waits, any) = (false, false);
-        let mut at_work =
-            AtWork { client, partition, unheard, link, queue_pair, seat, sum_memory, fetching, room, waits, any };
+        let mut at_work = AtWork {
+            client,
+            partition,
+            unheard,
+            link,
+            queue_pair,
+            seat,
+            sum_memory,
+            fetching,
+            room,
+            waits,
+            any,
+        };
         let stand = self.fetches.advance(&mut at_work)?;
         if at_work.any {
             queue_pair.post().map_err(Refusal::other)?;

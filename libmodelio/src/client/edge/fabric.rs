@@ -2,7 +2,7 @@
 //! of versions are fetched from the shard's memory straight into the back buffer, past the shard's CPU.
 //!
 //! Fetched blocks count only when a second look at the shard's directory shows that the version was there all the time
-//! (see [`crate::published`]): until then nobody sees them.
+//! (see [`published`]): until then nobody sees them.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::ToSocketAddrs;

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 
 use super::assigned::{Assigned, Expected};
 use super::options::Polling;
-use super::pump::Moving;
+use super::pump::Pump;
 use super::queue_pair::QueuePair;
 use super::verbs::Poller;
 use crate::transport::reactor::{Engine, Refused, StillRunning, ThreadState};
@@ -40,7 +40,7 @@ impl Pollers {
             let state = Arc::new(ThreadState::new(LIMIT)?);
             let (assigned, expected) = (Arc::<Assigned>::default(), Arc::<Expected>::default());
             let expecting = (Arc::clone(&assigned), Arc::clone(&expected));
-            let driver = Moving::new(poller, expecting, Arc::clone(&state), polling, flags)?;
+            let driver = Pump::new(poller, expecting, Arc::clone(&state), polling, flags)?;
             let of_thread = Arc::clone(&state);
             let thread = std::thread::Builder::new().name(format!("rdma-{number}")).spawn(move || {
                 if let Err(errno) = Engine::new(driver, of_thread).run() {

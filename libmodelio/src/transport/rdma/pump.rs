@@ -24,7 +24,7 @@ const LOOK: Duration = Duration::from_micros(200);
 const RESTLESS: Duration = Duration::from_millis(20);
 
 /// The driver of one completion queue.
-pub(super) struct Moving {
+pub(super) struct Pump {
     poller: Arc<Poller>,
     assigned: Arc<Assigned>,
     expected: Arc<Expected>,
@@ -42,7 +42,7 @@ pub(super) struct Moving {
     lost: bool,
 }
 
-impl Moving {
+impl Pump {
     /// A driver of `poller`'s queue pairs, those that are assigned or expected there. With `flags`, peers write flags.
     pub fn new(
         poller: &Arc<Poller>,
@@ -50,11 +50,11 @@ impl Moving {
         thread: Arc<ThreadState>,
         polling: Polling,
         flags: bool,
-    ) -> Result<Moving, Errno> {
+    ) -> Result<Pump, Errno> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(&thread.wakeup, EpollEvent::new(EpollFlags::EPOLLIN, WAKEUP))?;
         epoll.add(poller.as_ref().as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, QUEUE))?;
-        Ok(Moving {
+        Ok(Pump {
             poller: Arc::clone(poller),
             assigned,
             expected,
@@ -206,7 +206,7 @@ impl Moving {
     }
 }
 
-impl Driver for Moving {
+impl Driver for Pump {
     fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         let number = self.bind(token, port)?;
         if let Some(served) = self.served.get_mut(&number) {

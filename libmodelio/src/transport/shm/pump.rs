@@ -18,7 +18,7 @@ const BELL: u64 = 1;
 const SOCKET: u64 = 2;
 
 /// Moves bytes between one connection and its rings.
-pub(super) struct Rings {
+pub(super) struct Pump {
     end: End,
     epoll: Epoll,
     thread: Arc<ThreadState>,
@@ -29,15 +29,15 @@ pub(super) struct Rings {
     gone: bool,
 }
 
-impl Rings {
-    pub fn new(end: End, socket: &OwnedFd, thread: Arc<ThreadState>) -> Result<Rings, Errno> {
+impl Pump {
+    pub fn new(end: End, socket: &OwnedFd, thread: Arc<ThreadState>) -> Result<Pump, Errno> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(&thread.wakeup, EpollEvent::new(EpollFlags::EPOLLIN, WAKEUP))?;
         epoll.add(end.bell(), EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLET, BELL))?;
         // A hang-up is always reported. Descriptors that wait are no news.
         epoll.add(socket, EpollEvent::new(EpollFlags::EPOLLRDHUP | EpollFlags::EPOLLET, SOCKET))?;
         let (token, receiving, sending, gone) = (None, false, false, false);
-        Ok(Rings { end, epoll, thread, token, receiving, sending, gone })
+        Ok(Pump { end, epoll, thread, token, receiving, sending, gone })
     }
 
     /// Whether something can be moved. A peer that breaks the rules is found out when it is.
@@ -120,7 +120,7 @@ fn named(broken: &Broken) -> Errno {
     Errno::EPROTO
 }
 
-impl Driver for Rings {
+impl Driver for Pump {
     fn receive(&mut self, token: Token, port: &mut Port) -> Result<(), Errno> {
         (self.token, self.receiving) = (Some(token), true);
         port.receiving = Phase::Outstanding;

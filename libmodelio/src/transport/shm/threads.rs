@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::pump::Rings;
+use super::pump::Pump;
 use super::setup::Meeting;
 use crate::transport::reactor::{Arrival, Engine, Kind, StillRunning, ThreadState};
 use crate::transport::stream::{Close, Connection, Receive, ReceiveSlices, SendSlices, Stream, errno};
@@ -114,12 +114,12 @@ impl Threads {
         let Meeting { end, socket } = meeting;
         let begun = ThreadState::new(1).and_then(|state| {
             let state = Arc::new(state);
-            let rings = Rings::new(end, &socket, Arc::clone(&state))?;
+            let pump = Pump::new(end, &socket, Arc::clone(&state))?;
             let of_port = socket.try_clone().map_err(|error| errno(&error))?;
-            Ok((state, rings, of_port))
+            Ok((state, pump, of_port))
         });
         drop(socket);
-        let (state, rings, fd) = match begun {
+        let (state, pump, fd) = match begun {
             Ok(begun) => begun,
             Err(errno) => return stream.closed(&Close::Socket { doing: "setting up rings", errno }),
         };
@@ -137,7 +137,7 @@ impl Threads {
         let stream = Box::new(Last { stream, thread: Arc::clone(&state) });
         let arrival = Arrival { fd, kind: Kind::Stream(stream), connection: connection.clone() };
         state.post(|inbox| inbox.arrivals.push(arrival));
-        if let Err(errno) = Engine::new(rings, state).run() {
+        if let Err(errno) = Engine::new(pump, state).run() {
             tracing::error!(%errno, "a connection over shared memory failed");
         }
         self.inner.lock().connections.retain(|other| !other.is(&connection));
