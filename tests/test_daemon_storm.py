@@ -234,3 +234,36 @@ def test_mount_that_fails_says_why(start_mount, tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(MountFailed, match="not empty"):
         small(start_mount, root=tmp_path)
+
+STEP = """
+import time
+g = os.open(sys.argv[1], os.O_WRONLY)
+print('ready', flush=True)
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    os.pwrite(g, b'\\0\\0\\x80\\x3f', 0)
+    os.fsync(g)
+"""
+CALL = """
+import time
+print('ready', flush=True)
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    try:
+        getattr(os, sys.argv[2])(sys.argv[1])
+    except OSError:
+        pass
+"""
+
+
+def test_tensors_lead_to_the_version_that_was_told__removing_a_file_beside_its_fsync(start_mount, child):
+    """fsync holds the file's lock and waits for a name to be dropped; unlink holds the directory's and waits for it."""
+    mount = small(start_mount)
+    model = mount.model
+    calls = [("gradients", "unlink"), ("tensors/weights.npy", "stat"), ("tensors", "stat")]
+    children = [child(STEP, model / "gradients"), *(child(CALL, model / name, call) for name, call in calls)]
+    for one in children:
+        assert one.process.wait(20) == 0
+    version = mount.version()
+    mount.contribute(ONE)
+    assert mount.wait_for_version(version + 1) == version + 1

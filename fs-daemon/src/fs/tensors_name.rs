@@ -6,11 +6,19 @@
 //!
 //! The kernel drops a name under the lock of its directory. It holds that lock also while it looks a name up there. So
 //! no lookup that is under way brings an old name back, and no thread that answers lookups may wait for the drop.
+//!
+//! An `fsync` holds the lock of its file while it waits here. Whoever removes or renames that file holds the lock of the
+//! directory and waits for that of the file, and the drop waits for the directory's. So nothing waits for longer than
+//! [`PATIENCE`].
 
 use std::mem::take;
+use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::Version;
 use parking_lot::Mutex;
+
+/// Answers that have waited for so long are given. The name may lead to an older version for a moment then.
+pub const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What the kernel knows of one model's `tensors`.
 #[derive(Default)]
@@ -23,10 +31,16 @@ struct State {
     /// The same of a name that the kernel is just dropping.
     dropping: Option<Version>,
     /// Answers that wait until the name leads to no version before theirs.
-    waiting: Vec<(Version, Answer)>,
+    waiting: Vec<Waiting>,
 }
 
 type Answer = Box<dyn FnOnce() + Send>;
+
+struct Waiting {
+    of: Version,
+    since: Instant,
+    answer: Answer,
+}
 
 impl State {
     fn oldest(&self) -> Option<Version> {
@@ -59,13 +73,18 @@ impl TensorsName {
             let mut state = self.0.lock();
             state.dropping = None;
             let (wait, ready) =
-                take(&mut state.waiting).into_iter().partition(|(of, _)| state.leads_before(*of));
+                take(&mut state.waiting).into_iter().partition(|waiting| state.leads_before(waiting.of));
             state.waiting = wait;
             ready
         };
-        for (_, answer) in ready {
-            answer();
-        }
+        ready.into_iter().for_each(|waiting: Waiting| (waiting.answer)());
+    }
+
+    /// Gives the answers that have waited for too long. Not on the thread that has the name dropped.
+    pub fn give_up(&self, now: Instant) {
+        let is_late = |waiting: &mut Waiting| now.saturating_duration_since(waiting.since) >= PATIENCE;
+        let late: Vec<_> = self.0.lock().waiting.extract_if(.., is_late).collect();
+        late.into_iter().for_each(|waiting| (waiting.answer)());
     }
 
     /// The newest version that may be told, when `newest` is there.
@@ -77,7 +96,7 @@ impl TensorsName {
     pub fn when_told(&self, newest: Version, answer: impl FnOnce() + Send + 'static) {
         let mut state = self.0.lock();
         if state.leads_before(newest) {
-            state.waiting.push((newest, Box::new(answer)));
+            state.waiting.push(Waiting { of: newest, since: Instant::now(), answer: Box::new(answer) });
         } else {
             drop(state);
             answer();
@@ -116,6 +135,20 @@ mod tests {
             assert_eq!(given.load(Ordering::Relaxed), 0, "the kernel is still dropping it");
         });
         assert_eq!((given.load(Ordering::Relaxed), name.told(Version(4))), (2, Version(4)));
+    }
+
+    #[test]
+    fn a_drop_that_does_not_end_holds_no_answer_for_long() {
+        let (name, given) = name();
+        name.keep(|| Version(3));
+        name.drop_name(|| {
+            name.when_told(Version(4), answer(&given));
+            name.give_up(Instant::now());
+            assert_eq!(given.load(Ordering::Relaxed), 0);
+            name.give_up(Instant::now() + PATIENCE);
+            assert_eq!(given.load(Ordering::Relaxed), 1);
+        });
+        assert_eq!(given.load(Ordering::Relaxed), 1, "it is given once");
     }
 
     #[test]

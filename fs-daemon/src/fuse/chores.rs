@@ -1,5 +1,5 @@
 //! The thread that may talk to the kernel on its own accord: it has names dropped that a new version moves, wakes who
-//! polls, and looks now and then at what waits.
+//! polls, and looks now and then at what waits. Another one ends waits for it that last too long.
 
 use std::io;
 use std::sync::{Arc, mpsc};
@@ -20,6 +20,15 @@ impl Started {
     pub fn run_chores(self, kernel: Arc<dyn Kernel>) -> io::Result<()> {
         let Started { calls, inbox } = self;
         let calls = Arc::downgrade(&calls);
+        let others = calls.clone();
+        // What the other thread asks of the kernel may wait for a call that waits for that thread.
+        std::thread::Builder::new().name("gradfs-late".into()).spawn(move || {
+            while let Some(calls) = others.upgrade() {
+                calls.fs.trees().iter().for_each(|tree| tree.tensors_name.give_up(Instant::now()));
+                drop(calls);
+                std::thread::sleep(LOOK);
+            }
+        })?;
         std::thread::Builder::new().name("gradfs-chores".into()).spawn(move || {
             let mut looked = Instant::now();
             let mut wait_log = WaitLog::default();
