@@ -123,6 +123,9 @@ pub enum Message {
         /// It lies in memory of a program's, which has it back when this is answered: a refusal says that no plan that
         /// read it can count any more.
         lent: bool,
+        /// The provisional plan for which blocks of it were sent. No block of any other contribution to the step was
+        /// sent for that.
+        under: Option<PlanId>,
     },
     /// The open contribution is dropped. Answered by `Done`.
     Abort {

@@ -341,15 +341,10 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         (
             (learner(), id64(Step), block_ranges(), block_ranges()),
             (proptest::option::of(partly()), any::<u32>(), any::<bool>()),
+            proptest::option::of(id64(PlanId)),
         )
-            .prop_map(|((learner, step, blocks, tensors), (partly, timeout_ms, lent))| Message::Commit {
-                learner,
-                step,
-                blocks,
-                tensors,
-                partly,
-                timeout_ms,
-                lent,
+            .prop_map(|((learner, step, blocks, tensors), (partly, timeout_ms, lent), under)| {
+                Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, under }
             })
             .boxed(),
         learner().prop_map(|learner| Message::Abort { learner }).boxed(),

@@ -268,7 +268,13 @@ impl CoordinatorCore {
             Message::Open { learner } => {
                 // Its client waits for no earlier commit, and is about to write over its payload.
                 core.withdraw_untaken(mine(learner)?, now, &mut wanted);
-                let opening = core.open(learner, now)?;
+                let opening = match core.open(learner, now) {
+                    Ok(opening) => opening,
+                    Err(error) => {
+                        self.perform(wanted, now, actions);
+                        return Err(error.into());
+                    }
+                };
                 core.opened(now, &mut wanted);
                 Some(Message::Opened { step: opening.step, staging_lent: opening.staging_lent })
             }
@@ -280,7 +286,7 @@ impl CoordinatorCore {
                 core.withdraw(mine(learner)?, now, &mut wanted)?;
                 Some(Message::Done)
             }
-            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent } => {
+            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, under } => {
                 let learner = mine(learner)?;
                 // Clients open by themselves and say so beside: their word of it may be under way still.
                 let next = core.member(learner, now).map(|member| member.step.next());
@@ -303,6 +309,11 @@ impl CoordinatorCore {
                 let contribution =
                     Contribution { learner, sent, deferred, tensors, partly, source, unchecked, lent };
                 let deadline = deadline(timeout_ms);
+                // Another contribution to the step was begun before this one, and blocks of it were sent.
+                let is_stale = under.is_none() || under != self.provisional_plan();
+                if is_stale && self.core.provisional() == Some(learner) {
+                    self.core.drop_provisional(learner, &mut wanted);
+                }
                 self.core.commit(ticket, step, contribution, false, deadline, now, &mut wanted);
                 None
             }

@@ -258,17 +258,31 @@ impl CoordinatorCore {
             *waits = work;
             return;
         }
-        let is_it = |run: &&Run| is_provisional(&run.work) && run.stage == Stage::Gathering;
-        let Some(id) = self.run.as_ref().filter(is_it).map(Run::id) else {
+        let Some(id) = self.provisional_plan() else {
             debug_assert!(false, "the plan that is sealed has not begun");
             return self.want(work, now, actions);
         };
-        if let Some((kind, senders, start)) = self.plan_of(&work, id)
+        if let Some((kind, senders, mut start)) = self.plan_of(&work, id)
             && let Some(run) = &mut self.run
         {
+            // Settings count from the next plan.
+            if let (Message::Start(begun), Message::Start(sealed)) = (&run.start, &mut start) {
+                sealed.ordered = begun.ordered;
+                let same = |source: &mut PlanSource| {
+                    let before = begun.sources.iter().find(|before| before.client == source.client);
+                    source.check = before.map_or(source.check, |before| before.check);
+                };
+                sealed.sources.iter_mut().for_each(same);
+            }
             (run.work, run.kind, run.senders, run.start, run.repeat_at) = (work, kind, senders, start, now);
         }
         self.repeat(now, actions);
+    }
+
+    /// The plan under way, if a contribution to it is still written.
+    pub(super) fn provisional_plan(&self) -> Option<PlanId> {
+        let is_it = |run: &&Run| is_provisional(&run.work) && run.stage == Stage::Gathering;
+        self.run.as_ref().filter(is_it).map(Run::id)
     }
 
     /// Begins a work, or has it wait for the plan before.

@@ -136,6 +136,17 @@ impl<S: Clone> ShardCore<S> {
         actions.push(Action::Reduce(plan));
     }
 
+    /// Whose contribution to the plan under way is still written.
+    pub fn provisional(&self) -> Option<LearnerId> {
+        self.fusing.as_ref().filter(|_| self.provisional && self.running.is_none()).map(|fusing| fusing.owner)
+    }
+
+    /// What the provisional plan under way has taken of `learner` is of another contribution than is committed: it is
+    /// void, and what is committed is read.
+    pub fn drop_provisional(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
+        self.drop_fusing(learner, actions);
+    }
+
     /// The provisional plan under way could not take what its learner has written: it is void. The contribution is
     /// read when it is committed.
     pub fn provisional_failed(&mut self, now: Now, actions: &mut Vec<Action<S>>) {

@@ -324,6 +324,10 @@ impl PartitionCore {
             self.seal(plan, actions);
             return Ok(());
         }
+        if self.running.as_ref().is_some_and(|running| plan.becomes(&running.plan)) {
+            // It comes late: the plan has been sealed since.
+            return Ok(());
+        }
         let is_running = self.running.as_ref().is_some_and(|running| running.plan.id == plan.id);
         let is_next = Some(plan.id.0) == self.newest.0.checked_add(1);
         if !is_next && !is_running {

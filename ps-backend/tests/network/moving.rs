@@ -284,6 +284,7 @@ fn lives_through(coordinator_moves: bool) {
         partly: Some(Default::default()),
         timeout_ms: 20_000,
         lent: false,
+        under: None,
     };
     control.say(3, &commit);
     assert_eq!(

@@ -79,6 +79,8 @@ pub struct Record {
 /// A plan as the coordinator has told the shards and the clients.
 #[derive(Clone, Debug)]
 struct Planned {
+    /// Its last contribution is still written.
+    provisional: bool,
     work: Work,
     ordered: bool,
     /// By client, in the order of the plan.
@@ -127,6 +129,8 @@ pub struct History {
     plans: BTreeMap<PlanId, Planned>,
     /// Plans whose sums were kept for the coming version, and the partitions that have.
     sealed: BTreeMap<PlanId, BTreeSet<usize>>,
+    /// Plans that were begun while their last contribution was written, and sealed.
+    pub sealed_plans: u64,
     /// Of each learner, the last step that is in a version, and which.
     last: BTreeMap<LearnerId, (Step, Version)>,
     names: BTreeMap<(LearnerId, Step), Uid>,
@@ -158,6 +162,7 @@ impl History {
             complete: 1,
             plans: BTreeMap::new(),
             sealed: BTreeMap::new(),
+            sealed_plans: 0,
             last: BTreeMap::new(),
             names: BTreeMap::new(),
             paces: BTreeMap::new(),
@@ -245,7 +250,9 @@ impl History {
     // -- what the coordinator says
 
     pub fn started(&mut self, plan: &libmodelio::wire::Plan, missing: usize) {
+        let provisional = plan.sources.iter().any(|source| source.provisional);
         let planned = Planned {
+            provisional,
             work: plan.work.clone(),
             ordered: plan.ordered,
             sources: plan.sources.iter().map(|source| source.client).collect(),
@@ -253,7 +260,14 @@ impl History {
             missing,
             may_begin_anew: false,
         };
-        self.plans.entry(plan.plan).or_insert(planned);
+        let known = self.plans.entry(plan.plan).or_insert_with(|| planned.clone());
+        if known.provisional && !provisional {
+            assert_eq!(known.sources, planned.sources, "{plan:?} is sealed with other clients");
+            *known = planned;
+            self.sealed_plans += 1;
+        } else {
+            assert_eq!(known.provisional, provisional, "{plan:?} was sealed before");
+        }
     }
 
     pub fn granted(&mut self, client: ClientId, plan: PlanId, payload: &Granted) {
@@ -468,6 +482,10 @@ impl History {
             step.contributions
         );
         if let Some(Consistency::Quorum(least)) = self.consistency {
+            assert!(
+                !self.plans[&plan].provisional,
+                "version {version} is made of a plan that was not sealed"
+            );
             let missing = self.plans[&plan].missing;
             assert!(
                 all.len() >= least as usize || missing == 0,

@@ -2,7 +2,7 @@
 
 use libmodelio::client::core::Token;
 use libmodelio::transport::{LeaveReason, ShardError};
-use libmodelio::vocabulary::ids::{LearnerId, Step};
+use libmodelio::vocabulary::ids::{BlockId, LearnerId, Step};
 use libmodelio::wire::{Message, Refusal};
 
 use crate::client::{ClientEvent, Payload};
@@ -164,6 +164,9 @@ impl World {
                 self.clients[index].programs[at].doing = Doing::Waiting;
                 self.ask(index, at, Asked::Open, |_| Message::Open { learner });
             }
+            Doing::Writing if self.rng.bool() && self.writes_more(index, at) => {
+                self.program_rests(index, at, self.settings.compute / 4);
+            }
             Doing::Writing if self.chance(self.settings.aborts) => self.abort(index, at),
             Doing::Writing if self.chance(self.settings.leaves) => self.leave(index, at),
             Doing::Writing => self.commit(index, at),
@@ -239,6 +242,7 @@ impl World {
             partly: Some(Default::default()),
             timeout_ms,
             lent,
+            under: None,
         };
         let token = self.ask(index, at, Asked::Commit(uid), commit);
         if self.chance(self.settings.interrupts) {
@@ -397,6 +401,34 @@ impl World {
         self.history.record(uid).blocks.extend(blocks);
         let compute = self.settings.compute;
         self.program_rests(index, at, compute);
+    }
+
+    /// Some of what the program contributes is written. False if that was not possible, or not wanted.
+    fn writes_more(&mut self, index: usize, at: usize) -> bool {
+        let program = &self.clients[index].programs[at];
+        let (Some(learner), Some(uid), step) = (program.learner, program.uid, program.step) else {
+            return false;
+        };
+        if program.mapped || !self.settings.provisional {
+            return false;
+        }
+        let slot = program.slot;
+        let blocks: Vec<u32> = self.history.records[&uid].blocks.iter().copied().collect();
+        let bad = self.history.records[&uid].bad;
+        let mut any = false;
+        // NaN is found by whoever stages a block.
+        for block in blocks.into_iter().filter(|&block| bad != Some(block)) {
+            if self.rng.bool() {
+                continue;
+            }
+            let block = BlockId(block);
+            if self.on_client(index, |core, _, actions| core.offered(learner, step, block, actions)) {
+                let payload = Payload { uid, slot, lent: false, overwritten: false };
+                self.clients[index].payloads.insert((learner, step), payload);
+                any = true;
+            }
+        }
+        any
     }
 
     fn some_blocks(&mut self) -> Vec<u32> {

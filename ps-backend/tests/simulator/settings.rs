@@ -72,6 +72,8 @@ pub struct Settings {
     pub kills: bool,
     /// Programs are said to have exited whenever they are spoken of: who is waited for leaves soon.
     pub exits: bool,
+    /// Plans begin while their last contribution is written.
+    pub provisional: bool,
 }
 
 /// Tensors are one and a half blocks long, so that many blocks have two of them.
@@ -159,6 +161,7 @@ impl Settings {
             jumps: one_of(rng, &[0, 0, 0, 2, 6]),
             kills: rng.u8(0..4) == 0,
             exits: rng.u8(0..4) == 0,
+            provisional: rng.bool(),
         };
         if settings.exits {
             settings.controls.linger = settings.lease / 10;

@@ -399,6 +399,8 @@ impl World {
             self.on_shard(partition, |core, actions| core.failed(plan, block, actions));
             return self.ask_again(partition);
         }
+        self.early += u64::from(self.shards[partition].core.is_provisional());
+        let shard = &mut self.shards[partition];
         let fit;
         match placement {
             Placement::Store { check } => {

@@ -139,6 +139,7 @@ impl World {
                         tensors: Vec::new(),
                         timeout_ms: u32::MAX,
                         lent: self.rng.bool(),
+                        under: Some(PlanId(self.number())),
                         partly: None,
                     },
                 ),
@@ -149,7 +150,16 @@ impl World {
                     let (tensors, timeout_ms, lent) = (Vec::new(), u32::MAX, self.rng.bool());
                     (
                         request,
-                        Message::Commit { learner, step, blocks, tensors, timeout_ms, lent, partly: None },
+                        Message::Commit {
+                            learner,
+                            step,
+                            blocks,
+                            tensors,
+                            timeout_ms,
+                            lent,
+                            partly: None,
+                            under: None,
+                        },
                     )
                 }
             };

@@ -122,6 +122,8 @@ pub struct World {
     pub registry: RegistryCore,
     pub moves: Moves,
     pub loans: Loans,
+    /// Blocks of plans that were not sealed yet.
+    pub early: u64,
     /// How often a stranger has spoken.
     pub strangers: u64,
     /// What it has said under numbers of requests that the coordinator believes.
@@ -168,6 +170,10 @@ impl World {
             settings.patience,
         )
         .expect("settings of this model");
+        let coordinator = match settings.provisional {
+            true => coordinator.with_provisional_plans(),
+            false => coordinator,
+        };
         let mut world = World {
             now: Now::ZERO,
             network,
@@ -181,6 +187,7 @@ impl World {
             registry: RegistryCore::new(),
             moves: Moves::default(),
             loans: Loans::default(),
+            early: 0,
             strangers: 0,
             believed: 0,
             jumped: 0,

@@ -120,6 +120,9 @@ pub struct ClientCore {
     next_steps: BTreeMap<LearnerId, (u64, Option<Step>)>,
     /// Whether a process uses each learner, where that is known.
     uses: BTreeMap<LearnerId, Attached>,
+    /// What learners have written of the contributions that they have open: whole blocks, which lie where they can be
+    /// sent from.
+    writing: BTreeMap<LearnerId, (Step, FixedBitSet)>,
     /// The contributions that may have to be sent.
     held: BTreeMap<(LearnerId, Step), Held>,
     /// The same for new weights.
@@ -127,6 +130,8 @@ pub struct ClientCore {
     outgoing: Option<Outgoing>,
     /// The newest plan that is over.
     over: PlanId,
+    /// A provisional plan for which blocks of a contribution were sent that was dropped: nothing more is sent for it.
+    given_up: Option<PlanId>,
     /// None before the first one is here.
     shown: Option<Version>,
     pull: Option<Pull>,
@@ -163,10 +168,12 @@ impl ClientCore {
             committed: BTreeMap::new(),
             next_steps: BTreeMap::new(),
             uses: BTreeMap::new(),
+            writing: BTreeMap::new(),
             held: BTreeMap::new(),
             weights: BTreeMap::new(),
             outgoing: None,
             over: PlanId(0),
+            given_up: None,
             shown: None,
             pull: None,
             whole: false,
@@ -254,6 +261,11 @@ impl ClientCore {
     /// One of several connections to a shard was lost: what was on it is found and sent again.
     pub fn look_after(&mut self, part: Part, now: Now, actions: &mut Vec<Action>) {
         if let Some(outgoing) = &mut self.outgoing
+            && outgoing.open.is_some()
+        {
+            // It is asked after when all is known of the plan.
+            outgoing.parts[part].struggles = true;
+        } else if let Some(outgoing) = &mut self.outgoing
             && !outgoing.parts[part].done
         {
             outgoing.parts[part].moved = now;
@@ -272,9 +284,8 @@ impl ClientCore {
         match message {
             Message::Missing { plan, blocks } => {
                 let mut bits = self.bits(&blocks);
-                let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else {
-                    return;
-                };
+                let of_plan = |outgoing: &&mut Outgoing| outgoing.plan == plan && outgoing.open.is_none();
+                let Some(outgoing) = self.outgoing.as_mut().filter(of_plan) else { return };
                 // Somebody else may have begun another plan of that number there.
                 bits.intersect_with(&outgoing.blocks);
                 let sending = &mut outgoing.parts[part];

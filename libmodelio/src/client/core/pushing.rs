@@ -13,6 +13,10 @@ pub(super) struct Outgoing {
     pub(super) payload: Granted,
     pub(super) blocks: FixedBitSet,
     pub(super) parts: Vec<Sending>,
+    /// The plan is provisional: this learner still writes this step. No part is done.
+    pub(super) open: Option<(LearnerId, Step)>,
+    /// Blocks that were sent, perhaps in vain.
+    pub(super) sent: FixedBitSet,
 }
 
 #[derive(Debug)]
@@ -39,35 +43,133 @@ impl ClientCore {
         }
         let known = self.outgoing.as_ref().map_or(self.over, |outgoing| outgoing.plan.max(self.over));
         if plan <= known {
-            return self.look_again(plan, now, actions);
+            let waits = |outgoing: &Outgoing| outgoing.plan == plan && outgoing.open.is_some();
+            let is_sealed = !matches!(payload, Granted::Contributions { open: Some(_), .. });
+            return match self.outgoing.as_ref().is_some_and(waits) {
+                true if is_sealed => self.sealed(plan, payload, now, actions),
+                true => {}
+                false => self.look_again(plan, now, actions),
+            };
+        }
+        // The coordinator has not heard that the contribution was dropped.
+        if self.given_up == Some(plan) && matches!(payload, Granted::Contributions { open: Some(_), .. }) {
+            return;
         }
         // The coordinator has one plan at a time.
         self.plan_over(PlanId(plan.0 - 1), actions);
-        let mut blocks = FixedBitSet::with_capacity(self.blocks);
-        let lacks = match &payload {
-            Granted::Contributions { of, .. } => {
-                of.iter()
-                    .filter_map(|key| self.held.get(key))
-                    .for_each(|held| blocks.union_with(&held.blocks));
-                of.iter().find(|key| !self.held.contains_key(key)).map(|(learner, _)| Some(*learner))
+        let open = match &payload {
+            Granted::Contributions { of, open: Some(learner), .. } => {
+                of.iter().find(|(of, _)| of == learner).copied()
             }
-            Granted::Weights(token) => {
-                self.weights.get(token).inspect(|held| blocks.union_with(held)).is_none().then_some(None)
-            }
+            _ => None,
         };
-        if let Some(learner) = lacks {
-            return self.notify(Message::Lacks { plan, learner }, actions);
-        }
+        let blocks = match self.granted_blocks(&payload, open) {
+            Ok(blocks) => blocks,
+            Err(learner) => return self.notify(Message::Lacks { plan, learner }, actions),
+        };
         // What is added in order is sent in order, by all: who is ahead would only wait.
         let first = if self.state.controls.deterministic { 0 } else { self.first };
         let parts = self.owned.iter().map(|owned| {
             let todo = owned & &blocks;
-            let any = !todo.is_clear();
+            let any = open.is_none() && !todo.is_clear();
             Sending { any, done: !any, todo, at: first, round: false, moved: now, struggles: false }
         });
-        let parts = parts.collect();
-        self.outgoing = Some(Outgoing { plan, payload, blocks, parts });
+        let (parts, sent) = (parts.collect(), FixedBitSet::with_capacity(self.blocks));
+        self.outgoing = Some(Outgoing { plan, payload, blocks, parts, open, sent });
         actions.extend((0..self.shards.len()).map(Action::Wake));
+    }
+
+    /// Which blocks are to be sent: with an `open` contribution, those that are whole in it by now.
+    ///
+    /// # Errors
+    /// Of whom something is not here any more; nobody, if it is new weights.
+    fn granted_blocks(
+        &self,
+        payload: &Granted,
+        open: Option<(LearnerId, Step)>,
+    ) -> Result<FixedBitSet, Option<LearnerId>> {
+        let mut blocks = FixedBitSet::with_capacity(self.blocks);
+        match payload {
+            Granted::Contributions { of, .. } => {
+                for key in of.iter().filter(|key| Some(**key) != open) {
+                    blocks.union_with(&self.held.get(key).ok_or(Some(key.0))?.blocks);
+                }
+                if let Some(key) = open {
+                    let nothing = FixedBitSet::with_capacity(self.blocks);
+                    blocks = self.whole(key).cloned().unwrap_or(nothing);
+                }
+            }
+            Granted::Weights(token) => blocks.union_with(self.weights.get(token).ok_or(None)?),
+        }
+        Ok(blocks)
+    }
+
+    /// Blocks of a contribution that can be sent: those that are whole while it is written, all of them afterwards.
+    fn whole(&self, (learner, step): (LearnerId, Step)) -> Option<&FixedBitSet> {
+        let writes = self.writing.get(&learner).filter(|(of, _)| *of == step).map(|(_, blocks)| blocks);
+        self.held.get(&(learner, step)).map(|held| &held.blocks).or(writes)
+    }
+
+    /// A block of the contribution that `learner` writes is whole, and lies where it can be sent from until
+    /// [`Action::Release`]. False, and nothing is done, for a learner that is gone, or a step whose commit was sent.
+    pub fn offered(
+        &mut self,
+        learner: LearnerId,
+        step: Step,
+        block: BlockId,
+        actions: &mut Vec<Action>,
+    ) -> bool {
+        if !self.learners.contains_key(&learner) || self.held.contains_key(&(learner, step)) {
+            return false;
+        }
+        if self.writing.get(&learner).is_some_and(|(of, _)| *of != step) {
+            self.drop_writing(learner, actions);
+        }
+        let blocks = self.blocks;
+        let (_, whole) = self.writing.entry(learner).or_insert((step, FixedBitSet::with_capacity(blocks)));
+        whole.insert(block.index());
+        let of_open = |outgoing: &&mut Outgoing| outgoing.open == Some((learner, step));
+        if let Some(outgoing) = self.outgoing.as_mut().filter(of_open)
+            && !outgoing.sent.contains(block.index())
+            && let Some(part) = self.owned.iter().position(|owned| owned.contains(block.index()))
+        {
+            outgoing.blocks.insert(block.index());
+            let sending = &mut outgoing.parts[part];
+            sending.todo.insert(block.index());
+            (sending.at, sending.round) = (sending.at.min(block.index()), false);
+            actions.push(Action::Wake(part));
+        }
+        true
+    }
+
+    /// What `learner` was writing never counts: its payload is not needed.
+    pub(super) fn drop_writing(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
+        let Some((step, _)) = self.writing.remove(&learner) else { return };
+        if let Some(outgoing) = self.outgoing.take_if(|outgoing| outgoing.open == Some((learner, step))) {
+            self.given_up = Some(outgoing.plan);
+        }
+        actions.push(Action::Release(learner, step));
+    }
+
+    /// All is known of the provisional plan that is being sent.
+    fn sealed(&mut self, plan: PlanId, payload: Granted, now: Now, actions: &mut Vec<Action>) {
+        let blocks = match self.granted_blocks(&payload, None) {
+            Ok(blocks) => blocks,
+            Err(learner) => return self.notify(Message::Lacks { plan, learner }, actions),
+        };
+        let Some(outgoing) = &mut self.outgoing else { return };
+        for (part, (owned, sending)) in self.owned.iter().zip(&mut outgoing.parts).enumerate() {
+            let mine = owned & &blocks;
+            (sending.any, sending.done) = (!mine.is_clear(), mine.is_clear());
+            sending.todo = mine;
+            sending.todo.difference_with(&outgoing.sent);
+            (sending.round, sending.moved) = (false, now);
+            if sending.struggles && sending.any {
+                actions.push(Action::ToShard(part, Message::Probe { plan }));
+            }
+            actions.push(Action::Wake(part));
+        }
+        (outgoing.payload, outgoing.blocks, outgoing.open) = (payload, blocks, None);
     }
 
     /// The coordinator still waits for the plan that is being sent. A shard that has had all of it may have begun it
@@ -108,7 +210,7 @@ impl ClientCore {
     /// Which of the plan's contributions hold `block`, in the order in which they are to be added; all of them for
     /// new weights.
     pub fn holds(&self, learner: LearnerId, step: Step, block: BlockId) -> bool {
-        self.held.get(&(learner, step)).is_some_and(|held| held.blocks.contains(block.index()))
+        self.whole((learner, step)).is_some_and(|whole| whole.contains(block.index()))
     }
 
     /// The next block to send to a shard. It counts as sent: call [`Self::shard_down`] if it may not have been.
@@ -128,6 +230,7 @@ impl ClientCore {
             sending.at = 0;
         };
         sending.todo.set(block, false);
+        outgoing.sent.insert(block);
         sending.at = block + 1;
         sending.moved = now;
         Some((outgoing.plan, BlockId(block as u32)))

@@ -1,5 +1,6 @@
 //! What is asked of the coordinator: sent when it is connected, again when it is silent, answered once.
 
+use super::pushing::Outgoing;
 use super::{Action, ClientCore, Held, Now, PATIENCE, Token};
 use crate::transport::{Attached, ShardError};
 use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
@@ -33,13 +34,15 @@ impl ClientCore {
     pub fn request(
         &mut self,
         token: Token,
-        message: Message,
+        mut message: Message,
         deadline: Now,
         now: Now,
         actions: &mut Vec<Action>,
     ) {
-        match &message {
-            Message::Commit { learner, step, blocks, .. } => {
+        match &mut message {
+            Message::Commit { learner, step, blocks, under, .. } => {
+                let of_open = |outgoing: &&Outgoing| outgoing.open == Some((*learner, *step));
+                *under = self.outgoing.as_ref().filter(of_open).map(|outgoing| outgoing.plan);
                 let blocks = self.bits(blocks);
                 if self.held.get(&(*learner, *step)).is_some_and(|held| held.blocks != blocks) {
                     let why =
@@ -49,6 +52,11 @@ impl ClientCore {
                 }
                 let request = self.next_request;
                 self.held.insert((*learner, *step), Held { blocks, request });
+                // What lies where it is written is now what is committed.
+                self.writing.remove(learner);
+            }
+            Message::Abort { learner } | Message::Leave { learner, .. } => {
+                self.drop_writing(*learner, actions)
             }
             Message::Assign { token, blocks, .. } => {
                 self.weights.insert(*token, self.bits(blocks));
@@ -87,6 +95,7 @@ impl ClientCore {
         for (learner, step) in self.held.keys().copied().collect::<Vec<_>>() {
             self.release(learner, step, actions);
         }
+        self.outgoing.take_if(|outgoing| outgoing.open.is_some());
         self.answer_waits(now, actions);
         actions.push(Action::State);
     }

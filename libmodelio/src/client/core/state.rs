@@ -88,6 +88,7 @@ impl ClientCore {
         if self.learners.remove(&learner).is_none() {
             return;
         }
+        self.drop_writing(learner, actions);
         self.committed.remove(&learner);
         self.next_steps.remove(&learner);
         self.uses.remove(&learner);

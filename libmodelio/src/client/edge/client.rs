@@ -272,7 +272,8 @@ impl Client {
         };
         let (timeout_ms, lent) = (millis(timeout), !source.steady);
         let partly = source.partly.clone().filter(|partly| partly.pieces() <= MAX_PIECES);
-        let message = Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent };
+        let message =
+            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, under: None };
         self.shared.request(message, timeout, done, |inner| {
             inner.sources.insert((learner, step), source);
         });

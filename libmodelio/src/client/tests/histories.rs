@@ -238,6 +238,7 @@ impl World {
                     partly: Some(Default::default()),
                     timeout_ms: seconds * 1000,
                     lent: false,
+                    under: None,
                 }
             }
         };

@@ -389,6 +389,9 @@ fn blocks_of_a_provisional_plan_are_computed_as_they_come_and_the_rest_when_it_i
         [],
         "it is sealed once"
     );
+    let late = provisional(ONE, A);
+    let repeated = bench.acts(|core, actions| core.start(late, false, actions).unwrap());
+    assert_eq!(repeated, [], "it has been sealed since");
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([0])));
     assert_eq!(bench.core.arrive(A, ONE, 2), Placement::Unwanted);
     assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Finish { with_sum: false, check: true });
