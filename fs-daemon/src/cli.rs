@@ -5,6 +5,7 @@
 
 pub mod cluster;
 mod given;
+mod parameters;
 pub mod rdma;
 
 use std::ffi::{OsStr, OsString};
@@ -18,6 +19,7 @@ use libmodelio::vocabulary::reducer::Reducer;
 
 pub use self::given::Given;
 use self::given::{Variables, options_of};
+use self::parameters::ParameterArgs;
 use crate::config::{DTYPES, UpConfig, Vocabulary};
 use crate::error::Error;
 use crate::logging::LogArgs;
@@ -239,7 +241,7 @@ struct MountingArgs {
 #[command(next_help_heading = "Job")]
 struct JobArgs {
     /// What becomes of contributions [default: sgd]
-    #[arg(long, value_parser = PossibleValuesParser::new(Reducer::all().map(Reducer::name)), ignore_case = true)]
+    #[arg(long, value_parser = PossibleValuesParser::new(Reducer::NAMES), ignore_case = true)]
     reducer: Option<String>,
     /// What a version waits for: sync, all active learners; quorum, K of them; async and ssp, one contribution,
     /// and with ssp nobody runs more than S steps ahead of the slowest [default: sync]
@@ -283,30 +285,8 @@ struct JobArgs {
 #[derive(Args, Debug)]
 #[command(next_help_heading = "Optimizer")]
 struct OptimizerArgs {
-    /// Step size of the optimizers [default: 0.01]
-    #[arg(long, visible_alias = "lr", value_name = "X", allow_negative_numbers = true)]
-    learning_rate: Option<String>,
-    /// Weight of the running gradient (momentum, nesterov) [default: 0.9]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    momentum: Option<String>,
-    /// Share of the new gradient left out (momentum, nesterov) [default: 0]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    dampening: Option<String>,
-    /// Decay of the first moment (adam, adamw) [default: 0.9]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    beta1: Option<String>,
-    /// Decay of the second moment (adam, adamw) [default: 0.999]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    beta2: Option<String>,
-    /// Added to the denominator (adam, adamw) [default: 1e-8]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    epsilon: Option<String>,
-    /// Pull towards zero, decoupled for adamw [default: 0]
-    #[arg(long, visible_alias = "wd", value_name = "X", allow_negative_numbers = true)]
-    weight_decay: Option<String>,
-    /// How much of the old weights stays (sum): 1 adds to them, 0 is an all-reduce [default: 1]
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    carry: Option<String>,
+    #[command(flatten)]
+    parameters: ParameterArgs,
     /// What an optimizer sees of several contributions [default: mean]
     #[arg(long, value_parser = ["mean", "sum"], ignore_case = true)]
     aggregation: Option<String>,

@@ -297,7 +297,7 @@ impl<'a> Merged<'a> {
     /// The settings of a job: those that `control/` has, under the same names.
     fn controls(&self) -> Result<Controls, Error> {
         let mut given = Vec::new();
-        for (name, _) in SETTINGS {
+        for (name, _) in SETTINGS.iter() {
             let Some((origin, values)) = self.get(name) else { continue };
             let texts: Result<Vec<&str>, Error> = values.iter().map(|value| utf8(&origin, value)).collect();
             let texts = texts?;

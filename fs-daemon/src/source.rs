@@ -9,7 +9,6 @@ use std::path::Path;
 use libmodelio::formats::safetensors::{self, CopyRange, Header};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use libmodelio::vocabulary::reducer::Reducer;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::ModelSource;
@@ -73,7 +72,7 @@ impl Source {
             Error::usage(format!("model {name}: {error}, and {named}"))
                 .hint("convert the model, or use --reducer assign, which replaces values")
         })?;
-        if controls.reducer == Reducer::Assign {
+        if controls.reducer.takes_all_types() {
             return Ok(());
         }
         let left: Vec<_> = tensors

@@ -46,7 +46,7 @@ impl Bench {
         let base = self.store.newest().unwrap().version();
         let step = Step { reducer: self.reducer, hyper: Hyper::default(), contributions: 3, t: base.0 + 1 };
         let work = match adds {
-            true => PartitionWork::Add { reducer: self.reducer },
+            true => PartitionWork::Add { combine: self.reducer.combine() },
             false => {
                 let tensors = TensorSteps::uniform(self.store.partition().tensor_ends().len(), step.t);
                 PartitionWork::Reduce { step, tensors, fresh_state: base.0 == 0 }

@@ -27,7 +27,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{Region, RegionKey};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::reducer::{Combine, Reducer};
 use libmodelio::vocabulary::tensor_steps::ByteSteps;
 
 use crate::core::{Plan, Work};
@@ -431,8 +431,8 @@ impl RegionStore {
     ///
     /// # Errors
     /// When the memory cannot be had.
-    pub fn accumulator(&mut self, reducer: Reducer) -> io::Result<Accumulator> {
-        let raw = reducer == Reducer::Assign && accumulator::has_opaque(&self.layout);
+    pub fn accumulator(&mut self, combine: Combine) -> io::Result<Accumulator> {
+        let raw = combine == Combine::Last && accumulator::has_opaque(&self.layout);
         if let Some(accumulator) = &mut self.accumulator {
             if raw {
                 accumulator.add_raw(&self.layout)?;

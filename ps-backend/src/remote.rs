@@ -24,7 +24,7 @@ use libmodelio::vocabulary::controls::{ControlError, Controls, NonFinite};
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::phase::JobPhase;
-use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{self, Refusal};
 use parking_lot::Mutex;
 
@@ -548,7 +548,7 @@ impl Job for RemoteJob {
     fn may_assign(&self) -> Result<(), ShardError> {
         let reducer = self.controls.lock().reducer;
         let version = self.version();
-        if reducer == Reducer::Assign || version == Version(0) {
+        if reducer.combine() == Combine::Last || version == Version(0) {
             return Ok(());
         }
         Err(ShardError::NotAllowed(format!(

@@ -24,7 +24,7 @@ fn version(store: &PartitionStore, base: u64, plans: usize, sources: usize) {
     let payload = vec![0x3c; BLOCK as usize];
     let blocks = || (0..(SIZE / u64::from(BLOCK)) as u32).map(BlockId);
     for _ in 1..plans {
-        let work = PartitionWork::Add { reducer: Reducer::Sgd };
+        let work = PartitionWork::Add { combine: Reducer::Sgd.combine() };
         let job = store.begin(Version(base), work, true).unwrap();
         for block in (0..sources).flat_map(|_| blocks()) {
             assert!(job.add(block, Payload::Plain(&payload)).unwrap());

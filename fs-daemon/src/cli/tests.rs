@@ -29,7 +29,7 @@ fn every_option_with_a_value_is_a_key_and_settings_are_those_of_a_job() {
     let on_the_line_alone = BTreeSet::from(["config", "background", "dry_run"]);
     assert_eq!(&options - &keys, on_the_line_alone);
     assert_eq!(&keys - &options, BTreeSet::from(["mount"]), "models and mount are one argument");
-    for (setting, _) in SETTINGS {
+    for (setting, _) in SETTINGS.iter() {
         assert!(keys.contains(setting), "{setting} has no option");
     }
 }

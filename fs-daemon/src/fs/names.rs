@@ -265,7 +265,9 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("status", File::LearnerStatus(id)),
             ("error", File::LearnerError(id)),
         ],
-        File::Controls => (0..).zip(SETTINGS).map(|(i, (name, _))| (*name, File::Control(i))).collect(),
+        File::Controls => {
+            (0..).zip(SETTINGS.iter()).map(|(i, (name, _))| (*name, File::Control(i))).collect()
+        }
         _ => Vec::new(),
     }
 }

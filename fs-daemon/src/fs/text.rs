@@ -50,7 +50,7 @@ pub fn readme(trees: &[Arc<ModelTree>]) -> String {
          error                why the last call that failed did, until all of a contribution succeeds\n\n\
          Settings in control/:\n\n",
     );
-    for (name, meaning) in SETTINGS {
+    for (name, meaning) in SETTINGS.iter() {
         let _ = writeln!(text, "  {name:<14} {meaning}");
     }
     text

@@ -5,12 +5,13 @@
 
 use std::fmt::{self, Write as _};
 use std::str::FromStr;
+use std::sync::LazyLock;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use crate::vocabulary::frozen::{Frozen, NoMatch};
-use crate::vocabulary::reducer::{Aggregation, Hyper, Reducer};
+use crate::vocabulary::reducer::{Domain, Hyper, PARAMETERS, Reducer};
 
 /// Which contributions a version waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -197,22 +198,23 @@ impl ControlError {
 }
 
 /// Name and meaning of every setting, in the order `control/` lists them.
-pub const SETTINGS: &[(&str, &str)] = &[
-    ("reducer", "sum, sgd, momentum, nesterov, adam, adamw or assign"),
+pub static SETTINGS: LazyLock<Vec<(&str, String)>> = LazyLock::new(|| {
+    let owned = |&(name, meaning): &(&'static str, &str)| (name, meaning.to_owned());
+    let parameters = PARAMETERS.iter().map(|of| (of.name, format!("{}: {}", of.readers(), of.meaning)));
+    let first = [("reducer", reducers())].into_iter().chain(VERSIONS.iter().map(owned));
+    first.chain(parameters).chain(OTHERS.iter().map(owned)).collect()
+});
+
+const VERSIONS: &[(&str, &str)] = &[
     (
         "consistency",
         "a version needs: sync, all active learners; quorum(k), k of them; async, one contribution; ssp(s), one, \
          but nobody runs more than s steps ahead",
     ),
     ("deterministic", "true: sync adds up in the order of learners, also what is mapped; or false"),
-    ("learning_rate", "step size of the optimizers"),
-    ("momentum", "momentum, nesterov: weight of the running gradient"),
-    ("dampening", "momentum and nesterov: share of the new gradient left out"),
-    ("beta1", "adam, adamw: decay of the first moment"),
-    ("beta2", "adam, adamw: decay of the second moment"),
-    ("epsilon", "adam, adamw: added to the denominator"),
-    ("weight_decay", "pull towards zero (decoupled for adamw)"),
-    ("carry", "sum: how much of the old weights stays (1 adds to them, 0 is an all-reduce)"),
+];
+
+const OTHERS: &[(&str, &str)] = &[
     ("aggregation", "optimizers: mean or sum over the contributions"),
     ("learners", "learners to wait for before the first version"),
     ("min_learners", "below this many active learners the job stops"),
@@ -225,13 +227,19 @@ pub const SETTINGS: &[(&str, &str)] = &[
     ("frozen", "tensors that are never reduced: name patterns with * and ?, one a line"),
 ];
 
+/// What a reducer can be.
+fn reducers() -> String {
+    let (last, others) = Reducer::NAMES.split_last().unwrap_or((&"", &[]));
+    format!("{} or {last}", others.join(", "))
+}
+
 impl Controls {
     /// Whether the reducer changes anything of the model. `is_trainable`: the model has a tensor that can be reduced.
     ///
     /// # Errors
     /// Training would change nothing.
     pub fn check_trainable(&self, is_trainable: bool) -> Result<(), ControlError> {
-        if is_trainable || self.reducer == Reducer::Assign {
+        if is_trainable || self.reducer.takes_all_types() {
             return Ok(());
         }
         Err(ControlError::Conflict(format!(
@@ -242,23 +250,14 @@ impl Controls {
 
     /// The present value of `name`, as text; `None` for an unknown name.
     pub fn get(&self, name: &str) -> Option<String> {
-        let h = &self.hyper;
+        if let Some(parameter) = PARAMETERS.iter().find(|known| known.name == name) {
+            return Some(parameter.text(&self.hyper));
+        }
         Some(match name {
             "reducer" => self.reducer.to_string(),
             "consistency" => self.consistency.to_string(),
             "deterministic" => self.deterministic.to_string(),
-            "learning_rate" => h.learning_rate.to_string(),
-            "momentum" => h.momentum.to_string(),
-            "dampening" => h.dampening.to_string(),
-            "beta1" => h.beta1.to_string(),
-            "beta2" => h.beta2.to_string(),
-            "epsilon" => format!("{:e}", h.epsilon),
-            "weight_decay" => h.weight_decay.to_string(),
-            "carry" => h.carry.to_string(),
-            "aggregation" => match h.aggregation {
-                Aggregation::Mean => "mean".into(),
-                Aggregation::Sum => "sum".into(),
-            },
+            "aggregation" => self.hyper.aggregation.to_string(),
             "learners" => self.learners.to_string(),
             "min_learners" => self.min_learners.to_string(),
             "lease" => self.lease.as_secs_f64().to_string(),
@@ -286,25 +285,24 @@ impl Controls {
             .ok_or_else(|| ControlError::Unknown(name.to_owned()))?;
         let field = Field { name, value: value.trim() };
         let mut new = self.clone();
-        let h = &mut new.hyper;
+        if let Some(parameter) = PARAMETERS.iter().find(|known| known.name == *name) {
+            let Domain { holds, text } = &parameter.domain;
+            let value = field.parse(text)?;
+            if !holds(value) {
+                return Err(field.invalid(text));
+            }
+            *(parameter.of)(&mut new.hyper) = value;
+            return new.validated();
+        }
         match *name {
-            "reducer" => new.reducer = field.word("sum, sgd, momentum, nesterov, adam, adamw or assign")?,
+            "reducer" => new.reducer = field.word(&reducers())?,
             "consistency" => {
                 let parsed = field.value.parse::<Consistency>();
                 // The error begins with "not", as the setting's own message does.
                 new.consistency = parsed.map_err(|NoConsistency(why)| field.invalid(&why["not ".len()..]))?;
             }
             "deterministic" => new.deterministic = field.word("true or false")?,
-            "learning_rate" => h.learning_rate = field.float(0.0..=f32::MAX, "a finite number >= 0")?,
-            "momentum" => h.momentum = field.float(0.0..=1.0, "a number from 0 to 1")?,
-            "dampening" => h.dampening = field.float(0.0..=1.0, "a number from 0 to 1")?,
-            "beta1" => h.beta1 = field.below_one()?,
-            "beta2" => h.beta2 = field.below_one()?,
-            // Below this the denominator of a weight that never had a gradient could round to zero.
-            "epsilon" => h.epsilon = field.float(1e-30..=f32::MAX, "a finite number >= 1e-30")?,
-            "weight_decay" => h.weight_decay = field.float(0.0..=f32::MAX, "a finite number >= 0")?,
-            "carry" => h.carry = field.float(f32::MIN..=f32::MAX, "a finite number")?,
-            "aggregation" => h.aggregation = field.word("mean or sum")?,
+            "aggregation" => new.hyper.aggregation = field.word("mean or sum")?,
             "learners" => new.learners = field.count(1, MAX_LEARNERS)?,
             "min_learners" => new.min_learners = field.count(1, MAX_LEARNERS)?,
             "lease" => new.lease = field.seconds(0.0, "a number of seconds from 0 to a year")?,
@@ -403,7 +401,7 @@ impl Controls {
     /// One `name value` line a setting, for people.
     pub fn describe(&self) -> String {
         let mut text = String::new();
-        for (name, meaning) in SETTINGS {
+        for (name, meaning) in SETTINGS.iter() {
             let value = self.get(name).unwrap_or_default();
             let _ = writeln!(text, "{name:<14} {value:<9} {meaning}");
         }
@@ -423,26 +421,12 @@ impl Field<'_> {
     }
 
     /// One of some words, in any case: `AdamW` and Python's `True` are clear enough.
-    fn word<T: FromStr>(&self, expected: &'static str) -> Result<T, ControlError> {
+    fn word<T: FromStr>(&self, expected: &str) -> Result<T, ControlError> {
         self.value.to_ascii_lowercase().parse().map_err(|_| self.invalid(expected))
     }
 
     fn parse<T: FromStr>(&self, expected: &'static str) -> Result<T, ControlError> {
         self.value.parse().map_err(|_| self.invalid(expected))
-    }
-
-    fn float(
-        &self,
-        range: std::ops::RangeInclusive<f32>,
-        expected: &'static str,
-    ) -> Result<f32, ControlError> {
-        let value: f32 = self.parse(expected)?;
-        if range.contains(&value) { Ok(value) } else { Err(self.invalid(expected)) }
-    }
-
-    fn below_one(&self) -> Result<f32, ControlError> {
-        let value = self.float(0.0..=1.0, "a number from 0 to below 1")?;
-        if value < 1.0 { Ok(value) } else { Err(self.invalid("a number from 0 to below 1")) }
     }
 
     fn count(&self, least: u32, most: u32) -> Result<u32, ControlError> {
@@ -501,7 +485,6 @@ mod tests {
             controls = controls.with(name, &format!("{value}\n")).unwrap();
             assert_eq!(controls.get(name).as_deref(), Some(value), "{name}");
         }
-        assert_eq!(SETTINGS.len(), 21);
         assert!(SETTINGS.iter().all(|(name, _)| controls.get(name).is_some()));
     }
 

@@ -1,94 +1,130 @@
-//! What a shard does with contributions: the names, hyper-parameters and per-step constants of the
-//! reducers.
+//! What a shard does with contributions: the reducers, their hyper-parameters and the constants of one step.
 //!
 //! Plain data and parsing only. The arithmetic is in `ps_backend::reducers`; semantics follow PyTorch's
 //! optimizers of the same names, with the hyper-parameters in fp32.
 
-use std::fmt;
-use std::str::FromStr;
-
 use serde::{Deserialize, Serialize};
+use strum::{IntoEnumIterator, VariantNames};
 
-/// How contributions become the next weights.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Reducer {
-    /// `w' = carry * w + sum of contributions`; never averaged.
+/// How the contributions to an element become one value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Combine {
+    /// They are added up.
     Sum,
-    /// `w' = w - lr * g`, with L2 weight decay in `g`.
-    #[default]
-    Sgd,
-    /// SGD with heavy-ball momentum; one state slot (the momentum buffer).
-    Momentum,
-    /// SGD with Nesterov momentum; one state slot.
-    Nesterov,
-    /// Adam with L2 weight decay; two state slots (first and second moment).
-    Adam,
-    /// Adam with decoupled weight decay; two state slots.
-    AdamW,
-    /// `w'` is the value the last contribution holds; without one, `w` stays.
-    Assign,
+    /// The last one takes the place of the others.
+    Last,
 }
 
-/// Every reducer with the name that control files and messages use.
-const NAMES: [(Reducer, &str); 7] = [
-    (Reducer::Sum, "sum"),
-    (Reducer::Sgd, "sgd"),
-    (Reducer::Momentum, "momentum"),
-    (Reducer::Nesterov, "nesterov"),
-    (Reducer::Adam, "adam"),
-    (Reducer::AdamW, "adamw"),
-    (Reducer::Assign, "assign"),
-];
+/// What is known of a reducer besides its arithmetic.
+struct Facts {
+    combine: Combine,
+    state_slots: usize,
+    reads: &'static [&'static str],
+}
+
+/// The reducers, one entry each: how it combines contributions, how many values of state it keeps for each weight, and
+/// which hyper-parameters it reads. Lower case, its name is its word in control files, messages and help.
+macro_rules! reducers {
+    ($($(#[$about:meta])* $name:ident: $combine:ident, $slots:literal, [$($read:ident),*];)*) => {
+        /// How contributions become the next weights.
+        #[derive(
+            Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize,
+            strum::Display, strum::EnumIter, strum::EnumString, strum::IntoStaticStr, strum::VariantNames,
+        )]
+        #[serde(rename_all = "lowercase")]
+        #[strum(serialize_all = "lowercase", parse_err_ty = UnknownWord, parse_err_fn = no_reducer)]
+        pub enum Reducer { $($(#[$about])* $name,)* }
+
+        impl Reducer {
+            fn facts(self) -> Facts {
+                match self {
+                    $(Self::$name => Facts {
+                        combine: Combine::$combine,
+                        state_slots: $slots,
+                        reads: &[$(stringify!($read)),*],
+                    },)*
+                }
+            }
+        }
+    };
+}
+
+reducers! {
+    /// `w' = carry * w + sum of contributions`; never averaged.
+    Sum: Sum, 0, [carry];
+    /// `w' = w - lr * g`, with L2 weight decay in `g`.
+    #[default]
+    Sgd: Sum, 0, [learning_rate, weight_decay, aggregation];
+    /// SGD with heavy-ball momentum. State: the momentum buffer.
+    Momentum: Sum, 1, [learning_rate, momentum, dampening, weight_decay, aggregation];
+    /// SGD with Nesterov momentum. State: the momentum buffer.
+    Nesterov: Sum, 1, [learning_rate, momentum, dampening, weight_decay, aggregation];
+    /// Adam with L2 weight decay. State: first and second moment.
+    Adam: Sum, 2, [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation];
+    /// Adam with decoupled weight decay. State: first and second moment.
+    AdamW: Sum, 2, [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation];
+    /// `w'` is the value the last contribution holds; without one, `w` stays.
+    Assign: Last, 0, [];
+}
 
 impl Reducer {
+    /// The names of all, in the order messages list them.
+    pub const NAMES: &[&str] = <Reducer as VariantNames>::VARIANTS;
+
     /// All reducers, in the order messages list them.
     pub fn all() -> impl Iterator<Item = Self> {
-        NAMES.iter().map(|&(reducer, _)| reducer)
+        Self::iter()
     }
 
     /// The lower-case name.
     pub fn name(self) -> &'static str {
-        NAMES.iter().find(|&&(reducer, _)| reducer == self).map_or("", |&(_, name)| name)
+        self.into()
     }
 
-    /// fp32 values of optimizer state kept for each weight.
+    /// How several contributions become one value.
+    pub fn combine(self) -> Combine {
+        self.facts().combine
+    }
+
+    /// Whether it takes elements of all types: what is no float can replace another value, but not be added to it.
+    pub fn takes_all_types(self) -> bool {
+        self.combine() == Combine::Last
+    }
+
+    /// Values of optimizer state kept for each weight.
     pub fn state_slots(self) -> usize {
-        match self {
-            Self::Sum | Self::Sgd | Self::Assign => 0,
-            Self::Momentum | Self::Nesterov => 1,
-            Self::Adam | Self::AdamW => 2,
-        }
+        self.facts().state_slots
     }
 
-    /// Whether [`Hyper::aggregation`] applies; `sum` always sums and `assign` takes values.
+    /// Whether the hyper-parameter of this name makes a difference to it.
+    pub fn reads(self, name: &str) -> bool {
+        self.facts().reads.contains(&name)
+    }
+
+    /// Whether [`Hyper::aggregation`] applies, as it does to all optimizers.
     pub fn averages(self) -> bool {
-        !matches!(self, Self::Sum | Self::Assign)
-    }
-}
-
-impl fmt::Display for Reducer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-impl FromStr for Reducer {
-    type Err = ReducerError;
-
-    /// Takes exactly the lower-case names.
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        NAMES
-            .iter()
-            .find(|(_, name)| *name == text)
-            .map(|&(reducer, _)| reducer)
-            .ok_or_else(|| ReducerError::UnknownReducer(text.to_owned()))
+        self.reads("aggregation")
     }
 }
 
 /// What a sum of contributions becomes before an optimizer sees it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    Serialize,
+    Deserialize,
+    strum::Display,
+    strum::EnumIter,
+    strum::EnumString,
+    strum::VariantNames,
+)]
 #[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase", parse_err_ty = UnknownWord, parse_err_fn = no_aggregation)]
 pub enum Aggregation {
     /// Divided by the number of contributions.
     #[default]
@@ -97,76 +133,111 @@ pub enum Aggregation {
     Sum,
 }
 
-impl fmt::Display for Aggregation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Mean => "mean",
-            Self::Sum => "sum",
-        })
-    }
-}
-
-impl FromStr for Aggregation {
-    type Err = ReducerError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        match text {
-            "mean" => Ok(Self::Mean),
-            "sum" => Ok(Self::Sum),
-            _ => Err(ReducerError::UnknownAggregation(text.to_owned())),
-        }
-    }
-}
-
 /// A name that is not a reducer's or an aggregation's; the message lists the valid ones.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ReducerError {
-    /// Not a reducer.
-    #[error("unknown reducer {0:?}: use one of {names}", names = NAMES.map(|(_, name)| name).join(", "))]
-    UnknownReducer(String),
-    /// Not an aggregation.
-    #[error("unknown aggregation {0:?}: use one of mean, sum")]
-    UnknownAggregation(String),
+#[error("unknown {kind} {got:?}: use one of {}", known.join(", "))]
+pub struct UnknownWord {
+    kind: &'static str,
+    got: String,
+    known: &'static [&'static str],
 }
 
-/// Hyper-parameters of all reducers together; each reducer reads those it has in PyTorch.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Hyper {
-    /// Step size of every optimizer.
-    pub learning_rate: f32,
-    /// Factor on the momentum buffer (`momentum`, `nesterov`).
-    pub momentum: f32,
-    /// The gradient enters the momentum buffer times `1 - dampening`, except at the first step.
-    pub dampening: f32,
-    /// Decay of the first moment (`adam`, `adamw`).
-    pub beta1: f32,
-    /// Decay of the second moment (`adam`, `adamw`).
-    pub beta2: f32,
-    /// Added to the denominator (`adam`, `adamw`).
-    pub epsilon: f32,
-    /// L2 penalty in the gradient; for `adamw`, decay of the weights themselves.
-    pub weight_decay: f32,
-    /// `sum`: factor on the old weights; with 0 they are not read at all.
-    pub carry: f32,
-    /// Mean or sum of the contributions.
-    pub aggregation: Aggregation,
+fn no_reducer(got: &str) -> UnknownWord {
+    UnknownWord { kind: "reducer", got: got.to_owned(), known: Reducer::NAMES }
 }
 
-impl Default for Hyper {
-    fn default() -> Self {
-        Self {
-            learning_rate: 0.01,
-            momentum: 0.9,
-            dampening: 0.0,
-            beta1: 0.9,
-            beta2: 0.999,
-            epsilon: 1e-8,
-            weight_decay: 0.0,
-            carry: 1.0,
-            aggregation: Aggregation::Mean,
-        }
+fn no_aggregation(got: &str) -> UnknownWord {
+    UnknownWord { kind: "aggregation", got: got.to_owned(), known: Aggregation::VARIANTS }
+}
+
+/// The numbers that a hyper-parameter can be.
+#[derive(Debug)]
+pub struct Domain {
+    /// Whether this is one of them.
+    pub holds: fn(f32) -> bool,
+    /// What they are.
+    pub text: &'static str,
+}
+
+const FINITE: Domain = Domain { holds: f32::is_finite, text: "a finite number" };
+const NOT_NEGATIVE: Domain = Domain { holds: |x| x.is_finite() && x >= 0.0, text: "a finite number >= 0" };
+// Below this the denominator of a weight that never had a gradient could round to zero.
+const POSITIVE: Domain = Domain { holds: |x| x.is_finite() && x >= 1e-30, text: "a finite number >= 1e-30" };
+const TO_ONE: Domain = Domain { holds: |x| (0.0..=1.0).contains(&x), text: "a number from 0 to 1" };
+const BELOW_ONE: Domain = Domain { holds: |x| (0.0..1.0).contains(&x), text: "a number from 0 to below 1" };
+
+/// A hyper-parameter that is a number.
+#[derive(Debug)]
+pub struct Parameter {
+    /// Its name, which is that of its control file.
+    pub name: &'static str,
+    /// What it can be.
+    pub domain: Domain,
+    /// What it is for.
+    pub meaning: &'static str,
+    /// Its place.
+    pub of: fn(&mut Hyper) -> &mut f32,
+}
+
+impl Parameter {
+    /// Its value.
+    pub fn get(&self, hyper: &Hyper) -> f32 {
+        *(self.of)(&mut hyper.clone())
     }
+
+    /// Its value as people write it: very small numbers with an exponent.
+    pub fn text(&self, hyper: &Hyper) -> String {
+        let value = self.get(hyper);
+        if self.name == "epsilon" { format!("{value:e}") } else { value.to_string() }
+    }
+
+    /// Who reads it, as help texts say.
+    pub fn readers(&self) -> String {
+        let reads = |reducer: &Reducer| reducer.reads(self.name);
+        if Reducer::all().filter(|reducer| reducer.averages()).all(|reducer| reads(&reducer)) {
+            return "optimizers".into();
+        }
+        Reducer::all().filter(reads).map(Reducer::name).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// The hyper-parameters that are numbers, one line each: default, domain and meaning.
+macro_rules! parameters {
+    ($($name:ident = $default:literal, $domain:expr, $meaning:literal;)*) => {
+        /// Hyper-parameters of all reducers together; each reducer reads those it has in PyTorch.
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+        #[serde(default)]
+        pub struct Hyper {
+            $(#[doc = $meaning] pub $name: f32,)*
+            /// Mean or sum of the contributions.
+            pub aggregation: Aggregation,
+        }
+
+        impl Default for Hyper {
+            fn default() -> Self {
+                Self { $($name: $default,)* aggregation: Aggregation::Mean }
+            }
+        }
+
+        /// All of [`Hyper`] that are numbers, in the order help lists them.
+        pub const PARAMETERS: &[Parameter] = &[$(Parameter {
+            name: stringify!($name),
+            domain: $domain,
+            meaning: $meaning,
+            of: |hyper| &mut hyper.$name,
+        },)*];
+    };
+}
+
+parameters! {
+    learning_rate = 0.01, NOT_NEGATIVE, "step size";
+    momentum = 0.9, TO_ONE, "weight of the running gradient";
+    dampening = 0.0, TO_ONE, "share of the new gradient left out, but at the first step";
+    beta1 = 0.9, BELOW_ONE, "decay of the first moment";
+    beta2 = 0.999, BELOW_ONE, "decay of the second moment";
+    epsilon = 1e-8, POSITIVE, "added to the denominator";
+    weight_decay = 0.0, NOT_NEGATIVE, "pull towards zero, decoupled for adamw";
+    carry = 1.0, FINITE, "how much of the old weights stays: 1 adds to them, 0 is an all-reduce";
 }
 
 /// One application of a reducer to a version.
@@ -192,34 +263,53 @@ mod tests {
         for reducer in Reducer::all() {
             assert_eq!(reducer.to_string().parse(), Ok(reducer));
             assert_eq!(reducer.name(), reducer.name().to_lowercase());
+            assert_eq!(serde_json::to_string(&reducer).unwrap(), format!("{:?}", reducer.name()));
         }
-        assert_eq!(Reducer::all().count(), 7);
-        for aggregation in [Aggregation::Mean, Aggregation::Sum] {
+        for aggregation in Aggregation::iter() {
             assert_eq!(aggregation.to_string().parse(), Ok(aggregation));
         }
     }
 
     #[test]
     fn unknown_names_list_the_valid_ones() {
-        for text in ["", "SGD", " sgd", "sgd\n", "rmsprop"] {
-            let error = text.parse::<Reducer>().unwrap_err();
-            assert_eq!(error, ReducerError::UnknownReducer(text.to_owned()));
-            let message = error.to_string();
-            assert!(
-                message.contains("sum, sgd, momentum, nesterov, adam, adamw, assign"),
-                "message was {message}"
-            );
+        for text in ["", "SGD", " sgd", "sgd\n", "lars"] {
+            let message = text.parse::<Reducer>().unwrap_err().to_string();
+            assert!(message.starts_with(&format!("unknown reducer {text:?}: ")), "{message}");
+            assert!(message.contains("sum, sgd, momentum, nesterov, adam, adamw,"), "{message}");
         }
         assert!("avg".parse::<Aggregation>().unwrap_err().to_string().contains("mean, sum"));
     }
 
     #[test]
-    fn slots_and_defaults() {
-        let slots: Vec<_> = Reducer::all().map(Reducer::state_slots).collect();
-        assert_eq!(slots, [0, 0, 1, 1, 2, 2, 0]);
-        let hyper = Hyper::default();
-        assert_eq!((hyper.learning_rate, hyper.momentum, hyper.dampening), (0.01, 0.9, 0.0));
-        assert_eq!((hyper.beta1, hyper.beta2, hyper.epsilon), (0.9, 0.999, 1e-8));
-        assert_eq!((hyper.weight_decay, hyper.carry, hyper.aggregation), (0.0, 1.0, Aggregation::Mean));
+    fn a_reducer_reads_what_there_is() {
+        let known =
+            |name: &&str| *name == "aggregation" || PARAMETERS.iter().any(|known| known.name == *name);
+        for reducer in Reducer::all() {
+            assert!(reducer.facts().reads.iter().all(known), "{reducer}");
+        }
+        for parameter in PARAMETERS {
+            assert!(!parameter.readers().is_empty(), "nobody reads {}", parameter.name);
+            assert!((parameter.domain.holds)(parameter.get(&Hyper::default())), "{}", parameter.name);
+        }
+    }
+
+    /// The rows that begin so in a document, up to the end of the table.
+    fn rows<'a>(text: &'a str, head: &str) -> Vec<&'a str> {
+        text.lines()
+            .skip_while(|line| !line.starts_with(head))
+            .take_while(|line| line.starts_with('|'))
+            .collect()
+    }
+
+    #[test]
+    fn the_documents_tell_of_every_reducer() {
+        let semantics = include_str!("../../../docs/semantics.md");
+        let names =
+            rows(semantics, "| reducer |").into_iter().skip(2).filter_map(|row| row.split('`').nth(1));
+        assert_eq!(names.collect::<Vec<_>>(), Reducer::NAMES);
+        let state = rows(include_str!("../../../README.md"), "| optimizer state |")[0];
+        for reducer in Reducer::all().filter(|reducer| reducer.state_slots() > 0) {
+            assert!(state.contains(&format!("`{reducer}`")), "{reducer} is not in {state:?}");
+        }
     }
 }

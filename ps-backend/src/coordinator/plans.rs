@@ -8,7 +8,7 @@ use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::controls::NonFinite;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Step};
 use libmodelio::vocabulary::partly::PartlyWritten;
-use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{Granted, Message, Plan, PlanSource, Refusal, Work};
 
 use super::shares::{Share, Values, shares};
@@ -296,15 +296,15 @@ impl CoordinatorCore {
     /// Who sends what for a work, and how shards are told of it under this number. None for what is no work of theirs.
     fn plan_of(&self, work: &core::Action<Source>, id: PlanId) -> Option<(Kind, Vec<Sender>, Message)> {
         let (kind, senders, todo) = match work {
-            core::Action::Fold { contributions, reducer, .. } => {
+            core::Action::Fold { contributions, combine, .. } => {
                 let learners = contributions.iter().map(|c| c.learner).collect();
-                let replaces = *reducer == Reducer::Assign;
+                let replaces = *combine == Combine::Last;
                 let senders = senders(contributions, self.core.folded_contributions(), replaces);
                 (Kind::Fold(learners), senders, Work::Add { replaces })
             }
             core::Action::Reduce(plan) => match &plan.work {
                 core::Work::Reduce { step, tensors, fresh_state, inputs, .. } => {
-                    let replaces = step.reducer == Reducer::Assign;
+                    let replaces = step.reducer.combine() == Combine::Last;
                     let (step, tensors, fresh_state) = (step.clone(), tensors.clone(), *fresh_state);
                     let mut senders = senders(inputs, self.core.folded_contributions(), replaces);
                     if let Some(learner) = plan.provisional {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use libmodelio::transport::{BlockSlot, ShardError};
 use libmodelio::vocabulary::ids::LearnerId;
-use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::reducer::Combine;
 
 use super::{Action, Arrival, Fusing, Now, PendingKind, Phase, Plan, ShardCore};
 
@@ -117,7 +117,7 @@ impl<S: Clone> ShardCore<S> {
     /// Whether what a plan makes of whole blocks does not depend on what is committed later: values of several learners
     /// replace each other byte by byte, so those wait.
     fn may_begin_early(&self) -> bool {
-        self.params().0 != Reducer::Assign || self.committed.is_empty()
+        self.params().0.combine() != Combine::Last || self.committed.is_empty()
     }
 
     /// Begins the coming version's plan if the last learner that it waits for is writing.

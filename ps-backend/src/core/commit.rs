@@ -7,7 +7,7 @@ use fixedbitset::FixedBitSet;
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
-use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::reducer::Combine;
 
 use super::membership::SAID;
 use super::{
@@ -94,7 +94,8 @@ impl<S: Clone> ShardCore<S> {
                 "the commit names blocks that the model does not have".into(),
             ));
         }
-        if self.params().0 == Reducer::Assign || self.controls.reducer == Reducer::Assign {
+        let reducers = [self.params().0, self.controls.reducer];
+        if reducers.iter().any(|reducer| reducer.combine() == Combine::Last) {
             let pieces = contribution.partly.as_ref().map(PartlyWritten::pieces);
             let all = pieces.and_then(|pieces| Some(pieces + self.pieces(Some(learner))?));
             if all.is_none_or(|all| all > MAX_PIECES) {
@@ -234,7 +235,7 @@ impl<S: Clone> ShardCore<S> {
     /// # Errors
     /// [`ShardError::NotAllowed`] says what to set.
     pub fn may_assign(&self) -> Result<(), ShardError> {
-        if self.controls.reducer == Reducer::Assign || self.version.0 == 0 {
+        if self.controls.reducer.combine() == Combine::Last || self.version.0 == 0 {
             return Ok(());
         }
         Err(ShardError::NotAllowed(format!(

@@ -45,7 +45,7 @@ use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use serde::{Deserialize, Serialize};
 
 use libmodelio::vocabulary::controls::{Consistency, ControlError, Controls};
-use libmodelio::vocabulary::reducer::{self, Hyper, Reducer};
+use libmodelio::vocabulary::reducer::{self, Combine, Hyper, Reducer};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
 pub use commit::NOT_COMMITTED;
@@ -157,8 +157,8 @@ pub enum Action<S> {
         contributions: Vec<Arc<Contribution<S>>>,
         /// Blocks that the accumulator already holds; others are stored, not added.
         accumulated: FixedBitSet,
-        /// What the sum is for: with `assign` the last one replaces what is there.
-        reducer: Reducer,
+        /// Or the last one replaces what is there.
+        combine: Combine,
     },
     /// Compute a version, then call [`ShardCore::reduced`]; not before it is sealed, if the plan is provisional.
     Reduce(Arc<Plan<S>>),
@@ -536,7 +536,8 @@ impl<S: Clone> ShardCore<S> {
     /// # Errors
     /// Why not: contributions that were taken as gradients are written in too many pieces to be values.
     pub fn may_set(&self, controls: &Controls) -> Result<(), ControlError> {
-        let assigns = controls.reducer == Reducer::Assign && self.controls.reducer != Reducer::Assign;
+        let replaces = |controls: &Controls| controls.reducer.combine() == Combine::Last;
+        let assigns = replaces(controls) && !replaces(&self.controls);
         if !assigns || self.pieces(None).is_some_and(|pieces| pieces <= MAX_PIECES) {
             return Ok(());
         }

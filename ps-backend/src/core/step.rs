@@ -278,7 +278,7 @@ impl<S: Clone> ShardCore<S> {
         actions.push(Action::Fold {
             contributions,
             accumulated: self.accumulated.clone(),
-            reducer: params.0,
+            combine: params.0.combine(),
         });
         self.params = Some(params);
     }

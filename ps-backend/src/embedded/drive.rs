@@ -6,7 +6,7 @@ use std::time::Duration;
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::{Completion, Region, Reply, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, LearnerId};
-use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::reducer::Combine;
 use parking_lot::{Mutex, MutexGuard};
 use rayon::prelude::*;
 
@@ -115,15 +115,15 @@ impl EmbeddedShard {
             }
             Action::Published(version) => after.events.push(Event::Published(version)),
             Action::Left { learner, reason } => after.events.push(Event::Left(learner, reason)),
-            Action::Fold { contributions, accumulated, reducer } => match inner.store.accumulator(reducer) {
+            Action::Fold { contributions, accumulated, combine } => match inner.store.accumulator(combine) {
                 Ok(accumulator) => {
                     let Some(this) = self.this.upgrade() else { return };
-                    let assigns = reducer == Reducer::Assign;
+                    let replaces = combine == Combine::Last;
                     let folded =
-                        inner.core.folded_contributions().filter(|_| assigns).cloned().collect::<Vec<_>>();
+                        inner.core.folded_contributions().filter(|_| replaces).cloned().collect::<Vec<_>>();
                     after.jobs.push(Box::new(move || {
                         let held = (accumulated, &folded[..]);
-                        let outcome = this.fold(&contributions, held, &accumulator, reducer);
+                        let outcome = this.fold(&contributions, held, &accumulator, combine);
                         this.folded(&contributions, outcome);
                     }));
                 }
@@ -152,7 +152,7 @@ impl EmbeddedShard {
         contributions: &[Arc<Contribution<Region>>],
         (mut accumulated, folded): (FixedBitSet, &[Arc<Contribution<Region>>]),
         accumulator: &Accumulator,
-        reducer: Reducer,
+        combine: Combine,
     ) -> Result<(), Vec<(LearnerId, ShardError)>> {
         // What is stored where nothing was can be given up when it turns out to be bad; what is added cannot.
         let reversible = match contributions {
@@ -178,7 +178,7 @@ impl EmbeddedShard {
             self.for_each_block(deferred.ones().filter(|&block| !outranked(block)), |block| {
                 let first = !accumulated.contains(block.index());
                 let layout = &self.layout;
-                if !region_store::fold_block(layout, block, source, accumulator, first, reducer, check) {
+                if !region_store::fold_block(layout, block, source, accumulator, first, combine, check) {
                     *bad.lock() = Some(block);
                 }
             });

@@ -25,7 +25,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::tally::Tally;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, PartitionLayout};
-use libmodelio::vocabulary::reducer::{Reducer, Step};
+use libmodelio::vocabulary::reducer::{Combine, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::{ByteSteps, TensorSteps};
 use parking_lot::Mutex;
 
@@ -131,8 +131,8 @@ impl PartitionError {
 pub enum PartitionWork {
     /// They are added up, with what concluded plans of the coming version have added up.
     Add {
-        /// What the sum is for: with `assign`, the last value replaces what is there.
-        reducer: Reducer,
+        /// Or the last value replaces what is there.
+        combine: Combine,
     },
     /// The next version is made from them, and from what concluded plans have added up.
     Reduce {
@@ -148,11 +148,11 @@ pub enum PartitionWork {
 }
 
 impl PartitionWork {
-    /// What is done with the sum in the end; `None` where nothing is added up.
-    pub fn reducer(&self) -> Option<Reducer> {
+    /// How contributions become one; `None` where nothing is added up.
+    pub fn combine(&self) -> Option<Combine> {
         match self {
-            PartitionWork::Add { reducer } => Some(*reducer),
-            PartitionWork::Reduce { step, .. } => Some(step.reducer),
+            PartitionWork::Add { combine } => Some(*combine),
+            PartitionWork::Reduce { step, .. } => Some(step.reducer.combine()),
             PartitionWork::Assign => None,
         }
     }
@@ -331,7 +331,7 @@ impl PartitionStore {
             }
             PartitionWork::Assign => Some(inner.store.assigned_version(newest.next(), check)?),
         };
-        if work.reducer() == Some(Reducer::Assign) {
+        if work.combine() == Some(Combine::Last) {
             self.shared.sums.assign();
         }
         let Shared { sums, tally, .. } = &*self.shared;
@@ -377,12 +377,12 @@ impl PartitionStore {
             return Ok((!both.is_empty()).then(|| Merge::new(Arc::clone(job), both)));
         };
         job.check_finished()?;
-        match job.work().reducer() {
-            Some(reducer) => {
-                inner.store.publish_next(making, reducer);
+        match job.work() {
+            PartitionWork::Reduce { step, .. } => {
+                inner.store.publish_next(making, step.reducer);
                 self.shared.sums.clear();
             }
-            None => inner.store.publish_assigned(making),
+            _ => inner.store.publish_assigned(making),
         }
         job.give_up();
         inner.recycle();

@@ -1,12 +1,49 @@
 //! What the contributions to a segment become: the next weights, by the arithmetic of the reducer, in one pass of
 //! [`libmodelio::bytes::kernels`].
+//!
+//! A reducer is a file here, its line in [`of`], and its entry in the table of [`libmodelio::vocabulary::reducer`], which
+//! also has the hyper-parameters. Operation for operation they do what PyTorch's single-tensor implementations do,
+//! except that Adam's two bias corrections are folded into its step size and epsilon.
+//!
+//! A block is reduced as soon as all of its contributions are there, while others are still on their way: a pass knows no
+//! block but its own. A reducer that needs to have seen others first (a norm, as for LARS or clipping) takes a plan
+//! of its own between the last contribution and [`crate::core::Work::Reduce`]; one that gives each learner something
+//! else (EASGD) takes outputs beside the version's. Neither kind of plan exists.
 
-mod ops;
+mod adam;
+mod assign;
+mod gradient;
+mod momentum;
+mod sgd;
+mod sum;
 
-use libmodelio::bytes::kernels::{
-    Operands, Source, Total, bytes, bytes_mut, copy_checked, sources_are_finite, stream_copy, widen,
-};
-use libmodelio::vocabulary::reducer::{Reducer, Step};
+use libmodelio::bytes::kernels::Operands;
+use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+
+/// The arithmetic of a reducer, or of some that are much alike.
+trait Reduce: Sync {
+    /// Compute the output of one segment. Returns whether every element of every source was finite; it need not
+    /// look unless it is to `check`.
+    fn pass(&self, step: &Step, operands: Operands<'_>, check: bool) -> bool;
+
+    /// Whether weights to which nothing is contributed stay what they are, and so does their state.
+    fn is_inert(&self, _: &Hyper) -> bool {
+        false
+    }
+}
+
+/// Every reducer's arithmetic.
+fn of(reducer: Reducer) -> &'static dyn Reduce {
+    match reducer {
+        Reducer::Sum => &sum::Sum,
+        Reducer::Sgd => &sgd::Sgd,
+        Reducer::Momentum => &momentum::Momentum { nesterov: false },
+        Reducer::Nesterov => &momentum::Momentum { nesterov: true },
+        Reducer::Adam => &adam::Adam { decoupled: false },
+        Reducer::AdamW => &adam::Adam { decoupled: true },
+        Reducer::Assign => &assign::Assign,
+    }
+}
 
 /// Compute the next version of a segment: `output = reducer(input, sum of sources)`.
 ///
@@ -21,55 +58,10 @@ use libmodelio::vocabulary::reducer::{Reducer, Step};
 /// If lengths disagree, or parts are there that the reducer or the type does not have, or missing.
 pub fn apply(step: &Step, operands: Operands<'_>, check: bool) -> bool {
     operands.assert_complete(step.reducer.state_slots());
-    let finite = match step.reducer {
-        Reducer::Assign => return assign(operands, check),
-        Reducer::Sum if step.hyper.carry == 0.0 && !operands.sources.is_empty() => {
-            operands.reduce(Total::new(), Total::new())
-        }
-        Reducer::Sum => operands.reduce(ops::Sum::new(step), ops::Sum::new(step)),
-        Reducer::Sgd => operands.reduce(ops::Sgd::new(step), ops::Sgd::new(step)),
-        Reducer::Momentum | Reducer::Nesterov => {
-            let nesterov = step.reducer == Reducer::Nesterov;
-            if step.t <= 1 {
-                let first = ops::Momentum::<_, true>::new(step, nesterov);
-                operands.reduce(first, ops::Momentum::<_, true>::new(step, nesterov))
-            } else {
-                let later = ops::Momentum::<_, false>::new(step, nesterov);
-                operands.reduce(later, ops::Momentum::<_, false>::new(step, nesterov))
-            }
-        }
-        Reducer::Adam => operands.reduce(ops::Adam::new(step, false), ops::Adam::new(step, false)),
-        Reducer::AdamW => operands.reduce(ops::Adam::new(step, true), ops::Adam::new(step, true)),
-    };
-    finite || !check
+    of(step.reducer).pass(step, operands, check) || !check
 }
 
-fn assign(operands: Operands<'_>, check: bool) -> bool {
-    let Operands { wire, sources, input, output } = operands;
-    let Some((last, before)) = sources.split_last() else {
-        stream_copy(input.weights, output.weights);
-        if let (Some(old), Some(new)) = (input.master, output.master) {
-            stream_copy(bytes(old), bytes_mut(new));
-        }
-        return true;
-    };
-    let finite = !check || sources_are_finite(wire, before);
-    match last {
-        // Others may be storing into the source: what is judged is read once.
-        Source::Wire(src) if check && output.master.is_none() => {
-            copy_checked(wire, src, output.weights) && finite
-        }
-        Source::Wire(src) if !check => {
-            stream_copy(src, output.weights);
-            if let Some(master) = output.master {
-                widen(wire, src, master);
-            }
-            finite
-        }
-        _ => {
-            let sources = std::slice::from_ref(last);
-            let fine = Operands { wire, sources, input, output }.reduce(Total::new(), Total::new());
-            (fine || !check) && finite
-        }
-    }
+/// Whether a block without any contribution keeps its value.
+pub fn is_inert(step: &Step) -> bool {
+    of(step.reducer).is_inert(&step.hyper)
 }

@@ -12,7 +12,7 @@ use libmodelio::bytes::kernels::{self, Wire};
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout, Segment};
-use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::reducer::Combine;
 
 use super::element_span;
 
@@ -211,9 +211,9 @@ impl Accumulator {
         block: BlockId,
         payload: Payload<'_>,
         stores: bool,
-        reducer: Reducer,
+        combine: Combine,
     ) -> bool {
-        let stores = stores || reducer == Reducer::Assign;
+        let stores = stores || combine == Combine::Last;
         let mut finite = true;
         for (segment, sent, bytes) in segments(layout, block, payload) {
             // SAFETY: the block is the caller's alone.
@@ -221,7 +221,7 @@ impl Accumulator {
                 if let (Some(sent), Some(own)) = (sent, Wire::of(segment.dtype)) {
                     let sum = self.sum.floats_mut(element_span(segment, own));
                     finite &= kernels::fold(sent, bytes, sum, stores);
-                } else if let (Reducer::Assign, Some(raw)) = (reducer, &self.raw) {
+                } else if let (Combine::Last, Some(raw)) = (combine, &self.raw) {
                     kernels::stream_copy(bytes, raw.bytes_mut(span(&segment.bytes)));
                 }
             }

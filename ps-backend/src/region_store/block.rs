@@ -10,7 +10,7 @@ use libmodelio::bytes::kernels::{self, Wire};
 use libmodelio::transport::Region;
 use libmodelio::vocabulary::ids::{BlockId, LearnerId};
 use libmodelio::vocabulary::layout::{ModelLayout, Segment};
-use libmodelio::vocabulary::reducer::{self, Reducer};
+use libmodelio::vocabulary::reducer::{self, Combine};
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, Payload};
@@ -39,7 +39,7 @@ impl Job {
     /// These were folded into the accumulator.
     #[must_use]
     pub fn after<'a>(mut self, folded: impl Iterator<Item = &'a Arc<Contribution<Region>>>) -> Job {
-        if matches!(&self.plan.work, Work::Reduce { step, .. } if step.reducer == Reducer::Assign) {
+        if matches!(&self.plan.work, Work::Reduce { step, .. } if step.reducer.combine() == Combine::Last) {
             self.folded = folded.cloned().collect();
         }
         self
@@ -185,7 +185,7 @@ fn elements_of(segment: &Segment, range: &Range<u64>) -> Option<Segment> {
 }
 
 /// Adds a deferred block of a contribution into the accumulator; stores it if it is the `first`, or if the
-/// reducer is `assign`. Returns whether it held only finite numbers. If it is to `check`, one that does not counts
+/// last one counts. Returns whether it held only finite numbers. If it is to `check`, one that does not counts
 /// as zero: the bytes that are judged are those that are added, whatever its program stores meanwhile.
 pub fn fold_block(
     layout: &ModelLayout,
@@ -193,7 +193,7 @@ pub fn fold_block(
     source: &Region,
     accumulator: &Accumulator,
     first: bool,
-    reducer: Reducer,
+    combine: Combine,
     check: bool,
 ) -> bool {
     thread_local! {
@@ -205,7 +205,7 @@ pub fn fold_block(
     let bytes = unsafe { source.memory().bytes(range) };
     // SAFETY: as above; the payload is the whole block.
     let fold =
-        |bytes: &[u8]| unsafe { accumulator.fold(layout, block, Payload::Plain(bytes), first, reducer) };
+        |bytes: &[u8]| unsafe { accumulator.fold(layout, block, Payload::Plain(bytes), first, combine) };
     if !check {
         return fold(bytes);
     }
@@ -215,7 +215,7 @@ pub fn fold_block(
         if is_finite(layout, block, copy) {
             return fold(copy);
         }
-        if first || reducer == Reducer::Assign {
+        if first || combine == Combine::Last {
             copy.fill(0);
             fold(copy);
         }

@@ -10,7 +10,7 @@ use libmodelio::bytes::block::span;
 use libmodelio::bytes::kernels::{self, Input, Operands, Output, Source, Wire};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, Segment};
-use libmodelio::vocabulary::reducer::{self, Reducer};
+use libmodelio::vocabulary::reducer::{self, Combine};
 use libmodelio::vocabulary::tensor_steps::ByteSteps;
 use smallvec::SmallVec;
 
@@ -84,7 +84,7 @@ impl Making {
     ) -> bool {
         // SAFETY: passed on to the caller.
         unsafe {
-            if terms.is_empty() && (is_inert(step) || self.stays(block)) {
+            if terms.is_empty() && (reducers::is_inert(step) || self.stays(block)) {
                 self.carry(block);
                 return true;
             }
@@ -178,7 +178,7 @@ impl Making {
                     Brings::Only(term) => terms.get(term),
                     Brings::Nobody => None,
                 };
-                let source = match last.filter(|_| step.reducer == Reducer::Assign && t > 0) {
+                let source = match last.filter(|_| step.reducer.takes_all_types() && t > 0) {
                     None => weights,
                     Some(Term::Sent(Payload::Plain(bytes))) => &bytes[local],
                     Some(Term::Sent(Payload::Wide(bytes))) => &bytes[wide],
@@ -234,7 +234,7 @@ impl Making {
             drop(sources);
             ALIGNED.set(aligned);
         };
-        let assigns = step.reducer == Reducer::Assign && written.iter().any(Option::is_some);
+        let assigns = step.reducer.combine() == Combine::Last && written.iter().any(Option::is_some);
         for (piece, t) in self.pieces(block) {
             if assigns {
                 brought(&piece, start, written, |piece, brings| make(&piece, t, brings));
@@ -355,16 +355,6 @@ impl Making {
         if let Some(state) = self.state[1].stamps.get(block.index()) {
             state.store(stamp, Ordering::Relaxed);
         }
-    }
-}
-
-/// Whether a block without any contribution keeps its value.
-fn is_inert(step: &reducer::Step) -> bool {
-    match step.reducer {
-        Reducer::Sum => step.hyper.carry == 1.0,
-        Reducer::Sgd => step.hyper.weight_decay == 0.0,
-        Reducer::Assign => true,
-        _ => false,
     }
 }
 

@@ -166,7 +166,7 @@ proptest! {
         store.finish_loading().unwrap();
         for t in 1..=3usize {
             let base = Version(t as u64 - 1);
-            let job = store.begin(base, PartitionWork::Add { reducer }, true).unwrap();
+            let job = store.begin(base, PartitionWork::Add { combine: reducer.combine() }, true).unwrap();
             let first = payload(10 * t + 1, ways[2 * t - 2]);
             match job.destination(block, ways[2 * t - 2]).unwrap() {
                 Some(mut target) => {

@@ -177,7 +177,7 @@ impl Twin {
     }
 
     pub fn begin_add(&self) -> Result<Arc<PartitionJob>, PartitionError> {
-        self.store.begin(self.version, PartitionWork::Add { reducer: self.reducer }, true)
+        self.store.begin(self.version, PartitionWork::Add { combine: self.reducer.combine() }, true)
     }
 
     /// `more` contributions come besides those of concluded plans.

@@ -117,7 +117,7 @@ impl Bench {
     /// Adds up what comes for the next version; nothing is shown of it yet.
     fn keep(&mut self, plan: &Plan) -> Option<Vec<Vec<Sent>>> {
         let sent = self.sent(plan);
-        let work = PartitionWork::Add { reducer: Reducer::Assign };
+        let work = PartitionWork::Add { combine: Reducer::Assign.combine() };
         let job = self.store.begin(self.version, work, true).unwrap();
         sent.iter().flatten().for_each(|sent| Bench::add(&job, sent, plan.in_place));
         if plan.dropped {

@@ -168,7 +168,10 @@ fn whatever_does_not_fit_is_refused_and_changes_nothing() {
     assert!(matches!(twin.store.conclude(&job), Err(PartitionError::Unfinished(BlockId(0)))));
     drop(job);
     let base = Version(7);
-    let error = twin.store.begin(base, PartitionWork::Add { reducer: Reducer::Sum }, true).expect_err("base");
+    let error = twin
+        .store
+        .begin(base, PartitionWork::Add { combine: Reducer::Sum.combine() }, true)
+        .expect_err("base");
     assert!(matches!(error, PartitionError::Base { expected: Version(0), got: Version(7) }));
     assert!(matches!(twin.store.load(BlockId(0), &bytes), Err(PartitionError::Loaded)));
     let source = all(&twin, 1, Way::Plain);
@@ -186,7 +189,7 @@ fn nothing_is_read_or_begun_before_all_is_loaded() {
     assert!(store.load(BlockId(2), &bytes).unwrap());
     assert!(matches!(store.finish_loading(), Err(PartitionError::NotLoaded(BlockId(1)))));
     assert!(store.newest().is_none() && store.version(Version(0)).is_none());
-    let begun = store.begin(Version(0), PartitionWork::Add { reducer: Reducer::Sgd }, true);
+    let begun = store.begin(Version(0), PartitionWork::Add { combine: Reducer::Sgd.combine() }, true);
     assert!(matches!(begun, Err(PartitionError::Loading)));
     assert!(store.load(BlockId(1), &bytes).unwrap());
     store.finish_loading().unwrap();

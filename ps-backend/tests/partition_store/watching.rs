@@ -182,7 +182,7 @@ impl Play {
                 }
             }
             Move::Add { concludes } => {
-                let work = PartitionWork::Add { reducer: Reducer::Momentum };
+                let work = PartitionWork::Add { combine: Reducer::Momentum.combine() };
                 if let Ok(job) = self.store.begin(newest, work, false) {
                     let payload = payload(&self.store, 1, self.value);
                     assert!(job.add(BlockId(1), Payload::Plain(&payload)).unwrap());

@@ -176,8 +176,12 @@ impl Operands<'_> {
     ///
     /// # Panics
     /// Unless it [`Self::assert_complete`]s, with the slots of the operation.
-    pub fn reduce(self, single: impl Op<Scalar = f32>, double: impl Op<Scalar = f64>) -> bool {
-        if self.wire == Wire::F64 { self.reduce_doubles(double) } else { self.reduce_floats(single) }
+    pub fn reduce<A: Op<Scalar = f32>, B: Op<Scalar = f64>>(
+        self,
+        single: impl FnOnce() -> A,
+        double: impl FnOnce() -> B,
+    ) -> bool {
+        if self.wire == Wire::F64 { self.reduce_doubles(double()) } else { self.reduce_floats(single()) }
     }
 
     fn reduce_doubles<O: Op<Scalar = f64>>(self, op: O) -> bool {

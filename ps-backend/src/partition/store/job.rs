@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use libmodelio::transport::tally::{Flow, Tally};
 use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::reducer::Combine;
 use smallvec::SmallVec;
 
 use super::sums::Sums;
@@ -155,20 +155,20 @@ impl PartitionJob {
         payload: Payload<'_>,
         written: Option<&[Range<u32>]>,
     ) -> Result<bool, PartitionError> {
-        let reducer = self.work.reducer().ok_or(PartitionError::AssignsOnly)?;
+        let combine = self.work.combine().ok_or(PartitionError::AssignsOnly)?;
         check_payload(&self.layout, block, payload)?;
         let claim = self.claim(block)?;
         let open = self.sums.open(block);
         // SAFETY: the block is claimed, and the payload is as long as it should be.
         let finite = unsafe {
-            match (reducer, payload, written) {
-                (Reducer::Assign, Payload::Plain(bytes), Some(written)) => {
+            match (combine, payload, written) {
+                (Combine::Last, Payload::Plain(bytes), Some(written)) => {
                     open.overlay(&self.layout, block, bytes, written)
                 }
-                _ => open.fold(&self.layout, block, payload, !claim.holds(), reducer),
+                _ => open.fold(&self.layout, block, payload, !claim.holds(), combine),
             }
         };
-        if reducer == Reducer::Assign {
+        if combine == Combine::Last {
             self.sums.holds_too(block, claim.holds(), written);
         }
         claim.set(HELD);
@@ -222,8 +222,7 @@ impl PartitionJob {
         let of_sealed = self.sums.sealed(block).and_then(|_| self.sums.sealed_written(block));
         let of_open = self.sums.open_written(block).filter(|_| claim.holds());
         let mut written = SmallVec::<[Written<'_>; 3]>::new();
-        if step.reducer == Reducer::Assign && (of_sealed.is_some() || of_open.is_some() || of_last.is_some())
-        {
+        if self.replaces() && (of_sealed.is_some() || of_open.is_some() || of_last.is_some()) {
             written.extend(self.sums.sealed(block).map(|_| of_sealed.as_deref()));
             written.extend(claim.holds().then_some(of_open.as_deref()));
             written.extend(last.map(|_| of_last));
@@ -292,7 +291,7 @@ impl PartitionJob {
 
     /// Whether what comes takes the place of what was there.
     pub(super) fn replaces(&self) -> bool {
-        self.work.reducer() == Some(Reducer::Assign)
+        self.work.combine() == Some(Combine::Last)
     }
 
     /// # Errors

@@ -6,7 +6,7 @@ use libmodelio::transport::ShardError;
 use libmodelio::transport::frames::Link;
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
-use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{self, Message, Refusal, Work};
 use rayon::prelude::*;
 
@@ -92,8 +92,7 @@ impl Partition {
     fn start(&self, state: &mut State, plan: wire::Plan, actions: &mut Vec<Action>) -> Result<(), Refusal> {
         let work = match &plan.work {
             Work::Add { replaces } => {
-                let reducer = if *replaces { Reducer::Assign } else { Reducer::Sum };
-                PartitionWork::Add { reducer }
+                PartitionWork::Add { combine: if *replaces { Combine::Last } else { Combine::Sum } }
             }
             Work::Reduce { step, tensors, fresh_state } => {
                 let (step, tensors, fresh_state) = (step.clone(), tensors.clone(), *fresh_state);
