@@ -309,6 +309,9 @@ def reference(reducer, steps, weights, learning_rate=0.1, weight_decay=0.01):
         elif reducer in ("momentum", "nesterov"):
             m = g if m is None else 0.9 * m + g
             weights = weights - learning_rate * (g + 0.9 * m if reducer == "nesterov" else m)
+        elif reducer == "rmsprop":
+            v = (0 if v is None else 0.99 * v) + 0.01 * g * g
+            weights = weights - learning_rate * g / (np.sqrt(v) + 1e-8)
         else:
             m = (0 if m is None else 0.9 * m) + 0.1 * g
             v = (0 if v is None else 0.999 * v) + 0.001 * g * g
@@ -319,7 +322,7 @@ def reference(reducer, steps, weights, learning_rate=0.1, weight_decay=0.01):
     return weights
 
 
-@pytest.mark.parametrize("reducer", ["sgd", "momentum", "nesterov", "adam", "adamw"])
+@pytest.mark.parametrize("reducer", ["sgd", "momentum", "nesterov", "adam", "adamw", "rmsprop"])
 @pytest.mark.parametrize("aggregation", ["mean", "sum"])
 def test_reducers(mounted, reducer, aggregation):
     """Two learners' contributions against a reference in double precision."""

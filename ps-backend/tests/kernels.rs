@@ -126,8 +126,12 @@ impl Case {
     fn slot_values(&self, slot: usize) -> Vec<f32> {
         let n = if self.has_slot(slot) { self.elements } else { 0 };
         let values = random(self.seed + 1 + slot as u64, n);
-        // A second moment is never negative.
-        if slot == 1 { values.iter().map(|value| value.abs()).collect() } else { values }
+        // A mean square is never negative.
+        if slot == 1 || self.step.reducer == Reducer::RmsProp {
+            values.iter().map(|value| value.abs()).collect()
+        } else {
+            values
+        }
     }
 
     fn run(&self) -> Outcome {
@@ -169,7 +173,8 @@ impl Case {
         let [lr, mu, damp, wd, eps] =
             [h.learning_rate, h.momentum, h.dampening, h.weight_decay, h.epsilon].map(f64::from);
         // The decays as a user wrote them.
-        let [b1, b2] = [h.beta1, h.beta2].map(|beta| beta.to_string().parse::<f64>().unwrap());
+        let [b1, b2, alpha] =
+            [h.beta1, h.beta2, h.alpha].map(|beta| beta.to_string().parse::<f64>().unwrap());
         let sum: f64 = values.iter().map(|source| f64::from(source[i])).sum();
         let mut size = values.iter().map(|source| f64::from(source[i].abs())).sum::<f64>() + w.abs() + 1.0;
         let mean = h.aggregation == Aggregation::Mean;
@@ -184,6 +189,11 @@ impl Case {
                 let buffer = if t == 1 { g } else { mu * slots[0] + (1.0 - damp) * g };
                 let nesterov = self.step.reducer == Reducer::Nesterov;
                 (w - lr * if nesterov { g + mu * buffer } else { buffer }, [buffer, slots[1]])
+            }
+            Reducer::RmsProp => {
+                g += wd * w;
+                let square = alpha * slots[0] + (1.0 - alpha) * g * g;
+                (w - lr * g / (square.sqrt() + eps), [square, slots[1]])
             }
             Reducer::Adam | Reducer::AdamW => {
                 let decoupled = self.step.reducer == Reducer::AdamW;
@@ -239,12 +249,14 @@ fn hyper() -> impl Strategy<Value = Hyper> {
     let rates = (0.0001f32..0.1, prop::sample::select(vec![0.0f32, 0.01]));
     let decays = (0.0f32..1.0, prop::sample::select(vec![0.0f32, 0.5]));
     let carry = prop::sample::select(vec![0.0f32, 0.5, 1.0]);
-    (rates, decays, carry, any::<bool>()).prop_map(|(rates, decays, carry, mean)| Hyper {
+    let alpha = prop::sample::select(vec![0.0f32, 0.5, 0.99]);
+    (rates, decays, carry, alpha, any::<bool>()).prop_map(|(rates, decays, carry, alpha, mean)| Hyper {
         learning_rate: rates.0,
         weight_decay: rates.1,
         momentum: decays.0,
         dampening: decays.1,
         carry,
+        alpha,
         aggregation: if mean { Aggregation::Mean } else { Aggregation::Sum },
         ..Hyper::default()
     })

@@ -66,6 +66,7 @@ fn every_option_reaches_the_configuration() {
         ("dampening", "0.25"),
         ("beta1", "0.8"),
         ("beta2", "0.9"),
+        ("alpha", "0.5"),
         ("epsilon", "1e-6"),
         ("weight_decay", "0.1"),
         ("carry", "-0.5"),

@@ -469,6 +469,7 @@ mod tests {
             ("dampening", "0.1"),
             ("beta1", "0.8"),
             ("beta2", "0.99"),
+            ("alpha", "0.5"),
             ("epsilon", "1e-6"),
             ("weight_decay", "0.01"),
             ("carry", "0"),

@@ -63,6 +63,8 @@ reducers! {
     Adam: Sum, 2, [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation];
     /// Adam with decoupled weight decay. State: first and second moment.
     AdamW: Sum, 2, [learning_rate, beta1, beta2, epsilon, weight_decay, aggregation];
+    /// RMSprop with L2 weight decay. State: the running mean of the squared gradient.
+    RmsProp: Sum, 1, [learning_rate, alpha, epsilon, weight_decay, aggregation];
     /// `w'` is the value the last contribution holds; without one, `w` stays.
     Assign: Last, 0, [];
 }
@@ -235,6 +237,7 @@ parameters! {
     dampening = 0.0, TO_ONE, "share of the new gradient left out, but at the first step";
     beta1 = 0.9, BELOW_ONE, "decay of the first moment";
     beta2 = 0.999, BELOW_ONE, "decay of the second moment";
+    alpha = 0.99, BELOW_ONE, "decay of the mean square of the gradient";
     epsilon = 1e-8, POSITIVE, "added to the denominator";
     weight_decay = 0.0, NOT_NEGATIVE, "pull towards zero, decoupled for adamw";
     carry = 1.0, FINITE, "how much of the old weights stays: 1 adds to them, 0 is an all-reduce";

@@ -14,6 +14,7 @@ mod adam;
 mod assign;
 mod gradient;
 mod momentum;
+mod rmsprop;
 mod sgd;
 mod sum;
 
@@ -41,6 +42,7 @@ fn of(reducer: Reducer) -> &'static dyn Reduce {
         Reducer::Nesterov => &momentum::Momentum { nesterov: true },
         Reducer::Adam => &adam::Adam { decoupled: false },
         Reducer::AdamW => &adam::Adam { decoupled: true },
+        Reducer::RmsProp => &rmsprop::RmsProp,
         Reducer::Assign => &assign::Assign,
     }
 }

@@ -239,7 +239,7 @@ impl Reference {
     ) {
         let rate = f64::from(h.learning_rate);
         let [momentum, dampening, decay] = [h.momentum, h.dampening, h.weight_decay].map(f64::from);
-        let [beta1, beta2, epsilon] = [h.beta1, h.beta2, h.epsilon].map(f64::from);
+        let [beta1, beta2, alpha, epsilon] = [h.beta1, h.beta2, h.alpha, h.epsilon].map(f64::from);
         for i in (0..self.weights.len()).filter(|&i| is_written(i)) {
             self.t[i] += 1;
             let t = self.t[i];
@@ -266,6 +266,11 @@ impl Reference {
                     let keep = if reducer == Reducer::AdamW { 1.0 - rate * decay } else { 1.0 };
                     let (m, v) = (m / (1.0 - beta1.powi(t)), v / (1.0 - beta2.powi(t)));
                     keep * w - rate * m / (v.sqrt() + epsilon)
+                }
+                Reducer::RmsProp => {
+                    let square = alpha * self.slots[0][i] + (1.0 - alpha) * g * g;
+                    self.slots[0][i] = square;
+                    w - rate * g / (square.sqrt() + epsilon)
                 }
                 Reducer::Assign => contributions.last().map_or(w, |last| f64::from(last[i])),
             };

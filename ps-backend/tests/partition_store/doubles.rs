@@ -13,8 +13,15 @@ use ps_backend::reducers::apply;
 
 use crate::driver::reduces_all;
 
-const OPTIMIZERS: [Reducer; 6] =
-    [Reducer::Sum, Reducer::Sgd, Reducer::Momentum, Reducer::Nesterov, Reducer::Adam, Reducer::AdamW];
+const OPTIMIZERS: [Reducer; 7] = [
+    Reducer::Sum,
+    Reducer::Sgd,
+    Reducer::Momentum,
+    Reducer::Nesterov,
+    Reducer::Adam,
+    Reducer::AdamW,
+    Reducer::RmsProp,
+];
 
 /// What a user writes as 0.1, and so on.
 fn hyper() -> Hyper {
@@ -32,6 +39,10 @@ fn reference(reducer: Reducer, t: i32, g: f64, w: f64, [m, v]: [f64; 2]) -> (f64
             let buffer = if t == 1 { penalised } else { 0.9 * m + 0.7 * penalised };
             let way = if reducer == Reducer::Nesterov { penalised + 0.9 * buffer } else { buffer };
             (w - lr * way, [buffer, v])
+        }
+        Reducer::RmsProp => {
+            let square = 0.99 * m + 0.01 * penalised * penalised;
+            (w - lr * penalised / (square.sqrt() + 1e-8), [square, v])
         }
         _ => {
             let (g, kept) = if reducer == Reducer::AdamW { (g, w * (1.0 - lr * wd)) } else { (penalised, w) };
