@@ -156,14 +156,62 @@ def test_a_circle_is_refused_whatever_its_layers(tree):
     assert status == 1 and "d.rs" not in said
 
 
-def test_a_circle_of_parent_and_child_is_refused(tree):
-    tree.layers('[one]\nlayers = ["a", "self"]')
-    tree.crate({"a.rs": "mod b; use b::B; pub struct A;", "a/b.rs": "use super::A; pub struct B;"})
-    tree.refuses("one/src/a.rs -> one/src/a/b.rs: B", "one/src/a/b.rs -> one/src/a.rs: A")
+@pytest.mark.parametrize("use", ["use b::B;", "pub use b::B; fn g(b: B) {}", "fn g() { b::f() }"])
+def test_a_child_is_a_part_of_its_parent(tree, use):
+    tree.layers('[one]\nlayers = ["a", "self"]', '["one::a"]\nlayers = ["b", "self"]')
+    tree.crate(
+        {
+            "a.rs": f"mod b; pub struct A; pub struct Other; {use}",
+            "a/b.rs": "mod c; use super::A; impl A {} pub struct B; pub fn f() { c::f() }",
+            "a/b/c.rs": "use crate::a::{A, b::B}; impl A {} fn f(b: super::B, o: super::super::Other) {}",
+        }
+    )
+    tree.passes()
 
 
-def test_declarations_and_re_exports_of_a_parent_make_no_circle(tree):
+def test_children_of_one_parent_are_no_parts_of_each_other(tree):
+    tree.layers('[one]\nlayers = ["a", "self"]', '["one::a"]\nlayers = ["b", "c", "self"]')
+    sources = {"a.rs": "mod b; mod c; pub struct A;", "a/c.rs": "use super::A; pub struct C;"}
+    tree.crate({**sources, "a/b.rs": "use super::c::C;"})
+    tree.refuses("one/src/a/b.rs -> one/src/a/c.rs: C (in one::a, b is below c)")
+    tree.crate({**sources, "a/b.rs": "use super::c::C; pub struct B;", "a/c.rs": "use super::b::B; pub struct C;"})
+    tree.refuses("one: 2 files use each other in a circle")
+
+
+@pytest.mark.parametrize("code", ["fn g(b: B) {}", "fn g() { f() }", "fn g() { b::f() }", "fn g() { B::new() }"])
+def test_a_parent_that_uses_what_it_re_exports_is_judged(tree, code):
+    tree.layers('[one]\nlayers = ["a", "self"]', '["one::a"]\nlayers = ["self", "b"]')
+    tree.crate(
+        {
+            "a.rs": f"mod b; pub use b::{{B, f}}; pub struct A; {code}",
+            "a/b.rs": "use super::A; pub struct B; pub fn f() {}",
+        }
+    )
+    tree.refuses("one/src/a.rs -> one/src/a/b.rs: ", "(in one::a, self is below b)")
+
+
+def test_a_circle_by_way_of_a_child_is_refused(tree):
+    tree.layers('[one]\nlayers = [["a", "x"], "self"]')
+    tree.crate(
+        {
+            "a.rs": "mod b; use b::B; pub struct A;",
+            "a/b.rs": "use crate::x::X; pub struct B;",
+            "x.rs": "use crate::a::A; pub struct X;",
+        }
+    )
+    tree.refuses("one: 3 files use each other in a circle")
+
+
+def test_a_module_that_uses_the_file_of_its_crate_is_judged(tree):
     tree.layers('[one]\nlayers = ["a", "self"]')
+    tree.crate({"lib.rs": "mod a; pub struct Root;", "a.rs": "use crate::Root;"})
+    tree.refuses("one/src/a.rs -> one/src/lib.rs: Root (in one, a is below self)")
+    tree.crate({"lib.rs": "mod a; pub struct Root; fn f() { a::f() }", "a.rs": "use crate::Root; pub fn f() {}"})
+    tree.refuses("one: 2 files use each other in a circle")
+
+
+def test_declarations_and_re_exports_of_a_parent_are_no_arrows(tree):
+    tree.layers('[one]\nlayers = ["a", "self"]', '["one::a"]\nlayers = ["self", ["b", "c"]]')
     tree.crate(
         {
             "a/mod.rs": "mod b; mod c; pub use b::B; pub use self::c::C; pub(crate) use b::f; pub struct A;",
@@ -172,18 +220,6 @@ def test_declarations_and_re_exports_of_a_parent_make_no_circle(tree):
         }
     )
     tree.passes()
-
-
-@pytest.mark.parametrize("code", ["fn g(b: B) {}", "fn g() { f() }", "fn g() { b::f() }", "fn g() { B::new() }"])
-def test_a_parent_that_uses_what_it_re_exports_is_in_a_circle(tree, code):
-    tree.layers('[one]\nlayers = ["a", "self"]')
-    tree.crate(
-        {
-            "a.rs": f"mod b; pub use b::{{B, f}}; pub struct A; {code}",
-            "a/b.rs": "use super::A; pub struct B; pub fn f() {}",
-        }
-    )
-    tree.refuses("one: 2 files use each other in a circle")
 
 
 def test_a_re_export_leads_to_the_file_that_defines(tree):

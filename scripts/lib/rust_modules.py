@@ -47,6 +47,10 @@ class Module:
         """The outermost module."""
         return self.parent.root() if self.parent else self
 
+    def around(self):
+        """The modules that it is within, from the closest to the outermost."""
+        return [self.parent, *self.parent.around()] if self.parent else []
+
     def is_below(self, other):
         """Whether `other` is this module, or has it within."""
         return self is other or (self.parent is not None and self.parent.is_below(other))
@@ -291,13 +295,18 @@ class Arrows:
 
 
 def arrows(crate, names):
-    """The Arrows of a crate."""
+    """The Arrows of a crate.
+
+    A module is an inner part of those that it is within: what it takes from their files is no arrow. The crate's own file
+    is not among these, for what is shared by a crate's modules belongs below them.
+    """
     within, without = {}, {}
     for module in crate.modules:
+        own = {module.file, *(outer.file for outer in module.around() if outer.parent)}
         for target in names.used(module):
             if target.crate:
                 without.setdefault((module.file, target.crate), set()).add(target.name or target.crate)
-            elif target.module.file != module.file:
+            elif target.module.file not in own:
                 within.setdefault((module.file, target.module.file), set()).add(target.name)
     return Arrows(within, without)
 
