@@ -8,6 +8,7 @@
 //! [`Receiver`] takes bytes as they come and says what to read next; [`frame`] and [`append_frame`] make the other
 //! direction.
 
+mod bounded;
 mod codec;
 mod error;
 mod header;
@@ -25,9 +26,10 @@ pub use header::{HEADER, Header, Payload};
 pub use message::{Granted, JobState, LearnerState, Message, Plan, PlanSource, Refusal, Role, Work};
 pub use moved::{Adoption, Kept, Moved};
 pub use receiver::{Received, Receiver};
-pub use record::{MAX_METADATA, MAX_MODEL_NAME, RecordError, check_model_name};
+pub use record::{MAX_MODEL_NAME, RecordError, check_model_name};
 pub use registry::{
-    Fate, Held, MAX_HELD, ModelRecord, RefusedShard, RegistryAnswer, RegistryRequest, ShardRecord,
+    Fate, Held, MAX_HELD, MAX_METADATA, ModelRecord, RefusedShard, RegistryAnswer, RegistryRequest,
+    ShardRecord,
 };
 
 /// Longest body, in bytes.

@@ -4,7 +4,7 @@
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::record::list;
+use super::bounded::list;
 use super::{MAX_PAYLOAD, ModelRecord, RecordError, ShardRecord};
 use crate::vocabulary::block_map::{BlockMap, MAX_SHARDS};
 use crate::vocabulary::ids::{Epoch, ShardId};

@@ -1,12 +1,9 @@
 //! A model's record: made from a layout and a block map, and turned back into them; its limits.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
-use std::marker::PhantomData;
 
-use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
-
-use super::{MAX_PAYLOAD, ModelRecord};
+use super::MAX_PAYLOAD;
+use super::registry::{MAX_METADATA, ModelRecord};
 use crate::vocabulary::block_map::{BlockMap, MAX_SHARDS, MapError};
 use crate::vocabulary::controls::ControlError;
 use crate::vocabulary::controls::Controls;
@@ -16,8 +13,6 @@ use crate::vocabulary::layout::{LayoutError, MAX_BLOCKS, ModelLayout, Tensor, te
 
 /// Longest name of a model, in bytes: it is a file name.
 pub const MAX_MODEL_NAME: usize = 255;
-/// Most entries of a record's metadata.
-pub const MAX_METADATA: usize = 64 << 10;
 
 /// Why a record is none.
 #[derive(Debug, thiserror::Error)]
@@ -327,63 +322,6 @@ fn typed((name, dtype, shape): &(String, String, Vec<u64>)) -> Result<(DType, Ve
     let known = DType::from_name(dtype).ok_or_else(unknown)?;
     let dims: Result<_, _> = shape.iter().map(|&dim| usize::try_from(dim)).collect();
     Ok((known, dims.map_err(|_| LayoutError::TooLarge(name.clone()))?))
-}
-
-/// A list of at most `MOST` elements: what is decoded takes many times the room of what was sent.
-pub(super) fn list<'de, const MOST: usize, D, T>(from: D) -> Result<Vec<T>, D::Error>
-where
-    D: Deserializer<'de>,
-    T: Deserialize<'de>,
-{
-    from.deserialize_seq(AtMost::<MOST, Vec<T>>(PhantomData))
-}
-
-/// As [`list`].
-pub(super) fn map<'de, const MOST: usize, D>(from: D) -> Result<BTreeMap<String, String>, D::Error>
-where
-    D: Deserializer<'de>,
-{
-    from.deserialize_map(AtMost::<MOST, BTreeMap<String, String>>(PhantomData))
-}
-
-struct AtMost<const MOST: usize, T>(PhantomData<T>);
-
-impl<'de, const MOST: usize, T: Deserialize<'de>> Visitor<'de> for AtMost<MOST, Vec<T>> {
-    type Value = Vec<T>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "at most {MOST} elements")
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Vec<T>, A::Error> {
-        let mut elements = Vec::new();
-        while let Some(element) = from.next_element()? {
-            if elements.len() == MOST {
-                return Err(A::Error::invalid_length(MOST + 1, &self));
-            }
-            elements.push(element);
-        }
-        Ok(elements)
-    }
-}
-
-impl<'de, const MOST: usize> Visitor<'de> for AtMost<MOST, BTreeMap<String, String>> {
-    type Value = BTreeMap<String, String>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "at most {MOST} entries")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Self::Value, A::Error> {
-        let mut entries = BTreeMap::new();
-        while let Some((key, value)) = from.next_entry()? {
-            if entries.len() == MOST {
-                return Err(A::Error::invalid_length(MOST + 1, &self));
-            }
-            entries.insert(key, value);
-        }
-        Ok(entries)
-    }
 }
 
 #[cfg(test)]

@@ -4,11 +4,13 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::record::{MAX_METADATA, list, map};
+use super::bounded::{list, map};
 use crate::vocabulary::controls::Controls;
 use crate::vocabulary::ids::{Epoch, Generation, ShardId};
 use crate::vocabulary::layout::MAX_TENSORS;
 
+/// Most entries of a record's metadata.
+pub const MAX_METADATA: usize = 64 << 10;
 /// Most parts, and most deleted models, that a shard tells of at once.
 pub const MAX_HELD: usize = 1024;
 

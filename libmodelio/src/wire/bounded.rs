@@ -1,0 +1,64 @@
+//! Lists and maps that are decoded only up to a number of elements.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+
+/// A list of at most `MOST` elements: what is decoded takes many times the room of what was sent.
+pub(super) fn list<'de, const MOST: usize, D, T>(from: D) -> Result<Vec<T>, D::Error>
+where
+    D: Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    from.deserialize_seq(AtMost::<MOST, Vec<T>>(PhantomData))
+}
+
+/// As [`list`].
+pub(super) fn map<'de, const MOST: usize, D>(from: D) -> Result<BTreeMap<String, String>, D::Error>
+where
+    D: Deserializer<'de>,
+{
+    from.deserialize_map(AtMost::<MOST, BTreeMap<String, String>>(PhantomData))
+}
+
+struct AtMost<const MOST: usize, T>(PhantomData<T>);
+
+impl<'de, const MOST: usize, T: Deserialize<'de>> Visitor<'de> for AtMost<MOST, Vec<T>> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at most {MOST} elements")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Vec<T>, A::Error> {
+        let mut elements = Vec::new();
+        while let Some(element) = from.next_element()? {
+            if elements.len() == MOST {
+                return Err(A::Error::invalid_length(MOST + 1, &self));
+            }
+            elements.push(element);
+        }
+        Ok(elements)
+    }
+}
+
+impl<'de, const MOST: usize> Visitor<'de> for AtMost<MOST, BTreeMap<String, String>> {
+    type Value = BTreeMap<String, String>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "at most {MOST} entries")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Self::Value, A::Error> {
+        let mut entries = BTreeMap::new();
+        while let Some((key, value)) = from.next_entry()? {
+            if entries.len() == MOST {
+                return Err(A::Error::invalid_length(MOST + 1, &self));
+            }
+            entries.insert(key, value);
+        }
+        Ok(entries)
+    }
+}
