@@ -14,6 +14,7 @@
 //! [`PartitionStore::begin`] waits until all of the last job is gone.
 
 mod job;
+mod merge;
 mod moving;
 mod pinned;
 mod sums;
@@ -35,9 +36,9 @@ pub use crate::region_store::accumulator::Payload;
 use crate::region_store::{Loading, RegionStore};
 use job::Alive;
 pub use job::{PartitionJob, Target};
+pub use merge::Merge;
 pub use moving::KeptState;
 pub use pinned::PinnedVersion;
-pub use sums::Merge;
 use sums::Sums;
 
 /// Why something was not done. Nothing has changed then.

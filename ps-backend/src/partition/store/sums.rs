@@ -17,7 +17,6 @@ use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::ranges;
 use parking_lot::Mutex;
 
-use super::PartitionJob;
 use crate::region_store::accumulator::{Accumulator, has_opaque};
 
 /// Set if the block's open sum is in the second accumulator.
@@ -130,6 +129,26 @@ impl Sums {
         self.blocks[block.index()].store((self.note(block) ^ TURNED) | SEALED, Ordering::Relaxed);
     }
 
+    /// Makes what the open sum holds of `block` part of the sealed one, if there is one; if it `replaces` that, only what
+    /// was written of it counts.
+    ///
+    /// # Safety
+    /// Nobody else may use the block's sums meanwhile.
+    pub(super) unsafe fn merge(&self, block: BlockId, replaces: bool) {
+        let Some(sealed) = self.sealed(block) else { return };
+        let written = self.open_written(block).filter(|_| replaces);
+        // SAFETY: the caller is alone with the block.
+        unsafe {
+            match &written {
+                Some(written) => sealed.overlay_from(&self.layout, block, self.open(block), written),
+                None => sealed.add(&self.layout, block, self.open(block)),
+            }
+        }
+        if written.is_some() {
+            self.note_written(1 - self.open_at(block), block, true, written.as_deref());
+        }
+    }
+
     /// Forgets all sums. As every version begins with the first accumulator, the second is not touched unless it is
     /// needed.
     pub(super) fn clear(&self) {
@@ -155,60 +174,5 @@ impl Sums {
         let used = self.accumulators.iter().zip(&self.used).filter(|(_, used)| used.load(Ordering::Relaxed));
         let raw = self.assigned.load(Ordering::Relaxed);
         used.map(|(accumulator, _)| accumulator.bytes(&self.layout, raw)).sum()
-    }
-}
-
-/// Blocks of which both sums hold something, to be added to each other. Until that is done and this is dropped, no
-/// other plan begins. What is not done when it is dropped is done then.
-#[derive(Debug)]
-pub struct Merge {
-    job: Arc<PartitionJob>,
-    blocks: Vec<BlockId>,
-    taken: Box<[AtomicBool]>,
-}
-
-impl Merge {
-    pub(super) fn new(job: Arc<PartitionJob>, blocks: Vec<BlockId>) -> Merge {
-        let taken = blocks.iter().map(|_| AtomicBool::new(false)).collect();
-        Merge { job, blocks, taken }
-    }
-
-    /// How many blocks there are to do.
-    #[allow(clippy::len_without_is_empty)] // never empty
-    pub fn len(&self) -> usize {
-        self.blocks.len()
-    }
-
-    /// Does some of them, by their index below [`Self::len`]; those that another thread has taken are left to it.
-    ///
-    /// # Panics
-    /// If the range is out of bounds.
-    pub fn run(&self, range: Range<usize>) {
-        let sums = self.job.sums();
-        for (&block, taken) in self.blocks[range.clone()].iter().zip(&self.taken[range]) {
-            if taken.swap(true, Ordering::Relaxed) {
-                continue;
-            }
-            if let Some(sealed) = sums.sealed(block) {
-                let written = sums.open_written(block).filter(|_| self.job.replaces());
-                // SAFETY: the job is concluded, so that nobody can claim the block; no other begins while this one
-                // exists; and whoever has taken the block here is alone with it.
-                unsafe {
-                    match &written {
-                        Some(written) => sealed.overlay_from(&sums.layout, block, sums.open(block), written),
-                        None => sealed.add(&sums.layout, block, sums.open(block)),
-                    }
-                }
-                if written.is_some() {
-                    sums.note_written(1 - sums.open_at(block), block, true, written.as_deref());
-                }
-            }
-        }
-    }
-}
-
-impl Drop for Merge {
-    fn drop(&mut self) {
-        self.run(0..self.blocks.len());
     }
 }

@@ -1,0 +1,55 @@
+//! What is left to do when a plan is concluded: adding up the two sums of a block.
+//!
+//! Holds `unsafe`; why it is sound is told in the module above.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use libmodelio::vocabulary::ids::BlockId;
+
+use super::PartitionJob;
+
+/// Blocks of which both sums hold something, to be added to each other. Until that is done and this is dropped, no
+/// other plan begins. What is not done when it is dropped is done then.
+#[derive(Debug)]
+pub struct Merge {
+    job: Arc<PartitionJob>,
+    blocks: Vec<BlockId>,
+    taken: Box<[AtomicBool]>,
+}
+
+impl Merge {
+    pub(super) fn new(job: Arc<PartitionJob>, blocks: Vec<BlockId>) -> Merge {
+        let taken = blocks.iter().map(|_| AtomicBool::new(false)).collect();
+        Merge { job, blocks, taken }
+    }
+
+    /// How many blocks there are to do.
+    #[allow(clippy::len_without_is_empty)] // never empty
+    pub fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Does some of them, by their index below [`Self::len`]; those that another thread has taken are left to it.
+    ///
+    /// # Panics
+    /// If the range is out of bounds.
+    pub fn run(&self, range: Range<usize>) {
+        let sums = self.job.sums();
+        for (&block, taken) in self.blocks[range.clone()].iter().zip(&self.taken[range]) {
+            if taken.swap(true, Ordering::Relaxed) {
+                continue;
+            }
+            // SAFETY: the job is concluded, so that nobody can claim the block; no other begins while this one exists; and
+            // whoever has taken the block here is alone with it.
+            unsafe { sums.merge(block, self.job.replaces()) };
+        }
+    }
+}
+
+impl Drop for Merge {
+    fn drop(&mut self) {
+        self.run(0..self.blocks.len());
+    }
+}
