@@ -31,8 +31,8 @@ const DEFAULT_THREADS: usize = 2;
 const MAX_THREADS: usize = 256;
 const THREADS_OF_MOUNT: &str = "threads serve the filesystem; two suffice for most machines";
 const UP_MOUNT: &str = "the last argument is the directory to mount on: gradfs up model.safetensors /mnt/job";
-/// Most models of one daemon: each has its own versions in memory.
-const MAX_MODELS: usize = crate::fs::node::MAX_MODELS;
+/// Most models of one mount: each has its own versions in memory.
+pub const MAX_MODELS: usize = 256;
 /// Most bytes of a name that a directory entry can hold.
 const MAX_NAME: usize = 255;
 

@@ -9,10 +9,11 @@ use std::time::Duration;
 use ps_backend::job::ShardView;
 
 use crate::background::Ready;
-use crate::config::Permissions;
 use crate::config::endpoint::Endpoint;
+use crate::config::{MAX_MODELS, Permissions};
 use crate::error::{self, Error};
 use crate::fs::access::Access;
+use crate::fs::node;
 use crate::fuse::calls::Calls;
 use crate::fuse::{self, MountSettings};
 use crate::memory;
@@ -20,6 +21,8 @@ use crate::metrics::{self, Serving};
 use crate::mountpoint::Mountpoint;
 use crate::session::model::Model;
 use crate::signals;
+
+const _: () = assert!(MAX_MODELS <= node::MAX_MODELS, "inode numbers have room for as many models");
 
 /// How long open requests may take to end after the mount is detached.
 const FAREWELL: Duration = Duration::from_secs(2);
