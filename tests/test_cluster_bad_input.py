@@ -275,20 +275,20 @@ TWICE = ("Frame", "payload of Push", f"{BLOCK} bytes", f"{2 * BLOCK}")
 
 
 @pytest.mark.parametrize(
-    "case, push, payload, expected",
+    "case, push, length, expected",
     [
-        ("a block beyond the model", (1, 4000, False), BLOCK_BYTES, ("NotMine", 4000)),
-        ("half a block", (1, None, False), BLOCK_BYTES[: BLOCK // 2], HALF),
-        ("a wide block of a model that is not", (1, None, True), 2 * BLOCK_BYTES, TWICE),
+        ("a block beyond the model", (1, 4000, False), BLOCK, ("NotMine", 4000)),
+        ("half a block", (1, None, False), BLOCK // 2, HALF),
+        ("a wide block of a model that is not", (1, None, True), 2 * BLOCK, TWICE),
     ],
 )
-def test_blocks_that_do_not_fit_are_refused(world, case, push, payload, expected):
+def test_blocks_that_do_not_fit_are_refused(world, case, push, length, expected):
     plan, block, wide = push
     answers = []
     for shard in world.cluster.shards:
         for number in range(BLOCKS) if block is None else [block]:
             with world.peer("data", shard) as peer:
-                peer.say("Push", plan, number, wide, payload=payload, epoch=world.epoch)
+                peer.say("Push", plan, number, wide, payload=bytes(length), epoch=world.epoch)
                 answers.append(peer.hear_of("Refused").fields)
                 assert peer.closes()
     # Of the blocks of the model, each shard looks at the lengths of its own.
