@@ -14,9 +14,7 @@ use crate::vocabulary::ids::{
 };
 use crate::vocabulary::partly::PartlyWritten;
 use crate::vocabulary::phase::JobPhase;
-use crate::vocabulary::reducer;
-use crate::vocabulary::reducer::Hyper;
-use crate::vocabulary::reducer::Reducer;
+use crate::vocabulary::reducer::{self, Hyper, Reducer};
 use crate::vocabulary::tensor_steps::TensorSteps;
 
 fn text() -> impl Strategy<Value = String> {

@@ -114,6 +114,21 @@ fn a_number_that_no_coordinator_reaches_is_passed_over() {
 }
 
 #[test]
+fn a_setting_that_no_job_can_have_is_passed_over() {
+    let mut bench = Bench::new();
+    let before = bench.core.state().clone();
+    let state = |learners| {
+        let mut state = JobState { sequence: before.sequence + 1, ..before.clone() };
+        state.controls.learners = learners;
+        state
+    };
+    bench.coordinator(0, Message::State(state(0)));
+    assert_eq!(*bench.core.state(), before);
+    bench.coordinator(0, Message::State(state(2)));
+    assert_eq!(*bench.core.state(), state(2), "the next one counts");
+}
+
+#[test]
 fn blocks_that_are_not_of_the_plan_are_not_sent() {
     let mut bench = Bench::new();
     bench.ask(
