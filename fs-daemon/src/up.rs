@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use libmodelio::transport::Device;
+use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::controls::Controls;
-use ps_backend::embedded::{EmbeddedShard, InProcess};
 use ps_backend::memory::MemoryUse;
+use ps_backend::remote::RemoteJob;
+use ps_backend::server::local::{self, LocalError};
 
 use crate::background::Ready;
 use crate::config::{ModelSource, ModelSpec, UpConfig};
@@ -42,9 +43,11 @@ pub fn run(config: UpConfig, ready: Ready) -> Result<(), Error> {
             sources.push((&spec.name, source));
         }
         memory::check_together(needed)?;
+        let pool = local::pool(config.threads)
+            .map_err(|error| Error::new("cannot start the threads that reduce").caused_by(error))?;
         let mut models = Vec::new();
         for (name, source) in sources {
-            models.push(Arc::new(load(name, source, &config, &controls)?));
+            models.push(Arc::new(load(name, source, &pool, &controls)?));
         }
         Ok(models)
     })
@@ -88,38 +91,45 @@ fn open(spec: &ModelSpec, config: &UpConfig, controls: &Controls) -> Result<Sour
     Ok(source)
 }
 
-fn load(name: &str, source: Source, config: &UpConfig, controls: &Controls) -> Result<Model, Error> {
+fn load(name: &str, source: Source, pool: &local::Pool, controls: &Controls) -> Result<Model, Error> {
     let failed = |error: std::io::Error| Error::new(format!("model {name}")).caused_by(error);
-    let memory = |error: std::io::Error| {
-        Error::new(format!("model {name}: not enough memory"))
-            .caused_by(error)
-            .hint("`gradfs up --dry-run` shows what the model takes, and what there is")
-    };
     let Source { layout, metadata, files, ranges } = source;
-    let shard = EmbeddedShard::new(Arc::new(layout), controls.clone(), config.threads).map_err(memory)?;
-    if let (false, Some(target)) = (files.is_empty(), shard.initial()) {
-        let progress = Progress::bytes(shard.layout().size(), format!("loading {name}"));
+    let layout = Arc::new(layout);
+    let mut unread = None;
+    let fill = |target: &Mapping| {
+        if files.is_empty() {
+            return Ok(());
+        }
+        let progress = Progress::bytes(layout.size(), format!("loading {name}"));
         for range in ranges {
             let mut done = 0;
             while done < range.len {
                 let len = (range.len - done).min(CHUNK as u64) as usize;
-                target
-                    .fill_from(
-                        &files[range.file],
-                        range.file_offset + done,
-                        (range.flat_offset + done) as usize,
-                        len,
-                    )
-                    .map_err(failed)?;
+                let (from, to) = (range.file_offset + done, (range.flat_offset + done) as usize);
+                if let Err(error) = target.fill_from(&files[range.file], from, to, len) {
+                    let kind = error.kind();
+                    unread = Some(error);
+                    return Err(kind.into());
+                }
                 done += len as u64;
                 progress.inc(len as u64);
             }
         }
         progress.finish();
+        Ok(())
+    };
+    let client = local::start(name, &layout, controls, pool, fill);
+    if let Some(error) = unread {
+        return Err(failed(error));
     }
-    shard.initialised().map_err(memory)?;
-    shard.warm_up();
-    let device: Arc<dyn Device> = Arc::new(InProcess::new(Arc::clone(&shard)));
-    Model::new(name.to_owned(), shard, device, metadata, OWN_LEARNER.to_owned())
+    let client = client.map_err(|error| match error {
+        LocalError::Load(_) | LocalError::Make(_) => Error::new(format!("model {name}: not enough memory"))
+            .caused_by(error)
+            .hint("`gradfs up --dry-run` shows what the model takes, and what there is"),
+        error => Error::new(format!("model {name}: {error}")),
+    })?;
+    let job = RemoteJob::new(client);
+    let device = Arc::clone(&job);
+    Model::new(name.to_owned(), job, device, metadata, OWN_LEARNER.to_owned())
         .map_err(|error| Error::new(format!("model {name}: {error}")))
 }

@@ -3,7 +3,6 @@
 pub mod coordinator;
 pub mod core;
 pub mod create;
-pub mod embedded;
 pub mod job;
 pub mod memory;
 pub mod moving;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::block;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::client::{self, Client, ClientEvent, PeerView};
+use libmodelio::client::{self, Client, ClientEvent, Offered, PeerView};
 use libmodelio::transport::tally::Payloads;
 use libmodelio::transport::{
     Attached, BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, RegionKey,
@@ -60,6 +60,8 @@ pub struct RemoteJob {
     lent: Mutex<HashMap<RegionKey, Weak<Mapping>>>,
     listener: Mutex<Option<Arc<Listener>>>,
     waits: Mutex<Waits>,
+    /// Blocks that were reduced from where they came.
+    on_arrival: AtomicU64,
     next_key: AtomicU64,
     this: Weak<RemoteJob>,
 }
@@ -102,6 +104,7 @@ impl RemoteJob {
             lent: Mutex::default(),
             listener: Mutex::new(None),
             waits: Mutex::default(),
+            on_arrival: AtomicU64::new(0),
             next_key: AtomicU64::new(1 << 32),
             this: this.clone(),
         });
@@ -341,6 +344,18 @@ impl Channel for RemoteJob {
         if !self.offers.lock().take(slot)? {
             return Ok(Placement::Duplicate);
         }
+        match self.client.offer(slot, payload) {
+            Offered::Stage => {}
+            Offered::Reduced => {
+                self.on_arrival.fetch_add(1, Ordering::Relaxed);
+                return Ok(Placement::Reduced);
+            }
+            Offered::NonFinite => {
+                self.offers.lock().give_back(slot);
+                return Err(ShardError::NonFinite(slot.block));
+            }
+            Offered::UnknownLearner => return Err(ShardError::UnknownLearner(slot.learner)),
+        }
         let check = self.rejects.load(Ordering::Relaxed);
         let finite = match room {
             Some(room) => block::place(&self.layout, slot.block, payload, room, check),
@@ -396,6 +411,16 @@ impl Channel for RemoteJob {
                 if let Err(error) = fits.and_then(|()| self.offers.lock().ends(learner, step)) {
                     return done(Err(error));
                 }
+                // What was never offered whole was looked at by nobody. What is mapped is judged when it is read.
+                let unchecked = notice.unchecked.ones().filter(|_| notice.lendable);
+                let mut unchecked = unchecked.map(|block| BlockId(block as u32));
+                let rejects = self.rejects.load(Ordering::Relaxed);
+                let is_bad =
+                    |block: &BlockId| !block::region_is_finite(&self.layout, *block, &notice.staging);
+                if rejects && let Some(bad) = unchecked.find(is_bad) {
+                    self.offers.lock().ended(learner, step, false);
+                    return done(Err(ShardError::NonFinite(bad)));
+                }
                 let CommitNotice { sent, tensors, partly, staging, lendable, .. } = notice;
                 let staged = client::Staged { region: staging, steady: lendable, partly };
                 let this = self.this.clone();
@@ -450,6 +475,7 @@ impl Device for RemoteJob {
         match (any(TransportKind::Tcp), any(TransportKind::Rdma)) {
             (true, _) => TransportKind::Tcp,
             (false, true) => TransportKind::Rdma,
+            (false, false) if any(TransportKind::InProcess) => TransportKind::InProcess,
             (false, false) => TransportKind::SharedMemory,
         }
     }
@@ -488,7 +514,7 @@ impl Job for RemoteJob {
     }
 
     fn payload(&self) -> Option<Payloads> {
-        Some(self.client.payload())
+        (self.kind() != TransportKind::InProcess).then(|| self.client.payload())
     }
 
     fn pin(&self, version: Version) -> bool {
@@ -605,7 +631,7 @@ impl Job for RemoteJob {
                     false if learner.unpublished => "committed",
                     false => "idle",
                 },
-                silent: Duration::ZERO,
+                silent: self.client.silence(learner.learner).unwrap_or_default(),
                 joined_at: learner.joined_at,
                 attached: learner.attached,
             })
@@ -618,7 +644,7 @@ impl Job for RemoteJob {
                 peer.gone.filter(|gone| *gone >= AWAY).into_iter().chain(told).max()
             },
             shard: peer.shard,
-            address: Some(peer.address),
+            address: peer.address,
             transport: peer.transport,
             no_memory: peer.no_memory,
             no_rdma: peer.no_rdma,
@@ -642,7 +668,7 @@ impl Job for RemoteJob {
             members: state.learners.iter().filter_map(member).collect(),
             committed: state.committed as usize,
             contributions: state.contributions,
-            blocks_on_arrival: 0,
+            blocks_on_arrival: self.on_arrival.load(Ordering::Relaxed),
             buffers: self.client.buffers(),
             versions: self.client.versions(),
             shards,

@@ -19,6 +19,6 @@ mod versions;
 
 pub use self::core::LastCommit;
 pub use edge::{
-    Answered, Awaited, Client, ClientError, ClientEvent, ClientListener, ClientOptions, PeerView, Pulls,
-    Staged, TransportChoice,
+    Answered, Awaited, Client, ClientError, ClientEvent, ClientListener, ClientOptions, Offered, PeerView,
+    Pulls, Staged, TransportChoice,
 };

@@ -3,7 +3,9 @@
 //! A buffer belongs to whoever pulls or writes into it until it is published; from then on nobody writes it before it
 //! is recycled, which waits for its pins.
 
+use std::any::Any;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io;
 use std::sync::{Arc, Weak};
 use std::time::SystemTime;
@@ -13,13 +15,23 @@ use crate::transport::{Region, RegionKey};
 use crate::vocabulary::ids::Version;
 
 /// A version that is shown.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Shown {
     /// Its bytes. They stay what they are only while the version is the newest, or pinned.
     pub buffer: Region,
     /// When it was complete here.
     pub at: SystemTime,
     pins: u64,
+    /// What keeps the buffer, if it is the shard's own.
+    hold: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl fmt::Debug for Shown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Shown { buffer, at, pins, hold } = self;
+        let is_held = hold.is_some();
+        write!(f, "Shown {{ buffer: {buffer:?}, at: {at:?}, pins: {pins}, is_held: {is_held} }}")
+    }
 }
 
 /// Memory for a version of `size` bytes whose pages are taken, which takes time: not under a lock.
@@ -145,7 +157,7 @@ impl Versions {
             .map(|(&version, _)| version)
             .collect();
         for version in idle {
-            if let Some(shown) = self.shown.remove(&version) {
+            if let Some(shown) = self.shown.remove(&version).filter(|shown| shown.hold.is_none()) {
                 self.free.push(shown.buffer);
             }
         }
@@ -155,8 +167,19 @@ impl Versions {
     /// What was pulled into is `version` now.
     pub fn publish(&mut self, version: Version) {
         if let Some(buffer) = self.back.take() {
-            self.shown.insert(version, Shown { buffer, at: SystemTime::now(), pins: 0 });
+            self.shown.insert(version, Shown { buffer, at: SystemTime::now(), pins: 0, hold: None });
         }
+    }
+
+    /// `version` lies in the shard's own memory, which `hold` keeps as it is.
+    pub fn show(
+        &mut self,
+        version: Version,
+        buffer: Region,
+        at: SystemTime,
+        hold: Arc<dyn Any + Send + Sync>,
+    ) {
+        self.shown.insert(version, Shown { buffer, at, pins: 0, hold: Some(hold) });
     }
 
     /// A buffer for new weights. It counts as existing until it is dropped.

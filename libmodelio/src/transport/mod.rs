@@ -8,6 +8,7 @@
 //! | `tcp` | byte streams over sockets | `reactor`, `stream` |
 //! | `shm` | byte streams and payload in memory that processes of one host have in common | `reactor`, `stream` |
 //! | `rdma` | byte streams and payload between registered memory of two machines | `reactor`, `stream` |
+//! | `local` | a model whose client, coordinator and partition are in one process | |
 //!
 //! A module uses no others of these than its row says. So what a connection says (`frames`) and how its bytes move (the
 //! three transports) do not know of each other, and meet in [`stream::Stream`].
@@ -20,6 +21,7 @@
 //! | `tally` | how much payload was moved, and how much of it CPUs copied |
 
 pub mod frames;
+pub mod local;
 pub mod rdma;
 pub mod reactor;
 mod seam;

@@ -218,6 +218,12 @@ impl CoordinatorCore {
             Message::Unfit { plan, learner, block } => {
                 self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
             }
+            // What it has staged lies in this process: another plan would lack it, too.
+            Message::Lacks { plan, learner } if self.in_process => {
+                let who = learner.map_or("new weights".to_owned(), |learner| format!("learner {learner}"));
+                let why = format!("plan {plan}: the contribution of {who} is gone");
+                self.fail(0, &Refusal::Other(why), now, actions);
+            }
             Message::Lacks { plan, learner } => {
                 self.withheld(id, plan, learner, ShardError::Interrupted, now, actions);
             }
@@ -314,7 +320,8 @@ impl CoordinatorCore {
                 if is_stale && self.core.provisional() == Some(learner) {
                     self.core.drop_provisional(learner, &mut wanted);
                 }
-                self.core.commit(ticket, step, contribution, false, deadline, now, &mut wanted);
+                let lendable = self.in_process && !lent;
+                self.core.commit(ticket, step, contribution, lendable, deadline, now, &mut wanted);
                 None
             }
             Message::Assign { token, blocks, timeout_ms } => {
@@ -385,6 +392,9 @@ impl CoordinatorCore {
         let (longest, endless) = (self.longest_absence(), self.core.controls().lease.is_zero());
         for client in self.clients.values_mut().filter(|client| client.connected) {
             client.requests.tick(longest, now);
+        }
+        if self.in_process {
+            return;
         }
         let is_gone = |(id, client): &(&ClientId, &Client)| {
             let kept = endless && (client.connected || self.takes_part(**id));

@@ -109,6 +109,9 @@ pub struct CoordinatorCore {
     /// Shards that have not been reached for long.
     #[serde(skip)]
     away: Vec<ShardId>,
+    /// The only client and the only shard are in this process.
+    #[serde(skip)]
+    in_process: bool,
 }
 
 fn names(layout: &ModelLayout) -> Arc<[String]> {
@@ -151,6 +154,7 @@ impl CoordinatorCore {
             told_at: Now::ZERO,
             failed: None,
             away: Vec::new(),
+            in_process: false,
         })
     }
 
@@ -163,6 +167,29 @@ impl CoordinatorCore {
     #[must_use]
     pub fn with_provisional_plans(self) -> CoordinatorCore {
         CoordinatorCore { core: self.core.with_provisional_plans(), ..self }
+    }
+
+    /// The only client and the only shard are in this process. So what the client has staged is not lost while the job
+    /// lives, the client is never given up, and plans begin while their last contribution is written. Whether the next
+    /// version has a buffer has to be said after each version ([`Self::buffer`]).
+    #[must_use]
+    pub fn in_process(self) -> CoordinatorCore {
+        let core = self.core.with_provisional_plans().of_whole_blocks();
+        CoordinatorCore { in_process: true, core, ..self }
+    }
+
+    /// The contribution that `learner` writes has a whole block.
+    pub fn is_whole(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action>) {
+        let mut wanted = Vec::new();
+        self.core.is_whole(learner, now, &mut wanted);
+        self.perform(wanted, now, actions);
+    }
+
+    /// Whether the next version has a buffer.
+    pub fn buffer(&mut self, ready: bool, now: Now, actions: &mut Vec<Action>) {
+        let mut wanted = Vec::new();
+        self.core.set_buffer_ready(ready, now, &mut wanted);
+        self.perform(wanted, now, actions);
     }
 
     /// The job itself, to look at.

@@ -333,8 +333,8 @@ impl CoordinatorCore {
         let source = |sender: &Sender| PlanSource {
             client: sender.client,
             blocks: ranges(&sender.blocks),
-            // Sums were looked at by those who have made them.
-            check: reject && sender.learners.len() <= 1,
+            // Sums were looked at by those who have made them; in one process there are none.
+            check: reject && (self.in_process || sender.learners.len() <= 1),
             partly: sender.partly.clone(),
             provisional: sender.is_provisional(),
         };
@@ -374,7 +374,7 @@ impl CoordinatorCore {
         let mut wanted = Vec::new();
         match self.run.as_ref().map(|run| &run.kind) {
             Some(Kind::Fold(learners)) => self.core.folded(&learners.clone(), now, &mut wanted),
-            Some(Kind::Reduce | Kind::Assign) => self.core.reduced(true, now, &mut wanted),
+            Some(Kind::Reduce | Kind::Assign) => self.core.reduced(!self.in_process, now, &mut wanted),
             None => {}
         }
         self.perform(wanted, now, actions);
@@ -489,7 +489,13 @@ impl CoordinatorCore {
     }
 
     /// A partition contradicts the coordinator: it has lost its blocks, or is of another job.
-    fn fail(&mut self, partition: Partition, refusal: &Refusal, now: Now, actions: &mut Vec<Action>) {
+    pub(super) fn fail(
+        &mut self,
+        partition: Partition,
+        refusal: &Refusal,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
         let whose = self.shards.get(partition).map_or("a shard".into(), |shard| format!("shard {shard}"));
         let why = Refusal::Shard(ShardError::Lost(format!(
             "{whose} does not have this job's blocks any more: {refusal}"

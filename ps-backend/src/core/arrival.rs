@@ -124,7 +124,9 @@ impl<S: Clone> ShardCore<S> {
     pub(super) fn begin_early(&mut self, actions: &mut Vec<Action<S>>) {
         let Some(owner) = self.fuser.filter(|_| self.provisional && self.fusing.is_none()) else { return };
         let step = match self.members.get(&owner).map(|member| &member.phase) {
-            Some(Phase::Open { step, .. }) => *step,
+            Some(Phase::Open { step, received, .. }) if !self.of_whole_blocks || !received.is_clear() => {
+                *step
+            }
             _ => return,
         };
         if self.unfit == Some((owner, step)) {
@@ -134,6 +136,18 @@ impl<S: Clone> ShardCore<S> {
         let plan = Arc::new(Plan { provisional: Some(owner), ..self.reduce_plan(1) });
         self.fusing = Some(Fusing { owner, plan: Arc::clone(&plan) });
         actions.push(Action::Reduce(plan));
+    }
+
+    /// The contribution that `learner` writes has a whole block: a plan may begin that takes its blocks as they come.
+    pub fn is_whole(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action<S>>) {
+        let phase = self.members.get_mut(&learner).map(|member| &mut member.phase);
+        if let Some(Phase::Open { received, .. }) = phase
+            && received.is_clear()
+        {
+            // Which one it is does not matter: nobody asks `arrive`.
+            received.insert_range(..1);
+            self.advance(now, actions);
+        }
     }
 
     /// Whose contribution to the plan under way is still written.

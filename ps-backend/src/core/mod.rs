@@ -415,6 +415,9 @@ pub struct ShardCore<S> {
     fold_batch: usize,
     /// Plans begin while their last contribution is still written.
     provisional: bool,
+    /// Of a whole block.
+    #[serde(skip)]
+    of_whole_blocks: bool,
     /// Blocks of this step were refused while its plan was provisional: it is read when it is committed.
     unfit: Option<(LearnerId, Step)>,
     /// The write of `weights` that the running plan publishes.
@@ -472,6 +475,7 @@ impl<S: Clone> ShardCore<S> {
             fold_patience: Now::ZERO,
             fold_batch: 1,
             provisional: false,
+            of_whole_blocks: false,
             unfit: None,
             running_ticket: None,
             reform: false,
@@ -499,6 +503,13 @@ impl<S: Clone> ShardCore<S> {
     #[must_use]
     pub fn with_provisional_plans(mut self) -> ShardCore<S> {
         self.provisional = true;
+        self
+    }
+
+    /// Such a plan begins only when its learner has written a whole block: [`Self::is_whole`].
+    #[must_use]
+    pub fn of_whole_blocks(mut self) -> ShardCore<S> {
+        self.of_whole_blocks = true;
         self
     }
 

@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicU8, Ordering, fence};
 use std::sync::{Arc, Weak};
 
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::transport::Region;
 use libmodelio::transport::tally::Tally;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, PartitionLayout};
@@ -35,7 +36,7 @@ pub use crate::region_store::VersionWatch;
 pub use crate::region_store::accumulator::Payload;
 use crate::region_store::{Loading, RegionStore};
 use job::Alive;
-pub use job::{PartitionJob, Target};
+pub use job::{Part, PartitionJob, Target};
 pub use merge::Merge;
 pub use moving::KeptState;
 pub use pinned::PinnedVersion;
@@ -273,6 +274,29 @@ impl PartitionStore {
         Ok(true)
     }
 
+    /// Fills version 0 as a whole, by its memory, in which blocks lie one behind the other; then it is complete.
+    ///
+    /// # Errors
+    /// What `fill` says; [`PartitionError::Loaded`], [`PartitionError::Busy`] while a block is being loaded.
+    pub fn load_whole(&self, fill: impl FnOnce(&Mapping) -> io::Result<()>) -> Result<(), PartitionError> {
+        let loading = self.shared.inner.lock().loading.clone().ok_or(PartitionError::Loaded)?;
+        let mark = |from: u8, to: u8| {
+            let set = |mark: &AtomicU8| {
+                mark.compare_exchange(from, to, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+            };
+            self.shared.loaded.iter().all(set)
+        };
+        if !mark(0, COMING) {
+            return Err(PartitionError::Busy);
+        }
+        fill(loading.memory())?;
+        // SAFETY: the marks make all blocks this thread's, and version 0 is shown only when they are there.
+        (0..self.layout().blocks()).for_each(|block| unsafe { loading.filled(BlockId(block)) });
+        drop(loading);
+        mark(COMING, THERE);
+        self.finish_loading()
+    }
+
     /// Whether version 0 is complete.
     pub fn is_loaded(&self) -> bool {
         self.shared.inner.lock().loading.is_none()
@@ -348,6 +372,29 @@ impl PartitionStore {
         if let Some(making) = job.making() {
             making.seal(ByteSteps::of_partition(&self.shared.partition, tensors));
         }
+    }
+
+    /// Whether the next version has a buffer, after those are found that nobody needs any more.
+    pub fn find_buffer(&self) -> bool {
+        let mut inner = self.shared.inner.lock();
+        let max = inner.limits.max();
+        let retain = inner.limits.retain;
+        inner.store.recycle(retain, max)
+    }
+
+    /// Version buffers in existence, and those that nobody needs.
+    pub fn buffer_counts(&self) -> (usize, usize) {
+        self.shared.inner.lock().store.buffers()
+    }
+
+    /// A buffer of the partition's size for new weights. It counts as existing until it is dropped.
+    ///
+    /// # Errors
+    /// When as many exist as may, or there is no memory.
+    pub fn take_buffer(&self) -> io::Result<Region> {
+        let mut inner = self.shared.inner.lock();
+        let max = inner.limits.max();
+        inner.store.take_buffer(max)
     }
 
     /// Whether [`Self::begin`] would find all memory that it needs, so that it takes no time.

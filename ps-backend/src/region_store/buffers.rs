@@ -108,6 +108,21 @@ pub(crate) struct Loading {
 }
 
 impl Loading {
+    /// The memory that is to be filled.
+    pub(crate) fn memory(&self) -> &Mapping {
+        self.front.region.memory()
+    }
+
+    /// A block was filled.
+    ///
+    /// # Safety
+    /// The block is this thread's alone, and nobody reads version 0 yet.
+    pub(crate) unsafe fn filled(&self, block: BlockId) {
+        for segment in self.layout.segments(block) {
+            widen(segment, &self.front, &self.state);
+        }
+    }
+
     /// Takes a block.
     ///
     /// # Panics
@@ -119,9 +134,8 @@ impl Loading {
         // SAFETY: passed on to the caller.
         let room = unsafe { self.front.region.memory().bytes_mut(span(&self.layout.block_bytes(block))) };
         kernels::stream_copy(bytes, room);
-        for segment in self.layout.segments(block) {
-            widen(segment, &self.front, &self.state);
-        }
+        // SAFETY: passed on to the caller.
+        unsafe { self.filled(block) };
     }
 }
 

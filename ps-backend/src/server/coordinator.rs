@@ -11,14 +11,14 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::transport::frames::{Link, Outgoing};
+use libmodelio::transport::local::{End, Hears, Mailbox, Word};
 use libmodelio::transport::reactor::Handle;
 use libmodelio::transport::stream::Close;
-use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, PlanId, ShardId, Version};
+use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, LearnerId, PlanId, ShardId, Version};
 use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::{Condvar, Mutex};
 
-use super::mailbox::{Hears, Mailbox, To};
 use super::partition::{Partition, ToCoordinator};
 use super::whereabouts::Whereabouts;
 use crate::coordinator::{AWAY, Action, CoordinatorCore};
@@ -34,12 +34,22 @@ pub(super) type Resolve = Arc<dyn Fn(ShardId) -> Result<String, String> + Send +
 struct State {
     core: CoordinatorCore,
     clients: HashMap<ClientId, Link>,
+    /// The client in this process.
+    client_here: Option<ClientId>,
+    /// When the timer looks at deadlines again, unless it is woken.
+    looks_at: Duration,
     /// It was handed over, and perhaps goes on elsewhere: nothing changes it.
     frozen: bool,
     /// Clients whose connections have come or gone meanwhile.
     missed: BTreeSet<ClientId>,
     /// The wait for learners that was logged last.
     late: Option<Duration>,
+}
+
+/// How other shards are reached.
+pub(super) struct Network {
+    pub(super) net: Handle,
+    pub(super) resolve: Resolve,
 }
 
 enum Way {
@@ -59,8 +69,7 @@ pub struct Coordinator {
     /// Between it and its own partition.
     mailbox: Arc<Mailbox>,
     state: Mutex<State>,
-    net: Handle,
-    resolve: Resolve,
+    network: Option<Network>,
     /// The core's time when this began.
     began_at: Duration,
     started: Instant,
@@ -108,8 +117,7 @@ impl Coordinator {
         record: &ModelRecord,
         here: &Arc<Partition>,
         shard: ShardId,
-        net: Handle,
-        resolve: Resolve,
+        network: Option<Network>,
         handed_over: Option<(&[u8], Duration)>,
         known: &[ShardRecord],
     ) -> Result<Arc<Coordinator>, String> {
@@ -140,8 +148,16 @@ impl Coordinator {
             }
         };
         let core = core.on_shards(map.shares().into_keys().collect());
-        let state =
-            State { core, clients: HashMap::new(), frozen: false, missed: BTreeSet::new(), late: None };
+        let core = if network.is_none() { core.in_process() } else { core };
+        let state = State {
+            core,
+            clients: HashMap::new(),
+            client_here: None,
+            looks_at: Duration::ZERO,
+            frozen: false,
+            missed: BTreeSet::new(),
+            late: None,
+        };
         let own: Weak<dyn Hears> = Arc::downgrade(here) as Weak<dyn Hears>;
         let coordinator = Arc::new_cyclic(|this: &Weak<Coordinator>| Coordinator {
             model: record.name.clone(),
@@ -150,8 +166,7 @@ impl Coordinator {
             ways,
             mailbox: Arc::new(Mailbox::new(this.clone() as Weak<dyn Hears>, own)),
             state: Mutex::new(state),
-            net,
-            resolve,
+            network,
             began_at,
             started: Instant::now(),
             wake: Condvar::new(),
@@ -245,7 +260,8 @@ impl Coordinator {
 
     /// Tells clients and the log which shards have been away for long, and the log which learners are waited for.
     fn say_who_is_waited_for(&self) {
-        if self.is_frozen() {
+        // In one process whoever shows the model says so.
+        if self.is_frozen() || self.network.is_none() {
             return;
         }
         let now = self.now();
@@ -292,7 +308,7 @@ impl Coordinator {
         let mut actions = Vec::new();
         let mut orders = Vec::new();
         let mut drains = false;
-        {
+        let is_due = {
             let mut state = self.state.lock();
             if state.frozen {
                 return frozen(&mut state);
@@ -301,7 +317,11 @@ impl Coordinator {
             for action in actions {
                 match action {
                     Action::ToClient(client, request, message) => {
-                        if let Some(link) = state.clients.get(&client) {
+                        if state.client_here == Some(client) {
+                            let word = Word::Says(request, message);
+                            self.mailbox.put(End::Coordinator, End::Client, word);
+                            drains = true;
+                        } else if let Some(link) = state.clients.get(&client) {
                             link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
                         }
                     }
@@ -312,7 +332,8 @@ impl Coordinator {
                     }
                     Action::ToPartition(partition, request, message) => match &self.ways[partition] {
                         Way::Here => {
-                            self.mailbox.put(To::Partition, request, message);
+                            let word = Word::Says(request, message);
+                            self.mailbox.put(End::Coordinator, End::Partition, word);
                             drains = true;
                         }
                         Way::There(remote) => orders.push((remote, request, message)),
@@ -322,16 +343,19 @@ impl Coordinator {
                     }
                 }
             }
-        }
+            state.core.next_deadline() < state.looks_at
+        };
         for (remote, request, message) in orders {
             if let Some(link) = &*remote.link.lock() {
                 link.send(Outgoing { epoch: self.epoch, ..Outgoing::new(request, message) });
             }
         }
+        if is_due {
+            self.wake.notify_all();
+        }
         if drains {
             self.mailbox.drain();
         }
-        self.wake.notify_all();
     }
 
     fn partition_says(&self, partition: usize, request: u64, message: Message) {
@@ -365,6 +389,27 @@ impl Coordinator {
             link.wake();
         }
         outcome
+    }
+
+    /// A client in this process is there.
+    pub(super) fn client_here(&self, client: ClientId) -> Result<(), Refusal> {
+        let mut outcome = Ok(());
+        self.with_core(|state, now, actions| {
+            state.client_here = Some(client);
+            outcome = state.core.client_up(client, now, actions);
+        });
+        outcome
+    }
+
+    /// For how long nothing was heard of a learner.
+    pub(super) fn silence(&self, learner: LearnerId) -> Duration {
+        let now = self.now();
+        self.state.lock().core.job().member(learner, now).map_or(Duration::ZERO, |member| member.silent)
+    }
+
+    /// Where words to it, and to its own partition, wait.
+    pub(super) fn mailbox(&self) -> &Arc<Mailbox> {
+        &self.mailbox
     }
 
     /// It is over.
@@ -401,7 +446,7 @@ impl Coordinator {
     fn forgive_silence(&self) {
         self.with_core(|state, now, actions| {
             let learners: Vec<_> = state.core.job().members(now).iter().map(|m| m.learner).collect();
-            let clients: Vec<ClientId> = state.clients.keys().copied().collect();
+            let clients: Vec<ClientId> = state.clients.keys().copied().chain(state.client_here).collect();
             for client in clients {
                 // Of these learners its own count.
                 let touch = Message::Touch { learners: learners.clone(), attached: None };
@@ -444,11 +489,29 @@ impl Coordinator {
     }
 }
 
-/// What its own partition says.
+/// What its own partition says, and a client in this process.
 impl Hears for Coordinator {
-    fn hears(self: Arc<Coordinator>, request: u64, message: Message) {
-        if let Some(own) = self.ways.iter().position(|way| matches!(way, Way::Here)) {
-            self.partition_says(own, request, message);
+    fn hears(self: Arc<Coordinator>, from: End, word: Word) {
+        match (from, word) {
+            (End::Partition, Word::Says(request, message)) => {
+                if let Some(own) = self.ways.iter().position(|way| matches!(way, Way::Here)) {
+                    self.partition_says(own, request, message);
+                }
+            }
+            (End::Partition, Word::Buffer(ready)) => {
+                self.with_core(|state, now, actions| state.core.buffer(ready, now, actions));
+            }
+            (End::Client, Word::IsWhole(learner)) => {
+                self.with_core(|state, now, actions| state.core.is_whole(learner, now, actions));
+            }
+            (End::Client, Word::Says(request, message)) => {
+                self.with_core(|state, now, actions| {
+                    if let Some(client) = state.client_here {
+                        state.core.from_client(client, request, message, now, actions);
+                    }
+                });
+            }
+            _ => {}
         }
     }
 }
@@ -479,6 +542,7 @@ fn run_timer(coordinator: &Weak<Coordinator>) {
         let mut state = coordinator.state.lock();
         let due = state.core.next_deadline().saturating_sub(coordinator.now());
         let pause = due.clamp(Duration::from_millis(1), IDLE);
+        state.looks_at = coordinator.now() + pause;
         coordinator.wake.wait_for(&mut state, pause);
     }
 }

@@ -11,7 +11,6 @@
 //! | `table` | the registry in this process |
 //! | `complaints` | how often the log tells of peers that are turned away |
 //! | `unsent` | requests whose answers were not taken |
-//! | `mailbox` | what a coordinator and the partition in its process say to each other |
 //! | `partition` | one partition of a model at work (`unsafe`) |
 //! | `memory` | clients on the same host, through shared memory (`unsafe`) |
 //! | `fabric` | clients elsewhere, by RDMA (`unsafe`) |
@@ -23,6 +22,7 @@
 //! | `admin` | creating and loading models, status |
 //! | `conversation` | the shard's end of every connection |
 //! | `listeners` | where clients are met |
+//! | `local` | a model whose client is in this process |
 //! | `announcer` | what the registry is told again and again, and what it says to that |
 //!
 //! A partition and the coordinator in its process never call each other: what one says to the other waits in their
@@ -36,7 +36,7 @@ pub mod coordinator;
 #[cfg(feature = "rdma")]
 mod fabric;
 mod listeners;
-mod mailbox;
+pub mod local;
 mod memory;
 mod models;
 mod moving;

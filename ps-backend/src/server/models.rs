@@ -6,7 +6,7 @@ use std::time::Duration;
 use libmodelio::vocabulary::ids::{Epoch, Generation};
 use libmodelio::wire::{Message, ModelRecord, Refusal, Role, ShardRecord};
 
-use super::coordinator::Coordinator;
+use super::coordinator::{Coordinator, Network};
 use super::partition::Partition;
 use super::shared::Shared;
 use super::unsent::AdminAnswer;
@@ -72,8 +72,8 @@ impl Shared {
             found.map(|record| record.address).ok_or_else(|| format!("shard {wanted} is not announced"))
         });
         let shard = *self.shard.lock();
-        let net = self.net.clone();
-        Coordinator::new(record, partition, shard, net, resolve, handed_over, known).map_err(Refusal::other)
+        let network = Some(Network { net: self.net.clone(), resolve });
+        Coordinator::new(record, partition, shard, network, handed_over, known).map_err(Refusal::other)
     }
 
     /// Forgets a model. If it has moved away, the answer says where it is to be forgotten, too.

@@ -7,12 +7,14 @@
 //! |---|---|
 //! | `plans` | orders of the coordinator, and what comes of them |
 //! | `blocks` | blocks on their way (`unsafe`) |
+//! | `here` | a client in this process |
 //! | `resting` | which connections are used |
 //! | `moving` | the partition of another block map |
 //! | `shown` | versions, for clients to fetch by RDMA |
 //! | `sum_memory` | where blocks are fetched to that need no slot |
 
 mod blocks;
+mod here;
 mod moving;
 mod plans;
 mod resting;
@@ -26,13 +28,13 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use libmodelio::transport::frames::{Link, Outgoing};
+use libmodelio::transport::local::{End, Mailbox, Word};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, ClientId, Epoch, Generation, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::{Message, ModelRecord, PlanSource, Refusal};
 use parking_lot::Mutex;
 
-use super::mailbox::{Mailbox, To};
 use super::whereabouts::Whereabouts;
 use crate::memory::{self, MemoryUse, gib};
 use crate::partition::core::PartitionCore;
@@ -42,6 +44,7 @@ pub(super) use blocks::Fetching;
 #[cfg(feature = "rdma")]
 use blocks::FetchingPlan;
 pub(super) use blocks::Landing;
+use here::Here;
 use resting::Connected;
 #[cfg(feature = "rdma")]
 pub(super) use shown::Shown;
@@ -77,6 +80,8 @@ struct State {
     coordinator: Option<ToCoordinator>,
     /// When that was said.
     coordinated_since: Instant,
+    /// Of a client in this process.
+    here: Here,
 }
 
 impl State {
@@ -96,6 +101,8 @@ pub struct Partition {
     /// Of the block map.
     pub epoch: Epoch,
     model_bytes: u64,
+    /// Its only client is in this process.
+    has_client_here: bool,
     store: PartitionStore,
     state: Mutex<State>,
     pool: Arc<rayon::ThreadPool>,
@@ -160,12 +167,29 @@ impl Partition {
         let store = PartitionStore::new(partition, controls.reducer, Limits::default())?;
         // All that it can ever need, so that a job that begins with one learner has room for the others.
         store.prefault_sums(SUMS).map_err(PartitionError::from)?;
-        Ok(Partition::of(record, layout.size(), store, pool))
+        Ok(Partition::of(record, (layout.size(), false), store, pool))
+    }
+
+    /// The partition of a model whose only client is in this process: all of its blocks. Memory beyond that of the
+    /// newest and the next version is taken when it is needed.
+    ///
+    /// # Errors
+    /// [`MakeError`].
+    pub fn of_process(
+        record: &ModelRecord,
+        layout: &ModelLayout,
+        pool: &Arc<rayon::ThreadPool>,
+    ) -> Result<Arc<Partition>, MakeError> {
+        let all: Vec<BlockId> = (0..layout.blocks()).map(BlockId).collect();
+        let partition = layout.partition(&all).map_err(|error| MakeError::Record(error.to_string()))?;
+        let limits = Limits { retain: 0, buffers: record.controls.max_versions as usize };
+        let store = PartitionStore::new(partition, record.controls.reducer, limits)?;
+        Ok(Partition::of(record, (layout.size(), true), store, pool))
     }
 
     fn of(
         record: &ModelRecord,
-        model_bytes: u64,
+        (model_bytes, has_client_here): (u64, bool),
         store: PartitionStore,
         pool: &Arc<rayon::ThreadPool>,
     ) -> Arc<Partition> {
@@ -180,12 +204,14 @@ impl Partition {
             fetching: FetchingPlan::default(),
             coordinator: None,
             coordinated_since: Instant::now(),
+            here: Here::default(),
         };
         Arc::new(Partition {
             model: record.name.clone(),
             generation: record.generation,
             epoch: record.epoch,
             model_bytes,
+            has_client_here,
             store,
             state: Mutex::new(state),
             pool: Arc::clone(pool),
@@ -245,7 +271,9 @@ impl State {
     fn say(&self, epoch: Epoch, request: u64, message: Message) {
         match &self.coordinator {
             None => {}
-            Some(ToCoordinator::Here(mailbox)) => mailbox.put(To::Coordinator, request, message),
+            Some(ToCoordinator::Here(mailbox)) => {
+                mailbox.put(End::Partition, End::Coordinator, Word::Says(request, message));
+            }
             Some(ToCoordinator::There(link)) => {
                 link.send(Outgoing { epoch, ..Outgoing::new(request, message) });
             }
@@ -275,5 +303,6 @@ impl State {
 
     fn wake(&mut self) {
         self.waiting.drain(..).for_each(|link| link.wake());
+        self.wake_here();
     }
 }

@@ -16,9 +16,9 @@ use libmodelio::transport::{
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use ps_backend::embedded::{EmbeddedShard, InProcess};
 use ps_backend::job::{Job, SetError};
 use ps_backend::remote::RemoteJob;
+use ps_backend::server::local;
 
 use crate::world::{self, World};
 
@@ -79,9 +79,9 @@ impl Way {
         let place = match self.over {
             None => {
                 let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-                let shard = EmbeddedShard::new(Arc::new(layout), controls, 2).unwrap();
-                shard.initialised().unwrap();
-                Place::Here(shard)
+                let pool = local::pool(2).unwrap();
+                let client = local::start("m", &Arc::new(layout), &controls, &pool, |_| Ok(())).unwrap();
+                Place::Here(RemoteJob::new(client))
             }
             Some(way) => Place::There(Box::new(World::of(shards, &layout, &settings, way))),
         };
@@ -90,7 +90,7 @@ impl Way {
 }
 
 enum Place {
-    Here(Arc<EmbeddedShard>),
+    Here(Arc<RemoteJob>),
     There(Box<World>),
 }
 
@@ -105,10 +105,11 @@ impl Site {
     /// One more end of the job.
     pub fn end(&self) -> Arc<End> {
         let end = Arc::new(match &self.place {
-            Place::Here(shard) => {
-                let device = Arc::new(InProcess::new(Arc::clone(shard)));
-                End { job: Arc::clone(shard) as Arc<dyn Job>, channel: device.connect().unwrap(), device }
-            }
+            Place::Here(job) => End {
+                channel: job.connect().unwrap(),
+                device: Arc::clone(job) as Arc<dyn Device>,
+                job: Arc::clone(job) as Arc<dyn Job>,
+            },
             Place::There(world) => {
                 let job = RemoteJob::new(world.connect(&world.shards(), world.transport).unwrap());
                 End { channel: job.connect().unwrap(), device: Arc::clone(&job) as Arc<dyn Device>, job }

@@ -279,7 +279,7 @@ fn commit(client: &Client, timeout: Duration) -> std::sync::mpsc::Receiver<Resul
 fn is_at(client: &Client, hand: &Hand) -> bool {
     let peers = client.peers();
     let [peer] = &peers[..] else { panic!("{peers:?}") };
-    peer.connected && (&peer.address, peer.shard) == (&hand.record.address, hand.record.shard)
+    peer.connected && (peer.address.as_ref(), peer.shard) == (Some(&hand.record.address), hand.record.shard)
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The memory of a partition of a model, against a plain scalar model.
 
-#[path = "../embedded/common.rs"]
+#[path = "../local/common.rs"]
 #[allow(dead_code)]
 mod common;
 mod doubles;

@@ -11,7 +11,7 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
-use ps_backend::partition::store::{Limits, PartitionJob, PartitionStore, PartitionWork, Payload};
+use ps_backend::partition::store::{Limits, Part, PartitionJob, PartitionStore, PartitionWork, Payload};
 
 use crate::common;
 use crate::driver::{bytes_of, model, partition_of, reduces_all};
@@ -153,7 +153,11 @@ impl Bench {
                 Some((Sent { bytes, written, .. }, before)) => {
                     before.iter().for_each(|sent| Bench::add(&job, sent, plan.in_place));
                     let last = Payload::Plain(bytes);
-                    assert!(job.finish_written(block, last, written.as_deref(), true).unwrap());
+                    assert!(
+                        job.finish_all(block, &[Part { payload: last, written: written.as_deref() }], true)
+                            .unwrap()
+                            .is_none()
+                    );
                 }
             }
         }
@@ -208,7 +212,11 @@ fn masters_of_what_was_not_written_stay_as_they_are() {
     let make = |base: u64, reducer, payload: &[u8], written: Option<&[Range<u32>]>| {
         let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1 };
         let job = store.begin(Version(base), reduces_all(&store, step, true), true).unwrap();
-        assert!(job.finish_written(BlockId(0), Payload::Plain(payload), written, true).unwrap());
+        assert!(
+            job.finish_all(BlockId(0), &[Part { payload: Payload::Plain(payload), written }], true)
+                .unwrap()
+                .is_none()
+        );
         store.conclude(&job).unwrap();
     };
     // bfloat16 has no 1 + 2^-10, nor 1 + 3 * 2^-10. It has 1 + 2^-7, which is what 8 of them make.

@@ -10,7 +10,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
-use ps_backend::partition::store::{Limits, PartitionError, PartitionStore, PartitionWork, Payload};
+use ps_backend::partition::store::{Limits, Part, PartitionError, PartitionStore, PartitionWork, Payload};
 
 use crate::common;
 use crate::driver::{Source, Twin, WAYS, Way, model, partition_of, reduces_all};
@@ -52,7 +52,11 @@ fn an_inf_of_a_sum_that_was_looked_at_is_nobodys_fault() {
     // One learner's would be refused; a sum of two counts.
     assert!(!job.finish(BlockId(0), Some(Payload::Plain(&infinite))).unwrap());
     assert!(matches!(store.conclude(&job), Err(PartitionError::Unfinished(_))));
-    assert!(job.finish_written(BlockId(0), Payload::Plain(&infinite), None, false).unwrap());
+    assert!(
+        job.finish_all(BlockId(0), &[Part { payload: Payload::Plain(&infinite), written: None }], false)
+            .unwrap()
+            .is_none()
+    );
     store.conclude(&job).unwrap();
     let newest = store.newest().unwrap();
     assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|&value| value == f32::INFINITY));

@@ -1,4 +1,4 @@
-//! The tree over a job that is asked over a network: an embedded shard whose answers to what may have to be asked of
+//! The tree over a job that is asked over a network: a job in this process whose answers to what may have to be asked of
 //! others are held back until the test lets them go.
 
 use std::ffi::OsStr;
@@ -15,8 +15,9 @@ use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use ps_backend::core::LastCommit;
-use ps_backend::embedded::{EmbeddedShard, InProcess};
 use ps_backend::job::{Job, JobStatus, Listener, SetDone, SetError, VersionView};
+use ps_backend::remote::RemoteJob;
+use ps_backend::server::local;
 
 use super::*;
 use crate::fs::attr::{Attributes, Keep};
@@ -28,10 +29,9 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 type Held = Box<dyn FnOnce() + Send>;
 
-/// An embedded shard that takes its time.
+/// A job that takes its time.
 struct Late {
-    shard: Arc<EmbeddedShard>,
-    device: InProcess,
+    shard: Arc<RemoteJob>,
     /// Takes what is held back.
     held: mpsc::Sender<Held>,
     /// A setting is not answered at all, but with this.
@@ -140,7 +140,7 @@ impl Device for Late {
     }
 
     fn register(&self, memory: Arc<Mapping>) -> Result<Region, ShardError> {
-        self.device.register(memory)
+        self.shard.register(memory)
     }
 
     fn connect(&self) -> Result<Arc<dyn Channel>, ShardError> {
@@ -184,11 +184,11 @@ impl Mounted {
 
     fn of(layout: ModelLayout) -> Mounted {
         let layout = Arc::new(layout);
-        let shard = EmbeddedShard::new(layout, Controls::default(), 1).unwrap();
-        shard.initialised().unwrap();
+        let pool = local::pool(1).unwrap();
+        let client = local::start("m", &layout, &Controls::default(), &pool, |_| Ok(())).unwrap();
+        let shard = RemoteJob::new(client);
         let (sender, held) = channel();
         let job = Arc::new_cyclic(|this| Late {
-            device: InProcess::new(Arc::clone(&shard)),
             shard,
             held: sender,
             fault: Mutex::default(),

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
 
-use super::pushing::Outgoing;
+use super::pushing::{Early, Outgoing};
 use super::requests::Request;
 use super::{Action, ClientCore};
 use crate::vocabulary::ids::{LearnerId, Step};
@@ -16,6 +16,10 @@ pub(super) struct Held {
     pub(super) blocks: FixedBitSet,
     /// The newest commit of it. What was answered to an earlier request says nothing of this one.
     pub(super) request: u64,
+    /// Blocks of it that are nowhere but in a plan.
+    pub(super) early: Option<Early>,
+    /// The shard reads it where it is: how many contributions were in versions when its learner left.
+    pub(super) left_at: Option<u64>,
 }
 
 impl ClientCore {
@@ -45,7 +49,16 @@ impl ClientCore {
                 && !self.is_committing(learner, step)
                 && !self.sends(learner, step)
         };
-        let left: Vec<_> = self.held.keys().copied().filter(is_left).collect();
+        // Those that are committed are all in the next version that is made of contributions.
+        let contributions = self.state.contributions;
+        let is_over =
+            |held: &Held| !self.in_process || held.left_at.is_some_and(|left_at| contributions > left_at);
+        let left: Vec<_> = self
+            .held
+            .iter()
+            .filter(|(key, held)| is_over(held) && is_left(key))
+            .map(|(&key, _)| key)
+            .collect();
         for (learner, step) in left {
             self.release(learner, step, actions);
         }

@@ -34,7 +34,8 @@ use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message, Refusal};
 use held::Held;
 pub use pulling::PULL_BLOCKS;
 use pulling::Pull;
-use pushing::Outgoing;
+pub use pushing::Own;
+use pushing::{Outgoing, Writing};
 use requests::Request;
 use waits::Wait;
 
@@ -122,7 +123,7 @@ pub struct ClientCore {
     uses: BTreeMap<LearnerId, Attached>,
     /// What learners have written of the contributions that they have open: whole blocks, which lie where they can be
     /// sent from.
-    writing: BTreeMap<LearnerId, (Step, FixedBitSet)>,
+    writing: BTreeMap<LearnerId, Writing>,
     /// The contributions that may have to be sent.
     held: BTreeMap<(LearnerId, Step), Held>,
     /// The same for new weights.
@@ -144,6 +145,8 @@ pub struct ClientCore {
     on_demand: bool,
     /// Blocks are sent from this one on.
     first: usize,
+    /// The shard is in this process: it reads contributions where they lie until they are in a version, answered or not.
+    in_process: bool,
 }
 
 impl ClientCore {
@@ -181,7 +184,13 @@ impl ClientCore {
             waits: Vec::new(),
             on_demand: false,
             first: 0,
+            in_process: false,
         }
+    }
+
+    /// The shard is in this process, and what it is sent stays where it is.
+    pub fn in_process(self) -> ClientCore {
+        ClientCore { in_process: true, ..self }
     }
 
     /// Begins to send somewhere in the model that is `client`'s own: blocks of several clients are added to each other

@@ -162,6 +162,14 @@ impl ClientCore {
         self.start_pull(now, actions);
     }
 
+    /// The version that is being pulled is here as a whole, and nothing has to come.
+    pub fn is_here(&mut self, version: Version, actions: &mut Vec<Action>) {
+        if self.landing == 0 && self.pull.take_if(|pull| pull.version == version).is_some() {
+            self.whole = true;
+            actions.push(Action::Pulled(version));
+        }
+    }
+
     /// The version is shown from now on.
     pub fn shown(&mut self, version: Version, now: Now, actions: &mut Vec<Action>) {
         self.shown = self.shown.max(Some(version));

@@ -19,6 +19,37 @@ pub(super) struct Outgoing {
     pub(super) sent: FixedBitSet,
 }
 
+/// A contribution that is being written.
+#[derive(Debug)]
+pub(super) struct Writing {
+    pub(super) step: Step,
+    /// Blocks that can be sent.
+    pub(super) whole: FixedBitSet,
+    /// The newest provisional plan for which blocks of it may have been sent.
+    pub(super) sent_under: Option<PlanId>,
+    /// Blocks of it that are nowhere but in a plan.
+    pub(super) early: Option<Early>,
+}
+
+/// What is to be done with a block that its learner has just written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Own {
+    /// Reduce it for this plan. It counts as sent: [`ClientCore::sent_own`] or [`ClientCore::not_sent`] must follow.
+    Send(PlanId),
+    /// It is the first: tell the coordinator, which may begin a plan, and ask again.
+    Tell,
+    /// Stage it: it is sent when it is committed.
+    Stage,
+}
+
+/// Blocks of a contribution that were reduced from where they are no more.
+#[derive(Clone, Debug)]
+pub(super) struct Early {
+    /// For which plan; none if there were several, so that no plan has all of them.
+    pub(super) plan: Option<PlanId>,
+    pub(super) blocks: FixedBitSet,
+}
+
 #[derive(Debug)]
 pub(super) struct Sending {
     /// Blocks that are to be sent.
@@ -63,7 +94,7 @@ impl ClientCore {
             }
             _ => None,
         };
-        let blocks = match self.granted_blocks(&payload, open) {
+        let blocks = match self.granted_blocks(plan, &payload, open) {
             Ok(blocks) => blocks,
             Err(learner) => return self.notify(Message::Lacks { plan, learner }, actions),
         };
@@ -75,6 +106,11 @@ impl ClientCore {
             Sending { any, done: !any, todo, at: first, round: false, moved: now, struggles: false }
         });
         let (parts, sent) = (parts.collect(), FixedBitSet::with_capacity(self.blocks));
+        if let Some((learner, _)) = open
+            && let Some(writing) = self.writing.get_mut(&learner)
+        {
+            writing.sent_under = Some(plan);
+        }
         self.outgoing = Some(Outgoing { plan, payload, blocks, parts, open, sent });
         actions.extend((0..self.shards.len()).map(Action::Wake));
     }
@@ -85,6 +121,7 @@ impl ClientCore {
     /// Of whom something is not here any more; nobody, if it is new weights.
     fn granted_blocks(
         &self,
+        plan: PlanId,
         payload: &Granted,
         open: Option<(LearnerId, Step)>,
     ) -> Result<FixedBitSet, Option<LearnerId>> {
@@ -92,7 +129,11 @@ impl ClientCore {
         match payload {
             Granted::Contributions { of, .. } => {
                 for key in of.iter().filter(|key| Some(**key) != open) {
-                    blocks.union_with(&self.held.get(key).ok_or(Some(key.0))?.blocks);
+                    let held = self.held.get(key).ok_or(Some(key.0))?;
+                    if held.early.as_ref().is_some_and(|early| early.plan != Some(plan)) {
+                        return Err(Some(key.0));
+                    }
+                    blocks.union_with(&held.blocks);
                 }
                 if let Some(key) = open {
                     let nothing = FixedBitSet::with_capacity(self.blocks);
@@ -106,7 +147,8 @@ impl ClientCore {
 
     /// Blocks of a contribution that can be sent: those that are whole while it is written, all of them afterwards.
     fn whole(&self, (learner, step): (LearnerId, Step)) -> Option<&FixedBitSet> {
-        let writes = self.writing.get(&learner).filter(|(of, _)| *of == step).map(|(_, blocks)| blocks);
+        let writes = self.writing.get(&learner).filter(|writing| writing.step == step);
+        let writes = writes.map(|writing| &writing.whole);
         self.held.get(&(learner, step)).map(|held| &held.blocks).or(writes)
     }
 
@@ -122,14 +164,14 @@ impl ClientCore {
         if !self.learners.contains_key(&learner) || self.held.contains_key(&(learner, step)) {
             return false;
         }
-        if self.writing.get(&learner).is_some_and(|(of, _)| *of != step) {
+        if self.writing.get(&learner).is_some_and(|writing| writing.step != step) {
             self.drop_writing(learner, actions);
         }
-        let blocks = self.blocks;
-        let (_, whole) = self.writing.entry(learner).or_insert((step, FixedBitSet::with_capacity(blocks)));
-        whole.insert(block.index());
-        let of_open = |outgoing: &&mut Outgoing| outgoing.open == Some((learner, step));
-        if let Some(outgoing) = self.outgoing.as_mut().filter(of_open)
+        let open = self.open_plan(learner, step);
+        let writing = self.writes(learner, step);
+        writing.whole.insert(block.index());
+        writing.sent_under = open.or(writing.sent_under);
+        if let Some(outgoing) = self.outgoing.as_mut().filter(|_| open.is_some())
             && !outgoing.sent.contains(block.index())
             && let Some(part) = self.owned.iter().position(|owned| owned.contains(block.index()))
         {
@@ -142,18 +184,88 @@ impl ClientCore {
         true
     }
 
-    /// What `learner` was writing never counts: its payload is not needed.
-    pub(super) fn drop_writing(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
-        let Some((step, _)) = self.writing.remove(&learner) else { return };
-        if let Some(outgoing) = self.outgoing.take_if(|outgoing| outgoing.open == Some((learner, step))) {
-            self.given_up = Some(outgoing.plan);
+    fn writes(&mut self, learner: LearnerId, step: Step) -> &mut Writing {
+        let whole = || FixedBitSet::with_capacity(self.blocks);
+        let new = || Writing { step, whole: whole(), sent_under: None, early: None };
+        self.writing.entry(learner).or_insert_with(new)
+    }
+
+    /// The provisional plan under way that waits for this contribution.
+    fn open_plan(&self, learner: LearnerId, step: Step) -> Option<PlanId> {
+        let outgoing = self.outgoing.as_ref().filter(|outgoing| outgoing.open == Some((learner, step)))?;
+        Some(outgoing.plan)
+    }
+
+    /// A block of the contribution that `learner` writes is whole: whether it can be reduced at once, from where it is.
+    pub fn next_own(&mut self, learner: LearnerId, step: Step, block: BlockId) -> Own {
+        if !self.learners.contains_key(&learner) || self.held.contains_key(&(learner, step)) {
+            return Own::Stage;
         }
-        actions.push(Action::Release(learner, step));
+        if let Some(outgoing) = self.outgoing.as_mut().filter(|of| of.open == Some((learner, step))) {
+            if outgoing.sent.put(block.index()) {
+                return Own::Stage;
+            }
+            outgoing.blocks.insert(block.index());
+            return Own::Send(outgoing.plan);
+        }
+        if self.writing.get(&learner).is_some_and(|writing| writing.step == step) {
+            return Own::Stage;
+        }
+        self.writing.remove(&learner);
+        self.writes(learner, step);
+        Own::Tell
+    }
+
+    /// That block is part of the plan, and nowhere else. False if its learner is gone, and with it the contribution.
+    pub fn sent_own(&mut self, learner: LearnerId, step: Step, plan: PlanId, block: BlockId) -> bool {
+        if !self.learners.contains_key(&learner) {
+            return false;
+        }
+        let blocks = self.blocks;
+        let writing = self.writes(learner, step);
+        writing.sent_under = Some(plan);
+        let new = || Early { plan: Some(plan), blocks: FixedBitSet::with_capacity(blocks) };
+        let early = writing.early.get_or_insert_with(new);
+        early.plan = early.plan.filter(|known| *known == plan);
+        early.blocks.insert(block.index());
+        true
+    }
+
+    /// A block that was taken to be sent was not.
+    pub fn not_sent(&mut self, plan: PlanId, block: BlockId) {
+        let Some(outgoing) = self.outgoing.as_mut().filter(|outgoing| outgoing.plan == plan) else { return };
+        outgoing.sent.set(block.index(), false);
+        // Of an open contribution it is sent when it is committed.
+        if outgoing.open.is_none()
+            && let Some(part) = self.owned.iter().position(|owned| owned.contains(block.index()))
+        {
+            let sending = &mut outgoing.parts[part];
+            sending.todo.insert(block.index());
+            (sending.at, sending.round) = (sending.at.min(block.index()), false);
+        }
+    }
+
+    /// How many blocks there are to send to a shard.
+    pub fn left_to_push(&self, part: Part) -> usize {
+        self.outgoing.as_ref().map_or(0, |outgoing| outgoing.parts[part].todo.count_ones(..))
+    }
+
+    /// What `learner` was writing never counts: its payload is not needed, and nothing more is sent for the provisional
+    /// plan that waits for it.
+    pub(super) fn drop_writing(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
+        let writing = self.writing.remove(&learner);
+        let is_its = |outgoing: &mut Outgoing| outgoing.open.is_some_and(|(of, _)| of == learner);
+        let open = self.outgoing.take_if(is_its).map(|outgoing| outgoing.plan);
+        let sent = writing.as_ref().and_then(|writing| writing.sent_under);
+        self.given_up = open.into_iter().chain(sent).chain(self.given_up).max();
+        if let Some(writing) = writing {
+            actions.push(Action::Release(learner, writing.step));
+        }
     }
 
     /// All is known of the provisional plan that is being sent.
     fn sealed(&mut self, plan: PlanId, payload: Granted, now: Now, actions: &mut Vec<Action>) {
-        let blocks = match self.granted_blocks(&payload, None) {
+        let blocks = match self.granted_blocks(plan, &payload, None) {
             Ok(blocks) => blocks,
             Err(learner) => return self.notify(Message::Lacks { plan, learner }, actions),
         };

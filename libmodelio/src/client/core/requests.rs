@@ -50,10 +50,20 @@ impl ClientCore {
                     let refused = Refusal::Shard(ShardError::NotAllowed(why.into()));
                     return actions.push(Action::Answer(token, Err(refused)));
                 }
-                let request = self.next_request;
-                self.held.insert((*learner, *step), Held { blocks, request });
                 // What lies where it is written is now what is committed.
-                self.writing.remove(learner);
+                let writing = self.writing.remove(learner).filter(|writing| writing.step == *step);
+                let before = self.held.get(&(*learner, *step)).and_then(|held| held.early.clone());
+                let early = writing.and_then(|writing| writing.early).or(before);
+                let sending = self.outgoing.as_ref().map(|outgoing| outgoing.plan);
+                let is_new = !self.held.contains_key(&(*learner, *step));
+                if is_new && early.as_ref().is_some_and(|early| early.plan.is_none() || early.plan != sending)
+                {
+                    let why = "blocks of it were reduced for a version that is not made: write it again";
+                    let refused = Refusal::Shard(ShardError::NotAllowed(why.into()));
+                    return actions.push(Action::Answer(token, Err(refused)));
+                }
+                let request = self.next_request;
+                self.held.insert((*learner, *step), Held { blocks, request, early, left_at: None });
             }
             Message::Abort { learner } | Message::Leave { learner, .. } => {
                 self.drop_writing(*learner, actions)
@@ -217,12 +227,14 @@ impl ClientCore {
                 // If this one was committed before, that was in vain.
                 self.release_refused(id, (*learner, *step), actions);
             }
-            (Message::Commit { learner, step, .. }, Ok(_)) => {
+            (Message::Commit { learner, step, lent, .. }, Ok(_)) => {
                 if self.learners.contains_key(learner) {
                     self.committed.insert(*learner, *step);
                     self.next_is(*learner, id, Some(step.next()));
                 }
-                self.release(*learner, *step, actions);
+                if *lent || !self.in_process {
+                    self.release(*learner, *step, actions);
+                }
             }
             // Taken or not, that is not said: it may yet be asked for.
             (Message::Commit { learner, lent: false, .. }, Err(Refusal::Shard(ShardError::TimedOut(_)))) => {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::requests::Request;
 use super::{Action, ClientCore, Now, PATIENCE, Token};
 use crate::transport::LeaveReason;
-use crate::vocabulary::ids::LearnerId;
+use crate::vocabulary::ids::{LearnerId, Step};
 use crate::vocabulary::phase::JobPhase;
 use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message};
 
@@ -73,6 +73,9 @@ impl ClientCore {
         }
         self.failed_at = (state.phase == JobPhase::Failed).then(|| self.failed_at.unwrap_or(now));
         self.state = state;
+        if self.in_process {
+            self.release_left(actions);
+        }
         actions.push(Action::State);
         self.start_pull(now, actions);
         self.answer_waits(now, actions);
@@ -92,7 +95,12 @@ impl ClientCore {
         self.committed.remove(&learner);
         self.next_steps.remove(&learner);
         self.uses.remove(&learner);
-        // What it has committed stays: its payload is needed until the coordinator has answered for it.
+        // What it has committed stays: its payload is needed until the coordinator has answered for it, or, in one
+        // process, until it is in a version.
+        let contributions = self.state.contributions;
+        for (_, held) in self.held.range_mut((learner, Step(0))..=(learner, Step(u64::MAX))) {
+            held.left_at.get_or_insert(contributions);
+        }
         self.release_left(actions);
         actions.push(Action::Left(learner, reason));
         self.answer_waits(now, actions);

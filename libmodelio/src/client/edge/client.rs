@@ -1,6 +1,5 @@
 //! [`Client`]: what a process does with a model on a network.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
@@ -10,15 +9,15 @@ use parking_lot::{Condvar, Mutex};
 
 use super::connections::Peer;
 use super::memory::TransportChoice;
-use super::moving::Inquiry;
 use super::whereabouts::{Place, Whereabouts};
 use super::{Answered, Awaited, ClientError, ClientListener, ClientOptions, PeerView, Pulls, Staged};
-use super::{Inner, Shared, Shortcut, keep};
+use super::{Inner, Local, Offered, Shared, Shortcut, keep};
 use crate::client::core::{Action, ClientCore, LastCommit, Now, Token};
 use crate::client::versions::{self, Versions};
+use crate::transport::local::{Hears, Shard};
 use crate::transport::reactor::{Reactor, ReactorOptions};
 use crate::transport::tally::{Payloads, Tally};
-use crate::transport::{Attached, LeaveReason, Region, ShardError, TransportKind};
+use crate::transport::{Attached, BlockSlot, LeaveReason, Region, ShardError, TransportKind};
 use crate::vocabulary::block_ranges;
 use crate::vocabulary::ids::{ClientId, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
@@ -46,9 +45,7 @@ impl Client {
         let layout = Arc::new(record.layout().map_err(|error| bad(error.to_string()))?);
         let map = record.block_map().map_err(|error| bad(error.to_string()))?;
         let start = |error: &dyn std::fmt::Display| ClientError::Start(error.to_string());
-        let mut random = [0; 8];
-        getrandom::fill(&mut random).map_err(|error| start(&error))?;
-        let id = ClientId(u64::from_le_bytes(random));
+        let id = random_id()?;
         let core = ClientCore::new(&map).apart(id);
         let core = match options.pulls {
             Pulls::Published => core,
@@ -79,21 +76,7 @@ impl Client {
         }
         let mut versions = Versions::new(size);
         versions.add_spare(versions::spare(size).map_err(|error| start(&error))?, usize::MAX);
-        let inner = Inner {
-            versions,
-            answers: HashMap::new(),
-            waits: HashMap::new(),
-            next_token: 1,
-            sources: HashMap::new(),
-            weights: HashMap::new(),
-            coordinator: Peer::new(false),
-            parts: whereabouts.parts.iter().map(|_| Peer::new(false)).collect(),
-            inquiry: Inquiry::default(),
-            unconfirmed: None,
-            spare: Vec::new(),
-            map: Arc::new(whereabouts),
-            core,
-        };
+        let inner = Inner::new(core, versions, whereabouts);
         let net = reactor.handle();
         let shared = Arc::new_cyclic(|this| Shared {
             layout,
@@ -101,7 +84,8 @@ impl Client {
             generation: record.generation,
             client: id,
             record: record.clone(),
-            net,
+            net: Some(net),
+            local: None,
             started: Instant::now(),
             inner: Mutex::new(inner),
             changed: Condvar::new(),
@@ -113,10 +97,63 @@ impl Client {
             this: this.clone(),
             options,
         });
+        Client::begin(shared, Some(reactor))
+    }
+
+    /// A client of a model whose only shard is in this process. `meet` introduces it there.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn of_shard_here(
+        record: &ModelRecord,
+        layout: Arc<ModelLayout>,
+        shard: Arc<dyn Shard>,
+        meet: impl FnOnce(ClientId),
+    ) -> Result<Client, ClientError> {
+        let bad = |why: &dyn std::fmt::Display| {
+            let (model, why) = (record.name.clone(), why.to_string());
+            ClientError::Record { model, why }
+        };
+        let map = record.block_map().map_err(|error| bad(&error))?;
+        let id = random_id()?;
+        let mut core = ClientCore::new(&map).in_process();
+        let mut actions = Vec::new();
+        core.coordinator_up(Now::ZERO, &mut actions);
+        core.shard_up(0, Now::ZERO, &mut actions);
+        let inner = Inner::new(core, Versions::new(layout.size() as usize), Whereabouts::here(map.epoch()));
+        let shared = Arc::new_cyclic(|this| Shared {
+            layout,
+            model: record.name.clone(),
+            generation: record.generation,
+            client: id,
+            record: record.clone(),
+            net: None,
+            local: Some(Local { shard: Arc::clone(&shard) }),
+            started: Instant::now(),
+            inner: Mutex::new(inner),
+            changed: Condvar::new(),
+            listener: Mutex::new(None),
+            stopping: AtomicBool::new(false),
+            tally: Tally::default(),
+            #[cfg(feature = "rdma")]
+            rdma_endpoint: Mutex::new(None),
+            this: this.clone(),
+            options: ClientOptions::default(),
+        });
+        let ears: std::sync::Weak<dyn Hears> = Arc::downgrade(&shared) as std::sync::Weak<dyn Hears>;
+        if !shard.mailbox().join(ears) {
+            return Err(bad(&"the shard in this process has a client already"));
+        }
+        meet(id);
+        shared.with_core(|_, _, taken| taken.append(&mut actions));
+        Client::begin(shared, None)
+    }
+
+    fn begin(shared: Arc<Shared>, reactor: Option<Reactor>) -> Result<Client, ClientError> {
         let keeper = Arc::downgrade(&shared);
         let spawned = std::thread::Builder::new().name("client-keeper".into()).spawn(move || keep(&keeper));
-        spawned.map_err(|error| start(&error))?;
-        let client = Client { shared, reactor: Mutex::new(Some(reactor)) };
+        spawned.map_err(|error| ClientError::Start(error.to_string()))?;
+        let client = Client { shared, reactor: Mutex::new(reactor) };
         client.await_first()?;
         Ok(client)
     }
@@ -160,7 +197,7 @@ impl Client {
 
     /// What moves the bytes, for status and log.
     pub fn backend(&self) -> String {
-        self.shared.net.backend().to_string()
+        self.shared.net.as_ref().map_or("in this process".to_owned(), |net| net.backend().to_string())
     }
 
     /// This life of the process.
@@ -170,6 +207,10 @@ impl Client {
 
     /// The shards, in the order of the block map's owners.
     pub fn peers(&self) -> Vec<PeerView> {
+        if self.shared.local.is_some() {
+            let (shards, blocks) = (self.shared.inner.lock().core.shards().to_vec(), self.layout().blocks());
+            return shards.into_iter().map(|shard| PeerView::here(shard, blocks)).collect();
+        }
         let inner = self.shared.inner.lock();
         let now = Instant::now();
         let view = |(part, (place, peer)): (usize, (&Place, &Peer))| {
@@ -192,7 +233,7 @@ impl Client {
             PeerView {
                 shard: place.record.shard,
                 blocks: place.blocks,
-                address: place.record.address.clone(),
+                address: Some(place.record.address.clone()),
                 connected: !peer.links.is_empty(),
                 gone: gone_since.map(|since| now.saturating_duration_since(since)),
                 transport,
@@ -316,8 +357,8 @@ impl Client {
         inner.waits.insert(token, done);
         let mut actions = Vec::new();
         begin(&mut inner.core, token, shared.now(), &mut actions);
+        shared.rouse_keeper(&inner);
         shared.act(inner, actions);
-        shared.changed.notify_all();
     }
 
     /// Signs of life of learners.
@@ -344,7 +385,16 @@ impl Client {
     pub fn unpin(&self, version: Version, count: u64) {
         let mut inner = self.shared.inner.lock();
         inner.versions.unpin(version, count);
-        inner.wake_all();
+        match &self.shared.local {
+            None => inner.wake_all(),
+            Some(local) if version < inner.core.version() => {
+                let (retain, max) = inner.bounds();
+                inner.versions.recycle(retain, max);
+                drop(inner);
+                local.shard.find_buffer();
+            }
+            Some(_) => {}
+        }
     }
 
     /// A version's bytes, and since when it is here.
@@ -359,7 +409,24 @@ impl Client {
 
     /// Version buffers in existence, and free ones.
     pub fn buffers(&self) -> (usize, usize) {
-        self.shared.inner.lock().versions.buffers()
+        match &self.shared.local {
+            Some(local) => local.shard.buffers(),
+            None => self.shared.inner.lock().versions.buffers(),
+        }
+    }
+
+    /// Has a block that its learner writes, of a contribution that is open, reduced from where it is, if it can be: the
+    /// shard is in this process, and waits for nobody else.
+    pub fn offer(&self, slot: BlockSlot, payload: &[u8]) -> Offered {
+        match &self.shared.local {
+            Some(local) => self.shared.offer_here(local, slot, payload),
+            None => Offered::Stage,
+        }
+    }
+
+    /// For how long nothing was heard of a learner, where that is known.
+    pub fn silence(&self, learner: LearnerId) -> Option<Duration> {
+        self.shared.local.as_ref().map(|local| local.shard.silence(learner))
     }
 
     /// A buffer for [`Self::assign`].
@@ -367,6 +434,9 @@ impl Client {
     /// # Errors
     /// When too many are in use.
     pub fn take_buffer(&self) -> Result<Region, ShardError> {
+        if let Some(local) = &self.shared.local {
+            return local.shard.take_buffer();
+        }
         let mut inner = self.shared.inner.lock();
         let (_, max) = inner.bounds();
         inner.versions.take_buffer(max).map_err(|error| ShardError::no_memory(&error))
@@ -414,6 +484,12 @@ impl Drop for Client {
     fn drop(&mut self) {
         self.shared.stop();
     }
+}
+
+fn random_id() -> Result<ClientId, ClientError> {
+    let mut random = [0; 8];
+    getrandom::fill(&mut random).map_err(|error| ClientError::Start(error.to_string()))?;
+    Ok(ClientId(u64::from_le_bytes(random)))
 }
 
 fn millis(timeout: Duration) -> u32 {

@@ -343,20 +343,20 @@ impl Shared {
     }
 
     fn connect_to(&self, way: Way, resolved: SocketAddr) {
-        let Some(this) = self.this.upgrade() else { return };
+        let (Some(this), Some(net)) = (self.this.upgrade(), &self.net) else { return };
         let link = Link::default();
         let deadline = Instant::now() + self.options.patience;
         let options = SocketOptions::default();
         let connected = match way.part {
             None => {
                 let stream = Framed::new(Control::new(this, way.clone()), link.clone(), 16 << 10);
-                self.net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(0))
+                net.connect(resolved, options, deadline, Box::new(stream), Thread::Number(0))
             }
             Some(part) => {
                 let stream = Framed::new(Data::new(this, way.clone(), part, None), link.clone(), 128);
                 // Those of one shard on different threads, so that all have work until the last shard is done.
                 let thread = Thread::Number(part + way.number);
-                self.net.connect(resolved, options, deadline, Box::new(stream), thread)
+                net.connect(resolved, options, deadline, Box::new(stream), thread)
             }
         };
         if let Err(error) = connected {

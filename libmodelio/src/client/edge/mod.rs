@@ -13,6 +13,7 @@
 //! | `blocks` | payload on its way (`unsafe`) |
 //! | `fabric` | connections by RDMA |
 //! | `memory` | connections through shared memory (`unsafe`) |
+//! | `local` | a shard in this process (`unsafe`) |
 //! | `whereabouts` | the block map in force, and where its shards are |
 //! | `moving` | another one takes its place |
 
@@ -22,6 +23,7 @@ mod connections;
 mod detours;
 #[cfg(feature = "rdma")]
 mod fabric;
+mod local;
 mod memory;
 mod moving;
 mod options;
@@ -50,6 +52,8 @@ use crate::wire::{Message, ModelRecord, Refusal};
 pub use client::Client;
 use connections::Peer;
 pub(in crate::client) use connections::Shortcut;
+pub use local::Offered;
+use local::{Local, Pumps};
 pub(super) use memory::Memory;
 pub use memory::TransportChoice;
 use moving::Inquiry;
@@ -79,6 +83,10 @@ struct Inner {
     unconfirmed: Option<moving::Unconfirmed>,
     /// Sums that are on their way; the memory is used again.
     spare: Vec<Vec<u8>>,
+    /// Of a shard in this process.
+    pumps: Pumps,
+    /// When the keeper looks at deadlines again, unless it is woken.
+    looks_at: Now,
 }
 
 /// What has to happen once the lock is released.
@@ -87,6 +95,12 @@ pub(super) struct After {
     answers: Vec<(Answered, Result<Message, Refusal>)>,
     waits: Vec<(Awaited, Result<Version, ShardError>)>,
     events: Vec<ClientEvent>,
+    /// A shard in this process is to be told something,
+    says: bool,
+    /// there may be something to push to it,
+    pushes: bool,
+    /// or it may have a buffer back.
+    gives_back: bool,
 }
 
 /// What all connections of a client share.
@@ -98,7 +112,10 @@ pub(super) struct Shared {
     /// As it was when the client connected: what a model that has moved is compared with.
     record: ModelRecord,
     options: ClientOptions,
-    net: Handle,
+    /// The threads that move bytes; none if the shard is in this process.
+    net: Option<Handle>,
+    /// The shard in this process, if it is.
+    local: Option<Local>,
     started: Instant,
     inner: Mutex<Inner>,
     changed: Condvar,
@@ -112,6 +129,26 @@ pub(super) struct Shared {
 }
 
 impl Inner {
+    fn new(core: ClientCore, versions: Versions, map: Whereabouts) -> Inner {
+        Inner {
+            versions,
+            answers: HashMap::new(),
+            waits: HashMap::new(),
+            next_token: 1,
+            sources: HashMap::new(),
+            weights: HashMap::new(),
+            coordinator: Peer::new(false),
+            parts: map.parts.iter().map(|_| Peer::new(false)).collect(),
+            inquiry: Inquiry::default(),
+            unconfirmed: None,
+            spare: Vec::new(),
+            pumps: Pumps::default(),
+            looks_at: Now::ZERO,
+            map: Arc::new(map),
+            core,
+        }
+    }
+
     fn next_token(&mut self) -> Token {
         let token = self.next_token;
         self.next_token += 1;
@@ -190,8 +227,15 @@ impl Shared {
         // The coordinator answers in time unless it is out of reach.
         let deadline = now + timeout + Duration::from_millis(250);
         inner.core.request(token, message, deadline, now, &mut actions);
+        self.rouse_keeper(&inner);
         self.act(inner, actions);
-        self.changed.notify_all();
+    }
+
+    /// Wakes the thread that looks at deadlines if one has come about before it looks.
+    fn rouse_keeper(&self, inner: &Inner) {
+        if inner.core.next_deadline().is_some_and(|due| due < inner.looks_at) {
+            self.changed.notify_all();
+        }
     }
 
     /// Changes the core and carries out what comes of it.
@@ -212,7 +256,19 @@ impl Shared {
             queue.extend(more.drain(..));
         }
         drop(inner);
+        let After { says, pushes, gives_back, .. } = after;
         self.finish(after);
+        if let Some(local) = &self.local {
+            if gives_back {
+                local.shard.find_buffer();
+            }
+            if pushes {
+                self.pump(local);
+            }
+            if says {
+                local.shard.mailbox().drain();
+            }
+        }
     }
 
     fn finish(&self, after: After) {
@@ -229,10 +285,15 @@ impl Shared {
     fn perform(&self, inner: &mut Inner, action: Action, after: &mut After, more: &mut Vec<Action>) {
         match action {
             Action::ToCoordinator(request, message) => {
-                if let Some(link) = inner.coordinator.links.first() {
+                if let Some(local) = &self.local {
+                    local.say(request, message);
+                    after.says = true;
+                } else if let Some(link) = inner.coordinator.links.first() {
                     link.send(Outgoing { epoch: inner.map.epoch, ..Outgoing::new(request, message) });
                 }
             }
+            // On its way to a shard in this process nothing is lost.
+            Action::ToShard(..) if self.local.is_some() => {}
             Action::ToShard(part, message) => {
                 let peer = &mut inner.parts[part];
                 peer.turn += 1;
@@ -240,7 +301,13 @@ impl Shared {
                     link.send(Outgoing { epoch: inner.map.epoch, ..Outgoing::new(0, message) });
                 }
             }
-            Action::Wake(part) => inner.parts[part].links.iter().for_each(Link::wake),
+            Action::Wake(part) => match &self.local {
+                Some(local) => {
+                    inner.show_here(local, self.now(), more);
+                    after.pushes = true;
+                }
+                None => inner.parts[part].links.iter().for_each(Link::wake),
+            },
             Action::Answer(token, result) => {
                 if let Some(done) = inner.answers.remove(&token) {
                     after.answers.push((done, result));
@@ -260,12 +327,18 @@ impl Shared {
             Action::EndLoans => {
                 inner.parts.iter_mut().flat_map(|peer| peer.lenders.drain(..)).for_each(|(_, end)| end());
             }
-            Action::State => after.events.push(ClientEvent::State),
+            Action::State => {
+                if let Some(local) = &self.local {
+                    local.shard.set_buffers(inner.bounds().1);
+                }
+                after.events.push(ClientEvent::State);
+            }
             Action::Left(learner, reason) => after.events.push(ClientEvent::Left(learner, reason)),
             Action::Pulled(version) => {
                 inner.versions.publish(version);
                 let (retain, max) = inner.bounds();
                 inner.versions.recycle(retain, max);
+                after.gives_back = true;
                 inner.core.shown(version, self.now(), more);
                 after.events.push(ClientEvent::Published(version));
                 self.changed.notify_all();
@@ -277,15 +350,22 @@ impl Shared {
 /// Keeps connections up and time passing until the client is gone.
 fn keep(shared: &Weak<Shared>) {
     const IDLE: Duration = Duration::from_millis(200);
+    /// While there is none for the next version: one that was lent for new weights may have been dropped.
+    const NO_BUFFER: Duration = Duration::from_millis(20);
     let mut alive_at = Instant::now();
     loop {
         let Some(shared) = shared.upgrade() else { return };
         if shared.is_stopping() {
             return;
         }
-        let retry = shared.connect_missing();
-        shared.inquire();
-        shared.add_spare();
+        let retry = match &shared.local {
+            None => {
+                shared.inquire();
+                shared.add_spare();
+                shared.connect_missing()
+            }
+            Some(local) => (!local.shard.find_buffer()).then(|| Instant::now() + NO_BUFFER),
+        };
         let mut inner = shared.inner.lock();
         // The connection's own pings know nothing of leases.
         let alive = inner.lease().map(|lease| alive_at + lease / 4);
@@ -302,6 +382,7 @@ fn keep(shared: &Weak<Shared>) {
         let pause = [due, retry, alive].into_iter().flatten().min().unwrap_or(IDLE);
         let pause = pause.clamp(Duration::from_millis(5), IDLE);
         let mut inner = shared.inner.lock();
+        inner.looks_at = shared.now() + pause;
         shared.changed.wait_for(&mut inner, pause);
     }
 }

@@ -158,8 +158,8 @@ pub struct PeerView {
     pub shard: ShardId,
     /// How many of the model's blocks it owns.
     pub blocks: u32,
-    /// Where it listens.
-    pub address: String,
+    /// Where it listens; `None` where it is part of this process.
+    pub address: Option<String>,
     /// Whether it can be reached just now.
     pub connected: bool,
     /// For how long it cannot be reached for blocks, or, if it coordinates the job, for requests.
@@ -172,4 +172,21 @@ pub struct PeerView {
     pub no_rdma: Option<String>,
     /// Why a connection to it was last lost, or did not come about.
     pub lost: Option<String>,
+}
+
+impl PeerView {
+    /// A shard in this process that owns so many blocks.
+    pub(super) fn here(shard: ShardId, blocks: u32) -> PeerView {
+        PeerView {
+            shard,
+            blocks,
+            address: None,
+            connected: true,
+            gone: None,
+            transport: TransportKind::InProcess,
+            no_memory: None,
+            no_rdma: None,
+            lost: None,
+        }
+    }
 }

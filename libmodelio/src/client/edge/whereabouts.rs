@@ -91,6 +91,11 @@ impl Whereabouts {
         Ok(Whereabouts { epoch: map.epoch(), coordinator, parts, threads })
     }
 
+    /// Of a shard in this process, which no connection leads to.
+    pub(super) fn here(epoch: Epoch) -> Whereabouts {
+        Whereabouts { epoch, coordinator: 0, parts: Vec::new(), threads: Threads::new(0) }
+    }
+
     pub(super) fn address(&self, part: Part) -> &str {
         &self.parts[part].record.address
     }

@@ -45,6 +45,18 @@ pub struct PartitionJob {
 #[derive(Debug)]
 pub(super) struct Alive;
 
+/// A payload of a block.
+#[derive(Clone, Copy, Debug)]
+pub struct Part<'a> {
+    /// The whole block.
+    pub payload: Payload<'a>,
+    /// With `assign`, what of it counts, if that is not all.
+    pub written: Option<&'a [Range<u32>]>,
+}
+
+/// Payloads that are listed on the stack.
+const INLINE: usize = 16;
+
 /// The right to work on a block.
 struct Claim<'a>(&'a AtomicU8);
 
@@ -175,6 +187,20 @@ impl PartitionJob {
         Ok(finite || !self.check)
     }
 
+    /// Adds several payloads to the open sum of `block`, in their order. Gives the index of one that is not finite, if
+    /// that matters; what the sum holds is void then.
+    ///
+    /// # Errors
+    /// As of [`Self::add`].
+    pub fn add_all(&self, block: BlockId, parts: &[Part<'_>]) -> Result<Option<usize>, PartitionError> {
+        for (index, part) in parts.iter().enumerate() {
+            if !self.add_written(block, part.payload, part.written)? {
+                return Ok(Some(index));
+            }
+        }
+        Ok(None)
+    }
+
     /// Computes `block` of the next version from the sealed and the open sum, where there are such, and the `last`
     /// payload. Without any of them it is carried over, or decays, as the reducer has it. Returns whether all of the
     /// payload is finite, or true if that does not matter; if not, the block is not computed. An Inf that comes of
@@ -183,73 +209,71 @@ impl PartitionJob {
     /// # Errors
     /// [`PartitionError::AddsOnly`], and those of [`Self::add`].
     pub fn finish(&self, block: BlockId, last: Option<Payload<'_>>) -> Result<bool, PartitionError> {
-        self.finish_judged(block, last, None, self.check)
+        let part = last.map(|payload| Part { payload, written: None });
+        Ok(self.finish_all(block, part.as_slice(), true)?.is_none())
     }
 
-    /// The same with a payload of which, with `assign`, only what was `written` counts. It is `judged` unless it was before
-    /// it was sent: the Inf of a sum of several is nobody's fault.
+    /// The same from several payloads, in one pass, in their order. They are `judged` unless they were before they were
+    /// sent: the Inf of a sum of several is nobody's fault. Gives the index of a payload that is not finite, if that
+    /// matters; the block is not computed then.
     ///
     /// # Errors
     /// As of [`Self::finish`].
-    pub fn finish_written(
+    pub fn finish_all(
         &self,
         block: BlockId,
-        last: Payload<'_>,
-        written: Option<&[Range<u32>]>,
+        parts: &[Part<'_>],
         judged: bool,
-    ) -> Result<bool, PartitionError> {
-        self.finish_judged(block, Some(last), written, judged && self.check)
-    }
-
-    fn finish_judged(
-        &self,
-        block: BlockId,
-        last: Option<Payload<'_>>,
-        of_last: Option<&[Range<u32>]>,
-        judged: bool,
-    ) -> Result<bool, PartitionError> {
+    ) -> Result<Option<usize>, PartitionError> {
         let making = self.making().ok_or(PartitionError::AddsOnly)?;
-        if let Some(payload) = last {
-            check_payload(&self.layout, block, payload)?;
+        for part in parts {
+            check_payload(&self.layout, block, part.payload)?;
         }
-        let PartitionWork::Reduce { step, .. } = &self.work else { return self.assign(making, block, last) };
-        let copy: Vec<u8>;
+        let PartitionWork::Reduce { step, .. } = &self.work else {
+            let finite = self.assign(making, block, parts.last().map(|part| part.payload))?;
+            return Ok((!finite).then(|| parts.len().saturating_sub(1)));
+        };
         let claim = self.claim(block)?;
-        let mut terms = SmallVec::<[Term<'_>; 3]>::new();
-        terms.extend(self.sums.sealed(block).map(Term::Sum));
-        terms.extend(claim.holds().then(|| Term::Sum(self.sums.open(block))));
-        terms.extend(last.map(Term::Sent));
-        let of_sealed = self.sums.sealed(block).and_then(|_| self.sums.sealed_written(block));
-        let of_open = self.sums.open_written(block).filter(|_| claim.holds());
-        let mut written = SmallVec::<[Written<'_>; 3]>::new();
-        if self.replaces() && (of_sealed.is_some() || of_open.is_some() || of_last.is_some()) {
-            written.extend(self.sums.sealed(block).map(|_| of_sealed.as_deref()));
-            written.extend(claim.holds().then_some(of_open.as_deref()));
-            written.extend(last.map(|_| of_last));
+        let sealed = self.sums.sealed(block);
+        let open = claim.holds().then(|| self.sums.open(block));
+        let sums: SmallVec<[Term<'_>; 2]> = sealed.into_iter().chain(open).map(Term::Sum).collect();
+        let of_sealed = sealed.and_then(|_| self.sums.sealed_written(block));
+        let of_open = open.and_then(|_| self.sums.open_written(block));
+        let in_part =
+            of_sealed.is_some() || of_open.is_some() || parts.iter().any(|part| part.written.is_some());
+        let mut written = SmallVec::<[Written<'_>; INLINE]>::new();
+        if self.replaces() && in_part {
+            written.extend(sealed.map(|_| of_sealed.as_deref()));
+            written.extend(open.map(|_| of_open.as_deref()));
+            written.extend(parts.iter().map(|part| part.written));
         }
-        // SAFETY: the block is claimed, and with it its sums; the payload is as long as it should be.
+        let sent = parts.iter().map(|part| Term::Sent(part.payload));
+        let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
+        // SAFETY: the block is claimed, and with it its sums; payloads are as long as they should be.
         if !unsafe { making.block(block, step, &terms, &written) } {
-            if let Some(payload) = last.filter(|_| judged) {
+            if judged && self.check && !parts.is_empty() {
                 // Memory that others have, too, may change while it is read: it is judged by a copy, and if that is
                 // good, the copy is what counts.
-                copy = payload.bytes().to_vec();
-                self.tally.copied(Flow::Push, copy.len());
-                let payload = match payload {
-                    Payload::Plain(_) => Payload::Plain(&copy),
-                    Payload::Wide(_) => Payload::Wide(&copy),
+                let copies: Vec<Vec<u8>> = parts.iter().map(|part| part.payload.bytes().to_vec()).collect();
+                self.tally.copied(Flow::Push, copies.iter().map(Vec::len).sum());
+                let copied = |index: usize| match parts[index].payload {
+                    Payload::Plain(_) => Payload::Plain(&copies[index]),
+                    Payload::Wide(_) => Payload::Wide(&copies[index]),
                 };
-                if !payload.is_finite(&self.layout, block) {
-                    return Ok(false);
+                if let Some(bad) =
+                    (0..parts.len()).find(|&index| !copied(index).is_finite(&self.layout, block))
+                {
+                    return Ok(Some(bad));
                 }
-                terms.pop();
-                terms.push(Term::Sent(payload));
-                // SAFETY: as above; the copy is nobody else's.
+                let sent = (0..parts.len()).map(|index| Term::Sent(copied(index)));
+                let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
+                // SAFETY: as above; the copies are nobody else's.
                 unsafe { making.block(block, step, &terms, &written) };
             }
             making.approve(block);
         }
         claim.set(FINISHED);
-        Ok(true)
+        Ok(None)
     }
 
     /// Gives `block` its new values, or none.

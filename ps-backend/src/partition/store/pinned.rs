@@ -1,9 +1,11 @@
 //! Reading: versions that stay what they are as long as somebody holds them.
 
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use libmodelio::bytes::crc32c::crc32c;
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::transport::Region;
 use libmodelio::vocabulary::ids::{BlockId, Version};
 
 use super::Shared;
@@ -14,6 +16,7 @@ use crate::region_store::VersionBuffer;
 pub struct PinnedVersion {
     shared: Arc<Shared>,
     buffer: Arc<VersionBuffer>,
+    published: SystemTime,
     version: Version,
 }
 
@@ -25,9 +28,9 @@ impl PinnedVersion {
             return None;
         }
         let version = version.or_else(|| inner.store.versions().next_back())?;
-        let (buffer, _) = inner.store.get(version)?;
+        let (buffer, published) = inner.store.get(version)?;
         inner.store.pin(version);
-        Some(PinnedVersion { shared: Arc::clone(shared), buffer, version })
+        Some(PinnedVersion { shared: Arc::clone(shared), buffer, published, version })
     }
 
     /// Which it is.
@@ -54,6 +57,11 @@ impl PinnedVersion {
     /// If the partition has no such block.
     pub fn place(&self, block: BlockId) -> (&Arc<Mapping>, u64) {
         (self.buffer.region().memory(), self.shared.partition.layout().block_bytes(block).start)
+    }
+
+    /// Its memory, in which blocks lie one behind the other, and when it was published.
+    pub fn region(&self) -> (&Region, SystemTime) {
+        (self.buffer.region(), self.published)
     }
 
     /// The CRC32C of [`Self::block`]. It is computed once, when it is first asked for: the pass brings the block into

@@ -157,7 +157,8 @@ impl Coordinator {
 
     fn try_connect(&self, index: usize, remote: &Arc<Remote>) -> Result<(), String> {
         const PATIENCE: Duration = Duration::from_secs(5);
-        let address = remote.find(|shard| (self.resolve)(shard))?;
+        let network = self.network.as_ref().ok_or("the model has no shards elsewhere")?;
+        let address = remote.find(|shard| (network.resolve)(shard))?;
         let mut found = address.to_socket_addrs().map_err(|error| format!("{address}: {error}"))?;
         let found = found.next().ok_or_else(|| format!("{address} leads nowhere"))?;
         let coordinator = self.this.upgrade().ok_or("the model is gone")?;
@@ -172,7 +173,7 @@ impl Coordinator {
         };
         let stream = Box::new(Framed::new(conversation, link, 4 << 10));
         let deadline = Instant::now() + PATIENCE;
-        let connected = self.net.connect(found, SocketOptions::default(), deadline, stream, Thread::Any);
+        let connected = network.net.connect(found, SocketOptions::default(), deadline, stream, Thread::Any);
         connected.map(drop).map_err(|error| error.to_string())
     }
 }

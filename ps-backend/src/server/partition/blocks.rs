@@ -17,7 +17,7 @@ use super::Partition;
 use crate::partition::core::Placement;
 #[cfg(feature = "rdma")]
 use crate::partition::fetches::Turn;
-use crate::partition::store::{self, PartitionJob, PartitionWork, Payload, PinnedVersion};
+use crate::partition::store::{self, Part, PartitionJob, PartitionWork, Payload, PinnedVersion};
 use crate::partition::unheard::Unheard;
 #[cfg(feature = "rdma")]
 use crate::region_store::accumulator::is_direct;
@@ -273,7 +273,8 @@ impl Partition {
                 (job.add_written(block, payload, written), check)
             }
             (Placement::Finish { check, .. }, _) => {
-                (job.finish_written(block, payload, written, check), check)
+                let part = Part { payload, written };
+                (job.finish_all(block, &[part], check).map(|bad| bad.is_none()), check)
             }
             _ => (Ok(true), false),
         };

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::transport::ShardError;
 use libmodelio::transport::frames::Link;
+use libmodelio::transport::local::{End, Hears, Word};
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{BlockId, PlanId};
 use libmodelio::vocabulary::reducer::Combine;
@@ -13,7 +14,6 @@ use rayon::prelude::*;
 use super::{Partition, State, ToCoordinator};
 use crate::partition::core::{self, Action, Plan, Source, local_blocks};
 use crate::partition::store::{PartitionError, PartitionWork};
-use crate::server::mailbox::Hears;
 
 /// The pause before the next try of a plan that cannot begin yet: old versions are still read, or the plan before is being
 /// left.
@@ -35,8 +35,10 @@ impl From<core::PartitionError> for Refusal {
 
 /// Orders of the coordinator in this process.
 impl Hears for Partition {
-    fn hears(self: Arc<Partition>, request: u64, message: Message) {
-        self.from_coordinator(request, message, None);
+    fn hears(self: Arc<Partition>, from: End, word: Word) {
+        if let (End::Coordinator, Word::Says(request, message)) = (from, word) {
+            self.from_coordinator(request, message, None);
+        }
     }
 }
 
@@ -173,11 +175,14 @@ impl Partition {
                 }
                 Action::Torn(plan) => state.say(self.epoch, 0, Message::Torn { plan }),
                 Action::Done(plan) => state.say(self.epoch, plan.0, Message::Done),
-                Action::Conclude(plan, _) => {
+                Action::Conclude(plan, kind) => {
                     if let Err(error) = self.conclude(&mut state, plan, &mut jobs) {
                         tracing::error!(model = %self.model, %plan, %error, "cannot be concluded");
                         let lost = ShardError::Lost(format!("plan {plan}: {error}"));
                         state.say(self.epoch, plan.0, Message::Refused(lost.into()));
+                    } else if kind != core::Kind::Add && self.has_client_here {
+                        state.has_published();
+                        state.say_buffer(&self.store);
                     }
                 }
                 Action::Void(plan) => {

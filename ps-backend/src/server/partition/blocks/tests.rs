@@ -1,13 +1,13 @@
 use std::sync::{LazyLock, Weak};
 use std::time::Duration;
 
+use libmodelio::transport::local::{End, Hears, Mailbox, Word};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{self, Limits, ModelRecord, PlanSource, Receiver, Work, frame};
 
 use super::*;
-use crate::server::mailbox::{Hears, Mailbox};
 use crate::server::partition::ToCoordinator;
 
 const BLOCK: u32 = 64 << 10;
@@ -18,8 +18,8 @@ const CLIENTS: [ClientId; 2] = [ClientId(1), ClientId(2)];
 struct Coordinates;
 
 impl Hears for Coordinates {
-    fn hears(self: Arc<Coordinates>, request: u64, message: Message) {
-        assert!(!matches!(message, Message::Refused(_)), "{message:?} to {request}");
+    fn hears(self: Arc<Coordinates>, _: End, word: Word) {
+        assert!(!matches!(word, Word::Says(_, Message::Refused(_))), "{word:?}");
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use libmodelio::contributor::ContributeError;
 use libmodelio::transport::{LeaveReason, Message, ShardError};
+use ps_backend::job::Job as _;
 
 use crate::common::{BLOCK, Job, LONG, Learner, decode, encode, floats_layout};
 
@@ -89,7 +90,7 @@ fn stress(consistency: &str, steps: u64) {
         let start = &start;
         scope.spawn(move || {
             while done.load(Ordering::Relaxed) < LEARNERS {
-                let version = job.shard.pin_newest();
+                let version = job.pin_newest();
                 let weights = decode(&job.layout, &job.weights_of(version));
                 let added = weights[0] - start[0];
                 assert!(weights.iter().zip(start).all(|(w, s)| w - s == added), "{version} is torn");

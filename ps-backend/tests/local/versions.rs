@@ -2,19 +2,19 @@
 
 use libmodelio::transport::{Message, Reply};
 use libmodelio::vocabulary::ids::Version;
-use ps_backend::embedded::Event;
+use ps_backend::job::Event;
+use ps_backend::job::Job as _;
 
 use crate::common::{Job, decode, encode, floats_layout, gradient};
 
 #[test]
 fn pinned_versions_stay_what_they_are_while_others_are_recycled() {
     let job = Job::new(&[("reducer", "adam"), ("max_versions", "6")]);
-    job.shard.warm_up();
     let learner = job.join("a");
     let mut held: Vec<(Version, Vec<u8>)> = Vec::new();
     for step in 0..30 {
         if step % 7 == 0 {
-            let version = job.shard.pin_newest();
+            let version = job.pin_newest();
             held.push((version, job.weights_of(version)));
         }
         if held.len() > 2 {

@@ -11,6 +11,7 @@ use libmodelio::transport::{
 };
 use libmodelio::vocabulary::ids::{BlockId, Step, Version};
 use libmodelio::vocabulary::reducer::Reducer;
+use ps_backend::job::Job as _;
 
 use crate::common::{BLOCK, Job, LONG, Reference, decode, encode, floats_layout, gradient};
 
@@ -204,7 +205,7 @@ fn a_commit_without_a_buffer_times_out_and_goes_through_when_one_is_free() {
     let ones = encode(&job.layout, 0, |_| 1.0);
     let mut pinned = Vec::new();
     for _ in 0..2 {
-        pinned.push((job.shard.pin_newest(), job.weights()));
+        pinned.push((job.pin_newest(), job.weights()));
         learner.contribute(&ones).unwrap();
     }
     learner.write(0, &ones).unwrap();
@@ -231,7 +232,7 @@ fn a_buffer_for_new_weights_counts_until_it_is_dropped() {
     let ones = encode(&job.layout, 0, |_| 1.0);
     let Ok(Reply::Buffer(buffer)) = job.send(Message::Allocate) else { panic!() };
     assert!(job.send(Message::Allocate).is_err());
-    let first = job.shard.pin_newest();
+    let first = job.pin_newest();
     learner.contribute(&ones).unwrap();
     learner.write(0, &ones).unwrap();
     assert!(is_timeout(learner.commit_within(SHORT)));

@@ -3,6 +3,7 @@
 use libmodelio::publisher::Publisher;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::reducer::Reducer;
+use ps_backend::job::Job as _;
 
 use crate::common::{
     BLOCK, Job, LONG, Learner, Reference, decode, elements, encode, floats_layout, gradient, initial_weights,

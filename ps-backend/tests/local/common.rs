@@ -11,15 +11,16 @@ use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer};
-use ps_backend::embedded::{EmbeddedShard, InProcess};
+use ps_backend::job::Job as _;
+use ps_backend::remote::RemoteJob;
+use ps_backend::server::local;
 
 pub const LONG: Duration = Duration::from_secs(20);
 pub const BLOCK: u32 = 64 << 10;
 
 /// A job and what it takes to write to it.
 pub struct Job {
-    pub shard: Arc<EmbeddedShard>,
-    pub device: Arc<InProcess>,
+    pub shard: Arc<RemoteJob>,
     pub channel: Arc<dyn Channel>,
     pub layout: Arc<ModelLayout>,
 }
@@ -40,21 +41,22 @@ impl Job {
     pub fn with(layout: ModelLayout, settings: &[(&str, &str)]) -> Job {
         let layout = Arc::new(layout);
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-        let shard = EmbeddedShard::new(Arc::clone(&layout), controls, 2).unwrap();
-        let memory = shard.initial().unwrap();
-        // SAFETY: nobody else knows the shard yet.
-        unsafe { memory.write(0, &initial_weights(&layout)) };
-        shard.initialised().unwrap();
-        let device = Arc::new(InProcess::new(Arc::clone(&shard)));
-        let channel = device.connect().unwrap();
-        Job { shard, device, channel, layout }
+        let pool = local::pool(2).unwrap();
+        let client = local::start("m", &layout, &controls, &pool, |memory| {
+            // SAFETY: nobody else knows the shard yet.
+            unsafe { memory.write(0, &initial_weights(&layout)) };
+            Ok(())
+        });
+        let shard = RemoteJob::new(client.unwrap());
+        let channel = shard.connect().unwrap();
+        Job { shard, channel, layout }
     }
 
     pub fn join(&self, name: &str) -> Learner {
         let reply = request(&*self.channel, Message::Join { name: name.into() }, LONG).unwrap();
         let Reply::Joined { learner, incarnation } = reply else { panic!("{reply:?}") };
         self.shard.touch(learner, Some(Attached::Yes));
-        let (device, channel) = (Arc::clone(&self.device) as Arc<dyn Device>, Arc::clone(&self.channel));
+        let (device, channel) = (Arc::clone(&self.shard) as Arc<dyn Device>, Arc::clone(&self.channel));
         let (layout, traffic) = (Arc::clone(&self.layout), Arc::<Traffic>::default());
         let writes = Contributor::new(learner, incarnation, layout, device, channel, traffic).unwrap();
         Learner { id: learner, incarnation, writes: Arc::new(writes) }
@@ -71,12 +73,23 @@ impl Job {
     }
 
     pub fn weights_of(&self, version: Version) -> Vec<u8> {
-        let (buffer, _) = self.shard.get(version).unwrap();
-        buffer.bytes(0..self.layout.size()).to_vec()
+        self.shard.get(version).unwrap().memory.bytes(0..self.layout.size()).to_vec()
+    }
+
+    /// The newest version, pinned.
+    pub fn pin_newest(&self) -> Version {
+        loop {
+            let version = self.shard.version();
+            if self.shard.pin(version) {
+                return version;
+            }
+        }
     }
 
     pub fn set(&self, name: &str, value: &str) {
-        self.shard.set_control(name, value).unwrap();
+        let (sender, receiver) = mpsc::channel();
+        self.shard.set_control(name, value, LONG, Box::new(move |result| sender.send(result).unwrap()));
+        receiver.recv_timeout(LONG).expect("an answer").unwrap();
     }
 
     pub fn send(&self, message: Message) -> Result<Reply, ShardError> {

@@ -1,0 +1,113 @@
+//! What the ends of a model in one process say to each other: its coordinator, the partition beside it, and a client.
+//!
+//! An end puts a word in under its own lock, so that words keep the order of the decisions that they come from. Once it
+//! has let go of that lock it has the mailbox emptied ([`Mailbox::drain`]): here, on the same thread, unless a thread is
+//! at it already, which then takes what was put in, too. So no end is ever called from another one's stack, and at any
+//! time one thread carries words.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::Mutex;
+
+use crate::vocabulary::ids::LearnerId;
+use crate::wire::Message;
+
+/// Takes what another end says.
+pub trait Hears: Send + Sync {
+    /// An end has said this. No lock is held.
+    fn hears(self: Arc<Self>, from: End, word: Word);
+}
+
+/// An end of a mailbox.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// The coordinator of the model.
+    Coordinator,
+    /// The partition of the shard that coordinates it.
+    Partition,
+    /// A client in the same process, if there is one.
+    Client,
+}
+
+/// What is said.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "nearly all words are messages, and a message takes no memory of its own"
+)]
+pub enum Word {
+    /// A message under a request's number, as over a connection.
+    Says(u64, Message),
+    /// The client says to the coordinator that the contribution which this learner writes has a whole block.
+    IsWhole(LearnerId),
+    /// The partition says to the coordinator whether the next version has a buffer.
+    Buffer(bool),
+    /// The partition says to the client that a block which had to wait may be taken now.
+    GoOn,
+}
+
+/// Between the ends of one model. It keeps none of them.
+pub struct Mailbox {
+    coordinator: Weak<dyn Hears>,
+    partition: Weak<dyn Hears>,
+    client: OnceLock<Weak<dyn Hears>>,
+    queue: Mutex<Queue>,
+}
+
+#[derive(Default)]
+struct Queue {
+    words: VecDeque<(End, End, Word)>,
+    /// A thread is at it.
+    draining: bool,
+}
+
+impl Mailbox {
+    /// Between a coordinator and a partition.
+    pub fn new(coordinator: Weak<dyn Hears>, partition: Weak<dyn Hears>) -> Mailbox {
+        Mailbox { coordinator, partition, client: OnceLock::new(), queue: Mutex::default() }
+    }
+
+    /// A client takes part. False if there is one already.
+    pub fn join(&self, client: Weak<dyn Hears>) -> bool {
+        self.client.set(client).is_ok()
+    }
+
+    /// Puts a word in. Whoever does has it emptied, once its locks are let go of.
+    pub fn put(&self, from: End, to: End, word: Word) {
+        self.queue.lock().words.push_back((from, to, word));
+    }
+
+    /// Hands over all that is in it, and what is put in meanwhile; nothing if a thread is at it, which does. No lock of
+    /// any end may be held.
+    pub fn drain(&self) {
+        {
+            let mut queue = self.queue.lock();
+            if queue.draining || queue.words.is_empty() {
+                return;
+            }
+            queue.draining = true;
+        }
+        while let Some((from, to, word)) = self.next() {
+            let end = match to {
+                End::Coordinator => Some(&self.coordinator),
+                End::Partition => Some(&self.partition),
+                End::Client => self.client.get(),
+            };
+            if let Some(end) = end.and_then(Weak::upgrade) {
+                end.hears(from, word);
+            }
+        }
+    }
+
+    /// The next word; with none left, nobody is at it from then on.
+    fn next(&self) -> Option<(End, End, Word)> {
+        let mut queue = self.queue.lock();
+        let word = queue.words.pop_front();
+        queue.draining = word.is_some();
+        word
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,108 @@
+//! What a client asks of a partition in its own process: blocks are reduced where they lie, and versions are shown where
+//! they were made.
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use super::Mailbox;
+use crate::transport::{Region, ShardError};
+use crate::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Version};
+
+/// One contribution to a block, or its new values, where they lie.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedPayload<'a> {
+    /// The whole block.
+    pub bytes: &'a [u8],
+    /// With `assign`, what of it was written, if that is not all; relative to the block.
+    pub written: Option<&'a [Range<u32>]>,
+}
+
+/// All that a client has of one block for one plan.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedBlock<'a> {
+    /// Who.
+    pub client: ClientId,
+    /// For which plan.
+    pub plan: PlanId,
+    /// Of the model.
+    pub block: BlockId,
+    /// In the order in which they are added.
+    pub payloads: &'a [SharedPayload<'a>],
+    /// Only the caller has the payload: if it holds NaN or Inf, the caller hears of it, and the plan goes on without
+    /// this block, which may come again.
+    pub is_own: bool,
+}
+
+/// What became of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pushed {
+    /// It is part of the plan.
+    Taken,
+    /// The payload of this index holds NaN or Inf, which is refused. The block was not taken.
+    NonFinite(usize),
+    /// The partition cannot take it yet, and tells the client when it may ([`super::Word::GoOn`]).
+    Later,
+    /// The plan is over, or has the block.
+    Unwanted,
+}
+
+/// A version whose memory stays what it is until this is dropped.
+#[derive(Clone)]
+pub struct HeldVersion {
+    /// Its bytes.
+    pub region: Region,
+    /// When it was published.
+    pub published: SystemTime,
+    /// What keeps it.
+    pub hold: Arc<dyn Any + Send + Sync>,
+}
+
+impl fmt::Debug for HeldVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HeldVersion").field("region", &self.region).finish_non_exhaustive()
+    }
+}
+
+/// A shard in this process that holds all blocks of a model, and coordinates it.
+pub trait Shard: Send + Sync {
+    /// What the client says goes here.
+    fn mailbox(&self) -> &Mailbox;
+
+    /// Adds a block to the plan under way, in this thread. `stands` says, once the payload was read, whether it was
+    /// lent until then; if not, the plan is not made. No lock may be held.
+    fn push(&self, block: SharedBlock<'_>, stands: &dyn Fn() -> bool) -> Pushed;
+
+    /// A version.
+    ///
+    /// # Errors
+    /// The newest one, if this one is gone.
+    fn version(&self, version: Version) -> Result<HeldVersion, Version>;
+
+    /// Runs work on many blocks beside the caller.
+    fn execute(&self, work: Box<dyn FnOnce() + Send>);
+
+    /// How many threads that has.
+    fn threads(&self) -> usize;
+
+    /// There may be so many version buffers from now on.
+    fn set_buffers(&self, most: usize);
+
+    /// Looks whether the next version has a buffer, now that one may have been given back, and tells the coordinator if
+    /// that has changed. Returns whether it has one. No lock may be held.
+    fn find_buffer(&self) -> bool;
+
+    /// Version buffers in existence, and those that nobody needs.
+    fn buffers(&self) -> (usize, usize);
+
+    /// A buffer for new weights. It counts as existing until it is published or dropped.
+    ///
+    /// # Errors
+    /// When too many are in use, or there is no memory.
+    fn take_buffer(&self) -> Result<Region, ShardError>;
+
+    /// For how long nothing was heard of a learner.
+    fn silence(&self, learner: LearnerId) -> Duration;
+}
