@@ -313,12 +313,13 @@ impl RegionStore {
 
     /// Whether the next version can be made by `reducer` without taking memory, or clearing any.
     pub fn is_prepared(&self, reducer: Reducer, fresh: bool) -> bool {
+        let wanted = reducer.state_slots();
         let is_there = |state: &Arc<StateBuffer>| {
-            let slots =
-                state.slots.iter().enumerate().all(|(i, slot)| slot.is_some() == (i < reducer.state_slots()));
+            let slots = state.slots[..wanted].iter().all(Option::is_some);
             !state.stamps.is_empty() && slots && state.master.is_some() == self.has_halves
         };
-        self.has_buffer() && !(fresh && self.slots_used) && self.state.iter().all(is_there)
+        let takes_new = fresh && self.slots_used && wanted > 0;
+        self.has_buffer() && !takes_new && self.state.iter().all(is_there)
     }
 
     /// Whether one more spare buffer is to be made: fewer than `count` are free and none is on its way. They save the

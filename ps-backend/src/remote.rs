@@ -614,7 +614,7 @@ impl Job for RemoteJob {
     }
 
     fn status(&self) -> JobStatus {
-        let state = self.client.state();
+        let state = self.client.newest_state();
         let names = self.names.lock();
         let offers = self.offers.lock();
         let member = |learner: &wire::LearnerState| {

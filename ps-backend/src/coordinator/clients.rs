@@ -264,8 +264,10 @@ impl CoordinatorCore {
                 if let Some(client) = self.clients.get_mut(&id) {
                     client.learners.insert(learner, asked);
                 }
-                self.changed = true;
-                Some(Message::Joined { learner, incarnation, since: self.sequence + 1 })
+                // The state comes first: whoever has joined may begin at once, in a job that runs since then.
+                self.perform(std::mem::take(&mut wanted), now, actions);
+                self.tell_all(now, actions);
+                Some(Message::Joined { learner, incarnation, since: self.sequence })
             }
             Message::Leave { learner, reason } => {
                 core.leave(mine(learner)?, reason, now, &mut wanted)?;
@@ -429,7 +431,7 @@ impl CoordinatorCore {
     }
 
     /// The state of the job, as one client is to see it, but for its number.
-    fn state(&self, id: ClientId, now: Now) -> JobState {
+    pub fn state(&self, id: ClientId, now: Now) -> JobState {
         let learners = self.clients.get(&id).map(|client| client.learners.keys());
         let view = |learner: &LearnerId| {
             self.core.member(*learner, now).map(|view| LearnerState {

@@ -333,7 +333,7 @@ impl CoordinatorCore {
         let source = |sender: &Sender| PlanSource {
             client: sender.client,
             blocks: ranges(&sender.blocks),
-            // Sums were looked at by those who have made them; in one process there are none.
+            // Sums were looked at by those who have made them. In one process each payload says whether it was.
             check: reject && (self.in_process || sender.learners.len() <= 1),
             partly: sender.partly.clone(),
             provisional: sender.is_provisional(),

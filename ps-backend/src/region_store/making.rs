@@ -138,10 +138,22 @@ impl Making {
         // SAFETY: as above.
         unsafe { self.carry_state(block, |_| false) };
         for segment in self.layout.segments(block) {
-            widen(segment, &self.back, &self.state[1]);
+            self.widen_new(segment);
         }
         self.approve(block);
         true
+    }
+
+    /// Sets the masters of the elements of `segment` whose values differ from those of the newest version. What was
+    /// not written keeps what its weight does not show.
+    fn widen_new(&self, segment: &Segment) {
+        let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { return };
+        let Some(master) = &self.state[1].master else { return };
+        let elements = element_span(segment, wire);
+        // SAFETY: called while the block belongs to this thread, in both next buffers.
+        let (new, master) =
+            unsafe { (self.back.region.memory().bytes(span(&segment.bytes)), master.floats_mut(elements)) };
+        kernels::widen_changed(wire, self.front.bytes(segment.bytes.clone()), new, master);
     }
 
     /// The block belongs to the version as it was put together, finite or not.

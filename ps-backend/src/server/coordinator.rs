@@ -16,7 +16,7 @@ use libmodelio::transport::reactor::Handle;
 use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, LearnerId, PlanId, ShardId, Version};
 use libmodelio::vocabulary::phase::JobPhase;
-use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
+use libmodelio::wire::{JobState, Message, ModelRecord, Refusal, ShardRecord};
 use parking_lot::{Condvar, Mutex};
 
 use super::partition::{Partition, ToCoordinator};
@@ -405,6 +405,13 @@ impl Coordinator {
     pub(super) fn silence(&self, learner: LearnerId) -> Duration {
         let now = self.now();
         self.state.lock().core.job().member(learner, now).map_or(Duration::ZERO, |member| member.silent)
+    }
+
+    /// The job as its client in this process is to see it.
+    pub(super) fn state_here(&self) -> JobState {
+        let now = self.now();
+        let state = self.state.lock();
+        state.client_here.map(|client| state.core.state(client, now)).unwrap_or_default()
     }
 
     /// Where words to it, and to its own partition, wait.

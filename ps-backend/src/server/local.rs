@@ -13,7 +13,7 @@ use libmodelio::vocabulary::block_map::{BlockMap, MapError};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{Generation, LearnerId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::wire::{ModelRecord, RecordError, Refusal};
+use libmodelio::wire::{JobState, ModelRecord, RecordError, Refusal};
 
 use super::coordinator::Coordinator;
 use super::partition::{MakeError, Partition};
@@ -133,6 +133,10 @@ impl Shard for LocalShard {
 
     fn take_buffer(&self) -> Result<Region, ShardError> {
         self.partition.store().take_buffer().map_err(|error| ShardError::no_memory(&error))
+    }
+
+    fn state(&self) -> JobState {
+        self.coordinator.state_here()
     }
 
     fn silence(&self, learner: LearnerId) -> Duration {

@@ -154,9 +154,12 @@ impl Bench {
                     before.iter().for_each(|sent| Bench::add(&job, sent, plan.in_place));
                     let last = Payload::Plain(bytes);
                     assert!(
-                        job.finish_all(block, &[Part { payload: last, written: written.as_deref() }], true)
-                            .unwrap()
-                            .is_none()
+                        job.finish_all(
+                            block,
+                            &[Part { payload: last, written: written.as_deref(), check: true }]
+                        )
+                        .unwrap()
+                        .is_none()
                     );
                 }
             }
@@ -213,7 +216,7 @@ fn masters_of_what_was_not_written_stay_as_they_are() {
         let step = Step { reducer, hyper: Hyper::default(), contributions: 1, t: 1 };
         let job = store.begin(Version(base), reduces_all(&store, step, true), true).unwrap();
         assert!(
-            job.finish_all(BlockId(0), &[Part { payload: Payload::Plain(payload), written }], true)
+            job.finish_all(BlockId(0), &[Part { payload: Payload::Plain(payload), written, check: true }])
                 .unwrap()
                 .is_none()
         );

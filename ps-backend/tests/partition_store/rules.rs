@@ -53,9 +53,12 @@ fn an_inf_of_a_sum_that_was_looked_at_is_nobodys_fault() {
     assert!(!job.finish(BlockId(0), Some(Payload::Plain(&infinite))).unwrap());
     assert!(matches!(store.conclude(&job), Err(PartitionError::Unfinished(_))));
     assert!(
-        job.finish_all(BlockId(0), &[Part { payload: Payload::Plain(&infinite), written: None }], false)
-            .unwrap()
-            .is_none()
+        job.finish_all(
+            BlockId(0),
+            &[Part { payload: Payload::Plain(&infinite), written: None, check: false }]
+        )
+        .unwrap()
+        .is_none()
     );
     store.conclude(&job).unwrap();
     let newest = store.newest().unwrap();

@@ -268,6 +268,29 @@ pub fn widen(wire: Wire, src: &[u8], dst: &mut [f32]) {
     fold(wire, src, dst, true);
 }
 
+/// fp32 master copy from half-precision weights, of those elements that differ from `old` ones.
+///
+/// # Panics
+/// If the lengths disagree.
+pub fn widen_changed(wire: Wire, old: &[u8], new: &[u8], master: &mut [f32]) {
+    /// Elements that are widened at once.
+    const PIECE: usize = 1024;
+    assert_eq!((old.len(), new.len()), (2 * master.len(), 2 * master.len()), "master copy");
+    let mut wide = [0.0; PIECE];
+    let pieces = old.chunks(2 * PIECE).zip(new.chunks(2 * PIECE)).zip(master.chunks_mut(PIECE));
+    for ((old, new), master) in pieces {
+        if old == new {
+            continue;
+        }
+        let wide = &mut wide[..master.len()];
+        widen(wire, new, wide);
+        let halves = old.as_chunks::<2>().0.iter().zip(new.as_chunks::<2>().0);
+        for ((master, wide), (old, new)) in master.iter_mut().zip(wide).zip(halves) {
+            *master = if old == new { *master } else { *wide };
+        }
+    }
+}
+
 /// Copy, past the caches when large.
 ///
 /// # Panics

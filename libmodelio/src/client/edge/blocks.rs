@@ -6,6 +6,7 @@
 use std::sync::{Arc, Weak};
 
 use parking_lot::MutexGuard;
+use smallvec::SmallVec;
 
 use super::{Inner, Shared, Staged, Way};
 use crate::client::core::{PULL_BLOCKS, Part};
@@ -28,6 +29,8 @@ pub(super) struct Payload {
     pub(super) sources: Vec<Region>,
     /// Nobody stores into them meanwhile.
     pub(super) steady: bool,
+    /// By source, whether somebody has looked for NaN and Inf in it; empty for new weights.
+    pub(super) checked: SmallVec<[bool; 16]>,
     pub(super) learners: Vec<LearnerId>,
     /// The last one counts, and not the sum.
     pub(super) replaces: bool,
@@ -46,6 +49,7 @@ impl Inner {
                     plan,
                     sources,
                     steady: true,
+                    checked: SmallVec::new(),
                     learners: Vec::new(),
                     replaces: false,
                     written: Vec::new(),
@@ -55,7 +59,8 @@ impl Inner {
                 of.retain(|&(learner, step)| self.core.holds(learner, step, block));
                 let staged: Option<Vec<&Staged>> = of.iter().map(|key| self.sources.get(key)).collect();
                 let staged = staged?;
-                let steady = staged.iter().all(|staged| staged.steady);
+                let checked: SmallVec<_> = staged.iter().map(|staged| staged.steady).collect();
+                let steady = checked.iter().all(|checked| *checked);
                 let written = |staged: &&Staged| staged.partly.as_ref()?.of(block).map(<[_]>::to_vec);
                 let written = match &staged[..] {
                     several @ [_, _, ..] if replaces => several.iter().map(written).collect(),
@@ -63,7 +68,7 @@ impl Inner {
                 };
                 let sources = staged.into_iter().map(|staged| staged.region.clone()).collect();
                 let learners = of.iter().map(|(learner, _)| *learner).collect();
-                Some(Payload { plan, sources, steady, learners, replaces, written })
+                Some(Payload { plan, sources, steady, checked, learners, replaces, written })
             }
         }
     }

@@ -260,6 +260,14 @@ impl Client {
         self.shared.inner.lock().core.state().clone()
     }
 
+    /// The job at this moment, where its coordinator is in this process; as it last told, elsewhere.
+    pub fn newest_state(&self) -> JobState {
+        match &self.shared.local {
+            Some(local) => local.shard.state(),
+            None => self.state(),
+        }
+    }
+
     /// Why requests fail just now, if the job is stopped.
     pub fn stopped(&self) -> Option<ShardError> {
         self.shared.inner.lock().core.stopped()

@@ -55,6 +55,10 @@ pub enum Offered {
 /// What the coordinator and the partition say.
 impl Hears for Shared {
     fn hears(self: Arc<Shared>, from: End, word: Word) {
+        // It shows no newer version than it did when it was shut down.
+        if self.is_stopping() {
+            return;
+        }
         match (from, word) {
             (End::Coordinator, Word::Says(request, message)) => {
                 self.with_core(|core, now, actions| core.from_coordinator(request, message, now, actions));
@@ -78,7 +82,8 @@ impl Local {
 }
 
 impl Inner {
-    /// What others contribute to a block for the plan under way, in their order.
+    /// What others contribute to a block for the plan under way, in their order. Whoever has committed it, for good, has
+    /// looked for NaN in it.
     fn others(&self, learner: LearnerId, block: BlockId) -> Others {
         let Some((_, Granted::Contributions { of, .. })) = self.core.outgoing() else { return Others::new() };
         let others = of.iter().filter(|&&(of, step)| of != learner && self.core.holds(of, step, block));
@@ -156,7 +161,7 @@ impl Shared {
     fn push_here(&self, local: &Local, payload: &Payload, block: BlockId) -> Pushed {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
-        let Payload { plan, sources, learners, written, .. } = payload;
+        let Payload { plan, sources, learners, written, checked, .. } = payload;
         let payloads: SmallVec<[SharedPayload<'_>; INLINE]> = sources
             .iter()
             .enumerate()
@@ -165,6 +170,7 @@ impl Shared {
                 // lent no more below.
                 bytes: unsafe { source.memory().bytes(span.clone()) },
                 written: written.get(at).and_then(Option::as_deref),
+                check: !checked.get(at).copied().unwrap_or_default(),
             })
             .collect();
         self.tally.moved(Flow::Push, span.len() * payloads.len());
@@ -221,7 +227,7 @@ impl Shared {
     ) -> Pushed {
         let extent = self.layout.block_bytes(block);
         let span = extent.start as usize..extent.end as usize;
-        let own = SharedPayload { bytes: payload, written: None };
+        let own = SharedPayload { bytes: payload, written: None, check: true };
         let mut payloads = SmallVec::<[SharedPayload<'_>; INLINE]>::new();
         let mut own = Some(own);
         for (of, region) in others {
@@ -230,7 +236,7 @@ impl Shared {
             }
             // SAFETY: a committed payload stays untouched until the plan that sends it is over.
             let bytes = unsafe { region.memory().bytes(span.clone()) };
-            payloads.push(SharedPayload { bytes, written: None });
+            payloads.push(SharedPayload { bytes, written: None, check: false });
         }
         payloads.extend(own);
         self.tally.moved(Flow::Push, span.len() * payloads.len());

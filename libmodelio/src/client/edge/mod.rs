@@ -328,8 +328,11 @@ impl Shared {
                 inner.parts.iter_mut().flat_map(|peer| peer.lenders.drain(..)).for_each(|(_, end)| end());
             }
             Action::State => {
+                let (retain, max) = inner.bounds();
+                inner.versions.recycle(retain, max);
                 if let Some(local) = &self.local {
-                    local.shard.set_buffers(inner.bounds().1);
+                    local.shard.set_buffers(max);
+                    after.gives_back = true;
                 }
                 after.events.push(ClientEvent::State);
             }

@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 use super::Mailbox;
 use crate::transport::{Region, ShardError};
 use crate::vocabulary::ids::{BlockId, ClientId, LearnerId, PlanId, Version};
+use crate::wire::JobState;
 
 /// One contribution to a block, or its new values, where they lie.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +19,8 @@ pub struct SharedPayload<'a> {
     pub bytes: &'a [u8],
     /// With `assign`, what of it was written, if that is not all; relative to the block.
     pub written: Option<&'a [Range<u32>]>,
+    /// Nobody has looked for NaN and Inf in it.
+    pub check: bool,
 }
 
 /// All that a client has of one block for one plan.
@@ -102,6 +105,9 @@ pub trait Shard: Send + Sync {
     /// # Errors
     /// When too many are in use, or there is no memory.
     fn take_buffer(&self) -> Result<Region, ShardError>;
+
+    /// What the job does at this moment.
+    fn state(&self) -> JobState;
 
     /// For how long nothing was heard of a learner.
     fn silence(&self, learner: LearnerId) -> Duration;

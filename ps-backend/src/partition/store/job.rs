@@ -52,6 +52,8 @@ pub struct Part<'a> {
     pub payload: Payload<'a>,
     /// With `assign`, what of it counts, if that is not all.
     pub written: Option<&'a [Range<u32>]>,
+    /// NaN and Inf in it are its sender's fault. Where they were looked for before, those of a sum are nobody's.
+    pub check: bool,
 }
 
 /// Payloads that are listed on the stack.
@@ -194,7 +196,7 @@ impl PartitionJob {
     /// As of [`Self::add`].
     pub fn add_all(&self, block: BlockId, parts: &[Part<'_>]) -> Result<Option<usize>, PartitionError> {
         for (index, part) in parts.iter().enumerate() {
-            if !self.add_written(block, part.payload, part.written)? {
+            if !self.add_written(block, part.payload, part.written)? && part.check {
                 return Ok(Some(index));
             }
         }
@@ -209,22 +211,16 @@ impl PartitionJob {
     /// # Errors
     /// [`PartitionError::AddsOnly`], and those of [`Self::add`].
     pub fn finish(&self, block: BlockId, last: Option<Payload<'_>>) -> Result<bool, PartitionError> {
-        let part = last.map(|payload| Part { payload, written: None });
-        Ok(self.finish_all(block, part.as_slice(), true)?.is_none())
+        let part = last.map(|payload| Part { payload, written: None, check: true });
+        Ok(self.finish_all(block, part.as_slice())?.is_none())
     }
 
-    /// The same from several payloads, in one pass, in their order. They are `judged` unless they were before they were
-    /// sent: the Inf of a sum of several is nobody's fault. Gives the index of a payload that is not finite, if that
-    /// matters; the block is not computed then.
+    /// The same from several payloads, in one pass, in their order. Gives the index of a payload that is not finite, if
+    /// that matters; the block is not computed then.
     ///
     /// # Errors
     /// As of [`Self::finish`].
-    pub fn finish_all(
-        &self,
-        block: BlockId,
-        parts: &[Part<'_>],
-        judged: bool,
-    ) -> Result<Option<usize>, PartitionError> {
+    pub fn finish_all(&self, block: BlockId, parts: &[Part<'_>]) -> Result<Option<usize>, PartitionError> {
         let making = self.making().ok_or(PartitionError::AddsOnly)?;
         for part in parts {
             check_payload(&self.layout, block, part.payload)?;
@@ -251,7 +247,7 @@ impl PartitionJob {
         let terms: SmallVec<[Term<'_>; INLINE]> = sums.iter().copied().chain(sent).collect();
         // SAFETY: the block is claimed, and with it its sums; payloads are as long as they should be.
         if !unsafe { making.block(block, step, &terms, &written) } {
-            if judged && self.check && !parts.is_empty() {
+            if self.check && parts.iter().any(|part| part.check) {
                 // Memory that others have, too, may change while it is read: it is judged by a copy, and if that is
                 // good, the copy is what counts.
                 let copies: Vec<Vec<u8>> = parts.iter().map(|part| part.payload.bytes().to_vec()).collect();
@@ -260,9 +256,9 @@ impl PartitionJob {
                     Payload::Plain(_) => Payload::Plain(&copies[index]),
                     Payload::Wide(_) => Payload::Wide(&copies[index]),
                 };
-                if let Some(bad) =
-                    (0..parts.len()).find(|&index| !copied(index).is_finite(&self.layout, block))
-                {
+                let is_bad =
+                    |&index: &usize| parts[index].check && !copied(index).is_finite(&self.layout, block);
+                if let Some(bad) = (0..parts.len()).find(is_bad) {
                     return Ok(Some(bad));
                 }
                 let sent = (0..parts.len()).map(|index| Term::Sent(copied(index)));

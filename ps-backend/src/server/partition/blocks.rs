@@ -273,8 +273,8 @@ impl Partition {
                 (job.add_written(block, payload, written), check)
             }
             (Placement::Finish { check, .. }, _) => {
-                let part = Part { payload, written };
-                (job.finish_all(block, &[part], check).map(|bad| bad.is_none()), check)
+                let part = Part { payload, written, check };
+                (job.finish_all(block, &[part]).map(|bad| bad.is_none()), check)
             }
             _ => (Ok(true), false),
         };

@@ -181,11 +181,11 @@ fn reduce(
         .enumerate()
         .map(|(at, of)| {
             let written = left.get(at).map_or(of.written, |left| left.as_deref());
-            Part { payload: Payload::Plain(of.bytes), written }
+            Part { payload: Payload::Plain(of.bytes), written, check: of.check }
         })
         .collect();
     let outcome = match place.how {
-        Placement::Finish { check, .. } => job.finish_all(place.block, &parts, check),
+        Placement::Finish { .. } => job.finish_all(place.block, &parts),
         _ => job.add_all(place.block, &parts),
     };
     match outcome {
