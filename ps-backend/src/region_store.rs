@@ -12,7 +12,6 @@
 //! reduced on arrival is in flight once, and neither runs beside the other).
 
 pub(crate) mod accumulator;
-mod block;
 mod buffers;
 mod keeping;
 mod making;
@@ -27,33 +26,20 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{Region, RegionKey};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use libmodelio::vocabulary::reducer::{Combine, Reducer};
+use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::ByteSteps;
 
-use crate::core::{Plan, Work};
-pub use accumulator::Accumulator;
-pub use block::{Job, fold_block, is_outranked};
 pub(crate) use buffers::Loading;
 pub use buffers::VersionBuffer;
 use buffers::{StateBuffer, VOID, element_span};
 pub(crate) use keeping::Keeping;
-use making::widen;
 pub(crate) use making::{Making, Term, Written};
 use table::Left;
 pub use versions::VersionWatch;
 use versions::Versions;
 
-/// A buffer that was handed out to be filled with new weights.
-#[derive(Debug)]
-struct Lent {
-    key: RegionKey,
-    memory: Weak<Mapping>,
-    /// It came back with an assignment.
-    claimed: bool,
-}
-
-/// All memory of one model's shard. Not shared: its owner's lock guards it, and a [`Job`] takes along what
-/// computing blocks without that lock needs.
+/// All memory of one model's shard. Not shared: its owner's lock guards it, and a [`Making`] takes along
+/// what computing blocks without that lock needs.
 #[derive(Debug)]
 pub struct RegionStore {
     layout: Arc<ModelLayout>,
@@ -63,7 +49,8 @@ pub struct RegionStore {
     free: Vec<Arc<VersionBuffer>>,
     /// Buffers in existence, but for those in `lent`.
     live: usize,
-    lent: Vec<Lent>,
+    /// Handed out to be filled with new weights.
+    lent: Vec<Weak<Mapping>>,
     /// Spares being pre-faulted outside.
     coming: usize,
     next_key: u64,
@@ -71,7 +58,6 @@ pub struct RegionStore {
     state: [Arc<StateBuffer>; 2],
     /// The version in which each block last changed.
     changed: Arc<[AtomicU64]>,
-    accumulator: Option<Accumulator>,
     /// The optimizer's slots are no longer zero.
     slots_used: bool,
     /// The log says that there is no memory for another version.
@@ -102,7 +88,6 @@ impl RegionStore {
             next_key: 2,
             state: [Arc::default(), Arc::default()],
             changed: (0..blocks).map(|_| AtomicU64::new(0)).collect(),
-            accumulator: None,
             slots_used: false,
             said_full: false,
             layout,
@@ -121,30 +106,8 @@ impl RegionStore {
         Ok(buffer)
     }
 
-    /// Version 0's memory, to load the model into before anything else is done.
-    pub fn initial(&self) -> Option<Arc<Mapping>> {
-        self.versions.get(&Version(0)).map(|published| Arc::clone(published.buffer.region.memory()))
-    }
-
-    /// Version 0 is loaded: make the fp32 masters of half-precision tensors.
-    ///
-    /// # Errors
-    /// When their memory cannot be had.
-    pub fn initialised(&mut self) -> io::Result<()> {
-        self.prepare(Reducer::Sum, false)?;
-        if let (true, Some(front)) = (self.has_halves, self.newest()) {
-            for block in (0..self.layout.blocks()).map(BlockId) {
-                for segment in self.layout.segments(block) {
-                    widen(segment, &front, &self.state[0]);
-                }
-            }
-        }
-        self.versions.complete();
-        Ok(())
-    }
-
-    /// As [`Self::initial`] and [`Self::initialised`], block by block: after [`Self::prepare`], and given back
-    /// before anything else is done, [`Self::loaded`] first of all.
+    /// What version 0 is loaded into, block by block: after [`Self::prepare`], and given back before anything else is
+    /// done, [`Self::loaded`] first of all.
     pub(crate) fn loading(&self) -> Option<Loading> {
         debug_assert!(!self.versions.is_complete(), "others read it");
         let front = self.newest()?;
@@ -212,7 +175,7 @@ impl RegionStore {
 
     /// Buffers in existence, and those nobody needs.
     pub fn buffers(&self) -> (usize, usize) {
-        let lent = self.lent.iter().filter(|lent| lent.memory.strong_count() > 0).count();
+        let lent = self.lent.iter().filter(|lent| lent.strong_count() > 0).count();
         (self.live + lent, self.free.len())
     }
 
@@ -224,7 +187,7 @@ impl RegionStore {
 
     /// Buffers in existence.
     fn total(&mut self) -> usize {
-        self.lent.retain(|lent| lent.memory.strong_count() > 0);
+        self.lent.retain(|lent| lent.strong_count() > 0);
         self.live + self.lent.len()
     }
 
@@ -294,16 +257,8 @@ impl RegionStore {
         };
         self.live -= 1;
         let region = buffer.region.clone();
-        self.lent.push(Lent { key: region.key(), memory: Arc::downgrade(region.memory()), claimed: false });
+        self.lent.push(Arc::downgrade(region.memory()));
         Ok(region)
-    }
-
-    /// Whether `buffer` is from [`Self::take_buffer`] and comes back for the first time.
-    pub fn claim(&mut self, buffer: &Region) -> bool {
-        let memory = Arc::as_ptr(buffer.memory());
-        let lent =
-            self.lent.iter_mut().find(|lent| lent.key == buffer.key() && lent.memory.as_ptr() == memory);
-        lent.is_some_and(|lent| !std::mem::replace(&mut lent.claimed, true))
     }
 
     /// Whether there is a buffer for the next version.
@@ -344,33 +299,11 @@ impl RegionStore {
         self.free.push(buffer);
     }
 
-    /// The memory for computing `plan`. `resume` goes on with what was reduced on arrival.
-    ///
-    /// # Errors
-    /// When the optimizer state's memory cannot be had, or there is no buffer for the version.
-    pub fn job(&mut self, plan: Arc<Plan<Region>>, resume: bool, check: bool) -> io::Result<Job> {
-        let making = match &plan.work {
-            Work::Reduce { step, tensors, fresh_state, .. } => {
-                if !resume {
-                    self.prepare(step.reducer, *fresh_state)?;
-                }
-                let back = self.back.clone().ok_or_else(no_buffer)?;
-                let steps = ByteSteps::of_model(&self.layout, tensors);
-                self.making(plan.version, back, steps, resume, check)?
-            }
-            Work::Assign { buffer, .. } => {
-                let back = VersionBuffer::new(buffer.clone(), self.layout.blocks(), VOID);
-                self.making(plan.version, Arc::new(back), ByteSteps::default(), resume, check)?
-            }
-        };
-        Ok(Job { making, plan, folded: Vec::new(), accumulator: self.accumulator.clone() })
-    }
-
     /// The memory for computing `version` by `reducer` from what is at hand elsewhere, with these optimizer `steps`.
     /// `fresh` starts the optimizer's state from zero.
     ///
     /// # Errors
-    /// As for [`Self::job`].
+    /// When the optimizer state's memory cannot be had, or there is no buffer for the version.
     pub(crate) fn next_version(
         &mut self,
         version: Version,
@@ -381,7 +314,7 @@ impl RegionStore {
     ) -> io::Result<Making> {
         self.prepare(reducer, fresh)?;
         let back = self.back.clone().ok_or_else(no_buffer)?;
-        self.making(version, back, steps, false, check)
+        self.making(version, back, steps, check)
     }
 
     /// The memory for a version whose blocks are those of the newest, or new values. Optimizer state stays.
@@ -390,7 +323,7 @@ impl RegionStore {
     /// When there is no buffer for it.
     pub(crate) fn assigned_version(&self, version: Version, check: bool) -> io::Result<Making> {
         let back = self.back.clone().ok_or_else(no_buffer)?;
-        self.making(version, back, ByteSteps::default(), false, check)
+        self.making(version, back, ByteSteps::default(), check)
     }
 
     fn making(
@@ -398,21 +331,17 @@ impl RegionStore {
         version: Version,
         back: Arc<VersionBuffer>,
         steps: ByteSteps,
-        resume: bool,
         check: bool,
     ) -> io::Result<Making> {
         let front = self.newest().ok_or_else(no_buffer)?;
         let mut shown = self.versions.values().map(|published| published.buffer.region.key());
         debug_assert!(shown.all(|key| key != back.region.key()), "a version is to be written");
-        if !resume {
-            // Blocks that a dropped contribution left behind are of no version; an assignment, too, takes a
-            // version number that they may be stamped with.
-            let newest = version.0 - 1;
-            let buffers = self.back.iter().flat_map(|back| &back.stamps);
-            for stamp in buffers.chain(&self.state[1].stamps) {
-                if stamp.load(Ordering::Relaxed) > newest {
-                    stamp.store(VOID, Ordering::Relaxed);
-                }
+        // Blocks that a dropped contribution left behind are of no version; an assignment, too, takes a version number
+        // that they may be stamped with.
+        let newest = version.0 - 1;
+        for stamp in back.stamps.iter().chain(&self.state[1].stamps) {
+            if stamp.load(Ordering::Relaxed) > newest {
+                stamp.store(VOID, Ordering::Relaxed);
             }
         }
         Ok(Making {
@@ -426,35 +355,6 @@ impl RegionStore {
             changed: Arc::clone(&self.changed),
             check,
         })
-    }
-
-    /// The accumulator, made at its first use.
-    ///
-    /// # Errors
-    /// When the memory cannot be had.
-    pub fn accumulator(&mut self, combine: Combine) -> io::Result<Accumulator> {
-        let raw = combine == Combine::Last && accumulator::has_opaque(&self.layout);
-        if let Some(accumulator) = &mut self.accumulator {
-            if raw {
-                accumulator.add_raw(&self.layout)?;
-            }
-            return Ok(accumulator.clone());
-        }
-        let accumulator = Accumulator::new(&self.layout, raw)?;
-        self.accumulator = Some(accumulator.clone());
-        Ok(accumulator)
-    }
-
-    /// The job's version is complete and becomes the newest.
-    pub fn publish(&mut self, job: &Job) {
-        match &job.plan.work {
-            Work::Reduce { step, .. } => self.publish_next(&job.making, step.reducer),
-            Work::Assign { buffer, .. } => {
-                self.lent.retain(|lent| lent.key != buffer.key());
-                self.live += 1;
-                self.show(&job.making);
-            }
-        }
     }
 
     /// What [`Self::next_version`] gave is complete and becomes the newest.
