@@ -471,15 +471,16 @@ impl PartitionStore {
         inner.store.wants_spares(1, max)
     }
 
-    /// Makes a buffer for the next version but one where there is none, and takes its pages. False if none was wanted.
+    /// Makes a buffer for a version after the next one if fewer than `count` are free, and takes its pages. False if
+    /// none was wanted.
     ///
     /// # Errors
     /// When the memory cannot be had.
-    pub fn add_spare(&self) -> io::Result<bool> {
+    pub fn add_spare(&self, count: usize) -> io::Result<bool> {
         let buffer = {
             let mut inner = self.shared.inner.lock();
             let max = inner.limits.max();
-            if !inner.store.wants_spares(1, max) {
+            if !inner.store.wants_spares(count, max) {
                 return Ok(false);
             }
             inner.store.new_spare()?

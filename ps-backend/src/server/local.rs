@@ -86,14 +86,17 @@ pub fn start(
     partition.store().load_whole(load)?;
     let coordinator = Coordinator::new(&record, &partition, SHARD, None, None, &[]);
     let coordinator = coordinator.map_err(LocalError::Coordinator)?;
-    let shard = Arc::new(LocalShard { coordinator, partition, pool: Arc::clone(pool) });
+    let shard =
+        Arc::new(LocalShard { coordinator, partition: Arc::clone(&partition), pool: Arc::clone(pool) });
     let coordinator = Arc::clone(&shard.coordinator);
     let mut met = Ok(());
     let client = Client::of_shard_here(&record, Arc::clone(layout), shard, |client| {
         met = coordinator.client_here(client);
     });
     met?;
-    Ok(client?)
+    let client = client?;
+    partition.warm_up(record.controls.retain as usize);
+    Ok(client)
 }
 
 impl Shard for LocalShard {

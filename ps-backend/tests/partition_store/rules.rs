@@ -392,7 +392,7 @@ fn memory_is_taken_for_what_is_used() {
     twin.change(Reducer::Adam);
     twin.store.prepare(Reducer::Adam, true).unwrap();
     assert_eq!(twin.store.bytes().state, 4 * sums);
-    assert!(!twin.store.add_spare().unwrap() || twin.store.bytes().versions == 4 * size);
+    assert!(!twin.store.add_spare(1).unwrap() || twin.store.bytes().versions == 4 * size);
 }
 
 #[test]

@@ -221,6 +221,11 @@ impl ClientCore {
         self.shown.unwrap_or_default()
     }
 
+    /// Whether it shows a version.
+    pub fn shows_any(&self) -> bool {
+        self.shown.is_some()
+    }
+
     /// Requests that are not answered yet, and contributions and new weights whose payload is still needed.
     pub fn kept(&self) -> (usize, usize) {
         (self.requests.len(), self.held.len() + self.weights.len())

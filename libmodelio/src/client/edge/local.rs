@@ -8,7 +8,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::blocks::Payload;
-use super::{Inner, Shared};
+use super::{Answers, Inner, Shared};
 use crate::client::core::{Action, Now, Own, Part};
 use crate::transport::local::{End, Hears, HeldVersion, Pushed, Shard, SharedBlock, SharedPayload, Word};
 use crate::transport::tally::Flow;
@@ -61,7 +61,11 @@ impl Hears for Shared {
         }
         match (from, word) {
             (End::Coordinator, Word::Says(request, message)) => {
-                self.with_core(|core, now, actions| core.from_coordinator(request, message, now, actions));
+                let mut inner = self.inner.lock();
+                let mut actions = Vec::new();
+                inner.core.from_coordinator(request, message, self.now(), &mut actions);
+                let answers = self.act_unanswered(inner, actions);
+                self.unanswered.lock().push(answers);
             }
             (End::Partition, Word::GoOn) => {
                 let mut inner = self.inner.lock();
@@ -71,6 +75,11 @@ impl Hears for Shared {
             // Nobody says anything else to a client.
             _ => {}
         }
+    }
+
+    fn rests(&self) {
+        let answers = std::mem::take(&mut *self.unanswered.lock());
+        answers.into_iter().for_each(Answers::give);
     }
 }
 

@@ -89,11 +89,25 @@ struct Inner {
     looks_at: Now,
 }
 
+/// What those hear who wait for something.
+#[derive(Default)]
+struct Answers {
+    answers: Vec<(Answered, Result<Message, Refusal>)>,
+    waits: Vec<(Awaited, Result<Version, ShardError>)>,
+}
+
+impl Answers {
+    /// No lock may be held.
+    fn give(self) {
+        self.waits.into_iter().for_each(|(done, result)| done(result));
+        self.answers.into_iter().for_each(|(done, result)| done(result));
+    }
+}
+
 /// What has to happen once the lock is released.
 #[derive(Default)]
 pub(super) struct After {
-    answers: Vec<(Answered, Result<Message, Refusal>)>,
-    waits: Vec<(Awaited, Result<Version, ShardError>)>,
+    answers: Answers,
     events: Vec<ClientEvent>,
     /// A shard in this process is to be told something,
     says: bool,
@@ -116,6 +130,8 @@ pub(super) struct Shared {
     net: Option<Handle>,
     /// The shard in this process, if it is.
     local: Option<Local>,
+    /// Who hears something when nothing is being said to that shard, or by it.
+    unanswered: Mutex<Vec<Answers>>,
     started: Instant,
     inner: Mutex<Inner>,
     changed: Condvar,
@@ -190,13 +206,14 @@ impl Shared {
     /// Answers all who wait: nothing comes any more.
     fn dismiss(&self) {
         self.with_core(|core, _, actions| core.end_loans(actions));
-        let mut after = After::default();
         let mut inner = self.inner.lock();
         let gone = || Refusal::Shard(ShardError::Unreachable);
-        after.answers = inner.answers.drain().map(|(_, done)| (done, Err(gone()))).collect();
-        after.waits = inner.waits.drain().map(|(_, done)| (done, Err(ShardError::Unreachable))).collect();
+        let answers = Answers {
+            answers: inner.answers.drain().map(|(_, done)| (done, Err(gone()))).collect(),
+            waits: inner.waits.drain().map(|(_, done)| (done, Err(ShardError::Unreachable))).collect(),
+        };
         drop(inner);
-        self.finish(after);
+        answers.give();
     }
 
     fn stop(&self) {
@@ -247,7 +264,12 @@ impl Shared {
     }
 
     /// Carries out actions, releases the lock, then tells and answers.
-    fn act(&self, mut inner: MutexGuard<'_, Inner>, actions: Vec<Action>) {
+    fn act(&self, inner: MutexGuard<'_, Inner>, actions: Vec<Action>) {
+        self.act_unanswered(inner, actions).give();
+    }
+
+    /// As [`Self::act`], but for the answers.
+    fn act_unanswered(&self, mut inner: MutexGuard<'_, Inner>, actions: Vec<Action>) -> Answers {
         let mut after = After::default();
         let mut queue = std::collections::VecDeque::from(actions);
         let mut more = Vec::new();
@@ -256,8 +278,13 @@ impl Shared {
             queue.extend(more.drain(..));
         }
         drop(inner);
-        let After { says, pushes, gives_back, .. } = after;
-        self.finish(after);
+        let After { answers, events, says, pushes, gives_back } = after;
+        for event in events {
+            let listener = self.listener.lock().clone();
+            if let Some(listener) = listener {
+                listener(event);
+            }
+        }
         if let Some(local) = &self.local {
             if gives_back {
                 local.shard.find_buffer();
@@ -269,17 +296,7 @@ impl Shared {
                 local.shard.mailbox().drain();
             }
         }
-    }
-
-    fn finish(&self, after: After) {
-        for event in after.events {
-            let listener = self.listener.lock().clone();
-            if let Some(listener) = listener {
-                listener(event);
-            }
-        }
-        after.waits.into_iter().for_each(|(done, result)| done(result));
-        after.answers.into_iter().for_each(|(done, result)| done(result));
+        answers
     }
 
     fn perform(&self, inner: &mut Inner, action: Action, after: &mut After, more: &mut Vec<Action>) {
@@ -310,12 +327,12 @@ impl Shared {
             },
             Action::Answer(token, result) => {
                 if let Some(done) = inner.answers.remove(&token) {
-                    after.answers.push((done, result));
+                    after.answers.answers.push((done, result));
                 }
             }
             Action::Awaited(token, result) => {
                 if let Some(done) = inner.waits.remove(&token) {
-                    after.waits.push((done, result));
+                    after.answers.waits.push((done, result));
                 }
             }
             Action::Release(learner, step) => {
@@ -338,13 +355,16 @@ impl Shared {
             }
             Action::Left(learner, reason) => after.events.push(ClientEvent::Left(learner, reason)),
             Action::Pulled(version) => {
+                // Whoever connects waits for the first one. The keeper makes a spare buffer for those that are pulled.
+                if self.local.is_none() || !inner.core.shows_any() {
+                    self.changed.notify_all();
+                }
                 inner.versions.publish(version);
                 let (retain, max) = inner.bounds();
                 inner.versions.recycle(retain, max);
                 after.gives_back = true;
                 inner.core.shown(version, self.now(), more);
                 after.events.push(ClientEvent::Published(version));
-                self.changed.notify_all();
             }
         }
     }

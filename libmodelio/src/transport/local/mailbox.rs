@@ -17,6 +17,10 @@ use crate::wire::Message;
 pub trait Hears: Send + Sync {
     /// An end has said this. No lock is held.
     fn hears(self: Arc<Self>, from: End, word: Word);
+
+    /// All words have been heard, and nobody carries any: whoever waits for an answer may have it now, and finds the
+    /// mailbox free for what it asks next.
+    fn rests(&self) {}
 }
 
 /// An end of a mailbox.
@@ -97,6 +101,9 @@ impl Mailbox {
             if let Some(end) = end.and_then(Weak::upgrade) {
                 end.hears(from, word);
             }
+        }
+        if let Some(client) = self.client.get().and_then(Weak::upgrade) {
+            client.rests();
         }
     }
 

@@ -322,12 +322,26 @@ impl Partition {
         }
         if self.store.wants_spare() {
             let partition = Arc::clone(self);
-            jobs.push(Box::new(move || {
-                if let Err(error) = partition.store.add_spare() {
-                    tracing::warn!(model = %partition.model, %error, "no memory for a spare version buffer");
-                }
-            }));
+            jobs.push(Box::new(move || partition.add_spares(1)));
         }
         Ok(())
+    }
+
+    /// Makes version buffers until `count` are free.
+    fn add_spares(&self, count: usize) {
+        while match self.store.add_spare(count) {
+            Ok(added) => added,
+            Err(error) => {
+                tracing::warn!(model = %self.model, %error, "no memory for a spare version buffer");
+                false
+            }
+        } {}
+    }
+
+    /// Takes the memory that the first versions will be made in, on the pool: what is retained, and one for readers that
+    /// hold a version.
+    pub(in crate::server) fn warm_up(self: &Arc<Partition>, retain: usize) {
+        let partition = Arc::clone(self);
+        self.pool.spawn(move || partition.add_spares(retain + 1));
     }
 }
