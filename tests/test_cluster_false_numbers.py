@@ -67,7 +67,7 @@ def test_a_number_that_nobody_has_reached_stops_no_job__which_is_refused_by_name
             peer.say(name, *fields, request=9, epoch=world.epoch)
             answer = peer.hear_of("Refused")
             assert answer.fields == ("Plan", 1 << 40, 5) and answer.request == 9, answer
-    for role, name, fields in [("control", "Ready", (FAR[0],)), ("control", "Spoilt", (FAR[0], 1, 0))]:
+    for role, name, fields in [("control", "Ready", (FAR[0],)), ("control", "NonFinitePayload", (FAR[0], 1, 0))]:
         with world.peer(role) as peer:
             answer = peer.request(name, *fields, request=3, epoch=world.epoch)
             assert answer.fields == ("Role", name)

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use libmodelio::client::LastCommit;
 use libmodelio::transport::tally::Payloads;
 use libmodelio::transport::{Attached, LeaveReason, Region, ShardError, TransportKind};
 use libmodelio::vocabulary::controls::{ControlError, Controls};
@@ -16,7 +17,7 @@ use libmodelio::vocabulary::ids::{LearnerId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::vocabulary::phase::JobPhase;
 
-use crate::core::{LastCommit, MemberView, WaitedFor};
+use crate::core::{MemberView, WaitedFor};
 
 /// What happens in a job, for whoever shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,15 +1,14 @@
-//! The shard's memory: version buffers, optimizer state, the accumulator; what is recycled when.
+//! The shard's memory: version buffers and optimizer state; what is recycled when.
 //!
 //! Version buffers, optimizer state and fp32 masters are double: a version is computed from the newest
 //! ones into the next ones, and publishing it swaps them. Until then the old ones are whole, so a
 //! contribution that is dropped in the middle leaves nothing behind. What it left in the next buffer is
 //! told apart by stamps: each block of a buffer says which version's value it holds.
 //!
-//! This and its submodule are among the modules that may hold `unsafe`: they turn shared mappings into
+//! This and its submodules are among the modules that may hold `unsafe`: they turn shared mappings into
 //! slices. What makes that sound is block ownership. A version that is published is never written before
 //! it is recycled, which waits for its pins; the buffer of the next version is written block by block,
-//! and the core hands a block to one thread at a time (a plan's blocks are each visited once, a block
-//! reduced on arrival is in flight once, and neither runs beside the other).
+//! and [`crate::partition::store`] gives a block to one thread at a time.
 
 pub(crate) mod accumulator;
 mod buffers;
@@ -65,8 +64,8 @@ pub struct RegionStore {
 }
 
 impl RegionStore {
-    /// Memory for a model: version 0 (zeros until [`Self::initial`] is filled and
-    /// [`Self::initialised`] called) and the next version's buffer, both pre-faulted.
+    /// Memory for a model: version 0 (zeros until [`Self::loading`] fills it) and the next version's buffer, both
+    /// pre-faulted.
     ///
     /// # Errors
     /// When the memory cannot be had.
@@ -115,8 +114,7 @@ impl RegionStore {
     }
 
     /// Makes sure that both state buffers have what `reducer` needs, pre-faulted, and nothing more;
-    /// `fresh` starts its slots from zero. Not while a job exists, nor between a job and the one that
-    /// resumes it.
+    /// `fresh` starts its slots from zero. Not while a [`Making`] exists.
     ///
     /// # Errors
     /// When the memory cannot be had.
@@ -133,7 +131,7 @@ impl RegionStore {
         };
         for (side, shared) in self.state.iter_mut().enumerate() {
             let blocks = self.layout.blocks();
-            // Jobs hold clones only while they run; between them this is the one owner.
+            // Makings hold clones only while they exist; between them this is the one owner.
             let Some(state) = Arc::get_mut(shared) else {
                 return Err(io::Error::other("optimizer state is in use"));
             };

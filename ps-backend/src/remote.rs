@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::block;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::client::{self, Client, ClientEvent, Offered, PeerView};
+use libmodelio::client::{self, Client, ClientEvent, LastCommit, Offered, PeerView};
 use libmodelio::transport::tally::Payloads;
 use libmodelio::transport::{
     Attached, BlockSlot, Channel, CommitNotice, Completion, Device, Message, Placement, Region, RegionKey,
@@ -29,7 +29,7 @@ use libmodelio::wire::{self, Refusal};
 use parking_lot::Mutex;
 
 use crate::coordinator::AWAY;
-use crate::core::{LONG, LastCommit, MemberView, WaitedFor};
+use crate::core::{LONG, MemberView, WaitedFor};
 use crate::job::{Event, Job, JobStatus, Listener, SetDone, ShardView, VersionMemory, VersionView};
 use offers::Offers;
 
@@ -597,10 +597,7 @@ impl Job for RemoteJob {
     }
 
     fn last_commit(&self, learner: LearnerId) -> LastCommit {
-        match self.client.last_commit(learner) {
-            client::LastCommit::Waits => LastCommit::Waits,
-            client::LastCommit::In(version) => LastCommit::In(version),
-        }
+        self.client.last_commit(learner)
     }
 
     fn is_coming(&self, learner: LearnerId) -> bool {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use libmodelio::client::LastCommit;
 use libmodelio::vocabulary::ids::LearnerId;
-use ps_backend::core::LastCommit;
 
 use super::calls::Calls;
 use super::open_files::ProgramFile;

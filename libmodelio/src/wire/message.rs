@@ -167,7 +167,7 @@ pub enum Message {
     },
     /// A contribution that was granted holds NaN or Inf that is to be refused, as the client has found when it
     /// added it to others. Not answered; said again when the shard asks for the block again.
-    Unfit {
+    NonFiniteContribution {
         /// The plan.
         plan: PlanId,
         /// Whose.
@@ -256,7 +256,7 @@ pub enum Message {
     },
 
     // -- the lead to a shard
-    /// Gather blocks. Answered by `Ready` when all are there and computed, or by `Spoilt`.
+    /// Gather blocks. Answered by `Ready` when all are there and computed, or by `NonFinitePayload`.
     Start(Plan),
     /// It is.
     Ready {
@@ -264,7 +264,7 @@ pub enum Message {
         plan: PlanId,
     },
     /// A contribution holds NaN or Inf that is to be refused. The plan ends.
-    Spoilt {
+    NonFinitePayload {
         /// The plan.
         plan: PlanId,
         /// Whose.

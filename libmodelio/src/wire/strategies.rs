@@ -356,7 +356,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .boxed(),
         any::<u64>().prop_map(|token| Message::WithdrawAssign { token }).boxed(),
         (id64(PlanId), learner(), block())
-            .prop_map(|(plan, learner, block)| Message::Unfit { plan, learner, block })
+            .prop_map(|(plan, learner, block)| Message::NonFiniteContribution { plan, learner, block })
             .boxed(),
         (id64(PlanId), proptest::option::of(learner()))
             .prop_map(|(plan, learner)| Message::Lacks { plan, learner })
@@ -376,7 +376,7 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         plan().prop_map(Message::Start).boxed(),
         id64(PlanId).prop_map(|plan| Message::Ready { plan }).boxed(),
         (id64(PlanId), id64(ClientId), block())
-            .prop_map(|(plan, client, block)| Message::Spoilt { plan, client, block })
+            .prop_map(|(plan, client, block)| Message::NonFinitePayload { plan, client, block })
             .boxed(),
         id64(PlanId).prop_map(|plan| Message::Conclude { plan }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Drop { plan }).boxed(),

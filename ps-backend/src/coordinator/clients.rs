@@ -215,7 +215,7 @@ impl CoordinatorCore {
                     self.core.touch(learner, attached, now);
                 }
             }
-            Message::Unfit { plan, learner, block } => {
+            Message::NonFiniteContribution { plan, learner, block } => {
                 self.withheld(id, plan, Some(learner), ShardError::NonFinite(block), now, actions);
             }
             // What it has staged lies in this process: another plan would lack it, too.
@@ -312,15 +312,12 @@ impl CoordinatorCore {
                 }
                 let ticket = self.ticket(id, asked);
                 let source = Source { client: id, name: step.0, weights: BlockRanges::new() };
-                let deferred = sent.clone();
-                let unchecked = false;
-                let contribution =
-                    Contribution { learner, sent, deferred, tensors, partly, source, unchecked, lent };
+                let contribution = Contribution { learner, sent, tensors, partly, source, lent };
                 let deadline = deadline(timeout_ms);
                 // Another contribution to the step was begun before this one, and blocks of it were sent.
                 let is_stale = under.is_none() || under != self.provisional_plan();
-                if is_stale && self.core.provisional() == Some(learner) {
-                    self.core.drop_provisional(learner, &mut wanted);
+                if is_stale {
+                    self.core.drop_early(learner, &mut wanted);
                 }
                 let lendable = self.in_process && !lent;
                 self.core.commit(ticket, step, contribution, lendable, deadline, now, &mut wanted);
@@ -331,7 +328,7 @@ impl CoordinatorCore {
                 self.core.may_assign()?;
                 let ticket = self.ticket(id, asked);
                 let source = Source { client: id, name: token, weights: blocks };
-                self.core.assign(ticket, source, Vec::new(), deadline(timeout_ms), now, &mut wanted);
+                self.core.assign(ticket, source, deadline(timeout_ms), now, &mut wanted);
                 None
             }
             Message::WithdrawAssign { token } => {

@@ -1,8 +1,8 @@
 //! The coordinator of a model: the job's decisions, for clients and shards on a network. Pure: messages and `now` go
 //! in, messages come out.
 //!
-//! Around a [`ShardCore`], which decides as it does on one machine, it keeps the clients (their requests are carried
-//! out once, however often they come), and has the shards do what the core calls folding and reducing: as plans, one
+//! Around a [`JobCore`], which decides as it does on one machine, it keeps the clients (their requests are carried
+//! out once, however often they come), and has the shards do what the core calls accumulating and reducing: as plans, one
 //! at a time, which are concluded when every shard is ready and dropped when a client is lost or a contribution
 //! refused. `docs/network.md` tells why.
 
@@ -25,7 +25,7 @@ use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::wire::{Message, Refusal};
 use serde::{Deserialize, Serialize};
 
-use crate::core::{self, Answer, Now, ShardCore, Ticket};
+use crate::core::{self, JobCore, Now, Ticket};
 use clients::Client;
 pub use moving::TakeOverError;
 use plans::{Run, is_provisional};
@@ -73,7 +73,7 @@ pub const MAX_CLIENTS: usize = 4096;
 /// The job of one model.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct CoordinatorCore {
-    core: ShardCore<Source>,
+    core: JobCore<Source>,
     blocks: u32,
     tensors: u32,
     /// Of the tensors.
@@ -131,10 +131,10 @@ impl CoordinatorCore {
     ) -> Result<CoordinatorCore, ControlError> {
         let (blocks, tensors, names) = (layout.blocks(), layout.tensors().len(), names(layout));
         let frozen = controls.frozen.tensors(names.iter().map(String::as_str))?;
-        let mut core = ShardCore::new(blocks, tensors, controls);
+        let mut core = JobCore::new(blocks, tensors, controls);
         core.freeze(frozen);
         Ok(CoordinatorCore {
-            core: core.with_fold_patience(patience).with_fold_batch(usize::MAX),
+            core: core.with_accumulate_patience(patience),
             blocks,
             tensors: tensors as u32,
             names,
@@ -193,7 +193,7 @@ impl CoordinatorCore {
     }
 
     /// The job itself, to look at.
-    pub fn job(&self) -> &ShardCore<Source> {
+    pub fn job(&self) -> &JobCore<Source> {
         &self.core
     }
 
@@ -243,7 +243,7 @@ impl CoordinatorCore {
                 core::Action::Reply(ticket, result) => {
                     if let Some((client, asked)) = self.tickets.remove(&ticket) {
                         let answer = match result {
-                            Ok(Answer::Committed | Answer::Version(_)) => Message::Done,
+                            Ok(()) => Message::Done,
                             Err(error) => Message::Refused(self.with_shards(error).into()),
                         };
                         answers.push((client, asked, answer));
@@ -264,7 +264,7 @@ impl CoordinatorCore {
                 }
                 core::Action::Seal(plan) => self.seal(plan, now, actions),
                 core::Action::Drop => self.drop_work(is_provisional, now, actions),
-                work @ (core::Action::Fold { .. } | core::Action::Reduce(_)) => {
+                work @ (core::Action::Accumulate { .. } | core::Action::Reduce(_)) => {
                     self.want(work, now, actions);
                 }
             }

@@ -11,7 +11,7 @@ use super::{Action, CoordinatorCore, Now};
 pub struct TakeOverError(String);
 
 impl CoordinatorCore {
-    /// Begins to hold the job: see [`crate::core::ShardCore::hold`].
+    /// Begins to hold the job: see [`crate::core::JobCore::hold`].
     pub fn hold(&mut self) {
         self.core.hold();
     }

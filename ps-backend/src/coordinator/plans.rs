@@ -1,4 +1,4 @@
-//! The coordinator's plans: what the core calls folding and reducing, done by clients that send and shards that add.
+//! The coordinator's plans: what the core calls accumulating and reducing, done by clients that send and shards that add.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ impl Sender {
 
 #[derive(Debug)]
 enum Kind {
-    Fold(Vec<LearnerId>),
+    Accumulate(Vec<LearnerId>),
     Reduce,
     Assign,
 }
@@ -139,10 +139,12 @@ impl CoordinatorCore {
                     self.conclude(now, actions);
                 }
             }
-            Message::Spoilt { plan, client, block } if plan == run.id && run.stage == Stage::Gathering => {
+            Message::NonFinitePayload { plan, client, block }
+                if plan == run.id && run.stage == Stage::Gathering =>
+            {
                 let sender = run.senders.iter().find(|sender| sender.client == client);
                 let learner = sender.and_then(|sender| sender.learners.first().copied());
-                self.spoilt(learner, ShardError::NonFinite(block), now, actions);
+                self.refused(learner, ShardError::NonFinite(block), now, actions);
             }
             Message::Torn { plan } if plan == run.id && run.stage == Stage::Gathering => {
                 self.torn(now, actions)
@@ -184,17 +186,25 @@ impl CoordinatorCore {
             sender.client == client && learner.is_none_or(|learner| sender.learners.contains(&learner))
         };
         if run.id == plan && run.stage == Stage::Gathering && run.senders.iter().any(of) {
-            self.spoilt(learner, why, now, actions);
+            self.refused(learner, why, now, actions);
         }
     }
 
     /// A contribution of the running plan (or the new weights) is refused.
-    fn spoilt(&mut self, learner: Option<LearnerId>, error: ShardError, now: Now, actions: &mut Vec<Action>) {
+    fn refused(
+        &mut self,
+        learner: Option<LearnerId>,
+        error: ShardError,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
         let Some(run) = &self.run else { return };
         let mut wanted = Vec::new();
         match (&run.kind, learner) {
-            (Kind::Fold(_), Some(learner)) => self.core.fold_failed(vec![(learner, error)], now, &mut wanted),
-            (Kind::Reduce, _) if is_provisional(&run.work) => self.core.provisional_failed(now, &mut wanted),
+            (Kind::Accumulate(_), Some(learner)) => {
+                self.core.accumulate_failed(vec![(learner, error)], now, &mut wanted)
+            }
+            (Kind::Reduce, _) if is_provisional(&run.work) => self.core.early_failed(now, &mut wanted),
             (Kind::Reduce, Some(learner)) => self.core.refused(vec![(learner, error)], now, &mut wanted),
             (Kind::Assign, _) => self.core.assign_failed(error, now, &mut wanted),
             // A shard names a client that sends nothing.
@@ -208,9 +218,9 @@ impl CoordinatorCore {
     fn torn(&mut self, now: Now, actions: &mut Vec<Action>) {
         let mut wanted = Vec::new();
         match self.run.as_ref().map(|run| &run.kind) {
-            Some(Kind::Fold(_)) => self.core.fold_failed(Vec::new(), now, &mut wanted),
+            Some(Kind::Accumulate(_)) => self.core.accumulate_failed(Vec::new(), now, &mut wanted),
             Some(Kind::Reduce) if self.run.as_ref().is_some_and(|run| is_provisional(&run.work)) => {
-                self.core.provisional_failed(now, &mut wanted);
+                self.core.early_failed(now, &mut wanted);
             }
             Some(Kind::Reduce) => self.core.refused(Vec::new(), now, &mut wanted),
             // New weights are nobody's to write again.
@@ -296,23 +306,23 @@ impl CoordinatorCore {
     /// Who sends what for a work, and how shards are told of it under this number. None for what is no work of theirs.
     fn plan_of(&self, work: &core::Action<Source>, id: PlanId) -> Option<(Kind, Vec<Sender>, Message)> {
         let (kind, senders, todo) = match work {
-            core::Action::Fold { contributions, combine, .. } => {
+            core::Action::Accumulate { contributions, combine } => {
                 let learners = contributions.iter().map(|c| c.learner).collect();
                 let replaces = *combine == Combine::Last;
-                let senders = senders(contributions, self.core.folded_contributions(), replaces);
-                (Kind::Fold(learners), senders, Work::Add { replaces })
+                let senders = senders(contributions, self.core.accumulated_contributions(), replaces);
+                (Kind::Accumulate(learners), senders, Work::Add { replaces })
             }
             core::Action::Reduce(plan) => match &plan.work {
-                core::Work::Reduce { step, tensors, fresh_state, inputs, .. } => {
+                core::Work::Reduce { step, tensors, fresh_state, inputs } => {
                     let replaces = step.reducer.combine() == Combine::Last;
                     let (step, tensors, fresh_state) = (step.clone(), tensors.clone(), *fresh_state);
-                    let mut senders = senders(inputs, self.core.folded_contributions(), replaces);
+                    let mut senders = senders(inputs, self.core.accumulated_contributions(), replaces);
                     if let Some(learner) = plan.provisional {
                         self.add_open_sender(learner, &mut senders, replaces)?;
                     }
                     (Kind::Reduce, senders, Work::Reduce { step, tensors, fresh_state })
                 }
-                core::Work::Assign { buffer, .. } => {
+                core::Work::Assign { buffer } => {
                     let sender = Sender {
                         client: buffer.client,
                         learners: Vec::new(),
@@ -373,7 +383,7 @@ impl CoordinatorCore {
         self.wind_up(Stage::Concluding, now, actions);
         let mut wanted = Vec::new();
         match self.run.as_ref().map(|run| &run.kind) {
-            Some(Kind::Fold(learners)) => self.core.folded(&learners.clone(), now, &mut wanted),
+            Some(Kind::Accumulate(learners)) => self.core.accumulated(&learners.clone(), now, &mut wanted),
             Some(Kind::Reduce | Kind::Assign) => self.core.reduced(!self.in_process, now, &mut wanted),
             None => {}
         }
@@ -455,8 +465,8 @@ impl CoordinatorCore {
         self.perform(wanted, now, actions);
     }
 
-    /// What the core works at is void. It has one fold or version at a time, and besides a fold perhaps new weights:
-    /// it is under way, or waits for the plan before.
+    /// What the core works at is void. It has one accumulation or version at a time, and besides an accumulation perhaps
+    /// new weights: it is under way, or waits for the plan before.
     pub(super) fn drop_work(
         &mut self,
         is_it: impl Fn(&core::Action<Source>) -> bool,
@@ -477,7 +487,7 @@ impl CoordinatorCore {
 
     /// Whether new weights of `client` are what the core works at.
     pub(super) fn assigns_from(&self, client: ClientId) -> bool {
-        let of_client = |plan: &core::Plan<Source>| matches!(&plan.work, core::Work::Assign { buffer, .. } if buffer.client == client);
+        let of_client = |plan: &core::Plan<Source>| matches!(&plan.work, core::Work::Assign { buffer } if buffer.client == client);
         let waits =
             |work: &core::Action<Source>| matches!(work, core::Action::Reduce(plan) if of_client(plan));
         self.queue.iter().any(waits)
@@ -520,10 +530,10 @@ fn is_assign(work: &core::Action<Source>) -> bool {
 }
 
 /// Contributions by client; clients in the order of their first learners. Where the last one `replaces` the others, the
-/// highest learner's counts of each byte, whatever others send, or have sent before, which is `folded`.
+/// highest learner's counts of each byte, whatever others send, or have sent before, which is `accumulated`.
 fn senders<'a>(
     contributions: &'a [Arc<Contribution<Source>>],
-    folded: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
+    accumulated: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
     replaces: bool,
 ) -> Vec<Sender> {
     let mut sorted: Vec<_> = contributions.iter().collect();
@@ -537,7 +547,7 @@ fn senders<'a>(
             blocks.union_with(&contribution.sent);
         }
     }
-    let mut shares = if replaces { shares(values(&sorted, folded)) } else { BTreeMap::new() };
+    let mut shares = if replaces { shares(values(&sorted, accumulated)) } else { BTreeMap::new() };
     let mut senders: Vec<Sender> = by_client
         .into_iter()
         .map(|(client, (of, mut blocks))| {
@@ -559,7 +569,7 @@ fn senders<'a>(
 
 fn values<'a>(
     sending: &[&'a Arc<Contribution<Source>>],
-    folded: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
+    accumulated: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
 ) -> Vec<Values<'a>> {
     let values = |of: &'a Contribution<Source>, sender| Values {
         learner: of.learner,
@@ -568,7 +578,7 @@ fn values<'a>(
         partly: of.partly.as_ref(),
     };
     let sending = sending.iter().map(|of| values(of, Some(of.source.client)));
-    sending.chain(folded.map(|of| values(of, None))).collect()
+    sending.chain(accumulated.map(|of| values(of, None))).collect()
 }
 
 /// A set of blocks as ranges.

@@ -260,7 +260,7 @@ fn a_contribution_with_nan_is_refused_and_the_others_go_on() {
     let plan = bench.started();
     bench.said.clear();
     let block = libmodelio::vocabulary::ids::BlockId(3);
-    bench.partition(0, Message::Spoilt { plan: plan.plan, client: B, block });
+    bench.partition(0, Message::NonFinitePayload { plan: plan.plan, client: B, block });
     assert_eq!(bench.heard_by_partition(), [Message::Drop { plan: plan.plan }]);
     let refused = Message::Refused(ShardError::NonFinite(block).into());
     assert!(bench.heard_by(B).contains(&(3, refused)));

@@ -1,33 +1,30 @@
 //! Requests that end or begin something: opening, committing, assigning, waiting, and their deadlines.
 use std::borrow::Cow;
 use std::collections::VecDeque;
-use std::ops::Range;
 
-use fixedbitset::FixedBitSet;
 use libmodelio::transport::ShardError;
-use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
+use libmodelio::vocabulary::ids::{LearnerId, Step};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use libmodelio::vocabulary::reducer::Combine;
 
 use super::membership::SAID;
 use super::{
-    Action, Answer, Committed, Contribution, LastCommit, MAX_ASSIGNS, Now, Opening, Pending, PendingKind,
-    Phase, Place, ShardCore, Ticket, Waiter,
+    Action, Committed, Contribution, JobCore, MAX_ASSIGNS, Now, Opening, Pending, PendingKind, Phase, Place,
+    Ticket,
 };
 
 /// How a timeout begins that names those who were waited for.
 pub const NOT_COMMITTED: &str = "not committed: ";
 
-impl<S: Clone> ShardCore<S> {
+impl<S: Clone> JobCore<S> {
     /// First write of a contribution of `learner`.
     ///
     /// # Errors
     /// For a learner that is gone, or a stopped job.
     pub fn open(&mut self, learner: LearnerId, now: Now) -> Result<Opening, ShardError> {
         let stopped = self.refuse_if_stopped();
-        let blocks = self.blocks;
         let staging_lent =
-            self.committed.iter().any(|c| c.contribution.learner == learner && c.place != Place::Folded);
+            self.committed.iter().any(|c| c.contribution.learner == learner && c.place != Place::Accumulated);
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         stopped?;
         member.is_used(now);
@@ -35,11 +32,7 @@ impl<S: Clone> ShardCore<S> {
             return Ok(Opening { step, staging_lent });
         }
         let step = member.step.next();
-        member.phase = Phase::Open {
-            step,
-            received: FixedBitSet::with_capacity(blocks),
-            fused: FixedBitSet::with_capacity(blocks),
-        };
+        member.phase = Phase::Open { step, has_block: false };
         Ok(Opening { step, staging_lent })
     }
 
@@ -88,8 +81,8 @@ impl<S: Clone> ShardCore<S> {
         if !matches!(member.phase, Phase::Open { step: open, .. } if open == step) {
             return Err(ShardError::StepOutOfOrder { got: step, expected: member.step.next() });
         }
-        let Contribution { sent, deferred, tensors, .. } = contribution;
-        if sent.len() != self.blocks || deferred.len() != self.blocks || !deferred.is_subset(sent) {
+        let Contribution { sent, tensors, .. } = contribution;
+        if sent.len() != self.blocks {
             return Err(ShardError::NotAllowed(
                 "the commit names blocks that the model does not have".into(),
             ));
@@ -120,7 +113,7 @@ impl<S: Clone> ShardCore<S> {
     ) {
         let learner = contribution.learner;
         let Some(taken) = self.committed.iter_mut().find(|c| c.contribution.learner == learner) else {
-            actions.push(Action::Reply(ticket, Ok(Answer::Committed)));
+            actions.push(Action::Reply(ticket, Ok(())));
             return;
         };
         let same = taken.contribution.sent == contribution.sent
@@ -129,8 +122,8 @@ impl<S: Clone> ShardCore<S> {
         if !same {
             let what = "the contribution was already taken, without what was written since";
             actions.push(Action::Reply(ticket, Err(ShardError::NotAllowed(what.into()))));
-        } else if taken.lendable || taken.place == Place::Folded {
-            actions.push(Action::Reply(ticket, Ok(Answer::Committed)));
+        } else if taken.lendable || taken.place == Place::Accumulated {
+            actions.push(Action::Reply(ticket, Ok(())));
         } else if let Some((earlier, _)) = taken.ticket.replace((ticket, deadline)) {
             let what = "the same commit was sent again";
             actions.push(Action::Reply(earlier, Err(ShardError::NotAllowed(what.into()))));
@@ -175,7 +168,8 @@ impl<S: Clone> ShardCore<S> {
         // Once the next one is open, the one that was taken is not the last.
         let is_last = matches!(member.phase, Phase::Idle);
         let dropped = self.drop_pending_commit(learner, ShardError::Interrupted, actions);
-        let waits = |c: &&mut Committed<S>| c.contribution.learner == learner && c.place == Place::ToFold;
+        let waits =
+            |c: &&mut Committed<S>| c.contribution.learner == learner && c.place == Place::ToAccumulate;
         if !dropped
             && is_last
             && let Some(committed) = self.committed.iter_mut().find(waits)
@@ -203,13 +197,11 @@ impl<S: Clone> ShardCore<S> {
         self.advance(now, actions);
     }
 
-    /// New values for the whole model (`written` parts of it) become the next version.
-    #[allow(clippy::too_many_arguments)]
+    /// New values for the whole model become the next version.
     pub fn assign(
         &mut self,
         ticket: Ticket,
         buffer: S,
-        written: Vec<Range<u64>>,
         deadline: Now,
         now: Now,
         actions: &mut Vec<Action<S>>,
@@ -224,7 +216,7 @@ impl<S: Clone> ShardCore<S> {
             actions.push(Action::Reply(ticket, Err(ShardError::OutOfMemory(why))));
             return;
         }
-        let kind = PendingKind::Assign { buffer, written };
+        let kind = PendingKind::Assign { buffer };
         self.pending.push_back(Pending { ticket, deadline, kind });
         self.advance(now, actions);
     }
@@ -244,47 +236,14 @@ impl<S: Clone> ShardCore<S> {
         )))
     }
 
-    /// `learner` wants a version that contains all it has committed.
-    pub fn await_step(
-        &mut self,
-        ticket: Ticket,
-        learner: LearnerId,
-        deadline: Now,
-        now: Now,
-        actions: &mut Vec<Action<S>>,
-    ) {
-        let Some(member) = self.members.get_mut(&learner) else {
-            actions.push(Action::Reply(ticket, Err(ShardError::UnknownLearner(learner))));
-            return;
-        };
-        member.is_used(now);
-        if !member.unpublished {
-            actions.push(Action::Reply(ticket, Ok(Answer::Version(self.version))));
-        } else if let Err(error) = self.refuse_if_stopped() {
-            actions.push(Action::Reply(ticket, Err(error)));
-        } else {
-            self.waiters.push(Waiter { ticket, learner, deadline });
-        }
-    }
-
-    /// Where the last commit of `learner` is. One answer, for between two questions a version may come.
-    pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
-        match self.members.get(&learner) {
-            Some(member) if member.unpublished => LastCommit::Waits,
-            Some(member) => LastCommit::In(member.published_in),
-            None => LastCommit::In(Version(0)),
-        }
-    }
-
-    /// When [`Self::tick`] has something to do at the latest, as far as requests and folds go; leases want a
+    /// When [`Self::tick`] has something to do at the latest, as far as requests and accumulations go; leases want a
     /// look now and then besides.
     pub fn next_deadline(&self) -> Option<Now> {
         let pending = self.pending.iter().map(|pending| pending.deadline);
-        let waiters = self.waiters.iter().map(|waiter| waiter.deadline);
         // Who reads what is lent looks at its deadline: see `overdue`.
         let taken = self.committed.iter().filter(|c| !c.is_read_on_loan());
         let taken = taken.filter_map(|c| c.ticket).chain(self.running_ticket);
-        pending.chain(waiters).chain(taken.map(|(_, deadline)| deadline)).chain(self.next_fold()).min()
+        pending.chain(taken.map(|(_, deadline)| deadline)).chain(self.next_accumulation()).min()
     }
 
     /// Time passes: deadlines and leases.
@@ -345,14 +304,6 @@ impl<S: Clone> ShardCore<S> {
             timed_out(pending.ticket, what.into());
         }
         self.pending = kept;
-        self.waiters.retain(|waiter| {
-            let over = waiter.deadline <= now;
-            if over {
-                alive.push(waiter.learner);
-                timed_out(waiter.ticket, "other learners have not contributed to this step".into());
-            }
-            !over
-        });
         let over = |ticket: &mut (Ticket, Now)| ticket.1 <= now;
         if let Some((ticket, _)) = self.running_ticket.take_if(over) {
             timed_out(ticket, "the version is still being made; it will come".into());
@@ -367,7 +318,7 @@ impl<S: Clone> ShardCore<S> {
         let mut back = Vec::new();
         for committed in self.committed.iter_mut().filter(|c| !c.is_read_on_loan()) {
             if let Some((ticket, _)) = committed.ticket.take_if(over) {
-                if committed.place == Place::ToFold {
+                if committed.place == Place::ToAccumulate {
                     back.push(committed.contribution.learner);
                     let what = match &missing[..] {
                         [] => "contributions of other learners are still being added up".into(),

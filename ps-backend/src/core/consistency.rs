@@ -8,14 +8,14 @@
 //! | `ssp(s)` | one contribution | who has committed more than s steps more than the slowest learner |
 //! | `async` | one contribution | nobody's |
 //!
-//! Besides, a commit waits for a buffer, for its learner's last one to be published, and for what is being
-//! reduced on arrival.
+//! Besides, a commit waits for a buffer, for its learner's last one to be published, and for another contribution that is
+//! part of a provisional plan.
 use libmodelio::vocabulary::controls::Consistency;
 use libmodelio::vocabulary::ids::LearnerId;
 
-use super::{Member, PendingKind, Phase, Place, ShardCore};
+use super::{JobCore, Member, PendingKind, Phase, Place};
 
-impl<S: Clone> ShardCore<S> {
+impl<S: Clone> JobCore<S> {
     /// Takes over the consistency that is set. Who ran ahead under another one starts level with the others.
     pub(super) fn follow_consistency(&mut self) {
         let before = std::mem::replace(&mut self.consistency, self.controls.consistency);
@@ -46,12 +46,8 @@ impl<S: Clone> ShardCore<S> {
         let Some(member) = self.members.get(&learner).filter(|member| !member.unpublished) else {
             return false;
         };
-        let fuser = self.fusing.as_ref().map(|fusing| fusing.owner);
-        if fuser == Some(learner) && self.fuses_in_flight > 0 {
-            return false;
-        }
-        // What is being reduced on arrival was computed without it.
-        let is_alone = fuser.is_none_or(|owner| owner == learner);
+        // What a provisional plan has computed was computed without it.
+        let is_alone = self.early.is_none_or(|early| early == learner);
         match self.consistency {
             Consistency::Sync => {
                 self.takes_part(member) && (self.buffer_ready || !self.has_enough_with(learner))
@@ -62,7 +58,6 @@ impl<S: Clone> ShardCore<S> {
                     && self.buffer_ready
                     && self.committed.is_empty()
                     && is_alone
-                    && self.fuses_in_flight == 0
                     && !self.is_too_far_ahead(learner)
             }
         }
@@ -97,7 +92,7 @@ impl<S: Clone> ShardCore<S> {
         self.members.iter().filter(move |(_, member)| missing(member)).map(|(&learner, _)| learner)
     }
 
-    /// Who alone can still add to the coming version, so that its blocks may be reduced on arrival.
+    /// Who alone can still add to the coming version, so that a plan may begin while it writes.
     pub(super) fn last_outstanding(&self) -> Option<LearnerId> {
         if !self.gathers() {
             return match self.members.len() {
@@ -105,7 +100,7 @@ impl<S: Clone> ShardCore<S> {
                 _ => None,
             };
         }
-        if !self.committed.iter().all(|c| matches!(c.place, Place::Lent | Place::Folded)) {
+        if !self.committed.iter().all(|c| matches!(c.place, Place::Lent | Place::Accumulated)) {
             return None;
         }
         let all = self.consistency == Consistency::Sync;
@@ -132,7 +127,7 @@ impl<S: Clone> ShardCore<S> {
 
     /// Whether somebody who waits may be waiting for `learner`.
     pub(super) fn holds_up(&self, learner: LearnerId, member: &Member) -> bool {
-        if self.fusing.as_ref().is_some_and(|fusing| fusing.owner == learner) {
+        if self.early == Some(learner) {
             return true;
         }
         match self.consistency {

@@ -1,13 +1,13 @@
 //! Holding the job at a moment when all that there is of it are a version and this core: it can be taken elsewhere then.
 //!
-//! Nothing of the coming version may be in the accumulator. So contributions are no longer folded; they stay where they
-//! are, and their commits wait for the version. When it is out, nothing is begun any more. Requests are taken as ever,
+//! Nothing of the coming version may be in the accumulator. So contributions are no longer accumulated; they stay where
+//! they are, and their commits wait for the version. When it is out, nothing is begun any more. Requests are taken as ever,
 //! and deadlines and leases go on.
 use libmodelio::vocabulary::reducer::Reducer;
 
-use super::{Action, Committed, Contribution, Now, Pending, PendingKind, Phase, Place, ShardCore};
+use super::{Action, Committed, Contribution, JobCore, Now, Pending, PendingKind, Place};
 
-impl<S: Clone> ShardCore<S> {
+impl<S: Clone> JobCore<S> {
     /// Begins to hold.
     pub fn hold(&mut self) {
         self.holds = true;
@@ -22,12 +22,7 @@ impl<S: Clone> ShardCore<S> {
 
     /// Whether nothing is begun any more, and nothing that was is left.
     pub fn is_held(&self) -> bool {
-        self.holds
-            && self.running.is_none()
-            && self.fusing.is_none()
-            && self.fuses_in_flight == 0
-            && self.accumulated.is_clear()
-            && !self.is_folding()
+        self.holds && !self.is_under_way()
     }
 
     /// The names of those whose contributions the coming version waits for.
@@ -51,20 +46,13 @@ impl<S: Clone> ShardCore<S> {
     /// be anything.
     pub fn is_sound(&self, blocks: u32, tensors: usize) -> bool {
         let of_model = |set: &fixedbitset::FixedBitSet| set.len() == blocks as usize;
-        let of_phase = |phase: &Phase| match phase {
-            Phase::Idle => true,
-            Phase::Open { received, fused, .. } => of_model(received) && of_model(fused),
-        };
         let contributed = |contribution: &Contribution<S>| {
             of_model(&contribution.sent)
-                && of_model(&contribution.deferred)
                 && contribution.tensors.len() == tensors
                 && contribution.partly.as_ref().is_none_or(|partly| partly.check(blocks).is_ok())
         };
         let held = |committed: &Committed<S>| {
-            !matches!(committed.place, Place::Folding)
-                && contributed(&committed.contribution)
-                && committed.undo.as_ref().is_none_or(of_phase)
+            !matches!(committed.place, Place::Accumulating) && contributed(&committed.contribution)
         };
         let waits = |pending: &Pending<S>| match &pending.kind {
             PendingKind::Commit { contribution, .. } => contributed(contribution),
@@ -75,10 +63,7 @@ impl<S: Clone> ShardCore<S> {
             && self.optimizer_steps.tensors() == tensors as u64
             && self.frozen.0.len() == tensors
             && self.params.as_ref().is_none_or(|(.., frozen)| frozen.0.len() == tensors)
-            && of_model(&self.accumulated)
-            && self.accumulated.is_clear()
-            && self.fuses_in_flight == 0
-            && self.members.values().all(|member| of_phase(&member.phase))
+            && !self.has_accumulated()
             && self.committed.iter().all(held)
             && self.pending.iter().all(waits)
     }

@@ -3,10 +3,7 @@
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
 
-use super::{
-    Action, Committed, MAX_LEARNERS, Member, Now, PendingKind, Phase, Place, ShardCore, Stall, Wait,
-    WaitedFor,
-};
+use super::{Action, JobCore, MAX_LEARNERS, Member, Now, PendingKind, Phase, Stall, Wait, WaitedFor};
 
 /// After this it is said who is waited for.
 pub const LONG: Now = Now::from_secs(5);
@@ -29,7 +26,7 @@ fn check_name(name: &str) -> Result<(), ShardError> {
     Err(ShardError::NotAllowed(why))
 }
 
-impl<S: Clone> ShardCore<S> {
+impl<S: Clone> JobCore<S> {
     /// A learner joins as `name`. In the middle of a step it takes part from the next one.
     ///
     /// # Errors
@@ -103,9 +100,6 @@ impl<S: Clone> ShardCore<S> {
         if let Some(member) = self.members.remove(&learner) {
             self.remember(member.name);
         }
-        for waiter in self.waiters.extract_if(.., |waiter| waiter.learner == learner) {
-            actions.push(Action::Reply(waiter.ticket, Err(ShardError::UnknownLearner(learner))));
-        }
         actions.push(Action::Left { learner, reason });
         Ok(())
     }
@@ -161,7 +155,7 @@ impl<S: Clone> ShardCore<S> {
         let member = self.members.get_mut(&learner).ok_or(ShardError::UnknownLearner(learner))?;
         if matches!(member.phase, Phase::Open { .. }) {
             member.phase = Phase::Idle;
-            self.drop_fusing(learner, actions);
+            self.drop_early(learner, actions);
             self.drop_pending_commit(learner, why, actions);
         } else if let Some(taken) = self.committed.iter_mut().find(|c| c.contribution.learner == learner)
             && taken.undo.is_some()
@@ -170,18 +164,6 @@ impl<S: Clone> ShardCore<S> {
             taken.undo = Some(Phase::Idle);
         }
         Ok(())
-    }
-
-    /// Blocks that were reduced on arrival for `learner` are void.
-    pub(super) fn drop_fusing(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
-        if self.fusing.take_if(|fusing| fusing.owner == learner).is_some() {
-            // Folded contributions wait under the same parameters; nothing else depends on them.
-            let folded = |c: &Committed<S>| matches!(c.place, Place::Folded | Place::Folding);
-            self.params.take_if(|_| !self.committed.iter().any(folded));
-            if self.provisional && self.running.is_none() {
-                actions.push(Action::Drop);
-            }
-        }
     }
 
     /// Sign of life from `learner`. `attached`: whether a process uses it, where that is known anew.
@@ -295,10 +277,9 @@ impl<S: Clone> ShardCore<S> {
 
     /// Whether `learner` is silent because a request of its own is not answered yet.
     fn waits(&self, learner: LearnerId) -> bool {
-        self.waiters.iter().any(|waiter| waiter.learner == learner)
-            || self.pending.iter().any(|pending| {
-                matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner)
-            })
+        self.pending.iter().any(|pending| {
+            matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner)
+        })
     }
 
     pub(super) fn is_stopped(&self) -> bool {
@@ -319,9 +300,6 @@ impl<S: Clone> ShardCore<S> {
             return;
         }
         let error = self.stopped();
-        for waiter in self.waiters.drain(..) {
-            actions.push(Action::Reply(waiter.ticket, Err(error.clone())));
-        }
         let mut kept = std::collections::VecDeque::new();
         for pending in self.pending.drain(..) {
             match pending.kind {

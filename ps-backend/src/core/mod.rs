@@ -1,29 +1,29 @@
-//! The shard's decisions: who is in the job, which contribution a block belongs to, when a version
-//! is complete. Pure: events and `now` go in, [`Action`]s come out; no socket, no clock, no bytes.
+//! The job's decisions: who is in the job, what a version is made of, when it is complete. Pure: events and `now` go in,
+//! [`Action`]s come out; no socket, no clock, no bytes.
 //!
 //! # How a version is made
-//! Every learner has at most one open contribution. A block of it is either *reduced on arrival*,
-//! straight from the request buffer into the next version's buffer, or *deferred*: it waits in the
-//! learner's staging region, and the shard reads it when the contribution is committed.
+//! Every learner has at most one open contribution, whose payload waits at its client. When the contributions of a version
+//! are committed, a plan adds them up and computes the version ([`Action::Reduce`]).
 //!
-//! A block may be reduced on arrival only when nothing but its own learner can still undo the
-//! result: where a version waits for several (`sync`, `quorum`) when all other learners have committed,
-//! where every contribution makes one (`async`, `ssp`) when the learner is alone. The result stays invisible (the old version and the old optimizer state are
-//! untouched: double buffers), so a learner that dies in mid-write leaves no half step: its blocks
-//! are computed again without it. What a learner has committed stays, whatever becomes of it.
+//! A plan may begin *early*, while its last contribution is still written: then blocks are added as they are whole. That
+//! may happen only when nothing but that learner can still undo the result: where a version waits for several (`sync`,
+//! `quorum`) when all other learners have committed, where every contribution makes one (`async`, `ssp`) when the learner
+//! is alone. Such a plan is provisional: the commit seals it ([`Action::Seal`]); a learner that dies or aborts drops it
+//! ([`Action::Drop`]), and the version is computed again without that contribution. What a learner has committed stays,
+//! whatever becomes of it.
 //!
-//! Memory does not grow with the learners: deferred payloads live in the learners' own regions, and
-//! one fp32 accumulator takes what must leave them early (iRDMA §IV-C).
+//! Memory does not grow with the learners: payloads wait at the clients, and one fp32 accumulator takes what must leave
+//! them before the version is made (iRDMA §IV-C).
 //!
 //! # What a deadline means
 //! A commit that was not taken by its deadline can be sent again or aborted. Once it is taken it counts,
 //! even if its version is still being computed at the deadline and the answer is a timeout; the same
 //! commit sent again then learns the outcome and changes nothing.
 
-mod arrival;
 mod bits;
 mod commit;
 mod consistency;
+mod early;
 mod hold;
 mod membership;
 mod setback;
@@ -64,7 +64,7 @@ pub const MAX_ASSIGNS: usize = 64;
 /// Learners a job can have at once.
 pub const MAX_LEARNERS: usize = libmodelio::vocabulary::controls::MAX_LEARNERS as usize;
 
-/// One learner's committed contribution. `S` is where its deferred payload lies.
+/// One learner's committed contribution. `S` is where its payload lies.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Contribution<S> {
     /// Whose.
@@ -72,19 +72,13 @@ pub struct Contribution<S> {
     /// Blocks it holds; the others count as zero.
     #[serde(deserialize_with = "bits::deserialize")]
     pub sent: FixedBitSet,
-    /// Blocks to be read from `source`.
-    #[serde(deserialize_with = "bits::deserialize")]
-    pub deferred: FixedBitSet,
     /// Tensors of which it holds something.
     #[serde(deserialize_with = "bits::deserialize")]
     pub tensors: FixedBitSet,
     /// What of its blocks was written, where that is not all. `None` if that is in too many pieces to be of values.
     pub partly: Option<PartlyWritten>,
-    /// The staging memory.
+    /// Where its payload lies.
     pub source: S,
-    /// Nobody has looked for NaN and Inf in `source`: whoever reads it first does, and the commit is taken
-    /// back if some are found.
-    pub unchecked: bool,
     /// `source` is memory of a program's, which has it back when the commit is answered: it is answered with an error
     /// only when nothing that has read it can count any more.
     pub lent: bool,
@@ -100,25 +94,11 @@ impl<S> Contribution<S> {
 /// What to compute for the next version.
 #[derive(Clone, Debug)]
 pub struct Plan<S> {
-    /// The version it makes.
-    pub version: Version,
     /// How.
     pub work: Work<S>,
-    /// Blocks that still have to be computed; the others were reduced on arrival.
-    pub todo: FixedBitSet,
     /// The plan is provisional: this learner is still writing its contribution to it, which `inputs` lacks. Either
     /// [`Action::Seal`] follows, or [`Action::Drop`].
     pub provisional: Option<LearnerId>,
-}
-
-impl<S> Plan<S> {
-    /// Whether it reads contributions in which nobody has looked for NaN and Inf yet.
-    pub fn has_unchecked(&self) -> bool {
-        match &self.work {
-            Work::Reduce { inputs, .. } => inputs.iter().any(|contribution| contribution.unchecked),
-            Work::Assign { .. } => false,
-        }
-    }
 }
 
 /// The kinds of plan.
@@ -133,41 +113,35 @@ pub enum Work<S> {
         tensors: TensorSteps,
         /// Optimizer state starts from zero.
         fresh_state: bool,
-        /// Contributions read from staging, by learner.
+        /// Contributions that are not in the accumulator, by learner.
         inputs: Vec<Arc<Contribution<S>>>,
-        /// Blocks for which the accumulator holds the sum of contributions that left staging.
-        accumulated: FixedBitSet,
     },
     /// Publish new values that were written to `weights`.
     Assign {
-        /// The buffer that becomes the version.
+        /// Where they lie.
         buffer: S,
-        /// Sorted, disjoint byte ranges that were written.
-        written: Vec<Range<u64>>,
     },
 }
 
 /// What the edge has to do.
 #[derive(Clone, Debug)]
 pub enum Action<S> {
-    /// Add the deferred blocks of all of these into the accumulator, then call [`ShardCore::folded`], or
-    /// [`ShardCore::fold_failed`] if nothing was added.
-    Fold {
-        /// What to add, by learner; at least one, at most as many as [`ShardCore::with_fold_batch`] says.
+    /// Add all of these into the accumulator, then call [`JobCore::accumulated`], or [`JobCore::accumulate_failed`] if
+    /// nothing was added.
+    Accumulate {
+        /// What to add, by learner; at least one.
         contributions: Vec<Arc<Contribution<S>>>,
-        /// Blocks that the accumulator already holds; others are stored, not added.
-        accumulated: FixedBitSet,
         /// Or the last one replaces what is there.
         combine: Combine,
     },
-    /// Compute a version, then call [`ShardCore::reduced`]; not before it is sealed, if the plan is provisional.
+    /// Compute a version, then call [`JobCore::reduced`]; not before it is sealed, if the plan is provisional.
     Reduce(Arc<Plan<S>>),
     /// The provisional plan under way is this one: its last contribution is committed.
     Seal(Arc<Plan<S>>),
     /// The provisional plan under way is void: what it has computed never counts.
     Drop,
-    /// Answer a request.
-    Reply(Ticket, Result<Answer, ShardError>),
+    /// Answer a request: it is done, for good.
+    Reply(Ticket, Result<(), ShardError>),
     /// A version is complete.
     Published(Version),
     /// A learner is no longer in the job.
@@ -177,35 +151,6 @@ pub enum Action<S> {
         /// Why.
         reason: LeaveReason,
     },
-}
-
-/// Answers to requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
-    /// The contribution is taken for good.
-    Committed,
-    /// The newest version.
-    Version(Version),
-}
-
-/// Where a learner's last commit is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LastCommit {
-    /// It waits for its version.
-    Waits,
-    /// Part of this version; 0 before the first one.
-    In(Version),
-}
-
-/// What to do with a block just offered.
-#[derive(Debug)]
-pub enum Arrival<S> {
-    /// Reduce it now into the next version, then call [`ShardCore::fused`].
-    Fuse(Arc<Plan<S>>),
-    /// Leave it in the learner's staging region.
-    Defer,
-    /// It was taken before.
-    Duplicate,
 }
 
 /// Answer to the first write of a contribution.
@@ -223,12 +168,8 @@ enum Phase {
     Idle,
     Open {
         step: Step,
-        /// The exactly-once record.
-        #[serde(deserialize_with = "bits::deserialize")]
-        received: FixedBitSet,
-        /// Reduced on arrival.
-        #[serde(deserialize_with = "bits::deserialize")]
-        fused: FixedBitSet,
+        /// A block of it is whole.
+        has_block: bool,
     },
 }
 
@@ -264,14 +205,14 @@ impl Member {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Place {
-    /// The payload stays in staging until the version is made.
+    /// The payload stays where it is until the version is made.
     Lent,
-    /// Waits for its turn to be folded.
-    ToFold,
-    /// Being folded; the commit's ticket waits, if there is one.
-    Folding,
+    /// Waits for its turn to be accumulated.
+    ToAccumulate,
+    /// Being accumulated; the commit's ticket waits, if there is one.
+    Accumulating,
     /// In the accumulator.
-    Folded,
+    Accumulated,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -281,8 +222,8 @@ struct Committed<S> {
     lendable: bool,
     /// To answer when the payload is safe, at the latest at the time beside it.
     ticket: Option<(Ticket, Now)>,
-    /// When it is folded unless its version is made before.
-    fold_at: Now,
+    /// When it is accumulated unless its version is made before.
+    accumulate_at: Now,
     /// What its learner's phase was: until the payload has left its program's memory and was found to be
     /// good, the commit can be taken back.
     undo: Option<Phase>,
@@ -291,7 +232,7 @@ struct Committed<S> {
 impl<S> Committed<S> {
     /// Whether its payload is being read where it is not the shard's own.
     fn is_read(&self) -> bool {
-        self.place == Place::Folding || self.place == Place::Lent && !self.lendable
+        self.place == Place::Accumulating || self.place == Place::Lent && !self.lendable
     }
 
     /// Whether it is being read in memory that is lent.
@@ -315,22 +256,7 @@ struct Pending<S> {
 #[derive(Debug, Serialize, Deserialize)]
 enum PendingKind<S> {
     Commit { contribution: Contribution<S>, lendable: bool },
-    Assign { buffer: S, written: Vec<Range<u64>> },
-}
-
-/// Blocks of one learner being reduced on arrival.
-#[derive(Debug)]
-struct Fusing<S> {
-    owner: LearnerId,
-    plan: Arc<Plan<S>>,
-}
-
-/// A learner waits for the version with its step.
-#[derive(Debug, Serialize, Deserialize)]
-struct Waiter {
-    ticket: Ticket,
-    learner: LearnerId,
-    deadline: Now,
+    Assign { buffer: S },
 }
 
 /// A time in which somebody has been waiting for other learners, without a pause as long as a lease: those whose
@@ -378,7 +304,7 @@ impl fmt::Display for WaitedFor {
 /// The shard, without its memory and its sockets.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(bound(serialize = "S: Serialize", deserialize = "S: Deserialize<'de>"))]
-pub struct ShardCore<S> {
+pub struct JobCore<S> {
     blocks: usize,
     tensors: usize,
     controls: Controls,
@@ -396,30 +322,21 @@ pub struct ShardCore<S> {
     /// As many learners as expected have been here.
     formed: bool,
     committed: Vec<Committed<S>>,
-    /// Blocks in the accumulator.
-    #[serde(deserialize_with = "bits::deserialize")]
-    accumulated: FixedBitSet,
     pending: VecDeque<Pending<S>>,
-    waiters: Vec<Waiter>,
+    /// The learner whose contribution is still written to the provisional plan under way.
     #[serde(skip)]
-    fusing: Option<Fusing<S>>,
-    /// The learner whose blocks may be reduced on arrival just now.
-    fuser: Option<LearnerId>,
-    /// Blocks being reduced on arrival at this moment.
-    fuses_in_flight: u32,
+    early: Option<LearnerId>,
     #[serde(skip)]
     running: Option<Arc<Plan<S>>>,
     /// How long a contribution whose memory is needed back waits for the others of its step.
-    fold_patience: Now,
-    /// How many contributions are folded at once.
-    fold_batch: usize,
+    accumulate_patience: Now,
     /// Plans begin while their last contribution is still written.
     provisional: bool,
     /// Of a whole block.
     #[serde(skip)]
     of_whole_blocks: bool,
-    /// Blocks of this step were refused while its plan was provisional: it is read when it is committed.
-    unfit: Option<(LearnerId, Step)>,
+    /// The plan that had begun early for this step could not take it: it is read when it is committed.
+    failed_early: Option<(LearnerId, Step)>,
     /// The write of `weights` that the running plan publishes.
     running_ticket: Option<(Ticket, Now)>,
     /// Reducer and constants of the coming version, and what is frozen in it, fixed once something of it was computed.
@@ -441,15 +358,14 @@ pub struct ShardCore<S> {
     /// Optimizer steps of each tensor since its state was zero.
     optimizer_steps: TensorSteps,
     contributions_taken: u64,
-    blocks_on_arrival: u64,
 }
 
-impl<S: Clone> ShardCore<S> {
+impl<S: Clone> JobCore<S> {
     /// A job at version 0 without learners, for a model of `blocks` blocks and `tensors` tensors. The next version's
     /// buffer is taken to be ready.
-    pub fn new(blocks: u32, tensors: usize, controls: Controls) -> ShardCore<S> {
+    pub fn new(blocks: u32, tensors: usize, controls: Controls) -> JobCore<S> {
         let blocks = blocks as usize;
-        ShardCore {
+        JobCore {
             blocks,
             tensors,
             consistency: controls.consistency,
@@ -465,18 +381,13 @@ impl<S: Clone> ShardCore<S> {
             next_learner: 1,
             formed: false,
             committed: Vec::new(),
-            accumulated: FixedBitSet::with_capacity(blocks),
             pending: VecDeque::new(),
-            waiters: Vec::new(),
-            fusing: None,
-            fuser: None,
-            fuses_in_flight: 0,
+            early: None,
             running: None,
-            fold_patience: Now::ZERO,
-            fold_batch: 1,
+            accumulate_patience: Now::ZERO,
             provisional: false,
             of_whole_blocks: false,
-            unfit: None,
+            failed_early: None,
             running_ticket: None,
             reform: false,
             buffer_ready: true,
@@ -485,38 +396,29 @@ impl<S: Clone> ShardCore<S> {
             wait: None,
             optimizer_steps: TensorSteps::uniform(tensors, 0),
             contributions_taken: 0,
-            blocks_on_arrival: 0,
         }
     }
 
     /// Waits up to `patience` for the rest of a step before a contribution whose memory is needed back is
-    /// folded: what is summed in one pass with the others need not be folded at all. As long as folding
+    /// accumulated: what is summed in one pass with the others need not be accumulated at all. As long as accumulating
     /// takes is a good choice: then waiting in vain at most doubles the cost.
     #[must_use]
-    pub fn with_fold_patience(mut self, patience: Now) -> ShardCore<S> {
-        self.fold_patience = patience;
+    pub fn with_accumulate_patience(mut self, patience: Now) -> JobCore<S> {
+        self.accumulate_patience = patience;
         self
     }
 
-    /// Begins a plan when the last learner that it waits for begins to write. Blocks are reduced as they come, and
-    /// nobody asks [`Self::arrive`].
+    /// Begins a plan when the last learner that it waits for begins to write.
     #[must_use]
-    pub fn with_provisional_plans(mut self) -> ShardCore<S> {
+    pub fn with_provisional_plans(mut self) -> JobCore<S> {
         self.provisional = true;
         self
     }
 
     /// Such a plan begins only when its learner has written a whole block: [`Self::is_whole`].
     #[must_use]
-    pub fn of_whole_blocks(mut self) -> ShardCore<S> {
+    pub fn of_whole_blocks(mut self) -> JobCore<S> {
         self.of_whole_blocks = true;
-        self
-    }
-
-    /// Folds up to so many contributions at once (at least one): all that wait for it when the first is due.
-    #[must_use]
-    pub fn with_fold_batch(mut self, most: usize) -> ShardCore<S> {
-        self.fold_batch = most.max(1);
         self
     }
 
@@ -570,14 +472,14 @@ impl<S: Clone> ShardCore<S> {
     }
 
     /// Contributions to the coming version that are added up already.
-    pub(crate) fn folded_contributions(&self) -> impl Iterator<Item = &Arc<Contribution<S>>> {
-        let folded = self.committed.iter().filter(|committed| committed.place == Place::Folded);
-        folded.map(|committed| &committed.contribution)
+    pub(crate) fn accumulated_contributions(&self) -> impl Iterator<Item = &Arc<Contribution<S>>> {
+        let accumulated = self.committed.iter().filter(|committed| committed.place == Place::Accumulated);
+        accumulated.map(|committed| &committed.contribution)
     }
 
     /// Lets new settings and new learners in where nothing that has begun depends on the old ones.
     fn settle(&mut self) {
-        if self.running.is_some() || self.fusing.is_some() {
+        if self.running.is_some() || self.early.is_some() {
             return;
         }
         self.follow_consistency();
@@ -601,45 +503,24 @@ impl<S: Clone> ShardCore<S> {
         }
     }
 
-    /// The plan for the coming version from what is committed, and `more` contributions, which may hold any tensor.
-    ///
-    /// A block that is reduced on arrival is whole: all of its tensors are written. So what it is computed with is
-    /// what the plan has that is made when all is committed.
-    fn reduce_plan(&self, more: u32) -> Plan<S> {
-        let mut inputs: Vec<_> = self
-            .committed
-            .iter()
-            .filter(|committed| committed.place == Place::Lent)
-            .map(|committed| Arc::clone(&committed.contribution))
-            .collect();
+    /// The plan for the coming version from what is committed, and, if it is provisional, what a learner still writes, which
+    /// may hold any tensor.
+    fn reduce_plan(&self, provisional: Option<LearnerId>) -> Plan<S> {
+        let lent = self.committed.iter().filter(|committed| committed.place == Place::Lent);
+        let mut inputs: Vec<_> = lent.map(|committed| Arc::clone(&committed.contribution)).collect();
         inputs.sort_by_key(|contribution| contribution.learner);
-        let mut todo = FixedBitSet::with_capacity(self.blocks);
-        todo.insert_range(..);
         let (reducer, hyper, frozen) = self.params();
         let mut written = FixedBitSet::with_capacity(self.tensors);
-        if more > 0 {
+        if provisional.is_some() {
             written.insert_range(..);
         }
         self.committed.iter().for_each(|committed| written.union_with(&committed.contribution.tensors));
         written.difference_with(&frozen.0);
         let tensors = self.optimizer_steps.next(&written);
-        Plan {
-            version: self.version.next(),
-            work: Work::Reduce {
-                step: reducer::Step {
-                    reducer,
-                    hyper,
-                    contributions: self.committed.len() as u32 + more,
-                    t: tensors.highest(),
-                },
-                tensors,
-                fresh_state: self.optimizer_steps.highest() == 0,
-                inputs,
-                accumulated: self.accumulated.clone(),
-            },
-            todo,
-            provisional: None,
-        }
+        let contributions = self.committed.len() as u32 + u32::from(provisional.is_some());
+        let step = reducer::Step { reducer, hyper, contributions, t: tensors.highest() };
+        let fresh_state = self.optimizer_steps.highest() == 0;
+        Plan { work: Work::Reduce { step, tensors, fresh_state, inputs }, provisional }
     }
 
     /// What the coming version is computed with.

@@ -1,7 +1,7 @@
 //! Work that was begun and cannot be ended: what it leaves behind, and what is begun anew.
 //!
-//! Until it is folded or part of a version, a commit that is not lendable can be taken out again, and with it
-//! the plan or the fold that has it. Everybody else's contributions go back to where they can be read
+//! Until it is accumulated or part of a version, a commit that is not lendable can be taken out again, and with it
+//! the plan or the accumulation that has it. Everybody else's contributions go back to where they can be read
 //! again; what the accumulator held before stays.
 
 use std::sync::Arc;
@@ -9,18 +9,18 @@ use std::sync::Arc;
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 
-use super::{Action, Answer, Committed, Member, Now, Phase, Place, Plan, ShardCore, Work};
+use super::{Action, Committed, JobCore, Member, Now, Phase, Place, Plan, Work};
 
-impl<S: Clone> ShardCore<S> {
-    /// The contributions of a [`Action::Fold`] could not be added up, and nothing of any of them was. The
-    /// commits named fail with the error beside them and are open again; the rest are folded anew.
-    pub fn fold_failed(
+impl<S: Clone> JobCore<S> {
+    /// The contributions of a [`Action::Accumulate`] could not be added up, and nothing of any of them was. The
+    /// commits named fail with the error beside them and are open again; the rest are accumulated anew.
+    pub fn accumulate_failed(
         &mut self,
         failed: Vec<(LearnerId, ShardError)>,
         now: Now,
         actions: &mut Vec<Action<S>>,
     ) {
-        self.stop_fold();
+        self.stop_accumulation();
         self.fail(failed, actions);
         self.release_params();
         self.advance(now, actions);
@@ -36,21 +36,21 @@ impl<S: Clone> ShardCore<S> {
     }
 
     /// The payload of these learners' commits cannot be had any more. Those that are neither lendable (their
-    /// payload is the shard's own) nor folded are not part of the job: they fail. Of the learners, those
+    /// payload is the shard's own) nor accumulated are not part of the job: they fail. Of the learners, those
     /// still in the job leave it with [`LeaveReason::Died`].
     ///
-    /// Returns whether the plan or the fold under way needed one of these payloads. Then it is void, and must
+    /// Returns whether the plan or the accumulation under way needed one of these payloads. Then it is void, and must
     /// not be reported as done; `actions` may begin another.
     pub fn lost(&mut self, learners: &[LearnerId], now: Now, actions: &mut Vec<Action<S>>) -> bool {
         let is_gone = |committed: &Committed<S>| {
             !committed.lendable
-                && committed.place != Place::Folded
+                && committed.place != Place::Accumulated
                 && learners.contains(&committed.contribution.learner)
         };
         let gone: Vec<_> = self.committed.extract_if(.., |committed| is_gone(committed)).collect();
         let mut void = false;
-        if gone.iter().any(|committed| committed.place == Place::Folding) {
-            self.stop_fold();
+        if gone.iter().any(|committed| committed.place == Place::Accumulating) {
+            self.stop_accumulation();
             void = true;
         }
         if gone.iter().any(|committed| self.reads(&committed.contribution.learner)) {
@@ -62,7 +62,7 @@ impl<S: Clone> ShardCore<S> {
             if let Some((ticket, _)) = committed.ticket {
                 actions.push(Action::Reply(ticket, Err(ShardError::UnknownLearner(learner))));
             }
-            self.drop_fusing(learner, actions);
+            self.drop_early(learner, actions);
         }
         self.release_params();
         for &learner in learners {
@@ -73,10 +73,10 @@ impl<S: Clone> ShardCore<S> {
         void
     }
 
-    /// The program of `learner` has the memory back that it has lent for its last commit. Unless that is folded, it fails
-    /// with `why` and is open again.
+    /// The program of `learner` has the memory back that it has lent for its last commit. Unless that is accumulated, it
+    /// fails with `why` and is open again.
     ///
-    /// Returns whether the plan or the fold under way reads it, which is void then, as with [`Self::lost`].
+    /// Returns whether the plan or the accumulation under way reads it, which is void then, as with [`Self::lost`].
     pub fn reclaim(
         &mut self,
         learner: LearnerId,
@@ -85,14 +85,14 @@ impl<S: Clone> ShardCore<S> {
         actions: &mut Vec<Action<S>>,
     ) -> bool {
         let is_it = |c: &&Committed<S>| {
-            c.contribution.lent && c.contribution.learner == learner && c.place != Place::Folded
+            c.contribution.lent && c.contribution.learner == learner && c.place != Place::Accumulated
         };
         let Some(committed) = self.committed.iter().find(is_it) else { return false };
         let (place, is_read) = (committed.place, committed.is_read());
         match place {
-            Place::Folding => self.stop_fold(),
+            Place::Accumulating => self.stop_accumulation(),
             Place::Lent => self.stop_plan(),
-            Place::ToFold | Place::Folded => {}
+            Place::ToAccumulate | Place::Accumulated => {}
         }
         self.fail(vec![(learner, why)], actions);
         self.release_params();
@@ -122,19 +122,15 @@ impl<S: Clone> ShardCore<S> {
     /// The version that was being made is not.
     fn stop_plan(&mut self) {
         self.running = None;
-        if self.provisional {
-            // With it went what had come early.
-            self.fusing = None;
-        }
         for committed in self.committed.iter_mut().filter(|c| !c.lendable && c.place == Place::Lent) {
-            committed.place = Place::ToFold;
+            committed.place = Place::ToAccumulate;
         }
     }
 
-    /// Nothing of what was being folded is in the accumulator.
-    fn stop_fold(&mut self) {
-        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Folding) {
-            committed.place = Place::ToFold;
+    /// Nothing of what was being accumulated is in the accumulator.
+    fn stop_accumulation(&mut self) {
+        for committed in self.committed.iter_mut().filter(|c| c.place == Place::Accumulating) {
+            committed.place = Place::ToAccumulate;
         }
     }
 
@@ -142,7 +138,7 @@ impl<S: Clone> ShardCore<S> {
         for (learner, error) in failed {
             let of_learner = |c: &&mut Committed<S>| c.contribution.learner == learner;
             let Some(committed) =
-                self.committed.iter_mut().filter(|c| c.place == Place::ToFold).find(of_learner)
+                self.committed.iter_mut().filter(|c| c.place == Place::ToAccumulate).find(of_learner)
             else {
                 continue;
             };
@@ -155,8 +151,7 @@ impl<S: Clone> ShardCore<S> {
 
     /// Settings are fixed only as long as something was computed with them.
     pub(super) fn release_params(&mut self) {
-        let folding = self.committed.iter().any(|c| c.place == Place::Folding);
-        if self.accumulated.is_clear() && self.fusing.is_none() && self.running.is_none() && !folding {
+        if !self.is_under_way() {
             self.params = None;
         }
     }
@@ -179,11 +174,7 @@ impl<S: Clone> ShardCore<S> {
         }
         let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
         if !self.members.get(&learner).is_some_and(is_open) {
-            self.drop_fusing(learner, actions);
-        }
-        let version = self.version;
-        for waiter in self.waiters.extract_if(.., |waiter| waiter.learner == learner) {
-            actions.push(Action::Reply(waiter.ticket, Ok(Answer::Version(version))));
+            self.drop_early(learner, actions);
         }
     }
 }

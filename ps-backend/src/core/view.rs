@@ -3,9 +3,8 @@ use libmodelio::transport::Attached;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::phase::JobPhase;
-use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
-use super::{Member, Now, Phase, Place, ShardCore, Ticket};
+use super::{JobCore, Member, Now, Phase, Place};
 
 /// A learner as the status shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,7 +54,7 @@ fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
     }
 }
 
-impl<S: Clone> ShardCore<S> {
+impl<S: Clone> JobCore<S> {
     /// The newest complete version.
     pub fn version(&self) -> Version {
         self.version
@@ -71,11 +70,6 @@ impl<S: Clone> ShardCore<S> {
         self.contributions_taken
     }
 
-    /// Blocks that were reduced on arrival since the start.
-    pub fn blocks_on_arrival(&self) -> u64 {
-        self.blocks_on_arrival
-    }
-
     /// Learners whose contribution to the coming version is in.
     pub fn committed(&self) -> usize {
         self.committed.len()
@@ -83,53 +77,23 @@ impl<S: Clone> ShardCore<S> {
 
     /// Where the contributions lie that are taken and still have to be read, by whose they are.
     pub fn unread(&self) -> impl Iterator<Item = (LearnerId, &S)> {
-        let unread = self.committed.iter().filter(|c| !c.lendable && c.place != Place::Folded);
+        let unread = self.committed.iter().filter(|c| !c.lendable && c.place != Place::Accumulated);
         unread.map(|c| (c.contribution.learner, &c.contribution.source))
     }
 
-    /// Whether something of the coming version has been computed: the memory and the settings behind it
-    /// must stay.
-    pub fn is_under_way(&self) -> bool {
-        self.params.is_some() || self.fusing.is_some() || self.fuses_in_flight > 0 || self.running.is_some()
+    /// Whether contributions are being accumulated: [`super::Action::Accumulate`] is under way.
+    pub(super) fn is_accumulating(&self) -> bool {
+        self.committed.iter().any(|c| c.place == Place::Accumulating)
     }
 
-    /// Optimizer steps of each tensor since its state was zero.
-    pub fn optimizer_steps(&self) -> &TensorSteps {
-        &self.optimizer_steps
+    /// Whether something of the coming version has been computed, or is being.
+    pub(super) fn is_under_way(&self) -> bool {
+        self.running.is_some() || self.early.is_some() || self.is_accumulating() || self.has_accumulated()
     }
 
-    /// Whether the next version has a buffer, as far as the core was told.
-    pub fn buffer_ready(&self) -> bool {
-        self.buffer_ready
-    }
-
-    /// Whether a version is being made: [`super::Action::Reduce`] is under way.
-    pub fn is_running(&self) -> bool {
-        self.running.is_some()
-    }
-
-    /// The version that is being made.
-    pub fn running_version(&self) -> Option<Version> {
-        self.running.as_ref().map(|plan| plan.version)
-    }
-
-    /// Whether contributions are being folded: [`super::Action::Fold`] is under way.
-    pub fn is_folding(&self) -> bool {
-        self.committed.iter().any(|c| c.place == Place::Folding)
-    }
-
-    /// When a request will have been answered; `None` once it is.
-    pub fn deadline(&self, ticket: Ticket) -> Option<Now> {
-        let pending = self.pending.iter().map(|pending| (pending.ticket, pending.deadline));
-        let waiters = self.waiters.iter().map(|waiter| (waiter.ticket, waiter.deadline));
-        let taken = self.committed.iter().filter_map(|committed| committed.ticket);
-        let mut all = pending.chain(waiters).chain(taken).chain(self.running_ticket);
-        all.find(|(known, _)| *known == ticket).map(|(_, deadline)| deadline)
-    }
-
-    /// Whether `learner` is in the job.
-    pub fn has_learner(&self, learner: LearnerId) -> bool {
-        self.members.contains_key(&learner)
+    /// Whether the accumulator holds something of the coming version.
+    pub(super) fn has_accumulated(&self) -> bool {
+        self.committed.iter().any(|c| c.place == Place::Accumulated && !c.contribution.sent.is_clear())
     }
 
     /// Learners in the job, by number.

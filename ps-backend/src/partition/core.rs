@@ -144,7 +144,7 @@ pub enum Action {
     /// Tell the coordinator that all blocks are there and computed.
     Ready(PlanId),
     /// Tell the coordinator whose contribution is refused.
-    Spoilt {
+    NonFinite {
         /// The plan.
         plan: PlanId,
         /// Whose.
@@ -210,7 +210,7 @@ enum Stage {
     Gathering,
     Ready,
     /// A payload was refused; the coordinator has yet to drop the plan.
-    Spoilt {
+    NonFinite {
         client: ClientId,
         block: u32,
     },
@@ -311,8 +311,8 @@ impl PartitionCore {
             running.vouched = true;
             match running.stage {
                 Stage::Ready => actions.push(Action::Ready(plan.id)),
-                Stage::Spoilt { client, block } => {
-                    actions.push(Action::Spoilt { plan: plan.id, client, block });
+                Stage::NonFinite { client, block } => {
+                    actions.push(Action::NonFinite { plan: plan.id, client, block });
                 }
                 Stage::Torn => actions.push(Action::Torn(plan.id)),
                 Stage::Beginning | Stage::Gathering | Stage::Dropped | Stage::Disowned => {}
@@ -426,7 +426,7 @@ impl PartitionCore {
                 actions.push(Action::Torn(id));
             }
             Stage::Gathering => running.compute_rest(actions),
-            Stage::Spoilt { client, block } => actions.push(Action::Spoilt { plan: id, client, block }),
+            Stage::NonFinite { client, block } => actions.push(Action::NonFinite { plan: id, client, block }),
             Stage::Torn => actions.push(Action::Torn(id)),
             Stage::Beginning | Stage::Ready | Stage::Dropped | Stage::Disowned => {}
         }
@@ -472,7 +472,7 @@ impl PartitionCore {
             Stage::Beginning => return Placement::Later,
             Stage::Gathering => {}
             Stage::Ready => return Placement::Duplicate,
-            Stage::Spoilt { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => {
+            Stage::NonFinite { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => {
                 return Placement::Unwanted;
             }
         }
@@ -527,8 +527,8 @@ impl PartitionCore {
                     running.compute_rest(actions);
                 }
             } else {
-                running.stage = Stage::Spoilt { client, block };
-                actions.push(Action::Spoilt { plan, client, block });
+                running.stage = Stage::NonFinite { client, block };
+                actions.push(Action::NonFinite { plan, client, block });
             }
         }
         self.check_ready(actions);
@@ -576,7 +576,7 @@ impl PartitionCore {
             // Nobody knows yet.
             Stage::Gathering if running.plan.is_provisional() => return None,
             Stage::Gathering => {}
-            Stage::Ready | Stage::Spoilt { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => {
+            Stage::Ready | Stage::NonFinite { .. } | Stage::Torn | Stage::Dropped | Stage::Disowned => {
                 return Some(missing);
             }
         }

@@ -139,22 +139,8 @@ impl Accumulator {
     /// When the memory cannot be had.
     pub(crate) fn new(layout: &ModelLayout, raw: bool) -> io::Result<Accumulator> {
         let bytes = (layout.elements() as usize * 4).max(4);
-        let mut accumulator = Accumulator { sum: Arc::new(Mapping::anonymous(bytes)?), raw: None };
-        if raw {
-            accumulator.add_raw(layout)?;
-        }
-        Ok(accumulator)
-    }
-
-    /// Makes room for tensors that are not reduced. Pages are taken only where such tensors lie.
-    ///
-    /// # Errors
-    /// When the memory cannot be had.
-    pub(crate) fn add_raw(&mut self, layout: &ModelLayout) -> io::Result<()> {
-        if self.raw.is_none() {
-            self.raw = Some(Arc::new(Mapping::anonymous(layout.size() as usize)?));
-        }
-        Ok(())
+        let raw = raw.then(|| Mapping::anonymous(layout.size() as usize).map(Arc::new)).transpose()?;
+        Ok(Accumulator { sum: Arc::new(Mapping::anonymous(bytes)?), raw })
     }
 
     /// Takes the pages of the sums.

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 
+use libmodelio::client::LastCommit;
 use libmodelio::contributor::{Contributor, Share, Traffic};
 use libmodelio::transport::Placement;
 use libmodelio::vocabulary::ids::{Step, Version};
-use ps_backend::core::LastCommit;
 
 use crate::site::{BLOCK, BLOCKS, LONG, SHORT, Way, answer, done, timed_out};
 

@@ -273,9 +273,9 @@ impl World {
                 Action::Sealed(_) => {}
                 Action::Ready(plan) => self.say_to_coordinator(partition, 0, Message::Ready { plan }),
                 Action::Torn(plan) => self.say_to_coordinator(partition, 0, Message::Torn { plan }),
-                Action::Spoilt { plan, client, block } => {
+                Action::NonFinite { plan, client, block } => {
                     let block = self.shards[partition].mine[block as usize];
-                    self.say_to_coordinator(partition, 0, Message::Spoilt { plan, client, block });
+                    self.say_to_coordinator(partition, 0, Message::NonFinitePayload { plan, client, block });
                 }
                 Action::Done(plan) => self.say_to_coordinator(partition, plan.0, Message::Done),
                 Action::Conclude(plan, kind) => self.shard_concludes(partition, plan, kind),

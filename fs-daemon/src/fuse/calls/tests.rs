@@ -7,6 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use libmodelio::bytes::mmap::Mapping;
+use libmodelio::client::LastCommit;
 use libmodelio::transport::{
     Attached, BlockSlot, Channel, Completion, Device, Message, Placement, Region, Reply, ShardError,
     TransportKind,
@@ -14,7 +15,6 @@ use libmodelio::transport::{
 use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use ps_backend::core::LastCommit;
 use ps_backend::job::{Job, JobStatus, Listener, SetDone, SetError, VersionView};
 use ps_backend::remote::RemoteJob;
 use ps_backend::server::local;

@@ -350,6 +350,6 @@ impl ClientCore {
 
     /// The plan's sum holds NaN or Inf of `learner`, which is to be refused: tells the coordinator.
     pub fn unfit(&mut self, plan: PlanId, learner: LearnerId, block: BlockId, actions: &mut Vec<Action>) {
-        self.notify(Message::Unfit { plan, learner, block }, actions);
+        self.notify(Message::NonFiniteContribution { plan, learner, block }, actions);
     }
 }

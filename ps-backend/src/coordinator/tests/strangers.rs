@@ -273,11 +273,15 @@ fn a_refusal_of_what_is_over_does_not_fail_the_job() {
     bench.partition(plan.plan.0 + 5, Message::Refused(Refusal::other("another one")));
     bench.partition(
         0,
-        Message::Spoilt { plan: PlanId(u64::MAX), client: A, block: libmodelio::vocabulary::ids::BlockId(0) },
+        Message::NonFinitePayload {
+            plan: PlanId(u64::MAX),
+            client: A,
+            block: libmodelio::vocabulary::ids::BlockId(0),
+        },
     );
     bench.partition(
         0,
-        Message::Spoilt {
+        Message::NonFinitePayload {
             plan: plan.plan,
             client: ClientId(99),
             block: libmodelio::vocabulary::ids::BlockId(0),

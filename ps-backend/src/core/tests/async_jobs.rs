@@ -4,10 +4,10 @@ use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Step, Version};
 
 use super::super::*;
-use super::sim::{Id, Sim, Uid, blocks, open, slot};
+use super::sim::{Id, Sim, Uid, blocks, ok, open};
 
 fn job(names: &[&str]) -> (Sim, Vec<Id>) {
-    let mut sim = Sim::new(&[("consistency", "async"), ("lease", "1")]);
+    let mut sim = Sim::new(&[("consistency", "async"), ("lease", "1")]).in_process();
     let ids: Vec<Id> = names.iter().map(|name| sim.join(name).unwrap()).collect();
     for id in &ids {
         sim.core.touch(id.0, Some(Attached::Yes), sim.now);
@@ -15,17 +15,9 @@ fn job(names: &[&str]) -> (Sim, Vec<Id>) {
     (sim, ids)
 }
 
-fn fuse(sim: &mut Sim, id: Id, step: Step, uid: Uid, block: u32) -> bool {
-    let fused = matches!(sim.arrive(slot(id, step, block), uid).unwrap(), Arrival::Fuse(_));
-    if fused {
-        sim.fuse_done(0, true);
-    }
-    fused
-}
-
 fn commit(sim: &mut Sim, id: Id, timeout: u64) -> (Uid, Ticket) {
     let (step, uid) = open(sim, id);
-    (uid, sim.commit(id.0, step, uid, (blocks([0]), blocks([0])), true, timeout))
+    (uid, sim.commit(id.0, step, uid, blocks([0]), true, timeout))
 }
 
 #[test]
@@ -40,42 +32,42 @@ fn every_commit_makes_a_version_one_after_the_other() {
 }
 
 #[test]
-fn blocks_are_reduced_on_arrival_only_when_the_learner_is_alone() {
+fn blocks_are_reduced_early_only_when_the_learner_is_alone() {
     let (mut sim, ids) = job(&["a"]);
     let (step, a) = open(&mut sim, ids[0]);
-    assert!(fuse(&mut sim, ids[0], step, a, 0));
+    assert!(sim.comes(ids[0].0, a, 0));
     let b = sim.join("b").unwrap();
-    assert!(fuse(&mut sim, ids[0], step, a, 1), "it began alone");
-    let (step_b, of_b) = open(&mut sim, b);
-    assert!(!fuse(&mut sim, b, step_b, of_b, 0));
-    sim.commit(ids[0].0, step, a, (blocks([0, 1]), blocks([])), true, 1_000);
+    assert!(sim.comes(ids[0].0, a, 1), "it began alone");
+    let (_, of_b) = open(&mut sim, b);
+    assert!(!sim.comes(b.0, of_b, 0));
+    sim.commit(ids[0].0, step, a, blocks([0, 1]), true, 1_000);
     sim.reduce_done(true);
-    let (step, a) = open(&mut sim, ids[0]);
-    assert!(!fuse(&mut sim, ids[0], step, a, 0));
+    let (_, a) = open(&mut sim, ids[0]);
+    assert!(!sim.comes(ids[0].0, a, 0));
 }
 
 #[test]
 fn a_commit_waits_while_another_contribution_is_partly_reduced() {
     let (mut sim, ids) = job(&["a"]);
-    let (step, a) = open(&mut sim, ids[0]);
-    assert!(fuse(&mut sim, ids[0], step, a, 1));
+    let (_, a) = open(&mut sim, ids[0]);
+    assert!(sim.comes(ids[0].0, a, 1));
     let b = sim.join("b").unwrap();
     let (of_b, ticket) = commit(&mut sim, b, 100);
     sim.tick(100);
     assert!(matches!(sim.replies[&ticket], Err(ShardError::TimedOut(_))));
     // It is still open: sent again, it goes in as soon as the other is done.
-    let again = sim.commit(b.0, Step(1), of_b, (blocks([0]), blocks([0])), true, 1_000);
+    let again = sim.commit(b.0, Step(1), of_b, blocks([0]), true, 1_000);
     sim.abort(ids[0].0);
     sim.reduce_done(true);
-    assert_eq!(sim.replies[&again], Ok(Answer::Committed));
+    assert!(ok(&sim, again));
     assert_eq!(sim.versions_of(&[a, of_b]), [None, Some(Version(1))]);
 }
 
 #[test]
 fn who_holds_up_a_commit_in_silence_leaves() {
     let (mut sim, ids) = job(&["a"]);
-    let (step, a) = open(&mut sim, ids[0]);
-    assert!(fuse(&mut sim, ids[0], step, a, 1));
+    let (_, a) = open(&mut sim, ids[0]);
+    assert!(sim.comes(ids[0].0, a, 1));
     let b = sim.join("b").unwrap();
     sim.core.touch(b.0, Some(Attached::Yes), sim.now);
     let (of_b, _) = commit(&mut sim, b, 60_000);
@@ -108,15 +100,15 @@ fn nothing_is_taken_before_the_job_is_formed() {
 
 #[test]
 fn consistency_changes_between_contributions_only() {
-    let mut sim = Sim::new(&[("learners", "2")]);
+    let mut sim = Sim::new(&[("learners", "2")]).in_process();
     let ids = [sim.join("a").unwrap(), sim.join("b").unwrap()];
     let (of_b, _) = commit(&mut sim, ids[1], 1_000);
     let (step, a) = open(&mut sim, ids[0]);
-    assert!(fuse(&mut sim, ids[0], step, a, 1));
+    assert!(sim.comes(ids[0].0, a, 1));
     sim.set("consistency", "async");
     assert!(sim.running.is_none(), "a's block is in the buffer");
-    assert!(fuse(&mut sim, ids[0], step, a, 2));
-    sim.commit(ids[0].0, step, a, (blocks([1, 2]), blocks([])), true, 1_000);
+    assert!(sim.comes(ids[0].0, a, 2));
+    sim.commit(ids[0].0, step, a, blocks([1, 2]), true, 1_000);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[a, of_b]), [Some(Version(1)); 2]);
     let (next, _) = commit(&mut sim, ids[1], 1_000);
@@ -135,13 +127,14 @@ fn asynchronous_frees_a_step_that_waits() {
 }
 
 #[test]
-fn a_wait_for_ones_own_step_ends_with_its_version() {
+fn a_step_is_unpublished_until_its_version() {
     let (mut sim, ids) = job(&["a", "b"]);
-    let (a, _) = commit(&mut sim, ids[0], 1_000);
-    let waits = sim.await_step(ids[0].0, vec![a], 1_000);
-    let other = sim.await_step(ids[1].0, vec![], 1_000);
-    assert_eq!(sim.replies[&other], Ok(Answer::Version(Version(0))));
-    assert!(sim.is_waiting(waits));
+    let step = |sim: &Sim| {
+        let view = sim.core.member(ids[0].0, sim.now).unwrap();
+        (view.step, view.unpublished, view.published_in)
+    };
+    commit(&mut sim, ids[0], 1_000);
+    assert_eq!(step(&sim), (Step(1), true, Version(0)));
     sim.reduce_done(true);
-    assert_eq!(sim.replies[&waits], Ok(Answer::Version(Version(1))));
+    assert_eq!(step(&sim), (Step(1), false, Version(1)));
 }

@@ -4,20 +4,20 @@ use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Version;
 
 use super::super::*;
-use super::sim::{Id, Sim, Uid, everything, is_fused, ok, open};
+use super::sim::{Id, Sim, Uid, everything, ok, open};
 
 fn job(names: &[&str]) -> (Sim, Vec<Id>) {
     let learners = names.len().to_string();
-    let mut sim = Sim::new(&[("deterministic", "true"), ("learners", &learners)]);
+    let mut sim = Sim::new(&[("deterministic", "true"), ("learners", &learners)]).in_process();
     let ids = names.iter().map(|name| sim.join(name).unwrap()).collect();
     (sim, ids)
 }
 
 fn order(sim: &Sim) -> Vec<Uid> {
-    let Some(Work::Reduce { inputs, accumulated, .. }) = sim.running.as_ref().map(|plan| &plan.work) else {
+    let Some(Work::Reduce { inputs, .. }) = sim.running.as_ref().map(|plan| &plan.work) else {
         return Vec::new();
     };
-    assert!(accumulated.is_clear(), "the accumulator comes first, whoever is in it");
+    assert!(sim.accumulator.is_empty(), "the accumulator comes first, whoever is in it");
     inputs.iter().map(|input| input.source).collect()
 }
 
@@ -29,7 +29,7 @@ fn what_is_mapped_waits_for_its_turn() {
         for i in arrivals {
             uids[i] = everything(&mut sim, ids[i], i == 1);
             sim.tick(100);
-            assert!(sim.folds.is_empty());
+            assert!(sim.accumulations.is_empty());
         }
         assert_eq!(order(&sim), uids.map(|(uid, _)| uid));
         assert!(sim.is_waiting(uids[0].1), "its fsync returns with the version");
@@ -39,11 +39,11 @@ fn what_is_mapped_waits_for_its_turn() {
 }
 
 #[test]
-fn nothing_arrives_early_beside_what_is_mapped() {
+fn nothing_is_reduced_early_beside_what_is_mapped() {
     let (mut sim, ids) = job(&["a", "b"]);
     everything(&mut sim, ids[1], false);
-    let (step, uid) = open(&mut sim, ids[0]);
-    assert!(!is_fused(&mut sim, ids[0], step, uid, 0));
+    let (_, uid) = open(&mut sim, ids[0]);
+    assert!(!sim.comes(ids[0].0, uid, 0));
 }
 
 #[test]
@@ -62,11 +62,11 @@ fn the_wait_ends_at_the_deadline_and_can_be_taken_up_again() {
 }
 
 #[test]
-fn without_it_what_waits_is_folded_at_once() {
+fn without_it_what_waits_is_accumulated_at_once() {
     let (mut sim, ids) = job(&["a", "b"]);
     let (_, ticket) = everything(&mut sim, ids[1], false);
-    assert!(sim.folds.is_empty());
+    assert!(sim.accumulations.is_empty());
     sim.set("deterministic", "false");
-    sim.fold_done(true);
+    sim.accumulate_done(true);
     assert!(ok(&sim, ticket));
 }

@@ -31,8 +31,8 @@ impl History {
         self.steps.remove(&learner);
     }
 
-    /// A version is going to be made of so many, of which these are read from staging.
-    pub fn begin(&mut self, core: &ShardCore<Uid>, contributions: u32, inputs: &[Arc<Contribution<Uid>>]) {
+    /// A version is going to be made of so many, of which these are not in the accumulator.
+    pub fn begin(&mut self, core: &JobCore<Uid>, contributions: u32, inputs: &[Arc<Contribution<Uid>>]) {
         let members = core.members(Now::ZERO);
         let missing = members.iter().filter(|m| m.joined_at <= core.version() && !m.unpublished).count();
         let least = core.controls().min_learners as usize;
@@ -77,7 +77,7 @@ impl History {
 
     /// Nobody has committed more than s + 1 steps more than the slowest; and whoever has committed c steps
     /// reads, in the newest version, everybody's up to c - s - 1.
-    pub fn check_coordinator(&self, core: &ShardCore<Uid>) {
+    pub fn check_coordinator(&self, core: &JobCore<Uid>) {
         let Consistency::Ssp(most) = core.consistency else { return };
         if !self.fixed {
             return;

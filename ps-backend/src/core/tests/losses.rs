@@ -1,4 +1,4 @@
-//! Batches of folds, and payloads that cannot be had any more.
+//! What is accumulated together, and payloads that cannot be had any more.
 
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::Version;
@@ -7,15 +7,15 @@ use libmodelio::vocabulary::phase::JobPhase;
 use super::super::*;
 use super::sim::{Id, Sim, Uid, everything, job, ok};
 
-/// A job of these whose core folds all at once after `millis`.
-fn batched(learners: &str, names: &[&str], millis: u64) -> (Sim, Vec<Id>) {
-    let mut sim = Sim::patient(&[("learners", learners)], millis).with_fold_batch(usize::MAX);
+/// A job of these whose core accumulations after `millis`.
+fn patient(learners: &str, names: &[&str], millis: u64) -> (Sim, Vec<Id>) {
+    let mut sim = Sim::patient(&[("learners", learners)], millis);
     let ids = names.iter().map(|name| sim.join(name).unwrap()).collect();
     (sim, ids)
 }
 
-fn folding(sim: &Sim) -> Vec<Uid> {
-    sim.folds.iter().flat_map(|(contributions, _)| contributions).map(|c| c.source).collect()
+fn accumulating(sim: &Sim) -> Vec<Uid> {
+    sim.accumulations.iter().flatten().map(|c| c.source).collect()
 }
 
 fn reducing(sim: &Sim) -> Vec<Uid> {
@@ -27,55 +27,45 @@ fn reducing(sim: &Sim) -> Vec<Uid> {
 
 #[test]
 fn a_batch_has_all_that_wait_in_the_order_of_learners() {
-    let (mut sim, ids) = batched("4", &["a", "b", "c", "d"], 20);
+    let (mut sim, ids) = patient("4", &["a", "b", "c", "d"], 20);
     let (of_c, _) = everything(&mut sim, ids[2], false);
     sim.tick(10);
     let (of_a, _) = everything(&mut sim, ids[0], false);
-    assert!(!sim.core.is_folding());
+    assert!(!sim.core.is_accumulating());
     sim.tick(10);
-    assert_eq!(folding(&sim), [of_a, of_c]);
-    assert!(sim.core.is_folding());
+    assert_eq!(accumulating(&sim), [of_a, of_c]);
+    assert!(sim.core.is_accumulating());
     // What comes while they are added up waits for the next batch.
     let (of_b, _) = everything(&mut sim, ids[1], false);
-    sim.fold_done(true);
+    sim.accumulate_done(true);
     sim.tick(20);
-    assert_eq!(folding(&sim), [of_b]);
-    sim.fold_done(true);
+    assert_eq!(accumulating(&sim), [of_b]);
+    sim.accumulate_done(true);
     everything(&mut sim, ids[3], false);
     sim.finish_work();
     assert_eq!(sim.versions_of(&[of_a, of_b, of_c]), [Some(Version(1)); 3]);
 }
 
 #[test]
-fn one_at_a_time_is_the_default() {
-    let (mut sim, ids) = job("3", &["a", "b", "c"]);
-    let (of_b, _) = everything(&mut sim, ids[1], false);
-    let (of_a, _) = everything(&mut sim, ids[0], false);
-    assert_eq!(folding(&sim), [of_b]);
-    sim.fold_done(true);
-    assert_eq!(folding(&sim), [of_a]);
-}
-
-#[test]
-fn of_a_batch_that_failed_the_rest_is_folded_anew() {
-    let (mut sim, ids) = batched("4", &["a", "b", "c", "d"], 20);
+fn of_a_batch_that_failed_the_rest_is_accumulated_anew() {
+    let (mut sim, ids) = patient("4", &["a", "b", "c", "d"], 20);
     let (_, bad) = everything(&mut sim, ids[0], false);
     let (of_b, good) = everything(&mut sim, ids[1], false);
     sim.tick(20);
-    sim.fold_done(false);
+    sim.accumulate_done(false);
     assert!(matches!(sim.replies[&bad], Err(ShardError::OutOfMemory(_))));
-    assert_eq!(folding(&sim), [of_b]);
+    assert_eq!(accumulating(&sim), [of_b]);
     assert!(!ok(&sim, good));
-    sim.fold_done(true);
+    sim.accumulate_done(true);
     assert!(ok(&sim, good));
 }
 
 #[test]
 fn what_is_lost_voids_the_plan_that_reads_it() {
-    let (mut sim, ids) = batched("3", &["a", "b", "c"], 20);
+    let (mut sim, ids) = patient("3", &["a", "b", "c"], 20);
     let commits: Vec<_> = ids.iter().map(|&id| everything(&mut sim, id, false)).collect();
-    assert_eq!(sim.core.running_version(), Some(Version(1)));
-    assert_eq!(sim.core.deadline(commits[0].1), Some(Now::from_millis(1_000)));
+    assert!(sim.running.is_some());
+    assert_eq!(sim.core.next_deadline(), Some(Now::from_millis(1_000)));
     sim.lose(&[ids[1].0]);
     // The others' are all there: the same version again, without it.
     assert_eq!(reducing(&sim), [commits[0].0, commits[2].0]);
@@ -89,15 +79,15 @@ fn what_is_lost_voids_the_plan_that_reads_it() {
 }
 
 #[test]
-fn what_is_lost_voids_the_fold_that_has_it() {
-    let (mut sim, ids) = batched("3", &["a", "b", "c"], 20);
+fn what_is_lost_voids_the_accumulation_that_has_it() {
+    let (mut sim, ids) = patient("3", &["a", "b", "c"], 20);
     let (of_a, at_a) = everything(&mut sim, ids[0], false);
     let (of_b, _) = everything(&mut sim, ids[1], false);
     sim.tick(20);
-    assert_eq!(folding(&sim), [of_a, of_b]);
+    assert_eq!(accumulating(&sim), [of_a, of_b]);
     sim.lose(&[ids[1].0]);
-    assert_eq!(folding(&sim), [of_a]);
-    sim.fold_done(true);
+    assert_eq!(accumulating(&sim), [of_a]);
+    sim.accumulate_done(true);
     assert!(ok(&sim, at_a));
     let (of_c, _) = everything(&mut sim, ids[2], false);
     sim.finish_work();
@@ -105,10 +95,10 @@ fn what_is_lost_voids_the_fold_that_has_it() {
 }
 
 #[test]
-fn what_is_folded_or_lent_cannot_be_lost() {
-    let (mut sim, ids) = batched("3", &["a", "b", "c"], 0);
-    let (folded, _) = everything(&mut sim, ids[0], false);
-    sim.fold_done(true);
+fn what_is_accumulated_or_lent_cannot_be_lost() {
+    let (mut sim, ids) = patient("3", &["a", "b", "c"], 0);
+    let (accumulated, _) = everything(&mut sim, ids[0], false);
+    sim.accumulate_done(true);
     let (lent, at) = everything(&mut sim, ids[1], true);
     assert!(ok(&sim, at));
     sim.lose(&[ids[0].0, ids[1].0]);
@@ -116,31 +106,31 @@ fn what_is_folded_or_lent_cannot_be_lost() {
     let (last, _) = everything(&mut sim, ids[2], false);
     assert_eq!(reducing(&sim), [lent, last]);
     sim.finish_work();
-    assert_eq!(sim.versions_of(&[folded, lent, last]), [Some(Version(1)); 3]);
+    assert_eq!(sim.versions_of(&[accumulated, lent, last]), [Some(Version(1)); 3]);
 }
 
 #[test]
 fn a_plan_without_what_is_lost_goes_on() {
-    let (mut sim, ids) = batched("2", &["a", "b"], 0);
-    let (folded, _) = everything(&mut sim, ids[0], false);
-    sim.fold_done(true);
+    let (mut sim, ids) = patient("2", &["a", "b"], 0);
+    let (accumulated, _) = everything(&mut sim, ids[0], false);
+    sim.accumulate_done(true);
     let (last, _) = everything(&mut sim, ids[1], false);
     sim.lose(&[ids[0].0]);
     assert_eq!(reducing(&sim), [last]);
     sim.finish_work();
-    assert_eq!(sim.versions_of(&[folded, last]), [Some(Version(1)); 2]);
+    assert_eq!(sim.versions_of(&[accumulated, last]), [Some(Version(1)); 2]);
 }
 
 #[test]
 fn what_the_last_ones_lose_leaves_a_job_to_be_formed() {
-    let (mut sim, ids) = batched("2", &["a", "b"], 0);
+    let (mut sim, ids) = patient("2", &["a", "b"], 0);
     everything(&mut sim, ids[0], false);
     everything(&mut sim, ids[1], false);
     sim.leave(ids[0].0);
     sim.leave(ids[1].0);
     sim.lose(&[ids[0].0, ids[1].0]);
     assert_eq!((sim.core.state(), sim.core.committed()), (JobPhase::Forming, 0));
-    assert!(!sim.core.is_running() && !sim.core.is_folding());
+    assert!(sim.core.running.is_none() && !sim.core.is_accumulating());
     let ids: Vec<_> = ["a", "b"].map(|name| sim.join(name).unwrap()).into();
     let uids: Vec<_> = ids.iter().map(|&id| everything(&mut sim, id, false).0).collect();
     sim.finish_work();
@@ -151,8 +141,8 @@ fn what_the_last_ones_lose_leaves_a_job_to_be_formed() {
 fn an_assignment_that_failed_leaves_the_version() {
     let (mut sim, _) = job("1", &["a"]);
     let ticket = sim.assign(1_000);
-    assert!(sim.core.is_running());
+    assert!(sim.core.running.is_some());
     sim.assign_failed();
     assert!(matches!(sim.replies[&ticket], Err(ShardError::Unreachable)));
-    assert_eq!((sim.core.version(), sim.core.is_running()), (Version(0), false));
+    assert_eq!((sim.core.version(), sim.core.running.is_some()), (Version(0), false));
 }

@@ -5,7 +5,7 @@ use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
 use libmodelio::vocabulary::phase::JobPhase;
 
 use super::super::*;
-use super::sim::{Sim, blocks, everything, is_fused, job, ok, open, slot};
+use super::sim::{Sim, blocks, early_job, everything, job, ok, open};
 
 #[test]
 fn nothing_completes_before_the_job_is_formed() {
@@ -47,7 +47,7 @@ fn who_joins_in_mid_step_takes_part_from_the_next_version() {
     let b = sim.join("b").unwrap();
     let (of_b, commit) = everything(&mut sim, b, true);
     assert!(!ok(&sim, commit), "its step is not current");
-    sim.commit(ids[0].0, step, uid, (blocks([]), blocks([])), true, 1_000);
+    sim.commit(ids[0].0, step, uid, blocks([]), true, 1_000);
     sim.reduce_done(true);
     assert!(ok(&sim, commit) && sim.running.is_none(), "the next version needs both");
     everything(&mut sim, ids[0], true);
@@ -68,15 +68,12 @@ fn who_joined_in_a_step_that_was_dropped_need_not_wait() {
 
 #[test]
 fn who_dies_before_the_commit_leaves_no_trace() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
+    let (mut sim, ids) = early_job("2", &["a", "b"]);
     let (b, _) = everything(&mut sim, ids[1], true);
-    let (step, a) = open(&mut sim, ids[0]);
-    assert!(is_fused(&mut sim, ids[0], step, a, 0));
-    assert!(is_fused(&mut sim, ids[0], step, a, 1));
-    sim.fuse_done(0, true);
+    let (_, a) = open(&mut sim, ids[0]);
+    assert!(sim.comes(ids[0].0, a, 0));
+    assert!(sim.comes(ids[0].0, a, 1));
     sim.leave(ids[0].0);
-    assert!(sim.running.is_none(), "a block of the dead one is still under way");
-    sim.fuse_done(0, true);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[a, b]), [None, Some(Version(1))]);
 }
@@ -97,8 +94,8 @@ fn what_was_committed_is_published_when_all_have_left() {
     let (a, _) = everything(&mut sim, ids[0], false);
     sim.leave(ids[0].0);
     sim.leave(ids[1].0);
-    assert!(sim.running.is_none(), "being folded");
-    sim.fold_done(true);
+    assert!(sim.running.is_none(), "being accumulated");
+    sim.accumulate_done(true);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
     assert_eq!(sim.core.state(), JobPhase::Forming, "the next ones are a new job");
@@ -112,16 +109,12 @@ fn below_min_learners_everything_is_refused() {
     let b = sim.join("b").unwrap();
     let (taken, _) = everything(&mut sim, a, true);
     let (ahead, waiting) = everything(&mut sim, a, true);
-    let awaited = sim.await_step(a.0, vec![taken], 1_000);
     sim.leave(b.0);
     let stopped = ShardError::Stopped { active: 1, needed: 2 };
     assert_eq!(sim.core.state(), JobPhase::Stopped);
-    for ticket in [waiting, awaited] {
-        assert_eq!(sim.replies[&ticket], Err(stopped.clone()));
-    }
+    assert_eq!(sim.replies[&waiting], Err(stopped.clone()));
     assert_eq!(sim.core.open(a.0, sim.now).unwrap_err(), stopped);
-    assert_eq!(sim.arrive(slot(a, Step(2), 0), ahead).unwrap_err(), stopped);
-    let refused = sim.commit(a.0, Step(2), ahead, (blocks([]), blocks([])), true, 1_000);
+    let refused = sim.commit(a.0, Step(2), ahead, blocks([]), true, 1_000);
     assert_eq!(sim.replies[&refused], Err(stopped));
     // It goes on with a new learner; the step that was under way is not repeated.
     sim.join("c").unwrap();
@@ -184,7 +177,7 @@ fn a_learner_whose_last_process_has_exited_leaves_after_linger_when_others_wait_
             // Its first step makes a version, the next one has to wait.
             sim.reduce_done(true);
             let (step, uid) = open(&mut sim, ids[2]);
-            sim.commit(ids[2].0, step, uid, (blocks([0]), blocks([0])), true, 60_000);
+            sim.commit(ids[2].0, step, uid, blocks([0]), true, 60_000);
         }
         sim.tick(1_900);
         assert_eq!(sim.left, [], "{consistency}: not for that long");
@@ -227,7 +220,7 @@ fn whoever_waits_for_others_itself_does_not_linger() {
     everything(&mut sim, ids[0], true);
     // What it has left open is committed at its end, and waits.
     let (step, uid) = open(&mut sim, ids[0]);
-    let ticket = sim.commit(ids[0].0, step, uid, (blocks([0]), blocks([0])), true, 60_000);
+    let ticket = sim.commit(ids[0].0, step, uid, blocks([0]), true, 60_000);
     sim.core.touch(ids[0].0, Some(Attached::Exited), sim.now);
     sim.core.touch(ids[1].0, Some(Attached::Exited), sim.now);
     sim.tick(1);
@@ -244,7 +237,7 @@ fn how_many_have_not_joined_is_said_after_a_while() {
     sim.tick(60_000);
     assert_eq!(sim.core.late(sim.now), None, "nobody waits");
     let (step, uid) = open(&mut sim, ids[0]);
-    sim.commit(ids[0].0, step, uid, (blocks([]), blocks([])), true, 60_000);
+    sim.commit(ids[0].0, step, uid, blocks([]), true, 60_000);
     sim.core.touch(ids[1].0, Some(Attached::Exited), sim.now);
     sim.tick(4_900);
     assert_eq!(sim.core.late(sim.now), None);
@@ -270,7 +263,7 @@ fn who_is_waited_for_is_named_after_a_while() {
     sim.tick(60_000);
     assert_eq!(sim.core.late(sim.now), None, "nobody waits");
     let (step, uid) = open(&mut sim, ids[3]);
-    sim.commit(ids[3].0, step, uid, (blocks([]), blocks([])), true, 1_000);
+    sim.commit(ids[3].0, step, uid, blocks([]), true, 1_000);
     let began = sim.now;
     sim.tick(4_900);
     assert_eq!(sim.core.late(sim.now), None);
@@ -298,7 +291,7 @@ fn who_waits_for_an_answer_is_not_silent() {
     everything(&mut sim, a, true);
     sim.reduce_done(false);
     let (step, uid) = open(&mut sim, a);
-    let ticket = sim.commit(a.0, step, uid, (blocks([0]), blocks([0])), true, 60_000);
+    let ticket = sim.commit(a.0, step, uid, blocks([0]), true, 60_000);
     sim.tick(5_000);
     assert!(sim.is_waiting(ticket) && sim.left.is_empty(), "the shard has no buffer for it");
 }
@@ -343,7 +336,7 @@ fn who_comes_again_after_a_timeout_stays_and_who_hangs_leaves() {
     }
     let (step, uid) = open(&mut sim, b);
     for _ in 0..3 {
-        sim.commit(b.0, step, uid, (blocks([0]), blocks([0])), true, 600);
+        sim.commit(b.0, step, uid, blocks([0]), true, 600);
         (0..4).for_each(|_| sim.tick(200));
     }
     assert_eq!(sim.left, [(a.0, LeaveReason::LeaseExpired)]);
@@ -360,9 +353,8 @@ fn who_was_the_last_to_leave_is_told_so() {
     // Its contribution is being made into a version: the job is still there, without learners.
     assert_eq!(sim.core.state(), JobPhase::Stopped);
     let gone = ShardError::UnknownLearner(ids[0].0);
-    assert_eq!(sim.arrive(slot(ids[0], step, 0), uid).unwrap_err(), gone);
     assert_eq!(sim.core.open(ids[0].0, sim.now).unwrap_err(), gone);
-    let ticket = sim.commit(ids[0].0, step, uid, (blocks([0]), blocks([0])), true, 1_000);
+    let ticket = sim.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
     assert_eq!(sim.replies[&ticket], Err(gone));
 }
 
@@ -415,7 +407,7 @@ fn writes_of_new_weights_that_wait_are_limited() {
     let mut refused = 0;
     for ticket in 0..MAX_ASSIGNS as u64 + 3 {
         let mut actions = Vec::new();
-        sim.core.assign(ticket, 0, Vec::new(), Now::from_secs(9), Now::ZERO, &mut actions);
+        sim.core.assign(ticket, 0, Now::from_secs(9), Now::ZERO, &mut actions);
         refused += actions
             .iter()
             .filter(|action| matches!(action, Action::Reply(_, Err(ShardError::OutOfMemory(_)))))

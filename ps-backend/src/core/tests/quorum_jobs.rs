@@ -3,12 +3,13 @@
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::Version;
 
-use super::sim::{BLOCKS, Id, Sim, blocks, everything, is_fused, ok, open};
+use super::sim::{BLOCKS, Id, Sim, blocks, everything, ok, open};
 
 fn quorum(k: u32, names: &[&str]) -> (Sim, Vec<Id>) {
     let learners = names.len().to_string();
     let mut sim =
-        Sim::new(&[("consistency", &format!("quorum({k})")), ("learners", &learners), ("lease", "1")]);
+        Sim::new(&[("consistency", &format!("quorum({k})")), ("learners", &learners), ("lease", "1")])
+            .in_process();
     let ids: Vec<Id> = names.iter().map(|name| sim.join(name).unwrap()).collect();
     for id in &ids {
         sim.core.touch(id.0, Some(Attached::Yes), sim.now);
@@ -42,13 +43,13 @@ fn all_that_are_in_by_then_are_part_of_it() {
 fn who_is_late_counts_in_the_next_version() {
     let (mut sim, ids) = quorum(2, &["a", "b", "c"]);
     let (step, late) = open(&mut sim, ids[2]);
-    assert!(!is_fused(&mut sim, ids[2], step, late, 0));
+    assert!(!sim.comes(ids[2].0, late, 0));
     for _ in 0..3 {
         everything(&mut sim, ids[0], true);
         everything(&mut sim, ids[1], true);
         sim.reduce_done(true);
     }
-    let ticket = sim.commit(ids[2].0, step, late, (blocks([0]), blocks([0])), true, 1_000);
+    let ticket = sim.commit(ids[2].0, step, late, blocks([0]), true, 1_000);
     assert!(ok(&sim, ticket) && sim.running.is_none());
     everything(&mut sim, ids[1], true);
     sim.reduce_done(true);
@@ -109,38 +110,37 @@ fn a_joiner_is_not_waited_for_and_may_contribute_at_once() {
 }
 
 #[test]
-fn blocks_are_reduced_on_arrival_only_when_all_others_are_in() {
+fn blocks_are_reduced_early_only_when_all_others_are_in() {
     let (mut sim, ids) = quorum(3, &["a", "b", "c"]);
     everything(&mut sim, ids[0], true);
     let (step, uid) = open(&mut sim, ids[2]);
-    assert!(!is_fused(&mut sim, ids[2], step, uid, 0), "b may still come in");
+    assert!(!sim.comes(ids[2].0, uid, 0), "b may still come in");
     everything(&mut sim, ids[1], true);
-    assert!(is_fused(&mut sim, ids[2], step, uid, 1));
-    sim.fuse_done(0, true);
+    assert!(sim.comes(ids[2].0, uid, 1));
     // A joiner could add to what was computed: it waits.
     let d = sim.join("d").unwrap();
     let (of_d, waits) = everything(&mut sim, d, true);
     assert!(sim.is_waiting(waits));
-    sim.commit(ids[2].0, step, uid, (blocks([0, 1]), blocks([0])), true, 1_000);
+    sim.commit(ids[2].0, step, uid, blocks([0, 1]), true, 1_000);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[uid, of_d]), [Some(Version(1)), None]);
     assert!(ok(&sim, waits));
 }
 
 #[test]
-fn a_joiner_that_may_come_in_keeps_others_from_arriving_early() {
+fn a_joiner_that_may_come_in_keeps_blocks_of_others_from_being_reduced_early() {
     let (mut sim, ids) = quorum(2, &["a", "b"]);
     everything(&mut sim, ids[0], true);
     sim.join("c").unwrap();
-    let (step, uid) = open(&mut sim, ids[1]);
-    assert!(!is_fused(&mut sim, ids[1], step, uid, 0));
+    let (_, uid) = open(&mut sim, ids[1]);
+    assert!(!sim.comes(ids[1].0, uid, 0));
 }
 
 #[test]
 fn mapped_memory_is_given_back_before_the_quorum_is_there() {
     let (mut sim, ids) = quorum(2, &["a", "b", "c"]);
     let (a, ticket) = everything(&mut sim, ids[0], false);
-    sim.fold_done(true);
+    sim.accumulate_done(true);
     assert!(ok(&sim, ticket));
     let (b, _) = everything(&mut sim, ids[1], false);
     sim.reduce_done(true);
@@ -166,7 +166,7 @@ fn below_min_learners_a_quorum_stops_too() {
     let (step, uid) = open(&mut sim, ids[0]);
     sim.leave(ids[1].0);
     let all = blocks(0..BLOCKS);
-    let ticket = sim.commit(ids[0].0, step, uid, (all.clone(), all), true, 1_000);
+    let ticket = sim.commit(ids[0].0, step, uid, all, true, 1_000);
     assert_eq!(sim.replies[&ticket], Err(ShardError::Stopped { active: 1, needed: 2 }));
 }
 

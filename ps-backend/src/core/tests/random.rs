@@ -1,16 +1,16 @@
 //! Random schedules: whatever comes in whatever order, each contribution that was taken is in one version,
 //! whole and once; every request is answered once; and the job goes on when all have committed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::Attached;
-use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step};
+use libmodelio::vocabulary::ids::{LearnerId, Step};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 
 use super::super::*;
-use super::sim::{BLOCKS, Sim, Uid, blocks, slot};
+use super::sim::{BLOCKS, Sim, Uid, blocks};
 
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
@@ -21,16 +21,15 @@ enum Op {
     /// The payloads of this one, and of the next if the flag says so, are gone.
     Lose(usize, bool),
     Open(usize),
-    Arrive(usize, u32),
-    /// A block of an earlier step, an earlier life, or a step that was not opened.
-    Stray(usize, u32, u8),
-    FuseDone(usize, bool),
+    /// A block is whole.
+    Comes(usize, u32),
+    /// What has come early is of another contribution.
+    Stale(usize),
     /// With the blocks that were written in part.
     Commit(usize, u32, bool, u64),
     Abort(usize),
     Withdraw(usize),
-    Await(usize, u64),
-    FoldDone(bool),
+    AccumulateDone(bool),
     ReduceDone(bool),
     ReduceRefused,
     Buffer,
@@ -72,15 +71,13 @@ fn op() -> impl Strategy<Value = Op> {
         1 => who.clone().prop_map(Op::Leave),
         1 => (who.clone(), any::<bool>()).prop_map(|(who, two)| Op::Lose(who, two)),
         6 => who.clone().prop_map(Op::Open),
-        14 => (who.clone(), 0..BLOCKS).prop_map(|(who, block)| Op::Arrive(who, block)),
-        1 => (who.clone(), 0..BLOCKS, 0..4u8).prop_map(|(who, block, kind)| Op::Stray(who, block, kind)),
-        8 => (0..4usize, prop::bool::weighted(0.9)).prop_map(|(at, ok)| Op::FuseDone(at, ok)),
+        14 => (who.clone(), 0..BLOCKS).prop_map(|(who, block)| Op::Comes(who, block)),
+        1 => who.clone().prop_map(Op::Stale),
         8 => (who.clone(), 0..16u32, prop::bool::weighted(0.6), 1..200u64)
             .prop_map(|(who, parts, lendable, timeout)| Op::Commit(who, parts, lendable, timeout)),
         1 => who.clone().prop_map(Op::Abort),
         2 => who.clone().prop_map(Op::Withdraw),
-        2 => (who.clone(), 1..200u64).prop_map(|(who, timeout)| Op::Await(who, timeout)),
-        4 => prop::bool::weighted(0.9).prop_map(Op::FoldDone),
+        4 => prop::bool::weighted(0.9).prop_map(Op::AccumulateDone),
         6 => prop::bool::weighted(0.7).prop_map(Op::ReduceDone),
         2 => Just(Op::ReduceRefused),
         3 => Just(Op::Buffer),
@@ -95,25 +92,19 @@ fn attached() -> impl Strategy<Value = Attached> {
     prop_oneof![Just(Attached::No), Just(Attached::Yes), Just(Attached::Exited)]
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Placed {
-    UnderWay,
-    Reduced,
-    Deferred,
-}
-
 #[derive(Debug)]
 struct OpenContribution {
     step: Step,
     uid: Uid,
-    blocks: BTreeMap<u32, Placed>,
+    /// Those that are whole.
+    blocks: BTreeSet<u32>,
     /// What the last commit said, if one was sent.
-    notice: Option<(FixedBitSet, FixedBitSet, bool)>,
+    notice: Option<(FixedBitSet, bool)>,
 }
 
 #[derive(Debug)]
 struct Client {
-    id: (LearnerId, Incarnation),
+    id: LearnerId,
     open: Option<OpenContribution>,
     commit: Option<Ticket>,
     /// What was taken, as far as the client was told.
@@ -135,38 +126,25 @@ impl World {
         let sim = &mut self.sim;
         match *op {
             Op::Join(who) => {
-                if let Ok(id) = sim.join(NAMES[who]) {
+                if let Ok((id, _)) = sim.join(NAMES[who]) {
                     self.clients.insert(who, Client { id, open: None, commit: None, taken: Vec::new() });
                 }
             }
             Op::Leave(who) => {
                 if let Some(client) = self.clients.remove(&who) {
-                    sim.leave(client.id.0);
-                    self.former.entry(who).or_default().push(client.id.0);
+                    sim.leave(client.id);
+                    self.former.entry(who).or_default().push(client.id);
                 }
             }
             Op::Lose(who, two) => {
                 let last = who + usize::from(two);
                 let lost: Vec<_> = (who..=last).filter_map(|who| self.clients.remove(&who)).collect();
-                let mut ids: Vec<_> = lost.iter().map(|client| client.id.0).collect();
+                let mut ids: Vec<_> = lost.iter().map(|client| client.id).collect();
                 // Of some it is learnt when they have left already.
                 ids.extend(self.former.remove(&who).into_iter().flatten());
                 sim.lose(&ids);
             }
-            Op::FuseDone(at, ok) if at < sim.fuses.len() => {
-                let fuse = sim.fuses[at].slot;
-                sim.fuse_done(at, ok);
-                let client = self.clients.values_mut().find(|client| client.id.0 == fuse.learner);
-                let open =
-                    client.and_then(|client| client.open.as_mut()).filter(|open| open.step == fuse.step);
-                if let Some(placed) = open.and_then(|open| open.blocks.get_mut(&fuse.block.0))
-                    && *placed == Placed::UnderWay
-                {
-                    *placed = Placed::Reduced;
-                }
-                // What was refused is missing: this contribution can only be dropped.
-            }
-            Op::FoldDone(ok) => sim.fold_done(ok),
+            Op::AccumulateDone(ok) => sim.accumulate_done(ok),
             Op::ReduceDone(buffer) => sim.reduce_done(buffer),
             Op::ReduceRefused => {
                 if !sim.reduce_refused() {
@@ -184,14 +162,12 @@ impl World {
                 }
             }
             Op::Tick(millis) => sim.tick(millis),
-            Op::FuseDone(..) => {}
             Op::Open(who)
-            | Op::Arrive(who, _)
-            | Op::Stray(who, ..)
+            | Op::Comes(who, _)
+            | Op::Stale(who)
             | Op::Commit(who, ..)
             | Op::Abort(who)
             | Op::Withdraw(who)
-            | Op::Await(who, _)
             | Op::Touch(who, _) => {
                 if let Some(client) = self.clients.get_mut(&who) {
                     client.apply(sim, op);
@@ -205,8 +181,9 @@ impl World {
     fn look_around(&mut self) {
         self.sim.check_coordinator();
         let left = &self.sim.left;
-        self.clients.retain(|_, client| left.iter().all(|(id, _)| *id != client.id.0));
+        self.clients.retain(|_, client| left.iter().all(|(id, _)| *id != client.id));
         for client in self.clients.values_mut() {
+            client.reads_its_own_steps(&self.sim);
             let Some(reply) = client.commit.and_then(|ticket| self.sim.replies.get(&ticket)) else {
                 continue;
             };
@@ -249,7 +226,7 @@ impl World {
             for who in 0..NAMES.len() {
                 self.apply(&Op::Abort(who));
                 self.apply(&Op::Open(who));
-                self.apply(&Op::Arrive(who, who as u32));
+                self.apply(&Op::Comes(who, who as u32));
                 taken.push(self.clients[&who].open.as_ref().map(|open| open.uid).unwrap());
                 self.sim.finish_work();
                 self.apply(&Op::Commit(who, 0, who % 2 == 0, 10_000));
@@ -274,7 +251,7 @@ impl Client {
     fn apply(&mut self, sim: &mut Sim, op: &Op) {
         match *op {
             Op::Open(_) if self.open.is_none() && self.commit.is_none() => {
-                let Ok(opening) = sim.open(self.id.0) else { return };
+                let Ok(opening) = sim.open(self.id) else { return };
                 let unpublished = self.taken.iter().filter(|&&uid| sim.versions_of(&[uid]) == [None]);
                 let lent =
                     unpublished.filter(|uid| sim.records[uid].lendable && !sim.records[uid].sent.is_empty());
@@ -283,76 +260,45 @@ impl Client {
                 }
                 let uid = sim.uid();
                 self.open =
-                    Some(OpenContribution { step: opening.step, uid, blocks: BTreeMap::new(), notice: None });
+                    Some(OpenContribution { step: opening.step, uid, blocks: BTreeSet::new(), notice: None });
             }
-            Op::Arrive(_, block) if self.commit.is_none() => {
-                let Some(open) = self.open.as_mut().filter(|open| open.notice.is_none()) else { return };
-                let known = open.blocks.contains_key(&block);
-                if sim.core.provisional {
-                    if !known {
-                        sim.comes(self.id.0, open.uid, block);
-                        open.blocks.insert(block, Placed::Deferred);
-                    }
-                    return;
-                }
-                let slot = slot(self.id, open.step, block);
-                match sim.arrive(slot, open.uid) {
-                    Ok(Arrival::Fuse(_)) => {
-                        let before = open.blocks.insert(block, Placed::UnderWay);
-                        assert!(before.is_none_or(|before| before != Placed::Deferred));
-                    }
-                    Ok(Arrival::Defer) => {
-                        let before = open.blocks.insert(block, Placed::Deferred);
-                        assert!(before.is_none_or(|before| before != Placed::Deferred));
-                    }
-                    Ok(Arrival::Duplicate) => assert!(known, "{block} was never sent"),
-                    Err(ShardError::Stopped { .. }) => {}
-                    Err(error) => panic!("{error}"),
+            Op::Comes(_, block) if self.commit.is_none() => {
+                if let Some(open) = self.open.as_mut().filter(|open| open.notice.is_none())
+                    && open.blocks.insert(block)
+                {
+                    sim.comes(self.id, open.uid, block);
                 }
             }
-            Op::Stray(..) if sim.core.provisional => {}
-            Op::Stray(_, block, kind) => {
-                let open = self.open.as_ref().map(|open| open.step);
-                let (id, step) = match kind {
-                    0 => ((self.id.0, Incarnation(self.id.1.0 + 7)), open.unwrap_or(Step(1))),
-                    1 => (self.id, Step(open.map_or(1, |step| step.0 + 1) + 5)),
-                    2 => ((LearnerId(999), self.id.1), Step(1)),
-                    _ => (self.id, Step(0)),
-                };
-                let arrival = sim.arrive(slot(id, step, block), Uid::MAX);
-                assert!(matches!(arrival, Err(_) | Ok(Arrival::Duplicate)), "{kind}: {arrival:?}");
-            }
+            Op::Stale(_) if self.commit.is_none() => sim.is_stale(self.id),
             Op::Commit(_, parts, lendable, timeout) if self.commit.is_none() => {
                 let Some(open) = &mut self.open else { return };
-                let (sent, deferred, lendable) = open.notice.get_or_insert_with(|| {
-                    let in_part =
-                        (0..BLOCKS).filter(|b| parts & (1 << b) != 0 && !open.blocks.contains_key(b));
-                    let in_part = blocks(in_part);
-                    let of = |wanted: fn(Placed) -> bool| {
-                        blocks(open.blocks.iter().filter(|(_, placed)| wanted(**placed)).map(|(b, _)| *b))
-                    };
-                    let mut sent = of(|_| true);
-                    sent.union_with(&in_part);
-                    let mut deferred = of(|placed| placed == Placed::Deferred);
-                    deferred.union_with(&in_part);
-                    (sent, deferred, lendable)
+                let (sent, lendable) = open.notice.get_or_insert_with(|| {
+                    let in_part = (0..BLOCKS).filter(|b| parts & (1 << b) != 0);
+                    (blocks(in_part.chain(open.blocks.iter().copied())), lendable)
                 });
-                let what = (sent.clone(), deferred.clone());
-                self.commit = Some(sim.commit(self.id.0, open.step, open.uid, what, *lendable, timeout));
+                self.commit =
+                    Some(sim.commit(self.id, open.step, open.uid, sent.clone(), *lendable, timeout));
             }
             Op::Abort(_) => {
-                sim.abort(self.id.0);
+                sim.abort(self.id);
                 self.open = None;
             }
-            Op::Withdraw(_) => sim.withdraw(self.id.0),
-            Op::Await(_, timeout) => {
-                let some = |uid: &&Uid| !sim.records[uid].sent.is_empty();
-                let after = self.taken.iter().filter(some).copied().collect();
-                sim.await_step(self.id.0, after, timeout);
-            }
-            Op::Touch(_, attached) => sim.core.touch(self.id.0, Some(attached), sim.now),
+            Op::Withdraw(_) => sim.withdraw(self.id),
+            Op::Touch(_, attached) => sim.core.touch(self.id, Some(attached), sim.now),
             _ => {}
         }
+    }
+
+    /// The newest version has all that it has committed, unless it has to wait for that.
+    fn reads_its_own_steps(&self, sim: &Sim) {
+        let Some(view) = sim.core.member(self.id, sim.now).filter(|view| !view.unpublished) else { return };
+        let some = |uid: &&Uid| !sim.records[uid].sent.is_empty();
+        let taken: Vec<Uid> = self.taken.iter().filter(some).copied().collect();
+        let published = sim.versions_of(&taken);
+        assert!(
+            published.iter().all(|v| v.is_some_and(|v| v <= view.published_in)),
+            "{published:?} {view:?}"
+        );
     }
 }
 
@@ -361,12 +307,14 @@ fn run(
     ops: &[Op],
     settings: &[(&str, &str)],
     fixed: bool,
-    (patience, batch, provisional): (u64, usize, bool),
+    (patience, begins): (u64, Begins),
 ) -> TestCaseResult {
-    let mut sim = Sim::patient(settings, patience).with_fold_batch(batch);
-    if provisional {
-        sim = sim.with_provisional_plans();
-    }
+    let mut sim = Sim::patient(settings, patience);
+    sim = match begins {
+        Begins::WhenAllIsCommitted => sim,
+        Begins::AtTheFirstWrite => sim.with_provisional_plans(),
+        Begins::AtTheFirstBlock => sim.in_process(),
+    };
     let consistency = sim.core.controls().consistency.to_string();
     if fixed {
         sim = sim.with_fixed_consistency();
@@ -383,35 +331,43 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op(), 0..120)
 }
 
-/// How long a contribution waits to be folded, how many are folded at once, and whether plans begin before their last
-/// commit.
-fn folding() -> impl Strategy<Value = (u64, usize, bool)> {
-    (0..30u64, prop_oneof![Just(1), Just(2), Just(usize::MAX)], any::<bool>())
+/// When a plan begins.
+#[derive(Clone, Copy, Debug)]
+enum Begins {
+    WhenAllIsCommitted,
+    AtTheFirstWrite,
+    AtTheFirstBlock,
+}
+
+/// How long a contribution waits to be accumulated, and when plans begin.
+fn plans() -> impl Strategy<Value = (u64, Begins)> {
+    let begins = [Begins::WhenAllIsCommitted, Begins::AtTheFirstWrite, Begins::AtTheFirstBlock];
+    (0..30u64, prop::sample::select(begins.to_vec()))
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn synchronous_schedules(ops in ops(), learners in 1..4u32, folding in folding()) {
-        run(&ops, &[("learners", &learners.to_string())], true, folding)?;
+    fn synchronous_schedules(ops in ops(), learners in 1..4u32, plans in plans()) {
+        run(&ops, &[("learners", &learners.to_string())], true, plans)?;
     }
 
     #[test]
-    fn quorum_schedules(ops in ops(), k in 1..6u32, learners in 1..4u32, folding in folding()) {
+    fn quorum_schedules(ops in ops(), k in 1..6u32, learners in 1..4u32, plans in plans()) {
         let consistency = format!("quorum({k})");
-        run(&ops, &[("consistency", &consistency), ("learners", &learners.to_string())], true, folding)?;
+        run(&ops, &[("consistency", &consistency), ("learners", &learners.to_string())], true, plans)?;
     }
 
     #[test]
-    fn ssp_schedules(ops in ops(), s in 0..3u32, learners in 1..4u32, folding in folding()) {
+    fn ssp_schedules(ops in ops(), s in 0..3u32, learners in 1..4u32, plans in plans()) {
         let consistency = format!("ssp({s})");
-        run(&ops, &[("consistency", &consistency), ("learners", &learners.to_string())], true, folding)?;
+        run(&ops, &[("consistency", &consistency), ("learners", &learners.to_string())], true, plans)?;
     }
 
     #[test]
-    fn asynchronous_schedules(ops in ops(), folding in folding()) {
-        run(&ops, &[("consistency", "async")], true, folding)?;
+    fn asynchronous_schedules(ops in ops(), plans in plans()) {
+        run(&ops, &[("consistency", "async")], true, plans)?;
     }
 
     #[test]
@@ -419,8 +375,8 @@ proptest! {
         ops in ops(),
         first in prop::sample::select(vec!["sync", "quorum(2)", "ssp(1)", "async"]),
         learners in 1..4u32,
-        folding in folding(),
+        plans in plans(),
     ) {
-        run(&ops, &[("consistency", first), ("learners", &learners.to_string())], false, folding)?;
+        run(&ops, &[("consistency", first), ("learners", &learners.to_string())], false, plans)?;
     }
 }

@@ -1,11 +1,11 @@
-//! A shard without bytes: it carries out the core's actions on sets of contributions instead of numbers,
-//! so that every version can be asked what is in it, and checks what must hold at every step.
+//! Coordinator, partition and clients in one, without bytes: the core's actions are carried out on sets of contributions
+//! instead of numbers, so that every version can be asked what is in it, and what must hold is checked at every step.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use fixedbitset::FixedBitSet;
-use libmodelio::transport::{BlockSlot, LeaveReason, ShardError};
+use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 
 use super::super::*;
@@ -23,7 +23,7 @@ fn tensor_of(block: u32) -> usize {
 
 /// A contribution, under a name of its own.
 pub type Uid = u32;
-pub type Reply = Result<Answer, ShardError>;
+pub type Reply = Result<(), ShardError>;
 type Content = Vec<Uid>;
 
 #[derive(Clone, Debug, Default)]
@@ -42,30 +42,22 @@ struct Request {
     deadline: Now,
     /// For a commit.
     uid: Option<Uid>,
-    /// For an await: what its learner had committed.
-    after: Vec<Uid>,
-}
-
-#[derive(Clone, Debug)]
-pub struct FuseUnderWay {
-    pub slot: BlockSlot,
-    uid: Uid,
-    plan: Arc<Plan<Uid>>,
 }
 
 #[derive(Debug)]
 pub struct Sim {
-    pub core: ShardCore<Uid>,
+    pub core: JobCore<Uid>,
     pub now: Now,
     next_ticket: Ticket,
     next_uid: Uid,
     requests: BTreeMap<Ticket, Request>,
     pub replies: BTreeMap<Ticket, Reply>,
     pub records: BTreeMap<Uid, Record>,
-    pub fuses: Vec<FuseUnderWay>,
-    pub folds: Vec<(Vec<Arc<Contribution<Uid>>>, FixedBitSet)>,
+    /// Contributions that are being accumulated.
+    pub accumulations: Vec<Vec<Arc<Contribution<Uid>>>>,
     pub running: Option<Arc<Plan<Uid>>>,
-    accumulator: BTreeMap<u32, Content>,
+    pub accumulator: BTreeMap<u32, Content>,
+    /// Blocks that have come early.
     back: BTreeMap<u32, Content>,
     pub has_buffer: bool,
     /// What each version added, block by block.
@@ -73,13 +65,12 @@ pub struct Sim {
     last_reducer: Option<reducer::Reducer>,
     /// Versions that have changed each tensor since the state was zero.
     steps: [u64; TENSORS],
-    /// Blocks that were reduced on arrival, and as which step of their tensors.
+    /// As which step of their tensors.
     early: BTreeMap<u32, u64>,
     /// The provisional plan under way.
     pub provisional: Option<Arc<Plan<Uid>>>,
     pub left: Vec<(LearnerId, LeaveReason)>,
-    fold_batch: usize,
-    folded: BTreeSet<Uid>,
+    accumulated: BTreeSet<Uid>,
     /// Contributions whose payload was lost.
     gone: BTreeSet<Uid>,
     history: History,
@@ -95,15 +86,14 @@ impl Sim {
     pub fn new(settings: &[(&str, &str)]) -> Sim {
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
         Sim {
-            core: ShardCore::new(BLOCKS, TENSORS, controls),
+            core: JobCore::new(BLOCKS, TENSORS, controls),
             now: Now::ZERO,
             next_ticket: 1,
             next_uid: 1,
             requests: BTreeMap::new(),
             replies: BTreeMap::new(),
             records: BTreeMap::new(),
-            fuses: Vec::new(),
-            folds: Vec::new(),
+            accumulations: Vec::new(),
             running: None,
             accumulator: BTreeMap::new(),
             back: BTreeMap::new(),
@@ -114,30 +104,31 @@ impl Sim {
             early: BTreeMap::new(),
             provisional: None,
             left: Vec::new(),
-            fold_batch: 1,
-            folded: BTreeSet::new(),
+            accumulated: BTreeSet::new(),
             gone: BTreeSet::new(),
             history: History::default(),
         }
     }
 
-    /// One whose core waits so long before it folds.
+    /// One whose core waits so long before it accumulations.
     pub fn patient(settings: &[(&str, &str)], millis: u64) -> Sim {
-        let mut sim = Sim::new(settings);
-        let controls = sim.core.controls().clone();
-        sim.core = ShardCore::new(BLOCKS, TENSORS, controls).with_fold_patience(Now::from_millis(millis));
-        sim
+        let sim = Sim::new(settings);
+        Sim { core: sim.core.with_accumulate_patience(Now::from_millis(millis)), ..sim }
     }
 
     /// Its core begins plans while their last contribution is written.
-    pub fn with_provisional_plans(mut self) -> Sim {
-        let unused = ShardCore::new(BLOCKS, TENSORS, self.core.controls().clone());
-        self.core = std::mem::replace(&mut self.core, unused).with_provisional_plans();
-        self
+    pub fn with_provisional_plans(self) -> Sim {
+        Sim { core: self.core.with_provisional_plans(), ..self }
     }
 
-    /// A whole block of contribution `uid` of `learner` comes; whether it is reduced at once.
+    /// Its core begins plans when their last contribution has a whole block, as in one process.
+    pub fn in_process(self) -> Sim {
+        Sim { core: self.core.with_provisional_plans().of_whole_blocks(), ..self }
+    }
+
+    /// Contribution `uid` of `learner` has a whole block; whether that is reduced early.
     pub fn comes(&mut self, learner: LearnerId, uid: Uid, block: u32) -> bool {
+        self.call(|core, now, actions| core.is_whole(learner, now, actions));
         let Some(plan) = self.provisional.clone().filter(|plan| plan.provisional == Some(learner)) else {
             return false;
         };
@@ -145,11 +136,16 @@ impl Sim {
         // In the order of the learners.
         let Work::Reduce { inputs, tensors, .. } = &plan.work else { return false };
         let after =
-            inputs.iter().filter(|input| input.learner > learner && input.deferred.contains(block as usize));
+            inputs.iter().filter(|input| input.learner > learner && input.sent.contains(block as usize));
         content.insert(content.len() - after.count(), uid);
         self.back.insert(block, content);
         self.early.insert(block, tensors.of(tensor_of(block)));
         true
+    }
+
+    /// What has come early of `learner` is of another contribution than it is about to commit.
+    pub fn is_stale(&mut self, learner: LearnerId) {
+        self.call(|core, _, actions| core.drop_early(learner, actions));
     }
 
     /// A block of the provisional plan is refused.
@@ -157,7 +153,7 @@ impl Sim {
         if self.provisional.take().is_some() {
             self.back.clear();
             self.early.clear();
-            self.call(|core, now, actions| core.provisional_failed(now, actions));
+            self.call(|core, now, actions| core.early_failed(now, actions));
         }
     }
 
@@ -168,29 +164,21 @@ impl Sim {
         Ok(opening)
     }
 
-    /// Its core folds so many at once.
-    pub fn with_fold_batch(mut self, most: usize) -> Sim {
-        let unused = ShardCore::new(BLOCKS, TENSORS, self.core.controls().clone());
-        self.core = std::mem::replace(&mut self.core, unused).with_fold_batch(most);
-        self.fold_batch = most;
-        self
-    }
-
     pub fn uid(&mut self) -> Uid {
         self.next_uid += 1;
         self.records.insert(self.next_uid, Record::default());
         self.next_uid
     }
 
-    fn ticket(&mut self, timeout: u64, uid: Option<Uid>, after: Vec<Uid>) -> (Ticket, Now) {
+    fn ticket(&mut self, timeout: u64, uid: Option<Uid>) -> (Ticket, Now) {
         let ticket = self.next_ticket;
         self.next_ticket += 1;
         let deadline = self.now + Now::from_millis(timeout);
-        self.requests.insert(ticket, Request { deadline, uid, after });
+        self.requests.insert(ticket, Request { deadline, uid });
         (ticket, deadline)
     }
 
-    fn call<R>(&mut self, f: impl FnOnce(&mut ShardCore<Uid>, Now, &mut Vec<Action<Uid>>) -> R) -> R {
+    fn call<R>(&mut self, f: impl FnOnce(&mut JobCore<Uid>, Now, &mut Vec<Action<Uid>>) -> R) -> R {
         let mut actions = Vec::new();
         let result = f(&mut self.core, self.now, &mut actions);
         for action in actions {
@@ -203,29 +191,21 @@ impl Sim {
         match action {
             Action::Reply(ticket, reply) => {
                 let request = self.requests.remove(&ticket).expect("a ticket is answered once");
-                match (&reply, request.uid) {
-                    (Ok(Answer::Committed), Some(uid)) => self.record(uid).taken = true,
-                    (Ok(Answer::Version(version)), None) => {
-                        let before = self.versions_of(&request.after);
-                        assert!(
-                            before.iter().all(|v| v.is_some_and(|v| v <= *version)),
-                            "{before:?} {version}"
-                        );
-                    }
-                    _ => {}
+                if let (Ok(()), Some(uid)) = (&reply, request.uid) {
+                    self.record(uid).taken = true;
                 }
                 self.replies.insert(ticket, reply);
             }
-            Action::Fold { contributions, accumulated, .. } => {
-                assert!(self.folds.is_empty(), "one fold at a time");
+            Action::Accumulate { contributions, .. } => {
+                assert!(self.accumulations.is_empty(), "one accumulation at a time");
                 assert!(self.running.is_none() && !self.core.controls().deterministic);
-                assert!(!contributions.is_empty() && contributions.len() <= self.fold_batch);
+                assert!(!contributions.is_empty());
                 assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
-                self.folds.push((contributions, accumulated));
+                self.accumulations.push(contributions);
             }
             Action::Reduce(plan) if plan.provisional.is_some() => {
                 assert!(self.running.is_none() && self.provisional.is_none());
-                assert!(self.has_buffer && self.folds.is_empty());
+                assert!(self.has_buffer && self.accumulations.is_empty());
                 // What plans before it have left means nothing.
                 self.back.clear();
                 self.early.clear();
@@ -254,10 +234,9 @@ impl Sim {
                 self.early.clear();
             }
             Action::Reduce(plan) => {
-                assert!(self.running.is_none() && self.fuses.is_empty() && self.provisional.is_none());
-                assert_eq!(plan.version, self.core.version().next());
+                assert!(self.running.is_none() && self.provisional.is_none());
                 if let Work::Reduce { step, inputs, .. } = &plan.work {
-                    assert!(self.has_buffer && self.folds.is_empty());
+                    assert!(self.has_buffer && self.accumulations.is_empty());
                     self.history.begin(&self.core, step.contributions, inputs);
                 }
                 self.running = Some(plan);
@@ -323,38 +302,10 @@ impl Sim {
         assert_eq!(late, 0, "requests past their deadline");
     }
 
-    /// A block of contribution `uid` comes.
-    pub fn arrive(&mut self, slot: BlockSlot, uid: Uid) -> Result<Arrival<Uid>, ShardError> {
-        let arrival = self.core.arrive(slot, self.now)?;
-        if let Arrival::Fuse(plan) = &arrival {
-            assert!(self.running.is_none(), "a plan may compute the same block");
-            assert!(self.has_buffer && self.folds.is_empty());
-            assert!(self.fuses.iter().all(|fuse| fuse.slot.block != slot.block), "two fuses of a block");
-            self.fuses.push(FuseUnderWay { slot, uid, plan: Arc::clone(plan) });
-        }
-        Ok(arrival)
-    }
-
-    pub fn fuse_done(&mut self, at: usize, ok: bool) {
-        let FuseUnderWay { slot, uid, plan } = self.fuses.remove(at);
-        let mut content = self.sum(&plan, slot.block.0);
-        content.push(uid);
-        if !ok {
-            // Whatever half a pass leaves.
-            content = vec![Uid::MAX];
-        }
-        self.back.insert(slot.block.0, content);
-        if let Work::Reduce { tensors, .. } = &plan.work {
-            self.early.insert(slot.block.0, tensors.of(tensor_of(slot.block.0)));
-        }
-        self.call(|core, now, actions| core.fused(slot, ok, now, actions));
-    }
-
     fn sum(&self, plan: &Plan<Uid>, block: u32) -> Content {
-        let Work::Reduce { inputs, accumulated, .. } = &plan.work else { return Vec::new() };
-        let accumulated = self.accumulator.get(&block).filter(|_| accumulated.contains(block as usize));
-        let mut content = accumulated.cloned().unwrap_or_default();
-        for input in inputs.iter().filter(|input| input.deferred.contains(block as usize)) {
+        let Work::Reduce { inputs, .. } = &plan.work else { return Vec::new() };
+        let mut content = self.accumulator.get(&block).cloned().unwrap_or_default();
+        for input in inputs.iter().filter(|input| input.sent.contains(block as usize)) {
             let record = &self.records[&input.source];
             assert!(record.lendable || !record.taken, "memory is read that was given back: {}", input.source);
             content.push(input.source);
@@ -362,31 +313,26 @@ impl Sim {
         content
     }
 
-    pub fn fold_done(&mut self, ok: bool) {
-        let Some((contributions, mut accumulated)) = self.folds.pop() else { return };
+    pub fn accumulate_done(&mut self, ok: bool) {
+        let Some(contributions) = self.accumulations.pop() else { return };
         for contribution in &contributions {
-            assert!(!self.records[&contribution.source].taken, "memory is folded that was given back");
+            assert!(!self.records[&contribution.source].taken, "memory is accumulated that was given back");
         }
         if !ok {
             // Every other one is to blame.
             let error = ShardError::OutOfMemory("test".into());
             let failed = contributions.iter().step_by(2).map(|c| (c.learner, error.clone())).collect();
-            return self.call(|core, now, actions| core.fold_failed(failed, now, actions));
+            return self.call(|core, now, actions| core.accumulate_failed(failed, now, actions));
         }
         for contribution in &contributions {
-            assert!(!self.gone.contains(&contribution.source), "what is lost is folded");
-            for block in contribution.deferred.ones() {
-                let held = self.accumulator.entry(block as u32).or_default();
-                if !accumulated.contains(block) {
-                    held.clear();
-                }
-                held.push(contribution.source);
+            assert!(!self.gone.contains(&contribution.source), "what is lost is accumulated");
+            for block in contribution.sent.ones() {
+                self.accumulator.entry(block as u32).or_default().push(contribution.source);
             }
-            accumulated.union_with(&contribution.deferred);
-            self.folded.insert(contribution.source);
+            self.accumulated.insert(contribution.source);
         }
         let learners: Vec<_> = contributions.iter().map(|contribution| contribution.learner).collect();
-        self.call(|core, now, actions| core.folded(&learners, now, actions));
+        self.call(|core, now, actions| core.accumulated(&learners, now, actions));
     }
 
     /// The payloads of these learners are gone, but for what the shard holds itself.
@@ -398,7 +344,7 @@ impl Sim {
             Work::Reduce { inputs, .. } => needs(inputs),
             Work::Assign { .. } => false,
         });
-        let fold_is_void = self.folds.iter().any(|(contributions, _)| needs(contributions));
+        let accumulation_is_void = self.accumulations.iter().any(|contributions| needs(contributions));
         for (&uid, record) in &self.records {
             let learner = record.learner.filter(|learner| learners.contains(learner));
             // What was taken is in the accumulator, or a version.
@@ -409,12 +355,12 @@ impl Sim {
         if plan_is_void {
             self.void_plan();
         }
-        if fold_is_void {
-            self.folds.clear();
+        if accumulation_is_void {
+            self.accumulations.clear();
         }
         let void = self.call(|core, now, actions| core.lost(learners, now, actions));
-        assert_eq!(void, plan_is_void || fold_is_void);
-        assert!(learners.iter().all(|&learner| !self.core.has_learner(learner)));
+        assert_eq!(void, plan_is_void || accumulation_is_void);
+        assert!(learners.iter().all(|&learner| !self.core.members.contains_key(&learner)));
     }
 
     /// The consistency will stay what it is.
@@ -430,20 +376,15 @@ impl Sim {
 
     /// Whether it is past losing.
     fn is_in(&self, uid: Uid) -> bool {
-        self.folded.contains(&uid) || self.versions_of(&[uid]) != [None]
+        self.accumulated.contains(&uid) || self.versions_of(&[uid]) != [None]
     }
 
     /// The running plan is not done.
     fn void_plan(&mut self) {
-        if let Some(plan) = self.running.take() {
+        if self.running.take().is_some() {
             self.history.void();
-            if self.core.provisional {
-                self.back.clear();
-                self.early.clear();
-                return;
-            }
-            // Whatever half a pass leaves.
-            self.back.extend(plan.todo.ones().map(|block| (block as u32, vec![Uid::MAX])));
+            self.back.clear();
+            self.early.clear();
         }
     }
 
@@ -455,11 +396,7 @@ impl Sim {
         if let Work::Reduce { step, tensors, fresh_state, .. } = &plan.work {
             self.has_buffer = buffer;
             for block in 0..BLOCKS {
-                let content = match plan.todo.contains(block as usize) {
-                    true => self.sum(&plan, block),
-                    false => self.back[&block].clone(),
-                };
-                version.insert(block, content);
+                version.insert(block, self.sum(&plan, block));
             }
             self.check_whole(&version, step.contributions);
             if *fresh_state {
@@ -473,29 +410,33 @@ impl Sim {
                 let written = is_written(tensor);
                 *count += u64::from(written);
                 let expected = if written { *count } else { 0 };
-                assert_eq!(tensors.of(tensor), expected, "tensor {tensor} of version {}", plan.version);
+                assert_eq!(
+                    tensors.of(tensor),
+                    expected,
+                    "tensor {tensor} of version {}",
+                    self.versions.len()
+                );
             }
             for (block, early) in std::mem::take(&mut self.early) {
-                let is_provisional = self.core.provisional;
-                let (is_new, tensor) =
-                    (!is_provisional && plan.todo.contains(block as usize), tensor_of(block));
-                assert!(is_new || early == tensors.of(tensor), "block {block} was computed as step {early}");
+                assert_eq!(early, tensors.of(tensor_of(block)), "the step of block {block}");
             }
             self.last_reducer = Some(step.reducer);
-            self.back.clear();
+            self.accumulator.clear();
         }
         self.versions.push(version);
         let ready = self.has_buffer;
         self.call(|core, now, actions| core.reduced(ready, now, actions));
     }
 
-    /// The running plan comes upon NaN in what it was the first to look at; false when there is no such thing.
+    /// The running plan comes upon NaN in the first contribution whose commit can be taken back; false when there is none.
     pub fn reduce_refused(&mut self) -> bool {
-        let Some(plan) = self.running.as_ref().filter(|plan| plan.has_unchecked()) else { return false };
-        let Work::Reduce { inputs, .. } = &plan.work else { return false };
-        let bad =
-            inputs.iter().filter(|c| c.unchecked).map(|c| (c.learner, ShardError::NonFinite(BlockId(0))));
-        let bad = bad.take(1).collect();
+        let Some(Work::Reduce { inputs, .. }) = self.running.as_ref().map(|plan| &plan.work) else {
+            return false;
+        };
+        let Some(bad) = inputs.iter().find(|input| !self.records[&input.source].lendable) else {
+            return false;
+        };
+        let bad = vec![(bad.learner, ShardError::NonFinite(BlockId(0)))];
         self.void_plan();
         self.call(|core, now, actions| core.refused(bad, now, actions));
         true
@@ -530,11 +471,11 @@ impl Sim {
         learner: LearnerId,
         step: Step,
         uid: Uid,
-        (sent, deferred): (FixedBitSet, FixedBitSet),
+        sent: FixedBitSet,
         lendable: bool,
         timeout: u64,
     ) -> Ticket {
-        let (ticket, deadline) = self.ticket(timeout, Some(uid), Vec::new());
+        let (ticket, deadline) = self.ticket(timeout, Some(uid));
         let record = self.record(uid);
         record.sent = sent.ones().map(|block| block as u32).collect();
         (record.lendable, record.offered, record.learner) = (lendable, true, Some(learner));
@@ -543,11 +484,9 @@ impl Sim {
         let contribution = Contribution {
             learner,
             sent,
-            deferred,
             tensors,
             partly: Some(Default::default()),
             source: uid,
-            unchecked: !lendable && !uid.is_multiple_of(3),
             lent: false,
         };
         self.call(|core, now, actions| {
@@ -556,15 +495,9 @@ impl Sim {
         ticket
     }
 
-    pub fn await_step(&mut self, learner: LearnerId, after: Vec<Uid>, timeout: u64) -> Ticket {
-        let (ticket, deadline) = self.ticket(timeout, None, after);
-        self.call(|core, now, actions| core.await_step(ticket, learner, deadline, now, actions));
-        ticket
-    }
-
     pub fn assign(&mut self, timeout: u64) -> Ticket {
-        let (ticket, deadline) = self.ticket(timeout, None, Vec::new());
-        self.call(|core, now, actions| core.assign(ticket, 0, Vec::new(), deadline, now, actions));
+        let (ticket, deadline) = self.ticket(timeout, None);
+        self.call(|core, now, actions| core.assign(ticket, 0, deadline, now, actions));
         ticket
     }
 
@@ -584,21 +517,14 @@ impl Sim {
 
     /// Lets all work under way end well.
     pub fn finish_work(&mut self) {
-        while !self.fuses.is_empty() || !self.folds.is_empty() || self.running.is_some() || !self.has_buffer {
-            if !self.fuses.is_empty() {
-                self.fuse_done(0, true);
-            }
-            self.fold_done(true);
+        while !self.accumulations.is_empty() || self.running.is_some() || !self.has_buffer {
+            self.accumulate_done(true);
             self.reduce_done(true);
             if !self.has_buffer {
                 self.give_buffer();
             }
         }
     }
-}
-
-pub fn slot(learner: (LearnerId, Incarnation), step: Step, block: u32) -> BlockSlot {
-    BlockSlot { learner: learner.0, incarnation: learner.1, step, block: BlockId(block) }
 }
 
 /// A learner.
@@ -611,28 +537,24 @@ pub fn job(learners: &str, names: &[&str]) -> (Sim, Vec<Id>) {
     (sim, ids)
 }
 
+/// The same, whose plans begin early.
+pub fn early_job(learners: &str, names: &[&str]) -> (Sim, Vec<Id>) {
+    let (sim, ids) = job(learners, names);
+    (sim.in_process(), ids)
+}
+
 /// A new contribution.
 pub fn open(sim: &mut Sim, id: Id) -> (Step, Uid) {
-    (sim.core.open(id.0, sim.now).unwrap().step, sim.uid())
+    (sim.open(id.0).unwrap().step, sim.uid())
 }
 
-/// A contribution to all blocks that lies in staging.
+/// A contribution to all blocks.
 pub fn everything(sim: &mut Sim, id: Id, lendable: bool) -> (Uid, Ticket) {
     let (step, uid) = open(sim, id);
-    let all = blocks(0..BLOCKS);
-    (uid, sim.commit(id.0, step, uid, (all.clone(), all), lendable, 1_000))
-}
-
-/// Whether a block is to be reduced on arrival; then it is under way.
-pub fn is_fused(sim: &mut Sim, id: Id, step: Step, uid: Uid, block: u32) -> bool {
-    match sim.arrive(slot(id, step, block), uid).unwrap() {
-        Arrival::Fuse(_) => true,
-        Arrival::Defer => false,
-        Arrival::Duplicate => panic!("block {block} came before"),
-    }
+    (uid, sim.commit(id.0, step, uid, blocks(0..BLOCKS), lendable, 1_000))
 }
 
 /// Whether a commit was taken.
 pub fn ok(sim: &Sim, ticket: Ticket) -> bool {
-    sim.replies.get(&ticket) == Some(&Ok(Answer::Committed))
+    sim.replies.get(&ticket) == Some(&Ok(()))
 }

@@ -72,7 +72,7 @@ fn a_commit_that_waits_for_the_slowest_times_out_and_can_be_sent_again() {
     let (mut sim, ids) = ssp(0, &["a", "b"]);
     step(&mut sim, ids[0]);
     let (of, uid) = open(&mut sim, ids[0]);
-    let what = (blocks([0]), blocks([0]));
+    let what = blocks([0]);
     let ticket = sim.commit(ids[0].0, of, uid, what.clone(), true, 100);
     sim.tick(100);
     let Err(ShardError::TimedOut(why)) = &sim.replies[&ticket] else { panic!("{:?}", sim.replies) };
@@ -123,9 +123,7 @@ fn a_commit_that_is_taken_back_is_no_step() {
     let (mut sim, ids) = ssp(0, &["a", "b"]);
     let (of, uid) = open(&mut sim, ids[0]);
     // One in which NaN is found.
-    let unchecked = std::iter::once(uid).chain(std::iter::repeat_with(|| sim.uid())).find(|uid| uid % 3 != 0);
-    let uid = unchecked.unwrap();
-    let what = (blocks([0]), blocks([0]));
+    let what = blocks([0]);
     sim.commit(ids[0].0, of, uid, what, false, 1_000);
     assert!(sim.reduce_refused());
     sim.abort(ids[0].0);
@@ -141,7 +139,7 @@ fn the_silent_learner_that_is_waited_for_leaves_and_no_other() {
     step(&mut sim, ids[0]);
     step(&mut sim, ids[0]);
     let (step_of_a, uid) = open(&mut sim, ids[0]);
-    let what = (blocks([0]), blocks([0]));
+    let what = blocks([0]);
     sim.commit(ids[0].0, step_of_a, uid, what, true, 60_000);
     step(&mut sim, ids[1]);
     for _ in 0..3 {

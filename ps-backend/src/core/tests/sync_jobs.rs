@@ -1,10 +1,10 @@
 //! Promises of synchronous jobs, and of what both kinds of job share.
 
 use libmodelio::transport::ShardError;
-use libmodelio::vocabulary::ids::{BlockId, Incarnation, Step, Version};
+use libmodelio::vocabulary::ids::{BlockId, Step, Version};
 
 use super::super::*;
-use super::sim::{BLOCKS, Sim, TENSORS, Uid, blocks, everything, is_fused, job, ok, open, slot};
+use super::sim::{BLOCKS, Sim, TENSORS, Uid, blocks, early_job, everything, job, ok, open};
 
 #[test]
 fn a_version_needs_all_learners() {
@@ -33,47 +33,25 @@ fn an_assignment_in_mid_step_leaves_the_step_as_it_is() {
 }
 
 #[test]
-fn blocks_are_reduced_on_arrival_only_for_the_last_outstanding_learner() {
-    let (mut sim, ids) = job("2", &["a", "b"]);
+fn blocks_are_reduced_early_only_for_the_last_outstanding_learner() {
+    let (mut sim, ids) = early_job("2", &["a", "b"]);
     let (step, a) = open(&mut sim, ids[0]);
-    assert!(!is_fused(&mut sim, ids[0], step, a, 0));
+    assert!(!sim.comes(ids[0].0, a, 0));
     everything(&mut sim, ids[1], true);
-    assert!(is_fused(&mut sim, ids[0], step, a, 1));
-    sim.fuse_done(0, true);
-    let notice = (blocks([0, 1]), blocks([0]));
-    sim.commit(ids[0].0, step, a, notice, true, 1_000);
+    assert!(sim.comes(ids[0].0, a, 1));
+    sim.commit(ids[0].0, step, a, blocks([0, 1]), true, 1_000);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
-    assert_eq!(sim.core.blocks_on_arrival(), 1);
-}
-
-#[test]
-fn a_block_counts_once_however_often_it_is_sent() {
-    let (mut sim, ids) = job("1", &["a"]);
-    let (step, a) = open(&mut sim, ids[0]);
-    assert!(is_fused(&mut sim, ids[0], step, a, 0));
-    let again = |sim: &mut Sim| sim.arrive(slot(ids[0], step, 0), a).unwrap();
-    assert!(matches!(again(&mut sim), Arrival::Duplicate), "under way");
-    sim.fuse_done(0, true);
-    assert!(matches!(again(&mut sim), Arrival::Duplicate), "reduced");
-    sim.commit(ids[0].0, step, a, (blocks([0]), blocks([])), true, 1_000);
-    sim.reduce_done(true);
-    assert!(matches!(again(&mut sim), Arrival::Duplicate), "published");
-    let other_life = (ids[0].0, Incarnation(9));
-    let stray = sim.arrive(slot(other_life, step, 1), a);
-    assert_eq!(stray.unwrap_err(), ShardError::UnknownLearner(ids[0].0));
-    let early = sim.arrive(slot(ids[0], Step(5), 1), a).unwrap_err();
-    assert_eq!(early, ShardError::StepOutOfOrder { got: Step(5), expected: Step(2) });
 }
 
 #[test]
 fn a_commit_counts_once_however_often_it_is_sent() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     let (a, _) = everything(&mut sim, ids[0], false);
-    let all = || (blocks(0..BLOCKS), blocks(0..BLOCKS));
+    let all = || blocks(0..BLOCKS);
     let again = sim.commit(ids[0].0, Step(1), a, all(), false, 1_000);
-    assert!(sim.is_waiting(again), "being folded");
-    sim.fold_done(true);
+    assert!(sim.is_waiting(again), "being accumulated");
+    sim.accumulate_done(true);
     assert!(ok(&sim, again));
     everything(&mut sim, ids[1], true);
     sim.reduce_done(true);
@@ -83,27 +61,23 @@ fn a_commit_counts_once_however_often_it_is_sent() {
 }
 
 #[test]
-fn a_commit_must_not_name_a_block_that_nobody_took() {
+fn a_commit_must_not_name_a_block_that_the_model_does_not_have() {
     let (mut sim, ids) = job("1", &["a"]);
     let (step, a) = open(&mut sim, ids[0]);
-    let ticket = sim.commit(ids[0].0, step, a, (blocks([1]), blocks([])), true, 1_000);
-    assert!(matches!(sim.replies[&ticket], Err(ShardError::NotAllowed(_))));
-    let short = sim.commit(ids[0].0, step, a, (FixedBitSet::new(), FixedBitSet::new()), true, 1_000);
+    let short = sim.commit(ids[0].0, step, a, FixedBitSet::new(), true, 1_000);
     assert!(matches!(sim.replies[&short], Err(ShardError::NotAllowed(_))));
 }
 
 #[test]
-fn a_late_block_of_a_dropped_contribution_is_not_taken_for_the_next_ones() {
-    let (mut sim, ids) = job("1", &["a"]);
-    let (step, dropped) = open(&mut sim, ids[0]);
-    assert!(is_fused(&mut sim, ids[0], step, dropped, 0));
+fn what_has_come_early_of_a_dropped_contribution_is_not_taken_for_the_next_one() {
+    let (mut sim, ids) = early_job("1", &["a"]);
+    let (_, dropped) = open(&mut sim, ids[0]);
+    assert!(sim.comes(ids[0].0, dropped, 0));
     sim.abort(ids[0].0);
+    assert!(sim.provisional.is_none());
     let (step, next) = open(&mut sim, ids[0]);
-    assert!(!is_fused(&mut sim, ids[0], step, next, 0), "the old block is still being computed");
-    sim.fuse_done(0, true);
-    assert!(is_fused(&mut sim, ids[0], step, next, 1));
-    sim.fuse_done(0, true);
-    sim.commit(ids[0].0, step, next, (blocks([0, 1]), blocks([0])), true, 1_000);
+    assert!(sim.comes(ids[0].0, next, 1));
+    sim.commit(ids[0].0, step, next, blocks([0, 1]), true, 1_000);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[dropped, next]), [None, Some(Version(1))]);
 }
@@ -125,7 +99,7 @@ fn an_aborted_commit_is_not_taken_later() {
 fn the_next_contribution_may_be_written_before_the_last_is_published() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     everything(&mut sim, ids[0], true);
-    let opening = sim.core.open(ids[0].0, sim.now).unwrap();
+    let opening = sim.open(ids[0].0).unwrap();
     assert_eq!(opening, Opening { step: Step(2), staging_lent: true });
     let (_, ahead) = everything(&mut sim, ids[0], true);
     assert!(sim.is_waiting(ahead), "its step is not current");
@@ -140,44 +114,44 @@ fn mapped_memory_is_given_back_before_the_commit_is_answered() {
     let (a, first) = everything(&mut sim, ids[0], false);
     let (b, second) = everything(&mut sim, ids[1], false);
     assert!(sim.is_waiting(first) && sim.is_waiting(second));
-    sim.fold_done(true);
+    sim.accumulate_done(true);
     assert!(ok(&sim, first) && sim.is_waiting(second));
-    sim.fold_done(true);
+    sim.accumulate_done(true);
     assert!(ok(&sim, second));
     // The last one completes the version: it is read where it is, and answered when that is done.
     let (c, third) = everything(&mut sim, ids[2], false);
-    assert!(sim.folds.is_empty() && sim.is_waiting(third));
+    assert!(sim.accumulations.is_empty() && sim.is_waiting(third));
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[a, b, c]), [Some(Version(1)); 3]);
 }
 
 #[test]
-fn without_memory_for_folding_the_contribution_stays_open() {
+fn without_memory_for_accumulating_the_contribution_stays_open() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     let (a, ticket) = everything(&mut sim, ids[0], false);
-    sim.fold_done(false);
+    sim.accumulate_done(false);
     assert!(matches!(sim.replies[&ticket], Err(ShardError::OutOfMemory(_))));
     assert_eq!(sim.core.committed(), 0);
     let all = blocks(0..BLOCKS);
-    sim.commit(ids[0].0, Step(1), a, (all.clone(), all), false, 1_000);
-    sim.fold_done(true);
+    sim.commit(ids[0].0, Step(1), a, all, false, 1_000);
+    sim.accumulate_done(true);
     everything(&mut sim, ids[1], true);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[a]), [Some(Version(1))]);
 }
 
 #[test]
-fn a_fold_that_does_not_get_its_turn_times_out_and_can_be_retried() {
+fn what_does_not_get_its_turn_to_be_accumulated_times_out_and_can_be_retried() {
     let (mut sim, ids) = job("3", &["a", "b", "c"]);
     everything(&mut sim, ids[0], false);
     let (b, ticket) = everything(&mut sim, ids[1], false);
     sim.tick(1_000);
     assert!(matches!(sim.replies[&ticket], Err(ShardError::TimedOut(_))));
-    assert_eq!(sim.core.committed(), 1, "b's was not taken; a's is being folded");
+    assert_eq!(sim.core.committed(), 1, "b's was not taken; a's is being accumulated");
     let all = blocks(0..BLOCKS);
-    sim.commit(ids[1].0, Step(1), b, (all.clone(), all), false, 1_000);
-    sim.fold_done(true);
-    sim.fold_done(true);
+    sim.commit(ids[1].0, Step(1), b, all, false, 1_000);
+    sim.accumulate_done(true);
+    sim.accumulate_done(true);
     everything(&mut sim, ids[2], false);
     sim.reduce_done(true);
     assert_eq!(sim.versions_of(&[b]), [Some(Version(1))]);
@@ -189,7 +163,7 @@ fn a_commit_that_is_being_reduced_at_its_deadline_counts_and_can_be_asked_for() 
     let (a, ticket) = everything(&mut sim, ids[0], false);
     sim.tick(1_000);
     assert!(matches!(sim.replies[&ticket], Err(ShardError::TimedOut(_))));
-    let all = || (blocks(0..BLOCKS), blocks(0..BLOCKS));
+    let all = || blocks(0..BLOCKS);
     let again = sim.commit(ids[0].0, Step(1), a, all(), false, 1_000);
     assert!(sim.is_waiting(again));
     sim.reduce_done(true);
@@ -198,19 +172,18 @@ fn a_commit_that_is_being_reduced_at_its_deadline_counts_and_can_be_asked_for() 
 }
 
 #[test]
-fn hyper_parameters_are_frozen_once_a_block_has_been_reduced() {
+fn hyper_parameters_are_frozen_once_a_plan_has_begun() {
     let rate_and_reducer = |plan: &Plan<Uid>| match &plan.work {
         Work::Reduce { step, .. } => (step.hyper.learning_rate, step.reducer),
         Work::Assign { .. } => panic!(),
     };
-    let (mut sim, ids) = job("1", &["a"]);
+    let (mut sim, ids) = early_job("1", &["a"]);
     let (step, a) = open(&mut sim, ids[0]);
     sim.set("learning_rate", "0.5");
-    assert!(is_fused(&mut sim, ids[0], step, a, 0));
+    assert!(sim.comes(ids[0].0, a, 0));
     sim.set("learning_rate", "0.25");
     sim.set("reducer", "adam");
-    sim.fuse_done(0, true);
-    sim.commit(ids[0].0, step, a, (blocks([0]), blocks([])), true, 1_000);
+    sim.commit(ids[0].0, step, a, blocks([0]), true, 1_000);
     let plan = sim.running.clone().unwrap();
     assert_eq!(rate_and_reducer(&plan), (0.5, Reducer::Sgd));
     sim.reduce_done(true);
@@ -222,12 +195,12 @@ fn hyper_parameters_are_frozen_once_a_block_has_been_reduced() {
 }
 
 #[test]
-fn what_is_folded_under_a_reducer_is_reduced_under_it() {
+fn what_is_accumulated_under_a_reducer_is_reduced_under_it() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     sim.set("reducer", "assign");
     everything(&mut sim, ids[0], false);
     sim.set("reducer", "sum");
-    sim.fold_done(true);
+    sim.accumulate_done(true);
     everything(&mut sim, ids[1], true);
     let plan = sim.running.clone().unwrap();
     assert!(matches!(&plan.work, Work::Reduce { step, .. } if step.reducer == Reducer::Assign));
@@ -240,21 +213,21 @@ fn changing_the_reducer_and_back_starts_its_state_anew() {
     for t in 1..=3 {
         everything(&mut sim, ids[0], true);
         sim.reduce_done(true);
-        assert_eq!(sim.core.optimizer_steps().runs(), [(TENSORS as u32, t)]);
+        assert_eq!(sim.core.optimizer_steps.runs(), [(TENSORS as u32, t)]);
     }
     sim.set("reducer", "sgd");
     sim.set("reducer", "adam");
-    assert_eq!(sim.core.optimizer_steps().runs(), [(TENSORS as u32, 0)]);
+    assert_eq!(sim.core.optimizer_steps.runs(), [(TENSORS as u32, 0)]);
 }
 
 #[test]
 fn a_completing_commit_waits_for_a_buffer_and_can_be_retried() {
-    let (mut sim, ids) = job("1", &["a"]);
+    let (mut sim, ids) = early_job("1", &["a"]);
     everything(&mut sim, ids[0], true);
     sim.reduce_done(false);
     let (step, uid) = open(&mut sim, ids[0]);
-    assert!(!is_fused(&mut sim, ids[0], step, uid, 0), "there is nowhere to reduce it to");
-    let notice = || (blocks([0]), blocks([0]));
+    assert!(!sim.comes(ids[0].0, uid, 0), "there is nowhere to reduce it to");
+    let notice = || blocks([0]);
     let ticket = sim.commit(ids[0].0, step, uid, notice(), true, 50);
     sim.tick(50);
     assert!(matches!(sim.replies[&ticket], Err(ShardError::TimedOut(_))));
@@ -265,18 +238,17 @@ fn a_completing_commit_waits_for_a_buffer_and_can_be_retried() {
 }
 
 #[test]
-fn new_weights_wait_for_blocks_reduced_on_arrival() {
-    let (mut sim, ids) = job("1", &["a"]);
+fn new_weights_wait_for_a_contribution_of_which_blocks_were_reduced() {
+    let (mut sim, ids) = early_job("1", &["a"]);
     sim.set("reducer", "assign");
     let (step, uid) = open(&mut sim, ids[0]);
-    assert!(is_fused(&mut sim, ids[0], step, uid, 0));
+    assert!(sim.comes(ids[0].0, uid, 0));
     let late = sim.assign(10);
     let ticket = sim.assign(1_000);
     sim.tick(10);
     assert!(matches!(sim.replies[&late], Err(ShardError::TimedOut(_))));
-    sim.fuse_done(0, true);
     assert!(sim.is_waiting(ticket) && sim.running.is_none(), "the contribution is still open");
-    sim.commit(ids[0].0, step, uid, (blocks([0]), blocks([])), true, 1_000);
+    sim.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
     sim.reduce_done(true);
     sim.reduce_done(true);
     assert!(ok(&sim, ticket));
@@ -285,44 +257,24 @@ fn new_weights_wait_for_blocks_reduced_on_arrival() {
 
 #[test]
 fn initial_weights_that_come_too_late_are_refused() {
-    let (mut sim, ids) = job("1", &["a"]);
+    let (mut sim, ids) = early_job("1", &["a"]);
     let (step, uid) = open(&mut sim, ids[0]);
-    assert!(is_fused(&mut sim, ids[0], step, uid, 0));
+    assert!(sim.comes(ids[0].0, uid, 0));
     let ticket = sim.assign(1_000);
-    sim.fuse_done(0, true);
-    sim.commit(ids[0].0, step, uid, (blocks([0]), blocks([])), true, 1_000);
+    sim.commit(ids[0].0, step, uid, blocks([0]), true, 1_000);
     sim.reduce_done(true);
     assert!(matches!(sim.replies[&ticket], Err(ShardError::NotAllowed(_))), "{:?}", sim.replies);
-}
-
-#[test]
-fn a_commit_waits_for_its_own_blocks_on_their_way() {
-    let (mut sim, ids) = job("1", &["a"]);
-    let (step, a) = open(&mut sim, ids[0]);
-    assert!(is_fused(&mut sim, ids[0], step, a, 0));
-    let ticket = sim.commit(ids[0].0, step, a, (blocks([0]), blocks([])), true, 1_000);
-    assert!(sim.is_waiting(ticket) && sim.running.is_none());
-    sim.fuse_done(0, true);
-    sim.reduce_done(true);
-    assert!(ok(&sim, ticket));
-    // One that is refused then is missed.
-    let (step, a) = open(&mut sim, ids[0]);
-    assert!(is_fused(&mut sim, ids[0], step, a, 0));
-    let ticket = sim.commit(ids[0].0, step, a, (blocks([0]), blocks([])), true, 1_000);
-    sim.fuse_done(0, false);
-    assert!(matches!(sim.replies[&ticket], Err(ShardError::NotAllowed(_))));
 }
 
 #[test]
 fn an_aborted_commit_that_fails_later_leaves_nothing_open() {
     let (mut sim, ids) = job("2", &["a", "b"]);
     let (step, a) = open(&mut sim, ids[0]);
-    assert!(!is_fused(&mut sim, ids[0], step, a, 2));
-    sim.commit(ids[0].0, step, a, (blocks([2]), blocks([2])), false, 1_000);
+    sim.commit(ids[0].0, step, a, blocks([2]), false, 1_000);
     sim.abort(ids[0].0);
-    sim.fold_done(false);
-    let (step, a) = open(&mut sim, ids[0]);
-    assert!(!is_fused(&mut sim, ids[0], step, a, 2), "a new contribution");
+    sim.accumulate_done(false);
+    assert_eq!(sim.core.member(ids[0].0, sim.now).unwrap().phase, "idle");
+    assert_eq!(open(&mut sim, ids[0]).0, step, "a new contribution to the same step");
 }
 
 #[test]
@@ -331,27 +283,27 @@ fn mapped_memory_waits_for_the_others_as_long_as_patience_lasts() {
     let ids: Vec<_> = ["a", "b", "c"].iter().map(|name| sim.join(name).unwrap()).collect();
     let (a, first) = everything(&mut sim, ids[0], false);
     sim.tick(15);
-    let (b, second) = everything(&mut sim, ids[1], false);
-    assert!(sim.folds.is_empty() && sim.is_waiting(first));
+    assert!(sim.accumulations.is_empty() && sim.is_waiting(first));
     assert_eq!(sim.core.next_deadline(), Some(Now::from_millis(20)));
     sim.tick(10);
-    assert_eq!(sim.folds.len(), 1, "a has waited long enough");
-    sim.fold_done(true);
-    assert!(ok(&sim, first) && sim.folds.is_empty(), "b has not");
+    assert_eq!(sim.accumulations.len(), 1, "a has waited long enough");
+    let (b, second) = everything(&mut sim, ids[1], false);
+    sim.accumulate_done(true);
+    assert!(ok(&sim, first) && sim.accumulations.is_empty(), "b has not");
     let (c, third) = everything(&mut sim, ids[2], false);
-    assert!(sim.folds.is_empty() && sim.is_waiting(second) && sim.is_waiting(third));
+    assert!(sim.accumulations.is_empty() && sim.is_waiting(second) && sim.is_waiting(third));
     sim.reduce_done(true);
     assert!(ok(&sim, second) && ok(&sim, third));
     assert_eq!(sim.versions_of(&[a, b, c]), [Some(Version(1)); 3]);
 }
 
 #[test]
-fn patience_leaves_time_to_fold_before_the_deadline() {
+fn patience_leaves_time_to_accumulate_before_the_deadline() {
     let mut sim = Sim::patient(&[("learners", "2")], 10_000);
     let ids: Vec<_> = ["a", "b"].iter().map(|name| sim.join(name).unwrap()).collect();
     let (_, ticket) = everything(&mut sim, ids[0], false);
     sim.tick(250);
-    sim.fold_done(true);
+    sim.accumulate_done(true);
     assert!(ok(&sim, ticket), "its deadline is at 1,000");
 }
 
@@ -361,15 +313,15 @@ fn what_turns_out_to_be_nan_while_the_version_is_made_is_taken_back() {
     let ids: Vec<_> = ["a", "b"].iter().map(|name| sim.join(name).unwrap()).collect();
     let (a, first) = everything(&mut sim, ids[0], false);
     let (b, second) = everything(&mut sim, ids[1], false);
-    assert!(sim.reduce_refused(), "nobody has looked at them");
+    assert!(sim.reduce_refused());
     assert_eq!(sim.replies[&first], Err(ShardError::NonFinite(BlockId(0))));
     assert!(sim.is_waiting(second) && sim.core.committed() == 1 && sim.core.version() == Version(0));
-    // b is safe once it is folded; a tries again.
+    // b is safe once it is accumulated; a tries again.
     sim.tick(20);
-    sim.fold_done(true);
+    sim.accumulate_done(true);
     assert!(ok(&sim, second));
     let all = blocks(0..BLOCKS);
-    let third = sim.commit(ids[0].0, Step(1), a, (all.clone(), all), false, 1_000);
+    let third = sim.commit(ids[0].0, Step(1), a, all, false, 1_000);
     sim.reduce_done(true);
     assert!(ok(&sim, third));
     assert_eq!(sim.versions_of(&[a, b]), [Some(Version(1)); 2]);
@@ -379,7 +331,7 @@ fn what_turns_out_to_be_nan_while_the_version_is_made_is_taken_back() {
 fn a_withdrawn_commit_is_open_again_and_one_that_is_taken_stays() {
     let mut sim = Sim::patient(&[("learners", "2")], 20);
     let ids: Vec<_> = ["a", "b"].iter().map(|name| sim.join(name).unwrap()).collect();
-    let all = || (blocks(0..BLOCKS), blocks(0..BLOCKS));
+    let all = || blocks(0..BLOCKS);
     // Taken, but nothing of it was read.
     let (a, mapped) = everything(&mut sim, ids[0], false);
     sim.withdraw(ids[0].0);

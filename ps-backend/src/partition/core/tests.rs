@@ -160,17 +160,17 @@ fn what_did_not_land_can_come_again() {
 }
 
 #[test]
-fn nan_spoils_a_plan_until_it_is_dropped() {
+fn nan_voids_a_plan_until_it_is_dropped() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0, 1])]);
     bench.begin(plan.clone());
     bench.core.arrive(A, ONE, 0);
-    let spoilt = [Action::Spoilt { plan: ONE, client: A, block: 0 }];
-    assert_eq!(bench.acts(|core, actions| core.landed(A, ONE, 0, false, actions)), spoilt);
+    let non_finite = [Action::NonFinite { plan: ONE, client: A, block: 0 }];
+    assert_eq!(bench.acts(|core, actions| core.landed(A, ONE, 0, false, actions)), non_finite);
     assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Unwanted);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
     // The coordinator asks again: it may not have heard.
-    assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), spoilt);
+    assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), non_finite);
     let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
 }

@@ -169,9 +169,9 @@ impl Partition {
                 // Its job knows since the start was taken.
                 Action::Sealed(_) => {}
                 Action::Ready(plan) => state.say(self.epoch, 0, Message::Ready { plan }),
-                Action::Spoilt { plan, client, block } => {
+                Action::NonFinite { plan, client, block } => {
                     let block = self.store.partition().global(BlockId(block)).unwrap_or_default();
-                    state.say(self.epoch, 0, Message::Spoilt { plan, client, block });
+                    state.say(self.epoch, 0, Message::NonFinitePayload { plan, client, block });
                 }
                 Action::Torn(plan) => state.say(self.epoch, 0, Message::Torn { plan }),
                 Action::Done(plan) => state.say(self.epoch, plan.0, Message::Done),

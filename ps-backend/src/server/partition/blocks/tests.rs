@@ -173,7 +173,7 @@ fn memory_that_is_not_registered_is_left_alone() {
 }
 
 #[test]
-fn nan_that_is_fetched_direct_spoils_the_plan() {
+fn nan_that_is_fetched_direct_voids_the_plan() {
     let (partition, link) = (begun(), Link::default());
     let (target, fetching) = fetch(&partition, CLIENTS[0], 0).expect("room");
     fill(target, f32::NAN);

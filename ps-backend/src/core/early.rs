@@ -1,0 +1,68 @@
+//! Plans that begin early, while their last contribution is still written: when one begins, and what ends it before its
+//! commit.
+
+use std::sync::Arc;
+
+use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::reducer::Combine;
+
+use super::{Action, JobCore, Now, PendingKind, Phase};
+
+impl<S: Clone> JobCore<S> {
+    /// Begins the coming version's plan if the last learner that it waits for is writing.
+    pub(super) fn begin_early(&mut self, actions: &mut Vec<Action<S>>) {
+        let Some(learner) = self.may_begin_early() else { return };
+        self.params = Some(self.params());
+        self.early = Some(learner);
+        actions.push(Action::Reduce(Arc::new(self.reduce_plan(Some(learner)))));
+    }
+
+    /// For whose contribution a plan may begin now: nobody else can still change what its blocks are added to.
+    fn may_begin_early(&self) -> Option<LearnerId> {
+        let is_idle = self.running.is_none() && self.early.is_none() && !self.holds;
+        if !self.provisional || !is_idle || !self.buffer_ready || !self.formed {
+            return None;
+        }
+        // New weights come first; they would wait for as long as the contribution is written.
+        if self.pending.iter().any(|pending| matches!(pending.kind, PendingKind::Assign { .. })) {
+            return None;
+        }
+        // Values of several learners replace each other byte by byte: what is committed later may change what a block is
+        // made of.
+        if self.params().0.combine() == Combine::Last && !self.committed.is_empty() {
+            return None;
+        }
+        let learner = self.last_outstanding()?;
+        let Phase::Open { step, has_block } = self.members.get(&learner)?.phase else { return None };
+        let begins = has_block || !self.of_whole_blocks;
+        (begins && self.failed_early != Some((learner, step))).then_some(learner)
+    }
+
+    /// The contribution that `learner` writes has a whole block: a plan may begin that takes its blocks as they come.
+    pub fn is_whole(&mut self, learner: LearnerId, now: Now, actions: &mut Vec<Action<S>>) {
+        let phase = self.members.get_mut(&learner).map(|member| &mut member.phase);
+        if let Some(Phase::Open { has_block, .. }) = phase
+            && !std::mem::replace(has_block, true)
+        {
+            self.advance(now, actions);
+        }
+    }
+
+    /// What has come early of `learner` is void, and so is the plan that it has come to. What is committed is read.
+    pub fn drop_early(&mut self, learner: LearnerId, actions: &mut Vec<Action<S>>) {
+        if self.early.take_if(|early| *early == learner).is_some() {
+            self.release_params();
+            actions.push(Action::Drop);
+        }
+    }
+
+    /// The provisional plan under way could not take what its learner has written: it is void. The contribution is read
+    /// when it is committed.
+    pub fn early_failed(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        let Some(learner) = self.early.take() else { return };
+        let open = self.members.get(&learner).map(|member| member.step.next());
+        self.failed_early = open.map(|step| (learner, step));
+        self.release_params();
+        self.advance(now, actions);
+    }
+}
