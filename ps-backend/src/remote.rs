@@ -4,8 +4,7 @@
 //! It answers from what its [`Client`] mirrors. A block that a program has written whole is put into the learner's
 //! staging region, from which the client sends it when the coordinator says so.
 
-mod offers;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -21,27 +20,19 @@ use libmodelio::transport::{
     Reply, ShardError, TransportKind,
 };
 use libmodelio::vocabulary::controls::{ControlError, Controls, NonFinite};
-use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, ShardId, Version};
+use libmodelio::vocabulary::ids::{BlockId, LearnerId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::vocabulary::phase::JobPhase;
+use libmodelio::vocabulary::phase::{JobPhase, LONG};
 use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{self, Refusal};
 use parking_lot::Mutex;
 
 use crate::coordinator::AWAY;
-use crate::core::{LONG, MemberView, WaitedFor};
+use crate::core::{MemberView, WaitedFor};
 use crate::job::{Event, Job, JobStatus, Listener, SetDone, ShardView, VersionMemory, VersionView};
-use offers::Offers;
 
 /// For requests that nobody waits for.
 const BESIDE: Duration = Duration::from_secs(30);
-
-#[derive(Default)]
-struct Names {
-    of: BTreeMap<LearnerId, (String, Incarnation)>,
-    /// Those that leave: nobody begins anything with them any more, though the coordinator may not have heard of it.
-    leaving: BTreeSet<LearnerId>,
-}
 
 /// A model on a network, as this process takes part in it.
 pub struct RemoteJob {
@@ -54,8 +45,6 @@ pub struct RemoteJob {
     stopped: AtomicBool,
     /// It is shut down.
     ends: AtomicBool,
-    names: Mutex<Names>,
-    offers: Mutex<Offers>,
     /// Buffers for new weights that were handed out and have not come back.
     lent: Mutex<HashMap<RegionKey, Weak<Mapping>>>,
     listener: Mutex<Option<Arc<Listener>>>,
@@ -99,8 +88,6 @@ impl RemoteJob {
             rejects: AtomicBool::new(true),
             stopped: AtomicBool::new(false),
             ends: AtomicBool::new(false),
-            names: Mutex::default(),
-            offers: Mutex::default(),
             lent: Mutex::default(),
             listener: Mutex::new(None),
             waits: Mutex::default(),
@@ -129,14 +116,7 @@ impl RemoteJob {
         let event = match event {
             ClientEvent::State => return self.mirror(),
             ClientEvent::Published(version) => Event::Published(version),
-            ClientEvent::Left(learner, reason) => {
-                let mut names = self.names.lock();
-                names.of.remove(&learner);
-                names.leaving.remove(&learner);
-                drop(names);
-                self.offers.lock().left(learner);
-                Event::Left(learner, reason)
-            }
+            ClientEvent::Left(learner, reason) => Event::Left(learner, reason),
         };
         let listener = self.listener.lock().clone();
         if let Some(listener) = listener {
@@ -175,24 +155,6 @@ impl RemoteJob {
         self.client.request(message, BESIDE, Box::new(done));
     }
 
-    fn join(&self, name: String, timeout: Duration, done: Completion) {
-        let this = self.this.clone();
-        let of_reply = name.clone();
-        let joined = move |result| {
-            done(match result {
-                Ok(wire::Message::Joined { learner, incarnation, .. }) => {
-                    if let Some(job) = this.upgrade() {
-                        job.names.lock().of.insert(learner, (of_reply, incarnation));
-                        job.offers.lock().joined(learner, incarnation);
-                    }
-                    Ok(Reply::Joined { learner, incarnation })
-                }
-                other => Err(unexpected(other)),
-            });
-        };
-        self.client.request(wire::Message::Join { name }, timeout, Box::new(joined));
-    }
-
     fn open(&self, learner: LearnerId, timeout: Duration, done: Completion) {
         if let Err(error) = self.refuse_if_stopped() {
             return done(Err(error));
@@ -200,26 +162,13 @@ impl RemoteJob {
         if !self.has_learner(learner) {
             return done(Err(ShardError::UnknownLearner(learner)));
         }
-        let open = wire::Message::Open { learner };
-        if let Some((step, staging_lent)) = self.client.next_step(learner) {
-            self.offers.lock().opened(learner, step, self.layout.blocks());
-            self.ask_beside(open);
-            return done(Ok(Reply::Opened { step, staging_lent }));
-        }
-        // Whether the last commit was taken is not known here.
-        let this = self.this.clone();
         let opened = move |result| {
             done(match result {
-                Ok(wire::Message::Opened { step, staging_lent }) => {
-                    if let Some(job) = this.upgrade() {
-                        job.offers.lock().opened(learner, step, job.layout.blocks());
-                    }
-                    Ok(Reply::Opened { step, staging_lent })
-                }
+                Ok(wire::Message::Opened { step, staging_lent }) => Ok(Reply::Opened { step, staging_lent }),
                 other => Err(unexpected(other)),
             });
         };
-        self.client.request(open, timeout, Box::new(opened));
+        self.client.open(learner, timeout, Box::new(opened));
     }
 
     /// Publishes what was written into `buffer`, whose blocks are completed with what the newest version holds. Done
@@ -338,22 +287,14 @@ impl Channel for RemoteJob {
         }
         self.refuse_if_ending()?;
         self.refuse_if_stopped()?;
-        if !self.client.has_learner(slot.learner) {
-            return Err(ShardError::UnknownLearner(slot.learner));
-        }
-        if !self.offers.lock().take(slot)? {
-            return Ok(Placement::Duplicate);
-        }
-        match self.client.offer(slot, payload) {
+        match self.client.offer(slot, payload)? {
             Offered::Stage => {}
+            Offered::Again => return Ok(Placement::Duplicate),
             Offered::Reduced => {
                 self.on_arrival.fetch_add(1, Ordering::Relaxed);
                 return Ok(Placement::Reduced);
             }
-            Offered::NonFinite => {
-                self.offers.lock().give_back(slot);
-                return Err(ShardError::NonFinite(slot.block));
-            }
+            Offered::NonFinite => return Err(ShardError::NonFinite(slot.block)),
             Offered::UnknownLearner => return Err(ShardError::UnknownLearner(slot.learner)),
         }
         let check = self.rejects.load(Ordering::Relaxed);
@@ -362,7 +303,7 @@ impl Channel for RemoteJob {
             None => !check || block::is_finite(&self.layout, slot.block, payload),
         };
         if !finite {
-            self.offers.lock().give_back(slot);
+            self.client.give_back(slot);
             return Err(ShardError::NonFinite(slot.block));
         }
         Ok(Placement::Deferred)
@@ -393,22 +334,24 @@ impl Channel for RemoteJob {
             })
         };
         match message {
-            Message::Join { name } => self.join(name, timeout, done),
+            Message::Join { name } => {
+                let joined = move |result| {
+                    done(match result {
+                        Ok(wire::Message::Joined { learner, incarnation, .. }) => {
+                            Ok(Reply::Joined { learner, incarnation })
+                        }
+                        other => Err(unexpected(other)),
+                    });
+                };
+                self.client.request(wire::Message::Join { name }, timeout, Box::new(joined));
+            }
             Message::Leave { learner, reason } => {
-                self.names.lock().leaving.insert(learner);
-                let this = self.this.clone();
-                let left: Completion = Box::new(move |result| {
-                    if let Some(job) = this.upgrade() {
-                        job.names.lock().leaving.remove(&learner);
-                    }
-                    done(result);
-                });
-                self.client.request(wire::Message::Leave { learner, reason }, timeout, plain(left));
+                self.client.request(wire::Message::Leave { learner, reason }, timeout, plain(done));
             }
             Message::Open { learner } => self.open(learner, timeout, done),
             Message::Commit { learner, step, notice } => {
                 let fits = notice.check(&self.layout);
-                if let Err(error) = fits.and_then(|()| self.offers.lock().ends(learner, step)) {
+                if let Err(error) = fits.and_then(|()| self.client.may_commit(learner, step)) {
                     return done(Err(error));
                 }
                 // What was never offered whole was looked at by nobody. What is mapped is judged when it is read.
@@ -418,26 +361,17 @@ impl Channel for RemoteJob {
                 let is_bad =
                     |block: &BlockId| !block::region_is_finite(&self.layout, *block, &notice.staging);
                 if rejects && let Some(bad) = unchecked.find(is_bad) {
-                    self.offers.lock().ended(learner, step, false);
                     return done(Err(ShardError::NonFinite(bad)));
                 }
                 let CommitNotice { sent, tensors, partly, staging, lendable, .. } = notice;
                 let staged = client::Staged { region: staging, steady: lendable, partly };
-                let this = self.this.clone();
-                let ended: Completion = Box::new(move |result| {
-                    if let Some(job) = this.upgrade() {
-                        job.offers.lock().ended(learner, step, result.is_ok());
-                    }
-                    done(result);
-                });
-                self.client.commit(learner, step, (&sent, &tensors), staged, timeout, plain(ended));
+                self.client.commit(learner, step, (&sent, &tensors), staged, timeout, plain(done));
             }
             Message::Abort { learner } | Message::Withdraw { learner } if !self.has_learner(learner) => {
                 done(Err(ShardError::UnknownLearner(learner)));
             }
             // What follows is answered at once; the outcome is that of the request it ends.
             Message::Abort { learner } => {
-                self.offers.lock().dropped(learner);
                 self.ask_beside(wire::Message::Abort { learner });
                 done(Ok(Reply::Done));
             }
@@ -593,7 +527,7 @@ impl Job for RemoteJob {
     }
 
     fn has_learner(&self, learner: LearnerId) -> bool {
-        self.client.has_learner(learner) && !self.names.lock().leaving.contains(&learner)
+        self.client.has_learner(learner)
     }
 
     fn last_commit(&self, learner: LearnerId) -> LastCommit {
@@ -612,10 +546,8 @@ impl Job for RemoteJob {
 
     fn status(&self) -> JobStatus {
         let state = self.client.newest_state();
-        let names = self.names.lock();
-        let offers = self.offers.lock();
         let member = |learner: &wire::LearnerState| {
-            let (name, incarnation) = names.of.get(&learner.learner).cloned()?;
+            let (name, incarnation, is_writing) = self.client.identity(learner.learner)?;
             Some(MemberView {
                 learner: learner.learner,
                 name,
@@ -623,7 +555,7 @@ impl Job for RemoteJob {
                 step: learner.step,
                 unpublished: learner.unpublished,
                 published_in: learner.published_in,
-                phase: match offers.is_writing(learner.learner) {
+                phase: match is_writing {
                     true => "writing",
                     false if learner.unpublished => "committed",
                     false => "idle",

@@ -3,38 +3,40 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::core::Part;
-use super::edge::{Memory, Shared, Shortcut, Way};
+use super::fallback::FastPath;
+use super::paths::{BlockPath, Connection};
+use super::routes::Route;
+use super::shared::Shared;
 use crate::transport::frames::{Conversation, Link, Outgoing, Take};
 use crate::transport::stream::Close;
 use crate::transport::tally::Flow;
-use crate::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, Role, WireError};
+use crate::vocabulary::ids::{BlockId, Version};
+use crate::wire::{Limits, MAX_PAYLOAD, Message, Protocol, Received, Refusal, WireError};
 
 /// The greeting, the same for all connections of a client.
 struct Greeting {
-    shared: Arc<Shared>,
-    way: Way,
-    link: Link,
+    to: Connection,
     /// Longest silence, once the peer has welcomed the client.
     silence: Option<Duration>,
 }
 
 impl Greeting {
-    fn new(shared: Arc<Shared>, way: Way) -> Greeting {
-        Greeting { shared, way, link: Link::default(), silence: None }
+    fn new(shared: Arc<Shared>, route: Route) -> Greeting {
+        Greeting { to: Connection { shared, route, link: Link::default() }, silence: None }
     }
 
-    fn begin(&mut self, link: &Link, role: Role) -> Result<(), Close> {
-        self.link = link.clone();
-        self.shared.check_in_force(&self.way)?;
+    fn begin(&mut self, link: &Link) -> Result<(), Close> {
+        self.to.link = link.clone();
+        let Connection { shared, route, .. } = &self.to;
+        shared.check_in_force(route)?;
         let hello = Message::Hello {
             protocol: Protocol::NEWEST.number(),
-            role,
-            model: self.shared.model.clone(),
-            generation: self.shared.generation,
-            client: self.shared.client,
+            role: route.role,
+            model: shared.model.clone(),
+            generation: shared.generation,
+            client: shared.client,
         };
-        link.send(Outgoing { epoch: self.way.epoch(), ..Outgoing::new(0, hello) });
+        link.send(Outgoing { epoch: route.epoch(), ..Outgoing::new(0, hello) });
         Ok(())
     }
 
@@ -43,8 +45,8 @@ impl Greeting {
         match message {
             _ if self.silence.is_some() => Ok(false),
             Message::Welcome { silence_ms, epoch, .. } => {
-                if *epoch != self.way.epoch() {
-                    let (got, expected) = (self.way.epoch(), *epoch);
+                if *epoch != self.to.route.epoch() {
+                    let (got, expected) = (self.to.route.epoch(), *epoch);
                     let why = format!("the client's block map is {got}, the shard's is {expected}");
                     return Err(Close::Asked(why.into()));
                 }
@@ -69,7 +71,7 @@ impl Greeting {
     fn payload(&self, received: &Received, bytes: &[u8]) -> Result<bool, Close> {
         let moved = matches!(received.message, Message::Moved);
         if moved {
-            self.shared.hear_moved(&self.way, bytes)?;
+            self.to.shared.hear_moved(&self.to.route, bytes)?;
         }
         Ok(moved)
     }
@@ -79,14 +81,14 @@ impl Greeting {
 pub(super) struct Control(Greeting);
 
 impl Control {
-    pub(super) fn new(shared: Arc<Shared>, way: Way) -> Control {
-        Control(Greeting::new(shared, way))
+    pub(super) fn new(shared: Arc<Shared>, route: Route) -> Control {
+        Control(Greeting::new(shared, route))
     }
 }
 
 impl Conversation for Control {
     fn opened(&mut self, link: &Link) -> Result<(), Close> {
-        self.0.begin(link, Role::Control)
+        self.0.begin(link)
     }
 
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
@@ -99,10 +101,12 @@ impl Conversation for Control {
         ) = &received.message
             && self.0.silence.is_none()
         {
-            self.0.shared.coordinator_has_not(&self.0.way, refusal);
+            self.0.to.shared.coordinator_has_not(&self.0.to.route, refusal);
         }
-        if self.0.welcomed(&received.message)? {
-            self.0.shared.greeted(&self.0.way, &self.0.link, None)?;
+        let welcomed = self.0.welcomed(&received.message)?;
+        let Connection { shared, route, link } = &self.0.to;
+        if welcomed {
+            shared.greeted(route, link, None)?;
             return Ok(Take::Nothing);
         }
         let (request, message) = (received.header.request(), received.message.clone());
@@ -111,9 +115,9 @@ impl Conversation for Control {
         {
             return Err(turned_away(refusal));
         }
-        let Greeting { shared, way, .. } = &self.0;
-        shared
-            .with_core_by(way, |core, now, actions| core.from_coordinator(request, message, now, actions))?;
+        shared.with_core_by(route, |core, now, actions| {
+            core.from_coordinator(request, message, now, actions);
+        })?;
         Ok(Take::Nothing)
     }
 
@@ -130,48 +134,46 @@ impl Conversation for Control {
     }
 
     fn closed(&mut self, why: &Close) {
-        self.0.shared.ended(&self.0.way, &self.0.link, &why.to_string());
+        let Connection { shared, route, link } = &self.0.to;
+        shared.ended(route, link, &why.to_string());
     }
 }
 
 /// Blocks to and from one shard.
-pub(super) struct Data {
+pub(super) struct Data<P> {
     greeting: Greeting,
-    part: Part,
+    path: P,
     /// What is landing just now.
-    landing: Option<(crate::vocabulary::ids::Version, crate::vocabulary::ids::BlockId)>,
-    /// What both ends see, if the shard is on this host.
-    memory: Option<Memory>,
+    landing: Option<(Version, BlockId)>,
     /// Blocks that were asked for here and have not come.
     due: usize,
     /// When one last came, or was first asked for.
     came: Instant,
-    /// Why the shard does not serve it by RDMA.
-    no_rdma: Option<String>,
+    /// Why the shard does not serve it by the fast path that it is.
+    refused: Option<String>,
 }
 
 /// Blocks that have not come after such a silence do not come any more: the shard did not have them.
 const LOST: Duration = Duration::from_secs(1);
 
-impl Data {
-    pub(super) fn new(shared: Arc<Shared>, way: Way, part: Part, memory: Option<Memory>) -> Data {
-        let greeting = Greeting::new(shared, way);
-        Data { greeting, part, landing: None, memory, due: 0, came: Instant::now(), no_rdma: None }
+impl<P: BlockPath> Data<P> {
+    pub(super) fn new(shared: Arc<Shared>, route: Route, path: P) -> Data<P> {
+        let greeting = Greeting::new(shared, route);
+        Data { greeting, path, landing: None, due: 0, came: Instant::now(), refused: None }
     }
 
     fn landed(&mut self, whole: bool) {
         if let Some((version, block)) = self.landing.take() {
-            let landed = |core: &mut super::core::ClientCore, now, actions: &mut Vec<_>| {
+            self.greeting.to.shared.with_core(|core, now, actions| {
                 core.landed(version, block, whole, now, actions);
-            };
-            self.greeting.shared.with_core(landed);
+            });
         }
     }
 }
 
-impl Conversation for Data {
+impl<P: BlockPath> Conversation for Data<P> {
     fn opened(&mut self, link: &Link) -> Result<(), Close> {
-        self.greeting.begin(link, Role::Data)
+        self.greeting.begin(link)
     }
 
     fn message(&mut self, received: &Received) -> Result<Take, Close> {
@@ -183,66 +185,62 @@ impl Conversation for Data {
         }
         if let Message::Refused(Refusal::NoRdma(why)) = &received.message
             && self.greeting.silence.is_none()
-            && self.memory.as_ref().is_some_and(Memory::is_by_rdma)
+            && self.path.fast() == Some(FastPath::Rdma)
         {
-            self.no_rdma = Some(format!("refused by the shard: {why}"));
+            self.refused = Some(format!("refused by the shard: {why}"));
         }
-        if self.greeting.welcomed(&received.message)? {
-            let by_memory = self.memory.as_ref().map(Memory::end_of_loan);
-            self.greeting.link.expect_much();
-            self.greeting.shared.greeted(&self.greeting.way, &self.greeting.link, by_memory)?;
+        let welcomed = self.greeting.welcomed(&received.message)?;
+        let to = &self.greeting.to;
+        let Connection { shared, route, link } = to;
+        if welcomed {
+            link.expect_much();
+            shared.greeted(route, link, self.path.end_of_loan())?;
             return Ok(Take::Nothing);
         }
-        let Greeting { shared, way, .. } = &self.greeting;
         if matches!(received.message, Message::Block { .. } | Message::BlockAt { .. }) {
             self.due = self.due.saturating_sub(1);
             self.came = Instant::now();
         }
-        if let Some(memory) = &mut self.memory
-            && shared.hear_by_memory(received, memory, &self.greeting.link)?
-        {
+        if self.path.hear(to, received)? {
             return Ok(Take::Nothing);
         }
-        if let Message::Block { version, block } = received.message {
-            if block.0 >= shared.layout.blocks() {
-                return Err(Close::Asked(format!("block {block} is outside of the model").into()));
-            }
-            let extent = shared.layout.block_bytes(block);
-            let expected = (extent.end - extent.start) as u32;
-            received.expect_payload(expected).map_err(unfit)?;
-            return Ok(match shared.lands(way, version, block) {
-                Some(target) => {
-                    self.landing = Some((version, block));
-                    Take::Into(target)
-                }
-                None => Take::Nothing,
-            });
-        }
         match &received.message {
+            &Message::Block { version, block } => {
+                if block.0 >= shared.layout.blocks() {
+                    return Err(Close::Asked(format!("block {block} is outside of the model").into()));
+                }
+                let extent = shared.layout.block_bytes(block);
+                let expected = (extent.end - extent.start) as u32;
+                received.expect_payload(expected).map_err(unfit)?;
+                return Ok(match shared.lands(route, version, block) {
+                    Some(target) => {
+                        self.landing = Some((version, block));
+                        Take::Into(target)
+                    }
+                    None => Take::Nothing,
+                });
+            }
             Message::Refused(Refusal::NoVersion { .. }) => self.due = 0,
             // All others end the connection.
             Message::Refused(refusal) => return Err(turned_away(refusal)),
+            Message::Missing { blocks, .. } if !blocks.is_empty() => to.doubt_others(),
+            &Message::Rest { rests } => {
+                to.rest(rests);
+                return Ok(Take::Nothing);
+            }
             _ => {}
         }
-        if let Message::Missing { blocks, .. } = &received.message
-            && !blocks.is_empty()
-        {
-            shared.doubt_others(way, self.part, &self.greeting.link);
-        }
-        if let Message::Rest { rests } = received.message {
-            shared.rest(way, self.part, &self.greeting.link, rests);
-            return Ok(Take::Nothing);
-        }
-        let (part, message) = (self.part, received.message.clone());
-        shared.with_core_by(way, |core, now, actions| core.from_shard(part, message, now, actions))?;
+        let message = received.message.clone();
+        shared
+            .with_core_by(route, |core, now, actions| core.from_shard(route.part, message, now, actions))?;
         Ok(Take::Nothing)
     }
 
     fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close> {
         if !self.greeting.payload(received, bytes)? {
-            let (tally, len) = (&self.greeting.shared.tally, received.header.payload_len() as usize);
+            let (tally, len) = (&self.greeting.to.shared.tally, received.header.payload_len() as usize);
             tally.moved(Flow::Pull, len);
-            if self.memory.is_some() {
+            if self.path.fast().is_some() {
                 // Out of the ring.
                 tally.copied(Flow::Pull, len);
             }
@@ -253,21 +251,18 @@ impl Conversation for Data {
 
     fn copied(&mut self, bytes: usize) {
         if self.landing.is_some() {
-            self.greeting.shared.tally.copied(Flow::Pull, bytes);
+            self.greeting.to.shared.tally.copied(Flow::Pull, bytes);
         }
     }
 
     fn next(&mut self) -> Option<Outgoing> {
         self.greeting.silence?;
-        let Greeting { shared, way, link, .. } = &self.greeting;
+        let to = &self.greeting.to;
         if self.due > 0 && self.came.elapsed() > LOST {
             self.due = 0;
-            shared.doubt(way, self.part, link);
+            to.doubt();
         }
-        let (outgoing, asked) = match &mut self.memory {
-            Some(memory) => shared.next_by_memory(self.part, memory, link, self.due)?,
-            None => shared.next_for(way, self.part, link, self.due)?,
-        };
+        let (outgoing, asked) = self.path.next(to, self.due)?;
         if self.due == 0 {
             self.came = Instant::now();
         }
@@ -275,10 +270,8 @@ impl Conversation for Data {
         Some(outgoing)
     }
 
-    #[cfg(feature = "rdma")]
     fn tick(&mut self, _: Instant) -> Result<Option<Instant>, Close> {
-        let Greeting { shared, link, .. } = &self.greeting;
-        Ok(self.memory.as_mut().and_then(|memory| shared.hear_of_rdma(memory, link)))
+        Ok(self.path.tick(&self.greeting.to))
     }
 
     fn limits(&self) -> Limits {
@@ -290,20 +283,16 @@ impl Conversation for Data {
     }
 
     fn heard(&mut self) {
-        let Greeting { shared, way, link, .. } = &self.greeting;
-        shared.trust(way, self.part, link);
+        self.greeting.to.trust();
     }
 
     fn closed(&mut self, why: &Close) {
         self.landed(false);
-        #[cfg(feature = "rdma")]
-        if let Some(memory) = &mut self.memory {
-            self.greeting.shared.rdma_is_over(memory);
-        }
-        let Greeting { shared, way, link, .. } = &self.greeting;
-        match self.no_rdma.take() {
-            Some(why) => shared.without(Shortcut::Rdma, way.clone(), self.part, &why),
-            None => shared.ended(way, link, &why.to_string()),
+        self.path.closed(&self.greeting.to);
+        let Connection { shared, route, link } = &self.greeting.to;
+        match self.refused.take() {
+            Some(why) => shared.without(FastPath::Rdma, route.clone(), &why),
+            None => shared.ended(route, link, &why.to_string()),
         }
     }
 }

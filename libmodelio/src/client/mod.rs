@@ -1,24 +1,42 @@
-//! Taking part in a job whose shards are on a network.
+//! Taking part in a job: as a learner, and as who shows its versions.
 //!
 //! | module | holds |
 //! |---|---|
 //! | `core` | what is decided (pure) |
-//! | `edge` | [`Client`]: lock, clock, connections |
-//! | `edge::blocks`, `edge::memory` | payload on its way, over sockets and through shared memory (`unsafe`) |
+//! | `client` | [`Client`], what others call |
+//! | `options` | what it is told, and tells |
+//! | `shared` | lock, clock, and what the core's decisions change |
+//! | `routes`, `redirect`, `inquiry` | the block map in force, where its shards are, and how another one takes its place |
+//! | `peer`, `connections`, `usage`, `fallback` | which connections there are, are missing, are used, and go by TCP for now |
 //! | `conversation` | what is said on each kind of connection |
+//! | `paths` | how blocks go: by TCP, shared memory, RDMA, or in this process |
+//! | `blocks` | payload on its way, whatever the path (`unsafe`) |
 //! | `versions` | the versions that are shown here |
 //! | `sum` | adding up contributions before they cross the network |
 
+mod blocks;
+#[allow(clippy::module_inception)]
+mod client;
+mod connections;
 mod conversation;
 pub mod core;
-mod edge;
+mod fallback;
+mod inquiry;
+mod options;
+mod paths;
+mod peer;
+mod redirect;
+mod routes;
+mod shared;
 mod sum;
 #[cfg(test)]
 mod tests;
+mod usage;
 mod versions;
 
 pub use self::core::LastCommit;
-pub use edge::{
-    Answered, Awaited, Client, ClientError, ClientEvent, ClientListener, ClientOptions, Offered, PeerView,
-    Pulls, Staged, TransportChoice,
+pub use client::Client;
+pub use options::{
+    Answered, Awaited, ClientError, ClientEvent, ClientListener, ClientOptions, Offered, PeerView, Pulls,
+    Staged, TransportChoice,
 };

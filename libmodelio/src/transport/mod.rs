@@ -30,7 +30,8 @@ pub mod stream;
 pub mod tally;
 pub mod tcp;
 
+pub use crate::vocabulary::members::{Attached, LeaveReason};
 pub use seam::{
-    Attached, BlockSlot, Channel, CommitNotice, Completion, Device, LeaveReason, Message, NO_RDMA, Placement,
-    Region, RegionKey, Reply, ShardError, TransportKind,
+    BlockSlot, Channel, CommitNotice, Completion, Device, Message, NO_RDMA, Placement, Region, RegionKey,
+    Reply, ShardError, TransportKind,
 };

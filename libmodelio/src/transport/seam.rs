@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::bytes::mmap::Mapping;
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
+use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::partly::PartlyWritten;
 
 /// Which way the bytes go. Named at start, in `status.json` and in messages.
@@ -215,41 +216,6 @@ pub enum Message {
         /// Sorted, disjoint byte ranges that were written.
         written: Vec<std::ops::Range<u64>>,
     },
-}
-
-/// Why a learner left.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum LeaveReason {
-    /// It asked to (rmdir).
-    Asked,
-    /// Its process was killed or failed.
-    Died,
-    /// It was silent past its lease.
-    LeaseExpired,
-    /// Its last process had exited, and others waited for it.
-    Exited,
-}
-
-/// Whether a process uses a learner, as its mount sees it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Attached {
-    /// None is known to.
-    No,
-    /// One that lives is known to.
-    Yes,
-    /// The last one that did has exited, or has ended otherwise than by a signal.
-    Exited,
-}
-
-impl fmt::Display for LeaveReason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            LeaveReason::Asked => "left",
-            LeaveReason::Died => "its process died",
-            LeaveReason::LeaseExpired => "silent past its lease",
-            LeaveReason::Exited => "its last process had exited, and others waited for it (control/linger)",
-        })
-    }
 }
 
 /// Answers to [`Message`]s.

@@ -8,6 +8,7 @@ pub mod dtype;
 pub mod frozen;
 pub mod ids;
 pub mod layout;
+pub mod members;
 pub mod partly;
 pub mod phase;
 pub mod ranges;

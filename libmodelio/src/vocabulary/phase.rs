@@ -1,8 +1,15 @@
 //! What a job is doing.
 
 use std::fmt;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+/// A shard that has not been reached for so long is away, and named.
+pub const AWAY: Duration = Duration::from_secs(2);
+
+/// Learners that others have been waiting for so long are named.
+pub const LONG: Duration = Duration::from_secs(5);
 
 /// What a job is doing, as far as one knows it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

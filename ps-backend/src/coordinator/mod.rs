@@ -21,6 +21,7 @@ use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::controls::{ControlError, Controls};
 use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
+pub use libmodelio::vocabulary::phase::AWAY;
 use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::wire::{Message, Refusal};
 use serde::{Deserialize, Serialize};
@@ -63,9 +64,6 @@ pub enum Action {
 const REPEAT: Now = Now::from_millis(500);
 /// and after this at last, if it stays the same.
 const REPEAT_SELDOM: Now = Now::from_secs(4);
-
-/// A shard that has not been reached for so long is away, which is said.
-pub const AWAY: Now = Now::from_secs(2);
 
 /// Clients of one model.
 pub const MAX_CLIENTS: usize = 4096;

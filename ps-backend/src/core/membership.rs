@@ -2,11 +2,10 @@
 
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::vocabulary::phase::LONG;
 
 use super::{Action, JobCore, MAX_LEARNERS, Member, Now, PendingKind, Phase, Stall, Wait, WaitedFor};
 
-/// After this it is said who is waited for.
-pub const LONG: Now = Now::from_secs(5);
 /// Names of those that are said.
 pub(super) const SAID: usize = 16;
 /// A wait is the same one if somebody waits again within this: requests that time out come again.

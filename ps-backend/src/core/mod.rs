@@ -33,7 +33,6 @@ mod tests;
 mod view;
 
 use std::collections::{BTreeMap, VecDeque};
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,6 +40,7 @@ use std::time::Duration;
 use fixedbitset::FixedBitSet;
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+pub use libmodelio::vocabulary::members::{MemberView, WaitedFor};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
 use serde::{Deserialize, Serialize};
 
@@ -49,8 +49,6 @@ use libmodelio::vocabulary::reducer::{self, Combine, Hyper, Reducer};
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 
 pub use commit::NOT_COMMITTED;
-pub use membership::LONG;
-pub use view::MemberView;
 
 /// Time since the shard started. The core has no clock of its own.
 pub type Now = Duration;
@@ -279,26 +277,6 @@ struct Wait {
     /// The version before the one that is waited for; where learners wait for slower ones, how far those are; the highest
     /// number before as many have joined as are expected.
     at: u64,
-}
-
-/// Whom others have been waiting for so long that it is worth saying: a name or a number is in it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct WaitedFor {
-    /// Names of those who are waited for: the first of them, as many as are worth saying.
-    pub learners: Vec<String>,
-    /// How many more there are. Without any name they are those that have not joined.
-    pub more: usize,
-}
-
-/// As one says it in a line.
-impl fmt::Display for WaitedFor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (&self.learners[..], self.more) {
-            ([], more) => write!(f, "{more} more to join (control/learners)"),
-            (names, 0) => f.write_str(&names.join(", ")),
-            (names, more) => write!(f, "{} and {more} more", names.join(", ")),
-        }
-    }
 }
 
 /// The shard, without its memory and its sockets.

@@ -1,35 +1,10 @@
 //! What the job is doing, for whoever shows it or works for it: nothing here decides.
 use libmodelio::transport::Attached;
 use libmodelio::vocabulary::controls::Controls;
-use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
+use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::phase::JobPhase;
 
-use super::{JobCore, Member, Now, Phase, Place};
-
-/// A learner as the status shows it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MemberView {
-    /// Its number.
-    pub learner: LearnerId,
-    /// Its name.
-    pub name: String,
-    /// Its life.
-    pub incarnation: Incarnation,
-    /// Committed steps.
-    pub step: Step,
-    /// The last of them waits for its version.
-    pub unpublished: bool,
-    /// The version that the last published step is part of; 0 before the first.
-    pub published_in: Version,
-    /// `idle`, `writing` or `committed`.
-    pub phase: &'static str,
-    /// Since its last request.
-    pub silent: Now,
-    /// Versions it takes part in begin after this one.
-    pub joined_at: Version,
-    /// Whether a process uses it, as far as was said.
-    pub attached: Attached,
-}
+use super::{JobCore, Member, MemberView, Now, Phase, Place};
 
 fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
     MemberView {

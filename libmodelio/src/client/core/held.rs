@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
 
-use super::pushing::{Early, Outgoing};
-use super::requests::Request;
+use super::learners::Early;
+use super::pushing::Outgoing;
 use super::{Action, ClientCore};
-use crate::vocabulary::ids::{LearnerId, Step};
+use crate::vocabulary::ids::{LearnerId, PlanId, Step};
 use crate::wire::{Granted, Message};
 
 /// A contribution whose payload is kept.
@@ -16,6 +16,8 @@ pub(super) struct Held {
     pub(super) blocks: FixedBitSet,
     /// The newest commit of it. What was answered to an earlier request says nothing of this one.
     pub(super) request: u64,
+    /// The newest provisional plan for which blocks of it may have been sent.
+    pub(super) sent_under: Option<PlanId>,
     /// Blocks of it that are nowhere but in a plan.
     pub(super) early: Option<Early>,
     /// The shard reads it where it is: how many contributions were in versions when its learner left.
@@ -79,8 +81,9 @@ impl ClientCore {
     }
 
     pub(super) fn is_committing(&self, learner: LearnerId, step: Step) -> bool {
-        let of = |request: &Request| matches!(request.message, Message::Commit { learner: l, step: s, .. } if (l, s) == (learner, step));
-        self.requests.values().any(of)
+        self.requests.values().any(|request| {
+            matches!(request.message, Message::Commit { learner: l, step: s, .. } if (l, s) == (learner, step))
+        })
     }
 
     /// Whether the plan under way has this contribution.

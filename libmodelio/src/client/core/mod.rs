@@ -7,6 +7,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `requests` | what is asked of the coordinator, and its answers |
+//! | `learners` | the learners of this client, and how far each is with its step |
 //! | `state` | the job as the coordinator tells it |
 //! | `held` | payload that may be asked for yet |
 //! | `moving` | another block map |
@@ -14,6 +15,7 @@
 //! | `waits` | who waits for a version |
 
 mod held;
+mod learners;
 mod moving;
 mod pulling;
 mod pushing;
@@ -26,16 +28,18 @@ use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 
-use crate::transport::{Attached, LeaveReason, ShardError};
+use crate::transport::{LeaveReason, ShardError};
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::{ClientId, Epoch, LearnerId, PlanId, ShardId, Step, Version};
 use crate::vocabulary::phase::JobPhase;
-use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message, Refusal};
+use crate::wire::{JobState, MAX_NUMBER, Message, Refusal};
 use held::Held;
+pub use learners::LastCommit;
+use learners::Learner;
 pub use pulling::PULL_BLOCKS;
 use pulling::Pull;
+use pushing::Outgoing;
 pub use pushing::Own;
-use pushing::{Outgoing, Writing};
 use requests::Request;
 use waits::Wait;
 
@@ -81,15 +85,6 @@ pub enum Action {
     Pulled(Version),
 }
 
-/// Where a learner's last commit is, as far as this client can show it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LastCommit {
-    /// It is not in a version, or that version is not here yet.
-    Waits,
-    /// Part of this version; 0 before the first one.
-    In(Version),
-}
-
 /// One client of one model.
 #[derive(Debug)]
 pub struct ClientCore {
@@ -112,18 +107,7 @@ pub struct ClientCore {
     state: JobState,
     /// No state has come over the coordinator's newest connection yet.
     is_anew: bool,
-    /// With the number of the first state that names each.
-    learners: BTreeMap<LearnerId, (LearnerState, u64)>,
-    /// Last steps whose commit was answered with success, which the state may not show yet.
-    committed: BTreeMap<LearnerId, Step>,
-    /// The next step of each learner, and the request that has told. None where a commit was not answered with
-    /// success: only the coordinator knows.
-    next_steps: BTreeMap<LearnerId, (u64, Option<Step>)>,
-    /// Whether a process uses each learner, where that is known.
-    uses: BTreeMap<LearnerId, Attached>,
-    /// What learners have written of the contributions that they have open: whole blocks, which lie where they can be
-    /// sent from.
-    writing: BTreeMap<LearnerId, Writing>,
+    learners: BTreeMap<LearnerId, Learner>,
     /// The contributions that may have to be sent.
     held: BTreeMap<(LearnerId, Step), Held>,
     /// The same for new weights.
@@ -168,10 +152,6 @@ impl ClientCore {
             state: JobState::default(),
             is_anew: false,
             learners: BTreeMap::new(),
-            committed: BTreeMap::new(),
-            next_steps: BTreeMap::new(),
-            uses: BTreeMap::new(),
-            writing: BTreeMap::new(),
             held: BTreeMap::new(),
             weights: BTreeMap::new(),
             outgoing: None,
@@ -229,33 +209,6 @@ impl ClientCore {
     /// Requests that are not answered yet, and contributions and new weights whose payload is still needed.
     pub fn kept(&self) -> (usize, usize) {
         (self.requests.len(), self.held.len() + self.weights.len())
-    }
-
-    /// Whether `learner` is one of this client's and in the job.
-    pub fn has_learner(&self, learner: LearnerId) -> bool {
-        self.learners.contains_key(&learner)
-    }
-
-    /// The next step of `learner`, and whether the payload of the last one may still be needed. None when it is not
-    /// known here: the outcome of its last commit is not, or it is not one of this client's.
-    pub fn next_step(&self, learner: LearnerId) -> Option<(Step, bool)> {
-        if !self.learners.contains_key(&learner) {
-            return None;
-        }
-        let step = self.next_steps.get(&learner)?.1?;
-        let lent = self.held.range((learner, Step(0))..=(learner, Step(u64::MAX))).next().is_some();
-        Some((step, lent))
-    }
-
-    /// Where the last commit of `learner` is.
-    pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
-        let committed = self.committed.get(&learner).copied().unwrap_or_default();
-        match self.learners.get(&learner) {
-            None => LastCommit::In(Version(0)),
-            Some((known, _)) if known.step < committed || known.unpublished => LastCommit::Waits,
-            Some((known, _)) if known.published_in > self.version() => LastCommit::Waits,
-            Some((known, _)) => LastCommit::In(known.published_in),
-        }
     }
 
     // -- what comes from shards

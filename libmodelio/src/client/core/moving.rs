@@ -45,7 +45,7 @@ impl ClientCore {
             return false;
         }
         self.state.sequence = 0;
-        self.learners.values_mut().for_each(|(_, since)| *since = 0);
+        self.learners.values_mut().for_each(|known| known.since = 0);
         self.goes_to(map, now, actions);
         true
     }

@@ -64,7 +64,7 @@ impl ClientCore {
         let newer = |wait: &Wait| match wait.awaits {
             Awaits::Version(version) => version > self.version(),
             Awaits::Step(learner) => {
-                self.learners.get(&learner).is_some_and(|(known, _)| known.published_in > self.version())
+                self.learners.get(&learner).is_some_and(|known| known.state.published_in > self.version())
             }
         };
         !self.on_demand || self.shown.is_none() || self.waits.iter().any(newer)

@@ -2,6 +2,7 @@
 
 use fixedbitset::FixedBitSet;
 
+use super::learners::{Ahead, Early};
 use super::{Action, ClientCore, Now, PATIENCE, Part};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId, Step};
 use crate::wire::{Granted, MAX_NUMBER, Message};
@@ -19,18 +20,6 @@ pub(super) struct Outgoing {
     pub(super) sent: FixedBitSet,
 }
 
-/// A contribution that is being written.
-#[derive(Debug)]
-pub(super) struct Writing {
-    pub(super) step: Step,
-    /// Blocks that can be sent.
-    pub(super) whole: FixedBitSet,
-    /// The newest provisional plan for which blocks of it may have been sent.
-    pub(super) sent_under: Option<PlanId>,
-    /// Blocks of it that are nowhere but in a plan.
-    pub(super) early: Option<Early>,
-}
-
 /// What is to be done with a block that its learner has just written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Own {
@@ -40,14 +29,6 @@ pub enum Own {
     Tell,
     /// Stage it: it is sent when it is committed.
     Stage,
-}
-
-/// Blocks of a contribution that were reduced from where they are no more.
-#[derive(Clone, Debug)]
-pub(super) struct Early {
-    /// For which plan; none if there were several, so that no plan has all of them.
-    pub(super) plan: Option<PlanId>,
-    pub(super) blocks: FixedBitSet,
 }
 
 #[derive(Debug)]
@@ -107,9 +88,10 @@ impl ClientCore {
         });
         let (parts, sent) = (parts.collect(), FixedBitSet::with_capacity(self.blocks));
         if let Some((learner, _)) = open
-            && let Some(writing) = self.writing.get_mut(&learner)
+            && let Some(known) = self.learners.get_mut(&learner)
+            && let Some(ahead) = known.open.as_mut().and_then(|open| open.ahead.as_mut())
         {
-            writing.sent_under = Some(plan);
+            ahead.sent_under = Some(plan);
         }
         self.outgoing = Some(Outgoing { plan, payload, blocks, parts, open, sent });
         actions.extend((0..self.shards.len()).map(Action::Wake));
@@ -147,9 +129,8 @@ impl ClientCore {
 
     /// Blocks of a contribution that can be sent: those that are whole while it is written, all of them afterwards.
     fn whole(&self, (learner, step): (LearnerId, Step)) -> Option<&FixedBitSet> {
-        let writes = self.writing.get(&learner).filter(|writing| writing.step == step);
-        let writes = writes.map(|writing| &writing.whole);
-        self.held.get(&(learner, step)).map(|held| &held.blocks).or(writes)
+        let ahead = self.learners.get(&learner).and_then(|known| known.ahead(step));
+        self.held.get(&(learner, step)).map(|held| &held.blocks).or(ahead.map(|ahead| &ahead.whole))
     }
 
     /// A block of the contribution that `learner` writes is whole, and lies where it can be sent from until
@@ -161,17 +142,17 @@ impl ClientCore {
         block: BlockId,
         actions: &mut Vec<Action>,
     ) -> bool {
-        if !self.learners.contains_key(&learner) || self.held.contains_key(&(learner, step)) {
+        if self.held.contains_key(&(learner, step)) {
             return false;
         }
-        if self.writing.get(&learner).is_some_and(|writing| writing.step != step) {
-            self.drop_writing(learner, actions);
-        }
-        let open = self.open_plan(learner, step);
-        let writing = self.writes(learner, step);
-        writing.whole.insert(block.index());
-        writing.sent_under = open.or(writing.sent_under);
-        if let Some(outgoing) = self.outgoing.as_mut().filter(|_| open.is_some())
+        self.opens(learner, step, actions);
+        let known = self.learners.get_mut(&learner);
+        let Some(open) = known.and_then(|known| known.open.as_mut()) else { return false };
+        let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.blocks));
+        ahead.whole.insert(block.index());
+        let outgoing = self.outgoing.as_mut().filter(|outgoing| outgoing.open == Some((learner, step)));
+        ahead.sent_under = outgoing.as_ref().map(|outgoing| outgoing.plan).or(ahead.sent_under);
+        if let Some(outgoing) = outgoing
             && !outgoing.sent.contains(block.index())
             && let Some(part) = self.owned.iter().position(|owned| owned.contains(block.index()))
         {
@@ -184,50 +165,37 @@ impl ClientCore {
         true
     }
 
-    fn writes(&mut self, learner: LearnerId, step: Step) -> &mut Writing {
-        let whole = || FixedBitSet::with_capacity(self.blocks);
-        let new = || Writing { step, whole: whole(), sent_under: None, early: None };
-        self.writing.entry(learner).or_insert_with(new)
-    }
-
-    /// The provisional plan under way that waits for this contribution.
-    fn open_plan(&self, learner: LearnerId, step: Step) -> Option<PlanId> {
-        let outgoing = self.outgoing.as_ref().filter(|outgoing| outgoing.open == Some((learner, step)))?;
-        Some(outgoing.plan)
-    }
-
-    /// A block of the contribution that `learner` writes is whole: whether it can be reduced at once, from where it is.
+    /// A block that was taken of a contribution: whether it can be reduced at once, from where it is.
     pub fn next_own(&mut self, learner: LearnerId, step: Step, block: BlockId) -> Own {
-        if !self.learners.contains_key(&learner) || self.held.contains_key(&(learner, step)) {
-            return Own::Stage;
-        }
-        if let Some(outgoing) = self.outgoing.as_mut().filter(|of| of.open == Some((learner, step))) {
-            if outgoing.sent.put(block.index()) {
-                return Own::Stage;
+        let is_held = self.held.contains_key(&(learner, step));
+        let open = self.learners.get_mut(&learner).and_then(|known| known.open.as_mut());
+        let Some(open) = open.filter(|open| open.step == step && !is_held) else { return Own::Stage };
+        let is_first = open.ahead.is_none();
+        let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.blocks));
+        match self.outgoing.as_mut().filter(|outgoing| outgoing.open == Some((learner, step))) {
+            Some(outgoing) => {
+                if outgoing.sent.put(block.index()) {
+                    return Own::Stage;
+                }
+                outgoing.blocks.insert(block.index());
+                ahead.sent_under = Some(outgoing.plan);
+                Own::Send(outgoing.plan)
             }
-            outgoing.blocks.insert(block.index());
-            return Own::Send(outgoing.plan);
+            None if is_first => Own::Tell,
+            None => Own::Stage,
         }
-        if self.writing.get(&learner).is_some_and(|writing| writing.step == step) {
-            return Own::Stage;
-        }
-        self.writing.remove(&learner);
-        self.writes(learner, step);
-        Own::Tell
     }
 
     /// That block is part of the plan, and nowhere else. False if its learner is gone, and with it the contribution.
     pub fn sent_own(&mut self, learner: LearnerId, step: Step, plan: PlanId, block: BlockId) -> bool {
-        if !self.learners.contains_key(&learner) {
-            return false;
+        let Some(known) = self.learners.get_mut(&learner) else { return false };
+        if let Some(open) = known.open.as_mut().filter(|open| open.step == step) {
+            let ahead = open.ahead.get_or_insert_with(|| Ahead::new(self.blocks));
+            let new = || Early { plan: Some(plan), blocks: FixedBitSet::with_capacity(self.blocks) };
+            let early = ahead.early.get_or_insert_with(new);
+            early.plan = early.plan.filter(|known| *known == plan);
+            early.blocks.insert(block.index());
         }
-        let blocks = self.blocks;
-        let writing = self.writes(learner, step);
-        writing.sent_under = Some(plan);
-        let new = || Early { plan: Some(plan), blocks: FixedBitSet::with_capacity(blocks) };
-        let early = writing.early.get_or_insert_with(new);
-        early.plan = early.plan.filter(|known| *known == plan);
-        early.blocks.insert(block.index());
         true
     }
 
@@ -248,19 +216,6 @@ impl ClientCore {
     /// How many blocks there are to send to a shard.
     pub fn left_to_push(&self, part: Part) -> usize {
         self.outgoing.as_ref().map_or(0, |outgoing| outgoing.parts[part].todo.count_ones(..))
-    }
-
-    /// What `learner` was writing never counts: its payload is not needed, and nothing more is sent for the provisional
-    /// plan that waits for it.
-    pub(super) fn drop_writing(&mut self, learner: LearnerId, actions: &mut Vec<Action>) {
-        let writing = self.writing.remove(&learner);
-        let is_its = |outgoing: &mut Outgoing| outgoing.open.is_some_and(|(of, _)| of == learner);
-        let open = self.outgoing.take_if(is_its).map(|outgoing| outgoing.plan);
-        let sent = writing.as_ref().and_then(|writing| writing.sent_under);
-        self.given_up = open.into_iter().chain(sent).chain(self.given_up).max();
-        if let Some(writing) = writing {
-            actions.push(Action::Release(learner, writing.step));
-        }
     }
 
     /// All is known of the provisional plan that is being sent.

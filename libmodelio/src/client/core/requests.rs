@@ -1,7 +1,9 @@
 //! What is asked of the coordinator: sent when it is connected, again when it is silent, answered once.
 
+use super::held::Held;
+use super::learners::{Early, Learner};
 use super::pushing::Outgoing;
-use super::{Action, ClientCore, Held, Now, PATIENCE, Token};
+use super::{Action, ClientCore, Now, PATIENCE, Token};
 use crate::transport::{Attached, ShardError};
 use crate::vocabulary::ids::{LearnerId, PlanId, Step, Version};
 use crate::vocabulary::phase::JobPhase;
@@ -50,24 +52,29 @@ impl ClientCore {
                     let refused = Refusal::Shard(ShardError::NotAllowed(why.into()));
                     return actions.push(Action::Answer(token, Err(refused)));
                 }
-                // What lies where it is written is now what is committed.
-                let writing = self.writing.remove(learner).filter(|writing| writing.step == *step);
-                let before = self.held.get(&(*learner, *step)).and_then(|held| held.early.clone());
-                let early = writing.and_then(|writing| writing.early).or(before);
                 let sending = self.outgoing.as_ref().map(|outgoing| outgoing.plan);
-                let is_new = !self.held.contains_key(&(*learner, *step));
-                if is_new && early.as_ref().is_some_and(|early| early.plan.is_none() || early.plan != sending)
-                {
+                let open = self.learners.get_mut(learner).and_then(|known| known.open.as_mut());
+                let ahead = open.filter(|open| open.step == *step).map(|open| &mut open.ahead);
+                let is_lost = |early: &Early| early.plan.is_none() || early.plan != sending;
+                let early = ahead.as_ref().and_then(|ahead| ahead.as_ref()?.early.as_ref());
+                if early.is_some_and(is_lost) && !self.held.contains_key(&(*learner, *step)) {
                     let why = "blocks of it were reduced for a version that is not made: write it again";
                     let refused = Refusal::Shard(ShardError::NotAllowed(why.into()));
                     return actions.push(Action::Answer(token, Err(refused)));
                 }
+                // What lies where it is written is now what is committed.
+                let ahead = ahead.and_then(Option::take);
+                let (sent_under, early) = ahead.map_or((None, None), |ahead| (ahead.sent_under, ahead.early));
+                let before = self.held.remove(&(*learner, *step));
+                let (sent_before, early_before) =
+                    before.map_or((None, None), |held| (held.sent_under, held.early));
+                let (sent_under, early) = (sent_under.max(sent_before), early.or(early_before));
                 let request = self.next_request;
-                self.held.insert((*learner, *step), Held { blocks, request, early, left_at: None });
+                let held = Held { blocks, request, sent_under, early, left_at: None };
+                self.held.insert((*learner, *step), held);
             }
-            Message::Abort { learner } | Message::Leave { learner, .. } => {
-                self.drop_writing(*learner, actions)
-            }
+            Message::Abort { learner } => self.drop_open(*learner, actions),
+            Message::Leave { learner, .. } => self.drop_ahead(*learner, actions),
             Message::Assign { token, blocks, .. } => {
                 self.weights.insert(*token, self.bits(blocks));
             }
@@ -135,17 +142,6 @@ impl ClientCore {
         Action::ToCoordinator(0, Message::Heard { request: self.heard, newest: self.next_request - 1 })
     }
 
-    /// Sign of life of these learners. `attached` says whether a process uses them, where that is known anew: the
-    /// coordinator is told until it knows.
-    pub fn touch(&mut self, learners: Vec<LearnerId>, attached: Option<Attached>, actions: &mut Vec<Action>) {
-        if let Some(attached) = attached {
-            for learner in learners.iter().filter(|learner| self.learners.contains_key(learner)) {
-                self.uses.insert(*learner, attached);
-            }
-        }
-        self.notify(Message::Touch { learners, attached }, actions);
-    }
-
     /// Sends what is not answered.
     pub fn notify(&mut self, message: Message, actions: &mut Vec<Action>) {
         if self.coordinator_up {
@@ -199,7 +195,7 @@ impl ClientCore {
             answer => Ok(answer),
         };
         match (&request.message, &result) {
-            (Message::Join { .. }, Ok(Message::Joined { learner, incarnation, since })) => {
+            (Message::Join { name }, Ok(Message::Joined { learner, incarnation, since })) => {
                 let new = LearnerState {
                     learner: *learner,
                     incarnation: *incarnation,
@@ -213,13 +209,18 @@ impl ClientCore {
                 if self.state.learners.iter().all(|known| known.learner != *learner) {
                     self.state.learners.push(new.clone());
                 }
-                self.learners.entry(*learner).or_insert((new, *since));
+                let new = || Learner::new(None, new, *since);
+                self.learners.entry(*learner).or_insert_with(new).name = Some(name.clone());
                 self.next_is(*learner, id, Some(Step(1)));
             }
             (Message::Open { learner }, Ok(Message::Opened { step, staging_lent })) => {
-                if self.learners.contains_key(learner) && !self.is_committing(*learner, *step) {
-                    // While the step before may still be taken back, so may this number.
-                    self.next_is(*learner, id, (!staging_lent).then_some(*step));
+                // While the step before may still be taken back, so may this number.
+                let next = (!staging_lent).then_some(*step);
+                if !self.is_committing(*learner, *step)
+                    && self.next_is(*learner, id, next)
+                    && request.token != Token::MAX
+                {
+                    self.opened(*learner, *step, actions);
                 }
                 if !staging_lent {
                     self.release_older(*learner, *step, actions);
@@ -228,10 +229,7 @@ impl ClientCore {
                 self.release_refused(id, (*learner, *step), actions);
             }
             (Message::Commit { learner, step, lent, .. }, Ok(_)) => {
-                if self.learners.contains_key(learner) {
-                    self.committed.insert(*learner, *step);
-                    self.next_is(*learner, id, Some(step.next()));
-                }
+                self.has_committed(*learner, *step, id);
                 if *lent || !self.in_process {
                     self.release(*learner, *step, actions);
                 }
@@ -276,14 +274,6 @@ impl ClientCore {
     fn end_loan(&mut self, learner: LearnerId, step: Step, actions: &mut Vec<Action>) {
         self.release(learner, step, actions);
         actions.push(Action::EndLoans);
-    }
-
-    /// An answer tells which step of `learner` is next; one that comes late tells nothing.
-    pub(super) fn next_is(&mut self, learner: LearnerId, request: u64, step: Option<Step>) {
-        let known = self.next_steps.entry(learner).or_insert((0, None));
-        if request > known.0 {
-            *known = (request, step);
-        }
     }
 
     /// Deadlines, and requests that are sent again.

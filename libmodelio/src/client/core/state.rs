@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 
+use super::learners::Learner;
 use super::requests::Request;
 use super::{Action, ClientCore, Now, PATIENCE, Token};
 use crate::transport::LeaveReason;
-use crate::vocabulary::ids::{LearnerId, Step};
+use crate::vocabulary::ids::LearnerId;
 use crate::vocabulary::phase::JobPhase;
 use crate::wire::{JobState, LearnerState, MAX_NUMBER, Message};
 
@@ -32,21 +33,22 @@ impl ClientCore {
         let named: BTreeMap<LearnerId, LearnerState> =
             state.learners.iter().map(|learner| (learner.learner, learner.clone())).collect();
         let mut gone = Vec::new();
-        for (learner, (known, since)) in &mut self.learners {
+        for (learner, known) in &mut self.learners {
             match named.get(learner) {
-                Some(new) => *known = new.clone(),
+                Some(new) => known.state = new.clone(),
                 // It has left, and word of that was lost.
-                None if state.sequence >= *since => gone.push(*learner),
+                None if state.sequence >= known.since => gone.push(*learner),
                 None => {}
             }
         }
         for learner in gone {
             self.learner_left(learner, LeaveReason::LeaseExpired, now, actions);
         }
-        for (&learner, &attached) in &self.uses {
+        for (&learner, known) in &self.learners {
             // Word of it was lost, or was not there when this was said.
-            if named.get(&learner).is_some_and(|known| known.attached != attached) && self.coordinator_up {
-                let told = Message::Touch { learners: vec![learner], attached: Some(attached) };
+            let attached = known.attached.filter(|attached| *attached != known.state.attached);
+            if attached.is_some() && named.contains_key(&learner) && self.coordinator_up {
+                let told = Message::Touch { learners: vec![learner], attached };
                 actions.push(Action::ToCoordinator(0, told));
             }
         }
@@ -68,7 +70,7 @@ impl ClientCore {
                 let mut request = Request { token: Token::MAX, message, deadline, made: now, sent: None };
                 actions.push(request.send(id, now));
                 self.requests.insert(id, request);
-                self.learners.insert(learner, (named[&learner].clone(), state.sequence));
+                self.learners.insert(learner, Learner::new(None, named[&learner].clone(), state.sequence));
             }
         }
         self.failed_at = (state.phase == JobPhase::Failed).then(|| self.failed_at.unwrap_or(now));
@@ -78,31 +80,6 @@ impl ClientCore {
         }
         actions.push(Action::State);
         self.start_pull(now, actions);
-        self.answer_waits(now, actions);
-    }
-
-    pub(super) fn learner_left(
-        &mut self,
-        learner: LearnerId,
-        reason: LeaveReason,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        if self.learners.remove(&learner).is_none() {
-            return;
-        }
-        self.drop_writing(learner, actions);
-        self.committed.remove(&learner);
-        self.next_steps.remove(&learner);
-        self.uses.remove(&learner);
-        // What it has committed stays: its payload is needed until the coordinator has answered for it, or, in one
-        // process, until it is in a version.
-        let contributions = self.state.contributions;
-        for (_, held) in self.held.range_mut((learner, Step(0))..=(learner, Step(u64::MAX))) {
-            held.left_at.get_or_insert(contributions);
-        }
-        self.release_left(actions);
-        actions.push(Action::Left(learner, reason));
         self.answer_waits(now, actions);
     }
 }

@@ -3,7 +3,7 @@
 //! All calls of these libraries, and all else that is `unsafe` about RDMA, is in this folder, and what it offers is
 //! safe, but for [`Slot::bytes`]. Whoever hands memory to it says so as to any transport, by
 //! [`Piece::new`](crate::transport::stream::Piece::new) and [`Target::new`](crate::transport::stream::Target::new),
-//! where its owner is: in `client/edge`, and in the shard's `part/blocks` and `fabric`. It rests on this:
+//! where its owner is: in `client/blocks.rs` and `client/paths`, and in the shard's `part/blocks` and `fabric`. It rests on this:
 //!
 //! * **Objects outlive what is made of them.** Each holds the one that it was made of by an `Arc`, and is destroyed
 //!   when the last holder lets go: a queue pair before its queues, a registration before its protection domain.

@@ -4,42 +4,42 @@
 
 use std::sync::Arc;
 
-use super::memory::TransportChoice;
+use super::fallback::FastPath;
+use super::options::TransportChoice;
 use crate::client::core::Part;
 use crate::transport::shm;
 use crate::transport::shm::Threads;
+use crate::transport::stream::Close;
 use crate::vocabulary::block_map::BlockMap;
 use crate::vocabulary::ids::{Epoch, ShardId};
-use crate::wire::ShardRecord;
+use crate::wire::{Role, ShardRecord};
 
 /// A block map, and where its shards are.
-pub(super) struct Whereabouts {
+pub(super) struct Routes {
     pub(super) epoch: Epoch,
     /// Which part coordinates the job.
     pub(super) coordinator: Part,
     /// In the order of the core's parts.
-    pub(super) parts: Vec<Place>,
+    pub(super) parts: Vec<ShardRoute>,
     /// Of connections through shared memory.
     pub(super) threads: Arc<Threads>,
 }
 
 /// One shard.
-pub(super) struct Place {
+pub(super) struct ShardRoute {
     pub(super) record: ShardRecord,
     /// How many blocks it owns.
     pub(super) blocks: u32,
     /// Those, as runs.
     #[cfg(feature = "rdma")]
     pub(super) owned: Vec<std::ops::Range<u32>>,
-    /// It is reached through shared memory, if that comes about.
-    pub(super) by_memory: bool,
-    /// It is reached by RDMA, if that comes about.
-    pub(super) by_rdma: bool,
+    /// By which path better than TCP it is reached, if that comes about.
+    pub(super) fast: Option<FastPath>,
     /// Why it must not be reached by the only way there is.
     pub(super) barred: Option<String>,
 }
 
-impl Whereabouts {
+impl Routes {
     /// Of `map`; each shard has up to `connections` for blocks.
     ///
     /// # Errors
@@ -50,7 +50,7 @@ impl Whereabouts {
         shards: &[ShardRecord],
         transport: TransportChoice,
         connections: usize,
-    ) -> Result<Whereabouts, String> {
+    ) -> Result<Routes, String> {
         let here = shm::host();
         let place = |(shard, blocks): (ShardId, u32)| {
             let record = shards.iter().find(|record| record.shard == shard);
@@ -66,34 +66,33 @@ impl Whereabouts {
                 )),
                 _ => None,
             };
-            let by_memory =
-                is_here && matches!(transport, TransportChoice::Auto | TransportChoice::SharedMemory);
-            let by_rdma = match transport {
-                TransportChoice::Auto => !is_here && !record.rdma.is_empty(),
-                TransportChoice::Rdma => true,
-                TransportChoice::Tcp | TransportChoice::SharedMemory => false,
+            let fast = match transport {
+                TransportChoice::SharedMemory => Some(FastPath::SharedMemory),
+                TransportChoice::Rdma => Some(FastPath::Rdma),
+                TransportChoice::Tcp => None,
+                TransportChoice::Auto if is_here => Some(FastPath::SharedMemory),
+                TransportChoice::Auto => (!record.rdma.is_empty()).then_some(FastPath::Rdma),
             };
-            Ok(Place {
+            Ok(ShardRoute {
                 record,
                 blocks,
                 #[cfg(feature = "rdma")]
                 owned: runs(map, shard),
-                by_memory,
-                by_rdma,
+                fast,
                 barred,
             })
         };
-        let parts = map.shares().into_iter().map(place).collect::<Result<Vec<Place>, String>>()?;
+        let parts = map.shares().into_iter().map(place).collect::<Result<Vec<ShardRoute>, String>>()?;
         let coordinator = parts.iter().position(|place| place.record.shard == coordinator);
         let coordinator = coordinator.ok_or("the shard that coordinates it owns no block of it")?;
         // Connections that end may still be there when those in their place begin.
         let threads = Threads::new(2 * parts.len() * connections);
-        Ok(Whereabouts { epoch: map.epoch(), coordinator, parts, threads })
+        Ok(Routes { epoch: map.epoch(), coordinator, parts, threads })
     }
 
     /// Of a shard in this process, which no connection leads to.
-    pub(super) fn here(epoch: Epoch) -> Whereabouts {
-        Whereabouts { epoch, coordinator: 0, parts: Vec::new(), threads: Threads::new(0) }
+    pub(super) fn here(epoch: Epoch) -> Routes {
+        Routes { epoch, coordinator: 0, parts: Vec::new(), threads: Threads::new(0) }
     }
 
     pub(super) fn address(&self, part: Part) -> &str {
@@ -114,23 +113,30 @@ fn runs(map: &BlockMap, shard: ShardId) -> Vec<std::ops::Range<u32>> {
     runs
 }
 
-/// What a connection is for, and the block map that it was opened under.
+/// What a connection is for, and the routes that it was opened under.
 #[derive(Clone)]
-pub(in crate::client) struct Way {
-    pub(super) map: Arc<Whereabouts>,
-    /// Blocks of this part; none for control.
-    pub(super) part: Option<Part>,
+pub(super) struct Route {
+    pub(super) routes: Arc<Routes>,
+    /// [`Role::Control`] to the coordinator, or [`Role::Data`].
+    pub(super) role: Role,
+    /// To whom.
+    pub(super) part: Part,
     /// Which of its kind, while it is there.
     pub(super) number: usize,
 }
 
-impl Way {
-    pub(in crate::client) fn epoch(&self) -> Epoch {
-        self.map.epoch
+impl Route {
+    pub(super) fn epoch(&self) -> Epoch {
+        self.routes.epoch
     }
 
     /// Where it leads.
     pub(super) fn address(&self) -> &str {
-        self.map.address(self.part.unwrap_or(self.map.coordinator))
+        self.routes.address(self.part)
     }
+}
+
+/// Why a connection ends that was opened under an older map.
+pub(super) fn overtaken() -> Close {
+    Close::Asked("the model has moved".into())
 }

@@ -7,11 +7,14 @@ use std::time::{Duration, Instant, SystemTime};
 use fixedbitset::FixedBitSet;
 use parking_lot::{Condvar, Mutex};
 
-use super::connections::Peer;
-use super::memory::TransportChoice;
-use super::whereabouts::{Place, Whereabouts};
-use super::{Answered, Awaited, ClientError, ClientListener, ClientOptions, PeerView, Pulls, Staged};
-use super::{Inner, Local, Offered, Shared, Shortcut, keep};
+use super::fallback::FastPath;
+use super::options::{
+    Answered, Awaited, ClientError, ClientListener, ClientOptions, Offered, PeerView, Pulls, Staged,
+    TransportChoice,
+};
+use super::peer::Peer;
+use super::routes::{Routes, ShardRoute};
+use super::shared::{Inner, Local, Shared, keep};
 use crate::client::core::{Action, ClientCore, LastCommit, Now, Token};
 use crate::client::versions::{self, Versions};
 use crate::transport::local::{Hears, Shard};
@@ -19,7 +22,7 @@ use crate::transport::reactor::{Reactor, ReactorOptions};
 use crate::transport::tally::{Payloads, Tally};
 use crate::transport::{Attached, BlockSlot, LeaveReason, Region, ShardError, TransportKind};
 use crate::vocabulary::block_ranges;
-use crate::vocabulary::ids::{ClientId, LearnerId, Step, Version};
+use crate::vocabulary::ids::{ClientId, Incarnation, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::partly::MAX_PIECES;
 use crate::wire::{JobState, Message, ModelRecord, ShardRecord};
@@ -55,9 +58,8 @@ impl Client {
         if transport == TransportChoice::Rdma && !cfg!(feature = "rdma") {
             return Err(ClientError::Transport { model, why: crate::transport::NO_RDMA.to_owned() });
         }
-        let whereabouts =
-            Whereabouts::new(&map, record.coordinator, shards, transport, connections).map_err(bad)?;
-        if let Some(why) = whereabouts.parts.iter().find_map(|place| place.barred.clone()) {
+        let routes = Routes::new(&map, record.coordinator, shards, transport, connections).map_err(bad)?;
+        if let Some(why) = routes.parts.iter().find_map(|place| place.barred.clone()) {
             return Err(ClientError::Transport { model, why });
         }
         let reactor =
@@ -76,7 +78,7 @@ impl Client {
         }
         let mut versions = Versions::new(size);
         versions.add_spare(versions::spare(size).map_err(|error| start(&error))?, usize::MAX);
-        let inner = Inner::new(core, versions, whereabouts);
+        let inner = Inner::new(core, versions, routes);
         let net = reactor.handle();
         let shared = Arc::new_cyclic(|this| Shared {
             layout,
@@ -121,7 +123,7 @@ impl Client {
         let mut actions = Vec::new();
         core.coordinator_up(Now::ZERO, &mut actions);
         core.shard_up(0, Now::ZERO, &mut actions);
-        let inner = Inner::new(core, Versions::new(layout.size() as usize), Whereabouts::here(map.epoch()));
+        let inner = Inner::new(core, Versions::new(layout.size() as usize), Routes::here(map.epoch()));
         let shared = Arc::new_cyclic(|this| Shared {
             layout,
             model: record.name.clone(),
@@ -165,11 +167,11 @@ impl Client {
         let mut inner = self.shared.inner.lock();
         while inner.versions.newest().is_none() {
             if self.shared.changed.wait_until(&mut inner, deadline).timed_out() {
-                let map = &inner.map;
-                let peers = std::iter::once((map.address(map.coordinator), &inner.coordinator));
+                let routes = &inner.routes;
+                let peers = std::iter::once((routes.address(routes.coordinator), &inner.coordinator));
                 let parts = inner.parts.iter().enumerate();
                 let peers: Vec<_> =
-                    peers.chain(parts.map(|(part, peer)| (map.address(part), peer))).collect();
+                    peers.chain(parts.map(|(part, peer)| (routes.address(part), peer))).collect();
                 let mut why: Vec<String> = peers
                     .iter()
                     .filter(|(_, peer)| peer.links.is_empty())
@@ -215,22 +217,25 @@ impl Client {
         }
         let inner = self.shared.inner.lock();
         let now = Instant::now();
-        let view = |(part, (place, peer)): (usize, (&Place, &Peer))| {
-            let coordinator = Some(&inner.coordinator).filter(|_| part == inner.map.coordinator);
+        let view = |(part, (place, peer)): (usize, (&ShardRoute, &Peer))| {
+            let coordinator = Some(&inner.coordinator).filter(|_| part == inner.routes.coordinator);
             let gone_since =
                 [Some(peer), coordinator].into_iter().flatten().filter_map(|peer| peer.gone_since).min();
             // What must not go another way does not.
             let must = self.shared.options.transport;
-            let barred = |way| place.barred.clone().filter(|_| must == way);
-            let detour = |shortcut| peer.detours.why(shortcut).map(str::to_owned);
-            let no_memory = barred(TransportChoice::SharedMemory).or_else(|| detour(Shortcut::Memory));
-            let no_rdma = barred(TransportChoice::Rdma).or_else(|| detour(Shortcut::Rdma));
-            let by_memory = place.by_memory && no_memory.is_none() || must == TransportChoice::SharedMemory;
-            let by_rdma = place.by_rdma && no_rdma.is_none() || must == TransportChoice::Rdma;
-            let transport = match (by_memory, by_rdma) {
-                (true, _) => TransportKind::SharedMemory,
-                (false, true) => TransportKind::Rdma,
-                (false, false) => TransportKind::Tcp,
+            let no = |fast: FastPath| {
+                let barred = place.barred.clone().filter(|_| must == fast.alone());
+                barred.or_else(|| peer.fallbacks.why(fast).map(str::to_owned))
+            };
+            let (no_memory, no_rdma) = (no(FastPath::SharedMemory), no(FastPath::Rdma));
+            let transport = match place.fast {
+                Some(FastPath::SharedMemory) if no_memory.is_none() || must != TransportChoice::Auto => {
+                    TransportKind::SharedMemory
+                }
+                Some(FastPath::Rdma) if no_rdma.is_none() || must != TransportChoice::Auto => {
+                    TransportKind::Rdma
+                }
+                _ => TransportKind::Tcp,
             };
             PeerView {
                 shard: place.record.shard,
@@ -244,7 +249,7 @@ impl Client {
                 lost: peer.lost.clone(),
             }
         };
-        inner.map.parts.iter().zip(&inner.parts).enumerate().map(view).collect()
+        inner.routes.parts.iter().zip(&inner.parts).enumerate().map(view).collect()
     }
 
     /// Payload that has gone to shards and come from them.
@@ -275,20 +280,22 @@ impl Client {
         self.shared.inner.lock().core.stopped()
     }
 
-    /// The next step of `learner`, and whether the payload of the last one is still needed where it lies. None when
-    /// only the coordinator knows, or `learner` is not one of this client's.
-    pub fn next_step(&self, learner: LearnerId) -> Option<(Step, bool)> {
-        self.shared.inner.lock().core.next_step(learner)
-    }
-
     /// The newest version that is here.
     pub fn version(&self) -> Version {
         self.shared.inner.lock().core.version()
     }
 
-    /// Whether `learner` is one of this client's and in the job.
+    /// Whether `learner` is one of this client's and in the job, and does not leave it.
     pub fn has_learner(&self, learner: LearnerId) -> bool {
-        self.shared.inner.lock().core.has_learner(learner)
+        let inner = self.shared.inner.lock();
+        inner.core.has_learner(learner) && !inner.core.is_leaving(learner)
+    }
+
+    /// The name and the life of a learner that has joined here, and whether it writes a contribution.
+    pub fn identity(&self, learner: LearnerId) -> Option<(String, Incarnation, bool)> {
+        let inner = self.shared.inner.lock();
+        let (name, incarnation) = inner.core.identity(learner)?;
+        Some((name.to_owned(), incarnation, inner.core.is_writing(learner)))
     }
 
     /// Where the last commit of `learner` is.
@@ -425,13 +432,40 @@ impl Client {
         }
     }
 
-    /// Has a block that its learner writes, of a contribution that is open, reduced from where it is, if it can be: the
-    /// shard is in this process, and waits for nobody else.
-    pub fn offer(&self, slot: BlockSlot, payload: &[u8]) -> Offered {
-        match &self.shared.local {
-            Some(local) => self.shared.offer_here(local, slot, payload),
-            None => Offered::Stage,
+    /// Opens the next contribution of a learner.
+    pub fn open(&self, learner: LearnerId, timeout: Duration, done: Answered) {
+        self.shared.ask(timeout, done, |inner, token, deadline, now, actions| {
+            inner.core.open(token, learner, deadline, now, actions);
+        });
+    }
+
+    /// Takes a block of a contribution that is open, once. It is reduced from where it is if it can be: the shard is in
+    /// this process, and waits for nobody else.
+    ///
+    /// # Errors
+    /// When the learner is gone, or in another life, or its contribution to that step is not open.
+    pub fn offer(&self, slot: BlockSlot, payload: &[u8]) -> Result<Offered, ShardError> {
+        let mut inner = self.shared.inner.lock();
+        if !inner.core.take(slot)? {
+            return Ok(Offered::Again);
         }
+        Ok(match &self.shared.local {
+            Some(local) => self.shared.offer_here(local, inner, slot, payload),
+            None => Offered::Stage,
+        })
+    }
+
+    /// A block that was to be staged is refused: it may be offered again.
+    pub fn give_back(&self, slot: BlockSlot) {
+        self.shared.inner.lock().core.give_back(slot);
+    }
+
+    /// Whether `step` can be committed, or was and can be again.
+    ///
+    /// # Errors
+    /// When it is neither open nor was taken, or the learner is gone.
+    pub fn may_commit(&self, learner: LearnerId, step: Step) -> Result<(), ShardError> {
+        self.shared.inner.lock().core.may_commit(learner, step)
     }
 
     /// For how long nothing was heard of a learner, where that is known.
@@ -472,7 +506,7 @@ impl Client {
             let _ = receiver.recv_timeout(patience);
         }
         shared.stop();
-        let threads = Arc::clone(&shared.inner.lock().map.threads);
+        let threads = Arc::clone(&shared.inner.lock().routes.threads);
         if let Err(error) = threads.shut_down(Duration::from_secs(2)) {
             tracing::warn!(%error, "connections through shared memory");
         }

@@ -8,8 +8,10 @@ use std::sync::{Arc, Weak};
 use parking_lot::MutexGuard;
 use smallvec::SmallVec;
 
-use super::{Inner, Shared, Staged, Way};
-use crate::client::core::{PULL_BLOCKS, Part};
+use super::options::Staged;
+use super::routes::Route;
+use super::shared::{Inner, Shared};
+use crate::client::core::PULL_BLOCKS;
 use crate::client::sum::{self, Written};
 use crate::client::versions;
 use crate::transport::Region;
@@ -107,29 +109,23 @@ impl Shared {
 
     /// The next block to push to a part, or the next request for blocks, with how many those are, unless `due` are
     /// many already.
-    pub(in crate::client) fn next_for(
-        &self,
-        way: &Way,
-        part: Part,
-        link: &Link,
-        due: usize,
-    ) -> Option<(Outgoing, usize)> {
+    pub(super) fn next_sent(&self, route: &Route, link: &Link, due: usize) -> Option<(Outgoing, usize)> {
         let mut inner = self.inner.lock();
-        if inner.is_in_force(way) && !inner.uses(part, link, self.options.threads) {
+        if inner.is_in_force(route) && !inner.uses(route.part, link, self.options.threads) {
             return None;
         }
         let now = self.now();
-        let frame = |message, payload| Outgoing { message, request: 0, epoch: way.epoch(), payload };
+        let frame = |message, payload| Outgoing { message, request: 0, epoch: route.epoch(), payload };
         // Parts are numbered by the map in force.
-        while inner.is_in_force(way)
-            && let Some((plan, block)) = inner.core.next_push(part, now)
+        while inner.is_in_force(route)
+            && let Some((plan, block)) = inner.core.next_push(route.part, now)
         {
             if let Some((wide, piece)) = self.push(inner, plan, block)? {
                 return Some((frame(Message::Push { plan, block, wide }, Some(piece)), 0));
             }
             inner = self.inner.lock();
         }
-        self.next_pull_for(inner, way, part, due, DUE_MAX)
+        self.next_pull_for(inner, route, due, DUE_MAX)
     }
 
     /// The next request for blocks of a part, and how many blocks it asks for; `due` are those that the connection
@@ -137,12 +133,11 @@ impl Shared {
     pub(super) fn next_pull_for(
         &self,
         mut inner: MutexGuard<'_, Inner>,
-        way: &Way,
-        part: Part,
+        route: &Route,
         due: usize,
         most: usize,
     ) -> Option<(Outgoing, usize)> {
-        if !inner.is_in_force(way) {
+        if !inner.is_in_force(route) {
             return None;
         }
         inner.core.pulling()?;
@@ -163,12 +158,12 @@ impl Shared {
                 return None;
             }
         }
-        let message = inner.core.next_pull(part, window, self.now())?;
+        let message = inner.core.next_pull(route.part, window, self.now())?;
         let asked = match &message {
-            Message::Pull { blocks, .. } => inner.core.asked_in(part, blocks),
+            Message::Pull { blocks, .. } => inner.core.asked_in(route.part, blocks),
             _ => 0,
         };
-        Some((Outgoing { epoch: way.epoch(), ..Outgoing::new(0, message) }, asked))
+        Some((Outgoing { epoch: route.epoch(), ..Outgoing::new(0, message) }, asked))
     }
 
     /// The payload of a block of the plan under way, and whether it is wide. Bytes are looked at without the lock.
@@ -238,10 +233,10 @@ impl Shared {
     }
 
     /// Where a block of a version is to be received; `None` if it is not wanted.
-    pub(in crate::client) fn lands(&self, way: &Way, version: Version, block: BlockId) -> Option<Target> {
+    pub(super) fn lands(&self, route: &Route, version: Version, block: BlockId) -> Option<Target> {
         let mut inner = self.inner.lock();
         let (retain, max) = inner.bounds();
-        if !inner.is_in_force(way) || !inner.core.lands(version, block) {
+        if !inner.is_in_force(route) || !inner.core.lands(version, block) {
             return None;
         }
         let back = inner.versions.back(retain, max).ok().flatten();

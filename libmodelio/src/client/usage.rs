@@ -2,8 +2,6 @@
 //! and a shard with several clients says which are to rest; when something is lost, or does not get on, all are used
 //! but those over which nothing seems to come through.
 
-use super::{Inner, Shared, Way};
-use crate::client::core::Part;
 use crate::transport::frames::Link;
 use crate::wire::Message;
 
@@ -22,7 +20,7 @@ fn is_in(list: &[Link], link: &Link) -> bool {
 
 impl Usage {
     /// Whether `link`, of `links`, is used: one of `most`, or of all where something does not get on.
-    fn uses(&self, links: &[Link], link: &Link, most: usize, struggles: bool) -> bool {
+    pub(super) fn uses(&self, links: &[Link], link: &Link, most: usize, struggles: bool) -> bool {
         let sound = |link: &&Link| !is_in(&self.doubted, link);
         let awake = |link: &&Link| sound(link) && !is_in(&self.resting, link);
         let most = if struggles { links.len() } else { most };
@@ -48,65 +46,22 @@ impl Usage {
         self.resting.retain(|known| !known.is(link));
         self.doubted.retain(|known| !known.is(link));
     }
-}
 
-impl Inner {
-    /// Whether blocks go over this connection now, of a client with so many threads.
-    pub(super) fn uses(&self, part: Part, link: &Link, threads: usize) -> bool {
-        let most = threads.div_ceil(self.parts.len()).max(1);
-        let peer = &self.parts[part];
-        peer.usage.uses(&peer.links, link, most, self.core.struggles(part))
-    }
-}
-
-impl Shared {
-    /// The shard wants a connection to be used only if need be, or as the others.
-    pub(in crate::client) fn rest(&self, way: &Way, part: Part, link: &Link, rests: bool) {
-        self.change_usage(way, part, |usage, _| match rests {
-            true => usage.rest(link),
-            false => usage.resting.retain(|resting| !resting.is(link)),
-        });
-    }
-
-    /// What was sent did not arrive, as the shard has said over `link`: so that one is sound, and the others show that
-    /// they are.
-    pub(in crate::client) fn doubt_others(&self, way: &Way, part: Part, link: &Link) {
-        self.change_usage(way, part, |usage, links| {
-            links.iter().filter(|other| !other.is(link)).for_each(|other| usage.doubt(other));
-        });
-    }
-
-    /// Nothing came over it that was asked for.
-    pub(in crate::client) fn doubt(&self, way: &Way, part: Part, link: &Link) {
-        self.change_usage(way, part, |usage, _| usage.doubt(link));
+    /// It may be used as the others.
+    pub(super) fn wake(&mut self, link: &Link) {
+        self.resting.retain(|resting| !resting.is(link));
     }
 
     /// Something has come over it.
-    pub(in crate::client) fn trust(&self, way: &Way, part: Part, link: &Link) {
-        self.change_usage(way, part, |usage, _| usage.doubted.retain(|doubted| !doubted.is(link)));
+    pub(super) fn trust(&mut self, link: &Link) {
+        self.doubted.retain(|doubted| !doubted.is(link));
     }
 
-    /// If that changes something, all of them are asked again.
-    fn change_usage(&self, way: &Way, part: Part, change: impl FnOnce(&mut Usage, &[Link])) {
-        let mut inner = self.inner.lock();
-        if !inner.is_in_force(way) {
-            return;
-        }
-        let peer = &mut inner.parts[part];
-        let before = peer.usage.len();
-        change(&mut peer.usage, &peer.links);
-        if peer.usage.len() != before {
-            peer.links.iter().for_each(Link::wake);
-        }
-    }
-}
-
-impl Usage {
-    fn len(&self) -> (usize, usize) {
+    pub(super) fn len(&self) -> (usize, usize) {
         (self.resting.len(), self.doubted.len())
     }
 
-    fn doubt(&mut self, link: &Link) {
+    pub(super) fn doubt(&mut self, link: &Link) {
         if !is_in(&self.doubted, link) {
             self.doubted.push(link.clone());
             // The answer shows that it is sound.

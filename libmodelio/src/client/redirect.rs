@@ -4,15 +4,16 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::connections::Peer;
-use super::whereabouts::{Place, Way, Whereabouts};
-use super::{Inner, Shared};
+use super::inquiry::{IN_QUESTION, Inquiry, Unconfirmed};
+use super::peer::Peer;
+use super::routes::{Route, Routes, ShardRoute, overtaken};
+use super::shared::{Inner, Shared};
 use crate::client::core::{Action, ClientCore, Now};
 use crate::registry::{Registry, RegistryError};
 use crate::transport::ShardError;
 use crate::transport::stream::Close;
 use crate::vocabulary::block_map::BlockMap;
-use crate::vocabulary::ids::{Epoch, ShardId};
+use crate::vocabulary::ids::ShardId;
 use crate::wire::{ModelRecord, Moved, Refusal, ShardRecord};
 
 /// A shard that cannot be reached for so long may have been stopped because its blocks are elsewhere: the registry is
@@ -23,24 +24,8 @@ const LONGEST: Duration = Duration::from_secs(60);
 /// Longest wait for an answer of the registry's.
 const ANSWER: Duration = Duration::from_secs(5);
 
-/// Why a connection ends that was opened under an older map.
-pub(super) fn overtaken() -> Close {
-    Close::Asked("the model has moved".into())
-}
-
-/// Why a connection ends over which a shard has said that the model has moved.
-pub(super) const IN_QUESTION: &str = "the registry is asked whether the model has moved, as the shard says";
-
 fn in_question() -> Close {
     Close::Asked(IN_QUESTION.into())
-}
-
-/// A shard has said that the model is where it is now, and the registry has not said so yet.
-pub(super) struct Unconfirmed {
-    moved: Moved,
-    since: Instant,
-    /// Whether the coordinator was met where the model was before.
-    met: bool,
 }
 
 /// On whose word the model has moved.
@@ -54,28 +39,10 @@ enum Word {
     Corrects,
 }
 
-/// What is asked of the registry.
-#[derive(Default)]
-pub(super) struct Inquiry {
-    under_way: bool,
-    /// Questions since all shards were last there.
-    tries: u32,
-    /// The next one.
-    next: Option<Instant>,
-    /// What a shard has said that is to be confirmed, and which shard that was.
-    word: Option<(Moved, String)>,
-    /// What the process at the coordinator's address has said when it knew nothing of the job that it coordinated.
-    lost: Option<String>,
-    /// How often in a row the registry had another life of the name.
-    other_lives: u32,
-    /// The epoch of what a shard has said that the registry knows nothing of, and until when it is not asked of it again.
-    refused: Option<(Epoch, Instant)>,
-}
-
 impl Inner {
     /// Whether what came by this way concerns those that are spoken to now.
-    pub(super) fn is_in_force(&self, way: &Way) -> bool {
-        Arc::ptr_eq(&self.map, &way.map)
+    pub(super) fn is_in_force(&self, route: &Route) -> bool {
+        Arc::ptr_eq(&self.routes, &route.routes)
     }
 }
 
@@ -84,13 +51,13 @@ impl Shared {
     ///
     /// # Errors
     /// If it was opened under an older map: nothing is changed, and the connection is to end.
-    pub(in crate::client) fn with_core_by(
+    pub(super) fn with_core_by(
         &self,
-        way: &Way,
+        route: &Route,
         change: impl FnOnce(&mut ClientCore, Now, &mut Vec<Action>),
     ) -> Result<(), Close> {
         let mut inner = self.inner.lock();
-        if !inner.is_in_force(way) {
+        if !inner.is_in_force(route) {
             return Err(overtaken());
         }
         let mut actions = Vec::new();
@@ -101,15 +68,15 @@ impl Shared {
 
     /// # Errors
     /// If a connection was opened under a map that is no longer in force.
-    pub(in crate::client) fn check_in_force(&self, way: &Way) -> Result<(), Close> {
-        if self.inner.lock().is_in_force(way) { Ok(()) } else { Err(overtaken()) }
+    pub(super) fn check_in_force(&self, route: &Route) -> Result<(), Close> {
+        if self.inner.lock().is_in_force(route) { Ok(()) } else { Err(overtaken()) }
     }
 
     /// A shard says where the model is now.
     ///
     /// # Errors
     /// The connection is to end: it belongs to an older map, or what was said makes no sense.
-    pub(in crate::client) fn hear_moved(&self, way: &Way, bytes: &[u8]) -> Result<(), Close> {
+    pub(super) fn hear_moved(&self, route: &Route, bytes: &[u8]) -> Result<(), Close> {
         let bad = |why: &dyn std::fmt::Display| {
             Close::Asked(
                 format!("what the shard says of where the model is now makes no sense: {why}").into(),
@@ -118,16 +85,16 @@ impl Shared {
         let moved = Moved::decode(bytes).map_err(|error| bad(&error))?;
         if self.options.registry.is_none() {
             self.moved(&moved, Word::Good).map_err(|why| bad(&why))?;
-            return self.check_in_force(way);
+            return self.check_in_force(route);
         }
         self.sense_of(&moved.record, &moved.shards).map_err(|why| bad(&why))?;
         let ask = {
             let mut inner = self.inner.lock();
-            if !inner.is_in_force(way) {
+            if !inner.is_in_force(route) {
                 return Err(overtaken());
             }
             let epoch = moved.record.epoch;
-            if epoch <= inner.map.epoch {
+            if epoch <= inner.routes.epoch {
                 return Ok(());
             }
             let inquiry = &mut inner.inquiry;
@@ -138,7 +105,7 @@ impl Shared {
                 ));
             }
             if inquiry.word.as_ref().is_none_or(|(known, _)| known.record.epoch <= epoch) {
-                inquiry.word = Some((moved, way.address().to_owned()));
+                inquiry.word = Some((moved, route.address().to_owned()));
             }
             !std::mem::replace(&mut inquiry.under_way, true)
         };
@@ -150,15 +117,15 @@ impl Shared {
 
     /// Where the coordinator was met there is a process that knows nothing of the job: that has failed, unless the
     /// model has moved, which the registry is asked.
-    pub(in crate::client) fn coordinator_has_not(&self, way: &Way, refusal: &Refusal) {
+    pub(super) fn coordinator_has_not(&self, route: &Route, refusal: &Refusal) {
         {
             let mut inner = self.inner.lock();
-            if !inner.is_in_force(way) || !inner.coordinator.met || inner.core.is_abandoned() {
+            if !inner.is_in_force(route) || !inner.coordinator.met || inner.core.is_abandoned() {
                 return;
             }
             inner.inquiry.lost = Some(format!(
                 "{} coordinated the job and has come back without it: {refusal}",
-                way.address()
+                route.address()
             ));
             if self.options.registry.is_some() && std::mem::replace(&mut inner.inquiry.under_way, true) {
                 return;
@@ -185,12 +152,12 @@ impl Shared {
         &self,
         record: &ModelRecord,
         shards: &[ShardRecord],
-    ) -> Result<(BlockMap, Arc<Whereabouts>), String> {
+    ) -> Result<(BlockMap, Arc<Routes>), String> {
         self.check_same(record)?;
         let map = record.block_map().map_err(|error| error.to_string())?;
         let (transport, connections) = (self.options.transport, self.options.connections);
-        let whereabouts = Whereabouts::new(&map, record.coordinator, shards, transport, connections)?;
-        Ok((map, Arc::new(whereabouts)))
+        let routes = Routes::new(&map, record.coordinator, shards, transport, connections)?;
+        Ok((map, Arc::new(routes)))
     }
 
     /// The model is where `moved` says, if that is of a newer map than the one in force; of any other map, if the one
@@ -213,7 +180,7 @@ impl Shared {
             return Ok(false);
         }
         let peers = new.parts.iter().map(|place| Peer::new(place.barred.is_some())).collect();
-        let before = std::mem::replace(&mut inner.map, Arc::clone(&new));
+        let before = std::mem::replace(&mut inner.routes, Arc::clone(&new));
         let parts = std::mem::replace(&mut inner.parts, peers);
         let coordinator = std::mem::replace(&mut inner.coordinator, Peer::new(false));
         // Whoever coordinates now has taken over the job that was met, unless the one who says so is wrong.
@@ -309,13 +276,14 @@ impl Shared {
         let (word, unconfirmed, known) = {
             let mut inner = self.inner.lock();
             let unconfirmed = inner.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.moved.clone());
-            (inner.inquiry.word.take(), unconfirmed, Arc::clone(&inner.map))
+            (inner.inquiry.word.take(), unconfirmed, Arc::clone(&inner.routes))
         };
         let outcome = match found {
             Ok((record, mut shards)) => {
                 // A shard whose lease is over is not listed, but still where it was, if anywhere.
                 self.is_gone(&record);
-                let is_listed = |place: &Place| shards.iter().any(|shard| shard.shard == place.record.shard);
+                let is_listed =
+                    |place: &ShardRoute| shards.iter().any(|shard| shard.shard == place.record.shard);
                 let others = known.parts.iter().filter(|place| unconfirmed.is_none() && !is_listed(place));
                 let others: Vec<ShardRecord> = others.map(|place| place.record.clone()).collect();
                 shards.extend(others);
@@ -356,7 +324,7 @@ impl Shared {
         inner.inquiry.other_lives = if is_other { inner.inquiry.other_lives + 1 } else { 0 };
         let is_away = inner.coordinator.gone_since.is_some_and(|since| since.elapsed() >= GONE);
         if is_away && inner.inquiry.other_lives >= SURE && !inner.core.is_abandoned() {
-            let (address, now) = (inner.map.address(inner.map.coordinator), record.generation);
+            let (address, now) = (inner.routes.address(inner.routes.coordinator), record.generation);
             let why = format!(
                 "{address} coordinated the job and is gone, and the name is another model's, of generation {now}"
             );

@@ -1,34 +1,7 @@
-//! The client at work: the edge around [`ClientCore`]. It owns the lock, the clock, the connections and the memory;
-//! the core decides.
+//! What all connections of a client share: the lock, the clock and the memory around [`ClientCore`], which decides.
 //!
 //! One lock, held for decisions and never for a copy. Completions and the listener are called after it is released,
 //! on whatever thread brought the news, a reactor's included, so they must not block.
-//!
-//! | module | holds |
-//! |---|---|
-//! | `client` | [`Client`], what others call |
-//! | `options` | what it is told, and tells |
-//! | `connections` | which there are, and which are missing |
-//! | `usage` | which of them blocks go over |
-//! | `blocks` | payload on its way (`unsafe`) |
-//! | `fabric` | connections by RDMA |
-//! | `memory` | connections through shared memory (`unsafe`) |
-//! | `local` | a shard in this process (`unsafe`) |
-//! | `whereabouts` | the block map in force, and where its shards are |
-//! | `moving` | another one takes its place |
-
-mod blocks;
-mod client;
-mod connections;
-mod detours;
-#[cfg(feature = "rdma")]
-mod fabric;
-mod local;
-mod memory;
-mod moving;
-mod options;
-mod usage;
-mod whereabouts;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -38,8 +11,13 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::core::{Action, ClientCore, Now, Token};
+use super::inquiry::{Inquiry, Unconfirmed};
+use super::options::{Answered, Awaited, ClientEvent, ClientListener, ClientOptions, Staged};
+use super::peer::Peer;
+use super::routes::Routes;
 use super::versions::Versions;
 use crate::transport::frames::{Link, Outgoing};
+use crate::transport::local::{End, Shard, Word};
 use crate::transport::reactor::Handle;
 use crate::transport::stream::Close;
 use crate::transport::tally::Tally;
@@ -49,56 +27,57 @@ use crate::vocabulary::controls::NonFinite;
 use crate::vocabulary::ids::{ClientId, Generation, LearnerId, Step, Version};
 use crate::vocabulary::layout::ModelLayout;
 use crate::wire::{Message, ModelRecord, Refusal};
-pub use client::Client;
-use connections::Peer;
-pub(in crate::client) use connections::Shortcut;
-pub use local::Offered;
-use local::{Local, Pumps};
-pub(super) use memory::Memory;
-pub use memory::TransportChoice;
-use moving::Inquiry;
-pub use options::{
-    Answered, Awaited, ClientError, ClientEvent, ClientListener, ClientOptions, PeerView, Pulls, Staged,
-};
-pub(super) use whereabouts::Way;
-use whereabouts::Whereabouts;
 
 /// A device for RDMA, or why it could not be opened, and when.
 #[cfg(feature = "rdma")]
-type Opened = Result<Arc<crate::transport::rdma::Endpoint>, (String, Instant)>;
+pub(super) type Opened = Result<Arc<crate::transport::rdma::Endpoint>, (String, Instant)>;
 
-struct Inner {
-    core: ClientCore,
+pub(super) struct Inner {
+    pub(super) core: ClientCore,
     /// In force.
-    map: Arc<Whereabouts>,
-    versions: Versions,
-    answers: HashMap<Token, Answered>,
-    waits: HashMap<Token, Awaited>,
-    next_token: Token,
-    sources: HashMap<(LearnerId, Step), Staged>,
-    weights: HashMap<u64, Region>,
-    coordinator: Peer,
-    parts: Vec<Peer>,
-    inquiry: Inquiry,
-    unconfirmed: Option<moving::Unconfirmed>,
+    pub(super) routes: Arc<Routes>,
+    pub(super) versions: Versions,
+    pub(super) answers: HashMap<Token, Answered>,
+    pub(super) waits: HashMap<Token, Awaited>,
+    pub(super) next_token: Token,
+    pub(super) sources: HashMap<(LearnerId, Step), Staged>,
+    pub(super) weights: HashMap<u64, Region>,
+    pub(super) coordinator: Peer,
+    pub(super) parts: Vec<Peer>,
+    pub(super) inquiry: Inquiry,
+    pub(super) unconfirmed: Option<Unconfirmed>,
     /// Sums that are on their way; the memory is used again.
-    spare: Vec<Vec<u8>>,
+    pub(super) spare: Vec<Vec<u8>>,
     /// Of a shard in this process.
-    pumps: Pumps,
+    pub(super) pumps: Pumps,
     /// When the keeper looks at deadlines again, unless it is woken.
-    looks_at: Now,
+    pub(super) looks_at: Now,
+}
+
+/// The shard in this process.
+pub(super) struct Local {
+    pub(super) shard: Arc<dyn Shard>,
+}
+
+/// What of its work is under way, under the client's lock.
+#[derive(Debug, Default)]
+pub(super) struct Pumps {
+    /// Threads that push.
+    pub(super) at_work: usize,
+    /// How often the shard has said that blocks which had to wait may be taken.
+    pub(super) went_on: u64,
 }
 
 /// What those hear who wait for something.
 #[derive(Default)]
-struct Answers {
+pub(super) struct Answers {
     answers: Vec<(Answered, Result<Message, Refusal>)>,
     waits: Vec<(Awaited, Result<Version, ShardError>)>,
 }
 
 impl Answers {
     /// No lock may be held.
-    fn give(self) {
+    pub(super) fn give(self) {
         self.waits.into_iter().for_each(|(done, result)| done(result));
         self.answers.into_iter().for_each(|(done, result)| done(result));
     }
@@ -124,28 +103,28 @@ pub(super) struct Shared {
     pub(super) generation: Generation,
     pub(super) client: ClientId,
     /// As it was when the client connected: what a model that has moved is compared with.
-    record: ModelRecord,
-    options: ClientOptions,
+    pub(super) record: ModelRecord,
+    pub(super) options: ClientOptions,
     /// The threads that move bytes; none if the shard is in this process.
-    net: Option<Handle>,
+    pub(super) net: Option<Handle>,
     /// The shard in this process, if it is.
-    local: Option<Local>,
+    pub(super) local: Option<Local>,
     /// Who hears something when nothing is being said to that shard, or by it.
-    unanswered: Mutex<Vec<Answers>>,
-    started: Instant,
-    inner: Mutex<Inner>,
-    changed: Condvar,
-    listener: Mutex<Option<Arc<ClientListener>>>,
-    stopping: AtomicBool,
-    pub(in crate::client) tally: Tally,
+    pub(super) unanswered: Mutex<Vec<Answers>>,
+    pub(super) started: Instant,
+    pub(super) inner: Mutex<Inner>,
+    pub(super) changed: Condvar,
+    pub(super) listener: Mutex<Option<Arc<ClientListener>>>,
+    pub(super) stopping: AtomicBool,
+    pub(super) tally: Tally,
     /// The device for RDMA, once it is wanted.
     #[cfg(feature = "rdma")]
-    rdma_endpoint: Mutex<Option<Opened>>,
-    this: Weak<Shared>,
+    pub(super) rdma_endpoint: Mutex<Option<Opened>>,
+    pub(super) this: Weak<Shared>,
 }
 
 impl Inner {
-    fn new(core: ClientCore, versions: Versions, map: Whereabouts) -> Inner {
+    pub(super) fn new(core: ClientCore, versions: Versions, routes: Routes) -> Inner {
         Inner {
             versions,
             answers: HashMap::new(),
@@ -154,42 +133,42 @@ impl Inner {
             sources: HashMap::new(),
             weights: HashMap::new(),
             coordinator: Peer::new(false),
-            parts: map.parts.iter().map(|_| Peer::new(false)).collect(),
+            parts: routes.parts.iter().map(|_| Peer::new(false)).collect(),
             inquiry: Inquiry::default(),
             unconfirmed: None,
             spare: Vec::new(),
             pumps: Pumps::default(),
             looks_at: Now::ZERO,
-            map: Arc::new(map),
+            routes: Arc::new(routes),
             core,
         }
     }
 
-    fn next_token(&mut self) -> Token {
+    pub(super) fn next_token(&mut self) -> Token {
         let token = self.next_token;
         self.next_token += 1;
         token
     }
 
-    fn controls(&self) -> &Controls {
+    pub(super) fn controls(&self) -> &Controls {
         &self.core.state().controls
     }
 
     /// Versions to retain, and buffers that may exist.
-    fn bounds(&self) -> (usize, usize) {
+    pub(super) fn bounds(&self) -> (usize, usize) {
         (self.controls().retain as usize, self.controls().max_versions as usize)
     }
 
     /// Silence after which the coordinator gives a client up, if it ever does.
-    fn lease(&self) -> Option<Duration> {
+    pub(super) fn lease(&self) -> Option<Duration> {
         Some(self.controls().lease).filter(|lease| !lease.is_zero())
     }
 
-    fn rejects_nonfinite(&self) -> bool {
+    pub(super) fn rejects_nonfinite(&self) -> bool {
         self.controls().nonfinite == NonFinite::Reject
     }
 
-    fn wake_all(&self) {
+    pub(super) fn wake_all(&self) {
         self.parts.iter().flat_map(|peer| &peer.links).for_each(Link::wake);
     }
 }
@@ -199,12 +178,12 @@ impl Shared {
         self.started.elapsed()
     }
 
-    fn is_stopping(&self) -> bool {
+    pub(super) fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Relaxed)
     }
 
     /// Answers all who wait: nothing comes any more.
-    fn dismiss(&self) {
+    pub(super) fn dismiss(&self) {
         self.with_core(|core, _, actions| core.end_loans(actions));
         let mut inner = self.inner.lock();
         let gone = || Refusal::Shard(ShardError::Unreachable);
@@ -216,13 +195,13 @@ impl Shared {
         answers.give();
     }
 
-    fn stop(&self) {
+    pub(super) fn stop(&self) {
         self.stopping.store(true, Ordering::Relaxed);
         let threads = {
             let inner = self.inner.lock();
             let links = inner.parts.iter().chain([&inner.coordinator]).flat_map(|peer| &peer.links);
             links.for_each(|link| link.close(Close::ShutDown));
-            Arc::clone(&inner.map.threads)
+            Arc::clone(&inner.routes.threads)
         };
         // Their threads end soon.
         let _ = threads.shut_down(Duration::ZERO);
@@ -230,26 +209,44 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    fn request(&self, message: Message, timeout: Duration, done: Answered, with: impl FnOnce(&mut Inner)) {
+    pub(super) fn request(
+        &self,
+        message: Message,
+        timeout: Duration,
+        done: Answered,
+        with: impl FnOnce(&mut Inner),
+    ) {
+        self.ask(timeout, done, |inner, token, deadline, now, actions| {
+            with(inner);
+            inner.core.request(token, message, deadline, now, actions);
+        });
+    }
+
+    /// Asks something of the core that is answered once, before a deadline.
+    pub(super) fn ask(
+        &self,
+        timeout: Duration,
+        done: Answered,
+        ask: impl FnOnce(&mut Inner, Token, Now, Now, &mut Vec<Action>),
+    ) {
         let mut inner = self.inner.lock();
         if self.is_stopping() {
             drop(inner);
             return done(Err(ShardError::Unreachable.into()));
         }
-        with(&mut inner);
         let token = inner.next_token();
         inner.answers.insert(token, done);
         let now = self.now();
         let mut actions = Vec::new();
         // The coordinator answers in time unless it is out of reach.
         let deadline = now + timeout + Duration::from_millis(250);
-        inner.core.request(token, message, deadline, now, &mut actions);
+        ask(&mut inner, token, deadline, now, &mut actions);
         self.rouse_keeper(&inner);
         self.act(inner, actions);
     }
 
     /// Wakes the thread that looks at deadlines if one has come about before it looks.
-    fn rouse_keeper(&self, inner: &Inner) {
+    pub(super) fn rouse_keeper(&self, inner: &Inner) {
         if inner.core.next_deadline().is_some_and(|due| due < inner.looks_at) {
             self.changed.notify_all();
         }
@@ -264,12 +261,12 @@ impl Shared {
     }
 
     /// Carries out actions, releases the lock, then tells and answers.
-    fn act(&self, inner: MutexGuard<'_, Inner>, actions: Vec<Action>) {
+    pub(super) fn act(&self, inner: MutexGuard<'_, Inner>, actions: Vec<Action>) {
         self.act_unanswered(inner, actions).give();
     }
 
     /// As [`Self::act`], but for the answers.
-    fn act_unanswered(&self, mut inner: MutexGuard<'_, Inner>, actions: Vec<Action>) -> Answers {
+    pub(super) fn act_unanswered(&self, mut inner: MutexGuard<'_, Inner>, actions: Vec<Action>) -> Answers {
         let mut after = After::default();
         let mut queue = std::collections::VecDeque::from(actions);
         let mut more = Vec::new();
@@ -299,14 +296,20 @@ impl Shared {
         answers
     }
 
-    fn perform(&self, inner: &mut Inner, action: Action, after: &mut After, more: &mut Vec<Action>) {
+    pub(super) fn perform(
+        &self,
+        inner: &mut Inner,
+        action: Action,
+        after: &mut After,
+        more: &mut Vec<Action>,
+    ) {
         match action {
             Action::ToCoordinator(request, message) => {
                 if let Some(local) = &self.local {
-                    local.say(request, message);
+                    local.shard.mailbox().put(End::Client, End::Coordinator, Word::Says(request, message));
                     after.says = true;
                 } else if let Some(link) = inner.coordinator.links.first() {
-                    link.send(Outgoing { epoch: inner.map.epoch, ..Outgoing::new(request, message) });
+                    link.send(Outgoing { epoch: inner.routes.epoch, ..Outgoing::new(request, message) });
                 }
             }
             // On its way to a shard in this process nothing is lost.
@@ -315,7 +318,7 @@ impl Shared {
                 let peer = &mut inner.parts[part];
                 peer.turn += 1;
                 if let Some(link) = peer.links.get(peer.turn % peer.links.len().max(1)) {
-                    link.send(Outgoing { epoch: inner.map.epoch, ..Outgoing::new(0, message) });
+                    link.send(Outgoing { epoch: inner.routes.epoch, ..Outgoing::new(0, message) });
                 }
             }
             Action::Wake(part) => match &self.local {
@@ -342,7 +345,7 @@ impl Shared {
                 inner.weights.remove(&token);
             }
             Action::EndLoans => {
-                inner.parts.iter_mut().flat_map(|peer| peer.lenders.drain(..)).for_each(|(_, end)| end());
+                inner.parts.iter_mut().flat_map(|peer| peer.loans.drain(..)).for_each(|(_, end)| end());
             }
             Action::State => {
                 let (retain, max) = inner.bounds();
@@ -371,7 +374,7 @@ impl Shared {
 }
 
 /// Keeps connections up and time passing until the client is gone.
-fn keep(shared: &Weak<Shared>) {
+pub(super) fn keep(shared: &Weak<Shared>) {
     const IDLE: Duration = Duration::from_millis(200);
     /// While there is none for the next version: one that was lent for new weights may have been dropped.
     const NO_BUFFER: Duration = Duration::from_millis(20);

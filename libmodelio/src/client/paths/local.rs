@@ -5,12 +5,14 @@
 
 use std::sync::Arc;
 
+use parking_lot::MutexGuard;
 use smallvec::SmallVec;
 
-use super::blocks::Payload;
-use super::{Answers, Inner, Shared};
+use crate::client::blocks::Payload;
 use crate::client::core::{Action, Now, Own, Part};
-use crate::transport::local::{End, Hears, HeldVersion, Pushed, Shard, SharedBlock, SharedPayload, Word};
+use crate::client::options::Offered;
+use crate::client::shared::{Answers, Inner, Local, Shared};
+use crate::transport::local::{End, Hears, HeldVersion, Pushed, SharedBlock, SharedPayload, Word};
 use crate::transport::tally::Flow;
 use crate::transport::{BlockSlot, Region};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId};
@@ -22,35 +24,8 @@ const ALL: Part = 0;
 /// Payloads of a block that are listed on the stack.
 const INLINE: usize = 16;
 
-/// The shard in this process.
-pub(super) struct Local {
-    pub(super) shard: Arc<dyn Shard>,
-}
-
-/// What of its work is under way, under the client's lock.
-#[derive(Debug, Default)]
-pub(super) struct Pumps {
-    /// Threads that push.
-    at_work: usize,
-    /// How often the shard has said that blocks which had to wait may be taken.
-    went_on: u64,
-}
-
 /// Contributions of others to a block, which are committed, by their learners.
 type Others = SmallVec<[(LearnerId, Region); 4]>;
-
-/// What became of a block that was offered where it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Offered {
-    /// It was reduced.
-    Reduced,
-    /// It holds NaN or Inf, which is refused.
-    NonFinite,
-    /// Its learner is no longer in the job.
-    UnknownLearner,
-    /// It is to be staged, and read when it is committed.
-    Stage,
-}
 
 /// What the coordinator and the partition say.
 impl Hears for Shared {
@@ -83,13 +58,6 @@ impl Hears for Shared {
     }
 }
 
-impl Local {
-    /// Says something to the coordinator, which hears it when the mailbox is drained.
-    pub(super) fn say(&self, request: u64, message: Message) {
-        self.shard.mailbox().put(End::Client, End::Coordinator, Word::Says(request, message));
-    }
-}
-
 impl Inner {
     /// What others contribute to a block for the plan under way, in their order. Whoever has committed it, for good, has
     /// looked for NaN in it.
@@ -100,7 +68,7 @@ impl Inner {
     }
 
     /// Shows the version that is to be pulled: it is here.
-    pub(super) fn show_here(&mut self, local: &Local, now: Now, more: &mut Vec<Action>) {
+    pub(in crate::client) fn show_here(&mut self, local: &Local, now: Now, more: &mut Vec<Action>) {
         let Some(version) = self.core.pulling() else { return };
         match local.shard.version(version) {
             Ok(HeldVersion { region, published, hold }) => {
@@ -117,7 +85,7 @@ impl Inner {
 
 impl Shared {
     /// Pushes what there is to push: a single block in this thread, more of them on the shard's.
-    pub(super) fn pump(&self, local: &Local) {
+    pub(in crate::client) fn pump(&self, local: &Local) {
         let threads = {
             let mut inner = self.inner.lock();
             let left = inner.core.left_to_push(ALL);
@@ -194,10 +162,15 @@ impl Shared {
         pushed
     }
 
-    /// Has a block that its learner writes reduced from where it is, if its plan is under way.
-    pub(super) fn offer_here(&self, local: &Local, slot: BlockSlot, payload: &[u8]) -> Offered {
+    /// Has a block that was taken of its learner reduced from where it is, if its plan is under way.
+    pub(in crate::client) fn offer_here<'a>(
+        &'a self,
+        local: &Local,
+        mut inner: MutexGuard<'a, Inner>,
+        slot: BlockSlot,
+        payload: &[u8],
+    ) -> Offered {
         let BlockSlot { learner, step, block, .. } = slot;
-        let mut inner = self.inner.lock();
         let mut own = inner.core.next_own(learner, step, block);
         if own == Own::Tell {
             let mailbox = local.shard.mailbox();
@@ -217,6 +190,7 @@ impl Shared {
             Pushed::Taken => Offered::UnknownLearner,
             Pushed::NonFinite(_) => {
                 inner.core.not_sent(plan, block);
+                inner.core.give_back(slot);
                 Offered::NonFinite
             }
             Pushed::Later | Pushed::Unwanted => {

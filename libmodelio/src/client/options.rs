@@ -4,7 +4,6 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::memory::TransportChoice;
 use crate::registry::Registry;
 use crate::transport::rdma::RdmaOptions;
 use crate::transport::reactor::Choice;
@@ -12,6 +11,21 @@ use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
 use crate::vocabulary::ids::{LearnerId, ShardId, Version};
 use crate::vocabulary::partly::PartlyWritten;
 use crate::wire::{Message, Refusal};
+
+/// Which way bytes are to go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TransportChoice {
+    /// Shared memory to shards on this host; RDMA to others that take it; TCP where neither comes about, and the log says
+    /// why.
+    #[default]
+    Auto,
+    /// TCP, to all of them.
+    Tcp,
+    /// Shared memory, or not at all.
+    SharedMemory,
+    /// RDMA, or not at all.
+    Rdma,
+}
 
 /// When a client pulls versions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -189,4 +203,19 @@ impl PeerView {
             lost: None,
         }
     }
+}
+
+/// What became of a block that was offered where it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Offered {
+    /// It was reduced.
+    Reduced,
+    /// It holds NaN or Inf, which is refused.
+    NonFinite,
+    /// Its learner is no longer in the job.
+    UnknownLearner,
+    /// It was offered before.
+    Again,
+    /// It is to be staged, and read when it is committed.
+    Stage,
 }

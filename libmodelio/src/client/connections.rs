@@ -1,0 +1,260 @@
+//! Connections to the coordinator and to the shards: opened, greeted, ended, opened again.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::core::Part;
+use super::fallback::{Due, FastPath};
+use super::inquiry::IN_QUESTION;
+use super::paths::Connection;
+use super::peer::{EndOfLoan, Peer};
+use super::routes::{Route, overtaken};
+use super::shared::{Inner, Shared};
+use super::usage::Usage;
+use crate::transport::frames::Link;
+use crate::transport::stream::Close;
+use crate::wire::Role;
+
+/// Why a connection that goes by TCP is closed when there is one that goes a better way.
+const OVERCOME: &str = "another connection has come about in its place, by a better way";
+
+impl Shared {
+    /// The peer has greeted a connection. If that goes by a fast path, the peer reads this end's memory until the loan
+    /// ends.
+    ///
+    /// # Errors
+    /// If it was opened under a block map that is no longer in force.
+    pub(super) fn greeted(
+        &self,
+        route: &Route,
+        link: &Link,
+        end_of_loan: Option<EndOfLoan>,
+    ) -> Result<(), Close> {
+        let mut inner = self.inner.lock();
+        if !inner.is_in_force(route) {
+            return Err(overtaken());
+        }
+        let mut actions = Vec::new();
+        let now = self.now();
+        let peer = inner.peer(route);
+        peer.greeted();
+        if route.role == Role::Control {
+            peer.links = vec![link.clone()];
+            inner.core.coordinator_up(now, &mut actions);
+        } else {
+            let is_fast = end_of_loan.is_some();
+            if let Some(end) = end_of_loan {
+                peer.unmet = 0;
+                peer.loans.push((link.clone(), end));
+                if let Some(leaving) = peer.fallbacks.overcome(route.number, Instant::now()) {
+                    let address = route.address();
+                    tracing::info!(model = %self.model, %address, "in place of one by TCP there is a better way");
+                    peer.usage.rest(&leaving);
+                }
+            } else {
+                peer.fallbacks.greeted(route.number, link);
+            }
+            // Those that come first are used.
+            let worse = |other: &Link| is_fast && peer.fallbacks.is_one(other);
+            let at = peer.links.iter().position(worse).unwrap_or(peer.links.len());
+            peer.links.insert(at, link.clone());
+            inner.core.shard_up(route.part, now, &mut actions);
+            // For the next connection.
+            self.changed.notify_all();
+        }
+        self.act(inner, actions);
+        Ok(())
+    }
+
+    /// A connection is over.
+    pub(super) fn ended(&self, route: &Route, link: &Link, why: &str) {
+        let mut inner = self.inner.lock();
+        if !inner.is_in_force(route) {
+            return;
+        }
+        let mut actions = Vec::new();
+        let now = self.now();
+        let peer = inner.peer(route);
+        peer.opened.retain(|&number| number != route.number);
+        if peer.fallbacks.ended(route.number, link, Instant::now()) {
+            // There are others, and all is as before.
+            tracing::debug!(model = %self.model, address = %route.address(), "no better way than TCP yet: {why}");
+            return;
+        }
+        let before = peer.links.len();
+        peer.links.retain(|known| !known.is(link));
+        peer.loans.retain(|(known, _)| !known.is(link));
+        peer.usage.forget(link);
+        let was_up = before > peer.links.len();
+        let alone = peer.links.is_empty();
+        if alone {
+            peer.gone_since.get_or_insert_with(Instant::now);
+        }
+        let replaced = why.contains(OVERCOME);
+        if replaced || why.contains(IN_QUESTION) {
+            tracing::debug!(model = %self.model, address = %route.address(), "connection ended: {why}");
+        } else if !self.is_stopping() && (was_up || peer.trouble.as_deref() != Some(why)) {
+            tracing::warn!(model = %self.model, address = %route.address(), "connection lost: {why}");
+        }
+        if !replaced {
+            peer.trouble = Some(why.to_owned());
+            peer.lost = peer.trouble.clone();
+            let pause = Duration::from_millis(50 << peer.tries.min(5));
+            peer.tries += 1;
+            peer.retry_at = Some(Instant::now() + pause);
+        }
+        match route.role {
+            _ if !was_up => {}
+            Role::Control => inner.core.coordinator_down(now, &mut actions),
+            _ if alone => inner.core.shard_down(route.part),
+            _ => inner.core.look_after(route.part, now, &mut actions),
+        }
+        self.act(inner, actions);
+        self.changed.notify_all();
+    }
+
+    /// Opens the connections that are missing, and says when to look again.
+    pub(super) fn connect_missing(&self) -> Option<Instant> {
+        let mut missing = Vec::new();
+        let mut next = None;
+        let routes = {
+            let mut inner = self.inner.lock();
+            let connections = self.options.connections;
+            let now = Instant::now();
+            let mut later = |at: Instant| next = Some(next.map_or(at, |next: Instant| next.min(at)));
+            let mut look = |peer: &mut Peer, wanted: usize, (role, part): (Role, Part)| {
+                if peer.barred {
+                    return;
+                }
+                let free = |peer: &Peer, count: usize| -> Vec<usize> {
+                    (0..).filter(|number| !peer.opened.contains(number)).take(count).collect()
+                };
+                let open = |peer: &mut Peer, numbers: Vec<usize>, missing: &mut Vec<_>| {
+                    missing.extend(numbers.iter().map(|&number| (role, part, number)));
+                    peer.opened.extend(numbers);
+                };
+                // One that only tries is one more.
+                let wanted = wanted + usize::from(peer.fallbacks.is_trying());
+                if peer.opened.len() < wanted {
+                    match peer.retry_at.filter(|&at| at > now) {
+                        Some(at) => later(at),
+                        None => open(peer, free(peer, wanted - peer.opened.len()), &mut missing),
+                    }
+                    return;
+                }
+                let number = free(peer, 1)[0];
+                match peer.fallbacks.due(now, number) {
+                    Some(Due::Try(number)) => open(peer, vec![number], &mut missing),
+                    Some(Due::Close(link)) => link.close(Close::Asked(OVERCOME.into())),
+                    Some(Due::At(at)) => later(at),
+                    None => {}
+                }
+            };
+            let coordinator = inner.routes.coordinator;
+            look(&mut inner.coordinator, 1, (Role::Control, coordinator));
+            for (part, peer) in inner.parts.iter_mut().enumerate() {
+                // One after the other, so that the shard knows what the last one is for and puts the next elsewhere.
+                let greeted = peer.links.len();
+                look(peer, connections.min(greeted + 1), (Role::Data, part));
+            }
+            Arc::clone(&inner.routes)
+        };
+        for (role, part, number) in missing {
+            let route = Route { routes: Arc::clone(&routes), role, part, number };
+            match routes.parts[part].fast.filter(|_| role == Role::Data) {
+                Some(FastPath::SharedMemory) => self.connect_by_memory(route),
+                Some(FastPath::Rdma) => self.connect_by_rdma(route),
+                None => self.connect_by_tcp(route),
+            }
+        }
+        next
+    }
+
+    #[cfg(not(feature = "rdma"))]
+    fn connect_by_rdma(&self, route: Route) {
+        self.without(FastPath::Rdma, route, crate::transport::NO_RDMA);
+    }
+
+    /// A shard cannot be reached by `fast`: TCP is taken in its place, if it may be.
+    pub(super) fn without(&self, fast: FastPath, route: Route, why: &str) {
+        if self.options.transport == fast.alone() {
+            return self.ended(&route, &Link::default(), &format!("{fast}: {why}"));
+        }
+        if self.is_stopping() {
+            return;
+        }
+        let is_news = {
+            let mut inner = self.inner.lock();
+            if !inner.is_in_force(&route) {
+                return;
+            }
+            let fallbacks = &mut inner.parts[route.part].fallbacks;
+            if fallbacks.is_trial(route.number) {
+                drop(inner);
+                return self.ended(&route, &Link::default(), &format!("{fast}: {why}"));
+            }
+            fallbacks.take(route.number, fast, why, Instant::now())
+        };
+        if is_news {
+            let address = route.address();
+            tracing::warn!(model = %self.model, %address, "no {fast} with this shard, using TCP: {why}");
+        }
+        self.connect_by_tcp(route);
+    }
+}
+
+impl Inner {
+    /// Whom a connection leads to.
+    fn peer(&mut self, route: &Route) -> &mut Peer {
+        match route.role {
+            Role::Control => &mut self.coordinator,
+            _ => &mut self.parts[route.part],
+        }
+    }
+
+    /// Whether blocks go over this connection now, of a client with so many threads.
+    pub(super) fn uses(&self, part: Part, link: &Link, threads: usize) -> bool {
+        let most = threads.div_ceil(self.parts.len()).max(1);
+        let peer = &self.parts[part];
+        peer.usage.uses(&peer.links, link, most, self.core.struggles(part))
+    }
+}
+
+impl Connection {
+    /// The shard wants it to be used only if need be, or as the others.
+    pub(super) fn rest(&self, rests: bool) {
+        self.change_usage(|usage, _| if rests { usage.rest(&self.link) } else { usage.wake(&self.link) });
+    }
+
+    /// What was sent did not arrive, as the shard has said over this connection: so it is sound, and the others show that
+    /// they are.
+    pub(super) fn doubt_others(&self) {
+        self.change_usage(|usage, links| {
+            links.iter().filter(|other| !other.is(&self.link)).for_each(|other| usage.doubt(other));
+        });
+    }
+
+    /// Nothing came over it that was asked for.
+    pub(super) fn doubt(&self) {
+        self.change_usage(|usage, _| usage.doubt(&self.link));
+    }
+
+    /// Something has come over it.
+    pub(super) fn trust(&self) {
+        self.change_usage(|usage, _| usage.trust(&self.link));
+    }
+
+    /// If that changes something, all of them are asked again.
+    fn change_usage(&self, change: impl FnOnce(&mut Usage, &[Link])) {
+        let mut inner = self.shared.inner.lock();
+        if !inner.is_in_force(&self.route) {
+            return;
+        }
+        let peer = inner.peer(&self.route);
+        let before = peer.usage.len();
+        change(&mut peer.usage, &peer.links);
+        if peer.usage.len() != before {
+            peer.links.iter().for_each(Link::wake);
+        }
+    }
+}

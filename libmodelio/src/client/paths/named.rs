@@ -1,0 +1,408 @@
+//! Blocks are named where they lie, not sent: what the paths through shared memory and by RDMA have in common.
+//!
+//! A learner's staging region is lent to the shard once, and blocks of it are reduced where they lie. Sums of
+//! several learners are made in slots of a region that belongs to the connection; the shard says when it is done with
+//! one. If the connection ends before that, the slot is not used again, for the shard may still be reading it.
+//!
+//! Holds `unsafe`; what makes it sound is told at each place.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::MutexGuard;
+
+use super::{BlockPath, Connection};
+use crate::bytes::mmap::Mapping;
+use crate::client::fallback::FastPath;
+use crate::client::options::ClientOptions;
+use crate::client::peer::EndOfLoan;
+use crate::client::shared::Inner;
+use crate::client::sum;
+use crate::transport::frames::Outgoing;
+use crate::transport::shm;
+use crate::transport::stream::Close;
+use crate::transport::tally::Flow;
+use crate::vocabulary::ids::{BlockId, PlanId};
+use crate::wire::{Message, Received};
+
+/// Bytes that are read from a ring at once: some frames, so that what they ask for is answered between.
+pub(super) const AHEAD: usize = 512;
+/// Blocks that are named before the shard hears of them: it is to begin soon, and on all connections.
+const AT_ONCE: u32 = 4;
+/// After so many bytes that were named the shard is asked to say when it has used them,
+const SAY_AFTER: u32 = 1 << 20;
+/// and so many times it may be asked without having said so: what one connection has not named, another one can.
+const UNSAID: usize = 2;
+/// Bytes of a version that one connection asks for ahead, for the same reason.
+const ASKED: u32 = 2 << 20;
+/// Sums that the shard may have before it.
+const SLOTS: u32 = shm::SUMS;
+/// Requests of blocks that were placed in slots of the shard's have numbers from here on.
+const PLACED: u64 = 1 << 32;
+
+/// How a shard comes by memory of this end's, and this end by the shard's.
+pub(super) trait PeerMemory: Send {
+    /// Which path it makes.
+    const FAST: FastPath;
+
+    /// Threads that serve connections of its kind.
+    fn threads(options: &ClientOptions) -> usize;
+
+    /// The number under which the shard knows `memory`, and what it is to be told if it does not yet.
+    ///
+    /// # Errors
+    /// Why it cannot be lent.
+    fn lend(&mut self, memory: &Arc<Mapping>) -> Result<(u32, Option<Message>), String>;
+
+    /// Numbers of memory that is gone.
+    fn gone(&mut self) -> Vec<u32>;
+
+    /// What ends the shard's reading of what was lent.
+    fn end_of_loan(&self) -> EndOfLoan;
+
+    /// A message of the shard's. False if it has nothing to do with memory.
+    ///
+    /// # Errors
+    /// The connection ends.
+    fn hear(&mut self, to: &Connection, received: &Received) -> Result<bool, Close>;
+
+    /// Puts a block, which lies in a range of `from`, into a slot of the shard's, if that is how it is to go.
+    fn place(&mut self, from: &Arc<Mapping>, range: Range<usize>) -> Placed {
+        let _ = (from, range);
+        Placed::Not
+    }
+
+    /// The shard has used what was placed in a slot. False if nothing was.
+    fn freed(&mut self, slot: u64) -> bool {
+        let _ = slot;
+        false
+    }
+
+    /// Fetches what is wanted of a version. False if the shard is to be asked for it instead.
+    fn fetches(&mut self, to: &Connection) -> bool {
+        let _ = to;
+        false
+    }
+
+    /// As [`BlockPath::tick`].
+    fn tick(&mut self, to: &Connection) -> Option<Instant> {
+        let _ = to;
+        None
+    }
+
+    /// As [`BlockPath::closed`].
+    fn closed(&mut self, to: &Connection) {
+        let _ = to;
+    }
+}
+
+/// What came of a block that was to be placed.
+#[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "only RDMA has slots"))]
+pub(super) enum Placed {
+    /// It is to go another way.
+    Not,
+    /// It is in this slot.
+    In(u32),
+    /// There is no slot just now.
+    Later,
+}
+
+/// Memory for sums.
+struct Slots {
+    memory: Arc<Mapping>,
+    bytes: usize,
+    free: Vec<u32>,
+}
+
+impl Slots {
+    fn new(bytes: usize) -> std::io::Result<Slots> {
+        let memory = Arc::new(Mapping::memfd("gradfs-sums", bytes * SLOTS as usize)?);
+        Ok(Slots { memory, bytes, free: (0..SLOTS).rev().collect() })
+    }
+}
+
+/// Blocks that are named on one connection.
+pub(super) struct Named<M> {
+    memory: M,
+    /// What is to be said next.
+    ready: VecDeque<Outgoing>,
+    /// A block that waits for a slot.
+    held: Option<(PlanId, BlockId)>,
+    slots: Option<Slots>,
+    /// Blocks that were named since the shard could last hear of them.
+    named: u32,
+    /// Blocks that were named since the shard was last asked to say when it has used them.
+    since_asked: u32,
+    /// The requests by which it was, and has not said so.
+    unsaid: VecDeque<u64>,
+    /// Of pushes from slots are those up to [`SLOTS`].
+    last_request: u64,
+    /// It was said that contributions go through the ring.
+    said: bool,
+}
+
+/// What came of a block that is to be named.
+enum Outcome {
+    /// It is in `ready`.
+    Ready,
+    /// It is not wanted any more, or its payload was refused here.
+    Dropped,
+    /// There is no slot just now.
+    Held,
+}
+
+impl<M: PeerMemory> Named<M> {
+    /// On a connection by which the ends reach each other's memory so.
+    pub(super) fn new(memory: M) -> Named<M> {
+        Named {
+            memory,
+            ready: VecDeque::new(),
+            held: None,
+            slots: None,
+            named: 0,
+            since_asked: 0,
+            unsaid: VecDeque::new(),
+            last_request: u64::from(SLOTS),
+            said: false,
+        }
+    }
+
+    fn say(&mut self, to: &Connection, request: u64, message: Message) {
+        self.ready.push_back(Outgoing { epoch: to.route.epoch(), ..Outgoing::new(request, message) });
+    }
+
+    /// Says what the shard must know of `memory`, and the number under which it does.
+    fn lend(&mut self, to: &Connection, memory: &Arc<Mapping>) -> Result<u32, String> {
+        let (region, new) = self.memory.lend(memory)?;
+        if let Some(message) = new {
+            self.say(to, 0, message);
+        }
+        Ok(region)
+    }
+
+    /// The request's number of the next block that is named where it lies: 0 unless the shard is to say when it, and
+    /// what was named before, is used.
+    fn asks(&mut self, block: u32) -> u64 {
+        self.since_asked += 1;
+        if self.since_asked < SAY_AFTER / block {
+            return 0;
+        }
+        self.since_asked = 0;
+        self.last_request += 1;
+        self.unsaid.push_back(self.last_request);
+        self.last_request
+    }
+
+    /// What is said when nothing presses: regions that are no longer there.
+    fn tidy(&mut self, to: &Connection) -> Option<(Outgoing, usize)> {
+        self.named = 0;
+        for region in self.memory.gone() {
+            self.say(to, 0, Message::Unshare { region });
+        }
+        self.ready.pop_front().map(|ready| (ready, 0))
+    }
+
+    /// Puts a block of the plan under way where the shard sees it, unless it is there, and names it.
+    fn name(
+        &mut self,
+        to: &Connection,
+        inner: MutexGuard<'_, Inner>,
+        plan: PlanId,
+        block: BlockId,
+    ) -> Outcome {
+        let Some(payload) = inner.granted(block).filter(|payload| payload.plan == plan) else {
+            return Outcome::Dropped;
+        };
+        let check = inner.rejects_nonfinite();
+        drop(inner);
+        let (shared, layout) = (&to.shared, &to.shared.layout);
+        let extent = layout.block_bytes(block);
+        let span = extent.start as usize..extent.end as usize;
+        if let [source] = &payload.sources[..] {
+            let (request, push) = match self.memory.place(source.memory(), span.clone()) {
+                Placed::In(slot) => {
+                    let push = Message::PushIn { plan, block, wide: false, slot };
+                    (PLACED + u64::from(slot), Some(push))
+                }
+                Placed::Later => return Outcome::Held,
+                Placed::Not => match self.lend(to, source.memory()) {
+                    Ok(region) => {
+                        let push = Message::PushAt { plan, block, wide: false, region, offset: extent.start };
+                        (self.asks(layout.block_size()), Some(push))
+                    }
+                    Err(_) => (0, None),
+                },
+            };
+            if let Some(push) = push {
+                self.say(to, request, push);
+                shared.tally.moved(Flow::Push, span.len());
+                return Outcome::Ready;
+            }
+        }
+        // A sum, or what cannot be shared: private memory, or one region too many.
+        let count = payload.sources.len();
+        let (wide, len) = sum::shape(layout, block, count, payload.replaces);
+        let made = match self.slots.take() {
+            Some(slots) => Ok(slots),
+            None => Slots::new(shm::longest_sum(layout.block_size())),
+        };
+        let mut slots = match made {
+            Ok(slots) => slots,
+            Err(error) => {
+                tracing::error!(%error, "no memory for sums");
+                return Outcome::Dropped;
+            }
+        };
+        let region = match self.lend(to, &slots.memory) {
+            Ok(region) => region,
+            Err(error) => {
+                self.slots = Some(slots);
+                return self.send_by_ring(to, plan, block, &error);
+            }
+        };
+        let Some(slot) = slots.free.pop() else {
+            self.slots = Some(slots);
+            return Outcome::Held;
+        };
+        let start = slot as usize * slots.bytes;
+        // SAFETY: a committed payload stays untouched until the plan that sends it is over.
+        let parts: Vec<&[u8]> =
+            payload.sources.iter().map(|source| unsafe { source.memory().bytes(span.clone()) }).collect();
+        // SAFETY: the slot is free: nobody here has it, and the shard has said that it does not read it any more (it
+        // cannot write there: its mapping is for reading).
+        let out = unsafe { slots.memory.bytes_mut(start..start + len) };
+        let check = check && count > 1;
+        let summed = sum::sum_to(layout, block, &parts, (payload.replaces, &payload.written), check, out);
+        let outcome = match summed {
+            _ if !shared.still_sends(plan) => {
+                slots.free.push(slot);
+                Outcome::Dropped
+            }
+            Ok(()) => {
+                let push = Message::PushAt { plan, block, wide, region, offset: start as u64 };
+                self.say(to, u64::from(slot) + 1, push);
+                shared.tally.moved(Flow::Push, len);
+                shared.tally.copied(Flow::Push, sum::copied(layout, block, count, payload.replaces));
+                Outcome::Ready
+            }
+            Err(bad) => {
+                slots.free.push(slot);
+                shared.with_core(|core, _, actions| core.unfit(plan, payload.learners[bad], block, actions));
+                Outcome::Dropped
+            }
+        };
+        self.slots = Some(slots);
+        outcome
+    }
+
+    /// Has a block sent through the connection's ring: there is no memory for it that the shard could get at.
+    fn send_by_ring(&mut self, to: &Connection, plan: PlanId, block: BlockId, why: &str) -> Outcome {
+        let shared = &to.shared;
+        if !std::mem::replace(&mut self.said, true) {
+            let (model, address) = (&shared.model, to.route.address());
+            tracing::warn!(%model, address, "contributions are sent, for their memory cannot be shared: {why}");
+        }
+        let Some(Some((wide, piece))) = shared.push(shared.inner.lock(), plan, block) else {
+            return Outcome::Dropped;
+        };
+        shared.tally.copied(Flow::Push, piece.len());
+        let push = Outgoing::new(0, Message::Push { plan, block, wide });
+        self.ready.push_back(Outgoing { epoch: to.route.epoch(), payload: Some(piece), ..push });
+        Outcome::Ready
+    }
+}
+
+impl<M: PeerMemory> BlockPath for Named<M> {
+    fn next(&mut self, to: &Connection, due: usize) -> Option<(Outgoing, usize)> {
+        if let Some(outgoing) = self.ready.pop_front() {
+            return Some((outgoing, 0));
+        }
+        if self.named >= AT_ONCE {
+            // What was named goes out; then this is asked again.
+            self.named = 0;
+            to.link.wake();
+            return None;
+        }
+        let Connection { shared, route, link } = to;
+        loop {
+            let mut inner = shared.inner.lock();
+            // Parts are numbered by the routes in force.
+            if !inner.is_in_force(route) {
+                return None;
+            }
+            // What it holds is this connection's own; all else is taken by those that are used.
+            if self.held.is_none() && !inner.uses(route.part, link, M::threads(&shared.options)) {
+                drop(inner);
+                return self.tidy(to);
+            }
+            let now = shared.now();
+            let next = match self.unsaid.len() < UNSAID {
+                true => self.held.take().or_else(|| inner.core.next_push(route.part, now)),
+                false => None,
+            };
+            let Some((plan, block)) = next else {
+                drop(inner);
+                let ready = self.tidy(to);
+                if self.memory.fetches(to) {
+                    return ready;
+                }
+                let most = ASKED / shared.layout.block_size();
+                return ready
+                    .or_else(|| shared.next_pull_for(shared.inner.lock(), route, due, most as usize));
+            };
+            match self.name(to, inner, plan, block) {
+                Outcome::Ready => {
+                    self.named += 1;
+                    return self.ready.pop_front().map(|ready| (ready, 0));
+                }
+                Outcome::Dropped => {}
+                Outcome::Held => {
+                    self.held = Some((plan, block));
+                    self.named = 0;
+                    return None;
+                }
+            }
+        }
+    }
+
+    fn hear(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
+        if !matches!(received.message, Message::Done) {
+            return self.memory.hear(to, received);
+        }
+        let request = received.header.request();
+        if self.unsaid.front() == Some(&request) {
+            self.unsaid.pop_front();
+            return Ok(true);
+        }
+        if let Some(slot) = request.checked_sub(PLACED) {
+            if self.memory.freed(slot) {
+                return Ok(true);
+            }
+        } else if let (Some(slot), Some(slots)) = (request.checked_sub(1), &mut self.slots)
+            && slot < SLOTS.into()
+            && !slots.free.contains(&(slot as u32))
+        {
+            slots.free.push(slot as u32);
+            return Ok(true);
+        }
+        Err(Close::Asked(format!("request {request} was not asked").into()))
+    }
+
+    fn tick(&mut self, to: &Connection) -> Option<Instant> {
+        self.memory.tick(to)
+    }
+
+    fn closed(&mut self, to: &Connection) {
+        self.memory.closed(to);
+    }
+
+    fn fast(&self) -> Option<FastPath> {
+        Some(M::FAST)
+    }
+
+    fn end_of_loan(&self) -> Option<EndOfLoan> {
+        Some(self.memory.end_of_loan())
+    }
+}

@@ -1,0 +1,300 @@
+//! Connections to shards by RDMA: blocks are named and fetched by the shard, or placed where the shard wants them; blocks
+//! of versions are fetched from the shard's memory.
+//!
+//! Holds `unsafe`; what makes it sound is told at the place.
+
+mod fetching;
+
+use std::collections::HashMap;
+use std::net::ToSocketAddrs;
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use self::fetching::{PUT, Pull};
+use super::Connection;
+use super::named::{AHEAD, Named, PeerMemory, Placed};
+use crate::bytes::mmap::Mapping;
+use crate::client::conversation::Data;
+use crate::client::fallback::FastPath;
+use crate::client::options::ClientOptions;
+use crate::client::peer::EndOfLoan;
+use crate::client::routes::Route;
+use crate::client::shared::Shared;
+use crate::transport::frames::{Framed, Link};
+use crate::transport::rdma::published::DIRECTORY;
+use crate::transport::rdma::verbs::{Done, Pool, Remote as Place, VerbsError};
+use crate::transport::rdma::{Endpoint, Placement, QueuePair};
+use crate::transport::shm::MAX_REGIONS;
+use crate::transport::stream::{Close, Guard, Piece, Stream};
+use crate::vocabulary::ids::BlockId;
+use crate::vocabulary::layout::PartitionLayout;
+use crate::wire::{Message, Received};
+
+/// Looks at the directory, or at entries, that may be under way on one connection.
+const LOOKS: usize = 16;
+/// Blocks up to this many bytes are placed, longer ones fetched, unless it is said otherwise. Where the two cross on real
+/// devices is not measured.
+const PLACE_UP_TO: usize = 64 << 10;
+
+/// What one connection has in common with a shard elsewhere.
+struct Remote {
+    queue_pair: Arc<QueuePair>,
+    /// The shard's blocks, as they lie in its versions.
+    layout: PartitionLayout,
+    /// Memory that the shard may fetch from, by where it is.
+    shared: HashMap<usize, (u32, Weak<Mapping>)>,
+    last: u32,
+    directory: Option<Place>,
+    /// Room for what is looked at.
+    looks: Arc<Pool>,
+    granted: Option<Granted>,
+    pull: Pull,
+    done: Done,
+    /// It was said that versions come through the ring.
+    said: bool,
+}
+
+/// Slots of the shard's that this end writes.
+struct Granted {
+    start: Place,
+    bytes: u32,
+    count: u32,
+    free: Vec<u32>,
+}
+
+impl Remote {
+    fn new(queue_pair: &Arc<QueuePair>, layout: PartitionLayout) -> Result<Remote, VerbsError> {
+        let chunk = queue_pair.device().arena().take(LOOKS * DIRECTORY)?;
+        Ok(Remote {
+            queue_pair: Arc::clone(queue_pair),
+            layout,
+            shared: HashMap::new(),
+            last: 0,
+            directory: None,
+            looks: Pool::new(chunk, DIRECTORY, false),
+            granted: None,
+            pull: Pull::default(),
+            done: Vec::new(),
+            said: false,
+        })
+    }
+
+    /// Writes a range of `memory` into a slot of the shard's, if there is one free: its number.
+    fn write(&mut self, memory: &Arc<Mapping>, range: Range<usize>) -> Result<Option<u32>, String> {
+        let Some(granted) = self.granted.as_mut().filter(|_| self.queue_pair.room(1) > 0) else {
+            return Ok(None);
+        };
+        let Some(slot) = granted.free.pop() else { return Ok(None) };
+        // SAFETY: a committed payload stays untouched until the plan that sends it is over. Nothing looks at the checksum.
+        let piece = unsafe { Piece::new(memory.bytes(range), Some(0), Arc::clone(memory) as Guard) };
+        let to = granted.start.at(u64::from(slot) * u64::from(granted.bytes));
+        let placed = self.queue_pair.device().register(memory).and_then(|registration| {
+            self.queue_pair.write(PUT, piece, registration, to)?;
+            self.queue_pair.post()
+        });
+        match placed {
+            Ok(()) => Ok(Some(slot)),
+            Err(error) => {
+                granted.free.push(slot);
+                Err(error.to_string())
+            }
+        }
+    }
+
+    /// Whether so many bytes of `memory` are to be placed, and whether they must be.
+    fn places(&self, len: usize, memory: &Arc<Mapping>) -> (bool, bool) {
+        let fits = self.granted.as_ref().is_some_and(|granted| len <= granted.bytes as usize)
+            && self.queue_pair.device().register(memory).is_ok();
+        match self.queue_pair.device().options().placement {
+            Placement::Static => (fits, fits),
+            Placement::Dynamic => (false, false),
+            Placement::Auto => (fits && len <= PLACE_UP_TO, false),
+        }
+    }
+}
+
+impl PeerMemory for Remote {
+    const FAST: FastPath = FastPath::Rdma;
+
+    fn threads(options: &ClientOptions) -> usize {
+        options.rdma.queues
+    }
+
+    fn lend(&mut self, memory: &Arc<Mapping>) -> Result<(u32, Option<Message>), String> {
+        let key = Arc::as_ptr(memory).addr();
+        if let Some((number, known)) = self.shared.get(&key)
+            && known.strong_count() > 0
+        {
+            return Ok((*number, None));
+        }
+        if self.shared.len() >= MAX_REGIONS {
+            return Err(format!("more than {MAX_REGIONS} regions on one connection"));
+        }
+        let registration = self.queue_pair.device().register(memory).map_err(|error| error.to_string())?;
+        self.last = self.last.wrapping_add(1);
+        let Place { address, key: remote_key } = registration.remote();
+        let (region, bytes) = (self.last, memory.len() as u64);
+        self.shared.insert(key, (region, Arc::downgrade(memory)));
+        Ok((region, Some(Message::ShareAt { region, bytes, address, key: remote_key })))
+    }
+
+    fn gone(&mut self) -> Vec<u32> {
+        let gone = |(number, memory): &(u32, Weak<Mapping>)| (memory.strong_count() == 0).then_some(*number);
+        let numbers: Vec<u32> = self.shared.values().filter_map(gone).collect();
+        self.shared.retain(|_, (_, memory)| memory.strong_count() > 0);
+        numbers
+    }
+
+    fn end_of_loan(&self) -> EndOfLoan {
+        let queue_pair = Arc::clone(&self.queue_pair);
+        Box::new(move || {
+            // What the device has not read by then, it never reads.
+            queue_pair.end();
+            queue_pair.break_off("memory that was lent is needed back".into());
+        })
+    }
+
+    fn place(&mut self, from: &Arc<Mapping>, range: Range<usize>) -> Placed {
+        let (may, must) = self.places(range.len(), from);
+        if !may {
+            return Placed::Not;
+        }
+        match self.write(from, range) {
+            Ok(Some(slot)) => Placed::In(slot),
+            Ok(None) if !must => Placed::Not,
+            Ok(None) => Placed::Later,
+            Err(error) => {
+                // The connection is broken: what it has not said is sent by another one.
+                tracing::debug!(error, "a block is not placed");
+                Placed::Later
+            }
+        }
+    }
+
+    fn freed(&mut self, slot: u64) -> bool {
+        let (Ok(slot), Some(granted)) = (u32::try_from(slot), &mut self.granted) else { return false };
+        let was_used = slot < granted.count && !granted.free.contains(&slot);
+        if was_used {
+            granted.free.push(slot);
+        }
+        was_used
+    }
+
+    fn hear(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
+        match received.message {
+            Message::Directory { address, key } => self.directory = Some(Place { address, key }),
+            Message::Slots { count, bytes, address, key } => {
+                if self.granted.is_some() || count > 1 << 16 {
+                    return Err(Close::Asked("slots were granted before, or too many".into()));
+                }
+                let (start, free) = (Place { address, key }, (0..count).rev().collect());
+                self.granted = Some(Granted { start, bytes, count, free });
+            }
+            Message::Share { .. } | Message::Unshare { .. } | Message::BlockAt { .. } => {
+                return Err(Close::Asked("there is no memory in common".into()));
+            }
+            _ => return Ok(false),
+        }
+        to.link.wake();
+        Ok(true)
+    }
+
+    fn fetches(&mut self, to: &Connection) -> bool {
+        let Some(directory) = self.directory else { return true };
+        if let Err(error) = self.fetch(to, directory) {
+            self.queue_pair.give_up(&error);
+        }
+        !self.pull.by_ring
+    }
+
+    fn tick(&mut self, to: &Connection) -> Option<Instant> {
+        self.take_finished(to)
+    }
+
+    fn closed(&mut self, to: &Connection) {
+        self.give_up_fetching(to);
+    }
+}
+
+impl Shared {
+    /// Opens a connection by RDMA, or another one if that does not come about and need not.
+    pub(in crate::client) fn connect_by_rdma(&self, route: Route) {
+        match self.open_rdma_endpoint() {
+            Ok(endpoint) => self.connect_over(&endpoint, route),
+            Err(why) => self.without(FastPath::Rdma, route, &why),
+        }
+    }
+
+    /// The device, which is opened when it is first wanted; if it cannot be, when it is wanted a while later.
+    fn open_rdma_endpoint(&self) -> Result<Arc<Endpoint>, String> {
+        const AGAIN: Duration = Duration::from_secs(2);
+        let mut known = self.rdma_endpoint.lock();
+        match &*known {
+            Some(Ok(endpoint)) => return Ok(Arc::clone(endpoint)),
+            Some(Err((why, at))) if at.elapsed() < AGAIN => return Err(why.clone()),
+            Some(Err(_)) | None => {}
+        }
+        let opened = Endpoint::open(&self.options.rdma).map_err(|error| error.to_string());
+        *known = Some(opened.clone().map_err(|why| (why, Instant::now())));
+        opened
+    }
+
+    fn connect_over(&self, endpoint: &Arc<Endpoint>, route: Route) {
+        let (Some(this), endpoint) = (self.this.upgrade(), Arc::clone(endpoint)) else { return };
+        let patience = self.options.patience.min(Duration::from_secs(5));
+        let of_failure = route.clone();
+        let begin = move || {
+            if let Err(why) = this.register_next(&endpoint) {
+                return this.without(FastPath::Rdma, route, &why);
+            }
+            let address = route.routes.parts[route.part].record.rdma.clone();
+            let to = match address.to_socket_addrs().map(|mut all| all.next()) {
+                Ok(Some(to)) => to,
+                Ok(None) => return this.without(FastPath::Rdma, route, "its address leads nowhere"),
+                Err(error) => return this.without(FastPath::Rdma, route, &format!("{address}: {error}")),
+            };
+            let number = route.part + route.number;
+            endpoint.connect(to, Instant::now() + patience, number, move |queue_pair| {
+                let queue_pair = match queue_pair {
+                    Ok(queue_pair) => queue_pair,
+                    Err(why) => {
+                        this.without(FastPath::Rdma, route, &why);
+                        return None;
+                    }
+                };
+                let remote = this
+                    .part_layout(&route)
+                    .and_then(|layout| Remote::new(queue_pair, layout).map_err(|error| error.to_string()));
+                match remote {
+                    Ok(remote) => {
+                        let conversation = Data::new(this, route, Named::new(remote));
+                        Some(Box::new(Framed::new(conversation, Link::default(), AHEAD)) as Box<dyn Stream>)
+                    }
+                    Err(why) => {
+                        this.without(FastPath::Rdma, route, &why);
+                        None
+                    }
+                }
+            });
+        };
+        // Names are resolved by a thread that may take its time.
+        if let Err(error) = std::thread::Builder::new().name("client-resolver".into()).spawn(begin) {
+            self.ended(&of_failure, &Link::default(), &format!("no thread to connect by RDMA: {error}"));
+        }
+    }
+
+    /// Registers what the next version is pulled into. If that cannot be, it is better known before the shard is spoken to.
+    fn register_next(&self, endpoint: &Endpoint) -> Result<(), String> {
+        let next = self.inner.lock().versions.next_memory();
+        next.map_or(Ok(()), |next| {
+            endpoint.device().register_to_fill(&next).map(drop).map_err(|error| error.to_string())
+        })
+    }
+
+    fn part_layout(&self, route: &Route) -> Result<PartitionLayout, String> {
+        let blocks: Vec<BlockId> =
+            route.routes.parts[route.part].owned.iter().flat_map(|run| run.clone().map(BlockId)).collect();
+        self.layout.partition(&blocks).map_err(|error| error.to_string())
+    }
+}

@@ -1,0 +1,277 @@
+//! Blocks of versions are fetched from the shard's memory straight into the back buffer, past the shard's CPU.
+//!
+//! Fetched blocks count only when a second look at the shard's directory shows that the version was there all the time
+//! (see [`published`]): until then nobody sees them.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use super::{LOOKS, Remote};
+use crate::client::paths::Connection;
+use crate::client::shared::Shared;
+use crate::transport::rdma::published::{self, DIRECTORY, ENTRY, Seen};
+use crate::transport::rdma::verbs::{Finished, Remote as Place, VerbsError, Work};
+use crate::transport::stream::Target;
+use crate::transport::tally::Flow;
+use crate::vocabulary::ids::{BlockId, Version};
+use crate::wire::{Message, Refusal};
+
+/// Blocks that are fetched before it is looked whether the version is still there.
+const BATCH: usize = 8;
+/// A version that is not in the directory yet is looked for again after this.
+const AGAIN: Duration = Duration::from_millis(2);
+
+/// What work was for.
+const LOOK: u64 = 1 << 40;
+const CHECK: u64 = 2 << 40;
+const BLOCK: u64 = 3 << 40;
+pub(super) const PUT: u64 = 4 << 40;
+const KIND: u64 = !((1 << 40) - 1);
+
+/// Blocks of a version on their way.
+#[derive(Default)]
+pub(super) struct Pull {
+    version: Version,
+    /// Where it is, once that is known.
+    seen: Option<Seen>,
+    looking: bool,
+    /// It was not there: look again then.
+    again: Option<Instant>,
+    /// Asked for by the core, and not fetched yet.
+    asked: VecDeque<BlockId>,
+    /// Being fetched, and not checked.
+    batches: VecDeque<Batch>,
+    /// It cannot be read, or not to where it belongs: the shard is asked for its blocks, which come through the ring.
+    pub(super) by_ring: bool,
+}
+
+struct Batch {
+    seen: Seen,
+    blocks: Vec<BlockId>,
+    /// Those that are not here yet.
+    coming: usize,
+}
+
+impl Remote {
+    /// Fetches what the core wants of a version, unless the shard is to be asked for it.
+    pub(super) fn fetch(&mut self, to: &Connection, directory: Place) -> Result<(), VerbsError> {
+        let shared = &to.shared;
+        let Some(version) = shared.inner.lock().core.pulling() else { return Ok(()) };
+        if self.pull.version != version && self.pull.batches.is_empty() && !self.pull.looking {
+            let asked = std::mem::take(&mut self.pull.asked);
+            shared.not_fetched(self.pull.version, asked);
+            self.pull = Pull { version, ..Pull::default() };
+        }
+        if self.pull.version != version || self.pull.by_ring {
+            return Ok(());
+        }
+        let Some(seen) = self.pull.seen else { return self.look(directory) };
+        if !seen.is_readable() {
+            self.pull_by_ring(to, &"the shard's memory cannot be read (its log says why)");
+            return Ok(());
+        }
+        let back = shared.back_buffer();
+        if let Some(Err(error)) = back.map(|back| self.queue_pair.device().register_to_fill(&back)) {
+            self.pull_by_ring(to, &error);
+            return Ok(());
+        }
+        loop {
+            // One more for the look after them.
+            let room = self.queue_pair.room(2).saturating_sub(1).min(BATCH);
+            if room == 0 || self.pull.batches.len() >= LOOKS - 1 {
+                return Ok(());
+            }
+            let mut blocks = Vec::with_capacity(room);
+            while blocks.len() < room {
+                let Some(block) = self.next_asked(to) else { break };
+                let extent = shared.layout.block_bytes(block);
+                let place = self.layout.local(block).and_then(|local| {
+                    let offset = self.layout.layout().block_bytes(local).start;
+                    seen.place(offset, extent.end - extent.start)
+                });
+                let Some(target) = shared.lands(&to.route, version, block) else { continue };
+                blocks.push(block);
+                let fetched = match place {
+                    Some(address) => self.fetch_block(to, target, block, Place { address, key: seen.key }),
+                    None => {
+                        Err(VerbsError::Broken(format!("block {block} is outside of the shard's version")))
+                    }
+                };
+                if let Err(error) = fetched {
+                    // Those before it may be fetched all the same: they are given up when the connection is over.
+                    let coming = blocks.len();
+                    self.pull.batches.push_back(Batch { seen, blocks, coming });
+                    return Err(error);
+                }
+            }
+            if blocks.is_empty() {
+                return Ok(());
+            }
+            let entry = directory.at(seen.offset() as u64);
+            let coming = blocks.len();
+            self.pull.batches.push_back(Batch { seen, blocks, coming });
+            if self.queue_pair.device().is_iwarp() {
+                // It cannot wait for the blocks by itself: it is asked when they are here.
+                self.queue_pair.post()?;
+                continue;
+            }
+            // There are as many slots as there may be batches, and one.
+            let slot = self.looks.take(None).ok_or(VerbsError::Full(LOOKS))?;
+            // Fenced: the device asks for it when it has the blocks, and no sooner.
+            self.queue_pair.read(CHECK, slot, ENTRY, entry, true).map_err(|(error, _)| error)?;
+            self.queue_pair.post()?;
+        }
+    }
+
+    /// The version that is being pulled is asked for from now on.
+    fn pull_by_ring(&mut self, to: &Connection, why: &dyn std::fmt::Display) {
+        self.pull.by_ring = true;
+        let asked = std::mem::take(&mut self.pull.asked);
+        to.shared.not_fetched(self.pull.version, asked);
+        if !std::mem::replace(&mut self.said, true) {
+            let (model, address, version) = (&to.shared.model, to.route.address(), self.pull.version);
+            tracing::warn!(%model, address, %version, "is not read by RDMA, but sent, as others may be: {why}");
+        }
+    }
+
+    fn fetch_block(
+        &self,
+        to: &Connection,
+        target: Target,
+        block: BlockId,
+        from: Place,
+    ) -> Result<(), VerbsError> {
+        let back = to
+            .shared
+            .back_buffer()
+            .ok_or_else(|| VerbsError::Broken("the version is not wanted any more".into()))?;
+        let registration = self.queue_pair.device().register_to_fill(&back)?;
+        self.queue_pair.read_to(BLOCK | u64::from(block.0), target, registration, from)
+    }
+
+    /// The next block that the core wants of this shard.
+    fn next_asked(&mut self, to: &Connection) -> Option<BlockId> {
+        if let Some(block) = self.pull.asked.pop_front() {
+            return Some(block);
+        }
+        let due = self.pull.batches.iter().map(|batch| batch.blocks.len()).sum();
+        let (outgoing, _) = to.shared.next_pull_for(to.shared.inner.lock(), &to.route, due, usize::MAX)?;
+        let Message::Pull { version, blocks } = outgoing.message else { return None };
+        if version != self.pull.version {
+            to.shared.not_fetched(version, blocks.map(BlockId));
+            return None;
+        }
+        let owned = |block: &BlockId| self.layout.local(*block).is_some();
+        self.pull.asked.extend(blocks.map(BlockId).filter(owned));
+        self.pull.asked.pop_front()
+    }
+
+    /// News of what was posted.
+    pub(super) fn take_finished(&mut self, to: &Connection) -> Option<Instant> {
+        let shared = &to.shared;
+        let mut done = std::mem::take(&mut self.done);
+        self.queue_pair.take(&mut done);
+        let any = !done.is_empty();
+        for Finished { token, work } in done.drain(..) {
+            match (token & KIND, work) {
+                (LOOK, Work::Read { slot, .. }) => {
+                    let bytes = slot.copy::<DIRECTORY>();
+                    let pull = &mut self.pull;
+                    pull.looking = false;
+                    match published::find(&bytes, pull.version) {
+                        Ok(seen) => pull.seen = Some(seen),
+                        Err(absent) => {
+                            pull.again = Some(Instant::now() + AGAIN);
+                            let (wanted, newest) = (pull.version, absent.newest.unwrap_or(Version(0)));
+                            let refused = Message::Refused(Refusal::NoVersion { wanted, newest });
+                            let heard = shared.with_core_by(&to.route, |core, now, actions| {
+                                core.from_shard(to.route.part, refused, now, actions);
+                            });
+                            if let Err(why) = heard {
+                                tracing::debug!(%why, "a version is gone, and so is its block map");
+                            }
+                        }
+                    }
+                }
+                (BLOCK, _) => {
+                    let coming = self.pull.batches.iter_mut().find(|batch| batch.coming > 0);
+                    let Some(batch) = coming else { continue };
+                    batch.coming -= 1;
+                    let seen = (batch.coming == 0).then_some(batch.seen);
+                    if let Some(seen) = seen.filter(|_| self.queue_pair.device().is_iwarp())
+                        && let Err(error) = self.check(&seen)
+                    {
+                        self.queue_pair.give_up(&error);
+                    }
+                }
+                (CHECK, Work::Read { slot, .. }) => {
+                    let entry = slot.copy::<ENTRY>();
+                    if let Some(Batch { seen, blocks, .. }) = self.pull.batches.pop_front() {
+                        let whole = seen.still_there(&entry);
+                        if !whole {
+                            self.pull.seen = None;
+                        }
+                        shared.fetched(seen.version, &blocks, whole);
+                    }
+                }
+                _ => {}
+            }
+        }
+        self.done = done;
+        if any || self.pull.again.is_some_and(|at| at <= Instant::now()) {
+            self.pull.again = self.pull.again.filter(|&at| at > Instant::now());
+            to.link.wake();
+        }
+        self.pull.again
+    }
+
+    fn look(&mut self, directory: Place) -> Result<(), VerbsError> {
+        if self.pull.looking
+            || self.pull.again.is_some_and(|at| at > Instant::now())
+            || self.queue_pair.room(1) == 0
+        {
+            return Ok(());
+        }
+        let Some(slot) = self.looks.take(None) else { return Ok(()) };
+        self.queue_pair.read(LOOK, slot, DIRECTORY, directory, false).map_err(|(error, _)| error)?;
+        self.pull.looking = true;
+        self.pull.again = None;
+        self.queue_pair.post()
+    }
+
+    /// Looks whether a version is still there.
+    fn check(&self, seen: &Seen) -> Result<(), VerbsError> {
+        let Some(directory) = self.directory else { return Ok(()) };
+        let slot = self.looks.take(None).ok_or(VerbsError::Full(LOOKS))?;
+        let entry = directory.at(seen.offset() as u64);
+        self.queue_pair.read(CHECK, slot, ENTRY, entry, false).map_err(|(error, _)| error)?;
+        self.queue_pair.post()
+    }
+
+    /// Nothing is fetched any more, and the device touches nothing for it.
+    pub(super) fn give_up_fetching(&mut self, to: &Connection) {
+        for Batch { seen, blocks, .. } in std::mem::take(&mut self.pull.batches) {
+            to.shared.fetched(seen.version, &blocks, false);
+        }
+        let asked = std::mem::take(&mut self.pull.asked);
+        to.shared.not_fetched(self.pull.version, asked);
+    }
+}
+
+impl Shared {
+    /// What was fetched counts, or (not `whole`) was in vain.
+    fn fetched(&self, version: Version, blocks: &[BlockId], whole: bool) {
+        for &block in blocks {
+            if whole {
+                let extent = self.layout.block_bytes(block);
+                self.tally.moved(Flow::Pull, (extent.end - extent.start) as usize);
+            }
+            self.with_core(|core, now, actions| core.landed(version, block, whole, now, actions));
+        }
+    }
+
+    /// Blocks that were asked for are not fetched: they are missing as before.
+    fn not_fetched(&self, version: Version, blocks: impl IntoIterator<Item = BlockId>) {
+        self.with_core(|core, _, _| blocks.into_iter().for_each(|block| core.not_asked(version, block)));
+    }
+}

@@ -1,0 +1,140 @@
+//! Connections to shards on this host, through shared memory. Blocks of versions are copied from the shard's memory into
+//! the back buffer, by this end.
+//!
+//! Holds `unsafe`; what makes it sound is told at the place.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Connection;
+use super::named::{AHEAD, Named, PeerMemory};
+use crate::bytes::mmap::Mapping;
+use crate::client::conversation::Data;
+use crate::client::fallback::FastPath;
+use crate::client::options::ClientOptions;
+use crate::client::peer::EndOfLoan;
+use crate::client::routes::Route;
+use crate::client::shared::Shared;
+use crate::transport::frames::{Framed, Link, Outgoing};
+use crate::transport::shm::{self, Descriptors, Lender, Regions};
+use crate::transport::stream::Close;
+use crate::transport::tally::Flow;
+use crate::vocabulary::ids::{BlockId, Version};
+use crate::wire::{Message, Received};
+
+/// Longest wait for a shard to take this end's rings.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Times that this is waited for before bytes go another way, if they may.
+const TRIES: u32 = 2;
+
+/// Memory that both ends map.
+struct OfHost {
+    descriptors: Descriptors,
+    lent: Lender,
+    borrowed: Regions,
+}
+
+impl PeerMemory for OfHost {
+    const FAST: FastPath = FastPath::SharedMemory;
+
+    fn threads(options: &ClientOptions) -> usize {
+        options.threads
+    }
+
+    fn lend(&mut self, memory: &Arc<Mapping>) -> Result<(u32, Option<Message>), String> {
+        let (region, new) = self.lent.lend(memory, &self.descriptors).map_err(|error| error.to_string())?;
+        Ok((region, new.map(|bytes| Message::Share { region, bytes })))
+    }
+
+    fn gone(&mut self) -> Vec<u32> {
+        self.lent.gone()
+    }
+
+    fn end_of_loan(&self) -> EndOfLoan {
+        let descriptors = self.descriptors.clone();
+        // The shard looks after it has read.
+        Box::new(move || descriptors.hang_up())
+    }
+
+    fn hear(&mut self, to: &Connection, received: &Received) -> Result<bool, Close> {
+        let asked = |error: shm::RegionError| Close::Asked(error.to_string().into());
+        match received.message {
+            Message::Share { region, bytes } => {
+                self.borrowed.share(region, bytes, &self.descriptors).map_err(asked)?;
+            }
+            Message::Unshare { region } => self.borrowed.unshare(region).map_err(asked)?,
+            Message::BlockAt { version, block, region, offset } => {
+                let layout = &to.shared.layout;
+                if block.0 >= layout.blocks() {
+                    return Err(Close::Asked(format!("block {block} is outside of the model").into()));
+                }
+                let extent = layout.block_bytes(block);
+                let len = (extent.end - extent.start) as usize;
+                let piece = self.borrowed.piece(region, offset, len).map_err(asked)?;
+                copy(to, version, block, &piece)?;
+                let done = Outgoing::new(received.header.request(), Message::Done);
+                to.link.send(Outgoing { epoch: to.route.epoch(), ..done });
+            }
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+}
+
+fn copy(to: &Connection, version: Version, block: BlockId, from: &shm::Piece) -> Result<(), Close> {
+    let shared = &to.shared;
+    let Some(mut target) = shared.lands(&to.route, version, block) else { return Ok(()) };
+    let (start, len) = from.raw();
+    // SAFETY: the region is mapped as long as the piece lives, and the back buffer is other memory.
+    let copied = unsafe { target.copy_from(start, len) };
+    drop(target);
+    let whole = copied.is_ok();
+    if whole {
+        shared.tally.moved(Flow::Pull, len);
+        shared.tally.copied(Flow::Pull, len);
+    }
+    shared.with_core(|core, now, actions| core.landed(version, block, whole, now, actions));
+    copied
+}
+
+impl Shared {
+    /// Opens a connection to a shard on this host: by shared memory, or if that may be and must be, by TCP.
+    pub(in crate::client) fn connect_by_memory(&self, route: Route) {
+        let Some(this) = self.this.upgrade() else { return };
+        let of_thread = route.clone();
+        let spawned = route.routes.threads.spawn(move |threads| {
+            let route = of_thread;
+            let meeting = match shm::meet(route.address(), PATIENCE) {
+                Ok(meeting) => meeting,
+                Err(error) if error.is_transient() && this.meets_again(&route) => {
+                    let why = format!("shared memory: {error}");
+                    return this.ended(&route, &Link::default(), &why);
+                }
+                Err(error) => return this.without(FastPath::SharedMemory, route, &error.to_string()),
+            };
+            let longest = shm::longest_region(this.layout.size(), this.layout.block_size());
+            let memory = OfHost {
+                descriptors: Descriptors::new(Arc::clone(&meeting.socket)),
+                lent: Lender::default(),
+                borrowed: Regions::new(longest),
+            };
+            let conversation = Data::new(this, route, Named::new(memory));
+            threads.serve(meeting, Box::new(Framed::new(conversation, Link::default(), AHEAD)));
+        });
+        if let Err(error) = spawned {
+            self.without(FastPath::SharedMemory, route, &error.to_string());
+        }
+    }
+
+    /// Whether somebody who does not answer is to be tried again. A shard that is stopped or overrun for a moment may
+    /// answer then; another process that has taken its name never does.
+    fn meets_again(&self, route: &Route) -> bool {
+        let mut inner = self.inner.lock();
+        if !inner.is_in_force(route) {
+            return true;
+        }
+        let peer = &mut inner.parts[route.part];
+        peer.unmet += 1;
+        peer.unmet < TRIES
+    }
+}

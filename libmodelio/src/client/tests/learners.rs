@@ -1,0 +1,190 @@
+//! The table of learners: blocks are taken once, and what is dropped is sent no more.
+
+use super::*;
+use crate::client::core::Own;
+use crate::transport::BlockSlot;
+
+fn slot(step: u64, block: u32) -> BlockSlot {
+    BlockSlot { learner: L, incarnation: Incarnation(1), step: Step(step), block: BlockId(block) }
+}
+
+impl Bench {
+    fn take(&mut self, step: u64, block: u32) -> Result<bool, ShardError> {
+        self.core.take(slot(step, block))
+    }
+
+    fn may_commit(&self, step: u64) -> Result<(), ShardError> {
+        self.core.may_commit(L, Step(step))
+    }
+
+    /// Opens the next contribution, as a mount does; the step if it is known here.
+    fn open(&mut self, token: u64) -> Option<u64> {
+        self.said.clear();
+        let deadline = self.now + Duration::from_secs(10);
+        self.core.open(token, L, deadline, self.now, &mut self.said);
+        self.said.iter().find_map(|action| match action {
+            Action::Answer(of, Ok(Message::Opened { step, .. })) if *of == token => Some(step.0),
+            _ => None,
+        })
+    }
+
+    /// The coordinator tells the step.
+    fn opened(&mut self, request: u64, step: u64) {
+        self.coordinator(request, Message::Opened { step: Step(step), staging_lent: false });
+    }
+
+    /// The number of the request that was sent last.
+    fn last_request(&self) -> u64 {
+        let numbers = self.said.iter().filter_map(|action| match action {
+            Action::ToCoordinator(request, _) => Some(*request),
+            _ => None,
+        });
+        numbers.max().expect("a request was sent")
+    }
+
+    fn provisional(&mut self, plan: u64, step: u64) {
+        let payload = Granted::Contributions { of: vec![(L, Step(step))], replaces: false, open: Some(L) };
+        self.coordinator(0, Message::Grant { plan: PlanId(plan), payload });
+    }
+
+    fn sends(&self) -> Option<u64> {
+        self.core.outgoing().map(|(plan, _)| plan.0)
+    }
+}
+
+fn out_of_order(got: u64, expected: u64) -> ShardError {
+    ShardError::StepOutOfOrder { got: Step(got), expected: Step(expected) }
+}
+
+#[test]
+fn a_block_is_taken_once_a_contribution() {
+    let mut bench = Bench::new();
+    assert_eq!(bench.take(2, 0), Err(out_of_order(2, 1)), "not open");
+    assert_eq!((bench.take(1, 2), bench.take(1, 2)), (Ok(true), Ok(false)));
+    bench.core.give_back(slot(1, 2));
+    assert_eq!(bench.take(1, 2), Ok(true), "it was refused");
+    assert_eq!(bench.open(3), Some(1));
+    assert_eq!(bench.take(1, 2), Ok(false), "the same contribution");
+    bench.ask(4, Message::Abort { learner: L }, 10);
+    assert_eq!(bench.take(1, 2), Err(out_of_order(1, 1)), "it was dropped");
+    assert_eq!(bench.open(5), Some(1));
+    assert_eq!(bench.take(1, 2), Ok(true), "another one");
+}
+
+#[test]
+fn what_was_taken_is_not_taken_again() {
+    let mut bench = Bench::new();
+    assert!(bench.core.is_writing(L));
+    assert_eq!(bench.may_commit(1), Ok(()));
+    bench.commit(3, 10);
+    assert!(!bench.core.is_writing(L));
+    let timed_out = ShardError::TimedOut("others".into());
+    bench.coordinator(3, Message::Refused(timed_out.into()));
+    assert!(bench.core.is_writing(L));
+    assert_eq!(bench.take(1, 0), Ok(true), "it is still open");
+    bench.commit(4, 10);
+    bench.coordinator(4, Message::Done);
+    assert!(!bench.core.is_writing(L));
+    assert_eq!((bench.take(1, 1), bench.may_commit(1)), (Ok(false), Ok(())), "sent again");
+    assert_eq!(bench.may_commit(2), Err(out_of_order(2, 2)));
+}
+
+#[test]
+fn a_step_that_the_coordinator_has_taken_back_is_taken_anew() {
+    let mut bench = Bench::new();
+    bench.commit(3, 10);
+    bench.coordinator(3, Message::Refused(ShardError::TimedOut("others".into()).into()));
+    // What became of it, only the coordinator knows.
+    assert_eq!(bench.open(4), None);
+    bench.opened(bench.last_request(), 2);
+    assert_eq!((bench.take(1, 1), bench.take(2, 1)), (Ok(false), Ok(true)), "it was taken after all");
+    bench.ask(5, Message::Abort { learner: L }, 10);
+    // It finds that nothing of it came.
+    bench.ask(6, Message::Open { learner: L }, 10);
+    bench.opened(6, 1);
+    assert_eq!((bench.take(1, 0), bench.take(1, 0)), (Ok(true), Ok(false)));
+    assert_eq!(bench.take(2, 1), Err(out_of_order(2, 1)));
+    assert_eq!(bench.may_commit(1), Ok(()));
+}
+
+#[test]
+fn who_is_gone_or_in_another_life_offers_nothing() {
+    let mut bench = Bench::new();
+    let other = BlockSlot { incarnation: Incarnation(2), ..slot(1, 0) };
+    assert_eq!(bench.core.take(other), Err(ShardError::UnknownLearner(L)));
+    assert_eq!(bench.core.identity(L), Some(("l", Incarnation(1))));
+    bench.ask(3, Message::Leave { learner: L, reason: crate::transport::LeaveReason::Asked }, 10);
+    assert!(bench.core.has_learner(L) && bench.core.is_leaving(L));
+    bench.coordinator(3, Message::Done);
+    assert_eq!(bench.take(1, 0), Err(ShardError::UnknownLearner(L)));
+    assert_eq!(bench.may_commit(1), Err(ShardError::UnknownLearner(L)));
+    assert!(!bench.core.is_writing(L) && !bench.core.is_leaving(L));
+    assert_eq!(bench.core.identity(L), None);
+}
+
+#[test]
+fn a_late_answer_to_what_was_told_beside_opens_nothing() {
+    let mut bench = Bench::new();
+    assert_eq!(bench.open(3), Some(1));
+    let beside = bench.last_request();
+    bench.ask(4, Message::Abort { learner: L }, 10);
+    bench.opened(beside, 1);
+    assert_eq!(bench.take(1, 0), Err(out_of_order(1, 1)));
+}
+
+/// A contribution of which a block was reduced for plan 7 where it came.
+fn with_a_block_in_plan_7() -> Bench {
+    let mut bench = Bench::new();
+    assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Tell);
+    bench.provisional(7, 1);
+    assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Send(PlanId(7)));
+    assert!(bench.core.sent_own(L, Step(1), PlanId(7), BlockId(0)));
+    bench
+}
+
+/// The plan is told anew by a coordinator that has not heard of what happened.
+fn connects_anew(bench: &mut Bench) {
+    bench.core.coordinator_down(bench.now, &mut bench.said);
+    bench.core.coordinator_up(bench.now, &mut bench.said);
+    bench.provisional(7, 1);
+}
+
+#[test]
+fn nothing_is_sent_for_a_plan_whose_contribution_was_dropped_when_the_plan_was_over_here() {
+    let mut bench = with_a_block_in_plan_7();
+    bench.coordinator(0, Message::Over { plan: PlanId(7) });
+    assert_eq!(bench.sends(), None);
+    bench.ask(3, Message::Abort { learner: L }, 10);
+    connects_anew(&mut bench);
+    assert_eq!(bench.sends(), None, "it was given up");
+    assert_eq!(bench.open(4), Some(1));
+    assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Tell, "another contribution");
+    bench.provisional(8, 1);
+    assert_eq!(bench.core.next_own(L, Step(1), BlockId(0)), Own::Send(PlanId(8)));
+}
+
+#[test]
+fn nothing_is_sent_for_a_plan_whose_contribution_cannot_be_committed() {
+    let mut bench = with_a_block_in_plan_7();
+    bench.coordinator(0, Message::Over { plan: PlanId(7) });
+    // Its block is nowhere: that stays so however often it is committed.
+    for token in [3, 4] {
+        bench.said.clear();
+        bench.commit(token, 10);
+        let refused = |action: &Action| matches!(action, Action::Answer(of, Err(_)) if *of == token);
+        assert!(bench.said.iter().any(refused), "{:?}", bench.said);
+    }
+    bench.ask(5, Message::Abort { learner: L }, 10);
+    connects_anew(&mut bench);
+    assert_eq!(bench.sends(), None, "it was given up");
+}
+
+#[test]
+fn nothing_is_sent_for_a_plan_whose_contribution_was_dropped_after_its_commit() {
+    let mut bench = with_a_block_in_plan_7();
+    bench.commit(3, 10);
+    bench.coordinator(0, Message::Over { plan: PlanId(7) });
+    bench.ask(4, Message::Abort { learner: L }, 10);
+    connects_anew(&mut bench);
+    assert_eq!(bench.sends(), None, "it was given up");
+}

@@ -1,0 +1,88 @@
+//! The learners of a job: why they leave it, whether they are used, and what is shown of them.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::ids::{Incarnation, LearnerId, Step, Version};
+
+/// Why a learner left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LeaveReason {
+    /// It asked to (rmdir).
+    Asked,
+    /// Its process was killed or failed.
+    Died,
+    /// It was silent past its lease.
+    LeaseExpired,
+    /// Its last process had exited, and others waited for it.
+    Exited,
+}
+
+/// Whether a process uses a learner, as its mount sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Attached {
+    /// None is known to.
+    No,
+    /// One that lives is known to.
+    Yes,
+    /// The last one that did has exited, or has ended otherwise than by a signal.
+    Exited,
+}
+
+impl fmt::Display for LeaveReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            LeaveReason::Asked => "left",
+            LeaveReason::Died => "its process died",
+            LeaveReason::LeaseExpired => "silent past its lease",
+            LeaveReason::Exited => "its last process had exited, and others waited for it (control/linger)",
+        })
+    }
+}
+
+/// A learner as the status shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemberView {
+    /// Its number.
+    pub learner: LearnerId,
+    /// Its name.
+    pub name: String,
+    /// Its life.
+    pub incarnation: Incarnation,
+    /// Committed steps.
+    pub step: Step,
+    /// The last of them waits for its version.
+    pub unpublished: bool,
+    /// The version that the last published step is part of; 0 before the first.
+    pub published_in: Version,
+    /// `idle`, `writing` or `committed`.
+    pub phase: &'static str,
+    /// Since its last request.
+    pub silent: Duration,
+    /// Versions it takes part in begin after this one.
+    pub joined_at: Version,
+    /// Whether a process uses it, as far as was said.
+    pub attached: Attached,
+}
+
+/// Whom others have been waiting for so long that it is worth saying: a name or a number is in it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct WaitedFor {
+    /// Names of those who are waited for: the first of them, as many as are worth saying.
+    pub learners: Vec<String>,
+    /// How many more there are. Without any name they are those that have not joined.
+    pub more: usize,
+}
+
+/// As one says it in a line.
+impl fmt::Display for WaitedFor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.learners[..], self.more) {
+            ([], more) => write!(f, "{more} more to join (control/learners)"),
+            (names, 0) => f.write_str(&names.join(", ")),
+            (names, more) => write!(f, "{} and {more} more", names.join(", ")),
+        }
+    }
+}
