@@ -218,10 +218,9 @@ impl Job {
 
     /// The learner's next step, when the payload of its last one is its own again.
     fn open(&self, learner: &Learner) -> Outcome<Step> {
-        if let Some((step, false)) = self.client.next_step(learner.id) {
-            return Ok(step);
-        }
-        match self.ask(Message::Open { learner: learner.id })? {
+        let (sender, receiver) = channel();
+        self.client.open(learner.id, DEADLINE, Box::new(move |result| drop(sender.send(result))));
+        match receiver.recv_timeout(2 * DEADLINE)?? {
             Message::Opened { step, staging_lent: false } => Ok(step),
             other => Err(format!("opening was answered with {other:?}").into()),
         }
