@@ -6,7 +6,7 @@ use libmodelio::vocabulary::block_ranges;
 use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::ids::{ClientId, LearnerId};
 use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
-use libmodelio::wire::{JobState, LearnerState, Message, Refusal};
+use libmodelio::wire::{JobState, Message, Refusal};
 use serde::{Deserialize, Serialize};
 
 use super::requests::{Asked, Known, MAX_ANSWERS, Requests};
@@ -25,11 +25,11 @@ const FORGET: Now = Now::from_secs(60);
 /// One client.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Client {
-    connected: bool,
+    pub(super) connected: bool,
     last_seen: Now,
     /// With the newest request about each.
-    learners: BTreeMap<LearnerId, Asked>,
-    requests: Requests,
+    pub(super) learners: BTreeMap<LearnerId, Asked>,
+    pub(super) requests: Requests,
     #[serde(skip)]
     told: Option<Told>,
 }
@@ -61,14 +61,14 @@ impl Client {
     }
 
     /// Whether it has to be told: that is news to it, or it was told long enough ago.
-    fn must_hear(&self, state: &JobState, now: Now) -> bool {
+    pub(super) fn must_hear(&self, state: &JobState, now: Now) -> bool {
         self.told.as_ref().is_none_or(|told| {
             let known = told.at.saturating_sub(told.since);
             told.state != *state || now >= told.at + known.clamp(REPEAT, REPEAT_SELDOM)
         })
     }
 
-    fn hears(&mut self, state: JobState, now: Now) {
+    pub(super) fn hears(&mut self, state: JobState, now: Now) {
         let since = self.told.as_ref().filter(|told| told.state == state).map_or(now, |told| told.since);
         self.told = Some(Told { state, at: now, since });
     }
@@ -425,79 +425,6 @@ impl CoordinatorCore {
         let learners: BTreeSet<LearnerId> = client.learners.into_keys().chain(left).collect();
         self.lose(id, &learners.into_iter().collect::<Vec<_>>(), now, actions);
         actions.push(Action::Close(id, Refusal::Other("silent past the lease".into())));
-    }
-
-    /// The state of the job, as one client is to see it, but for its number.
-    pub fn state(&self, id: ClientId, now: Now) -> JobState {
-        let learners = self.clients.get(&id).map(|client| client.learners.keys());
-        let view = |learner: &LearnerId| {
-            self.core.member(*learner, now).map(|view| LearnerState {
-                learner: *learner,
-                incarnation: view.incarnation,
-                step: view.step,
-                unpublished: view.unpublished,
-                published_in: view.published_in,
-                joined_at: view.joined_at,
-                attached: view.attached,
-            })
-        };
-        let late = self.core.late(now).map(|(_, late)| late).unwrap_or_default();
-        JobState {
-            sequence: 0,
-            version: self.core.version(),
-            over: self.over(),
-            heard: self.clients.get(&id).and_then(|client| client.requests.heard()),
-            controls: self.core.controls().clone(),
-            phase: self.doing(),
-            learners: learners.into_iter().flatten().filter_map(view).collect(),
-            members: self.core.members(now).len() as u32,
-            committed: self.core.committed() as u32,
-            contributions: self.core.contributions_taken(),
-            late: late.learners,
-            late_more: late.more as u32,
-            away: self.away.clone(),
-        }
-    }
-
-    fn tell(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
-        self.sequence += 1;
-        self.tell_those(&[id], |_, _| true, now, actions);
-    }
-
-    pub(super) fn tell_all(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.told_at = now;
-        self.sequence += 1;
-        self.tell_those(&self.connected(), |_, _| true, now, actions);
-    }
-
-    /// Tells those to whom it is news, and repeats it to the others ever more seldom.
-    pub(super) fn tell_again(&mut self, now: Now, actions: &mut Vec<Action>) {
-        self.told_at = now;
-        self.sequence += 1;
-        self.tell_those(&self.connected(), |client, state| client.must_hear(state, now), now, actions);
-    }
-
-    fn connected(&self) -> Vec<ClientId> {
-        self.clients.iter().filter(|(_, client)| client.connected).map(|(&id, _)| id).collect()
-    }
-
-    fn tell_those(
-        &mut self,
-        clients: &[ClientId],
-        whether: impl Fn(&Client, &JobState) -> bool,
-        now: Now,
-        actions: &mut Vec<Action>,
-    ) {
-        for &id in clients {
-            let state = self.state(id, now);
-            if let Some(client) = self.clients.get_mut(&id)
-                && whether(client, &state)
-            {
-                let numbered = JobState { sequence: self.sequence, ..state.clone() };
-                actions.push(Action::ToClient(id, 0, Message::State(numbered)));
-                client.hears(state, now);
-            }
-        }
     }
 }
 

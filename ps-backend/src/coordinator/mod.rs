@@ -10,7 +10,9 @@ mod clients;
 mod moving;
 mod plans;
 mod requests;
+mod senders;
 mod shares;
+mod telling;
 #[cfg(test)]
 mod tests;
 use std::collections::{BTreeMap, VecDeque};

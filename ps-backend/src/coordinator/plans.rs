@@ -1,37 +1,17 @@
 //! The coordinator's plans: what the core calls accumulating and reducing, done by clients that send and shards that add.
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use fixedbitset::FixedBitSet;
 use libmodelio::transport::ShardError;
-use libmodelio::vocabulary::block_ranges::BlockRanges;
 use libmodelio::vocabulary::controls::NonFinite;
-use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId, Step};
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, PlanId};
 use libmodelio::vocabulary::partly::PartlyWritten;
 use libmodelio::vocabulary::reducer::Combine;
 use libmodelio::wire::{Granted, Message, Plan, PlanSource, Refusal, Work};
 
-use super::shares::{Share, Values, shares};
+use super::senders::{Sender, ranges, senders};
 use super::{Action, CoordinatorCore, Partition, REPEAT, Source};
-use crate::core::{self, Contribution, Now};
-
-/// One client's part of a plan.
-#[derive(Debug)]
-struct Sender {
-    client: ClientId,
-    /// Whose contributions, in the order in which they are added; none for new weights.
-    learners: Vec<LearnerId>,
-    payload: Granted,
-    blocks: FixedBitSet,
-    /// What counts of those of them that others send, too, or nobody has written as a whole.
-    partly: PartlyWritten,
-}
-
-impl Sender {
-    fn is_provisional(&self) -> bool {
-        matches!(self.payload, Granted::Contributions { open: Some(_), .. })
-    }
-}
+use crate::core::{self, Now};
 
 #[derive(Debug)]
 enum Kind {
@@ -358,26 +338,6 @@ impl CoordinatorCore {
         Some((kind, senders, start))
     }
 
-    /// Adds the sender of a learner that is still writing: its client, with whatever else that sends.
-    fn add_open_sender(&self, learner: LearnerId, senders: &mut Vec<Sender>, replaces: bool) -> Option<()> {
-        let client = *self.owners.get(&learner)?;
-        let step = self.core.member(learner, Now::ZERO)?.step.next();
-        let mut blocks = FixedBitSet::with_capacity(self.blocks as usize);
-        blocks.insert_range(..);
-        let before = senders.iter().position(|sender| sender.client == client).map(|at| senders.remove(at));
-        let mut of = match before.map(|sender| sender.payload) {
-            Some(Granted::Contributions { of, .. }) => of,
-            _ => Vec::new(),
-        };
-        of.push((learner, step));
-        of.sort_unstable();
-        let learners = of.iter().map(|(learner, _)| *learner).collect();
-        let payload = Granted::Contributions { of, replaces, open: Some(learner) };
-        senders.push(Sender { client, learners, payload, blocks, partly: PartlyWritten::default() });
-        senders.sort_by_key(|sender| sender.learners.first().copied());
-        Some(())
-    }
-
     /// All shards are ready: from here on the plan counts.
     fn conclude(&mut self, now: Now, actions: &mut Vec<Action>) {
         self.wind_up(Stage::Concluding, now, actions);
@@ -527,68 +487,4 @@ pub(super) fn is_provisional(work: &core::Action<Source>) -> bool {
 
 fn is_assign(work: &core::Action<Source>) -> bool {
     matches!(work, core::Action::Reduce(plan) if matches!(plan.work, core::Work::Assign { .. }))
-}
-
-/// Contributions by client; clients in the order of their first learners. Where the last one `replaces` the others, the
-/// highest learner's counts of each byte, whatever others send, or have sent before, which is `accumulated`.
-fn senders<'a>(
-    contributions: &'a [Arc<Contribution<Source>>],
-    accumulated: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
-    replaces: bool,
-) -> Vec<Sender> {
-    let mut sorted: Vec<_> = contributions.iter().collect();
-    sorted.sort_by_key(|contribution| contribution.learner);
-    let mut by_client: BTreeMap<ClientId, (Vec<(LearnerId, Step)>, FixedBitSet)> = BTreeMap::new();
-    for contribution in &sorted {
-        let (of, blocks) = by_client.entry(contribution.source.client).or_default();
-        of.push((contribution.learner, Step(contribution.source.name)));
-        blocks.grow(contribution.sent.len());
-        if !replaces {
-            blocks.union_with(&contribution.sent);
-        }
-    }
-    let mut shares = if replaces { shares(values(&sorted, accumulated)) } else { BTreeMap::new() };
-    let mut senders: Vec<Sender> = by_client
-        .into_iter()
-        .map(|(client, (of, mut blocks))| {
-            let Share { blocks: share, partly } = shares.remove(&client).unwrap_or_default();
-            blocks.union_with(&share);
-            let learners = of.iter().map(|(learner, _)| *learner).collect();
-            Sender {
-                client,
-                learners,
-                payload: Granted::Contributions { of, replaces, open: None },
-                blocks,
-                partly,
-            }
-        })
-        .collect();
-    senders.sort_by_key(|sender| sender.learners.first().copied());
-    senders
-}
-
-fn values<'a>(
-    sending: &[&'a Arc<Contribution<Source>>],
-    accumulated: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
-) -> Vec<Values<'a>> {
-    let values = |of: &'a Contribution<Source>, sender| Values {
-        learner: of.learner,
-        sender,
-        sent: &of.sent,
-        partly: of.partly.as_ref(),
-    };
-    let sending = sending.iter().map(|of| values(of, Some(of.source.client)));
-    sending.chain(accumulated.map(|of| values(of, None))).collect()
-}
-
-/// A set of blocks as ranges.
-fn ranges(blocks: &FixedBitSet) -> BlockRanges {
-    let mut ranges = BlockRanges::new();
-    for block in blocks.ones().map(|block| block as u32) {
-        match ranges.last_mut() {
-            Some(last) if last.end == block => last.end += 1,
-            _ => ranges.push(block..block + 1),
-        }
-    }
-    ranges
 }

@@ -1,15 +1,9 @@
-//! Who is in the job: joining, leaving, leases, and when there are too few.
+//! Who is in the job: joining, leaving, and when there are too few.
 
 use libmodelio::transport::{Attached, LeaveReason, ShardError};
 use libmodelio::vocabulary::ids::{Incarnation, LearnerId, Step, Version};
-use libmodelio::vocabulary::phase::LONG;
 
-use super::{Action, JobCore, MAX_LEARNERS, Member, Now, PendingKind, Phase, Stall, Wait, WaitedFor};
-
-/// Names of those that are said.
-pub(super) const SAID: usize = 16;
-/// A wait is the same one if somebody waits again within this: requests that time out come again.
-const PAUSE: Now = Now::from_secs(1);
+use super::{Action, JobCore, MAX_LEARNERS, Member, Now, PendingKind, Phase};
 
 /// Longest name of a learner, in bytes.
 const MAX_NAME: usize = 64;
@@ -176,109 +170,6 @@ impl<S: Clone> JobCore<S> {
                 member.exited = (attached == Attached::Exited).then_some(since);
             }
         }
-    }
-
-    /// Notes that somebody waits for other learners just now, or does not.
-    pub(super) fn note_stall(&mut self, now: Now) {
-        let step_waits = self.gathers() && !self.committed.is_empty();
-        // Without a buffer they wait for readers, and while the job is held for nobody in it.
-        let waits = self.running.is_none()
-            && self.buffer_ready
-            && !self.is_held()
-            && (step_waits || !self.pending.is_empty());
-        let slowest = if self.limits_head_start() { self.slowest() } else { 0 };
-        // If whoever was the slowest has moved, or left, the wait is for others now.
-        self.stall.take_if(|stall| stall.slowest != slowest);
-        if waits {
-            let stall = self.stall.get_or_insert(Stall { since: now, until: now, slowest });
-            stall.until = now;
-        } else {
-            let lease = self.controls.lease;
-            self.stall.take_if(|stall| now.saturating_sub(stall.until) >= lease);
-        }
-        let at = match self.formed {
-            false => u64::MAX,
-            true if self.limits_head_start() => slowest,
-            true => self.version.0,
-        };
-        let is_long = |wait: &mut Wait| wait.paused.is_some_and(|since| now.saturating_sub(since) >= PAUSE);
-        self.wait.take_if(|wait| wait.at != at || is_long(wait));
-        match &mut self.wait {
-            Some(wait) if waits => wait.paused = None,
-            Some(wait) => _ = wait.paused.get_or_insert(now),
-            None => self.wait = waits.then_some(Wait { since: now, paused: None, at }),
-        }
-    }
-
-    /// Learners whose last process exited so long ago, and for whom somebody has been waiting for as long.
-    pub(super) fn expire_lingering(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        let Some(wait) = self.wait.filter(|wait| self.formed && wait.paused.is_none()) else { return };
-        let linger = self.controls.linger;
-        let lingers = |member: &Member| {
-            let since = member.exited.map(|at| at.max(member.last_seen).max(wait.since));
-            since.is_some_and(|since| now.saturating_sub(since) >= linger)
-        };
-        let gone: Vec<LearnerId> =
-            self.waited_for().filter(|(_, member)| lingers(member)).map(|(learner, _)| learner).collect();
-        for learner in gone {
-            // Cannot fail: the learner was just found.
-            let _ = self.leave(learner, LeaveReason::Exited, now, actions);
-        }
-    }
-
-    /// Learners that somebody who waits may be waiting for.
-    pub(super) fn waited_for(&self) -> impl Iterator<Item = (LearnerId, &Member)> {
-        let is_one = |&(&learner, member): &(&LearnerId, &Member)| {
-            !member.unpublished && self.holds_up(learner, member) && !self.waits(learner)
-        };
-        self.members.iter().filter(is_one).map(|(&learner, member)| (learner, member))
-    }
-
-    /// Who is waited for, if somebody has been waiting for long, and since when. That tells waits apart.
-    pub fn late(&self, now: Now) -> Option<(Now, WaitedFor)> {
-        let wait = self.wait.filter(|wait| now.saturating_sub(wait.since) >= LONG)?;
-        let late = if self.formed {
-            let mut names = self.waited_for().map(|(_, member)| member.name.clone());
-            WaitedFor { learners: names.by_ref().take(SAID).collect(), more: names.count() }
-        } else {
-            let more = (self.controls.learners as usize).saturating_sub(self.members.len());
-            WaitedFor { learners: Vec::new(), more }
-        };
-        (late != WaitedFor::default()).then_some((wait.since, late))
-    }
-
-    /// Learners whose lease is over: silent for as long, and either nobody's process, or somebody has
-    /// been waiting for them that long.
-    pub(super) fn expire_leases(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
-        let lease = self.controls.lease;
-        if lease.is_zero() {
-            return;
-        }
-        let is_long = |since: Now| now.saturating_sub(since) >= lease;
-        let is_over = |stall: Stall| stall.until.saturating_sub(stall.since) >= lease;
-        let stalled = self.formed && self.stall.is_some_and(is_over);
-        let expired: Vec<LearnerId> = self
-            .members
-            .iter()
-            .filter(|&(&learner, member)| {
-                is_long(member.last_seen)
-                    && !member.unpublished
-                    && (stalled && self.holds_up(learner, member) || !member.attached)
-                    && !self.waits(learner)
-            })
-            .map(|(&learner, _)| learner)
-            .collect();
-        for learner in expired {
-            // Cannot fail: the learner was just found.
-            let _ = self.leave(learner, LeaveReason::LeaseExpired, now, actions);
-        }
-    }
-
-    /// Whether `learner` is silent because a request of its own is not answered yet.
-    fn waits(&self, learner: LearnerId) -> bool {
-        self.pending.iter().any(|pending| {
-            matches!(&pending.kind, PendingKind::Commit { contribution, .. } if contribution.learner == learner)
-        })
     }
 
     pub(super) fn is_stopped(&self) -> bool {

@@ -3,7 +3,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use fixedbitset::FixedBitSet;
 use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::reducer;
 
 use super::{
     Action, Committed, Contribution, JobCore, Now, Pending, PendingKind, Phase, Place, Plan, Ticket, Work,
@@ -166,6 +168,26 @@ impl<S: Clone> JobCore<S> {
             }
         }
         self.run(self.reduce_plan(None), actions);
+    }
+
+    /// The plan for the coming version from what is committed, and, if it is provisional, what this learner still writes,
+    /// which may hold any tensor.
+    pub(super) fn reduce_plan(&self, provisional: Option<LearnerId>) -> Plan<S> {
+        let lent = self.committed.iter().filter(|committed| committed.place == Place::Lent);
+        let mut inputs: Vec<_> = lent.map(|committed| Arc::clone(&committed.contribution)).collect();
+        inputs.sort_by_key(|contribution| contribution.learner);
+        let (reducer, hyper, frozen) = self.params();
+        let mut written = FixedBitSet::with_capacity(self.tensors);
+        if provisional.is_some() {
+            written.insert_range(..);
+        }
+        self.committed.iter().for_each(|committed| written.union_with(&committed.contribution.tensors));
+        written.difference_with(&frozen.0);
+        let tensors = self.optimizer_steps.next(&written);
+        let contributions = self.committed.len() as u32 + u32::from(provisional.is_some());
+        let step = reducer::Step { reducer, hyper, contributions, t: tensors.highest() };
+        let fresh_state = self.optimizer_steps.highest() == 0;
+        Plan { work: Work::Reduce { step, tensors, fresh_state, inputs }, provisional }
     }
 
     /// Whether something still goes on in the memory that the coming version would be made in or from.

@@ -1,10 +1,12 @@
 //! What the job is doing, for whoever shows it or works for it: nothing here decides.
+use std::sync::Arc;
+
 use libmodelio::transport::Attached;
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{LearnerId, Version};
 use libmodelio::vocabulary::phase::JobPhase;
 
-use super::{JobCore, Member, MemberView, Now, Phase, Place};
+use super::{Contribution, JobCore, Member, MemberView, Now, Phase, Place};
 
 fn view(learner: LearnerId, member: &Member, now: Now) -> MemberView {
     MemberView {
@@ -59,6 +61,12 @@ impl<S: Clone> JobCore<S> {
     /// Whether contributions are being accumulated: [`super::Action::Accumulate`] is under way.
     pub(super) fn is_accumulating(&self) -> bool {
         self.committed.iter().any(|c| c.place == Place::Accumulating)
+    }
+
+    /// Contributions to the coming version that are added up already.
+    pub(crate) fn accumulated_contributions(&self) -> impl Iterator<Item = &Arc<Contribution<S>>> {
+        let accumulated = self.committed.iter().filter(|committed| committed.place == Place::Accumulated);
+        accumulated.map(|committed| &committed.contribution)
     }
 
     /// Whether something of the coming version has been computed, or is being.

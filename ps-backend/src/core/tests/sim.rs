@@ -62,7 +62,7 @@ pub struct Sim {
     pub has_buffer: bool,
     /// What each version added, block by block.
     pub versions: Vec<BTreeMap<u32, Content>>,
-    last_reducer: Option<reducer::Reducer>,
+    last_reducer: Option<Reducer>,
     /// Versions that have changed each tensor since the state was zero.
     steps: [u64; TENSORS],
     /// As which step of their tensors.

@@ -1,0 +1,122 @@
+//! Who sends what to a plan.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::vocabulary::block_ranges::BlockRanges;
+use libmodelio::vocabulary::ids::{ClientId, LearnerId, Step};
+use libmodelio::vocabulary::partly::PartlyWritten;
+use libmodelio::wire::Granted;
+
+use super::shares::{Share, Values, shares};
+use super::{CoordinatorCore, Source};
+use crate::core::{Contribution, Now};
+
+/// One client's part of a plan.
+#[derive(Debug)]
+pub(super) struct Sender {
+    pub(super) client: ClientId,
+    /// Whose contributions, in the order in which they are added; none for new weights.
+    pub(super) learners: Vec<LearnerId>,
+    pub(super) payload: Granted,
+    pub(super) blocks: FixedBitSet,
+    /// What counts of those of them that others send, too, or nobody has written as a whole.
+    pub(super) partly: PartlyWritten,
+}
+
+impl Sender {
+    pub(super) fn is_provisional(&self) -> bool {
+        matches!(self.payload, Granted::Contributions { open: Some(_), .. })
+    }
+}
+
+impl CoordinatorCore {
+    /// Adds the sender of a learner that is still writing: its client, with whatever else that sends.
+    pub(super) fn add_open_sender(
+        &self,
+        learner: LearnerId,
+        senders: &mut Vec<Sender>,
+        replaces: bool,
+    ) -> Option<()> {
+        let client = *self.owners.get(&learner)?;
+        let step = self.core.member(learner, Now::ZERO)?.step.next();
+        let mut blocks = FixedBitSet::with_capacity(self.blocks as usize);
+        blocks.insert_range(..);
+        let before = senders.iter().position(|sender| sender.client == client).map(|at| senders.remove(at));
+        let mut of = match before.map(|sender| sender.payload) {
+            Some(Granted::Contributions { of, .. }) => of,
+            _ => Vec::new(),
+        };
+        of.push((learner, step));
+        of.sort_unstable();
+        let learners = of.iter().map(|(learner, _)| *learner).collect();
+        let payload = Granted::Contributions { of, replaces, open: Some(learner) };
+        senders.push(Sender { client, learners, payload, blocks, partly: PartlyWritten::default() });
+        senders.sort_by_key(|sender| sender.learners.first().copied());
+        Some(())
+    }
+}
+
+/// Contributions by client; clients in the order of their first learners. Where the last one `replaces` the others, the
+/// highest learner's counts of each byte, whatever others send, or have sent before, which is `accumulated`.
+pub(super) fn senders<'a>(
+    contributions: &'a [Arc<Contribution<Source>>],
+    accumulated: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
+    replaces: bool,
+) -> Vec<Sender> {
+    let mut sorted: Vec<_> = contributions.iter().collect();
+    sorted.sort_by_key(|contribution| contribution.learner);
+    let mut by_client: BTreeMap<ClientId, (Vec<(LearnerId, Step)>, FixedBitSet)> = BTreeMap::new();
+    for contribution in &sorted {
+        let (of, blocks) = by_client.entry(contribution.source.client).or_default();
+        of.push((contribution.learner, Step(contribution.source.name)));
+        blocks.grow(contribution.sent.len());
+        if !replaces {
+            blocks.union_with(&contribution.sent);
+        }
+    }
+    let mut shares = if replaces { shares(values(&sorted, accumulated)) } else { BTreeMap::new() };
+    let mut senders: Vec<Sender> = by_client
+        .into_iter()
+        .map(|(client, (of, mut blocks))| {
+            let Share { blocks: share, partly } = shares.remove(&client).unwrap_or_default();
+            blocks.union_with(&share);
+            let learners = of.iter().map(|(learner, _)| *learner).collect();
+            Sender {
+                client,
+                learners,
+                payload: Granted::Contributions { of, replaces, open: None },
+                blocks,
+                partly,
+            }
+        })
+        .collect();
+    senders.sort_by_key(|sender| sender.learners.first().copied());
+    senders
+}
+
+fn values<'a>(
+    sending: &[&'a Arc<Contribution<Source>>],
+    accumulated: impl Iterator<Item = &'a Arc<Contribution<Source>>>,
+) -> Vec<Values<'a>> {
+    let values = |of: &'a Contribution<Source>, sender| Values {
+        learner: of.learner,
+        sender,
+        sent: &of.sent,
+        partly: of.partly.as_ref(),
+    };
+    let sending = sending.iter().map(|of| values(of, Some(of.source.client)));
+    sending.chain(accumulated.map(|of| values(of, None))).collect()
+}
+
+/// A set of blocks as ranges.
+pub(super) fn ranges(blocks: &FixedBitSet) -> BlockRanges {
+    let mut ranges = BlockRanges::new();
+    for block in blocks.ones().map(|block| block as u32) {
+        match ranges.last_mut() {
+            Some(last) if last.end == block => last.end += 1,
+            _ => ranges.push(block..block + 1),
+        }
+    }
+    ranges
+}

@@ -1,0 +1,82 @@
+//! What clients are told of the job, and how often.
+use libmodelio::vocabulary::ids::{ClientId, LearnerId};
+use libmodelio::wire::{JobState, LearnerState, Message};
+
+use super::clients::Client;
+use super::{Action, CoordinatorCore};
+use crate::core::Now;
+
+impl CoordinatorCore {
+    /// The state of the job, as one client is to see it, but for its number.
+    pub fn state(&self, id: ClientId, now: Now) -> JobState {
+        let learners = self.clients.get(&id).map(|client| client.learners.keys());
+        let view = |learner: &LearnerId| {
+            self.core.member(*learner, now).map(|view| LearnerState {
+                learner: *learner,
+                incarnation: view.incarnation,
+                step: view.step,
+                unpublished: view.unpublished,
+                published_in: view.published_in,
+                joined_at: view.joined_at,
+                attached: view.attached,
+            })
+        };
+        let late = self.core.late(now).map(|(_, late)| late).unwrap_or_default();
+        JobState {
+            sequence: 0,
+            version: self.core.version(),
+            over: self.over(),
+            heard: self.clients.get(&id).and_then(|client| client.requests.heard()),
+            controls: self.core.controls().clone(),
+            phase: self.doing(),
+            learners: learners.into_iter().flatten().filter_map(view).collect(),
+            members: self.core.members(now).len() as u32,
+            committed: self.core.committed() as u32,
+            contributions: self.core.contributions_taken(),
+            late: late.learners,
+            late_more: late.more as u32,
+            away: self.away.clone(),
+        }
+    }
+
+    pub(super) fn tell(&mut self, id: ClientId, now: Now, actions: &mut Vec<Action>) {
+        self.sequence += 1;
+        self.tell_those(&[id], |_, _| true, now, actions);
+    }
+
+    pub(super) fn tell_all(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.told_at = now;
+        self.sequence += 1;
+        self.tell_those(&self.connected(), |_, _| true, now, actions);
+    }
+
+    /// Tells those to whom it is news, and repeats it to the others ever more seldom.
+    pub(super) fn tell_again(&mut self, now: Now, actions: &mut Vec<Action>) {
+        self.told_at = now;
+        self.sequence += 1;
+        self.tell_those(&self.connected(), |client, state| client.must_hear(state, now), now, actions);
+    }
+
+    fn connected(&self) -> Vec<ClientId> {
+        self.clients.iter().filter(|(_, client)| client.connected).map(|(&id, _)| id).collect()
+    }
+
+    fn tell_those(
+        &mut self,
+        clients: &[ClientId],
+        whether: impl Fn(&Client, &JobState) -> bool,
+        now: Now,
+        actions: &mut Vec<Action>,
+    ) {
+        for &id in clients {
+            let state = self.state(id, now);
+            if let Some(client) = self.clients.get_mut(&id)
+                && whether(client, &state)
+            {
+                let numbered = JobState { sequence: self.sequence, ..state.clone() };
+                actions.push(Action::ToClient(id, 0, Message::State(numbered)));
+                client.hears(state, now);
+            }
+        }
+    }
+}

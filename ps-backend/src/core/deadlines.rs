@@ -1,0 +1,118 @@
+//! Time passes: requests that are not answered by their deadlines, leases, and what is looked at now and then.
+
+use std::borrow::Cow;
+use std::collections::VecDeque;
+
+use libmodelio::transport::ShardError;
+use libmodelio::vocabulary::ids::LearnerId;
+
+use super::waits::SAID;
+use super::{Action, Committed, JobCore, NOT_COMMITTED, Now, PendingKind, Place, Ticket};
+
+impl<S: Clone> JobCore<S> {
+    /// When [`Self::tick`] has something to do at the latest, as far as requests and accumulations go; leases want a
+    /// look now and then besides.
+    pub fn next_deadline(&self) -> Option<Now> {
+        let pending = self.pending.iter().map(|pending| pending.deadline);
+        // Who reads what is lent looks at its deadline: see `overdue`.
+        let taken = self.committed.iter().filter(|c| !c.is_read_on_loan());
+        let taken = taken.filter_map(|c| c.ticket).chain(self.running_ticket);
+        pending.chain(taken.map(|(_, deadline)| deadline)).chain(self.next_accumulation()).min()
+    }
+
+    /// Time passes: deadlines and leases.
+    pub fn tick(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        // Leases first: a request that waited for a learner that is gone may yet be in time.
+        self.note_stall(now);
+        self.expire_leases(now, actions);
+        self.expire_lingering(now, actions);
+        if self.next_deadline().is_some_and(|deadline| deadline <= now) {
+            self.expire_requests(now, actions);
+            self.advance(now, actions);
+        }
+    }
+
+    /// Learners whose commits are past their deadlines while the memory that they lend is being read. This core does not
+    /// answer such a commit: its caller calls [`Self::reclaim`], or ends the reading soon.
+    pub fn overdue(&self, now: Now) -> Vec<LearnerId> {
+        let on_loan = self.committed.iter().filter(|c| c.is_read_on_loan());
+        let is_over = |c: &&Committed<S>| c.ticket.is_some_and(|(_, deadline)| deadline <= now);
+        on_loan.filter(is_over).map(|c| c.contribution.learner).collect()
+    }
+
+    /// When there is somebody in [`Self::overdue`].
+    pub fn next_overdue(&self) -> Option<Now> {
+        let on_loan = self.committed.iter().filter(|c| c.is_read_on_loan());
+        on_loan.filter_map(|c| c.ticket).map(|(_, deadline)| deadline).min()
+    }
+
+    fn expire_requests(&mut self, now: Now, actions: &mut Vec<Action<S>>) {
+        let mut timed_out = |ticket, what: Cow<'static, str>| {
+            actions.push(Action::Reply(ticket, Err(ShardError::TimedOut(what))));
+        };
+        // Who has waited until now was not silent.
+        let mut alive = Vec::new();
+        let mut kept = VecDeque::new();
+        for pending in std::mem::take(&mut self.pending) {
+            if pending.deadline > now {
+                kept.push_back(pending);
+                continue;
+            }
+            if let PendingKind::Commit { contribution, .. } = &pending.kind {
+                alive.push(contribution.learner);
+            }
+            let what = match pending.kind {
+                PendingKind::Assign { .. } => "a contribution is still being written",
+                _ if !self.formed => "the job still waits for its learners (control/learners)",
+                _ if !self.buffer_ready => {
+                    "every version buffer is held open (close old handles or raise control/max_versions)"
+                }
+                PendingKind::Commit { ref contribution, .. }
+                    if self.is_too_far_ahead(contribution.learner) =>
+                {
+                    "the slowest learner is more steps behind than control/consistency lets it be"
+                }
+                _ if !self.gathers() => "another learner is still writing",
+                _ => "the step before this one still waits for other learners",
+            };
+            timed_out(pending.ticket, what.into());
+        }
+        self.pending = kept;
+        let over = |ticket: &mut (Ticket, Now)| ticket.1 <= now;
+        if let Some((ticket, _)) = self.running_ticket.take_if(over) {
+            timed_out(ticket, "the version is still being made; it will come".into());
+        }
+        let missing =
+            match self.committed.iter().any(|c| c.ticket.is_some_and(|(_, deadline)| deadline <= now)) {
+                true => {
+                    self.waited_for().map(|(_, member)| format!("{:?}", member.name)).take(SAID).collect()
+                }
+                false => Vec::new(),
+            };
+        let mut back = Vec::new();
+        for committed in self.committed.iter_mut().filter(|c| !c.is_read_on_loan()) {
+            if let Some((ticket, _)) = committed.ticket.take_if(over) {
+                if committed.place == Place::ToAccumulate {
+                    back.push(committed.contribution.learner);
+                    let what = match &missing[..] {
+                        [] => "contributions of other learners are still being added up".into(),
+                        names => format!("{NOT_COMMITTED}{}", names.join(", ")).into(),
+                    };
+                    timed_out(ticket, what);
+                } else {
+                    timed_out(
+                        ticket,
+                        "the contribution is taken, but its version is still being made".into(),
+                    );
+                }
+            }
+        }
+        for learner in back {
+            alive.push(learner);
+            self.take_back(learner, actions);
+        }
+        for learner in alive {
+            self.touch(learner, None, now);
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Settings: whether they can be had, and when they take effect.
+
+use fixedbitset::FixedBitSet;
+use libmodelio::vocabulary::controls::{ControlError, Controls};
+use libmodelio::vocabulary::ids::LearnerId;
+use libmodelio::vocabulary::partly::{MAX_PIECES, PartlyWritten};
+use libmodelio::vocabulary::reducer::{Combine, Hyper, Reducer};
+use libmodelio::vocabulary::tensor_steps::TensorSteps;
+
+use super::{Action, JobCore, Member, Now, PendingKind, Phase, Tensors};
+
+impl<S: Clone> JobCore<S> {
+    /// Never reduces these tensors, from the next version of which nothing has been computed.
+    ///
+    /// # Panics
+    /// If it is not a set of the model's tensors.
+    pub fn freeze(&mut self, tensors: FixedBitSet) {
+        assert_eq!(tensors.len(), self.tensors, "tensors of the model");
+        self.frozen = Tensors(tensors);
+    }
+
+    /// New settings take effect at the next version.
+    pub fn set_controls(&mut self, controls: Controls, now: Now, actions: &mut Vec<Action<S>>) {
+        let recount = controls.learners != self.controls.learners;
+        self.controls = controls;
+        if recount {
+            let enough = self.members.len() >= self.controls.learners as usize;
+            self.formed |= enough;
+            self.reform = self.formed && !enough;
+        }
+        self.stop_if_too_few(actions);
+        self.advance(now, actions);
+    }
+
+    /// Whether these settings can be had now.
+    ///
+    /// # Errors
+    /// Why not: contributions that were taken as gradients are written in too many pieces to be values.
+    pub fn may_set(&self, controls: &Controls) -> Result<(), ControlError> {
+        let replaces = |controls: &Controls| controls.reducer.combine() == Combine::Last;
+        let assigns = replaces(controls) && !replaces(&self.controls);
+        if !assigns || self.pieces(None).is_some_and(|pieces| pieces <= MAX_PIECES) {
+            return Ok(());
+        }
+        let why = "contributions of the coming version are written in too many pieces to be values: set it once that version is out";
+        Err(ControlError::Conflict(why.into()))
+    }
+
+    /// In how many pieces partly written blocks of contributions to the coming version are, and of those that wait to be
+    /// taken, but for the one of `sender`. None if of one of them that is not known.
+    pub(super) fn pieces(&self, sender: Option<LearnerId>) -> Option<usize> {
+        let waiting = self.pending.iter().filter_map(|pending| match &pending.kind {
+            PendingKind::Commit { contribution, .. } => {
+                Some(contribution).filter(|of| sender != Some(of.learner))
+            }
+            PendingKind::Assign { .. } => None,
+        });
+        let committed = self.committed.iter().map(|committed| &*committed.contribution);
+        committed.chain(waiting).map(|of| of.partly.as_ref().map(PartlyWritten::pieces)).sum()
+    }
+
+    /// Lets new settings and new learners in where nothing that has begun depends on the old ones.
+    pub(super) fn settle(&mut self) {
+        if self.running.is_some() || self.early.is_some() {
+            return;
+        }
+        self.follow_consistency();
+        if self.params.is_none() && self.state_of != self.controls.reducer {
+            self.state_of = self.controls.reducer;
+            self.optimizer_steps = TensorSteps::uniform(self.tensors, 0);
+        }
+        if !self.committed.is_empty() {
+            return;
+        }
+        if std::mem::take(&mut self.reform) {
+            self.formed = self.members.len() >= self.controls.learners as usize;
+        }
+        let version = self.version;
+        let is_open = |member: &Member| matches!(member.phase, Phase::Open { .. });
+        // No step has begun, so those who came in one that was dropped need not wait for the next.
+        if !self.members.values().any(|member| self.takes_part(member) && is_open(member)) {
+            for member in self.members.values_mut() {
+                member.joined_at = member.joined_at.min(version);
+            }
+        }
+    }
+
+    /// What the coming version is computed with.
+    pub(super) fn params(&self) -> (Reducer, Hyper, Tensors) {
+        let set = || (self.controls.reducer, self.controls.hyper.clone(), self.frozen.clone());
+        self.params.clone().unwrap_or_else(set)
+    }
+}
