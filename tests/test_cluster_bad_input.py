@@ -447,7 +447,13 @@ def test_a_grant_that_nobody_answers_holds_the_job_up_for_the_lease_alone(world)
         ("Create", (), b"no record", "Other"),
         ("Create", (), bytes(100_000), "Other"),
         ("Loaded", (5,), b"", "NoModel"),
-        ("Load", (5, 0), b"1234", "NoModel"),
+        ("Load", (5, 0, b"\0"), b"1234", "NoModel"),
+        ("Pin", (5, 1, 7, 2, False), b"", "NoModel"),
+        ("Pin", (5, 1, 7, 2, True), b"", "NoModel"),
+        ("Copy", (5, 7, 1, 2), b"", "Other"),
+        ("FetchCopy", (5, 7, 0, b"\0"), b"", "Other"),
+        ("Capture", ("none", 5, 1), b"", "NoModel"),
+        ("BeginAt", (5,), b"no record", "Other"),
     ],
 )
 def test_records_and_loads_that_are_none_are_refused(world, name, fields, payload, expected):

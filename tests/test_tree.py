@@ -25,6 +25,7 @@ FILES = [
     "test_tree.py", "test_reading.py", "test_writing*.py", "test_jobs.py", "test_rounds.py", "test_signals.py",
     "test_sharers*.py", "test_leases.py", "test_stores_in_fsync.py", "test_consistency.py", "test_cluster_*.py",
     "test_metrics.py", "test_owners.py", "test_background.py", "test_tensors.py", "test_checkpoints.py", "test_doubles.py",
+    "test_snapshots.py",
 ]
 
 
@@ -57,6 +58,7 @@ def test_a_model_is_a_directory(start_mount):
     modes = {
         "weights": 0o644, "weights.safetensors": 0o444, "gradients": 0o600, "device": 0o600, "version": 0o444,
         "status.json": 0o444, "error": 0o444, "tensors": 0o755, "versions": 0o755, "learners": 0o755, "control": 0o755,
+        "snapshot": 0o400,
     }  # fmt: skip
     assert sorted(os.listdir(mount.model)) == sorted(modes)
     for name, mode in modes.items():

@@ -61,6 +61,9 @@ Examples:
   A blank model of 1 GiB of bf16 zeros, contributions added up as they come:
     gradfs up --size 1GiB --dtype bf16 --reducer sum --consistency async /mnt/job
 
+  A job that goes on from a snapshot (gradfs save --help), with a smaller learning rate:
+    gradfs up --from /backup/llama --learning-rate 1e-4 /mnt/job
+
   In a script, with a log for machines to read:
     gradfs up --background --log-file /var/log/job.json --log-format json llama.safetensors /mnt/job
 
@@ -109,7 +112,7 @@ pub enum Command {
     #[command(
         after_help = UP_EXAMPLES,
         override_usage = "gradfs up [OPTIONS] MODEL.safetensors... MOUNT\n       \
-                          gradfs up [OPTIONS] --size SIZE MOUNT\n       gradfs up --config FILE"
+                          gradfs up [OPTIONS] --size SIZE MOUNT\n       gradfs up [OPTIONS] --from DIR MOUNT\n       gradfs up --config FILE"
     )]
     Up(Given<UpArgs>),
     /// Shards on a network.
@@ -179,6 +182,8 @@ pub struct UpArgs {
 
     #[command(flatten, next_help_heading = "Models")]
     blank: BlankArgs,
+    #[command(flatten, next_help_heading = "Models")]
+    snapshot: FromArgs,
     /// Directory of a model, once per model [default: the file's name; `model` if blank]
     #[arg(long, value_name = "NAME")]
     name: Vec<String>,
@@ -207,6 +212,15 @@ struct BlankArgs {
     /// Unit of transfer, locking and versioning: a power of two, 64KiB to 4MiB [default: 256KiB]
     #[arg(long, value_name = "SIZE")]
     block_size: Option<String>,
+}
+
+/// What a model goes on from.
+#[derive(Args, Debug)]
+struct FromArgs {
+    /// Go on from this snapshot, which gradfs save has written: with its model and settings, unless others are given. A model
+    /// that is named besides has to be the snapshot's
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    from: Option<PathBuf>,
 }
 
 /// How models are mounted.

@@ -84,6 +84,13 @@ pub struct ModelSpec {
 pub enum ModelSource {
     /// A safetensors file.
     File(PathBuf),
+    /// A snapshot, which is of the model of this file, if one is named.
+    Snapshot {
+        /// Its directory.
+        dir: PathBuf,
+        /// The file.
+        expected: Option<PathBuf>,
+    },
     /// One flat tensor of zeros.
     Blank {
         /// Its size, a positive multiple of the element size.
@@ -223,6 +230,9 @@ impl<'a> Merged<'a> {
 
     /// What the models start from: the files under `key`, or one of `size`, whichever the strongest layer has.
     fn sources(&self, key: &str, block_size: u32, usage: &str) -> Result<Vec<ModelSource>, Error> {
+        if let Some((origin, [.., dir])) = self.get("from") {
+            return Ok(vec![self.snapshot(&origin, dir.into(), key)?]);
+        }
         let chosen = self.0.iter().position(|l| l.get(key).is_some() || l.get("size").is_some());
         let Some(chosen) = chosen else { return Err(Error::usage("no model is given").hint(usage)) };
         let layer = &self.0[chosen];
@@ -243,6 +253,24 @@ impl<'a> Merged<'a> {
             }
             (None, _) => vec![self.blank(block_size)?],
         })
+    }
+
+    fn snapshot(&self, origin: &str, dir: PathBuf, key: &str) -> Result<ModelSource, Error> {
+        if let Some((size, _)) = self.get("size") {
+            return Err(Error::usage(format!("{origin} and {size} exclude each other"))
+                .hint("a model goes on from a snapshot, or is blank"));
+        }
+        let expected = match self.get(key) {
+            None => None,
+            Some((_, [file])) => Some(file.into()),
+            Some(_) => {
+                return Err(Error::usage(format!(
+                    "{origin}: a snapshot is of one model, and several are named"
+                ))
+                .hint("leave the models out: the snapshot has all of its model"));
+            }
+        };
+        Ok(ModelSource::Snapshot { dir, expected })
     }
 
     fn blank(&self, block_size: u32) -> Result<ModelSource, Error> {
@@ -335,7 +363,8 @@ impl<'a> Merged<'a> {
 fn own_names(sources: &[ModelSource]) -> Result<Vec<String>, Error> {
     let of_file = |source: &ModelSource| match source {
         ModelSource::File(path) => checkpoint::name_of(path),
-        ModelSource::Blank { .. } => None,
+        // A snapshot says what its model is called.
+        ModelSource::Snapshot { .. } | ModelSource::Blank { .. } => None,
     };
     let names: Vec<Option<String>> = sources.iter().map(of_file).collect();
     let named = sources.iter().zip(&names).map(|(source, name)| {

@@ -5,6 +5,8 @@
 
 use std::error::Error as StdError;
 
+use ps_backend::snapshot::SnapshotError;
+
 /// A failed command: what failed, what the user can do, and the cause underneath.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
@@ -45,6 +47,26 @@ impl Error {
     /// 2 for wrong usage, 1 for a failure at run time.
     pub fn exit_code(&self) -> u8 {
         if self.usage { 2 } else { 1 }
+    }
+}
+
+/// What a snapshot's fault means to whoever has typed the command.
+impl From<SnapshotError> for Error {
+    fn from(error: SnapshotError) -> Error {
+        let hint = match &error {
+            SnapshotError::NoManifest(_) => "save it again: gradfs save MOUNT/NAME DIR",
+            SnapshotError::Exists(_) => {
+                "name another directory, or replace what is there by this snapshot with --replace"
+            }
+            SnapshotError::Damaged { .. } | SnapshotError::Tensors { .. } => {
+                "nothing was changed; copy the snapshot again from where it was saved, or use another one"
+            }
+            SnapshotError::Format { .. } => "use the release that has saved it",
+            SnapshotError::OtherModel(_) => "name the model that it is of, or leave it out",
+            SnapshotError::Room { .. } => "free memory on the host that has the model, or use more shards",
+            _ => return Error::new(error.to_string()),
+        };
+        Error::new(error.to_string()).hint(hint)
     }
 }
 

@@ -108,6 +108,7 @@ fn run_cluster(command: ClusterCommand, log: Option<PathBuf>) -> Result<ExitCode
             cluster::mount::run(&config, ready)
         }
         ClusterCommand::Status(args) => return cluster::status::run(&args.config(variables)?),
+        ClusterCommand::Save(args) => cluster::save::run(&args.config(variables)?),
         ClusterCommand::Delete(args) => cluster::upload::delete(&args.config(variables)?),
         ClusterCommand::Drain(args) => cluster::drain::run(&args.config(variables)?),
     };

@@ -2,17 +2,21 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io;
+use std::ops::Range;
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
 use libmodelio::formats::safetensors::{self, CopyRange, Header};
 use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
+
+use ps_backend::snapshot::{Reader, SnapshotError};
 
 use crate::checkpoint::Checkpoint;
 use crate::config::ModelSource;
 use crate::error::Error;
+use crate::progress::Progress;
 
 /// A model that is about to be loaded.
 pub struct Source {
@@ -24,6 +28,8 @@ pub struct Source {
     pub files: Vec<File>,
     /// Where which part of the layout lies in them.
     pub ranges: Vec<CopyRange>,
+    /// The snapshot, if it is one.
+    pub snapshot: Option<Reader>,
 }
 
 impl Source {
@@ -36,7 +42,22 @@ impl Source {
             ModelSource::Blank { bytes, dtype } => {
                 let layout = ModelLayout::blank(*bytes, *dtype, block_size)
                     .map_err(|error| Error::usage(format!("model {name}: {error}")))?;
-                Ok(Source { layout, metadata: BTreeMap::new(), files: Vec::new(), ranges: Vec::new() })
+                let (files, ranges) = (Vec::new(), Vec::new());
+                Ok(Source { layout, metadata: BTreeMap::new(), files, ranges, snapshot: None })
+            }
+            ModelSource::Snapshot { dir, expected } => {
+                let reader = Reader::open(dir, Some(block_size))?;
+                if let Some(expected) = expected {
+                    let file = ModelSource::File(expected.clone());
+                    let expected = Source::open(name, &file, block_size)?.layout;
+                    reader.head().check_model(&expected).map_err(|error| {
+                        let hint = Error::from(error);
+                        Error { message: format!("{}: {}", dir.display(), hint.message), ..hint }
+                    })?;
+                }
+                let (layout, metadata) = (reader.layout().clone(), reader.head().metadata.clone());
+                let (files, ranges) = (Vec::new(), Vec::new());
+                Ok(Source { layout, metadata, files, ranges, snapshot: Some(reader) })
             }
             ModelSource::File(path) => {
                 let checkpoint = Checkpoint::find(path)?;
@@ -53,7 +74,7 @@ impl Source {
                 })?;
                 // Of an entry that several files have, the first one's counts.
                 let metadata = headers.into_iter().rev().flat_map(|header| header.metadata).collect();
-                Ok(Source { layout, metadata, files, ranges })
+                Ok(Source { layout, metadata, files, ranges, snapshot: None })
             }
         }
     }
@@ -91,23 +112,40 @@ impl Source {
         Ok(())
     }
 
-    /// Fills `bytes` with what the layout has at `offset`.
+    /// The snapshot, if it is one, once all of its bytes were compared with their checksums.
+    ///
+    /// # Errors
+    /// What is wrong with it; nothing was changed.
+    pub fn verified_snapshot(
+        &mut self,
+        go_on: &dyn Fn() -> Result<(), SnapshotError>,
+    ) -> Result<Option<Reader>, Error> {
+        let Some(reader) = self.snapshot.take() else { return Ok(None) };
+        let progress = Progress::bytes(reader.len(), format!("checking {}", reader.head().model));
+        reader.verify(&mut |read| {
+            progress.inc(read);
+            go_on()
+        })?;
+        progress.finish();
+        Ok(Some(reader))
+    }
+
+    /// Fills `bytes` with a block of the layout.
     ///
     /// # Errors
     /// What reading says.
-    pub fn read(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
-        if self.files.is_empty() {
-            bytes.fill(0);
-            return Ok(());
-        }
-        let end = offset + bytes.len() as u64;
+    pub fn block(&self, block: BlockId, bytes: &mut Vec<u8>) -> Result<(), SnapshotError> {
+        let Range { start: offset, end } = self.layout.block_bytes(block);
+        bytes.clear();
+        bytes.resize((end - offset) as usize, 0);
         for range in &self.ranges {
             let from = offset.max(range.flat_offset);
             let to = end.min(range.flat_offset + range.len);
             if from < to {
                 let local = (from - offset) as usize..(to - offset) as usize;
                 self.files[range.file]
-                    .read_exact_at(&mut bytes[local], range.file_offset + (from - range.flat_offset))?;
+                    .read_exact_at(&mut bytes[local], range.file_offset + (from - range.flat_offset))
+                    .map_err(|error| SnapshotError::Unfit(error.to_string()))?;
             }
         }
         Ok(())

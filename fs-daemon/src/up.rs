@@ -6,7 +6,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::controls::Controls;
 use ps_backend::memory::MemoryUse;
 use ps_backend::remote::RemoteJob;
-use ps_backend::server::local::{self, LocalError};
+use ps_backend::server::local::{self, Beginning, LocalError};
 
 use crate::background::Ready;
 use crate::config::{ModelSource, ModelSpec, UpConfig};
@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::memory;
 use crate::progress::Progress;
 use crate::serve::{self, Mounting};
-use crate::session::model::{Model, OWN_LEARNER};
+use crate::session::model::{Model, OWN_LEARNER, Snapshots};
 use crate::source::Source;
 
 /// Bytes read from a model file at once.
@@ -91,9 +91,10 @@ fn open(spec: &ModelSpec, config: &UpConfig, controls: &Controls) -> Result<Sour
     Ok(source)
 }
 
-fn load(name: &str, source: Source, pool: &local::Pool, controls: &Controls) -> Result<Model, Error> {
+fn load(name: &str, mut source: Source, pool: &local::Pool, controls: &Controls) -> Result<Model, Error> {
+    let mut snapshot = source.verified_snapshot(&|| Ok(()))?;
     let failed = |error: std::io::Error| Error::new(format!("model {name}")).caused_by(error);
-    let Source { layout, metadata, files, ranges } = source;
+    let Source { layout, metadata, files, ranges, .. } = source;
     let layout = Arc::new(layout);
     let mut unread = None;
     let fill = |target: &Mapping| {
@@ -118,11 +119,15 @@ fn load(name: &str, source: Source, pool: &local::Pool, controls: &Controls) -> 
         progress.finish();
         Ok(())
     };
-    let client = local::start(name, &layout, controls, pool, fill);
+    let beginning = match &mut snapshot {
+        None => Beginning::Weights(Box::new(fill)),
+        Some(reader) => Beginning::Snapshot(reader.head().record.clone(), reader),
+    };
+    let started = local::start_from(name, &layout, controls, pool, beginning);
     if let Some(error) = unread {
         return Err(failed(error));
     }
-    let client = client.map_err(|error| match error {
+    let (client, shard) = started.map_err(|error| match error {
         LocalError::Load(_) | LocalError::Make(_) => Error::new(format!("model {name}: not enough memory"))
             .caused_by(error)
             .hint("`gradfs up --dry-run` shows what the model takes, and what there is"),
@@ -130,6 +135,7 @@ fn load(name: &str, source: Source, pool: &local::Pool, controls: &Controls) -> 
     })?;
     let job = RemoteJob::new(client);
     let device = Arc::clone(&job);
-    Model::new(name.to_owned(), job, device, metadata, OWN_LEARNER.to_owned())
+    let snapshots = Snapshots::Here(shard);
+    Model::new(name.to_owned(), job, device, metadata, OWN_LEARNER.to_owned(), snapshots)
         .map_err(|error| Error::new(format!("model {name}: {error}")))
 }

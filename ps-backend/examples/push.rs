@@ -24,6 +24,7 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::Message;
 use ps_backend::create::{NewModel, create};
 use ps_backend::server::{RdmaUse, Server, ServerOptions};
+use ps_backend::snapshot::Piece;
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -59,9 +60,12 @@ impl Bench {
             metadata: BTreeMap::new(),
             controls: &controls,
             shards: 1,
+            record: None,
         };
-        let zeros = &|_, bytes: &mut [u8]| {
-            bytes.fill(0);
+        let zeros = &|(block, _): Piece, bytes: &mut Vec<u8>| {
+            let block = layout.block_bytes(block);
+            bytes.clear();
+            bytes.resize((block.end - block.start) as usize, 0);
             Ok(())
         };
         let record = create(&registry, &new, zeros, &|_| {}).expect("a model");

@@ -8,11 +8,16 @@ use std::time::{Duration, Instant};
 use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::registry::{Registry, RegistryError};
 use libmodelio::vocabulary::block_map::{BlockMap, MapError};
-use libmodelio::vocabulary::ids::{BlockId, Generation, ShardId};
+use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::vocabulary::layout::ModelLayout;
-use libmodelio::wire::{Message, ModelRecord, Moved, RecordError, ShardRecord};
+use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::wire::{Kept, Message, ModelRecord, Moved, RecordError, ShardRecord};
 
 use libmodelio::vocabulary::controls::Controls;
+
+use crate::core::JobRecord;
+use crate::region_store::kept_range;
+use crate::snapshot::{self, Piece, SnapshotError};
 
 /// A model that is to be made.
 #[derive(Debug)]
@@ -27,6 +32,8 @@ pub struct NewModel<'a> {
     pub controls: &'a Controls,
     /// Shards to stripe it over.
     pub shards: usize,
+    /// The record of the job that it goes on from, if it begins at a snapshot.
+    pub record: Option<&'a JobRecord>,
 }
 
 /// Why a model cannot be made or deleted.
@@ -72,7 +79,7 @@ pub enum CreateError {
     Thread(String),
     /// The bytes of the model cannot be had.
     #[error("cannot read the model: {0}")]
-    Source(#[from] io::Error),
+    Source(#[from] SnapshotError),
     /// No random number.
     #[error("no random number: {0}")]
     Random(String),
@@ -96,8 +103,9 @@ const PATIENT: Duration = Duration::from_secs(300);
 /// For a block, over a slow link.
 const SENDING: Duration = Duration::from_secs(60);
 
-/// Fills a buffer with the bytes of a block; called by several threads.
-pub type Source<'a> = dyn Fn(BlockId, &mut [u8]) -> io::Result<()> + Sync + 'a;
+/// Fills a buffer with a piece of what the model begins with, or leaves it empty where that is zero; called by several
+/// threads.
+pub type Source<'a> = dyn Fn(Piece, &mut Vec<u8>) -> Result<(), SnapshotError> + Sync + 'a;
 
 /// Makes a model: chooses shards, has them take memory, and sends them version 0, all at once. `progress` is told of
 /// bytes sent, by several threads.
@@ -128,9 +136,8 @@ pub fn create(
     let mut record = ModelRecord::new(new.name, generation, new.layout, metadata, &map, ids[0], controls)?;
     registry.put(&record, None, Instant::now() + PROMPT)?;
     record.ready = true;
-    let made =
-        make(new.layout, &map, &ModelRecord { ready: false, ..record.clone() }, &there, source, progress)
-            .and_then(|()| Ok(tell_ready(registry, &record, &there)?));
+    let made = make(new, &map, &ModelRecord { ready: false, ..record.clone() }, &there, source, progress)
+        .and_then(|()| Ok(tell_ready(registry, &record, &there)?));
     if let Err(error) = made {
         // What was made is of no use. Whoever cannot be reached now hears of it from the registry, and that from shards.
         let _ = registry.delete(new.name, generation, Instant::now() + PROMPT);
@@ -162,15 +169,18 @@ fn tell_ready(
 }
 
 fn make(
-    layout: &ModelLayout,
+    new: &NewModel<'_>,
     map: &BlockMap,
     record: &ModelRecord,
     shards: &[ShardRecord],
     source: &Source<'_>,
     progress: &(dyn Fn(u64) + Sync),
 ) -> Result<(), CreateError> {
+    let begins = new.record.map(serde_json::to_vec).transpose();
     let load = Load {
-        layout,
+        layout: new.layout,
+        optimizer: new.record.map(|record| record.optimizer),
+        begins: begins.map_err(|error| SnapshotError::Unfit(error.to_string()))?,
         map,
         record,
         encoded: &record.encode()?,
@@ -217,6 +227,9 @@ struct Load<'a> {
     map: &'a BlockMap,
     record: &'a ModelRecord,
     encoded: &'a [u8],
+    /// Whose state it begins with, if it begins at a snapshot, and the record of its job.
+    optimizer: Option<Reducer>,
+    begins: Option<Vec<u8>>,
     source: &'a Source<'a>,
     progress: &'a (dyn Fn(u64) + Sync),
     /// It has failed somewhere: the others need not go on.
@@ -238,16 +251,27 @@ impl Load<'_> {
         let generation = self.record.generation;
         let mut peer = AdminPeer::connect(&shard.address, Instant::now() + PROMPT).map_err(&failed)?;
         peer.request(&Message::Create, self.encoded, Instant::now() + PATIENT).map_err(&failed)?;
-        let mut block_bytes = vec![0; self.layout.block_size() as usize];
-        for block in self.map.blocks_of(shard.shard) {
+        if let Some(record) = &self.begins {
+            let begin = Message::BeginAt { generation };
+            peer.request(&begin, record, Instant::now() + PATIENT).map_err(&failed)?;
+        }
+        let kinds: Vec<Kept> = match self.optimizer {
+            Some(optimizer) => snapshot::all_kinds(optimizer).collect(),
+            None => vec![Kept::Weights],
+        };
+        let pieces =
+            self.map.blocks_of(shard.shard).flat_map(|block| kinds.iter().map(move |&what| (block, what)));
+        let mut bytes = Vec::new();
+        for (block, what) in pieces {
+            if kept_range(self.layout, block, what).is_empty() {
+                continue;
+            }
             if self.over.load(Ordering::Relaxed) {
                 return Err(CreateError::Stopped);
             }
-            let extent = self.layout.block_bytes(block);
-            let bytes = &mut block_bytes[..(extent.end - extent.start) as usize];
-            (self.source)(block, bytes)?;
-            let load = Message::Load { generation, block };
-            if let Err(error) = peer.tell(&load, bytes, Instant::now() + SENDING) {
+            (self.source)((block, what), &mut bytes)?;
+            let load = Message::Load { generation, block, what };
+            if let Err(error) = peer.tell(&load, &bytes, Instant::now() + SENDING) {
                 return Err(failed(why(&mut peer, error)));
             }
             (self.progress)(bytes.len() as u64);

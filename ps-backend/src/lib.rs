@@ -12,3 +12,4 @@ pub mod region_store;
 pub mod registry;
 pub mod remote;
 pub mod server;
+pub mod snapshot;

@@ -32,6 +32,7 @@ pub(crate) use buffers::Loading;
 pub use buffers::VersionBuffer;
 use buffers::{StateBuffer, VOID, element_span};
 pub(crate) use keeping::Keeping;
+pub use keeping::kept_range;
 pub(crate) use making::{Making, Term, Written};
 use table::Left;
 pub use versions::VersionWatch;

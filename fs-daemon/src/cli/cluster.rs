@@ -12,11 +12,11 @@ use strum::VariantNames as _;
 
 use super::given::{Given, Variables, options_of};
 use super::rdma::{RdmaArgs, RdmaListenArgs};
-use super::{BackgroundArgs, BlankArgs, JobArgs, MountingArgs};
+use super::{BackgroundArgs, BlankArgs, FromArgs, JobArgs, MountingArgs};
 use crate::config::Vocabulary;
 use crate::config::cluster::{
-    CreateConfig, DeleteConfig, DrainConfig, Io, MountConfig, RegistryConfig, ShardConfig, StatusConfig,
-    Transport,
+    CreateConfig, DeleteConfig, DrainConfig, Io, MountConfig, RegistryConfig, SaveConfig, ShardConfig,
+    StatusConfig, Transport,
 };
 use crate::error::Error;
 
@@ -55,6 +55,9 @@ Examples:
     export GRADFS_REGISTRY=node1
     gradfs create blank --size 16GiB --dtype bf16 --shards 4 --reducer sum
 
+  One that goes on from a snapshot (gradfs save --help), whatever the number of its shards was:
+    gradfs create llama --from /backup/llama --shards 3 --registry node1
+
 Without --registry and GRADFS_REGISTRY, the registry on this host is asked.
 
 Settings can be changed while the job runs, through any mount:
@@ -86,6 +89,25 @@ Examples:
 
 Without --registry and GRADFS_REGISTRY, the registry on this host is asked. The exit status is 3 while a job
 waits for a shard, and once one has failed.";
+
+const SAVE_EXAMPLES: &str = "\
+Examples:
+  A model of a mount, of one process or of shards:
+    gradfs save /mnt/job/llama /backup/llama
+
+  The same by its name, from any host that reaches the shards:
+    gradfs save llama /backup/llama --registry node1
+
+  In the place of the snapshot that is there:
+    gradfs save --replace /mnt/job/llama /backup/llama
+
+  Go on from it, on any number of shards:
+    gradfs create llama --from /backup/llama --registry node1
+
+In one process it goes on by gradfs up --from /backup/llama /mnt/job.
+The directory gets model.safetensors (in pieces with an index if it is large), optimizer.safetensors with
+tensors named as torch's state, and manifest.json, which is written last: without it there is no snapshot.
+The job stands still only while its memory is copied.";
 
 const DELETE_EXAMPLES: &str = "\
 Examples:
@@ -128,6 +150,9 @@ pub enum ClusterCommand {
     /// Tell which shards and models there are, and how they are
     #[command(after_help = STATUS_EXAMPLES)]
     Status(Given<StatusArgs>),
+    /// Save a snapshot of a job, while it runs
+    #[command(after_help = SAVE_EXAMPLES)]
+    Save(Given<SaveArgs>),
     /// Delete a model from its shards
     #[command(after_help = DELETE_EXAMPLES)]
     Delete(Given<DeleteArgs>),
@@ -208,6 +233,8 @@ pub struct CreateArgs {
     model: Option<PathBuf>,
     #[command(flatten, next_help_heading = "Model")]
     blank: BlankArgs,
+    #[command(flatten, next_help_heading = "Model")]
+    snapshot: FromArgs,
     /// Shards to stripe it over [default: all that there are]
     #[arg(long, value_name = "N")]
     shards: Option<String>,
@@ -251,6 +278,25 @@ pub struct StatusArgs {
     /// Print JSON
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    common: CommonArgs,
+}
+
+/// The arguments of `gradfs save`.
+#[derive(Args, Debug)]
+pub struct SaveArgs {
+    /// The model: its directory in a mount, or its name in the registry
+    #[arg(value_name = "MOUNT/NAME", value_hint = ValueHint::DirPath)]
+    model: PathBuf,
+    /// The directory to write; made if it is not there
+    #[arg(value_hint = ValueHint::DirPath)]
+    dir: PathBuf,
+    /// Put the snapshot in the place of the one that is there
+    #[arg(long)]
+    replace: bool,
+    /// Most bytes of tensors in one file of the model
+    #[arg(long, value_name = "SIZE", default_value = "5000000000")]
+    piece_size: String,
     #[command(flatten)]
     common: CommonArgs,
 }
@@ -322,6 +368,14 @@ impl Given<DeleteArgs> {
     /// The configuration that these flags, the environment `variables` and the file they name ask for.
     pub fn config(self, variables: impl Variables) -> Result<DeleteConfig, Error> {
         DeleteConfig::merge(&self.name, &self.layers(&CLUSTER, variables)?)
+    }
+}
+
+impl Given<SaveArgs> {
+    /// The configuration that these flags, the environment `variables` and the file they name ask for.
+    pub fn config(self, variables: impl Variables) -> Result<SaveConfig, Error> {
+        let layers = self.layers(&CLUSTER, variables)?;
+        SaveConfig::merge(&self.model, &self.dir, &self.piece_size, self.replace, &layers)
     }
 }
 

@@ -66,6 +66,10 @@ impl<T> Given<T> {
         if let Some(path) = file {
             layers.push(vocabulary.file(&path)?);
         }
+        let from = layers.iter().find_map(|layer| layer.get("from")?.last().map(PathBuf::from));
+        if let Some(dir) = from {
+            layers.push(vocabulary.snapshot(&dir)?);
+        }
         Ok(layers)
     }
 }

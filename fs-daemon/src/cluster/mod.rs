@@ -4,6 +4,7 @@ pub mod drain;
 mod interrupt;
 mod jobs;
 pub mod mount;
+pub mod save;
 pub mod shard;
 pub mod status;
 pub mod upload;

@@ -17,7 +17,7 @@ use crate::config::cluster::{MountConfig, Transport};
 use crate::error::Error;
 use crate::memory;
 use crate::serve::{self, Mounting};
-use crate::session::model::Model;
+use crate::session::model::{Model, Snapshots};
 
 /// Mounts the models that are asked for and serves them until told to stop.
 ///
@@ -106,8 +106,9 @@ fn connect(
         tracing::warn!("bytes do not go through io_uring, which is slower: {backend}");
     }
     tracing::info!(model = %name, io = %backend, "connected");
+    let snapshots = Snapshots::Registry(config.registry.to_string());
     let device: Arc<dyn Device> = Arc::clone(&job) as Arc<dyn Device>;
-    Model::new(name.clone(), job as Arc<dyn Job>, device, record.metadata.clone(), own_learner())
+    Model::new(name.clone(), job as Arc<dyn Job>, device, record.metadata.clone(), own_learner(), snapshots)
         .map_err(|error| Error::new(format!("model {name}: {error}")))
 }
 

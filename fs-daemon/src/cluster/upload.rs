@@ -2,6 +2,7 @@
 
 use libmodelio::registry::{Registry as _, RegistryError};
 use ps_backend::create::{self, CreateError, NewModel};
+use ps_backend::snapshot::SnapshotError;
 
 use crate::config::cluster::{CreateConfig, DeleteConfig};
 use crate::error::Error;
@@ -20,8 +21,16 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
     // Before there are threads.
     let interrupt = Interrupt::install()?;
     let name = &config.name;
-    let source = Source::open(name, &config.source, config.block_size)?;
+    let mut source = Source::open(name, &config.source, config.block_size)?;
     source.check_types(name, &config.controls)?;
+    let go_on = || match interrupt.why() {
+        Some(_) => Err(SnapshotError::Interrupted),
+        None => Ok(()),
+    };
+    let interrupted =
+        |why| Error::new(format!("creating {name} was interrupted by {why}: nothing is left of it"));
+    let snapshot =
+        source.verified_snapshot(&go_on).map_err(|error| interrupt.why().map_or(error, interrupted))?;
     let registry = registry(&config.registry);
     let shards = match config.shards {
         Some(shards) => usize::from(shards),
@@ -37,20 +46,24 @@ pub fn create(config: &CreateConfig) -> Result<(), Error> {
         metadata: source.metadata.clone(),
         controls: &config.controls,
         shards,
+        record: snapshot.as_ref().map(|snapshot| &snapshot.head().record),
     };
     let progress = Progress::bytes(source.layout.size(), format!("sending {name}"));
     let record = create::create(
         &registry,
         &new,
-        &|block, bytes| match interrupt.why() {
-            Some(_) => Err(std::io::ErrorKind::Interrupted.into()),
-            None => source.read(source.layout.block_bytes(block).start, bytes),
+        &|piece, bytes| {
+            go_on()?;
+            match &snapshot {
+                Some(snapshot) => snapshot.piece(piece, bytes),
+                None => source.block(piece.0, bytes),
+            }
         },
         &|sent| progress.inc(sent),
     );
     progress.finish();
     let record = record.map_err(|error| match interrupt.why() {
-        Some(why) => Error::new(format!("creating {name} was interrupted by {why}: nothing is left of it")),
+        Some(why) => interrupted(why),
         None => Error::new(format!("cannot create {name}")).caused_by(error),
     })?;
     let mut owners: Vec<_> = record.owners.iter().map(|(shard, _)| shard.0).collect();

@@ -7,7 +7,7 @@ pub mod rdma;
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use libmodelio::transport::rdma::RdmaOptions;
@@ -16,7 +16,7 @@ use ps_backend::server::RdmaUse;
 use strum::{EnumString, VariantNames};
 
 use super::endpoint::{DEFAULT_PORT, Endpoint};
-use super::{Layer, Merged, ModelSource, name_fault, number, utf8};
+use super::{Layer, Merged, ModelSource, name_fault, number, size, utf8};
 use crate::error::Error;
 
 /// Most shards that a model can be striped over.
@@ -156,6 +156,28 @@ pub struct DeleteConfig {
     pub name: String,
     /// The registry.
     pub registry: Endpoint,
+}
+
+/// Everything `gradfs save` needs to know.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SaveConfig {
+    /// What is saved.
+    pub model: SavedModel,
+    /// Where to.
+    pub dir: PathBuf,
+    /// Most bytes of tensors in one file of the model.
+    pub piece_size: u64,
+    /// A snapshot that is there is to be replaced.
+    pub replaces: bool,
+}
+
+/// A model that is saved.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SavedModel {
+    /// By its directory in a mount.
+    Mounted(PathBuf),
+    /// By its name in a registry; that of this host where none is given.
+    Named(String, Endpoint),
 }
 
 /// Everything `gradfs drain` needs to know.
@@ -324,6 +346,30 @@ impl DeleteConfig {
     /// Merges `layers`, the strongest first. What is deleted is said on the command line alone.
     pub fn merge(name: &str, layers: &[Layer]) -> Result<DeleteConfig, Error> {
         Ok(DeleteConfig { name: model_name("NAME", name)?, registry: Merged(layers).registry_needed()? })
+    }
+}
+
+impl SaveConfig {
+    /// Merges `layers`, the strongest first. What is saved, and where to, is said on the command line alone.
+    pub fn merge(
+        model: &Path,
+        dir: &Path,
+        piece_size: &str,
+        replaces: bool,
+        layers: &[Layer],
+    ) -> Result<SaveConfig, Error> {
+        let is_name = model.components().count() == 1 && model.file_name() == Some(model.as_os_str());
+        let model = if is_name && !model.join("snapshot").exists() {
+            let name = utf8("MOUNT/NAME", &model.as_os_str().to_owned())?.to_owned();
+            SavedModel::Named(model_name("MOUNT/NAME", &name)?, Merged(layers).registry_or_here()?)
+        } else {
+            SavedModel::Mounted(model.to_owned())
+        };
+        let piece_size = match size("--piece-size", piece_size)? {
+            0 => return Err(Error::usage("--piece-size: a file cannot be empty").hint("try 1GiB")),
+            piece_size => piece_size,
+        };
+        Ok(SaveConfig { model, dir: dir.to_owned(), piece_size, replaces })
     }
 }
 

@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, ValueHint};
 
+use ps_backend::snapshot::{MANIFEST, Reader};
+
 use crate::error::Error;
 
 /// What some commands can be told in common: each option is `--some-key`, `GRADFS_SOME_KEY` and `some_key` in a file.
@@ -34,6 +36,8 @@ enum Source {
     Flags,
     Environment,
     File(PathBuf),
+    /// What a snapshot's manifest has.
+    Snapshot(PathBuf),
 }
 
 impl Layer {
@@ -71,7 +75,7 @@ impl Layer {
             Source::Flags if self.of.keys.get(key).is_some_and(Arg::is_positional) => key.into(),
             Source::Flags => format!("--{}", key.replace('_', "-")),
             Source::Environment => format!("{PREFIX}{}", key.to_uppercase()),
-            Source::File(path) => format!("{}: {key}", path.display()),
+            Source::File(path) | Source::Snapshot(path) => format!("{}: {key}", path.display()),
         }
     }
 }
@@ -157,6 +161,26 @@ impl Vocabulary {
             layer.values.insert(key, values);
         }
         layer
+    }
+
+    /// What a job that goes on from the snapshot in `dir` has unless somebody says otherwise.
+    ///
+    /// # Errors
+    /// A directory that is no snapshot.
+    pub fn snapshot(&'static self, dir: &Path) -> Result<Layer, Error> {
+        let reader = Reader::open(dir, None)?;
+        let head = reader.head();
+        let mut layer = Layer::new(self, Source::Snapshot(dir.join(MANIFEST)));
+        let settings = head.settings.iter().map(|(key, value)| (key.as_str(), value.clone()));
+        let of_model = [("name", head.model.clone()), ("block_size", head.block_size.to_string())];
+        for (name, value) in settings.chain(of_model) {
+            let Some((key, option)) = self.keys.get_key_value(name) else { continue };
+            match takes_many(option) {
+                true => layer.set(key, value.lines()),
+                false => layer.set(key, [value]),
+            }
+        }
+        Ok(layer)
     }
 
     /// The configuration file at `path`.

@@ -300,3 +300,24 @@ fn texts_must_be_text() {
     layer.set("mount", [OsString::from_vec(b"/mnt/\xff".to_vec())]);
     assert!(UpConfig::merge(&[layer]).is_ok());
 }
+
+#[test]
+fn a_snapshot_is_of_one_model_and_not_blank() {
+    let from = |pairs: &[(&'static str, &str)]| {
+        let mut all = vec![("mount", "/mnt"), ("from", "/backup/llama")];
+        all.extend_from_slice(pairs);
+        UpConfig::merge(&[flags(&all)])
+    };
+    let models = from(&[("name", "llama")]).unwrap().models;
+    let snapshot = |expected: Option<&str>| ModelSource::Snapshot {
+        dir: "/backup/llama".into(),
+        expected: expected.map(PathBuf::from),
+    };
+    assert_eq!(models, [ModelSpec { name: "llama".into(), source: snapshot(None) }]);
+    let models = from(&[("models", "a.safetensors"), ("name", "b")]).unwrap().models;
+    assert_eq!(models, [ModelSpec { name: "b".into(), source: snapshot(Some("a.safetensors")) }]);
+    let blank = from(&[("size", "1MiB")]).unwrap_err();
+    assert!(blank.message.contains("--from and --size exclude each other"), "{}", blank.message);
+    let several = from(&[("models", "a.safetensors,b.safetensors")]).unwrap_err();
+    assert!(several.message.contains("a snapshot is of one model"), "{}", several.message);
+}

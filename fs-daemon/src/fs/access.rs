@@ -26,6 +26,8 @@ pub enum Use {
     Shared,
     /// Contributions.
     Contribute,
+    /// Its owner reads it.
+    Owner,
 }
 
 impl Access {
@@ -37,6 +39,7 @@ impl Access {
                 Use::Read => 0o444,
                 Use::Shared => 0o644,
                 Use::Contribute => 0o600,
+                Use::Owner => 0o400,
             };
         };
         let bits = match file {
@@ -45,6 +48,7 @@ impl Access {
             Use::Learners => 0o777,
             Use::Read => 0o444,
             Use::Shared | Use::Contribute => 0o666,
+            Use::Owner => 0o400,
         };
         let mode = bits & !umask;
         // As in /tmp: whoever makes learners removes only their own.
@@ -60,11 +64,12 @@ mod tests {
     fn a_mask_opens_what_is_written_and_nothing_else() {
         let modes = |umask| {
             let access = Access { owner: (0, 0), umask };
-            [Use::Dir, Use::Learners, Use::Read, Use::Shared, Use::Contribute].map(|file| access.mode(file))
+            [Use::Dir, Use::Learners, Use::Read, Use::Shared, Use::Contribute, Use::Owner]
+                .map(|file| access.mode(file))
         };
-        assert_eq!(modes(None), [0o755, 0o755, 0o444, 0o644, 0o600]);
-        assert_eq!(modes(Some(0)), [0o755, 0o1777, 0o444, 0o666, 0o666]);
-        assert_eq!(modes(Some(0o027)), [0o750, 0o750, 0o440, 0o640, 0o640]);
-        assert_eq!(modes(Some(0o007)), [0o750, 0o1770, 0o440, 0o660, 0o660]);
+        assert_eq!(modes(None), [0o755, 0o755, 0o444, 0o644, 0o600, 0o400]);
+        assert_eq!(modes(Some(0)), [0o755, 0o1777, 0o444, 0o666, 0o666, 0o400]);
+        assert_eq!(modes(Some(0o027)), [0o750, 0o750, 0o440, 0o640, 0o640, 0o400]);
+        assert_eq!(modes(Some(0o007)), [0o750, 0o1770, 0o440, 0o660, 0o660, 0o400]);
     }
 }

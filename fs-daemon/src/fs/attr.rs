@@ -146,7 +146,8 @@ impl Fs {
                 let size = text::error(tree, file)?.len() as u64;
                 Attributes { size, modified: newest(), ..base }
             }
-            File::Controls => base,
+            // How long it is is known when it is taken.
+            File::Snapshot | File::Controls => base,
             File::Control(i) => Attributes { size: text::setting(model, i)?.len() as u64, ..base },
         })
     }
@@ -207,6 +208,7 @@ fn use_of(node: Node) -> Use {
         Node::Model(_, File::Learners) => Use::Learners,
         Node::Model(_, File::Weights(_) | File::Control(_)) => Use::Shared,
         Node::Model(_, File::Gradients | File::LearnerGradients(_) | File::Device) => Use::Contribute,
+        Node::Model(_, File::Snapshot) => Use::Owner,
         _ if node.is_dir() => Use::Dir,
         _ => Use::Read,
     }

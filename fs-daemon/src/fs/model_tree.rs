@@ -74,7 +74,7 @@ impl ModelTree {
     /// others that are in the job.
     pub fn refusal_of(&self, file: File) -> Option<Arc<LastRefusal>> {
         match file {
-            File::Weights(_) | File::Gradients | File::Device | File::Error => {
+            File::Weights(_) | File::Gradients | File::Device | File::Error | File::Snapshot => {
                 Some(Arc::clone(&self.model.own_refusal))
             }
             file => Some(Arc::clone(&self.model.learner(file.learner()?).ok()?.refusal)),

@@ -251,6 +251,7 @@ fn fixed_files(model: &Model, dir: File) -> Vec<(&'static str, File)> {
             ("control", File::Controls),
             ("status.json", File::Status),
             ("error", File::Error),
+            ("snapshot", File::Snapshot),
         ],
         File::Retained(version) => vec![
             ("weights", File::RetainedWeights(version)),

@@ -71,6 +71,8 @@ pub enum File {
     LearnerStatus(LearnerId),
     /// `learners/<id>/error`.
     LearnerError(LearnerId),
+    /// `snapshot`.
+    Snapshot,
     /// `control/`.
     Controls,
     /// `control/<setting>`, by index into the settings.
@@ -120,6 +122,7 @@ impl File {
             File::Control(i) => (24, i, NONE),
             File::Error => (25, 0, NONE),
             File::LearnerError(l) => (26, l.0, NONE),
+            File::Snapshot => (27, 0, NONE),
         }
     }
 
@@ -152,6 +155,7 @@ impl File {
             24 => File::Control(index),
             25 => File::Error,
             26 => File::LearnerError(learner),
+            27 => File::Snapshot,
             _ => return None,
         })
     }
@@ -268,7 +272,7 @@ mod tests {
         check(Node::Root);
         check(Node::Readme);
         for model in [0, 1, 255] {
-            for kind in 1..=26 {
+            for kind in 1..=27 {
                 for index in [0, 1, (1 << 20) - 1] {
                     for version in [0, 1, (1 << 31) - 1] {
                         let file = File::from_parts(kind, index, Version(version)).unwrap();
@@ -280,6 +284,6 @@ mod tests {
             }
         }
         assert_eq!(Node::from_ino(0), None);
-        assert_eq!(Node::from_ino(27 << (MODEL_BITS + INDEX_BITS + VERSION_BITS)), None);
+        assert_eq!(Node::from_ino(28 << (MODEL_BITS + INDEX_BITS + VERSION_BITS)), None);
     }
 }

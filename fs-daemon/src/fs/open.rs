@@ -9,6 +9,7 @@ use super::filesystem::{Fs, look_again};
 use super::model_tree::{ModelTree, safetensors_header};
 use super::node::{File, Node};
 use super::open_file::{OpenFile, VersionFile};
+use crate::session::capture::Capture;
 use crate::session::contribution::Contribution;
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::learner::Learner;
@@ -74,6 +75,9 @@ impl OpenRequest {
     /// Whether it takes long: a region's pages are taken first, or the job is asked.
     pub fn takes_long(&self) -> bool {
         let Some((tree, file)) = self.file() else { return false };
+        if file == File::Snapshot {
+            return true;
+        }
         let is_own = matches!(file, File::Gradients | File::Device);
         let joins = is_own && self.writes && tree.model.own_learner().is_none();
         let is_gradients = matches!(file, File::Gradients | File::LearnerGradients(_));
@@ -208,6 +212,10 @@ impl Fs {
             | File::LearnerError(_) => {
                 request.read_only("this file")?;
                 self.open_text_of(request)
+            }
+            File::Snapshot => {
+                request.read_only("snapshot")?;
+                Ok((OpenFile::Snapshot(Capture::open(model)?), Way::Direct))
             }
             _ => Err(CallError::new(libc::EISDIR, "is a directory")),
         }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use super::filesystem::Fs;
 use super::model_tree::ModelTree;
 use super::text_file::TextFile;
+use crate::session::capture::Capture;
 use crate::session::contribution::{Contribution, Ending, Withdraw};
 use crate::session::error::{CallError, CallResult, Done};
 use crate::session::publication::Publication;
@@ -35,6 +36,8 @@ pub enum OpenFile {
     },
     /// Reads (and for `control/*` writes) a small text.
     Text(TextFile),
+    /// A snapshot of the job.
+    Snapshot(Capture),
 }
 
 /// A part of a version, behind a header.
@@ -74,6 +77,7 @@ impl Fs {
                 Ok(text) => with(Ok(part(text.as_bytes(), offset, len))),
                 Err(error) => with(Err(error)),
             },
+            OpenFile::Snapshot(capture) => capture.read(offset, len, |bytes| with(Ok(bytes))),
             OpenFile::Publication { .. } => with(Err(CallError::new(libc::EBADF, "not open for reading"))),
         }
     }
@@ -91,7 +95,7 @@ impl OpenFile {
             }
             OpenFile::Contribution { contribution, .. } => contribution.write(offset, data),
             OpenFile::Publication { publication, .. } => publication.write(offset, data),
-            OpenFile::Version(_) | OpenFile::Text(_) => {
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) => {
                 Err(CallError::new(libc::EBADF, "not open for writing"))
             }
         }
@@ -102,7 +106,7 @@ impl OpenFile {
         match self {
             OpenFile::Contribution { contribution, .. } => contribution.commit(ending, done),
             OpenFile::Publication { publication, .. } => publication.commit(done),
-            OpenFile::Version(_) | OpenFile::Text(_) => done(Ok(())),
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) => done(Ok(())),
         }
     }
 
@@ -113,7 +117,7 @@ impl OpenFile {
                 contribution.wrote() && contribution.learner().is_open()
             }
             OpenFile::Publication { publication, .. } => publication.is_open(),
-            OpenFile::Version(_) | OpenFile::Text(_) => false,
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) => false,
         }
     }
 
@@ -122,7 +126,7 @@ impl OpenFile {
         match self {
             OpenFile::Contribution { contribution, .. } => Some(contribution.withdrawal()),
             OpenFile::Publication { publication, .. } => publication.withdrawal(),
-            OpenFile::Version(_) | OpenFile::Text(_) => None,
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) => None,
         }
     }
 
@@ -130,7 +134,7 @@ impl OpenFile {
     pub fn written_tree(&self) -> Option<&Arc<ModelTree>> {
         match self {
             OpenFile::Contribution { tree, .. } | OpenFile::Publication { tree, .. } => Some(tree),
-            OpenFile::Version(_) | OpenFile::Text(_) => None,
+            OpenFile::Version(_) | OpenFile::Text(_) | OpenFile::Snapshot(_) => None,
         }
     }
 
@@ -139,7 +143,7 @@ impl OpenFile {
         match self {
             OpenFile::Publication { ino, .. } => Some(*ino),
             OpenFile::Text(text) => Some(text.node.ino()),
-            OpenFile::Version(_) | OpenFile::Contribution { .. } => None,
+            OpenFile::Version(_) | OpenFile::Contribution { .. } | OpenFile::Snapshot(_) => None,
         }
     }
 
@@ -149,7 +153,7 @@ impl OpenFile {
         match self {
             OpenFile::Publication { publication, .. } => publication.must_be_whole(),
             OpenFile::Text(text) => text.empty(),
-            OpenFile::Version(_) | OpenFile::Contribution { .. } => {}
+            OpenFile::Version(_) | OpenFile::Contribution { .. } | OpenFile::Snapshot(_) => {}
         }
     }
 }

@@ -47,7 +47,8 @@ pub fn readme(trees: &[Arc<ModelTree>]) -> String {
          \x20                    version, status and error\n\
          control/SETTING      one value a file: read it, or write a new one, which counts from the next version\n\
          status.json          what the job is doing\n\
-         error                why the last call that failed did, until all of a contribution succeeds\n\n\
+         error                why the last call that failed did, until all of a contribution succeeds\n\
+         snapshot             what `gradfs save` reads: opening it takes a snapshot of the job\n\n\
          Settings in control/:\n\n",
     );
     for (name, meaning) in SETTINGS.iter() {

@@ -2,13 +2,15 @@
 //!
 //! A [`Reader`](reader::Reader) shows one version in every byte. A [`Contribution`](contribution::Contribution) writes
 //! as a learner: at any offset, until a commit ends it, with a step, or an abort. A
-//! [`Publication`](publication::Publication) makes whole new weights. They belong to a [`Model`](model::Model), which
+//! [`Publication`](publication::Publication) makes whole new weights, and a [`Capture`](capture::Capture) is a snapshot of
+//! the job. They belong to a [`Model`](model::Model), which
 //! knows its learners and waits for their steps.
 //!
 //! Nothing here knows who calls: a face that has programs behind it decides what the end of one means. Nothing here
 //! blocks for long either: what has to wait takes a callback, and has a deadline. Only joining and leaving wait for
 //! the job's answer.
 
+pub mod capture;
 pub mod contribution;
 pub mod error;
 pub mod last_refusal;

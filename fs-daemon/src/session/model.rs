@@ -1,7 +1,7 @@
 //! One model: its job, the way to it, and its learners in this process.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use libmodelio::contributor::{Contributor, Traffic, request};
@@ -10,6 +10,7 @@ use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::layout::ModelLayout;
 use parking_lot::Mutex;
 use ps_backend::job::Job;
+use ps_backend::server::local::LocalShard;
 
 use super::error::{CallError, CallResult};
 use super::last_refusal::LastRefusal;
@@ -23,6 +24,14 @@ pub const MAX_JOINS: u32 = 1 << 20;
 
 /// Longest answer to wait for where a request has no deadline of its own.
 const PROMPT: Duration = Duration::from_secs(10);
+
+/// Who can take a snapshot of a model.
+pub enum Snapshots {
+    /// Its shard, in this process.
+    Here(Weak<LocalShard>),
+    /// Its shards, which the registry at this address knows.
+    Registry(String),
+}
 
 /// One model.
 pub struct Model {
@@ -42,6 +51,8 @@ pub struct Model {
     pub own_refusal: Arc<LastRefusal>,
     /// Name of the mount's own learner, which joins when it is first needed.
     pub own_name: String,
+    /// Who can take a snapshot of it.
+    pub snapshots: Snapshots,
     /// The connection to where it is aggregated.
     pub(super) channel: Arc<dyn Channel>,
     learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
@@ -61,6 +72,7 @@ impl Model {
         device: Arc<dyn Device>,
         metadata: BTreeMap<String, String>,
         own_name: String,
+        snapshots: Snapshots,
     ) -> CallResult<Model> {
         Ok(Model {
             name,
@@ -72,6 +84,7 @@ impl Model {
             metadata,
             own_refusal: Arc::default(),
             own_name,
+            snapshots,
             learners: Mutex::default(),
             joining: Mutex::default(),
         })

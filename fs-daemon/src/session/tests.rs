@@ -13,7 +13,7 @@ use ps_backend::server::local;
 use super::contribution::{Contribution, Ending};
 use super::error::{CallError, CallResult, Done};
 use super::learner::Learner;
-use super::model::Model;
+use super::model::{Model, Snapshots};
 use super::publication::Publication;
 use super::reader::Reader;
 
@@ -27,7 +27,17 @@ fn model(settings: &[(&str, &str)]) -> Arc<Model> {
     let client = local::start("m", &layout, &controls, &local::pool(1).unwrap(), |_| Ok(())).unwrap();
     let job = RemoteJob::new(client);
     let device = Arc::clone(&job);
-    Arc::new(Model::new("m".into(), job, device, Default::default(), "own".into()).unwrap())
+    Arc::new(
+        Model::new(
+            "m".into(),
+            job,
+            device,
+            Default::default(),
+            "own".into(),
+            Snapshots::Here(Default::default()),
+        )
+        .unwrap(),
+    )
 }
 
 fn contribution(model: &Arc<Model>, learner: &Arc<Learner>) -> Arc<Contribution> {

@@ -49,7 +49,7 @@ impl DType {
     }
 
     /// The type that safetensors calls exactly `name`.
-    pub(crate) fn from_name(name: &str) -> Option<DType> {
+    pub fn from_name(name: &str) -> Option<DType> {
         let name: StrDeserializer<'_, ValueError> = name.into_deserializer();
         Dtype::deserialize(name).ok().map(DType::from)
     }

@@ -3,7 +3,9 @@
 use std::ops::RangeInclusive;
 
 use super::header::{HEADER, Header, Payload};
-use super::{Limits, MAX_PAYLOAD, Message, Protocol, Refusal, RegistryAnswer, RegistryRequest, WireError};
+use super::{
+    Kept, Limits, MAX_PAYLOAD, Message, Protocol, Refusal, RegistryAnswer, RegistryRequest, WireError,
+};
 use crate::vocabulary::block_ranges::{self, BlockRanges, RangesError};
 use crate::vocabulary::ids::Epoch;
 use crate::vocabulary::layout::MAX_BLOCK_SIZE;
@@ -24,18 +26,19 @@ impl Message {
         match self {
             // Half-precision elements take twice their room as fp32.
             Message::Push { wide: true, .. } => 1..=2 * MAX_BLOCK_SIZE,
-            Message::Push { wide: false, .. } | Message::Block { .. } | Message::Load { .. } => {
-                1..=MAX_BLOCK_SIZE
-            }
+            Message::Push { wide: false, .. } | Message::Block { .. } => 1..=MAX_BLOCK_SIZE,
+            Message::Load { what: Kept::Weights, .. } => 1..=MAX_BLOCK_SIZE,
             Message::Create
             | Message::Registry(RegistryRequest::Put { .. } | RegistryRequest::Restore { .. })
             | Message::Registered(RegistryAnswer::Model)
             | Message::Moved
             | Message::Adopt
             | Message::HandOver { .. }
+            | Message::Captured { .. }
+            | Message::BeginAt { .. }
             | Message::Switch => 1..=MAX_PAYLOAD,
             // Half-precision elements have masters and optimizer state of twice their room.
-            Message::Fetched => 0..=2 * MAX_BLOCK_SIZE,
+            Message::Fetched | Message::Load { .. } => 0..=2 * MAX_BLOCK_SIZE,
             Message::Text => 0..=MAX_PAYLOAD,
             _ => 0..=0,
         }

@@ -287,12 +287,15 @@ pub enum Message {
     // -- administration
     /// Make room for this shard's part of a model. The payload is a [`super::ModelRecord`]. Answered by `Done`.
     Create,
-    /// A block of version 0, as the payload. Not answered.
+    /// A piece of what the model begins with, as the payload: a block of its weights, and after that, if it begins at a
+    /// snapshot, what else is kept of the block; no payload is optimizer state of zero. Not answered.
     Load {
         /// Of which life of the model.
         generation: Generation,
         /// Which block.
         block: BlockId,
+        /// What of it.
+        what: super::Kept,
     },
     /// All blocks were sent. Answered by `Done` if they are there.
     Loaded {
@@ -506,6 +509,77 @@ pub enum Message {
     Torn {
         /// The plan.
         plan: PlanId,
+    },
+
+    // -- snapshots: administration, to the coordinator and to shards
+    /// Take a snapshot: a copy of the newest version, of one for all shards, while the job runs. To the coordinator.
+    /// Answered by `Captured`.
+    Capture {
+        /// The model.
+        model: String,
+        /// Which life of it.
+        generation: Generation,
+        /// Under this block map.
+        epoch: Epoch,
+    },
+    /// All shards have their copies. The payload is JSON: the record of the job, and its settings.
+    Captured {
+        /// Their name for it.
+        snapshot: u64,
+    },
+    /// Take the memory for a copy; or, once that is there, begin no plan from now on, for 10 s at most. Said again, it is about
+    /// the version that is the newest then. Answered by `Pinned`.
+    Pin {
+        /// Of which life of the model.
+        generation: Generation,
+        /// Under this block map.
+        epoch: Epoch,
+        /// The coordinator's name for it.
+        snapshot: u64,
+        /// How many kinds of optimizer state are wanted.
+        slots: u8,
+        /// No plan begins.
+        holds: bool,
+    },
+    /// It is so.
+    Pinned {
+        /// The newest version.
+        version: Version,
+    },
+    /// Copy it, and go on. Answered by `Done` when it is copied.
+    Copy {
+        /// Of which life of the model.
+        generation: Generation,
+        /// Which snapshot.
+        snapshot: u64,
+        /// Which version.
+        version: Version,
+        /// How many kinds of optimizer state are wanted.
+        slots: u8,
+    },
+    /// As `Fetch`, of a copy.
+    FetchCopy {
+        /// Of which life of the model.
+        generation: Generation,
+        /// Which snapshot.
+        snapshot: u64,
+        /// Which block.
+        block: BlockId,
+        /// What of it.
+        what: super::Kept,
+    },
+    /// Nobody needs the copy any more. Answered by `Done`.
+    Release {
+        /// Of which life of the model.
+        generation: Generation,
+        /// Which snapshot.
+        snapshot: u64,
+    },
+    /// The model that was created begins at a snapshot: what is loaded is of this version. The payload is JSON: the record
+    /// of the job. Answered by `Done`.
+    BeginAt {
+        /// Of which life of the model.
+        generation: Generation,
     },
 }
 

@@ -10,7 +10,7 @@ use crate::vocabulary::block_map::{BlockMap, MAX_SHARDS};
 use crate::vocabulary::ids::{Epoch, ShardId};
 
 /// What a shard keeps of a block besides sums.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum Kept {
     /// Its bytes.
     Weights,

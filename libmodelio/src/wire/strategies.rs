@@ -381,8 +381,8 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
         id64(PlanId).prop_map(|plan| Message::Conclude { plan }).boxed(),
         id64(PlanId).prop_map(|plan| Message::Drop { plan }).boxed(),
         Just(Message::Create).boxed(),
-        (id64(Generation), block())
-            .prop_map(|(generation, block)| Message::Load { generation, block })
+        (id64(Generation), block(), kept())
+            .prop_map(|(generation, block, what)| Message::Load { generation, block, what })
             .boxed(),
         id64(Generation).prop_map(|generation| Message::Loaded { generation }).boxed(),
         (text(), id64(Generation))
@@ -472,6 +472,40 @@ pub fn each_message() -> Vec<BoxedStrategy<Message>> {
             .prop_map(|(plan, block, wide, slot)| Message::PushIn { plan, block, wide, slot })
             .boxed(),
         id64(PlanId).prop_map(|plan| Message::Torn { plan }).boxed(),
+        (text(), id64(Generation), id64(Epoch))
+            .prop_map(|(model, generation, epoch)| Message::Capture { model, generation, epoch })
+            .boxed(),
+        any::<u64>().prop_map(|snapshot| Message::Captured { snapshot }).boxed(),
+        (id64(Generation), id64(Epoch), any::<(u64, u8, bool)>())
+            .prop_map(|(generation, epoch, (snapshot, slots, holds))| Message::Pin {
+                generation,
+                epoch,
+                snapshot,
+                slots,
+                holds,
+            })
+            .boxed(),
+        id64(Version).prop_map(|version| Message::Pinned { version }).boxed(),
+        (id64(Generation), id64(Version), any::<(u64, u8)>())
+            .prop_map(|(generation, version, (snapshot, slots))| Message::Copy {
+                generation,
+                snapshot,
+                version,
+                slots,
+            })
+            .boxed(),
+        (id64(Generation), any::<u64>(), block(), kept())
+            .prop_map(|(generation, snapshot, block, what)| Message::FetchCopy {
+                generation,
+                snapshot,
+                block,
+                what,
+            })
+            .boxed(),
+        (id64(Generation), any::<u64>())
+            .prop_map(|(generation, snapshot)| Message::Release { generation, snapshot })
+            .boxed(),
+        id64(Generation).prop_map(|generation| Message::BeginAt { generation }).boxed(),
     ]
 }
 

@@ -4,6 +4,7 @@
 use libmodelio::vocabulary::layout::ModelLayout;
 
 use super::{Action, CoordinatorCore, Now};
+use crate::core::JobRecord;
 
 /// What was handed over is no coordinator of this model.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -88,6 +89,15 @@ impl CoordinatorCore {
         coordinator.clients.values_mut().for_each(|client| client.taken_over(now));
         coordinator.core.taken_over(now);
         Ok(coordinator)
+    }
+
+    /// Goes on from what a snapshot has of a job, with the settings that this one has. Of a job that has just begun.
+    ///
+    /// # Errors
+    /// [`TakeOverError`] for the record of another model.
+    pub fn restored(mut self, record: JobRecord) -> Result<CoordinatorCore, TakeOverError> {
+        self.core.restore(record).map_err(|error| TakeOverError(error.to_string()))?;
+        Ok(self)
     }
 
     /// After [`Self::taken_over`]: what the job waits for, if there is something, begins.

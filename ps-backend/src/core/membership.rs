@@ -9,7 +9,7 @@ use super::{Action, JobCore, MAX_LEARNERS, Member, Now, PendingKind, Phase};
 const MAX_NAME: usize = 64;
 
 /// Names are those of directories: whoever asks has looked already, unless it is no mount.
-fn check_name(name: &str) -> Result<(), ShardError> {
+pub(super) fn check_name(name: &str) -> Result<(), ShardError> {
     let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if !name.is_empty() && name.len() <= MAX_NAME && !name.starts_with('.') && name.chars().all(fits) {
         return Ok(());

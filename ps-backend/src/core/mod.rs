@@ -28,6 +28,7 @@ mod deadlines;
 mod early;
 mod hold;
 mod membership;
+mod record;
 mod setback;
 mod settings;
 mod state;
@@ -50,6 +51,7 @@ use serde::{Deserialize, Serialize};
 
 pub use actions::{Action, Contribution, Now, Opening, Plan, Ticket, Work};
 pub use commit::NOT_COMMITTED;
+pub use record::{JobRecord, LearnerRecord};
 use state::{Committed, Member, Pending, PendingKind, Phase, Place, Stall, Tensors, Wait};
 
 /// Writes of new weights that can wait at once.

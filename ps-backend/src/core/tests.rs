@@ -7,6 +7,7 @@ mod losses;
 mod members;
 mod quorum_jobs;
 mod random;
+mod records;
 mod sim;
 mod ssp_jobs;
 mod sync_jobs;

@@ -29,6 +29,7 @@ use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::{ModelLayout, PartitionLayout};
 use libmodelio::vocabulary::reducer::{Combine, Reducer, Step};
 use libmodelio::vocabulary::tensor_steps::{ByteSteps, TensorSteps};
+use libmodelio::wire::Kept;
 use parking_lot::Mutex;
 
 use crate::memory::MemoryUse;
@@ -194,7 +195,7 @@ struct Shared {
     inner: Mutex<Inner>,
     sums: Arc<Sums>,
     tally: Arc<Tally>,
-    /// What of version 0 is there: `COMING` or `THERE`.
+    /// What of version 0 is there: nothing; `COMING`, while a thread is at the block; or the marks of what is there.
     loaded: Box<[AtomicU8]>,
 }
 
@@ -204,6 +205,8 @@ struct Inner {
     limits: Limits,
     /// Until version 0 is complete.
     loading: Option<Arc<Loading>>,
+    /// What is loaded has masters and optimizer state: all that there is room for has to come.
+    loads_state: bool,
     /// Gone when all of the last job is.
     running: Weak<Alive>,
     /// Who reads the newest version's state.
@@ -212,6 +215,16 @@ struct Inner {
 
 const COMING: u8 = 1;
 const THERE: u8 = 2;
+
+/// The mark of what is kept of a block besides weights, once it is there.
+fn mark_of(what: Kept) -> u8 {
+    match what {
+        Kept::Weights => THERE,
+        Kept::Masters => 4,
+        Kept::Slot(0) => 8,
+        Kept::Slot(_) => 16,
+    }
+}
 
 impl PartitionStore {
     /// Memory for `partition`, to be trained by `reducer`: version 0, to be loaded, the versions after it, and
@@ -236,7 +249,14 @@ impl PartitionStore {
         }
         let loaded = (0..layout.blocks()).map(|_| AtomicU8::new(0)).collect();
         let sums = Arc::new(Sums::new(Arc::clone(layout))?);
-        let inner = Mutex::new(Inner { store, limits, loading, running: Weak::new(), readers: 0 });
+        let inner = Mutex::new(Inner {
+            store,
+            limits,
+            loading,
+            loads_state: false,
+            running: Weak::new(),
+            readers: 0,
+        });
         let tally = Arc::default();
         Ok(PartitionStore { shared: Arc::new(Shared { partition, inner, sums, tally, loaded }) })
     }
@@ -309,11 +329,21 @@ impl PartitionStore {
     /// came twice is being looked at.
     pub fn finish_loading(&self) -> Result<(), PartitionError> {
         let mut inner = self.shared.inner.lock();
-        let missing = self.shared.loaded.iter().position(|mark| mark.load(Ordering::Acquire) != THERE);
-        if let Some(missing) = missing {
-            return Err(PartitionError::NotLoaded(BlockId(missing as u32)));
-        }
         let Some(loading) = inner.loading.take() else { return Ok(()) };
+        let loads_state = inner.loads_state;
+        let wanted = |block: BlockId| {
+            let state = if loads_state { loading.wants(block) } else { Vec::new() };
+            state.into_iter().fold(THERE, |marks, what| marks | mark_of(what))
+        };
+        let marks = (0..).map(BlockId).zip(&self.shared.loaded);
+        let lacks = |(block, mark): &(BlockId, &AtomicU8)| {
+            let mark = mark.load(Ordering::Acquire);
+            mark & COMING != 0 || mark & wanted(*block) != wanted(*block)
+        };
+        if let Some((missing, _)) = marks.into_iter().find(lacks) {
+            inner.loading = Some(loading);
+            return Err(PartitionError::NotLoaded(missing));
+        }
         match Arc::try_unwrap(loading) {
             Ok(_) => {
                 inner.store.loaded();

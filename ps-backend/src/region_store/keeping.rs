@@ -117,6 +117,22 @@ impl Loading {
     }
 }
 
+/// Where what is kept of a block lies among all that is kept of that kind; empty if it has nothing of the kind. Kinds
+/// that a reducer does not have are not known here.
+///
+/// # Panics
+/// If there is no such block.
+pub fn kept_range(layout: &ModelLayout, block: BlockId, what: Kept) -> Range<u64> {
+    match what {
+        Kept::Weights => layout.block_bytes(block),
+        Kept::Masters if !has_halves(layout, block) => 0..0,
+        Kept::Masters | Kept::Slot(_) => {
+            let Range { start, end } = state_bytes(layout, block);
+            start as u64..end as u64
+        }
+    }
+}
+
 /// Where masters and optimizer state of a block lie: elements of a block follow each other.
 fn state_bytes(layout: &ModelLayout, block: BlockId) -> Range<usize> {
     let spans = layout.segments(block).iter().filter_map(|segment| {

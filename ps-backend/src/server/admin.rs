@@ -1,13 +1,15 @@
 //! Creating, loading and deleting models on a shard, and what it tells of itself.
 
-use libmodelio::vocabulary::ids::{BlockId, Generation, ShardId};
+use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{Message, ModelRecord, Refusal};
 use serde_json::{Value, json};
 
+use super::coordinator::Begins;
 use super::partition::{MakeError, Partition};
 use super::shared::{Making, Model, Shared};
 use super::unsent::AdminAnswer;
 use crate::memory;
+use crate::snapshot::Piece;
 
 impl Shared {
     /// Makes room for this shard's partition of a model. Takes time.
@@ -41,13 +43,14 @@ impl Shared {
         let layout = partition.layout();
         tracing::info!(model = %name, blocks = layout.blocks(), bytes = layout.size(), "created");
         self.gone.is_back(&name);
-        models.insert(name, Model { generation, record, partition, coordinator: None, whereabouts: None });
+        let (coordinator, whereabouts, begins) = (None, None, None);
+        models.insert(name, Model { generation, record, partition, coordinator, whereabouts, begins });
         Ok((Message::Done, None))
     }
 
-    /// A block of version 0.
-    pub(super) fn load(&self, generation: Generation, block: BlockId, bytes: &[u8]) -> Result<(), Refusal> {
-        self.partition_of(generation)?.1.load(block, bytes)
+    /// A piece of what the model begins with.
+    pub(super) fn load(&self, generation: Generation, piece: Piece, bytes: &[u8]) -> Result<(), Refusal> {
+        self.partition_of(generation)?.1.load(piece, bytes)
     }
 
     /// All blocks were sent: the partition can be used, and if it is the coordinator's, the job begins.
@@ -60,7 +63,8 @@ impl Shared {
         };
         let shard = *self.shard.lock();
         if model.coordinator.is_none() && model.record.coordinator == shard {
-            model.coordinator = Some(self.coordinator(&model.record, &model.partition, None, &[])?);
+            let job = model.begins.take().map_or(Begins::Anew, Begins::AtRecord);
+            model.coordinator = Some(self.coordinator(&model.record, &model.partition, job, &[])?);
         }
         Ok((Message::Done, None))
     }

@@ -232,8 +232,8 @@ impl Peer {
     fn administer(&self, request: u64, message: Message, payload: &[u8]) -> Result<(), Refusal> {
         let shared = Arc::clone(&self.shared);
         let answer = match message {
-            Message::Load { generation, block } => {
-                return shared.load(generation, block, payload);
+            Message::Load { generation, block, what } => {
+                return shared.load(generation, (block, what), payload);
             }
             Message::Registry(asked) => match &shared.table {
                 Some(table) => table.handle(&asked, payload).map(|answer| {
@@ -264,7 +264,8 @@ impl Peer {
             message if moving::is_between_shards(&message) && shared.options.holds_blocks => {
                 let (link, payload) = (self.link.clone(), payload.to_vec());
                 let unsent = Unsent::one_more(&self.unsent, payload.len())?;
-                let pool = matches!(message, Message::Fetch { .. }).then(|| shared.pool.clone());
+                let pool = matches!(message, Message::Fetch { .. } | Message::FetchCopy { .. })
+                    .then(|| shared.pool.clone());
                 let answers = move || {
                     let answer = shared.between_shards(message, &payload);
                     say_counted(&link, request, answer, Some(unsent));

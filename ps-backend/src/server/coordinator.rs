@@ -22,7 +22,7 @@ use parking_lot::{Condvar, Mutex};
 use super::partition::{Partition, ToCoordinator};
 use super::whereabouts::Whereabouts;
 use crate::coordinator::{AWAY, Action, CoordinatorCore};
-use crate::core::{MemberView, WaitedFor};
+use crate::core::{JobRecord, MemberView, WaitedFor};
 use crate::moving::Progress;
 use moves::Moves;
 pub(super) use moves::{MAX_MOVES, Moving};
@@ -57,6 +57,16 @@ enum Way {
     Here,
     /// Over the network.
     There(Arc<Remote>),
+}
+
+/// What a coordinator begins with.
+pub(super) enum Begins<'a> {
+    /// A new job.
+    Anew,
+    /// What a snapshot has of a job.
+    AtRecord(JobRecord),
+    /// A job that was handed over at this time.
+    HandedOver(&'a [u8], Duration),
 }
 
 /// The coordinator of a model.
@@ -108,8 +118,7 @@ pub struct CoordinatorStatus {
 }
 
 impl Coordinator {
-    /// The coordinator of the model of `record`, whose own partition is `here`; a new job's, or what was handed over at
-    /// the time beside it. Of `known` shards it is certain where their blocks are.
+    /// The coordinator of the model of `record`, whose own partition is `here`. Of `known` shards it is certain where their blocks are.
     ///
     /// # Errors
     /// A record that cannot be used, or no thread.
@@ -118,11 +127,11 @@ impl Coordinator {
         here: &Arc<Partition>,
         shard: ShardId,
         network: Option<Network>,
-        handed_over: Option<(&[u8], Duration)>,
+        job: Begins<'_>,
         known: &[ShardRecord],
     ) -> Result<Arc<Coordinator>, String> {
         let map = record.block_map().map_err(|error| error.to_string())?;
-        let began_at = handed_over.map_or(Duration::ZERO, |(_, now)| now);
+        let began_at = if let Begins::HandedOver(_, now) = job { now } else { Duration::ZERO };
         let ways: Vec<Way> = map
             .shares()
             .into_keys()
@@ -132,17 +141,16 @@ impl Coordinator {
             })
             .collect();
         let layout = record.layout().map_err(|error| error.to_string())?;
-        let core = match handed_over {
-            None => {
-                let core = CoordinatorCore::new(
-                    &layout,
-                    ways.len(),
-                    record.controls.clone(),
-                    patience(layout.size()),
-                );
-                core.map_err(|error| error.to_string())?
-            }
-            Some((bytes, now)) => {
+        let goes_on = matches!(job, Begins::HandedOver(..));
+        let new = || {
+            let controls = record.controls.clone();
+            CoordinatorCore::new(&layout, ways.len(), controls, patience(layout.size()))
+                .map_err(|error| error.to_string())
+        };
+        let core = match job {
+            Begins::Anew => new()?,
+            Begins::AtRecord(record) => new()?.restored(record).map_err(|error| error.to_string())?,
+            Begins::HandedOver(bytes, now) => {
                 let core = CoordinatorCore::taken_over(bytes, &layout, ways.len(), now);
                 core.map_err(|error| error.to_string())?
             }
@@ -179,7 +187,7 @@ impl Coordinator {
         let timer = Arc::downgrade(&coordinator);
         let spawned = std::thread::Builder::new().name("coord-timer".into()).spawn(move || run_timer(&timer));
         spawned.map_err(|error| error.to_string())?;
-        if handed_over.is_some() {
+        if goes_on {
             coordinator.with_core(|state, now, actions| state.core.go_on(now, actions));
         }
         Ok(coordinator)

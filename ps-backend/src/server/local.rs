@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{Client, ClientError};
@@ -15,9 +15,14 @@ use libmodelio::vocabulary::ids::{Generation, LearnerId, ShardId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::{JobState, ModelRecord, RecordError, Refusal};
 
-use super::coordinator::Coordinator;
+use super::coordinator::{Begins, Coordinator};
 use super::partition::{MakeError, Partition};
+use crate::core::JobRecord;
 use crate::partition::store::PartitionError;
+use crate::snapshot::{self, Copied, Load, SnapshotError, Source};
+
+/// Longest wait for a moment at which the coordinator and the partition are at the same version.
+const CAPTURING: Duration = Duration::from_secs(10);
 
 /// Why a model in one process does not come about.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +45,9 @@ pub enum LocalError {
     /// It has no client.
     #[error(transparent)]
     Client(#[from] ClientError),
+    /// It cannot go on from a snapshot.
+    #[error(transparent)]
+    Snapshot(#[from] SnapshotError),
 }
 
 impl From<Refusal> for LocalError {
@@ -67,6 +75,14 @@ pub struct LocalShard {
     pool: Pool,
 }
 
+/// What a model in this process begins with.
+pub enum Beginning<'a> {
+    /// Version 0, by its memory.
+    Weights(Box<dyn FnOnce(&Mapping) -> io::Result<()> + 'a>),
+    /// A snapshot, with the record of its job.
+    Snapshot(JobRecord, &'a mut dyn Source),
+}
+
 /// Makes a model in this process: `load` fills version 0 by its memory, and work on many blocks runs on `pool`.
 ///
 /// # Errors
@@ -78,17 +94,44 @@ pub fn start(
     pool: &Pool,
     load: impl FnOnce(&Mapping) -> io::Result<()>,
 ) -> Result<Client, LocalError> {
+    start_from(name, layout, controls, pool, Beginning::Weights(Box::new(load))).map(|(client, _)| client)
+}
+
+/// Makes a model in this process, with whatever it begins with. Of its shard snapshots can be taken.
+///
+/// # Errors
+/// [`LocalError`].
+pub fn start_from(
+    name: &str,
+    layout: &Arc<ModelLayout>,
+    controls: &Controls,
+    pool: &Pool,
+    beginning: Beginning<'_>,
+) -> Result<(Client, Weak<LocalShard>), LocalError> {
     const SHARD: ShardId = ShardId(0);
     let map = BlockMap::striped(layout.blocks(), &[SHARD])?;
     let controls = controls.clone();
     let record = ModelRecord::new(name, Generation(1), layout, BTreeMap::new(), &map, SHARD, controls)?;
     let partition = Partition::of_process(&record, layout, pool)?;
-    partition.store().load_whole(load)?;
-    let coordinator = Coordinator::new(&record, &partition, SHARD, None, None, &[]);
+    let job = match beginning {
+        Beginning::Weights(load) => {
+            partition.store().load_whole(load)?;
+            Begins::Anew
+        }
+        Beginning::Snapshot(of, source) => {
+            let mut load = Load::begin(partition.store(), of.version, of.optimizer)?;
+            source.send(&mut snapshot::pieces(layout, snapshot::all_kinds(of.optimizer)), &mut load)?;
+            load.finish()?;
+            partition.begin_at(of.version);
+            Begins::AtRecord(of)
+        }
+    };
+    let coordinator = Coordinator::new(&record, &partition, SHARD, None, job, &[]);
     let coordinator = coordinator.map_err(LocalError::Coordinator)?;
     let shard =
         Arc::new(LocalShard { coordinator, partition: Arc::clone(&partition), pool: Arc::clone(pool) });
     let coordinator = Arc::clone(&shard.coordinator);
+    let captured = Arc::downgrade(&shard);
     let mut met = Ok(());
     let client = Client::of_shard_here(&record, Arc::clone(layout), shard, |client| {
         met = coordinator.client_here(client);
@@ -96,7 +139,36 @@ pub fn start(
     met?;
     let client = client?;
     partition.warm_up(record.controls.retain as usize);
-    Ok(client)
+    Ok((client, captured))
+}
+
+impl LocalShard {
+    /// Takes a snapshot of the newest version. The job stands still for as long as it takes to copy it.
+    ///
+    /// # Errors
+    /// [`SnapshotError`].
+    pub fn capture(&self) -> Result<(JobRecord, Controls, Copied), SnapshotError> {
+        let store = self.partition.store();
+        let (record, _) = self.coordinator.record();
+        // What the optimizer keeps may come to be needed before the version is held.
+        let kinds = snapshot::all_kinds(record.optimizer);
+        let mut copied = Copied::reserve(self.partition.layout(), kinds)?;
+        let deadline = Instant::now() + CAPTURING;
+        loop {
+            let kept = store.keep()?;
+            let (record, controls) = self.coordinator.record();
+            // The coordinator counts a version before the partition has heard that it does.
+            if record.version == kept.version() {
+                copied.fill(&kept, snapshot::kinds(&record), &self.pool)?;
+                return Ok((record, controls, copied));
+            }
+            drop(kept);
+            if Instant::now() >= deadline {
+                return Err(SnapshotError::Unfit("the job makes versions too fast to be captured".into()));
+            }
+            std::thread::yield_now();
+        }
+    }
 }
 
 impl Shard for LocalShard {

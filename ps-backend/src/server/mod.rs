@@ -16,8 +16,11 @@
 //! | `fabric` | clients elsewhere, by RDMA (`unsafe`) |
 //! | `coordinator` | the coordinator of a model at work |
 //! | `moving::adoptions` | partitions that are to be, under another block map |
+//! | `captures` | copies of versions, for snapshots |
 //! | `shared` | what all connections share |
 //! | `models` | the models: how they are found, coordinated and forgotten |
+//! | `line` | another shard that is told what to do |
+//! | `capturing` | snapshots of models that run |
 //! | `moving` | a model's blocks on their way to other shards |
 //! | `admin` | creating and loading models, status |
 //! | `conversation` | the shard's end of every connection |
@@ -30,11 +33,14 @@
 
 mod admin;
 mod announcer;
+mod captures;
+mod capturing;
 mod complaints;
 mod conversation;
 pub mod coordinator;
 #[cfg(feature = "rdma")]
 mod fabric;
+mod line;
 mod listeners;
 pub mod local;
 mod memory;
@@ -112,6 +118,7 @@ impl Server {
             models: Mutex::default(),
             making: Mutex::default(),
             adopting: Default::default(),
+            captures: Default::default(),
             gone: Default::default(),
             standing: Mutex::default(),
             table: table.then(Table::new),

@@ -1,12 +1,11 @@
 //! The models of a shard: which there are, how one begins to be coordinated, and how it is forgotten.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use libmodelio::vocabulary::ids::{Epoch, Generation};
 use libmodelio::wire::{Message, ModelRecord, Refusal, Role, ShardRecord};
 
-use super::coordinator::{Coordinator, Network};
+use super::coordinator::{Begins, Coordinator, Network};
 use super::partition::Partition;
 use super::shared::Shared;
 use super::unsent::AdminAnswer;
@@ -54,13 +53,13 @@ impl Shared {
         }
     }
 
-    /// Begins to coordinate a model, or goes on with what was handed over. Of `known` shards it is certain where their
+    /// Begins to coordinate a model. Of `known` shards it is certain where their
     /// blocks are.
     pub(super) fn coordinator(
         &self,
         record: &ModelRecord,
         partition: &Arc<Partition>,
-        handed_over: Option<(&[u8], Duration)>,
+        job: Begins<'_>,
         known: &[ShardRecord],
     ) -> Result<Arc<Coordinator>, Refusal> {
         let shared = self.this.clone();
@@ -73,7 +72,7 @@ impl Shared {
         });
         let shard = *self.shard.lock();
         let network = Some(Network { net: self.net.clone(), resolve });
-        Coordinator::new(record, partition, shard, network, handed_over, known).map_err(Refusal::other)
+        Coordinator::new(record, partition, shard, network, job, known).map_err(Refusal::other)
     }
 
     /// Forgets a model. If it has moved away, the answer says where it is to be forgotten, too.

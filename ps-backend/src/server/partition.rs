@@ -39,6 +39,7 @@ use super::whereabouts::Whereabouts;
 use crate::memory::{self, MemoryUse, gib};
 use crate::partition::core::PartitionCore;
 use crate::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore, PartitionWork};
+use crate::snapshot::Piece;
 #[cfg(feature = "rdma")]
 pub(super) use blocks::Fetching;
 #[cfg(feature = "rdma")]
@@ -258,10 +259,10 @@ impl Partition {
         (state.core.version(), state.core.running())
     }
 
-    /// A block of version 0.
-    pub(super) fn load(&self, block: BlockId, bytes: &[u8]) -> Result<(), Refusal> {
+    /// A piece of what it begins with.
+    pub(super) fn load(&self, (block, what): Piece, bytes: &[u8]) -> Result<(), Refusal> {
         let local = self.store.partition().local(block).ok_or(Refusal::NotMine { block })?;
-        self.store.load(local, bytes).map(drop).map_err(Refusal::other)
+        self.store.load_piece(local, what, bytes).map(drop).map_err(Refusal::other)
     }
 }
 

@@ -12,6 +12,7 @@ use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{Fate, ModelRecord, Refusal};
 use parking_lot::{Condvar, Mutex};
 
+use super::captures::Captures;
 use super::complaints::Log;
 use super::coordinator::Coordinator;
 #[cfg(feature = "rdma")]
@@ -22,6 +23,7 @@ use super::partition::Partition;
 use super::standing::{Standing, life};
 use super::table::{Local, Table};
 use super::whereabouts::{Gone, Whereabouts};
+use crate::core::JobRecord;
 
 /// Longest wait for the registry.
 const REGISTRY_PATIENCE: Duration = Duration::from_secs(5);
@@ -34,6 +36,8 @@ pub(super) struct Model {
     pub coordinator: Option<Arc<Coordinator>>,
     /// What is told to whoever speaks of an older block map, if there was one.
     pub whereabouts: Option<Whereabouts>,
+    /// What its job goes on from, until it begins.
+    pub begins: Option<JobRecord>,
 }
 
 /// A partition whose memory is being taken.
@@ -66,6 +70,8 @@ pub(super) struct Shared {
     pub making: Mutex<BTreeMap<Generation, Making>>,
     /// Partitions under block maps that are to be.
     pub adopting: Adoptions,
+    /// Copies of versions, for snapshots.
+    pub captures: Captures,
     /// Models that were here.
     pub gone: Gone,
     /// What is between this shard and the registry.

@@ -18,6 +18,7 @@ use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
 use ps_backend::create::{NewModel, create};
 use ps_backend::server::{RdmaUse, Server, ServerOptions};
+use ps_backend::snapshot::Piece;
 
 pub const LONG: Duration = Duration::from_secs(20);
 
@@ -190,9 +191,11 @@ pub fn blank(
     shards: usize,
 ) -> ModelRecord {
     let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-    let new = NewModel { name, layout, metadata: BTreeMap::new(), controls: &controls, shards };
-    let zeros = &|_, bytes: &mut [u8]| {
-        bytes.fill(0);
+    let new = NewModel { name, layout, metadata: BTreeMap::new(), controls: &controls, shards, record: None };
+    let zeros = &|(block, _): Piece, bytes: &mut Vec<u8>| {
+        let block = layout.block_bytes(block);
+        bytes.clear();
+        bytes.resize((block.end - block.start) as usize, 0);
         Ok(())
     };
     create(registry, &new, zeros, &|_| {}).unwrap()

@@ -25,10 +25,11 @@ fn bring(from: &PartitionStore, to: &PartitionStore) {
     let kept = from.keep().unwrap();
     for &global in to.partition().blocks() {
         let (there, here) = (from.partition().local(global).unwrap(), to.partition().local(global).unwrap());
-        let state = to.wants(here).unwrap().into_iter();
-        let state: Vec<_> = state.map(|what| (what, kept.bytes(there, what).unwrap().to_vec())).collect();
-        assert!(to.load_kept(here, kept.bytes(there, Kept::Weights).unwrap(), &state).unwrap());
-        assert!(!to.load_kept(here, kept.bytes(there, Kept::Weights).unwrap(), &state).unwrap());
+        for what in [Kept::Weights].into_iter().chain(to.wants(here).unwrap()) {
+            assert!(matches!(to.finish_loading(), Err(PartitionError::NotLoaded(_))));
+            assert!(to.load_piece(here, what, kept.bytes(there, what).unwrap()).unwrap());
+            assert!(!to.load_piece(here, what, kept.bytes(there, what).unwrap()).unwrap());
+        }
     }
     to.finish_loading().unwrap();
 }
@@ -139,11 +140,14 @@ fn what_does_not_fit_is_not_taken() {
     let bytes = &weights[bytes_of(layout, last)];
     let wants = there.wants(last).unwrap();
     assert_eq!(wants, [Kept::Masters, Kept::Slot(0), Kept::Slot(1)]);
-    let with = |what, len: usize| there.load_kept(last, bytes, &[(what, vec![0; len])]);
+    let with = |what, len: usize| there.load_piece(last, what, &vec![0; len]);
+    assert!(matches!(with(Kept::Slot(0), 0), Err(PartitionError::NotLoaded(block)) if block == last));
+    let short = there.load_piece(last, Kept::Weights, &bytes[1..]);
+    assert!(matches!(short, Err(PartitionError::Length { .. })));
+    assert!(there.load_piece(last, Kept::Weights, bytes).unwrap());
     for (what, len) in [(Kept::Masters, 0), (Kept::Slot(0), 4), (Kept::Slot(2), 0)] {
         assert!(matches!(with(what, len), Err(PartitionError::State { .. })), "{what:?} of {len} bytes");
     }
-    assert!(matches!(there.load_kept(last, &bytes[1..], &[]), Err(PartitionError::Length { .. })));
     assert!(matches!(there.wants(BlockId(999)), Err(PartitionError::NoBlock { .. })));
     // State that the other partition did not have is zero.
     assert!(with(Kept::Slot(1), 0).unwrap());

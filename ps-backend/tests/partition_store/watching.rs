@@ -12,6 +12,7 @@ use libmodelio::transport::Region;
 use libmodelio::transport::rdma::published::{Absent, DIRECTORY, Directory, ENTRY, find};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::{Hyper, Reducer, Step};
+use libmodelio::wire::Kept;
 use parking_lot::Mutex;
 use proptest::prelude::*;
 use ps_backend::partition::store::{
@@ -106,7 +107,11 @@ fn loaded(version: u64, limits: Limits, watcher: &mut Vec<Arc<Watcher>>) -> Part
         assert!(
             watcher[0].knows_nothing() && matches!(store.finish_loading(), Err(PartitionError::NotLoaded(_)))
         );
-        assert!(store.load_kept(BlockId(block), &payload(&store, block, 1.0), &[]).unwrap());
+        assert!(store.load_piece(BlockId(block), Kept::Weights, &payload(&store, block, 1.0)).unwrap());
+        if version > 0 {
+            assert!(matches!(store.finish_loading(), Err(PartitionError::NotLoaded(_))));
+            assert!(store.load_piece(BlockId(block), Kept::Slot(0), &[]).unwrap());
+        }
     }
     assert!(watcher[0].knows_nothing(), "it is not complete before somebody says so");
     store.finish_loading().unwrap();

@@ -49,7 +49,7 @@ fn the_definition_is_sound() {
 fn every_command_has_help_with_examples() {
     let mut line = Line::command();
     let names: Vec<String> = line.get_subcommands().map(|command| command.get_name().to_owned()).collect();
-    assert_eq!(names, ["registry", "shard", "create", "mount", "status", "delete", "drain"]);
+    assert_eq!(names, ["registry", "shard", "create", "mount", "status", "save", "delete", "drain"]);
     for name in names {
         let help = line.find_subcommand_mut(&name).unwrap().render_long_help().to_string();
         assert!(help.contains("Examples:\n  "), "{help}");
@@ -66,6 +66,7 @@ fn examples_parse() {
         CREATE_EXAMPLES,
         MOUNT_EXAMPLES,
         STATUS_EXAMPLES,
+        SAVE_EXAMPLES,
         DELETE_EXAMPLES,
         DRAIN_EXAMPLES,
     ] {
@@ -216,4 +217,18 @@ fn wrong_words_are_refused_with_exit_code_2() {
     }
     // What is out of range is found by the same code wherever it comes from.
     assert_eq!(config!(Create, "create m --size 1MiB --shards 0 --registry n").unwrap_err().exit_code(), 2);
+}
+
+#[test]
+fn what_is_saved_is_a_directory_of_a_mount_or_a_name() {
+    use crate::config::cluster::{SaveConfig, SavedModel};
+    let config: SaveConfig = config!(Save, "save --replace --piece-size 1MiB /mnt/job/llama there").unwrap();
+    assert_eq!(config.model, SavedModel::Mounted("/mnt/job/llama".into()));
+    assert_eq!((config.dir, config.piece_size, config.replaces), ("there".into(), 1 << 20, true));
+    let config: SaveConfig = config!(Save, "save llama there --registry node1").unwrap();
+    let SavedModel::Named(name, registry) = config.model else { panic!("{:?}", config.model) };
+    assert_eq!((name.as_str(), registry.to_string().as_str()), ("llama", "node1:7070"));
+    assert_eq!((config.piece_size, config.replaces), (5_000_000_000, false));
+    let nothing = config!(Save, "save --piece-size 0 llama there").unwrap_err();
+    assert!(nothing.message.contains("--piece-size"), "{}", nothing.message);
 }

@@ -24,6 +24,7 @@ use crate::fs::attr::{Attributes, Keep};
 use crate::fs::node::{File, Node};
 use crate::fs::text;
 use crate::fuse::opening::Opened;
+use crate::session::model::Snapshots;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -197,7 +198,15 @@ impl Mounted {
         });
         let device: Arc<dyn Device> = Arc::clone(&job) as _;
         let own = "host1".to_owned();
-        let model = Model::new("m".into(), Arc::clone(&job) as _, device, Default::default(), own).unwrap();
+        let model = Model::new(
+            "m".into(),
+            Arc::clone(&job) as _,
+            device,
+            Default::default(),
+            own,
+            Snapshots::Here(Default::default()),
+        )
+        .unwrap();
         let access = Access { owner: (0, 0), umask: None };
         let Started { calls, inbox } = Calls::start(vec![Arc::new(model)], false, access).unwrap();
         Mounted { fs: Arc::clone(&calls.fs), calls, job, held, _inbox: inbox }

@@ -10,7 +10,7 @@ use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::Kept;
 
-use super::{COMING, PartitionError, PartitionStore, Payload, Shared, THERE, check_payload};
+use super::{COMING, PartitionError, PartitionStore, Shared, THERE, mark_of};
 use crate::region_store::Keeping;
 
 /// The newest version with its masters and optimizer state. No plan begins while this lives.
@@ -76,6 +76,7 @@ impl PartitionStore {
             inner.loading = Some(loading);
             return Err(PartitionError::Busy);
         }
+        inner.loads_state = true;
         // Nobody is at any block: to begin with one takes the lock.
         self.shared.loaded.iter().for_each(|mark| mark.store(0, Ordering::Relaxed));
         inner.store.begin_at(version);
@@ -97,42 +98,42 @@ impl PartitionStore {
         Ok(loading.wants(block))
     }
 
-    /// Takes a block with what [`Self::wants`] says, as another partition keeps it. False, and nothing is done, if it
-    /// has come before.
+    /// Takes a piece of what another partition keeps of a block: its weights first, and then all that [`Self::wants`]
+    /// says. Without bytes, optimizer state is zero. False, and nothing is done, if it has come before.
     ///
     /// # Errors
-    /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::State`], [`PartitionError::Loaded`].
-    pub fn load_kept(
-        &self,
-        block: BlockId,
-        weights: &[u8],
-        state: &[(Kept, Vec<u8>)],
-    ) -> Result<bool, PartitionError> {
-        check_payload(self.layout(), block, Payload::Plain(weights))?;
-        // Whoever loads has the lock while it begins: `begin_at` finds it or comes before it.
+    /// [`PartitionError::NoBlock`], [`PartitionError::Length`], [`PartitionError::State`], [`PartitionError::Loaded`];
+    /// [`PartitionError::NotLoaded`] if the weights have not come, [`PartitionError::Claimed`] while another piece comes.
+    pub fn load_piece(&self, block: BlockId, what: Kept, bytes: &[u8]) -> Result<bool, PartitionError> {
+        if what == Kept::Weights {
+            return self.load(block, bytes);
+        }
+        let wanted = self.wants(block)?.contains(&what);
         let loading = self.shared.inner.lock().loading.clone().ok_or(PartitionError::Loaded)?;
-        let wants = loading.wants(block);
-        for (what, bytes) in state {
-            if !wants.contains(what) || !loading.fits(block, *what, bytes) {
-                return Err(PartitionError::State { block, got: bytes.len() });
-            }
+        if !wanted || !loading.fits(block, what, bytes) {
+            return Err(PartitionError::State { block, got: bytes.len() });
         }
         let mark = &self.shared.loaded[block.index()];
-        if mark.compare_exchange(0, COMING, Ordering::Acquire, Ordering::Relaxed).is_err() {
+        let before = mark.load(Ordering::Relaxed);
+        if before & mark_of(what) != 0 {
             return Ok(false);
         }
-        // SAFETY: the mark makes the block this thread's, and the version is shown only when all blocks are there.
-        unsafe {
-            loading.load(block, weights);
-            for (what, bytes) in state {
-                loading.load_state(block, *what, bytes);
-            }
+        if before & COMING != 0 {
+            return Err(PartitionError::Claimed(block));
         }
-        if state.iter().any(|(what, bytes)| matches!(what, Kept::Slot(_)) && !bytes.is_empty()) {
+        if before & THERE == 0 {
+            return Err(PartitionError::NotLoaded(block));
+        }
+        if mark.compare_exchange(before, before | COMING, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            return Err(PartitionError::Claimed(block));
+        }
+        // SAFETY: the mark makes the block this thread's, and the version is shown only when all blocks are there.
+        unsafe { loading.load_state(block, what, bytes) };
+        if matches!(what, Kept::Slot(_)) && !bytes.is_empty() {
             self.shared.inner.lock().store.state_loaded();
         }
         drop(loading);
-        mark.store(THERE, Ordering::Release);
+        mark.store(before | mark_of(what), Ordering::Release);
         Ok(true)
     }
 }

@@ -10,6 +10,7 @@ use libmodelio::wire::Refusal;
 
 use super::Coordinator;
 use crate::coordinator::TakeOverError;
+use crate::core::JobRecord;
 use crate::server::whereabouts::Whereabouts;
 
 impl Coordinator {
@@ -44,6 +45,13 @@ impl Coordinator {
         let state = self.state.lock();
         let job = state.core.job();
         (job.version(), job.state_of(), job.controls().clone())
+    }
+
+    /// What is true of the newest version, and the settings.
+    pub(in crate::server) fn record(&self) -> (JobRecord, Controls) {
+        let state = self.state.lock();
+        let job = state.core.job();
+        (job.record(), job.controls().clone())
     }
 
     /// All that it knows, and what time it is. From now on it does nothing: what clients say is not heard, and they

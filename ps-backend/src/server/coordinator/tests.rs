@@ -26,7 +26,7 @@ fn a_shard_that_cannot_be_found_is_looked_for_after_pauses_that_grow() {
         Err(format!("nobody knows where shard {shard} is"))
     });
     let network = Some(Network { net: reactor.handle(), resolve });
-    let coordinator = Coordinator::new(&record, &partition, here, network, None, &[]).unwrap();
+    let coordinator = Coordinator::new(&record, &partition, here, network, Begins::Anew, &[]).unwrap();
     let mut before: Option<Instant> = None;
     for pause in [0, 50, 100, 200, 400] {
         let now = asked.recv_timeout(Duration::from_secs(20)).expect("it is asked for again");

@@ -1,25 +1,18 @@
 //! The end of a move at which blocks arrive: a partition under a block map that is not in force yet.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use libmodelio::admin::{AdminError, AdminPeer};
 use libmodelio::vocabulary::ids::{BlockId, Epoch, ShardId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
-use libmodelio::wire::{Adoption, Kept, Message, ModelRecord, Refusal, ShardRecord};
+use libmodelio::wire::{Adoption, Kept, ModelRecord, Refusal, ShardRecord};
 use parking_lot::Mutex;
 
 use crate::coordinator::CoordinatorCore;
 use crate::server::partition::Partition;
+use crate::snapshot::{Fetched, Load, Piece, Shards, Sink, SnapshotError, Source};
 
-/// Requests for pieces that are under way to one shard: enough to keep the wire busy.
-const WINDOW: usize = 32;
-/// Bytes that were asked for, at most: what comes is held here until a block is whole.
-const WINDOW_BYTES: usize = 64 << 20;
-/// Longest wait for one piece.
-const PATIENCE: Duration = Duration::from_secs(20);
 /// Most bytes of a coordinator's state.
 const MAX_STATE: u64 = 1 << 30;
 #[derive(Debug)]
@@ -187,7 +180,7 @@ impl Adopting {
     }
 
     /// Fetches all blocks: those that this shard, `me`, has are `here`.
-    pub(super) fn fetch(&self, me: ShardId, here: &Here<'_>, version: Version) -> Result<(), Refusal> {
+    pub(super) fn fetch(&self, me: ShardId, here: &mut dyn Source, version: Version) -> Result<(), Refusal> {
         if self.stays {
             let newest = self.partition.store().newest().map(|newest| newest.version());
             return match newest {
@@ -198,140 +191,75 @@ impl Adopting {
                 }
             };
         }
+        let epoch = self.told.epoch;
         let before = self.told.map_in_force().map_err(Refusal::other)?;
-        let mut sources: BTreeMap<ShardId, Vec<BlockId>> = BTreeMap::new();
+        let (mut mine, mut others) = (Vec::new(), Vec::new());
         for &block in self.partition.store().partition().blocks() {
-            let owner = before.owner(self.told.epoch, block).map_err(Refusal::other)?;
-            sources.entry(owner).or_default().push(block);
+            let is_mine = before.owner(epoch, block).map_err(Refusal::other)? == me;
+            if is_mine { &mut mine } else { &mut others }.push(block);
         }
-        for (source, blocks) in sources {
-            if source == me { self.copy(here, &blocks) } else { self.pull(source, version, &blocks) }?;
-        }
+        let (generation, block_size) = (self.told.record.generation, self.told.record.block_size);
+        let addresses = self.told.shards.iter().map(|shard| (shard.shard, shard.address.clone()));
+        let owner = |block| before.owner(epoch, block).map_err(Refusal::other);
+        let mut there =
+            Shards::new(generation, Fetched::Newest(epoch, version), block_size, addresses, owner);
+        let mut taken = Taken { adopting: self, load: Load::of(self.partition.store()) };
+        let mut mine = self.pieces(mine)?.into_iter();
+        let mut others = self.pieces(others)?.into_iter();
+        let refusal = |error| match error {
+            SnapshotError::Refused(refusal) => refusal,
+            error => Refusal::other(error),
+        };
+        here.send(&mut mine, &mut taken).map_err(refusal)?;
+        there.send(&mut others, &mut taken).map_err(refusal)?;
         self.partition.store().finish_loading().map_err(Refusal::other)
     }
 
-    /// Blocks that are here already.
-    fn copy(&self, here: &Here<'_>, blocks: &[BlockId]) -> Result<(), Refusal> {
-        for &block in blocks {
-            let weights = here(block, Kept::Weights)?;
-            let mut state = Vec::new();
-            for what in self.wants(block)? {
-                state.push((what, here(block, what)?));
-            }
-            self.load(block, &weights, &state)?;
+    /// All that is kept of these blocks.
+    fn pieces(&self, blocks: Vec<BlockId>) -> Result<Vec<Piece>, Refusal> {
+        let store = self.partition.store();
+        let mut pieces = Vec::new();
+        for block in blocks {
+            let local = store.partition().local(block).ok_or(Refusal::NotMine { block })?;
+            pieces.push((block, Kept::Weights));
+            let wants = store.wants(local).map_err(Refusal::other)?;
+            pieces.extend(wants.into_iter().map(|what| (block, what)));
+        }
+        Ok(pieces)
+    }
+}
+
+/// A partition that is to be, as a sink.
+struct Taken<'a> {
+    adopting: &'a Adopting,
+    load: Load,
+}
+
+impl Sink for Taken<'_> {
+    fn take(&mut self, piece: Piece, bytes: &[u8]) -> Result<(), SnapshotError> {
+        if self.adopting.is_over() {
+            return Err(Refusal::other("the move was abandoned").into());
+        }
+        self.load.take(piece, bytes)?;
+        if piece.1 == Kept::Weights {
+            self.adopting.blocks.fetch_add(1, Ordering::Relaxed);
         }
         Ok(())
     }
+}
 
-    fn local(&self, block: BlockId) -> Result<BlockId, Refusal> {
-        self.partition.store().partition().local(block).ok_or(Refusal::NotMine { block })
-    }
+/// What this shard keeps of the version that is wanted, as a source.
+pub(super) struct Here<F>(pub(super) F);
 
-    fn wants(&self, block: BlockId) -> Result<Vec<Kept>, Refusal> {
-        self.partition.store().wants(self.local(block)?).map_err(Refusal::other)
-    }
-
-    fn load(&self, block: BlockId, weights: &[u8], state: &[(Kept, Vec<u8>)]) -> Result<(), Refusal> {
-        if self.is_over() {
-            return Err(Refusal::other("the move was abandoned"));
+impl<F: Fn(Piece) -> Result<Vec<u8>, Refusal>> Source for Here<F> {
+    fn send(
+        &mut self,
+        wanted: &mut dyn Iterator<Item = Piece>,
+        sink: &mut dyn Sink,
+    ) -> Result<(), SnapshotError> {
+        for piece in wanted {
+            sink.take(piece, &(self.0)(piece)?)?;
         }
-        let local = self.local(block)?;
-        self.partition.store().load_kept(local, weights, state).map_err(Refusal::other)?;
-        self.blocks.fetch_add(1, Ordering::Relaxed);
         Ok(())
-    }
-
-    /// Blocks from another shard, several requests at a time.
-    fn pull(&self, source: ShardId, version: Version, blocks: &[BlockId]) -> Result<(), Refusal> {
-        let record = self.told.shards.iter().find(|shard| shard.shard == source);
-        let address = record.map(|record| record.address.as_str()).unwrap_or_default();
-        self.pull_from(address, version, blocks).map_err(|error| match error {
-            Trouble::Here(refusal) => refusal,
-            Trouble::There(error) => {
-                Refusal::other(format!("blocks cannot be fetched from shard {source} at {address}: {error}"))
-            }
-        })
-    }
-
-    fn pull_from(&self, address: &str, version: Version, blocks: &[BlockId]) -> Result<(), Trouble> {
-        let mut peer = AdminPeer::connect(address, Instant::now() + PATIENCE)?;
-        let mut left = blocks.iter().copied();
-        let mut asked: HashMap<u64, (BlockId, Kept)> = HashMap::new();
-        let mut coming: HashMap<BlockId, Coming> = HashMap::new();
-        let mut queue: VecDeque<(BlockId, Kept)> = VecDeque::new();
-        // Of weights, masters and state together.
-        let block_bytes = self.partition.layout().block_size() as usize * 7;
-        let most = (WINDOW_BYTES / block_bytes).max(1);
-        loop {
-            while asked.len() < WINDOW {
-                if queue.is_empty()
-                    && coming.len() < most
-                    && let Some(block) = left.next()
-                {
-                    let wants = self.wants(block)?;
-                    coming.insert(block, Coming { weights: None, state: Vec::new(), left: 1 + wants.len() });
-                    queue.push_back((block, Kept::Weights));
-                    queue.extend(wants.into_iter().map(|what| (block, what)));
-                }
-                let Some((block, what)) = queue.pop_front() else { break };
-                let (generation, epoch) = (self.told.record.generation, self.told.epoch);
-                let fetch = Message::Fetch { generation, epoch, version, block, what };
-                asked.insert(peer.ask(&fetch, &[], Instant::now() + PATIENCE)?, (block, what));
-            }
-            if asked.is_empty() {
-                return Ok(());
-            }
-            if self.is_over() {
-                return Err(Refusal::other("the move was abandoned").into());
-            }
-            let (request, answer, bytes) = peer.answer(Instant::now() + PATIENCE)?;
-            let known = asked.remove(&request);
-            let (block, what) = known.ok_or_else(|| Refusal::other("an answer that nobody asked for"))?;
-            match answer {
-                Message::Fetched => {}
-                Message::Refused(refusal) => return Err(AdminError::from(refusal).into()),
-                other => return Err(Refusal::other(format!("it answers with {}", other.name())).into()),
-            }
-            let Some(one) = coming.get_mut(&block) else { continue };
-            match what {
-                Kept::Weights => one.weights = Some(bytes),
-                what => one.state.push((what, bytes)),
-            }
-            one.left -= 1;
-            if one.left == 0
-                && let Some(Coming { weights: Some(weights), state, .. }) = coming.remove(&block)
-            {
-                self.load(block, &weights, &state)?;
-            }
-        }
-    }
-}
-
-/// What this shard keeps of a block, of the version that is wanted.
-pub(super) type Here<'a> = dyn Fn(BlockId, Kept) -> Result<Vec<u8>, Refusal> + 'a;
-
-/// What has come of a block.
-struct Coming {
-    weights: Option<Vec<u8>>,
-    state: Vec<(Kept, Vec<u8>)>,
-    /// Pieces that are still to come.
-    left: usize,
-}
-
-/// Why blocks do not come.
-enum Trouble {
-    Here(Refusal),
-    There(AdminError),
-}
-
-impl From<Refusal> for Trouble {
-    fn from(refusal: Refusal) -> Trouble {
-        Trouble::Here(refusal)
-    }
-}
-
-impl From<AdminError> for Trouble {
-    fn from(error: AdminError) -> Trouble {
-        Trouble::There(error)
     }
 }

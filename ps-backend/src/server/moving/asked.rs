@@ -1,4 +1,4 @@
-//! What shards ask of each other when a model's blocks move.
+//! What shards ask of each other when a model's blocks move, and when a snapshot is taken.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::server::unsent::AdminAnswer;
 /// Longest wait for a move that is to stop. One that cannot be stopped any more may take longer.
 const STOPPING: Duration = Duration::from_secs(5);
 
-/// Whether a message is one of those by which shards move blocks.
+/// Whether a message is one of those by which shards move blocks, or of those about snapshots.
 pub(in crate::server) fn is_between_shards(message: &Message) -> bool {
     matches!(
         message,
@@ -24,6 +24,12 @@ pub(in crate::server) fn is_between_shards(message: &Message) -> bool {
             | Message::Switch
             | Message::Abandon { .. }
             | Message::StopMove { .. }
+            | Message::Capture { .. }
+            | Message::Pin { .. }
+            | Message::Copy { .. }
+            | Message::FetchCopy { .. }
+            | Message::Release { .. }
+            | Message::BeginAt { .. }
     )
 }
 
@@ -57,6 +63,12 @@ impl Shared {
                 self.adopting.abandon(generation, attempt);
                 Ok((Message::Done, None))
             }
+            message @ (Message::Capture { .. }
+            | Message::Pin { .. }
+            | Message::Copy { .. }
+            | Message::FetchCopy { .. }
+            | Message::Release { .. }
+            | Message::BeginAt { .. }) => self.of_snapshot(message, payload),
             Message::StopMove { model, generation, off } => self.stop_move(&model, generation, off).map(done),
             other => Err(Refusal::Role { what: other.name().to_owned() }),
         }

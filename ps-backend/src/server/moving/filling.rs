@@ -13,7 +13,7 @@ use libmodelio::vocabulary::ids::{Generation, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::wire::{Adoption, Moved, Refusal};
 
-use super::adopting::Adopting;
+use super::adopting::{Adopting, Here};
 use crate::server::partition::Partition;
 use crate::server::shared::Shared;
 
@@ -93,8 +93,9 @@ impl Shared {
         let fills = move || {
             let (me, generation) = (*shared.shard.lock(), kept.record().generation);
             let epoch = kept.epoch_in_force();
-            let here = |block, what| shared.partition_of(generation)?.1.kept(epoch, version, block, what);
-            let outcome = kept.fetch(me, &here, version);
+            let kept_here =
+                |(block, what)| shared.partition_of(generation)?.1.kept(epoch, version, block, what);
+            let outcome = kept.fetch(me, &mut Here(kept_here), version);
             let shared = {
                 let weak = shared.this.clone();
                 drop(shared);

@@ -13,7 +13,6 @@
 //! | `switching` | a new block map comes into force |
 //! | `filling` | partitions that are to be: their memory, their blocks, and what becomes of them |
 //! | `asked` | what shards ask of each other |
-//! | `told` | a shard that is told what to do |
 //! | `mover` | the coordinator's end |
 
 mod adopting;
@@ -22,7 +21,6 @@ mod asked;
 mod filling;
 mod mover;
 mod switching;
-mod told;
 
 pub(super) use adoptions::Adoptions;
 pub(super) use asked::is_between_shards;

@@ -14,9 +14,9 @@ use libmodelio::vocabulary::ids::{Generation, ShardId};
 use libmodelio::wire::{Fate, Message, ModelRecord, Moved, Refusal, RegistryAnswer, RegistryRequest};
 use parking_lot::MutexGuard;
 
-use super::told::Line;
 use crate::moving::{Action, Job, Looked, MoveCore, PIECE, PROMPT, Plan, Put, Sight, Tell, Told};
 use crate::server::coordinator::{Coordinator, MAX_MOVES, Moving};
+use crate::server::line::Line;
 use crate::server::shared::Shared;
 use crate::server::unsent::AdminAnswer;
 
@@ -282,7 +282,7 @@ impl Mover<'_> {
         let ((message, payload), shared) = (self.message(what), Arc::clone(self.shared));
         let events = self.events.clone();
         let asks = move || {
-            let answer = line.request(&shared, &message, payload.bytes(), within);
+            let answer = line.request(&shared, &message, payload.bytes(), within).and_then(told);
             if what == Tell::Delete
                 && let Err(why) = &answer
             {
@@ -294,6 +294,15 @@ impl Mover<'_> {
         if let Err(error) = std::thread::Builder::new().name("mover-asks".into()).spawn(asks) {
             let _ = self.events.send(Event::Answered(number, Err(format!("no thread to ask it: {error}"))));
         }
+    }
+}
+
+fn told(answer: Message) -> Result<Told, String> {
+    match answer {
+        Message::Adopted { blocks, of } => Ok(Told::Adopted { blocks, of }),
+        // To `Delete`: it is elsewhere, where it is deleted, too.
+        Message::Done | Message::Moved => Ok(Told::Done),
+        other => Err(format!("it answers with {}", other.name())),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use libmodelio::wire::{Moved, Refusal};
 
+use crate::server::coordinator::Begins;
 use crate::server::shared::{Model, Shared};
 use crate::server::whereabouts::Whereabouts;
 
@@ -54,16 +55,19 @@ impl Shared {
                 })?;
                 let partition = adopting.filled()?;
                 let coordinator = match adopting.handed_over()? {
-                    Some((bytes, now)) if record.coordinator == me => {
-                        Some(self.coordinator(&record, &partition, Some((&bytes, now)), &shards)?)
-                    }
+                    Some((bytes, now)) if record.coordinator == me => Some(self.coordinator(
+                        &record,
+                        &partition,
+                        Begins::HandedOver(&bytes, now),
+                        &shards,
+                    )?),
                     None if record.coordinator == me => {
                         return Err(Refusal::other("the coordinator's state was not handed over"));
                     }
                     _ => None,
                 };
                 let whereabouts = Some(to.clone());
-                let model = Model { generation, record, partition, coordinator, whereabouts };
+                let model = Model { generation, record, partition, coordinator, whereabouts, begins: None };
                 let before = models.insert(name.clone(), model);
                 self.gone.is_back(&name);
                 self.adopting.take_out(generation);

@@ -1,14 +1,17 @@
-//! A shard that is told what to do in a move: this one, or another over the network.
+//! A shard that is told what to do by the coordinator of a model: this one, or another over the network.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::admin::{AdminError, AdminPeer};
+use libmodelio::vocabulary::ids::ShardId;
 use libmodelio::wire::{Message, ShardRecord};
 use parking_lot::Mutex;
 
-use crate::moving::Told;
-use crate::server::shared::Shared;
+use super::shared::Shared;
+
+/// Longest wait for a greeting.
+const CONNECTING: Duration = Duration::from_secs(10);
 
 /// The way to one shard, and a connection as long as there is one that nobody uses.
 pub(super) struct Line {
@@ -21,6 +24,14 @@ impl Line {
         Line { record: record.clone(), idle: Mutex::new(None) }
     }
 
+    pub(super) fn shard(&self) -> ShardId {
+        self.record.shard
+    }
+
+    pub(super) fn address(&self) -> &str {
+        &self.record.address
+    }
+
     /// Tells the shard something, and waits for the answer; why there is none is for people. Another question may be
     /// under way: then this one goes over a connection of its own.
     pub(super) fn request(
@@ -29,9 +40,9 @@ impl Line {
         message: &Message,
         payload: &[u8],
         within: Duration,
-    ) -> Result<Told, String> {
+    ) -> Result<Message, String> {
         let is_here = self.record.shard == *shared.shard.lock();
-        let answer = match is_here {
+        match is_here {
             true => match message {
                 Message::Delete { model, generation } => shared.delete(model, *generation),
                 other => shared.between_shards(other.clone(), payload),
@@ -39,18 +50,14 @@ impl Line {
             .map(|(answer, _)| answer)
             .map_err(|refusal| refusal.to_string()),
             false => self.ask(message, payload, Instant::now() + within).map_err(|error| error.to_string()),
-        }?;
-        match answer {
-            Message::Adopted { blocks, of } => Ok(Told::Adopted { blocks, of }),
-            // To `Delete`: it is elsewhere, where it is deleted, too.
-            Message::Done | Message::Moved => Ok(Told::Done),
-            other => Err(format!("it answers with {}", other.name())),
         }
     }
 
     fn ask(&self, message: &Message, payload: &[u8], deadline: Instant) -> Result<Message, AdminError> {
         let known = self.idle.lock().take().filter(|peer| !peer.is_stale());
-        let mut peer = known.map_or_else(|| AdminPeer::connect(&self.record.address, deadline), Ok)?;
+        // What is asked for may take long, but not to be heard.
+        let heard = deadline.min(Instant::now() + CONNECTING);
+        let mut peer = known.map_or_else(|| AdminPeer::connect(&self.record.address, heard), Ok)?;
         let answer = peer.request(message, payload, deadline);
         if matches!(answer, Ok(_) | Err(AdminError::Refusal(_))) {
             *self.idle.lock() = Some(peer);

@@ -1,0 +1,177 @@
+//! `gradfs save`: a snapshot of a job that runs, written into a directory.
+
+use std::time::{Duration, Instant};
+
+use libmodelio::admin::{AdminError, AdminPeer};
+use libmodelio::registry::Registry as _;
+use libmodelio::wire::{Message, ModelRecord, Refusal, ShardRecord};
+use ps_backend::core::JobRecord;
+use ps_backend::snapshot::{Fetched, Head, Shards, SnapshotError, Source, Stream, StreamHead, Writer};
+use serde::Deserialize;
+
+use super::interrupt::Interrupt;
+use super::{deadline, maybe_unheard, registry, registry_error};
+use crate::config::cluster::{SaveConfig, SavedModel};
+use crate::config::endpoint::{DEFAULT_PORT, Endpoint};
+use crate::error::Error;
+use crate::progress::Progress;
+
+/// Longest wait for the copies on the shards, whose memory has to be found first.
+const CAPTURING: Duration = Duration::from_secs(330);
+/// How often it is tried when the model moves meanwhile.
+const TRIES: u32 = 3;
+
+/// Saves a model.
+///
+/// # Errors
+/// What keeps it from being saved; what was in the directory is there still.
+pub fn run(config: &SaveConfig) -> Result<(), Error> {
+    // Before there are threads.
+    let interrupt = Interrupt::install()?;
+    // Nobody is held up for what cannot be written.
+    Writer::check(&config.dir, config.replaces)?;
+    let model = match &config.model {
+        SavedModel::Named(name, registry) => return save_from_shards(config, name, registry, &interrupt),
+        SavedModel::Mounted(model) => model,
+    };
+    let (head, stream) = Stream::open(&model.join("snapshot")).map_err(|error| {
+        let hint = "name the directory of a model in a mount (gradfs save /mnt/job/llama /backup/llama), or its name in \
+                    a registry";
+        Error::new(format!("no snapshot can be taken of {}", model.display())).caused_by(error).hint(hint)
+    })?;
+    match (head, stream) {
+        (StreamHead::Here(head), Some(mut stream)) => write(config, *head, &mut stream, &interrupt),
+        (StreamHead::Elsewhere { registry, model }, _) => {
+            let registry = Endpoint::parse("the mount's registry", &registry, DEFAULT_PORT)?;
+            save_from_shards(config, &model, &registry, &interrupt)
+        }
+        (StreamHead::Here(_), None) => Err(Error::new("the snapshot ends before it begins")),
+    }
+}
+
+/// What shards say of a snapshot.
+#[derive(Deserialize)]
+struct Captured {
+    record: JobRecord,
+    settings: std::collections::BTreeMap<String, String>,
+}
+
+/// A snapshot of which every shard has a copy, as long as this lives.
+struct Copies {
+    snapshot: u64,
+    record: ModelRecord,
+    shards: Vec<ShardRecord>,
+}
+
+impl Drop for Copies {
+    /// Those that do not hear of it give their copies up by themselves.
+    fn drop(&mut self) {
+        let release = Message::Release { generation: self.record.generation, snapshot: self.snapshot };
+        for (owner, _) in unique(&self.record) {
+            if let Some(shard) = self.shards.iter().find(|shard| shard.shard == owner)
+                && let Ok(mut peer) = AdminPeer::connect(&shard.address, deadline())
+            {
+                let _ = peer.request(&release, &[], deadline());
+            }
+        }
+    }
+}
+
+/// The owners of a model's blocks, each once.
+fn unique(record: &ModelRecord) -> Vec<(libmodelio::vocabulary::ids::ShardId, u32)> {
+    let mut owners = record.owners.clone();
+    owners.sort_unstable();
+    owners.dedup_by_key(|(owner, _)| *owner);
+    owners
+}
+
+fn save_from_shards(
+    config: &SaveConfig,
+    name: &str,
+    at: &Endpoint,
+    interrupt: &Interrupt,
+) -> Result<(), Error> {
+    let (copies, captured) = capture(name, at)?;
+    let failed = |error: &dyn std::fmt::Display| Error::new(format!("cannot save {name}: {error}"));
+    let record = &copies.record;
+    let layout = record.layout().map_err(|error| failed(&error))?;
+    let map = record.block_map().map_err(|error| failed(&error))?;
+    let tensors = layout.tensors().iter();
+    let head = Head {
+        model: name.to_owned(),
+        record: captured.record,
+        settings: captured.settings,
+        block_size: record.block_size,
+        tensors: tensors.map(|t| (t.name.clone(), t.dtype.name(), t.shape.clone())).collect(),
+        metadata: record.metadata.clone(),
+    };
+    let addresses = copies.shards.iter().map(|shard| (shard.shard, shard.address.clone()));
+    let fetched = Fetched::Copy(copies.snapshot);
+    let epoch = record.epoch;
+    let owner = |block| map.owner(epoch, block).map_err(Refusal::other);
+    let mut source = Shards::new(record.generation, fetched, record.block_size, addresses, owner);
+    write(config, head, &mut source, interrupt)
+}
+
+/// Has the shards of a model copy one version of it.
+fn capture(name: &str, at: &Endpoint) -> Result<(Copies, Captured), Error> {
+    let registry = registry(at);
+    let mut tries = 0;
+    loop {
+        tries += 1;
+        let record = registry.model(name, deadline()).map_err(|error| registry_error(at, error))?;
+        if !record.ready {
+            let error = Error::new(format!("model {name} is still being created"));
+            return Err(error.hint("try again when it is there"));
+        }
+        let shards = registry.shards(deadline()).map_err(|error| registry_error(at, error))?;
+        let coordinator = shards.iter().find(|shard| shard.shard == record.coordinator).ok_or_else(|| {
+            let what = format!("shard {}, which coordinates {name}, is not announced", record.coordinator);
+            maybe_unheard(at, Error::new(what).hint("start it, or wait until it is reached again"))
+        })?;
+        let (model, generation, epoch) = (name.to_owned(), record.generation, record.epoch);
+        let capture = Message::Capture { model, generation, epoch };
+        let asked = AdminPeer::connect(&coordinator.address, deadline())
+            .and_then(|mut peer| peer.request(&capture, &[], Instant::now() + CAPTURING));
+        let failed = || Error::new(format!("no snapshot can be taken of {name}"));
+        match asked {
+            Ok((Message::Captured { snapshot }, payload)) => {
+                let copies = Copies { snapshot, record, shards };
+                let captured = serde_json::from_slice(&payload).map_err(|error| failed().caused_by(error))?;
+                return Ok((copies, captured));
+            }
+            Ok((other, _)) => {
+                let what = format!("{} answers with {}", coordinator.address, other.name());
+                return Err(failed().caused_by(what).hint("use the same release on all hosts"));
+            }
+            // It has moved since the registry was asked.
+            Err(AdminError::Refusal(Refusal::Epoch { .. })) if tries < TRIES => {}
+            Err(error) => {
+                return Err(failed().caused_by(error).hint("the job goes on as if nothing had been"));
+            }
+        }
+    }
+}
+
+fn write(
+    config: &SaveConfig,
+    head: Head,
+    source: &mut dyn Source,
+    interrupt: &Interrupt,
+) -> Result<(), Error> {
+    let (name, version) = (head.model.clone(), head.record.version);
+    let writer = Writer::create(&config.dir, head, config.piece_size, config.replaces)?;
+    let len = writer.len();
+    let progress = Progress::bytes(len, format!("saving {name}"));
+    let written = writer.write(source, &mut |bytes| {
+        progress.inc(bytes);
+        if interrupt.why().is_some() { Err(SnapshotError::Interrupted) } else { Ok(()) }
+    });
+    progress.finish();
+    written.map_err(|error| match interrupt.why() {
+        Some(why) => Error::new(format!("saving {name} was interrupted by {why}: nothing is left of it")),
+        None => error.into(),
+    })?;
+    println!("gradfs: saved version {version} of {name} in {}: {len} bytes", config.dir.display());
+    Ok(())
+}

@@ -1,0 +1,81 @@
+//! A snapshot of a model, as one stream of bytes; the job goes on.
+
+use libmodelio::wire::Kept;
+use ps_backend::snapshot::{self, Copied, Head, SnapshotError, StreamHead};
+
+use super::error::{CallError, CallResult};
+use super::model::{Model, Snapshots};
+
+/// A snapshot that was taken, or word of who can take it.
+pub struct Capture {
+    head: Vec<u8>,
+    kept: Option<(Copied, Vec<Kept>)>,
+}
+
+impl Capture {
+    /// Takes one. The job stands still as long as it takes to copy the model and what the optimizer keeps.
+    ///
+    /// # Errors
+    /// ENOMEM without memory for the copy, EIO and EAGAIN where it cannot be taken.
+    pub fn open(model: &Model) -> CallResult<Capture> {
+        let (head, kept) = match &model.snapshots {
+            Snapshots::Registry(registry) => {
+                let (registry, model) = (registry.clone(), model.name.clone());
+                (StreamHead::Elsewhere { registry, model }, None)
+            }
+            Snapshots::Here(shard) => {
+                let shard = shard.upgrade();
+                let shard = shard.ok_or_else(|| CallError::new(libc::EIO, "the job is being stopped"))?;
+                let (record, controls, copied) = shard.capture().map_err(unfit)?;
+                tracing::info!(model = model.name, version = %record.version, "a snapshot is read");
+                let kinds = snapshot::kinds(&record).collect();
+                let metadata = model.metadata.clone();
+                let head = Head::new(&model.name, &model.layout, metadata, &controls, record);
+                (StreamHead::Here(Box::new(head)), Some((copied, kinds)))
+            }
+        };
+        let head =
+            snapshot::head_bytes(&head).map_err(|error| CallError::new(libc::EIO, error.to_string()))?;
+        Ok(Capture { head, kept })
+    }
+
+    /// So many of its bytes from `offset` on, or as many as one piece of memory has of them; none at its end.
+    pub fn part(&self, offset: u64, len: usize) -> &[u8] {
+        let kept = self.kept.iter().flat_map(|(copied, kinds)| kinds.iter().map(|&what| copied.all(what)));
+        let mut before = 0;
+        for memory in std::iter::once(self.head.as_slice()).chain(kept) {
+            let end = before + memory.len() as u64;
+            if offset < end {
+                let from = (offset - before) as usize;
+                return &memory[from..memory.len().min(from.saturating_add(len))];
+            }
+            before = end;
+        }
+        &[]
+    }
+
+    /// All of `len` bytes from `offset` on, or what there is of them.
+    pub fn read<R>(&self, offset: u64, len: usize, with: impl FnOnce(&[u8]) -> R) -> R {
+        let first = self.part(offset, len);
+        if first.len() == len || first.is_empty() {
+            return with(first);
+        }
+        // A read across the end of one memory.
+        let mut bytes = first.to_vec();
+        loop {
+            match self.part(offset + bytes.len() as u64, len - bytes.len()) {
+                [] => return with(&bytes),
+                more => bytes.extend_from_slice(more),
+            }
+        }
+    }
+}
+
+fn unfit(error: SnapshotError) -> CallError {
+    let errno = match error {
+        SnapshotError::Room { .. } => libc::ENOMEM,
+        SnapshotError::Unfit(_) => libc::EAGAIN,
+        _ => libc::EIO,
+    };
+    CallError::new(errno, error.to_string())
+}

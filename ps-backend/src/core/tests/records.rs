@@ -1,0 +1,71 @@
+//! The record of a job, which snapshots keep: what is part of the newest version, and nothing that is not.
+
+use libmodelio::vocabulary::ids::{Incarnation, Step, Version};
+
+use super::super::*;
+use super::sim::{everything, job, open};
+
+fn known(record: &JobRecord) -> Vec<(&str, u64, Option<u64>)> {
+    let learners = record.learners.iter();
+    learners.map(|l| (l.name.as_str(), l.incarnation.0.into(), l.step.map(|step| step.0))).collect()
+}
+
+#[test]
+fn a_record_has_what_is_part_of_the_version_and_no_more() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    for _ in 0..2 {
+        everything(&mut sim, ids[0], true);
+        everything(&mut sim, ids[1], true);
+        sim.reduce_done(true);
+    }
+    let record = sim.core.record();
+    assert_eq!((record.version, record.contributions, record.steps.highest()), (Version(2), 4, 2));
+    assert_eq!(known(&record), [("a", 1, Some(2)), ("b", 1, Some(2))]);
+    // One that has committed, and one that writes.
+    everything(&mut sim, ids[0], true);
+    open(&mut sim, ids[1]);
+    assert_eq!(sim.core.record(), record);
+    // What is being made is none yet.
+    everything(&mut sim, ids[1], true);
+    assert_eq!(sim.core.record(), record);
+    sim.reduce_done(true);
+    assert_eq!(known(&sim.core.record()), [("a", 1, Some(3)), ("b", 1, Some(3))]);
+    sim.leave(ids[0].0);
+    assert_eq!(known(&sim.core.record()), [("b", 1, Some(3)), ("a", 1, None)]);
+}
+
+#[test]
+fn a_job_goes_on_from_a_record_with_other_lives_of_its_learners() {
+    let (mut sim, ids) = job("2", &["a", "b"]);
+    everything(&mut sim, ids[0], true);
+    everything(&mut sim, ids[1], true);
+    sim.reduce_done(true);
+    sim.leave(ids[1].0);
+    let record = sim.core.record();
+    let (mut again, _) = job("2", &[]);
+    again.core.restore(record.clone()).unwrap();
+    let kept = again.core.record();
+    assert_eq!((kept.version, &kept.steps, kept.contributions), (Version(1), &record.steps, 2));
+    assert_eq!(known(&kept), [("a", 1, None), ("b", 1, None)]);
+    let lives = ["a", "b", "c"].map(|name| again.join(name).unwrap().1);
+    assert_eq!(lives, [Incarnation(2), Incarnation(2), Incarnation(1)]);
+    assert_eq!(again.core.member(LearnerId(1), Now::ZERO).unwrap().step, Step(0));
+}
+
+#[test]
+fn a_record_of_another_job_is_refused() {
+    let (sim, _) = job("1", &["a"]);
+    let record = sim.core.record();
+    let (mut again, _) = job("1", &[]);
+    for wrong in [
+        JobRecord { steps: TensorSteps::uniform(99, 1), ..record.clone() },
+        JobRecord {
+            learners: vec![LearnerRecord { name: "a/b".into(), incarnation: Incarnation(1), step: None }],
+            ..record.clone()
+        },
+    ] {
+        again.core.restore(wrong).unwrap_err();
+        assert_eq!(again.core.record().learners, []);
+    }
+    again.core.restore(record).unwrap();
+}

@@ -1,0 +1,271 @@
+//! Copies of a partition's newest version, for snapshots: first it is pinned, so that no plan begins; when the coordinator
+//! has found that all shards are at one version it is copied, and the job goes on. Whoever saves fetches from the copy.
+//!
+//! Nobody can hold the job up for long: a pin that nobody speaks of ends, and so does a copy that nobody fetches from.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use libmodelio::vocabulary::ids::{Generation, Version};
+use libmodelio::vocabulary::layout::PartitionLayout;
+use libmodelio::wire::{Kept, Refusal};
+use parking_lot::Mutex;
+
+use crate::partition::store::{KeptState, PartitionStore};
+use crate::snapshot::{Copied, Piece};
+
+/// A job stands still no longer than this for a snapshot that comes to nothing.
+pub(super) const PINNED: Duration = Duration::from_secs(10);
+/// A copy that nobody fetches from, and memory for one that is never made, are given up after this.
+const UNUSED: Duration = Duration::from_secs(60);
+/// Copies that a shard has at most.
+const MAX_CAPTURES: usize = 4;
+
+/// Which snapshot of which model.
+pub(super) type Name = (Generation, u64);
+
+/// All of a shard.
+#[derive(Default)]
+pub(super) struct Captures(Mutex<BTreeMap<Name, Capture>>);
+
+struct Capture {
+    partition: PartitionLayout,
+    stage: Stage,
+    until: Instant,
+}
+
+enum Stage {
+    /// Memory is being taken, or written to.
+    Busy,
+    Reserved(Box<Copied>),
+    Pinned(Box<Copied>, KeptState),
+    Copied(Arc<Copied>),
+}
+
+/// What a snapshot wants of a partition.
+fn kinds(slots: u8) -> impl Iterator<Item = Kept> {
+    [Kept::Weights].into_iter().chain((0..slots.min(2)).map(Kept::Slot)).chain([Kept::Masters])
+}
+
+fn unknown() -> Refusal {
+    Refusal::other("this shard has no such copy: it was given up, or the shard was started anew")
+}
+
+impl Captures {
+    /// There is memory for a copy. `looks_after`: has somebody call [`Self::expire`] from now on.
+    pub(super) fn reserve(
+        &self,
+        name: Name,
+        store: &PartitionStore,
+        slots: u8,
+        looks_after: impl FnOnce() -> Result<(), Refusal>,
+    ) -> Result<(), Refusal> {
+        {
+            let mut all = self.0.lock();
+            // Said again.
+            if all.contains_key(&name) {
+                return Ok(());
+            }
+            if all.len() >= MAX_CAPTURES {
+                let why = format!("{MAX_CAPTURES} snapshots are being saved: run the command again later");
+                return Err(Refusal::other(why));
+            }
+            let partition = store.partition().clone();
+            all.insert(name, Capture { partition, stage: Stage::Busy, until: Instant::now() });
+        }
+        let copied = looks_after()
+            .and_then(|()| Copied::reserve(store.partition().layout(), kinds(slots)).map_err(Refusal::other));
+        self.put(name, UNUSED, copied.map(|copied| ((), Stage::Reserved(Box::new(copied)))))
+    }
+
+    /// From now on no plan begins: the version that is returned stays the newest, but for one of a plan that has begun.
+    pub(super) fn pin(&self, name: Name, store: &PartitionStore) -> Result<Version, Refusal> {
+        let (copied, before) = match self.take(name)?.1 {
+            Stage::Reserved(copied) => (copied, None),
+            Stage::Pinned(copied, kept) => (copied, Some(kept)),
+            Stage::Copied(_) | Stage::Busy => return Err(unknown()),
+        };
+        let kept = store.keep().map_err(Refusal::other);
+        // The pin before has held until now.
+        drop(before);
+        self.put(name, PINNED, kept.map(|kept| (kept.version(), Stage::Pinned(copied, kept))))
+    }
+
+    /// The version that is pinned is copied, and the job goes on.
+    pub(super) fn copy(
+        &self,
+        name: Name,
+        version: Version,
+        slots: u8,
+        pool: &rayon::ThreadPool,
+    ) -> Result<(), Refusal> {
+        let copied = match self.take(name)?.1 {
+            Stage::Pinned(mut copied, kept) => match kept.version() {
+                pinned if pinned == version => {
+                    copied.fill(&kept, kinds(slots), pool).map(|()| Arc::new(*copied)).map_err(Refusal::other)
+                }
+                newest => Err(Refusal::NoVersion { wanted: version, newest }),
+            },
+            // Said again.
+            Stage::Copied(copied) => Ok(copied),
+            Stage::Reserved(_) | Stage::Busy => Err(unknown()),
+        };
+        self.put(name, UNUSED, copied.map(|copied| ((), Stage::Copied(copied))))
+    }
+
+    /// Nobody needs it any more.
+    pub(super) fn release(&self, name: Name) {
+        self.0.lock().remove(&name);
+    }
+
+    /// Takes what there is of a capture, so that nobody else is at it.
+    fn take(&self, name: Name) -> Result<(PartitionLayout, Stage), Refusal> {
+        let mut all = self.0.lock();
+        let capture = all.get_mut(&name).ok_or_else(unknown)?;
+        match std::mem::replace(&mut capture.stage, Stage::Busy) {
+            Stage::Busy => Err(Refusal::other("the copy is being made")),
+            stage => Ok((capture.partition.clone(), stage)),
+        }
+    }
+
+    /// Puts back what there is of it now, for so long; if there is nothing, it is over.
+    fn put<T>(&self, name: Name, lasts: Duration, now: Result<(T, Stage), Refusal>) -> Result<T, Refusal> {
+        let mut all = self.0.lock();
+        let (answer, stage) = now.inspect_err(|_| drop(all.remove(&name)))?;
+        // It may have been released meanwhile.
+        let capture = all.get_mut(&name).ok_or_else(unknown)?;
+        (capture.stage, capture.until) = (stage, Instant::now() + lasts);
+        Ok(answer)
+    }
+
+    /// Gives up what is over. False if nothing is left to look after.
+    pub(super) fn expire(&self, now: Instant) -> bool {
+        let mut all = self.0.lock();
+        all.retain(|(generation, snapshot), capture| {
+            let lasts = matches!(capture.stage, Stage::Busy) || now < capture.until;
+            if !lasts {
+                tracing::warn!(
+                    generation = generation.0,
+                    snapshot,
+                    "a snapshot was given up: nobody reads it"
+                );
+            }
+            lasts
+        });
+        !all.is_empty()
+    }
+
+    /// A piece of a copy.
+    pub(super) fn fetch(&self, name: Name, (block, what): Piece) -> Result<Vec<u8>, Refusal> {
+        let (copied, local) = {
+            let mut all = self.0.lock();
+            let capture = all.get_mut(&name).ok_or_else(unknown)?;
+            let local = capture.partition.local(block).ok_or(Refusal::NotMine { block })?;
+            let Stage::Copied(copied) = &capture.stage else { return Err(unknown()) };
+            capture.until = Instant::now() + UNUSED;
+            (Arc::clone(copied), local)
+        };
+        Ok(copied.bytes(local, what).to_vec())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use libmodelio::vocabulary::ids::BlockId;
+    use libmodelio::vocabulary::layout::{DType, ModelLayout};
+    use libmodelio::vocabulary::reducer::Reducer;
+
+    use super::*;
+    use crate::partition::store::{Limits, PartitionError, PartitionWork};
+
+    const NAME: Name = (Generation(1), 7);
+
+    /// Blocks 1 and 2 of three, at version 0.
+    fn store() -> PartitionStore {
+        let layout = ModelLayout::blank(3 << 16, DType::F32, 1 << 16).unwrap();
+        let partition = layout.partition(&[BlockId(1), BlockId(2)]).unwrap();
+        let store = PartitionStore::new(partition, Reducer::Momentum, Limits::default()).unwrap();
+        for block in [0, 1] {
+            store.load(BlockId(block), &[block as u8 + 1; 1 << 16]).unwrap();
+        }
+        store.finish_loading().unwrap();
+        store
+    }
+
+    fn begins(store: &PartitionStore) -> bool {
+        match store.begin(Version(0), PartitionWork::Assign, false) {
+            Ok(job) => {
+                job.give_up();
+                true
+            }
+            Err(PartitionError::Busy) => false,
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn pool() -> rayon::ThreadPool {
+        rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap()
+    }
+
+    #[test]
+    fn a_job_stands_still_from_the_pin_to_the_copy_and_no_longer() {
+        let (captures, store, pool) = (Captures::default(), store(), pool());
+        captures.reserve(NAME, &store, 1, || Ok(())).unwrap();
+        assert!(begins(&store), "memory alone holds nobody up");
+        for _ in 0..2 {
+            assert_eq!(captures.pin(NAME, &store).unwrap(), Version(0));
+            assert!(!begins(&store));
+        }
+        captures.copy(NAME, Version(0), 1, &pool).unwrap();
+        assert!(begins(&store));
+        // Said again.
+        captures.copy(NAME, Version(0), 1, &pool).unwrap();
+        for block in [1, 2] {
+            let weights = captures.fetch(NAME, (BlockId(block), Kept::Weights)).unwrap();
+            assert_eq!(weights, [block as u8; 1 << 16]);
+            assert_eq!(captures.fetch(NAME, (BlockId(block), Kept::Slot(0))).unwrap(), [0; 1 << 16]);
+            assert!(captures.fetch(NAME, (BlockId(block), Kept::Masters)).unwrap().is_empty());
+        }
+        assert_eq!(
+            captures.fetch(NAME, (BlockId(0), Kept::Weights)),
+            Err(Refusal::NotMine { block: BlockId(0) })
+        );
+        captures.release(NAME);
+        captures.fetch(NAME, (BlockId(1), Kept::Weights)).unwrap_err();
+    }
+
+    #[test]
+    fn what_nobody_speaks_of_is_given_up() {
+        let (captures, store) = (Captures::default(), store());
+        captures.reserve(NAME, &store, 1, || Ok(())).unwrap();
+        captures.pin(NAME, &store).unwrap();
+        assert!(captures.expire(Instant::now()) && !begins(&store));
+        assert!(!captures.expire(Instant::now() + PINNED));
+        assert!(begins(&store));
+        captures.copy(NAME, Version(0), 1, &pool()).unwrap_err();
+        captures.pin(NAME, &store).unwrap_err();
+        // A copy lasts longer.
+        captures.reserve(NAME, &store, 1, || Ok(())).unwrap();
+        captures.pin(NAME, &store).unwrap();
+        captures.copy(NAME, Version(0), 1, &pool()).unwrap();
+        assert!(captures.expire(Instant::now() + PINNED));
+        assert!(!captures.expire(Instant::now() + UNUSED));
+    }
+
+    #[test]
+    fn what_cannot_be_captured_holds_nobody_up() {
+        let (captures, store) = (Captures::default(), store());
+        captures.pin(NAME, &store).unwrap_err();
+        captures.reserve(NAME, &store, 1, || Err(Refusal::other("no thread"))).unwrap_err();
+        captures.pin(NAME, &store).unwrap_err();
+        captures.reserve(NAME, &store, 1, || Ok(())).unwrap();
+        captures.pin(NAME, &store).unwrap();
+        let another = captures.copy(NAME, Version(1), 1, &pool());
+        assert_eq!(another, Err(Refusal::NoVersion { wanted: Version(1), newest: Version(0) }));
+        assert!(begins(&store));
+        let names = (0..MAX_CAPTURES as u64 + 1).map(|snapshot| (Generation(2), snapshot));
+        let reserved = names.filter(|name| captures.reserve(*name, &store, 0, || Ok(())).is_ok());
+        assert_eq!(reserved.count(), MAX_CAPTURES);
+    }
+}

@@ -1,0 +1,228 @@
+//! The coordinator takes a snapshot: a copy on every shard, of one version that is also its own.
+//!
+//! All shards pin their newest version, so that none of them begins another plan. Plans that are under way may be concluded
+//! still: a shard, or the coordinator, may be one version ahead of another. None gets further than that, so whoever is
+//! behind is pinned again until all are at one. Then they copy, and the job goes on.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId, Version};
+use libmodelio::wire::{Message, Refusal};
+use serde_json::json;
+
+use super::captures::{Name, PINNED};
+use super::coordinator::Coordinator;
+use super::line::Line;
+use super::shared::Shared;
+use super::unsent::AdminAnswer;
+use crate::core::JobRecord;
+use crate::snapshot;
+
+/// Longest wait for the memory of a copy.
+const PATIENT: Duration = Duration::from_secs(300);
+/// Longest wait for anything else.
+const PROMPT: Duration = Duration::from_secs(10);
+/// The pause before whoever is behind is pinned again.
+const AGAIN: Duration = Duration::from_millis(2);
+
+/// How often is looked whether a pin, or a copy, is over.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A snapshot that is being taken.
+struct Capturing<'a> {
+    shared: &'a Arc<Shared>,
+    coordinator: &'a Coordinator,
+    lines: BTreeMap<ShardId, Line>,
+    generation: Generation,
+    epoch: Epoch,
+    snapshot: u64,
+}
+
+impl Shared {
+    /// What is asked about snapshots. May take time.
+    pub(super) fn of_snapshot(self: &Arc<Shared>, message: Message, payload: &[u8]) -> AdminAnswer {
+        let done = |()| (Message::Done, None);
+        match message {
+            Message::Capture { model, generation, epoch } => self.capture(&model, generation, epoch),
+            Message::Pin { generation, epoch, snapshot, slots, holds } => {
+                let version = self.pin((generation, snapshot), epoch, slots, holds)?;
+                Ok((Message::Pinned { version }, None))
+            }
+            Message::Copy { generation, snapshot, version, slots } => {
+                self.captures.copy((generation, snapshot), version, slots, &self.pool).map(done)
+            }
+            Message::FetchCopy { generation, snapshot, block, what } => {
+                let bytes = self.captures.fetch((generation, snapshot), (block, what))?;
+                Ok((Message::Fetched, Some(bytes)))
+            }
+            Message::Release { generation, snapshot } => {
+                self.captures.release((generation, snapshot));
+                Ok((Message::Done, None))
+            }
+            Message::BeginAt { generation } => self.begin_at(generation, payload).map(done),
+            other => Err(Refusal::Role { what: other.name().to_owned() }),
+        }
+    }
+
+    fn pin(self: &Arc<Shared>, name: Name, epoch: Epoch, slots: u8, holds: bool) -> Result<Version, Refusal> {
+        let (_, partition) = self.partition_of(name.0)?;
+        if partition.epoch != epoch {
+            return Err(Refusal::Epoch { expected: partition.epoch, got: epoch });
+        }
+        let looks_after = || {
+            let weak = Arc::downgrade(self);
+            let looks = move || {
+                loop {
+                    std::thread::sleep(LOOK);
+                    let Some(shared) = weak.upgrade().filter(|shared| !shared.is_stopping()) else { return };
+                    if !shared.captures.expire(Instant::now()) {
+                        return;
+                    }
+                }
+            };
+            let spawned = std::thread::Builder::new().name("captures".into()).spawn(looks);
+            spawned.map(drop).map_err(|error| Refusal::other(format!("no thread to end it: {error}")))
+        };
+        if holds {
+            return self.captures.pin(name, partition.store());
+        }
+        self.captures.reserve(name, partition.store(), slots, looks_after)?;
+        Ok(partition.progress().0)
+    }
+
+    /// A model that was created begins at a snapshot.
+    fn begin_at(&self, generation: Generation, record: &[u8]) -> Result<(), Refusal> {
+        let record: JobRecord = serde_json::from_slice(record)
+            .map_err(|error| Refusal::other(format!("the record of the job cannot be read: {error}")))?;
+        let (name, partition) = self.partition_of(generation)?;
+        partition.store().begin_at(record.version, record.optimizer).map_err(Refusal::other)?;
+        partition.begin_at(record.version);
+        let mut models = self.models.lock();
+        let model = models.get_mut(&name).filter(|model| model.generation == generation);
+        model.ok_or(Refusal::NoModel(name))?.begins = Some(record);
+        Ok(())
+    }
+
+    /// Takes a snapshot of a model that is coordinated here. Takes time.
+    fn capture(self: &Arc<Shared>, model: &str, generation: Generation, epoch: Epoch) -> AdminAnswer {
+        let coordinator = self.coordinator_of(model, generation)?;
+        // What moves the model pins it for itself.
+        let alone = coordinator.moves.alone.try_lock_for(PROMPT).ok_or_else(|| {
+            Refusal::other(format!("model {model:?} is being moved: run the command again when that is over"))
+        })?;
+        let (_, expected) = coordinator.life();
+        if expected != epoch {
+            return Err(Refusal::Epoch { expected, got: epoch });
+        }
+        let mut random = [0; 8];
+        getrandom::fill(&mut random).map_err(Refusal::other)?;
+        let snapshot = u64::from_le_bytes(random);
+        let records = self.registry(|registry, deadline| registry.shards(deadline));
+        let records =
+            records.map_err(|error| Refusal::other(format!("the registry cannot be asked: {error}")))?;
+        let owners = self.owners_of(model)?;
+        let line = |owner: &ShardId| {
+            let record = records.iter().find(|record| record.shard == *owner);
+            let record = record.ok_or_else(|| Refusal::other(format!("shard {owner} is not announced")))?;
+            Ok((*owner, Line::new(record)))
+        };
+        let lines = owners.iter().map(line).collect::<Result<BTreeMap<_, _>, Refusal>>()?;
+        let capturing =
+            Capturing { shared: self, coordinator: &coordinator, lines, generation, epoch, snapshot };
+        let taken = capturing.take();
+        drop(alone);
+        match taken {
+            Ok(payload) => Ok((Message::Captured { snapshot }, Some(payload))),
+            Err(refusal) => {
+                // Those that cannot be reached give it up by themselves.
+                let _ = capturing.all(PROMPT, &Message::Release { generation, snapshot });
+                Err(refusal)
+            }
+        }
+    }
+
+    /// The shards that own blocks of a model that is here.
+    fn owners_of(&self, model: &str) -> Result<Vec<ShardId>, Refusal> {
+        let models = self.models.lock();
+        let found = models.get(model).ok_or_else(|| Refusal::NoModel(model.to_owned()))?;
+        let map = found.record.block_map().map_err(Refusal::other)?;
+        Ok(map.shares().into_keys().collect())
+    }
+}
+
+impl Capturing<'_> {
+    fn take(&self) -> Result<Vec<u8>, Refusal> {
+        let slots = slots(&self.coordinator.record().0);
+        let (generation, epoch, snapshot) = (self.generation, self.epoch, self.snapshot);
+        let pin = |holds| Message::Pin { generation, epoch, snapshot, slots, holds };
+        // Memory takes its time: nobody is held up by that.
+        self.all(PATIENT, &pin(false))?;
+        let pin = pin(true);
+        let mut versions = self.all(PINNED, &pin)?.into_iter().map(pinned).collect::<Result<Vec<_>, _>>()?;
+        let until = Instant::now() + PINNED / 2;
+        let (record, controls) = loop {
+            let (record, controls) = self.coordinator.record();
+            let newest = versions.iter().copied().max().unwrap_or_default().max(record.version);
+            if record.version == newest && versions.iter().all(|&version| version == newest) {
+                break (record, controls);
+            }
+            if Instant::now() >= until {
+                let why = "its shards do not come to one version: run the command again";
+                return Err(Refusal::other(why));
+            }
+            std::thread::sleep(AGAIN);
+            for (line, version) in self.lines.values().zip(&mut versions).filter(|(_, v)| **v < newest) {
+                *version = pinned(self.ask(line, PROMPT, &pin)?)?;
+            }
+        };
+        let (version, slots) = (record.version, slots_of(&record));
+        self.all(PATIENT, &Message::Copy { generation, snapshot, version, slots })?;
+        tracing::info!(model = %self.coordinator.model, %version, "a snapshot was taken");
+        let settings = snapshot::settings(&controls);
+        serde_json::to_vec(&json!({ "record": record, "settings": settings })).map_err(Refusal::other)
+    }
+
+    fn ask(&self, line: &Line, within: Duration, message: &Message) -> Result<Message, Refusal> {
+        let answer = line.request(self.shared, message, &[], within);
+        answer.map_err(|why| Refusal::other(format!("shard {} at {}: {why}", line.shard(), line.address())))
+    }
+
+    /// Asks all shards at once.
+    fn all(&self, within: Duration, message: &Message) -> Result<Vec<Message>, Refusal> {
+        std::thread::scope(|scope| {
+            let asked: Vec<_> = self
+                .lines
+                .values()
+                .map(|line| {
+                    std::thread::Builder::new().spawn_scoped(scope, move || self.ask(line, within, message))
+                })
+                .collect();
+            let answer = |asked: std::io::Result<std::thread::ScopedJoinHandle<'_, _>>| {
+                let asked =
+                    asked.map_err(|error| Refusal::other(format!("no thread to ask a shard: {error}")))?;
+                asked.join().map_err(|_| Refusal::other("a thread panicked"))?
+            };
+            // All of them are waited for.
+            let answers: Vec<Result<Message, Refusal>> = asked.into_iter().map(answer).collect();
+            answers.into_iter().collect()
+        })
+    }
+}
+
+fn slots(record: &JobRecord) -> u8 {
+    // What the optimizer keeps may come to be needed before the shards are pinned.
+    record.optimizer.state_slots() as u8
+}
+
+fn slots_of(record: &JobRecord) -> u8 {
+    snapshot::kinds(record).filter(|what| matches!(what, libmodelio::wire::Kept::Slot(_))).count() as u8
+}
+
+fn pinned(answer: Message) -> Result<Version, Refusal> {
+    match answer {
+        Message::Pinned { version } => Ok(version),
+        other => Err(Refusal::other(format!("a shard answers with {}", other.name()))),
+    }
+}

@@ -1,0 +1,133 @@
+//! A copy of what a partition keeps of its newest version. While it is made no plan begins; afterwards the job goes on.
+
+use std::sync::Arc;
+
+use libmodelio::vocabulary::ids::BlockId;
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::wire::Kept;
+use rayon::prelude::*;
+
+use super::{SnapshotError, pieces};
+use crate::memory;
+use crate::partition::store::KeptState;
+use crate::region_store::kept_range;
+
+/// A copy, by blocks of the partition.
+pub struct Copied {
+    layout: Arc<ModelLayout>,
+    kinds: Vec<Kind>,
+}
+
+/// What is kept of one kind: blocks lie one behind the other.
+struct Kind {
+    what: Kept,
+    starts: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+impl Kind {
+    fn new(layout: &ModelLayout, what: Kept) -> Kind {
+        let mut starts = vec![0];
+        for block in (0..layout.blocks()).map(BlockId) {
+            let range = kept_range(layout, block, what);
+            starts.push(starts[block.index()] + (range.end - range.start) as usize);
+        }
+        // Written to, so that its pages are there: to take them costs more than the copy does.
+        let bytes = vec![1; starts[layout.blocks() as usize]];
+        Kind { what, starts, bytes }
+    }
+
+    fn fill(&mut self, kept: &KeptState) -> Result<(), SnapshotError> {
+        let mut left = self.bytes.as_mut_slice();
+        let mut blocks = Vec::with_capacity(self.starts.len() - 1);
+        for (block, ends) in (0..).map(BlockId).zip(self.starts.windows(2)) {
+            let (room, rest) = left.split_at_mut(ends[1] - ends[0]);
+            blocks.push((block, room));
+            left = rest;
+        }
+        let what = self.what;
+        blocks.into_par_iter().try_for_each(|(block, room)| {
+            if room.is_empty() {
+                return Ok(());
+            }
+            match kept.bytes(block, what)? {
+                bytes if bytes.len() == room.len() => room.copy_from_slice(bytes),
+                // Nothing of the kind has been needed yet.
+                [] => room.fill(0),
+                bytes => {
+                    return Err(SnapshotError::Unfit(format!(
+                        "{} bytes are kept of block {block}",
+                        bytes.len()
+                    )));
+                }
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Copied {
+    /// Memory for what is kept of these kinds. Takes time.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Room`] if it is not there.
+    pub fn reserve(
+        layout: &Arc<ModelLayout>,
+        kinds: impl Iterator<Item = Kept>,
+    ) -> Result<Copied, SnapshotError> {
+        let kinds: Vec<Kept> = kinds.collect();
+        let len = |(block, what)| {
+            let range = kept_range(layout, block, what);
+            range.end - range.start
+        };
+        let needed = pieces(layout, kinds.iter().copied()).map(len).sum();
+        match memory::available() {
+            Some(available) if available < needed => return Err(SnapshotError::Room { needed, available }),
+            _ => {}
+        }
+        let kinds = kinds.into_iter().map(|what| Kind::new(layout, what)).collect();
+        Ok(Copied { layout: Arc::clone(layout), kinds })
+    }
+
+    /// As long as it takes: copies what is kept, of these kinds and no others.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Partition`].
+    pub fn fill(
+        &mut self,
+        kept: &KeptState,
+        kinds: impl Iterator<Item = Kept>,
+        pool: &rayon::ThreadPool,
+    ) -> Result<(), SnapshotError> {
+        let kinds: Vec<Kept> = kinds.collect();
+        self.kinds.retain(|kind| kinds.contains(&kind.what));
+        for what in kinds {
+            if !self.kinds.iter().any(|kind| kind.what == what) {
+                self.kinds.push(Kind::new(&self.layout, what));
+            }
+        }
+        pool.install(|| self.kinds.iter_mut().try_for_each(|kind| kind.fill(kept)))
+    }
+
+    /// What is kept of a block; nothing if it has nothing of the kind.
+    pub fn bytes(&self, block: BlockId, what: Kept) -> &[u8] {
+        let kind = self.kinds.iter().find(|kind| kind.what == what);
+        let ends = kind.and_then(|kind| Some((kind, kind.starts.get(block.index()..block.index() + 2)?)));
+        ends.map_or(&[], |(kind, ends)| &kind.bytes[ends[0]..ends[1]])
+    }
+
+    /// All that is kept of a kind, block by block.
+    pub fn all(&self, what: Kept) -> &[u8] {
+        self.kinds.iter().find(|kind| kind.what == what).map_or(&[], |kind| &kind.bytes)
+    }
+
+    /// How much memory it takes.
+    pub fn len(&self) -> u64 {
+        self.kinds.iter().map(|kind| kind.bytes.len() as u64).sum()
+    }
+
+    /// Whether there is nothing of it.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}

@@ -1,0 +1,206 @@
+//! Snapshots: weights, masters, optimizer state and the coordinator's record of one version, in a form that can be
+//! kept, sent and taken over.
+//!
+//! A [`Source`] has them piece by piece: what is kept of one block, of one kind ([`Kept`]). A [`Sink`] takes them. Between
+//! them a snapshot goes anywhere: from a job that runs into a directory, from a directory into a job that begins, on
+//! shards of any number, and from the shards of one block map to those of another.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `head` | what a snapshot is of: tensors, settings, and the record of the job |
+//! | `copied` | a copy in memory, so that the job goes on: a source |
+//! | `stream` | a copy as one file to be read from start to end: a source |
+//! | `shards` | the copies on the shards of a model, over the network: a source |
+//! | `files` | which files a directory has, and where in them each piece lies |
+//! | `manifest` | `manifest.json`, without which a directory is no snapshot |
+//! | `checked` | files with a checksum for each block |
+//! | `writer`, `reader` | a directory as a sink, and as a source |
+//! | `load` | the memory of a partition as a sink |
+
+mod checked;
+mod copied;
+mod files;
+mod head;
+mod load;
+mod manifest;
+mod reader;
+mod shards;
+mod stream;
+mod writer;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use libmodelio::admin::AdminError;
+use libmodelio::formats::safetensors::ModelFileError;
+use libmodelio::vocabulary::ids::{BlockId, ShardId};
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::vocabulary::reducer::Reducer;
+use libmodelio::wire::{Kept, Refusal};
+
+use crate::core::JobRecord;
+use crate::memory::gib;
+use crate::partition::store::PartitionError;
+use crate::region_store::kept_range;
+
+pub use copied::Copied;
+pub use head::{Head, settings};
+pub use load::Load;
+pub use manifest::MANIFEST;
+pub use reader::Reader;
+pub use shards::{Fetched, Shards};
+pub use stream::{Stream, StreamHead, head_bytes};
+pub use writer::{PIECE_SIZE, Writer};
+
+/// Why a snapshot cannot be taken, written or read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SnapshotError {
+    /// What the system says of a file.
+    #[error("{}: {error}", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What it says.
+        error: io::Error,
+    },
+    /// A directory without a manifest.
+    #[error(
+        "{} has no {MANIFEST}: it is no snapshot, or the command that wrote it did not get to its end", .0.display()
+    )]
+    NoManifest(PathBuf),
+    /// A directory that has a snapshot.
+    #[error("{} holds a snapshot already", .0.display())]
+    Exists(PathBuf),
+    /// A file that is not as it was written.
+    #[error("{}: {why}", path.display())]
+    Damaged {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A file that is not one of safetensors.
+    #[error("{}: {error}", path.display())]
+    Tensors {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong with it.
+        error: ModelFileError,
+    },
+    /// Its manifest is of another release.
+    #[error("{}: a snapshot of format {got}, this release reads format {expected}", path.display())]
+    Format {
+        /// Which.
+        path: PathBuf,
+        /// This release's.
+        expected: u64,
+        /// The manifest's.
+        got: u64,
+    },
+    /// The snapshot is of another model than is expected.
+    #[error("a snapshot of another model: {0}")]
+    OtherModel(String),
+    /// What it says of the model or the job is not of any.
+    #[error("{0}")]
+    Unfit(String),
+    /// Not enough memory for the copy.
+    #[error(
+        "not enough memory: a snapshot is copied first, which takes {:.1} GiB, and {:.1} GiB are available",
+        gib(*.needed), gib(*.available)
+    )]
+    Room {
+        /// Bytes that it takes.
+        needed: u64,
+        /// Bytes that there are.
+        available: u64,
+    },
+    /// Pieces do not come as they were asked for.
+    #[error("block {block} came where another piece was expected")]
+    Order {
+        /// The block.
+        block: BlockId,
+    },
+    /// A partition does not take it.
+    #[error(transparent)]
+    Partition(#[from] PartitionError),
+    /// It is refused.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// A shard refuses, or cannot be asked.
+    #[error("blocks cannot be fetched from shard {shard} at {address}: {error}")]
+    Shard {
+        /// Which.
+        shard: ShardId,
+        /// Where.
+        address: String,
+        /// What it says, or does not.
+        error: AdminError,
+    },
+    /// Somebody wants no more of it.
+    #[error("interrupted")]
+    Interrupted,
+}
+
+impl SnapshotError {
+    fn file(path: &Path) -> impl Fn(io::Error) -> SnapshotError {
+        let path = path.to_owned();
+        move |error| SnapshotError::File { path: path.clone(), error }
+    }
+
+    fn damaged(path: &Path, why: impl Into<String>) -> SnapshotError {
+        SnapshotError::Damaged { path: path.to_owned(), why: why.into() }
+    }
+}
+
+/// A piece of a snapshot: a block of the model, and what of it.
+pub type Piece = (BlockId, Kept);
+
+/// Whatever has a snapshot.
+pub trait Source {
+    /// Gives `sink` these pieces, in this order.
+    ///
+    /// # Errors
+    /// [`SnapshotError`], the source's own or the sink's.
+    fn send(
+        &mut self,
+        wanted: &mut dyn Iterator<Item = Piece>,
+        sink: &mut dyn Sink,
+    ) -> Result<(), SnapshotError>;
+}
+
+/// Whatever takes a snapshot.
+pub trait Sink {
+    /// Takes a piece. Without bytes, optimizer state is zero.
+    ///
+    /// # Errors
+    /// [`SnapshotError`].
+    fn take(&mut self, piece: Piece, bytes: &[u8]) -> Result<(), SnapshotError>;
+}
+
+/// What a snapshot of a model has besides weights: the state of the optimizer if it has stepped, and masters.
+pub fn kinds(record: &JobRecord) -> impl Iterator<Item = Kept> + use<> {
+    let slots = if record.steps.highest() > 0 { slots(record.optimizer) } else { 0 };
+    [Kept::Weights].into_iter().chain((0..slots).map(Kept::Slot)).chain([Kept::Masters])
+}
+
+/// What a partition has room for that is trained by `reducer`.
+pub fn all_kinds(reducer: Reducer) -> impl Iterator<Item = Kept> {
+    [Kept::Weights].into_iter().chain((0..slots(reducer)).map(Kept::Slot)).chain([Kept::Masters])
+}
+
+fn slots(reducer: Reducer) -> u8 {
+    reducer.state_slots() as u8
+}
+
+/// All pieces of these kinds that there are of a model, in the order in which files have them.
+pub fn pieces<'a>(
+    layout: &'a ModelLayout,
+    kinds: impl Iterator<Item = Kept> + 'a,
+) -> impl Iterator<Item = Piece> + 'a {
+    let blocks = move |what| (0..layout.blocks()).map(move |block| (BlockId(block), what));
+    kinds.flat_map(blocks).filter(|&(block, what)| !kept_range(layout, block, what).is_empty())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,186 @@
+//! A directory as a source.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use libmodelio::formats::safetensors::{FileTensor, read_header};
+use libmodelio::vocabulary::dtype::DType;
+use libmodelio::vocabulary::layout::ModelLayout;
+use libmodelio::wire::Kept;
+
+use super::checked::verify;
+use super::files::{Extent, Extents, OPTIMIZER, StateTensor, state_tensors};
+use super::manifest::{MANIFEST, Manifest};
+use super::{Head, Piece, Sink, SnapshotError, Source};
+use crate::region_store::kept_range;
+
+/// A directory that holds a snapshot.
+#[derive(Debug)]
+pub struct Reader {
+    dir: PathBuf,
+    manifest: Manifest,
+    layout: ModelLayout,
+    files: Vec<(PathBuf, File)>,
+    extents: Extents,
+}
+
+impl Reader {
+    /// Opens one, to be read in blocks of `block_size`, or of those that it has. Its files are there, and hold the tensors
+    /// that they should; their bytes are compared by [`Self::verify`].
+    ///
+    /// # Errors
+    /// [`SnapshotError`] for a directory that is no snapshot.
+    pub fn open(dir: &Path, block_size: Option<u32>) -> Result<Reader, SnapshotError> {
+        let manifest = Manifest::read(dir)?;
+        let head = &manifest.head;
+        let in_manifest = |error: SnapshotError| {
+            SnapshotError::damaged(&dir.join(MANIFEST), format!("it describes no snapshot: {error}"))
+        };
+        let stored = head.layout(head.block_size).map_err(in_manifest)?;
+        head.controls().map_err(in_manifest)?;
+        let layout = match block_size {
+            Some(block_size) => head.layout(block_size)?,
+            None => stored,
+        };
+        let mut reader =
+            Reader { dir: dir.to_owned(), files: Vec::new(), extents: Extents::default(), layout, manifest };
+        reader.find_tensors()?;
+        Ok(reader)
+    }
+
+    /// What the snapshot is of.
+    pub fn head(&self) -> &Head {
+        &self.manifest.head
+    }
+
+    /// The model.
+    pub fn layout(&self) -> &ModelLayout {
+        &self.layout
+    }
+
+    /// Bytes that [`Self::verify`] reads.
+    pub fn len(&self) -> u64 {
+        self.manifest.files.iter().map(|file| file.bytes).sum()
+    }
+
+    /// Whether it has no files.
+    pub fn is_empty(&self) -> bool {
+        self.manifest.files.is_empty()
+    }
+
+    /// Compares all bytes with their checksums. `read` is told of bytes that were read; it can say that it is interrupted.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Damaged`] names the file and the block.
+    pub fn verify(
+        &self,
+        read: &mut dyn FnMut(u64) -> Result<(), SnapshotError>,
+    ) -> Result<(), SnapshotError> {
+        let block_size = self.manifest.head.block_size;
+        self.manifest.files.iter().try_for_each(|file| verify(&self.dir, file, block_size, read))
+    }
+
+    fn find_tensors(&mut self) -> Result<(), SnapshotError> {
+        let mut found: [HashMap<String, (usize, FileTensor)>; 2] = Default::default();
+        for file in &self.manifest.files {
+            let is_plain = Path::new(&file.name).file_name() == Some(file.name.as_ref());
+            if !is_plain {
+                let why = format!("it names the file {:?}: a plain name is expected", file.name);
+                return Err(SnapshotError::damaged(&self.dir.join(MANIFEST), why));
+            }
+            if !file.name.ends_with(".safetensors") {
+                continue;
+            }
+            let path = self.dir.join(&file.name);
+            let opened = File::open(&path).map_err(SnapshotError::file(&path))?;
+            let len = opened.metadata().map_err(SnapshotError::file(&path))?.len();
+            if len != file.bytes {
+                let why = format!("it has {len} bytes, not {}", file.bytes);
+                return Err(SnapshotError::damaged(&path, why));
+            }
+            let header =
+                read_header(&opened).map_err(|error| SnapshotError::Tensors { path: path.clone(), error })?;
+            let of = &mut found[usize::from(file.name == OPTIMIZER)];
+            of.extend(header.tensors.into_iter().map(|t| (t.name.clone(), (self.files.len(), t))));
+            self.files.push((path, opened));
+        }
+        let [mut weights, mut states] = found;
+        let head = &self.manifest.head;
+        for tensor in self.layout.tensors() {
+            let (file, offset) = take(&self.dir, &mut weights, &tensor.name, tensor.dtype, &tensor.shape)?;
+            if !tensor.bytes.is_empty() {
+                self.extents.push(Kept::Weights, Extent { of_kind: tensor.bytes.clone(), file, offset });
+            }
+        }
+        let (wanted, _) = state_tensors(head, &self.layout);
+        for StateTensor { name, dtype, shape, of } in wanted {
+            let (file, offset) = take(&self.dir, &mut states, &name, dtype, &shape)?;
+            if let Some((what, of_kind)) = of
+                && !of_kind.is_empty()
+            {
+                self.extents.push(what, Extent { of_kind, file, offset });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where a tensor lies, if it is there as it should be.
+fn take(
+    dir: &Path,
+    found: &mut HashMap<String, (usize, FileTensor)>,
+    name: &str,
+    dtype: DType,
+    shape: &[usize],
+) -> Result<(usize, u64), SnapshotError> {
+    match found.remove(name) {
+        Some((file, tensor)) if tensor.dtype == dtype && tensor.shape == shape => {
+            Ok((file, tensor.bytes.start))
+        }
+        Some((_, tensor)) => {
+            let why = format!(
+                "tensor {name:?} is {} {:?}; the manifest has {dtype} {shape:?}",
+                tensor.dtype, tensor.shape
+            );
+            Err(SnapshotError::damaged(dir, why))
+        }
+        None => Err(SnapshotError::damaged(dir, format!("no file has tensor {name:?}"))),
+    }
+}
+
+impl Reader {
+    /// Fills a buffer with a piece, or leaves it empty where that is zero.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn piece(&self, (block, what): Piece, bytes: &mut Vec<u8>) -> Result<(), SnapshotError> {
+        let range = kept_range(&self.layout, block, what);
+        bytes.clear();
+        let mut any = false;
+        for (within, extent, at) in self.extents.of(what, range.clone()) {
+            if !std::mem::replace(&mut any, true) {
+                bytes.resize((range.end - range.start) as usize, 0);
+            }
+            let (path, file) = &self.files[extent.file];
+            file.read_exact_at(&mut bytes[within], at).map_err(SnapshotError::file(path))?;
+        }
+        Ok(())
+    }
+}
+
+impl Source for Reader {
+    fn send(
+        &mut self,
+        wanted: &mut dyn Iterator<Item = Piece>,
+        sink: &mut dyn Sink,
+    ) -> Result<(), SnapshotError> {
+        let mut bytes = Vec::new();
+        for piece in wanted {
+            self.piece(piece, &mut bytes)?;
+            sink.take(piece, &bytes)?;
+        }
+        Ok(())
+    }
+}

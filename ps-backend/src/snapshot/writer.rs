@@ -1,0 +1,203 @@
+//! A directory as a sink.
+//!
+//! Files are written under temporary names. Only when all of them are on the disk do they take their places, and the
+//! manifest comes last. So a directory that holds a snapshot holds it until then, and one without a manifest holds none.
+
+use std::path::{Path, PathBuf};
+
+use libmodelio::vocabulary::layout::ModelLayout;
+
+use super::checked::{Checksums, Writing, partial, remove, sync_dir};
+use super::files::{INDEX, Plan};
+use super::manifest::{MANIFEST, Manifest};
+use super::{Head, Piece, Sink, SnapshotError, Source, kinds, pieces};
+use crate::region_store::kept_range;
+
+/// Bytes of tensors in one file of the model, unless somebody says otherwise.
+pub const PIECE_SIZE: u64 = 5_000_000_000;
+
+/// A directory that is being written.
+pub struct Writer {
+    dir: PathBuf,
+    /// It was made for this.
+    made: bool,
+    head: Head,
+    layout: ModelLayout,
+    plan: Plan,
+    /// The file that is being written, by number.
+    writing: Option<(usize, Writing)>,
+    done: Vec<Checksums>,
+    complete: bool,
+}
+
+impl Writer {
+    /// Refuses a directory that holds a snapshot, unless it is to be replaced.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Exists`].
+    pub fn check(dir: &Path, replaces: bool) -> Result<(), SnapshotError> {
+        match dir.join(MANIFEST).exists() && !replaces {
+            true => Err(SnapshotError::Exists(dir.to_owned())),
+            false => Ok(()),
+        }
+    }
+
+    /// Begins one, in files of the model of `piece_size` bytes at most. `replaces`: a snapshot that is there goes when this
+    /// one is complete.
+    ///
+    /// # Errors
+    /// [`SnapshotError::Exists`]; what the system says.
+    pub fn create(dir: &Path, head: Head, piece_size: u64, replaces: bool) -> Result<Writer, SnapshotError> {
+        let failed = SnapshotError::file(dir);
+        let made = match std::fs::create_dir(dir) {
+            Ok(()) => true,
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && dir.is_dir() => false,
+            Err(error) => return Err(failed(error)),
+        };
+        Writer::check(dir, replaces)?;
+        let layout = head.layout(head.block_size)?;
+        let plan = Plan::new(&head, &layout, piece_size);
+        let (dir, done) = (dir.to_owned(), Vec::new());
+        Ok(Writer { dir, made, head, layout, plan, writing: None, done, complete: false })
+    }
+
+    /// Bytes that are to be written.
+    pub fn len(&self) -> u64 {
+        self.plan.files.iter().map(|file| file.len).sum()
+    }
+
+    /// Whether nothing is to be written.
+    pub fn is_empty(&self) -> bool {
+        self.plan.files.is_empty()
+    }
+
+    /// Takes all of a snapshot, and completes the directory. `written` is told of bytes of it; it can say that it is
+    /// interrupted.
+    ///
+    /// # Errors
+    /// [`SnapshotError`]; what was there before is there still.
+    pub fn write(
+        mut self,
+        source: &mut dyn Source,
+        written: &mut dyn FnMut(u64) -> Result<(), SnapshotError>,
+    ) -> Result<(), SnapshotError> {
+        let layout = self.layout.clone();
+        let mut wanted = pieces(&layout, kinds(&self.head.record));
+        source.send(&mut wanted, &mut Told { sink: &mut self, of: written })?;
+        while self.done.len() < self.plan.files.len() {
+            let next = self.writing.as_ref().map_or(self.done.len(), |(file, _)| *file);
+            self.open(next)?;
+            self.close()?;
+        }
+        if let Some(index) = &self.plan.index {
+            let mut file = Writing::create(&self.dir, INDEX, self.head.block_size)?;
+            file.write(index)?;
+            self.done.push(file.finish()?);
+        }
+        self.complete()
+    }
+
+    /// The file with this number is the one that is written.
+    fn open(&mut self, file: usize) -> Result<&mut Writing, SnapshotError> {
+        while self.writing.as_ref().is_none_or(|(of, _)| *of != file) {
+            if self.writing.is_some() {
+                self.close()?;
+            }
+            let next = self.done.len();
+            let planned = &self.plan.files[next];
+            let mut writing = Writing::create(&self.dir, &planned.name, self.head.block_size)?;
+            writing.write(&planned.header)?;
+            self.writing = Some((next, writing));
+        }
+        self.writing.as_mut().map(|(_, writing)| writing).ok_or(SnapshotError::Interrupted)
+    }
+
+    fn close(&mut self) -> Result<(), SnapshotError> {
+        let Some((file, mut writing)) = self.writing.take() else { return Ok(()) };
+        let planned = &self.plan.files[file];
+        writing.write(&planned.tail)?;
+        if writing.len() != planned.len {
+            let why = format!("{} has {} bytes, not {}", planned.name, writing.len(), planned.len);
+            return Err(SnapshotError::Unfit(why));
+        }
+        self.done.push(writing.finish()?);
+        Ok(())
+    }
+
+    fn complete(&mut self) -> Result<(), SnapshotError> {
+        let before = match Manifest::read(&self.dir) {
+            Ok(manifest) => manifest.files,
+            // It was no snapshot, or is a damaged one, which is to go.
+            Err(_) => Vec::new(),
+        };
+        remove(&self.dir.join(MANIFEST))?;
+        for file in &self.done {
+            let path = self.dir.join(&file.name);
+            std::fs::rename(partial(&path), &path).map_err(SnapshotError::file(&path))?;
+        }
+        for old in before.iter().filter(|old| self.done.iter().all(|new| new.name != old.name)) {
+            remove(&self.dir.join(&old.name))?;
+        }
+        sync_dir(&self.dir)?;
+        Manifest::new(self.head.clone(), std::mem::take(&mut self.done)).write(&self.dir)?;
+        self.complete = true;
+        Ok(())
+    }
+}
+
+impl Sink for Writer {
+    fn take(&mut self, (block, what): Piece, bytes: &[u8]) -> Result<(), SnapshotError> {
+        let range = kept_range(&self.layout, block, what);
+        let zeros;
+        let bytes = match bytes {
+            [] => {
+                zeros = vec![0; (range.end - range.start) as usize];
+                &zeros[..]
+            }
+            bytes => bytes,
+        };
+        if bytes.len() as u64 != range.end - range.start {
+            return Err(SnapshotError::Unfit(format!("block {block} came with {} bytes", bytes.len())));
+        }
+        let places: Vec<_> =
+            self.plan.extents.of(what, range).map(|(within, extent, at)| (within, extent.file, at)).collect();
+        for (within, file, at) in places {
+            let writing = self.open(file)?;
+            if writing.len() != at {
+                return Err(SnapshotError::Order { block });
+            }
+            writing.write(&bytes[within])?;
+        }
+        Ok(())
+    }
+}
+
+/// Nothing is left of what was not completed.
+impl Drop for Writer {
+    fn drop(&mut self) {
+        if self.complete {
+            return;
+        }
+        let begun = self.writing.as_ref().map(|(file, _)| self.plan.files[*file].name.as_str());
+        for name in self.done.iter().map(|done| done.name.as_str()).chain(begun) {
+            // What cannot be removed is no part of any snapshot.
+            let _ = remove(&partial(&self.dir.join(name)));
+        }
+        if self.made {
+            let _ = std::fs::remove_dir(&self.dir);
+        }
+    }
+}
+
+/// A sink, and somebody who is told of what it takes.
+struct Told<'a> {
+    sink: &'a mut Writer,
+    of: &'a mut dyn FnMut(u64) -> Result<(), SnapshotError>,
+}
+
+impl Sink for Told<'_> {
+    fn take(&mut self, piece: Piece, bytes: &[u8]) -> Result<(), SnapshotError> {
+        self.sink.take(piece, bytes)?;
+        (self.of)(bytes.len() as u64)
+    }
+}
