@@ -198,7 +198,8 @@ impl Sim {
             }
             Action::Accumulate { contributions, .. } => {
                 assert!(self.accumulations.is_empty(), "one accumulation at a time");
-                assert!(self.running.is_none() && !self.core.controls().deterministic);
+                assert!(self.running.is_none() && self.provisional.is_none());
+                assert!(!self.core.controls().deterministic);
                 assert!(!contributions.is_empty());
                 assert!(contributions.is_sorted_by_key(|contribution| contribution.learner));
                 self.accumulations.push(contributions);
