@@ -1,4 +1,4 @@
-//! A learner of `scripts/bench-net` and `scripts/bench-rdma`: contributes to a model on shards through [`libmodelio::client::Client`], as a
+//! A learner of `scripts/bench-net` and `scripts/bench-rdma`: contributes to a model on shards through [`libmodelio::client::Job`], as a
 //! program with the library does, with a staging region to push from and a version's buffer to pull into.
 //!
 //! It obeys lines on standard input, and answers each with a line of JSON:
@@ -22,13 +22,12 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::client::{Client, ClientOptions, Pulls, TransportChoice};
+use libmodelio::client::{self, ClientOptions, Opening, Pulls, TransportChoice, wait_for};
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::rdma::{Notice, Placement, Polling, RdmaOptions};
 use libmodelio::transport::reactor::Choice;
-use libmodelio::transport::{Region, RegionKey};
+use libmodelio::transport::{CommitNotice, Region};
 use libmodelio::vocabulary::ids::{LearnerId, Step};
-use libmodelio::wire::Message;
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;
 use nix::time::{ClockId, clock_gettime};
@@ -106,12 +105,9 @@ struct Learner {
 }
 
 struct Job {
-    client: Client,
+    client: client::Job,
     learners: Vec<Learner>,
     all: usize,
-    blocks: FixedBitSet,
-    /// All of them.
-    tensors: FixedBitSet,
     size: usize,
 }
 
@@ -162,13 +158,9 @@ impl Job {
             rdma: options.rdma(),
             registry: Some(registry),
         };
-        let client = Client::connect(&record, &shards, client)?;
+        let client = client::Job::connect(&record, &shards, client)?;
         let size = layout.size() as usize;
-        let mut blocks = FixedBitSet::with_capacity(layout.blocks() as usize);
-        blocks.insert_range(..);
-        let mut tensors = FixedBitSet::with_capacity(layout.tensors().len());
-        tensors.insert_range(..);
-        let mut job = Job { client, learners: Vec::new(), all: options.learners, blocks, tensors, size };
+        let mut job = Job { client, learners: Vec::new(), all: options.learners, size };
         for rank in options.rank..options.rank + options.here {
             let learner = job.learner(rank)?;
             job.learners.push(learner);
@@ -182,18 +174,10 @@ impl Job {
         // SAFETY: nobody else knows the memory yet.
         let values = unsafe { memory.floats_mut(0..self.size / 4) };
         values.iter_mut().enumerate().for_each(|(index, value)| *value = gradient(index, rank));
-        let staging = Region::new(Arc::new(memory), RegionKey(rank as u64 + 1));
-        let Message::Joined { learner, .. } = self.ask(Message::Join { name: format!("bench{rank}") })?
-        else {
-            return Err("joining was answered with something else".into());
-        };
-        Ok(Learner { id: learner, staging })
-    }
-
-    fn ask(&self, message: Message) -> Outcome<Message> {
-        let (sender, receiver) = channel();
-        self.client.request(message, DEADLINE, Box::new(move |result| drop(sender.send(result))));
-        Ok(receiver.recv_timeout(2 * DEADLINE)??)
+        let staging = self.client.register(Arc::new(memory));
+        let join = |done| self.client.join(format!("bench{rank}"), DEADLINE, done);
+        let (id, _) = wait_for(DEADLINE, join)?;
+        Ok(Learner { id, staging })
     }
 
     /// Every learner contributes its whole staging region.
@@ -203,25 +187,23 @@ impl Job {
             let step = self.open(learner)?;
             let (sender, receiver) = channel();
             let done = Box::new(move |result| drop(sender.send(result)));
-            let written = (&self.blocks, &self.tensors);
-            self.client.commit(learner.id, step, written, learner.staging.clone(), DEADLINE, done);
+            let layout = self.client.layout();
+            // Nobody looks for NaN here: the shard does.
+            let unchecked = FixedBitSet::with_capacity(layout.blocks() as usize);
+            let whole = CommitNotice::whole(layout, learner.staging.clone(), true);
+            self.client.commit(learner.id, step, CommitNotice { unchecked, ..whole }, DEADLINE, done);
             answers.push(receiver);
         }
         for answer in answers {
-            match answer.recv_timeout(2 * DEADLINE)?? {
-                Message::Done => {}
-                other => return Err(format!("a commit was answered with {}", other.name()).into()),
-            }
+            answer.recv_timeout(2 * DEADLINE)??;
         }
         Ok(())
     }
 
     /// The learner's next step, when the payload of its last one is its own again.
     fn open(&self, learner: &Learner) -> Outcome<Step> {
-        let (sender, receiver) = channel();
-        self.client.open(learner.id, DEADLINE, Box::new(move |result| drop(sender.send(result))));
-        match receiver.recv_timeout(2 * DEADLINE)?? {
-            Message::Opened { step, staging_lent: false } => Ok(step),
+        match wait_for(DEADLINE, |done| self.client.open(learner.id, DEADLINE, done))? {
+            Opening { step, staging_lent: false } => Ok(step),
             other => Err(format!("opening was answered with {other:?}").into()),
         }
     }
@@ -268,7 +250,7 @@ impl Job {
         if !self.client.pin(version) {
             return Err("no version is here".into());
         }
-        let (weights, _) = self.client.get(version).ok_or("the version is gone")?;
+        let weights = self.client.get(version).ok_or("the version is gone")?.region;
         // SAFETY: it is pinned.
         let values = unsafe { weights.memory().floats(0..self.size / 4) };
         let right = |index| (0..self.all).map(|rank| gradient(index, rank)).sum::<f32>() * pushes as f32;
@@ -315,7 +297,7 @@ fn main() -> Outcome<()> {
                 }))?;
             }
             ("payload", "") => {
-                let mut counts = json!(job.client.payload());
+                let mut counts = json!(job.client.payload().unwrap_or_default());
                 counts["what"] = json!("payload");
                 tell(&counts)?;
             }

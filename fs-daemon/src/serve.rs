@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ps_backend::job::ShardView;
+use libmodelio::client::ShardView;
 
 use crate::background::Ready;
 use crate::config::endpoint::Endpoint;
@@ -162,7 +162,7 @@ fn announce(
             get("reducer"),
             get("consistency"),
             get("learners"),
-            model.device.kind(),
+            model.job.kind(),
             not_by_rdma(&model.job.status().shards),
             if passthrough { "bypass the daemon" } else { "go through the daemon" },
         );

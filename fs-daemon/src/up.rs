@@ -5,7 +5,6 @@ use std::sync::Arc;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::vocabulary::controls::Controls;
 use ps_backend::memory::MemoryUse;
-use ps_backend::remote::RemoteJob;
 use ps_backend::server::local::{self, Beginning, LocalError};
 
 use crate::background::Ready;
@@ -127,15 +126,11 @@ fn load(name: &str, mut source: Source, pool: &local::Pool, controls: &Controls)
     if let Some(error) = unread {
         return Err(failed(error));
     }
-    let (client, shard) = started.map_err(|error| match error {
+    let (job, shard) = started.map_err(|error| match error {
         LocalError::Load(_) | LocalError::Make(_) => Error::new(format!("model {name}: not enough memory"))
             .caused_by(error)
             .hint("`gradfs up --dry-run` shows what the model takes, and what there is"),
         error => Error::new(format!("model {name}: {error}")),
     })?;
-    let job = RemoteJob::new(client);
-    let device = Arc::clone(&job);
-    let snapshots = Snapshots::Here(shard);
-    Model::new(name.to_owned(), job, device, metadata, OWN_LEARNER.to_owned(), snapshots)
-        .map_err(|error| Error::new(format!("model {name}: {error}")))
+    Ok(Model::new(name.to_owned(), job, metadata, OWN_LEARNER.to_owned(), Snapshots::Here(shard)))
 }

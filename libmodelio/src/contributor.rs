@@ -4,7 +4,7 @@
 //! Copies of a byte on this path: none where its block arrives whole and the shard reduces it on
 //! arrival; one (into staging) where it does not.
 //!
-//! The channel may run other requests' completions before it returns, so nothing is sent under the lock
+//! The job may run other requests' completions before it returns, so nothing is sent under the lock
 //! that could wake somebody: only the opening of a contribution, which answers nobody else.
 //!
 //! Holds `unsafe` for entering the staging regions; see [`crate::bytes::mmap`] for the rule.
@@ -20,10 +20,9 @@ use fixedbitset::FixedBitSet;
 use parking_lot::{Condvar, Mutex};
 
 use crate::bytes::mmap::Mapping;
+use crate::client::{Job, Opening, wait_for};
 use crate::tracker::{ContributionTracker, Piece, WriteRefused};
-use crate::transport::{
-    BlockSlot, Channel, Device, Message, Placement, Region, RegionKey, Reply, ShardError,
-};
+use crate::transport::{BlockSlot, Placement, Region, RegionKey, ShardError};
 use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
 use crate::vocabulary::layout::ModelLayout;
 use crate::vocabulary::partly::PartlyWritten;
@@ -150,8 +149,7 @@ pub struct Contributor {
     learner: LearnerId,
     incarnation: Incarnation,
     layout: Arc<ModelLayout>,
-    device: Arc<dyn Device>,
-    channel: Arc<dyn Channel>,
+    job: Arc<Job>,
     /// What programs map through `gradients`. Never used for write(2), so that a mapping always is
     /// what its program stored.
     mapped: Region,
@@ -166,24 +164,22 @@ pub struct Contributor {
 const PIECES: usize = 18;
 
 impl Contributor {
-    /// For a learner that has joined through `channel`. Its regions take memory when they are used.
+    /// For a learner that has joined `job`. Its regions take memory when they are used.
     ///
     /// # Errors
-    /// When memory cannot be had or registered.
+    /// When memory cannot be had.
     pub fn new(
-        learner: LearnerId,
-        incarnation: Incarnation,
-        layout: Arc<ModelLayout>,
-        device: Arc<dyn Device>,
-        channel: Arc<dyn Channel>,
+        job: Arc<Job>,
+        (learner, incarnation): (LearnerId, Incarnation),
         traffic: Arc<Traffic>,
     ) -> Result<Contributor, ShardError> {
+        let layout = Arc::clone(job.layout());
         let state = Mutex::new(State {
             tracker: ContributionTracker::new(layout.size(), layout.block_size()),
             step: None,
             committing: false,
             failed: None,
-            staging: region(&*device, "gradfs-staging", &layout)?,
+            staging: region(&job, "gradfs-staging")?,
             spare: None,
             shipped: [None; 2],
             unchecked: FixedBitSet::with_capacity(layout.blocks() as usize),
@@ -194,18 +190,8 @@ impl Contributor {
             aborting: false,
             joined: Vec::new(),
         });
-        let mapped = region(&*device, "gradfs-gradients", &layout)?;
-        Ok(Contributor {
-            learner,
-            incarnation,
-            layout,
-            device,
-            channel,
-            mapped,
-            state,
-            idle: Condvar::new(),
-            traffic,
-        })
+        let mapped = region(&job, "gradfs-gradients")?;
+        Ok(Contributor { learner, incarnation, layout, job, mapped, state, idle: Condvar::new(), traffic })
     }
 
     /// The learner.
@@ -340,16 +326,14 @@ impl Contributor {
 
     /// Called with the state locked: the shard answers an opening without answering anybody else.
     fn open(&self, state: &mut State, timeout: Duration) -> Result<Step, ShardError> {
-        let message = Message::Open { learner: self.learner };
-        let Reply::Opened { step, staging_lent } = request(&*self.channel, message, timeout)? else {
-            return Err(ShardError::Unreachable);
-        };
+        let Opening { step, staging_lent } =
+            wait_for(timeout, |done| self.job.open(self.learner, timeout, done))?;
         // The shard still reads the step before this one. That need not be what was committed last: a commit
         // that timed out may have been taken or not, and this may be the second try after an abort.
         if staging_lent && state.is_in_staging(step) {
             let spare = match state.spare.take() {
                 Some(spare) => spare,
-                None => region(&*self.device, "gradfs-staging", &self.layout)?,
+                None => region(&self.job, "gradfs-staging")?,
             };
             state.spare = Some(std::mem::replace(&mut state.staging, spare));
         }
@@ -396,7 +380,7 @@ impl Contributor {
         room: Option<&Region>,
     ) -> Result<Placement, ShardError> {
         let slot = BlockSlot { learner: self.learner, incarnation: self.incarnation, step, block };
-        match self.channel.write(data, slot, room)? {
+        match self.job.write(data, slot, room)? {
             // The shard took this step without this block: a commit that timed out here had arrived there.
             Placement::Duplicate => Err(ShardError::NotAllowed(format!(
                 "step {step} was already taken: block {block} came too late"
@@ -424,28 +408,9 @@ impl Contributor {
     }
 }
 
-fn region(device: &dyn Device, name: &str, layout: &ModelLayout) -> Result<Region, ShardError> {
-    let memory =
-        Mapping::memfd(name, layout.size() as usize).map_err(|error| ShardError::no_memory(&error))?;
-    device.register(Arc::new(memory))
-}
-
-/// Sends `message` and waits for the answer, for at most `timeout` and a second.
-///
-/// # Errors
-/// What the shard says, or [`ShardError::TimedOut`].
-pub fn request(channel: &dyn Channel, message: Message, timeout: Duration) -> Result<Reply, ShardError> {
-    let (sender, receiver) = std::sync::mpsc::sync_channel(1);
-    channel.send(
-        message,
-        timeout,
-        Box::new(move |result| {
-            let _ = sender.send(result);
-        }),
-    );
-    receiver
-        .recv_timeout(timeout.saturating_add(Duration::from_secs(1)))
-        .unwrap_or(Err(ShardError::TimedOut("the shard did not answer".into())))
+fn region(job: &Job, name: &str) -> Result<Region, ShardError> {
+    let memory = Mapping::memfd(name, job.layout().size() as usize);
+    Ok(job.register(Arc::new(memory.map_err(|error| ShardError::no_memory(&error))?)))
 }
 
 /// Pieces of one request, on the stack for all but outsized ones.

@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::contributor::request;
+use crate::client::Job;
 use crate::tracker::WriteRefused;
-use crate::transport::{Channel, Message, Region, Reply, ShardError};
+use crate::transport::{Region, ShardError};
 use crate::vocabulary::ranges;
 
 #[derive(Debug, Default)]
@@ -25,7 +25,7 @@ struct State {
 
 /// A version being written.
 pub struct Publisher {
-    channel: Arc<dyn Channel>,
+    job: Arc<Job>,
     buffer: Region,
     size: u64,
     state: Mutex<State>,
@@ -37,12 +37,10 @@ impl Publisher {
     ///
     /// # Errors
     /// When the shard has none.
-    pub fn new(channel: Arc<dyn Channel>, timeout: Duration) -> Result<Publisher, ShardError> {
-        let Reply::Buffer(buffer) = request(&*channel, Message::Allocate, timeout)? else {
-            return Err(ShardError::Unreachable);
-        };
+    pub fn new(job: Arc<Job>) -> Result<Publisher, ShardError> {
+        let buffer = job.allocate()?;
         let size = buffer.memory().len() as u64;
-        Ok(Publisher { channel, buffer, size, state: Mutex::default(), idle: Condvar::new() })
+        Ok(Publisher { job, buffer, size, state: Mutex::default(), idle: Condvar::new() })
     }
 
     /// Stores `data` at `offset`. Bytes may be written again until the commit.
@@ -119,13 +117,11 @@ impl Publisher {
             state.sealed = true;
             std::mem::take(&mut state.written)
         };
-        let message = Message::Assign { buffer: self.buffer.clone(), written };
-        self.channel.send(message, timeout, Box::new(|result| done(result.map(drop))));
+        self.job.assign(self.buffer.clone(), &written, timeout, Box::new(done));
     }
 
     /// Ends the wait for a commit that is on its way: unless it has begun, it does not take place.
     pub fn withdraw(&self) {
-        let message = Message::WithdrawAssign { buffer: self.buffer.key() };
-        self.channel.send(message, Duration::from_secs(10), Box::new(|_| {}));
+        self.job.withdraw_assign(self.buffer.key());
     }
 }

@@ -3,13 +3,11 @@
 pub mod coordinator;
 pub mod core;
 pub mod create;
-pub mod job;
 pub mod memory;
 pub mod moving;
 pub mod partition;
 pub mod reducers;
 pub mod region_store;
 pub mod registry;
-pub mod remote;
 pub mod server;
 pub mod snapshot;

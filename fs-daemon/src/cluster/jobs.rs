@@ -2,7 +2,7 @@
 //! is itself waited for.
 
 use libmodelio::registry::Registry;
-use ps_backend::core::WaitedFor;
+use libmodelio::vocabulary::members::WaitedFor;
 use serde_json::{Value, json};
 
 use super::{ask, deadline};

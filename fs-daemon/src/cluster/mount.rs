@@ -2,13 +2,11 @@
 
 use std::sync::Arc;
 
-use libmodelio::client::{Client, ClientOptions, TransportChoice};
+use libmodelio::client::{ClientOptions, Job, TransportChoice};
 use libmodelio::registry::Registry;
+use libmodelio::transport::NO_RDMA;
 use libmodelio::transport::reactor::{Backend, Choice};
-use libmodelio::transport::{Device, NO_RDMA};
 use libmodelio::wire::{ModelRecord, ShardRecord};
-use ps_backend::job::Job;
-use ps_backend::remote::RemoteJob;
 
 use super::shard::choice;
 use super::{deadline, maybe_unheard, registry, registry_error};
@@ -94,10 +92,9 @@ fn connect(
     let MountConfig { threads, connections, .. } = *config;
     let options =
         ClientOptions { threads, io, transport, connections, rdma, registry, ..ClientOptions::default() };
-    let client = Client::connect(record, shards, options)
+    let job = Job::connect(record, shards, options)
         .map_err(|error| Error::new(format!("cannot take part in {name}")).caused_by(error))?;
-    let job = RemoteJob::new(client);
-    for shard in job.status().shards {
+    for shard in job.shards() {
         let (address, blocks) = (shard.address.unwrap_or_default(), shard.blocks);
         tracing::info!(model = %name, shard = %shard.shard, %address, transport = %shard.transport, blocks, "connected");
     }
@@ -107,9 +104,7 @@ fn connect(
     }
     tracing::info!(model = %name, io = %backend, "connected");
     let snapshots = Snapshots::Registry(config.registry.to_string());
-    let device: Arc<dyn Device> = Arc::clone(&job) as Arc<dyn Device>;
-    Model::new(name.clone(), job as Arc<dyn Job>, device, record.metadata.clone(), own_learner(), snapshots)
-        .map_err(|error| Error::new(format!("model {name}: {error}")))
+    Ok(Model::new(name.clone(), job, record.metadata.clone(), own_learner(), snapshots))
 }
 
 /// The name of this mount's own learner: other mounts of the job have theirs.

@@ -45,13 +45,23 @@ impl Fs {
     /// # Errors
     /// ENOENT; ESTALE in `tensors/` of a version that has gone, so that the kernel looks `tensors` up and tries again.
     pub fn lookup(&self, parent: u64, name: &OsStr) -> CallResult<Attributes> {
+        self.lookup_by(parent, name, |node| self.pin(node))
+    }
+
+    /// As [`Self::lookup`]; versions are pinned by `pin`, as [`Self::pin`] does, and may have gone by then.
+    pub(crate) fn lookup_by(
+        &self,
+        parent: u64,
+        name: &OsStr,
+        pin: impl Fn(Node) -> CallResult<Option<bool>>,
+    ) -> CallResult<Attributes> {
         if name.len() > MAX_NAME {
             return Err(too_long(name, MAX_NAME));
         }
         let name = name.to_str().ok_or_else(CallError::not_found)?;
         let mut node = self.named(parent, name)?;
         let pinned = loop {
-            if let Some(pinned) = self.pin(node)? {
+            if let Some(pinned) = pin(node)? {
                 break pinned;
             }
             // The version has gone since. A name of the newest one leads to another one now.
@@ -94,7 +104,7 @@ impl Fs {
     }
 
     /// Pins the version that an inode shows, if it shows one; `None` if that has gone.
-    fn pin(&self, node: Node) -> CallResult<Option<bool>> {
+    pub(crate) fn pin(&self, node: Node) -> CallResult<Option<bool>> {
         let Node::Model(index, file) = node else { return Ok(Some(false)) };
         let Some(version) = file.pins() else { return Ok(Some(false)) };
         Ok(self.tree(index)?.model.job.pin(version).then_some(true))

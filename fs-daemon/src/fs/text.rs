@@ -149,7 +149,7 @@ pub fn status(tree: &ModelTree, mount: &MountStatus) -> String {
         "tensors": model.layout.tensors().len(),
         "block_size": model.layout.block_size(),
         "blocks": model.layout.blocks(),
-        "transport": model.device.kind().to_string(),
+        "transport": model.job.kind().to_string(),
         "shards": shards,
         "passthrough": mount.passthrough,
         "open_files": mount.open_files,

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use libmodelio::client::SetError;
 use libmodelio::vocabulary::controls::SETTINGS;
 use libmodelio::vocabulary::ids::Version;
 use parking_lot::Mutex;
-use ps_backend::job::SetError;
 
 use super::filesystem::Fs;
 use super::model_tree::ModelTree;

@@ -8,10 +8,10 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, mpsc};
 
+use libmodelio::client::Event;
 use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::ids::LearnerId;
 use parking_lot::Mutex;
-use ps_backend::job::Event;
 
 use super::open_files::{OpenFiles, ProgramFile};
 use super::pending_exits::{PendingExits, Settling};

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use libmodelio::client::ShardView;
 use libmodelio::transport::TransportKind;
-use ps_backend::job::ShardView;
 
 use super::page::{Page, Payload};
 use crate::session::model::Model;

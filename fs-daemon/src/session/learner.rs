@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::SystemTime;
 
+use libmodelio::client::Job;
 use libmodelio::contributor::Contributor;
 use libmodelio::transport::{Attached, Region};
 use libmodelio::vocabulary::ids::LearnerId;
 use parking_lot::Mutex;
-use ps_backend::job::Job;
 
 use super::last_refusal::LastRefusal;
 
@@ -27,7 +27,7 @@ pub struct Learner {
     pub refusal: Arc<LastRefusal>,
     /// Its way to the shards.
     pub(super) contributor: Arc<Contributor>,
-    job: Arc<dyn Job>,
+    job: Arc<Job>,
     /// The mapped region has its pages.
     mapped_ready: AtomicBool,
     /// The staging region has its pages, or gets them.
@@ -63,7 +63,7 @@ impl Learner {
     pub(super) fn new(
         name: String,
         contributor: Contributor,
-        job: Arc<dyn Job>,
+        job: Arc<Job>,
         owner: Option<(u32, u32)>,
         refusal: Arc<LastRefusal>,
     ) -> Learner {

@@ -1,15 +1,15 @@
-//! One model: its job, the way to it, and its learners in this process.
+//! One model: its job, and its learners in this process.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use libmodelio::contributor::{Contributor, Traffic, request};
-use libmodelio::transport::{Channel, Device, LeaveReason, Message, Reply};
+use libmodelio::client::{Job, wait_for};
+use libmodelio::contributor::{Contributor, Traffic};
+use libmodelio::transport::LeaveReason;
 use libmodelio::vocabulary::ids::LearnerId;
 use libmodelio::vocabulary::layout::ModelLayout;
 use parking_lot::Mutex;
-use ps_backend::job::Job;
 use ps_backend::server::local::LocalShard;
 
 use super::error::{CallError, CallResult};
@@ -40,9 +40,7 @@ pub struct Model {
     /// Tensors and blocks.
     pub layout: Arc<ModelLayout>,
     /// Its versions, its settings and who is in it.
-    pub job: Arc<dyn Job>,
-    /// The transport to where it is aggregated.
-    pub device: Arc<dyn Device>,
+    pub job: Arc<Job>,
     /// Bytes that went through this process.
     pub traffic: Arc<Traffic>,
     /// `__metadata__` of the file it came from.
@@ -53,33 +51,25 @@ pub struct Model {
     pub own_name: String,
     /// Who can take a snapshot of it.
     pub snapshots: Snapshots,
-    /// The connection to where it is aggregated.
-    pub(super) channel: Arc<dyn Channel>,
     learners: Mutex<BTreeMap<LearnerId, Arc<Learner>>>,
     /// Held while the mount's own learner joins.
     joining: Mutex<()>,
 }
 
 impl Model {
-    /// A model over its job, reached by `device`. `own_name` is what the mount's own learner is called: mounts that
-    /// share a job need different ones.
-    ///
-    /// # Errors
-    /// When the device does not connect.
+    /// A model over its job. `own_name` is what the mount's own learner is called: mounts that share a job need
+    /// different ones.
     pub fn new(
         name: String,
-        job: Arc<dyn Job>,
-        device: Arc<dyn Device>,
+        job: Job,
         metadata: BTreeMap<String, String>,
         own_name: String,
         snapshots: Snapshots,
-    ) -> CallResult<Model> {
-        Ok(Model {
+    ) -> Model {
+        Model {
             name,
             layout: Arc::clone(job.layout()),
-            channel: device.connect()?,
-            device,
-            job,
+            job: Arc::new(job),
             traffic: Arc::default(),
             metadata,
             own_refusal: Arc::default(),
@@ -87,7 +77,7 @@ impl Model {
             snapshots,
             learners: Mutex::default(),
             joining: Mutex::default(),
-        })
+        }
     }
 
     /// Longest wait for a version, or for a commit.
@@ -128,10 +118,8 @@ impl Model {
     /// # Errors
     /// EEXIST for a name in use, EDQUOT when the job is full, ENOMEM.
     pub fn join(&self, name: &str, owner: Option<(u32, u32)>) -> CallResult<Arc<Learner>> {
-        let reply = request(&*self.channel, Message::Join { name: name.to_owned() }, self.prompt())?;
-        let Reply::Joined { learner: id, incarnation } = reply else {
-            return Err(CallError::new(libc::EIO, "the shard did not answer the join"));
-        };
+        let prompt = self.prompt();
+        let (id, incarnation) = wait_for(prompt, |done| self.job.join(name.to_owned(), prompt, done))?;
         if id.0 >= MAX_JOINS {
             self.send_leave(id, LeaveReason::Asked);
             return Err(CallError::new(
@@ -139,15 +127,9 @@ impl Model {
                 format!("{MAX_JOINS} learners have joined: mount again"),
             ));
         }
-        let contributor = Contributor::new(
-            id,
-            incarnation,
-            Arc::clone(&self.layout),
-            Arc::clone(&self.device),
-            Arc::clone(&self.channel),
-            Arc::clone(&self.traffic),
-        )
-        .inspect_err(|_| self.send_leave(id, LeaveReason::Asked))?;
+        let (job, traffic) = (Arc::clone(&self.job), Arc::clone(&self.traffic));
+        let contributor = Contributor::new(job, (id, incarnation), traffic)
+            .inspect_err(|_| self.send_leave(id, LeaveReason::Asked))?;
         let refusal = if name == self.own_name { Arc::clone(&self.own_refusal) } else { Arc::default() };
         let job = Arc::clone(&self.job);
         let learner = Arc::new(Learner::new(name.to_owned(), contributor, job, owner, refusal));
@@ -178,13 +160,13 @@ impl Model {
     /// # Errors
     /// ENOENT when it is not in it.
     pub fn leave(&self, id: LearnerId, reason: LeaveReason) -> CallResult<()> {
-        request(&*self.channel, Message::Leave { learner: id, reason }, self.prompt())?;
-        Ok(())
+        let prompt = self.prompt();
+        Ok(wait_for(prompt, |done| self.job.leave(id, reason, prompt, done))?)
     }
 
     /// A learner leaves the job, whenever the job hears of it.
     pub fn send_leave(&self, learner: LearnerId, reason: LeaveReason) {
-        self.channel.send(Message::Leave { learner, reason }, PROMPT, Box::new(|_| {}));
+        self.job.leave(learner, reason, PROMPT, Box::new(|_| {}));
     }
 
     /// The job says that a learner is out of it. Returns the learner, unless that was known.

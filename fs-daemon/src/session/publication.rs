@@ -122,5 +122,5 @@ impl Publication {
 /// A buffer for a version to come.
 fn publisher(model: &Model) -> CallResult<Arc<Publisher>> {
     model.job.may_assign()?;
-    Ok(Arc::new(Publisher::new(Arc::clone(&model.channel), model.timeout())?))
+    Ok(Arc::new(Publisher::new(Arc::clone(&model.job))?))
 }

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use libmodelio::transport::{Message, Region, Reply};
+use libmodelio::client::VersionView;
+use libmodelio::transport::{Region, ShardError};
 use libmodelio::vocabulary::ids::{LearnerId, Version};
-use ps_backend::job::VersionMemory;
 
 use super::error::Done;
 use super::explained::explained;
@@ -15,7 +15,7 @@ use super::model::Model;
 pub struct Reader {
     model: Arc<Model>,
     version: Version,
-    memory: Arc<dyn VersionMemory>,
+    view: VersionView,
 }
 
 impl Reader {
@@ -28,7 +28,7 @@ impl Reader {
             model.job.unpin(version, 1);
             return None;
         };
-        Some(Reader { model: Arc::clone(model), version, memory: view.memory })
+        Some(Reader { model: Arc::clone(model), version, view })
     }
 
     /// Opens the newest version.
@@ -41,12 +41,12 @@ impl Reader {
     /// # Panics
     /// When `range` leaves the model.
     pub fn bytes(&self, range: Range<u64>) -> &[u8] {
-        self.memory.bytes(range)
+        self.view.bytes(range)
     }
 
     /// The memory that holds them.
     pub fn region(&self) -> &Region {
-        self.memory.region()
+        &self.view.region
     }
 }
 
@@ -61,11 +61,9 @@ impl Model {
     /// or a newer one.
     pub fn await_step(self: &Arc<Self>, learner: LearnerId, done: Done<Version>) {
         let model = Arc::clone(self);
-        let answer = move |reply| match reply {
-            Ok(Reply::Version(version)) => done(Ok(version)),
-            Ok(_) => done(Ok(model.job.version())),
-            Err(error) => done(Err(explained(&model, error))),
+        let answer = move |result: Result<Version, ShardError>| {
+            done(result.map_err(|error| explained(&model, error)));
         };
-        self.channel.send(Message::AwaitStep { learner }, self.timeout(), Box::new(answer));
+        self.job.await_step(learner, self.timeout(), Box::new(answer));
     }
 }

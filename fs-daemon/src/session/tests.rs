@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use ps_backend::remote::RemoteJob;
 use ps_backend::server::local;
 
 use super::contribution::{Contribution, Ending};
@@ -24,20 +23,14 @@ const SIZE: u64 = 1 << 16;
 fn model(settings: &[(&str, &str)]) -> Arc<Model> {
     let layout = Arc::new(ModelLayout::blank(SIZE, DType::F32, 64 << 10).unwrap());
     let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
-    let client = local::start("m", &layout, &controls, &local::pool(1).unwrap(), |_| Ok(())).unwrap();
-    let job = RemoteJob::new(client);
-    let device = Arc::clone(&job);
-    Arc::new(
-        Model::new(
-            "m".into(),
-            job,
-            device,
-            Default::default(),
-            "own".into(),
-            Snapshots::Here(Default::default()),
-        )
-        .unwrap(),
-    )
+    let job = local::start("m", &layout, &controls, &local::pool(1).unwrap(), |_| Ok(())).unwrap();
+    Arc::new(Model::new(
+        "m".into(),
+        job,
+        Default::default(),
+        "own".into(),
+        Snapshots::Here(Default::default()),
+    ))
 }
 
 fn contribution(model: &Arc<Model>, learner: &Arc<Learner>) -> Arc<Contribution> {

@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
+use libmodelio::client::JobStatus;
 use libmodelio::vocabulary::ids::ShardId;
 use libmodelio::vocabulary::phase::JobPhase;
-use ps_backend::job::JobStatus;
 
 use super::model::Model;
 
@@ -53,7 +53,7 @@ impl Said {
         }
         self.learners = status.late.is_some();
         let away =
-            |shard: &ps_backend::job::ShardView| shard.away.filter(|_| status.state == JobPhase::Waiting);
+            |shard: &libmodelio::client::ShardView| shard.away.filter(|_| status.state == JobPhase::Waiting);
         self.shards
             .retain(|known| status.shards.iter().any(|shard| shard.shard == *known && away(shard).is_some()));
         for shard in &status.shards {
@@ -75,10 +75,10 @@ impl Said {
 
 #[cfg(test)]
 mod tests {
+    use libmodelio::client::ShardView;
     use libmodelio::transport::TransportKind;
     use libmodelio::vocabulary::ids::Version;
-    use ps_backend::core::WaitedFor;
-    use ps_backend::job::ShardView;
+    use libmodelio::vocabulary::members::WaitedFor;
 
     use super::*;
 

@@ -3,8 +3,9 @@
 //! | module | holds |
 //! |---|---|
 //! | `core` | what is decided (pure) |
-//! | `client` | [`Client`], what others call |
+//! | `job` | [`Job`], what others call |
 //! | `options` | what it is told, and tells |
+//! | `late` | whom the job waits for |
 //! | `shared` | lock, clock, and what the core's decisions change |
 //! | `routes`, `redirect`, `inquiry` | the block map in force, where its shards are, and how another one takes its place |
 //! | `peer`, `connections`, `usage`, `fallback` | which connections there are, are missing, are used, and go by TCP for now |
@@ -15,13 +16,13 @@
 //! | `sum` | adding up contributions before they cross the network |
 
 mod blocks;
-#[allow(clippy::module_inception)]
-mod client;
 mod connections;
 mod conversation;
 pub mod core;
 mod fallback;
 mod inquiry;
+mod job;
+mod late;
 mod options;
 mod paths;
 mod peer;
@@ -35,8 +36,8 @@ mod usage;
 mod versions;
 
 pub use self::core::LastCommit;
-pub use client::Client;
+pub use job::{Job, JobStatus, ShardView, VersionView, wait_for};
 pub use options::{
-    Answered, Awaited, ClientError, ClientEvent, ClientListener, ClientOptions, Offered, PeerView, Pulls,
-    Staged, TransportChoice,
+    Answered, ClientError, ClientOptions, Done, Event, Listener, Opening, Pulls, SetDone, SetError,
+    TransportChoice,
 };

@@ -7,8 +7,10 @@ use std::time::Duration;
 use crate::registry::Registry;
 use crate::transport::rdma::RdmaOptions;
 use crate::transport::reactor::Choice;
-use crate::transport::{LeaveReason, Region, ShardError, TransportKind};
-use crate::vocabulary::ids::{LearnerId, ShardId, Version};
+use crate::transport::{Region, ShardError};
+use crate::vocabulary::controls::ControlError;
+use crate::vocabulary::ids::{LearnerId, Step, Version};
+use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::partly::PartlyWritten;
 use crate::wire::{Message, Refusal};
 
@@ -33,7 +35,7 @@ pub enum Pulls {
     /// Each, as soon as it is published: whoever opens it finds it here.
     #[default]
     Published,
-    /// The first, and then those that somebody waits for ([`Client::await_step`], [`Client::await_newest`]): for who
+    /// The first, and then those that somebody waits for ([`Job::await_step`](super::Job::await_step), [`Job::await_newest`](super::Job::await_newest)): for who
     /// contributes more often than it reads.
     Awaited,
 }
@@ -127,95 +129,73 @@ pub enum ClientError {
     },
 }
 
-/// What happens to a client, for whoever shows it.
+/// What happens in a job, for whoever shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ClientEvent {
-    /// A version is shown here.
+pub enum Event {
+    /// A version is complete; opens from now on see it.
     Published(Version),
-    /// A learner of this client is no longer in the job.
+    /// A learner is no longer in the job.
     Left(LearnerId, LeaveReason),
-    /// The coordinator has told the state of the job.
-    State,
 }
 
-/// Called once for every event, with no lock held and without blocking.
-pub type ClientListener = Box<dyn Fn(ClientEvent) + Send + Sync>;
+/// Called once for every [`Event`], with no lock held, before those who wait for it are answered. It takes milliseconds
+/// at most. Events that follow each other closely may come from two threads and in either order: ask the job what is
+/// newest.
+pub type Listener = Box<dyn Fn(Event) + Send + Sync>;
 
-/// Called once with the outcome of a request.
+/// Called once with the outcome, perhaps from another thread, perhaps before the call that it was given to returns. It
+/// must not block.
+pub type Done<T> = Box<dyn FnOnce(Result<T, ShardError>) + Send>;
+
+/// The same, with the coordinator's words.
 pub type Answered = Box<dyn FnOnce(Result<Message, Refusal>) + Send>;
-/// Called once with the outcome of a wait for a version.
-pub type Awaited = Box<dyn FnOnce(Result<Version, ShardError>) + Send>;
+
+/// Why a setting was not changed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SetError {
+    /// It does not fit; nothing has changed.
+    #[error(transparent)]
+    Refused(#[from] ControlError),
+    /// Nobody said whether it was: [`ShardError::TimedOut`] or [`ShardError::Unreachable`]. It may still take
+    /// effect; setting the same value again does no harm.
+    #[error(transparent)]
+    Unanswered(#[from] ShardError),
+}
+
+/// As [`Done`], for a setting.
+pub type SetDone = Box<dyn FnOnce(Result<(), SetError>) + Send>;
+
+/// A contribution is open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Opening {
+    /// Which step it is.
+    pub step: Step,
+    /// The staging region still holds the last contribution: stage this one elsewhere.
+    pub staging_lent: bool,
+}
 
 /// Where a contribution lies.
 #[derive(Clone, Debug)]
-pub struct Staged {
+pub(super) struct Staged {
     /// The memory.
-    pub region: Region,
+    pub(super) region: Region,
     /// Nobody stores into it while it may be read. False where a program has it mapped: until the contribution is answered
     /// it should not, but it can; then the memory is its own, whatever the answer is.
-    pub steady: bool,
+    pub(super) steady: bool,
     /// What of its blocks was written, where that is not all. `None` if that is in more than
     /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces.
-    pub partly: Option<PartlyWritten>,
-}
-
-impl From<Region> for Staged {
-    fn from(region: Region) -> Staged {
-        Staged { region, steady: true, partly: Some(PartlyWritten::default()) }
-    }
-}
-
-/// A shard as its client sees it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PeerView {
-    /// Its number.
-    pub shard: ShardId,
-    /// How many of the model's blocks it owns.
-    pub blocks: u32,
-    /// Where it listens; `None` where it is part of this process.
-    pub address: Option<String>,
-    /// Whether it can be reached just now.
-    pub connected: bool,
-    /// For how long it cannot be reached for blocks, or, if it coordinates the job, for requests.
-    pub gone: Option<Duration>,
-    /// Which way blocks go.
-    pub transport: TransportKind,
-    /// Why they do not go through shared memory, where they might.
-    pub no_memory: Option<String>,
-    /// Why they do not go by RDMA, where they might.
-    pub no_rdma: Option<String>,
-    /// Why a connection to it was last lost, or did not come about.
-    pub lost: Option<String>,
-}
-
-impl PeerView {
-    /// A shard in this process that owns so many blocks.
-    pub(super) fn here(shard: ShardId, blocks: u32) -> PeerView {
-        PeerView {
-            shard,
-            blocks,
-            address: None,
-            connected: true,
-            gone: None,
-            transport: TransportKind::InProcess,
-            no_memory: None,
-            no_rdma: None,
-            lost: None,
-        }
-    }
+    pub(super) partly: Option<PartlyWritten>,
 }
 
 /// What became of a block that was offered where it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Offered {
+pub(super) enum Offered {
     /// It was reduced.
     Reduced,
     /// It holds NaN or Inf, which is refused.
     NonFinite,
     /// Its learner is no longer in the job.
     UnknownLearner,
-    /// It was offered before.
-    Again,
     /// It is to be staged, and read when it is committed.
     Stage,
 }

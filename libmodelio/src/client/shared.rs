@@ -12,7 +12,8 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use super::core::{Action, ClientCore, Now, Token};
 use super::inquiry::{Inquiry, Unconfirmed};
-use super::options::{Answered, Awaited, ClientEvent, ClientListener, ClientOptions, Staged};
+use super::late::Late;
+use super::options::{Answered, ClientOptions, Done, Event, Listener, Staged};
 use super::peer::Peer;
 use super::routes::Routes;
 use super::versions::Versions;
@@ -38,7 +39,7 @@ pub(super) struct Inner {
     pub(super) routes: Arc<Routes>,
     pub(super) versions: Versions,
     pub(super) answers: HashMap<Token, Answered>,
-    pub(super) waits: HashMap<Token, Awaited>,
+    pub(super) waits: HashMap<Token, Done<Version>>,
     pub(super) next_token: Token,
     pub(super) sources: HashMap<(LearnerId, Step), Staged>,
     pub(super) weights: HashMap<u64, Region>,
@@ -46,6 +47,7 @@ pub(super) struct Inner {
     pub(super) parts: Vec<Peer>,
     pub(super) inquiry: Inquiry,
     pub(super) unconfirmed: Option<Unconfirmed>,
+    pub(super) late: Late,
     /// Sums that are on their way; the memory is used again.
     pub(super) spare: Vec<Vec<u8>>,
     /// Of a shard in this process.
@@ -72,7 +74,7 @@ pub(super) struct Pumps {
 #[derive(Default)]
 pub(super) struct Answers {
     answers: Vec<(Answered, Result<Message, Refusal>)>,
-    waits: Vec<(Awaited, Result<Version, ShardError>)>,
+    waits: Vec<(Done<Version>, Result<Version, ShardError>)>,
 }
 
 impl Answers {
@@ -87,7 +89,7 @@ impl Answers {
 #[derive(Default)]
 pub(super) struct After {
     answers: Answers,
-    events: Vec<ClientEvent>,
+    events: Vec<Event>,
     /// A shard in this process is to be told something,
     says: bool,
     /// there may be something to push to it,
@@ -114,7 +116,10 @@ pub(super) struct Shared {
     pub(super) started: Instant,
     pub(super) inner: Mutex<Inner>,
     pub(super) changed: Condvar,
-    pub(super) listener: Mutex<Option<Arc<ClientListener>>>,
+    pub(super) listener: Mutex<Option<Arc<Listener>>>,
+    /// It takes nothing more.
+    pub(super) ends: AtomicBool,
+    /// Nothing moves any more.
     pub(super) stopping: AtomicBool,
     pub(super) tally: Tally,
     /// The device for RDMA, once it is wanted.
@@ -136,6 +141,7 @@ impl Inner {
             parts: routes.parts.iter().map(|_| Peer::new(false)).collect(),
             inquiry: Inquiry::default(),
             unconfirmed: None,
+            late: Late::default(),
             spare: Vec::new(),
             pumps: Pumps::default(),
             looks_at: Now::ZERO,
@@ -180,6 +186,60 @@ impl Shared {
 
     pub(super) fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Relaxed)
+    }
+
+    /// # Errors
+    /// Once nothing more is taken.
+    pub(super) fn refuse_if_ending(&self) -> Result<(), ShardError> {
+        if self.ends.load(Ordering::Relaxed) { Err(ShardError::Unreachable) } else { Ok(()) }
+    }
+
+    /// The newest version that is here, pinned: between asking for it and pinning it, it might be gone.
+    pub(super) fn pin_newest(&self) -> Option<Version> {
+        let mut inner = self.inner.lock();
+        let version = inner.core.version();
+        inner.versions.pin(version).then_some(version)
+    }
+
+    /// Takes pins back; a pull that waits for a buffer may go on then.
+    pub(super) fn unpin(&self, version: Version, count: u64) {
+        let mut inner = self.inner.lock();
+        inner.versions.unpin(version, count);
+        match &self.local {
+            None => inner.wake_all(),
+            Some(local) if version < inner.core.version() => {
+                let (retain, max) = inner.bounds();
+                inner.versions.recycle(retain, max);
+                drop(inner);
+                local.shard.find_buffer();
+            }
+            Some(_) => {}
+        }
+    }
+
+    /// `done` is called when the newest version that the coordinator has told of, or a newer one, is here, or `timeout`
+    /// is over.
+    pub(super) fn await_newest(&self, timeout: Duration, done: Done<Version>) {
+        self.wait(done, |core, token, now, actions| core.await_newest(token, now + timeout, now, actions));
+    }
+
+    /// Waits for a version, as the core is told.
+    pub(super) fn wait(
+        &self,
+        done: Done<Version>,
+        begin: impl FnOnce(&mut ClientCore, Token, Now, &mut Vec<Action>),
+    ) {
+        let mut inner = self.inner.lock();
+        if self.is_stopping() {
+            drop(inner);
+            return done(Err(ShardError::Unreachable));
+        }
+        let token = inner.next_token();
+        inner.waits.insert(token, done);
+        let mut actions = Vec::new();
+        begin(&mut inner.core, token, self.now(), &mut actions);
+        self.rouse_keeper(&inner);
+        self.act(inner, actions);
     }
 
     /// Answers all who wait: nothing comes any more.
@@ -354,9 +414,9 @@ impl Shared {
                     local.shard.set_buffers(max);
                     after.gives_back = true;
                 }
-                after.events.push(ClientEvent::State);
+                inner.late.hear(inner.core.state());
             }
-            Action::Left(learner, reason) => after.events.push(ClientEvent::Left(learner, reason)),
+            Action::Left(learner, reason) => after.events.push(Event::Left(learner, reason)),
             Action::Pulled(version) => {
                 // Whoever connects waits for the first one. The keeper makes a spare buffer for those that are pulled.
                 if self.local.is_none() || !inner.core.shows_any() {
@@ -367,7 +427,7 @@ impl Shared {
                 inner.versions.recycle(retain, max);
                 after.gives_back = true;
                 inner.core.shown(version, self.now(), more);
-                after.events.push(ClientEvent::Published(version));
+                after.events.push(Event::Published(version));
             }
         }
     }

@@ -7,12 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use fixedbitset::FixedBitSet;
-
-use super::{ContributeError, Contributor, Share, request};
-use crate::transport::{CommitNotice, Completion, Message, ShardError};
+use super::{ContributeError, Contributor, Share};
+use crate::transport::{CommitNotice, ShardError};
 use crate::vocabulary::ids::Step;
-use crate::vocabulary::partly::{MAX_PIECES, PartlyWritten};
+use crate::vocabulary::partly::MAX_PIECES;
 
 /// For what ends by itself at once unless the machine is stuck.
 const STUCK: Duration = Duration::from_secs(10);
@@ -153,24 +151,12 @@ impl Contributor {
                 return done(Err(error.into()));
             }
         };
-        let mut all = FixedBitSet::with_capacity(self.layout.blocks() as usize);
-        all.insert_range(..);
-        let mut tensors = FixedBitSet::with_capacity(self.layout.tensors().len());
-        tensors.insert_range(..);
         state.committing = true;
         state.ship(step, self.mapped.key());
         drop(state);
         self.traffic.written.fetch_add(self.layout.size(), Ordering::Relaxed);
         self.traffic.reduced_on_arrival.fetch_add(self.layout.size(), Ordering::Relaxed);
-        let notice = CommitNotice {
-            sent: all.clone(),
-            deferred: all.clone(),
-            unchecked: all,
-            tensors,
-            partly: Some(PartlyWritten::default()),
-            staging: self.mapped.clone(),
-            lendable: false,
-        };
+        let notice = CommitNotice::whole(&self.layout, self.mapped.clone(), false);
         // On an error the program still has the values in its mapping; nothing must linger for its next one.
         self.send_commit(step, notice, timeout, OnError::Aborts, done);
     }
@@ -184,7 +170,7 @@ impl Contributor {
         done: impl FnOnce(Result<(), ContributeError>) + Send + 'static,
     ) {
         let this = Arc::clone(self);
-        let completion: Completion = Box::new(move |result| {
+        let completion = move |result: Result<(), ShardError>| {
             if result.is_err() && on_error == OnError::Aborts {
                 this.send_abort();
             }
@@ -196,18 +182,18 @@ impl Contributor {
             let joined = std::mem::take(&mut state.joined);
             this.idle.notify_all();
             drop(state);
-            let outcome = result.map(drop).map_err(ContributeError::from);
+            let outcome = result.map_err(ContributeError::from);
             joined.into_iter().for_each(|done| done(outcome.clone()));
             done(outcome);
-        });
-        self.channel.send(Message::Commit { learner: self.learner, step, notice }, timeout, completion);
+        };
+        self.job.commit(self.learner, step, notice, timeout, Box::new(completion));
     }
 
     /// Ends the wait for a commit that is on its way, unless it is taken: it then fails with
     /// [`ShardError::Interrupted`], and the contribution is still open as after a timeout.
     pub fn withdraw(&self) {
-        let message = Message::Withdraw { learner: self.learner };
-        self.channel.send(message, STUCK, Box::new(|_| {}));
+        // A learner that is gone has nothing under way.
+        let _ = self.job.withdraw(self.learner);
     }
 
     /// Drops the open contribution, if there is one; the shard forgets what it took of it. Returns whether there was
@@ -243,8 +229,7 @@ impl Contributor {
 
     /// Without the lock, but `committing`, so that no new contribution opens before the old one is gone.
     fn send_abort(&self) {
-        let message = Message::Abort { learner: self.learner };
-        if let Err(error) = request(&*self.channel, message, STUCK) {
+        if let Err(error) = self.job.abort(self.learner) {
             // A learner that is gone has nothing open either.
             tracing::debug!(learner = %self.learner, %error, "dropping a contribution");
         }

@@ -17,21 +17,20 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `seam` | what a learner sees of any transport: devices, regions, channels |
+//! | `contribution` | what a learner hands to a shard: regions, blocks, what a commit says of them |
 //! | `tally` | how much payload was moved, and how much of it CPUs copied |
 
+mod contribution;
 pub mod frames;
 pub mod local;
 pub mod rdma;
 pub mod reactor;
-mod seam;
 pub mod shm;
 pub mod stream;
 pub mod tally;
 pub mod tcp;
 
 pub use crate::vocabulary::members::{Attached, LeaveReason};
-pub use seam::{
-    BlockSlot, Channel, CommitNotice, Completion, Device, Message, NO_RDMA, Placement, Region, RegionKey,
-    Reply, ShardError, TransportKind,
+pub use contribution::{
+    BlockSlot, CommitNotice, NO_RDMA, Placement, Region, RegionKey, ShardError, TransportKind,
 };

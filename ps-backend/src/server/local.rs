@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::client::{Client, ClientError};
+use libmodelio::client::{ClientError, Job};
 use libmodelio::transport::local::{HeldVersion, Mailbox, Pushed, Shard, SharedBlock};
 use libmodelio::transport::{Region, ShardError};
 use libmodelio::vocabulary::block_map::{BlockMap, MapError};
@@ -93,8 +93,8 @@ pub fn start(
     controls: &Controls,
     pool: &Pool,
     load: impl FnOnce(&Mapping) -> io::Result<()>,
-) -> Result<Client, LocalError> {
-    start_from(name, layout, controls, pool, Beginning::Weights(Box::new(load))).map(|(client, _)| client)
+) -> Result<Job, LocalError> {
+    start_from(name, layout, controls, pool, Beginning::Weights(Box::new(load))).map(|(job, _)| job)
 }
 
 /// Makes a model in this process, with whatever it begins with. Of its shard snapshots can be taken.
@@ -107,7 +107,7 @@ pub fn start_from(
     controls: &Controls,
     pool: &Pool,
     beginning: Beginning<'_>,
-) -> Result<(Client, Weak<LocalShard>), LocalError> {
+) -> Result<(Job, Weak<LocalShard>), LocalError> {
     const SHARD: ShardId = ShardId(0);
     let map = BlockMap::striped(layout.blocks(), &[SHARD])?;
     let controls = controls.clone();
@@ -133,13 +133,13 @@ pub fn start_from(
     let coordinator = Arc::clone(&shard.coordinator);
     let captured = Arc::downgrade(&shard);
     let mut met = Ok(());
-    let client = Client::of_shard_here(&record, Arc::clone(layout), shard, |client| {
+    let job = Job::of_shard_here(&record, Arc::clone(layout), shard, |client| {
         met = coordinator.client_here(client);
     });
     met?;
-    let client = client?;
+    let job = job?;
     partition.warm_up(record.controls.retain as usize);
-    Ok((client, captured))
+    Ok((job, captured))
 }
 
 impl LocalShard {

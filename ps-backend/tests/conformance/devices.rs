@@ -1,17 +1,17 @@
-//! Devices: what they are, memory that is registered with them, channels that they open.
+//! Which way the bytes go, memory that is registered, and several who contribute as one learner.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::transport::{Message, Placement, ShardError};
+use libmodelio::transport::{Placement, ShardError};
 
-use crate::site::{BLOCKS, LONG, Way, done, store};
+use crate::site::{BLOCKS, Way, done, store};
 
 pub fn each_is_of_its_kind(way: &Way) {
     let site = way.striped_job(&[]);
     let end = site.end();
-    assert_eq!(end.device.kind(), site.kind);
+    assert_eq!(end.job.kind(), site.kind);
     let shards = end.job.status().shards;
     assert!(shards.iter().all(|shard| shard.transport == site.kind && shard.connected), "{shards:?}");
     assert_eq!(shards.iter().map(|shard| shard.blocks).sum::<u32>(), BLOCKS);
@@ -24,8 +24,7 @@ pub fn memory_that_is_registered_is_the_same_at_both_ends(way: &Way) {
     let end = site.end();
     let size = end.job.layout().size() as usize;
     let memories: Vec<_> = (0..4).map(|_| Arc::new(Mapping::memfd("registered", size).unwrap())).collect();
-    let regions: Vec<_> =
-        memories.iter().map(|memory| end.device.register(Arc::clone(memory)).unwrap()).collect();
+    let regions: Vec<_> = memories.iter().map(|memory| end.job.register(Arc::clone(memory))).collect();
     let keys: BTreeSet<u64> = regions.iter().map(|region| region.key().0).collect();
     assert_eq!(keys.len(), regions.len(), "a key names one region");
     assert!(regions.iter().zip(&memories).all(|(region, memory)| Arc::ptr_eq(region.memory(), memory)));
@@ -46,15 +45,13 @@ pub fn memory_that_is_registered_is_the_same_at_both_ends(way: &Way) {
     }
 }
 
-pub fn channels_of_a_device_lead_to_one_job(way: &Way) {
+pub fn several_contribute_as_one_learner(way: &Way) {
     let site = way.job(&[("reducer", "sum")]);
     let end = site.end();
     let learner = end.join("a");
-    let other = end.device.connect().unwrap();
-    let join = Message::Join { name: "a".into() };
-    let refused = libmodelio::contributor::request(&*other, join, LONG);
-    assert_eq!(refused.unwrap_err(), ShardError::NameTaken("a".into()));
-    // A contribution may be made through both.
+    let other = Arc::clone(&end.job);
+    assert_eq!(end.try_join("a").unwrap_err(), ShardError::NameTaken("a".into()));
+    // A contribution may be made by several.
     let mut contribution = learner.all_of(1.0);
     let again = contribution.filled(0, 2.0);
     let slot = learner.slot(contribution.step, 0);
@@ -63,6 +60,6 @@ pub fn channels_of_a_device_lead_to_one_job(way: &Way) {
     done(contribution.commit());
     assert_eq!(learner.pull(), 1);
     let mut first = [0; 4];
-    assert_eq!(other.read(0, &mut first), end.channel.read(0, &mut [0; 4]));
+    assert_eq!(other.read(0, &mut first), end.job.read(0, &mut [0; 4]));
     assert_eq!(f32::from_le_bytes(first), 1.0);
 }

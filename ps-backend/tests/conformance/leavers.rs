@@ -3,11 +3,11 @@
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
-use libmodelio::transport::{LeaveReason, Message, Placement, ShardError};
+use libmodelio::client::Event;
+use libmodelio::transport::{LeaveReason, Placement, ShardError};
 use libmodelio::vocabulary::ids::Step;
-use ps_backend::job::Event;
 
-use crate::site::{BLOCKS, LONG, Way, answer, is_unknown};
+use crate::site::{BLOCKS, LONG, Message, Way, answer, is_unknown};
 
 pub fn who_leaves_in_the_middle_is_not_waited_for(way: &Way) {
     let site = way.striped_job(&[("reducer", "sum"), ("learners", "2")]);
@@ -25,7 +25,7 @@ pub fn who_leaves_in_the_middle_is_not_waited_for(way: &Way) {
     a.shows(1, 1.0);
     // Nothing more is taken from it.
     let slot = goes.slot(Step(1), 3);
-    let late = b.channel.write(&half.filled(3, 64.0), slot, Some(&half.notice.staging));
+    let late = b.job.write(&half.filled(3, 64.0), slot, Some(&half.notice.staging));
     assert_eq!(late, Err(ShardError::UnknownLearner(goes.id)));
     is_unknown(half.commit(), goes.id);
     stays.push(1.0);
@@ -33,7 +33,7 @@ pub fn who_leaves_in_the_middle_is_not_waited_for(way: &Way) {
     a.shows(2, 2.0);
     // Under its old name it is somebody else, and begins anew.
     let again = b.join("goes");
-    let old = b.channel.write(&half.filled(3, 64.0), slot, Some(&half.notice.staging));
+    let old = b.job.write(&half.filled(3, 64.0), slot, Some(&half.notice.staging));
     assert_eq!(old, Err(ShardError::UnknownLearner(goes.id)));
     stays.push(4.0);
     again.push(8.0);

@@ -1,4 +1,4 @@
-//! What a job, its device and its channel promise, whichever way the bytes go: in this process, in shared memory, over
+//! What a job promises, whichever way the bytes go: in this process, in shared memory, over
 //! TCP, by RDMA. Each test is written once against the traits, does not ask which way it is on, and is run for every
 //! way under that way's name; by RDMA with static placement, and what depends on it once more with dynamic placement and
 //! with flags.
@@ -45,7 +45,7 @@ macro_rules! conforms {
             devices: [
                 each_is_of_its_kind,
                 memory_that_is_registered_is_the_same_at_both_ends,
-                channels_of_a_device_lead_to_one_job,
+                several_contribute_as_one_learner,
             ],
             members: [
                 a_name_is_one_learners_at_a_time,

@@ -3,12 +3,12 @@
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
-use libmodelio::transport::{LeaveReason, Message, Placement, Reply, ShardError};
+use libmodelio::client::Event;
+use libmodelio::transport::{LeaveReason, Placement, ShardError};
 use libmodelio::vocabulary::ids::{LearnerId, Step};
 use ps_backend::core::MAX_LEARNERS;
-use ps_backend::job::Event;
 
-use crate::site::{LONG, Way, answer, done, is_unknown, until};
+use crate::site::{LONG, Message, Reply, Way, answer, done, is_unknown, until};
 
 pub fn a_name_is_one_learners_at_a_time(way: &Way) {
     let site = way.job(&[("reducer", "sum")]);
@@ -60,12 +60,12 @@ pub fn strangers_are_unknown(way: &Way) {
     stranger.learner = nobody;
     for slot in [other_life, stranger] {
         assert_eq!(
-            end.channel.write(&bytes, slot, room),
+            end.job.write(&bytes, slot, room),
             Err(ShardError::UnknownLearner(slot.learner)),
             "{slot:?}"
         );
     }
-    assert_ne!(end.channel.write(&bytes, slot, room), Ok(Placement::Duplicate), "nothing was taken");
+    assert_ne!(end.job.write(&bytes, slot, room), Ok(Placement::Duplicate), "nothing was taken");
 }
 
 pub fn there_are_only_so_many_learners(way: &Way) {
@@ -75,7 +75,7 @@ pub fn there_are_only_so_many_learners(way: &Way) {
     for i in 0..MAX_LEARNERS {
         let told = told.clone();
         let join = Message::Join { name: format!("learner{i}") };
-        end.channel.send(join, LONG, Box::new(move |result| drop(told.send(result))));
+        end.ask_within(join, LONG, Box::new(move |result| drop(told.send(result))));
     }
     let mut learners = Vec::new();
     for _ in 0..MAX_LEARNERS {

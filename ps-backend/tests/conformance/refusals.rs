@@ -6,7 +6,7 @@ use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{BlockSlot, CommitNotice, Placement, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, Step};
 
-use crate::site::{BLOCK, BLOCKS, End, LONG, Learner, Way, answer, done};
+use crate::site::{BLOCK, BLOCKS, End, LONG, Learner, Message, Way, answer, done};
 
 /// One that waits for nobody, and one that does.
 const LEARNERS: [&str; 2] = ["1", "2"];
@@ -32,7 +32,7 @@ pub fn what_does_not_fit_changes_nothing(way: &Way) {
         let nine = 9f32.to_le_bytes().repeat(BLOCK / 4);
         let room = end.region("room");
         assert_eq!(
-            end.channel.write(&full, early, Some(&room)),
+            end.job.write(&full, early, Some(&room)),
             Err(ShardError::StepOutOfOrder { got: Step(1), expected: Step(1) }),
             "not open"
         );
@@ -47,18 +47,18 @@ pub fn what_does_not_fit_changes_nothing(way: &Way) {
             (&nine, 1 << 20),
             (&nine, u32::MAX),
         ] {
-            let refused = end.channel.write(bytes, learner.slot(contribution.step, block), Some(room));
+            let refused = end.job.write(bytes, learner.slot(contribution.step, block), Some(room));
             let expected = ShardError::BadBlock { block: BlockId(block), bytes: bytes.len() };
             assert_eq!(refused, Err(expected));
         }
         let ahead = BlockSlot { step: Step(2), ..learner.slot(contribution.step, 0) };
         assert_eq!(
-            end.channel.write(&nine, ahead, Some(room)),
+            end.job.write(&nine, ahead, Some(room)),
             Err(ShardError::StepOutOfOrder { got: Step(2), expected: Step(1) })
         );
-        let short = end.device.register(Arc::new(Mapping::memfd("short", BLOCK).unwrap())).unwrap();
+        let short = end.job.register(Arc::new(Mapping::memfd("short", BLOCK).unwrap()));
         let second = learner.slot(contribution.step, 1);
-        assert_eq!(end.channel.write(&nine, second, Some(&short)), Err(ShardError::OutOfRange));
+        assert_eq!(end.job.write(&nine, second, Some(&short)), Err(ShardError::OutOfRange));
         completes(&learner, other.as_ref(), 1, 0.0);
     }
 }
@@ -74,11 +74,7 @@ pub fn commits_that_make_no_sense_change_nothing(way: &Way) {
         let refused = |change: &dyn Fn(&mut CommitNotice)| {
             let mut notice = contribution.notice.clone();
             change(&mut notice);
-            let message = libmodelio::transport::Message::Commit {
-                learner: learner.id,
-                step: contribution.step,
-                notice,
-            };
+            let message = Message::Commit { learner: learner.id, step: contribution.step, notice };
             assert_eq!(answer(&end.send(message, LONG)).unwrap_err(), ShardError::OutOfRange);
         };
         let all_of = |blocks| {
@@ -100,10 +96,10 @@ pub fn commits_that_make_no_sense_change_nothing(way: &Way) {
         }
         refused(&|notice| notice.sent.remove(1));
         refused(&|notice| notice.deferred.remove(1));
-        let short = end.device.register(Arc::new(Mapping::memfd("short", BLOCK).unwrap())).unwrap();
+        let short = end.job.register(Arc::new(Mapping::memfd("short", BLOCK).unwrap()));
         refused(&|notice| notice.staging = short.clone());
         for step in [0, 2, 7] {
-            let message = libmodelio::transport::Message::Commit {
+            let message = Message::Commit {
                 learner: learner.id,
                 step: Step(step),
                 notice: contribution.notice.clone(),

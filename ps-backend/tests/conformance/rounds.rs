@@ -4,10 +4,10 @@
 use std::time::Duration;
 
 use fastrand::Rng;
-use libmodelio::transport::{LeaveReason, Message, Placement, ShardError};
+use libmodelio::transport::{LeaveReason, Placement, ShardError};
 use libmodelio::vocabulary::ids::Version;
 
-use crate::site::{BLOCK, BLOCKS, Contribution, LONG, Learner, Way, answer, done};
+use crate::site::{BLOCK, BLOCKS, Contribution, LONG, Learner, Message, Way, answer, done};
 
 const ROUNDS: u64 = 50;
 

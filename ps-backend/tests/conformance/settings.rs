@@ -1,10 +1,10 @@
 //! Settings: they are the whole job's, count from the next version, and decide what a version waits for.
 
+use libmodelio::client::SetError;
 use libmodelio::transport::{LeaveReason, ShardError};
 use libmodelio::vocabulary::controls::{ControlError, Controls, SETTINGS};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::phase::JobPhase;
-use ps_backend::job::SetError;
 
 use crate::site::{BLOCKS, LONG, SHORT, Way, answer, done, timed_out, until};
 

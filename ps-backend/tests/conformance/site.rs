@@ -6,18 +6,16 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::contributor::request;
+use libmodelio::client::{Done, Job, Opening, SetError, wait_for};
 #[cfg(feature = "rdma")]
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
 use libmodelio::transport::{
-    BlockSlot, Channel, CommitNotice, Device, Message, Placement, Region, Reply, ShardError, TransportKind,
+    BlockSlot, CommitNotice, LeaveReason, Placement, Region, RegionKey, ShardError, TransportKind,
 };
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use ps_backend::job::{Job, SetError};
-use ps_backend::remote::RemoteJob;
 use ps_backend::server::local;
 
 use crate::world::{self, World};
@@ -81,7 +79,7 @@ impl Way {
                 let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
                 let pool = local::pool(2).unwrap();
                 let client = local::start("m", &Arc::new(layout), &controls, &pool, |_| Ok(())).unwrap();
-                Place::Here(RemoteJob::new(client))
+                Place::Here(Arc::new(client))
             }
             Some(way) => Place::There(Box::new(World::of(shards, &layout, &settings, way))),
         };
@@ -90,7 +88,7 @@ impl Way {
 }
 
 enum Place {
-    Here(Arc<RemoteJob>),
+    Here(Arc<Job>),
     There(Box<World>),
 }
 
@@ -104,17 +102,11 @@ pub struct Site {
 impl Site {
     /// One more end of the job.
     pub fn end(&self) -> Arc<End> {
-        let end = Arc::new(match &self.place {
-            Place::Here(job) => End {
-                channel: job.connect().unwrap(),
-                device: Arc::clone(job) as Arc<dyn Device>,
-                job: Arc::clone(job) as Arc<dyn Job>,
-            },
-            Place::There(world) => {
-                let job = RemoteJob::new(world.connect(&world.shards(), world.transport).unwrap());
-                End { channel: job.connect().unwrap(), device: Arc::clone(&job) as Arc<dyn Device>, job }
-            }
-        });
+        let job = match &self.place {
+            Place::Here(job) => Arc::clone(job),
+            Place::There(world) => Arc::new(world.connect(&world.shards(), world.transport).unwrap()),
+        };
+        let end = Arc::new(End { job });
         self.ends.lock().unwrap().push(Arc::clone(&end));
         end
     }
@@ -128,6 +120,31 @@ impl Drop for Site {
     fn drop(&mut self) {
         self.ends.get_mut().unwrap().iter().for_each(|end| end.job.shut_down());
     }
+}
+
+/// What an end can be asked.
+#[derive(Debug)]
+pub enum Message {
+    Join { name: String },
+    Leave { learner: LearnerId, reason: LeaveReason },
+    Open { learner: LearnerId },
+    Commit { learner: LearnerId, step: Step, notice: CommitNotice },
+    Abort { learner: LearnerId },
+    Withdraw { learner: LearnerId },
+    WithdrawAssign { buffer: RegionKey },
+    AwaitStep { learner: LearnerId },
+    Allocate,
+    Assign { buffer: Region, written: Vec<std::ops::Range<u64>> },
+}
+
+/// What it answers.
+#[derive(Debug)]
+pub enum Reply {
+    Done,
+    Joined { learner: LearnerId, incarnation: Incarnation },
+    Opened { step: Step, staging_lent: bool },
+    Version(Version),
+    Buffer(Region),
 }
 
 /// The answer to a message, when it comes.
@@ -164,26 +181,55 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
 
 /// An end of a job: what a mount has of it.
 pub struct End {
-    pub job: Arc<dyn Job>,
-    pub device: Arc<dyn Device>,
-    pub channel: Arc<dyn Channel>,
+    pub job: Arc<Job>,
 }
 
 impl End {
     pub fn send(&self, message: Message, timeout: Duration) -> Answer {
         let (sender, receiver) = channel();
         // Nobody need listen.
-        self.channel.send(message, timeout, Box::new(move |result| drop(sender.send(result))));
+        self.ask_within(message, timeout, Box::new(move |result| drop(sender.send(result))));
         receiver
     }
 
     pub fn ask(&self, message: Message) -> Result<Reply, ShardError> {
-        request(&*self.channel, message, LONG)
+        wait_for(LONG, |done| self.ask_within(message, LONG, done))
+    }
+
+    pub fn ask_within(&self, message: Message, timeout: Duration, done: Done<Reply>) {
+        fn then<T: 'static>(done: Done<Reply>, reply: fn(T) -> Reply) -> Done<T> {
+            Box::new(move |result| done(result.map(reply)))
+        }
+        let plain = |()| Reply::Done;
+        let job = &self.job;
+        match message {
+            Message::Join { name } => {
+                let joined = |(learner, incarnation)| Reply::Joined { learner, incarnation };
+                job.join(name, timeout, then(done, joined));
+            }
+            Message::Leave { learner, reason } => job.leave(learner, reason, timeout, then(done, plain)),
+            Message::Open { learner } => {
+                let opened = |Opening { step, staging_lent }| Reply::Opened { step, staging_lent };
+                job.open(learner, timeout, then(done, opened));
+            }
+            Message::Commit { learner, step, notice } => {
+                job.commit(learner, step, notice, timeout, then(done, plain));
+            }
+            Message::Abort { learner } => done(job.abort(learner).map(plain)),
+            Message::Withdraw { learner } => done(job.withdraw(learner).map(plain)),
+            Message::WithdrawAssign { buffer } => {
+                job.withdraw_assign(buffer);
+                done(Ok(Reply::Done));
+            }
+            Message::AwaitStep { learner } => job.await_step(learner, timeout, then(done, Reply::Version)),
+            Message::Allocate => done(job.allocate().map(Reply::Buffer)),
+            Message::Assign { buffer, written } => job.assign(buffer, &written, timeout, then(done, plain)),
+        }
     }
 
     pub fn region(&self, name: &str) -> Region {
         let memory = Mapping::memfd(name, self.job.layout().size() as usize).unwrap();
-        self.device.register(Arc::new(memory)).unwrap()
+        self.job.register(Arc::new(memory))
     }
 
     pub fn try_join(&self, name: &str) -> Result<(LearnerId, Incarnation), ShardError> {
@@ -208,7 +254,7 @@ impl End {
     /// The newest version here, and its bytes.
     pub fn bytes(&self) -> (Version, Vec<u8>) {
         let mut bytes = vec![0; self.job.layout().size() as usize];
-        (self.channel.read(0, &mut bytes).unwrap(), bytes)
+        (self.job.read(0, &mut bytes).unwrap(), bytes)
     }
 
     pub fn weights(&self) -> (Version, Vec<f32>) {
@@ -323,7 +369,7 @@ impl Contribution<'_> {
     /// Offers a block; staged by the channel, if it is to be.
     pub fn offer(&mut self, block: u32, bytes: &[u8]) -> Result<Placement, ShardError> {
         let slot = self.learner.slot(self.step, block);
-        let placement = self.learner.end.channel.write(bytes, slot, Some(&self.notice.staging))?;
+        let placement = self.learner.end.job.write(bytes, slot, Some(&self.notice.staging))?;
         if placement != Placement::Duplicate {
             self.notice.sent.insert(block as usize);
             self.notice.deferred.set(block as usize, placement == Placement::Deferred);

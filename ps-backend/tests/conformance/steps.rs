@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use libmodelio::client::LastCommit;
-use libmodelio::contributor::{Contributor, Share, Traffic};
+use libmodelio::contributor::{Contributor, Share};
 use libmodelio::transport::Placement;
 use libmodelio::vocabulary::ids::{Step, Version};
 
@@ -93,8 +93,7 @@ pub fn blocks_come_from_several_threads(way: &Way) {
             let (room, end, slots, bytes) = (&contribution.notice.staging, &end, &slots, &bytes);
             let offer = |order: Vec<usize>| {
                 scope.spawn(move || {
-                    let offer =
-                        |at: usize| (at, end.channel.write(&bytes[at], slots[at], Some(room)).unwrap());
+                    let offer = |at: usize| (at, end.job.write(&bytes[at], slots[at], Some(room)).unwrap());
                     order.into_iter().map(offer).collect::<Vec<_>>()
                 })
             };
@@ -123,10 +122,8 @@ pub fn a_contributor_writes_at_any_offset(way: &Way) {
     let [a, b] = site.two_ends();
     let learners = [a.join("a"), b.join("b")];
     let contributors = learners.each_ref().map(|learner| {
-        let (layout, end) = (Arc::clone(learner.end.job.layout()), &learner.end);
-        let (device, channel) = (Arc::clone(&end.device), Arc::clone(&end.channel));
-        let traffic = Arc::<Traffic>::default();
-        let new = Contributor::new(learner.id, learner.incarnation, layout, device, channel, traffic);
+        let (job, who) = (Arc::clone(&learner.end.job), (learner.id, learner.incarnation));
+        let new = Contributor::new(job, who, Arc::default());
         Arc::new(new.unwrap())
     });
     let size = a.job.layout().size() as usize;

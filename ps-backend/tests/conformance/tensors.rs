@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use half::{bf16, f16};
-use libmodelio::contributor::{ContributeError, Contributor, Share, Traffic};
+use libmodelio::contributor::{ContributeError, Contributor, Share};
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::partly::MAX_PIECES;
@@ -51,9 +51,8 @@ struct Writer {
 impl Writer {
     fn new(end: &Arc<End>, name: &str) -> Writer {
         let learner = end.join(name);
-        let (layout, device) = (Arc::clone(end.job.layout()), Arc::clone(&end.device));
-        let (channel, traffic) = (Arc::clone(&end.channel), Arc::<Traffic>::default());
-        let new = Contributor::new(learner.id, learner.incarnation, layout, device, channel, traffic);
+        let who = (learner.id, learner.incarnation);
+        let new = Contributor::new(Arc::clone(&end.job), who, Arc::default());
         Writer { learner, contributor: Arc::new(new.unwrap()) }
     }
 

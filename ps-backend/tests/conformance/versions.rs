@@ -5,17 +5,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
+use libmodelio::client::{Event, Job};
 use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::Version;
-use ps_backend::job::{Event, Job};
 
 use crate::site::{BLOCK, End, LONG, Way, done, floats};
 
-fn shown(job: &dyn Job, version: Version) -> Vec<f32> {
-    let memory = job.get(version).expect("a pinned version").memory;
+fn shown(job: &Job, version: Version) -> Vec<f32> {
+    let view = job.get(version).expect("a pinned version");
     let size = job.layout().size();
-    assert_eq!(memory.region().memory().len() as u64, size);
-    floats(memory.bytes(0..size))
+    assert_eq!(view.region.memory().len() as u64, size);
+    floats(view.bytes(0..size))
 }
 
 pub fn a_pinned_version_stays_as_it_is(way: &Way) {
@@ -135,14 +135,14 @@ pub fn any_range_is_read(way: &Way) {
         (size, 0),
     ] {
         let mut local = vec![0xee; len as usize];
-        assert_eq!(end.channel.read(offset, &mut local), Ok(Version(1)));
+        assert_eq!(end.job.read(offset, &mut local), Ok(Version(1)));
         assert!(local == bytes[offset as usize..][..len as usize], "{len} bytes at {offset}");
     }
     for (offset, len) in
         [(size, 1), (size - 1, 2), (0, size + 1), (u64::MAX, 1), (u64::MAX, 0), (size + 1, 0)]
     {
         let mut local = vec![0xee; len as usize];
-        assert_eq!(end.channel.read(offset, &mut local), Err(ShardError::OutOfRange), "{len} at {offset}");
+        assert_eq!(end.job.read(offset, &mut local), Err(ShardError::OutOfRange), "{len} at {offset}");
         assert!(local.iter().all(|&byte| byte == 0xee), "nothing is read");
     }
 }

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use libmodelio::transport::{Message, Reply, ShardError};
+use libmodelio::transport::ShardError;
 use libmodelio::vocabulary::ids::{Step, Version};
 
-use crate::site::{BLOCK, BLOCKS, LONG, SHORT, Way, answer, done, timed_out};
+use crate::site::{BLOCK, BLOCKS, LONG, Message, Reply, SHORT, Way, answer, done, timed_out};
 
 /// By how much an answer may be late where a machine is emulated.
 const LATE: Duration = Duration::from_secs(20);
@@ -160,7 +160,7 @@ pub fn an_end_that_shuts_down_answers_everybody(way: &Way) {
         assert!(matches!(refused, Err(ShardError::Unreachable)), "{refused:?} to {text}");
     }
     let slot = a.slot(Step(2), 0);
-    let refused = end.channel.write(&contribution.filled(0, 1.0), slot, Some(&contribution.notice.staging));
+    let refused = end.job.write(&contribution.filled(0, 1.0), slot, Some(&contribution.notice.staging));
     assert_eq!(refused, Err(ShardError::Unreachable));
     // What is published can be read on; that its learners go may have made a version of what they had committed.
     let (version, _) = end.weights();

@@ -4,10 +4,10 @@
 
 use std::ops::Range;
 
-use libmodelio::transport::{Message, Region, Reply, ShardError};
+use libmodelio::transport::{Region, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, Version};
 
-use crate::site::{Answer, BLOCK, BLOCKS, End, LONG, Way, answer, done, store};
+use crate::site::{Answer, BLOCK, BLOCKS, End, LONG, Message, Reply, Way, answer, done, store};
 
 fn allocate(end: &End) -> Result<Region, ShardError> {
     match end.ask(Message::Allocate)? {

@@ -5,14 +5,13 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use half::{bf16, f16};
-use libmodelio::contributor::{ContributeError, Contributor, Share, Traffic, request};
-use libmodelio::transport::{Attached, Channel, Device, Message, Reply, ShardError};
+use libmodelio::client::{self, wait_for};
+use libmodelio::contributor::{ContributeError, Contributor, Share};
+use libmodelio::transport::{Attached, LeaveReason, Region, ShardError};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{BlockId, Incarnation, LearnerId, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
 use libmodelio::vocabulary::reducer::{Aggregation, Hyper, Reducer};
-use ps_backend::job::Job as _;
-use ps_backend::remote::RemoteJob;
 use ps_backend::server::local;
 
 pub const LONG: Duration = Duration::from_secs(20);
@@ -20,8 +19,7 @@ pub const BLOCK: u32 = 64 << 10;
 
 /// A job and what it takes to write to it.
 pub struct Job {
-    pub shard: Arc<RemoteJob>,
-    pub channel: Arc<dyn Channel>,
+    pub shard: Arc<client::Job>,
     pub layout: Arc<ModelLayout>,
 }
 
@@ -42,24 +40,20 @@ impl Job {
         let layout = Arc::new(layout);
         let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
         let pool = local::pool(2).unwrap();
-        let client = local::start("m", &layout, &controls, &pool, |memory| {
+        let shard = local::start("m", &layout, &controls, &pool, |memory| {
             // SAFETY: nobody else knows the shard yet.
             unsafe { memory.write(0, &initial_weights(&layout)) };
             Ok(())
         });
-        let shard = RemoteJob::new(client.unwrap());
-        let channel = shard.connect().unwrap();
-        Job { shard, channel, layout }
+        Job { shard: Arc::new(shard.unwrap()), layout }
     }
 
     pub fn join(&self, name: &str) -> Learner {
-        let reply = request(&*self.channel, Message::Join { name: name.into() }, LONG).unwrap();
-        let Reply::Joined { learner, incarnation } = reply else { panic!("{reply:?}") };
-        self.shard.touch(learner, Some(Attached::Yes));
-        let (device, channel) = (Arc::clone(&self.shard) as Arc<dyn Device>, Arc::clone(&self.channel));
-        let (layout, traffic) = (Arc::clone(&self.layout), Arc::<Traffic>::default());
-        let writes = Contributor::new(learner, incarnation, layout, device, channel, traffic).unwrap();
-        Learner { id: learner, incarnation, writes: Arc::new(writes) }
+        let (id, incarnation) = wait_for(LONG, |done| self.shard.join(name.into(), LONG, done)).unwrap();
+        self.shard.touch(id, Some(Attached::Yes));
+        let shard = Arc::clone(&self.shard);
+        let writes = Contributor::new(shard, (id, incarnation), Arc::default()).unwrap();
+        Learner { id, incarnation, writes: Arc::new(writes) }
     }
 
     pub fn size(&self) -> usize {
@@ -68,12 +62,12 @@ impl Job {
 
     pub fn weights(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.size()];
-        self.channel.read(0, &mut bytes).unwrap();
+        self.shard.read(0, &mut bytes).unwrap();
         bytes
     }
 
     pub fn weights_of(&self, version: Version) -> Vec<u8> {
-        self.shard.get(version).unwrap().memory.bytes(0..self.layout.size()).to_vec()
+        self.shard.get(version).unwrap().bytes(0..self.layout.size()).to_vec()
     }
 
     /// The newest version, pinned.
@@ -92,16 +86,18 @@ impl Job {
         receiver.recv_timeout(LONG).expect("an answer").unwrap();
     }
 
-    pub fn send(&self, message: Message) -> Result<Reply, ShardError> {
-        request(&*self.channel, message, LONG)
+    pub fn leave(&self, learner: &Learner, reason: LeaveReason) {
+        wait_for(LONG, |done| self.shard.leave(learner.id, reason, LONG, done)).unwrap();
+    }
+
+    /// Publishes a buffer.
+    pub fn assign(&self, buffer: Region, written: &[std::ops::Range<u64>]) -> Result<(), ShardError> {
+        wait_for(LONG, |done| self.shard.assign(buffer, written, LONG, done))
     }
 
     /// Waits until the learner's last commit is part of a version.
     pub fn wait(&self, learner: &Learner) -> Version {
-        match self.send(Message::AwaitStep { learner: learner.id }) {
-            Ok(Reply::Version(version)) => version,
-            other => panic!("{other:?}"),
-        }
+        wait_for(LONG, |done| self.shard.await_step(learner.id, LONG, done)).unwrap()
     }
 }
 

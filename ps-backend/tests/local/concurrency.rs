@@ -6,8 +6,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use libmodelio::contributor::ContributeError;
-use libmodelio::transport::{LeaveReason, Message, ShardError};
-use ps_backend::job::Job as _;
+use libmodelio::transport::{LeaveReason, ShardError};
 
 use crate::common::{BLOCK, Job, LONG, Learner, decode, encode, floats_layout};
 
@@ -140,7 +139,7 @@ fn a_lone_asynchronous_learner_and_its_guests_lose_nothing() {
                     guest.write(0, &ones[..BLOCK as usize + 4]).unwrap();
                 }
                 let reason = LeaveReason::Asked;
-                job.send(Message::Leave { learner: guest.id, reason }).unwrap();
+                job.leave(&guest, reason);
             }
         });
     });
@@ -198,7 +197,7 @@ fn completions_may_use_what_they_complete() {
             of_a.abort();
             report.send(reply.is_ok()).unwrap();
         });
-        job.channel.send(Message::AwaitStep { learner: a.id }, LONG, answer);
+        job.shard.await_step(a.id, LONG, answer);
         b.write(0, &ones[..BLOCK as usize]).unwrap();
         b.writes.abort();
         b.contribute(&ones).unwrap();
@@ -228,8 +227,7 @@ fn joining_and_leaving_all_the_time_holds_nobody_up() {
                     }
                     let part = 1 + random.below(ones.len() as u64 - 1) as usize;
                     learner.write(0, &ones[..part]).unwrap();
-                    let message = Message::Leave { learner: learner.id, reason: LeaveReason::Died };
-                    job.send(message).unwrap();
+                    job.leave(&learner, LeaveReason::Died);
                 }
             });
         }

@@ -5,13 +5,11 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
+use libmodelio::client::wait_for;
 use libmodelio::contributor::{ContributeError, Share};
-use libmodelio::transport::{
-    BlockSlot, Channel, CommitNotice, LeaveReason, Message, Placement, Reply, ShardError,
-};
+use libmodelio::transport::{BlockSlot, CommitNotice, LeaveReason, Placement, ShardError};
 use libmodelio::vocabulary::ids::{BlockId, Step, Version};
 use libmodelio::vocabulary::reducer::Reducer;
-use ps_backend::job::Job as _;
 
 use crate::common::{BLOCK, Job, LONG, Reference, decode, encode, floats_layout, gradient};
 
@@ -166,7 +164,7 @@ fn dropped_contributions_leave_weights_and_optimizer_alone() {
             learner.write(0, &other[..job.size() - 10_000]).unwrap();
             assert!(job.shard.status().blocks_on_arrival > before, "nothing was at stake");
             if by == "leave" {
-                job.send(Message::Leave { learner: learner.id, reason: LeaveReason::Died }).unwrap();
+                job.leave(&learner, LeaveReason::Died);
                 let late = learner.write(job.size() - 10_000, &other[job.size() - 10_000..]);
                 assert!(late.is_ok() || matches!(late, Err(ContributeError::Shard(_))));
                 assert_eq!(
@@ -189,8 +187,8 @@ fn a_dropped_block_does_not_come_back_after_new_weights() {
     let ones = encode(&job.layout, 0, |_| 1.0);
     learner.write(0, &ones[..BLOCK as usize]).unwrap();
     learner.writes.abort();
-    let Ok(Reply::Buffer(buffer)) = job.send(Message::Allocate) else { panic!() };
-    job.send(Message::Assign { buffer, written: vec![] }).unwrap();
+    let buffer = job.shard.allocate().unwrap();
+    job.assign(buffer, &[]).unwrap();
     let before = job.weights();
     // This version does not touch the first block, and is made in the buffer of the dropped one.
     learner.write(BLOCK as usize, &ones[BLOCK as usize..]).unwrap();
@@ -211,7 +209,7 @@ fn a_commit_without_a_buffer_times_out_and_goes_through_when_one_is_free() {
     learner.write(0, &ones).unwrap();
     assert!(is_timeout(learner.commit_within(SHORT)), "{:?}", job.shard.status());
     assert_eq!(job.shard.version(), Version(2));
-    assert!(job.send(Message::Allocate).is_err());
+    assert!(job.shard.allocate().is_err());
     let writes = Arc::clone(&learner.writes);
     let (sender, receiver) = mpsc::channel();
     writes.commit(Share::None, LONG, move |result| sender.send(result).unwrap());
@@ -230,8 +228,8 @@ fn a_buffer_for_new_weights_counts_until_it_is_dropped() {
     let job = Job::with(floats_layout(40_000), &[("retain", "0"), ("max_versions", "3"), ("reducer", "sum")]);
     let learner = job.join("a");
     let ones = encode(&job.layout, 0, |_| 1.0);
-    let Ok(Reply::Buffer(buffer)) = job.send(Message::Allocate) else { panic!() };
-    assert!(job.send(Message::Allocate).is_err());
+    let buffer = job.shard.allocate().unwrap();
+    assert!(job.shard.allocate().is_err());
     let first = job.pin_newest();
     learner.contribute(&ones).unwrap();
     learner.write(0, &ones).unwrap();
@@ -250,8 +248,7 @@ fn waiting_ends_at_the_deadline() {
     a.contribute(&data).unwrap();
     let started = std::time::Instant::now();
     let (sender, receiver) = mpsc::channel();
-    let message = Message::AwaitStep { learner: a.id };
-    job.channel.send(message, SHORT, Box::new(move |reply| sender.send(reply).unwrap()));
+    job.shard.await_step(a.id, SHORT, Box::new(move |result| sender.send(result).unwrap()));
     assert!(matches!(receiver.recv_timeout(LONG).unwrap(), Err(ShardError::TimedOut(_))));
     assert!(started.elapsed() < SHORT * 5);
     // Written ahead, the next contribution waits for its step, stays open, and counts once.
@@ -274,8 +271,7 @@ fn shutting_down_answers_everybody() {
     let (sender, receiver) = mpsc::channel();
     let of_commit = sender.clone();
     a.writes.commit(Share::None, LONG, move |result| of_commit.send(result.is_err()).unwrap());
-    let message = Message::AwaitStep { learner: a.id };
-    job.channel.send(message, LONG, Box::new(move |reply| sender.send(reply.is_err()).unwrap()));
+    job.shard.await_step(a.id, LONG, Box::new(move |result| sender.send(result.is_err()).unwrap()));
     job.shard.shut_down();
     assert!(receiver.recv().unwrap() && receiver.recv().unwrap());
     let refused = Err(ContributeError::Shard(ShardError::Unreachable));
@@ -302,7 +298,7 @@ fn nonsense_is_refused_and_changes_nothing() {
     for (bytes, at) in [(&block[1..], 0), (block, 99), (&[][..], 99), (block, u32::MAX)] {
         assert!(matches!(write(bytes, at), Err(ShardError::BadBlock { .. })), "{at}");
     }
-    job.send(Message::Open { learner: learner.id }).unwrap();
+    wait_for(LONG, |done| job.shard.open(learner.id, LONG, done)).unwrap();
     assert_eq!(write(block, 0), Ok(Placement::Reduced));
     assert_eq!(write(block, 0), Ok(Placement::Duplicate));
     let set = FixedBitSet::with_capacity;
@@ -316,23 +312,22 @@ fn nonsense_is_refused_and_changes_nothing() {
             staging: learner.writes.mapped().clone(),
             lendable: true,
         };
-        assert!(job.send(Message::Commit { learner: learner.id, step: Step(1), notice }).is_err());
+        let commit = |done| job.shard.commit(learner.id, Step(1), notice, LONG, done);
+        assert!(wait_for(LONG, commit).is_err());
     }
-    job.send(Message::Abort { learner: learner.id }).unwrap();
-    let Ok(Reply::Buffer(buffer)) = job.send(Message::Allocate) else { panic!() };
+    job.shard.abort(learner.id).unwrap();
+    let buffer = job.shard.allocate().unwrap();
     let size = job.layout.size();
     for written in [vec![0..1, 2..size + 1], vec![5..9, 3..4], vec![std::ops::Range { start: 9, end: 5 }]] {
-        let refused = job.send(Message::Assign { buffer: buffer.clone(), written });
+        let refused = job.assign(buffer.clone(), &written);
         assert_eq!(refused.unwrap_err(), ShardError::OutOfRange);
     }
     let foreign = learner.writes.mapped().clone();
-    assert!(job.send(Message::Assign { buffer: foreign, written: vec![] }).is_err());
+    assert!(job.assign(foreign, &[]).is_err());
     job.set("reducer", "assign");
-    job.send(Message::Assign { buffer: buffer.clone(), written: vec![] }).unwrap();
-    let twice = job.send(Message::Assign { buffer, written: vec![] });
+    job.assign(buffer.clone(), &[]).unwrap();
+    let twice = job.assign(buffer, &[]);
     assert!(matches!(twice, Err(ShardError::NotAllowed(_))), "it is a version now: {twice:?}");
     assert_eq!(job.shard.version(), Version(1));
-    assert!(
-        job.channel.read(size - 1, &mut [0; 2]).is_err() && job.channel.read(u64::MAX, &mut [0; 2]).is_err()
-    );
+    assert!(job.shard.read(size - 1, &mut [0; 2]).is_err() && job.shard.read(u64::MAX, &mut [0; 2]).is_err());
 }

@@ -3,7 +3,6 @@
 use libmodelio::publisher::Publisher;
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::reducer::Reducer;
-use ps_backend::job::Job as _;
 
 use crate::common::{
     BLOCK, Job, LONG, Learner, Reference, decode, elements, encode, floats_layout, gradient, initial_weights,
@@ -260,7 +259,7 @@ fn new_weights_in_part_keep_the_rest_and_its_masters() {
         learner.contribute(&ones).unwrap();
     }
     let before = job.weights();
-    let publisher = Publisher::new(job.channel.clone(), LONG).unwrap_or_else(|error| panic!("{error}"));
+    let publisher = Publisher::new(job.shard.clone()).unwrap_or_else(|error| panic!("{error}"));
     let data = gradient(&job.layout, 5);
     let mut expected = before.clone();
     // Over an odd byte in the bf16 part, over a border of types and of blocks.

@@ -1,9 +1,7 @@
 //! Versions as readers see them: whole, immutable while they are held, gone when nobody wants them.
 
-use libmodelio::transport::{Message, Reply};
+use libmodelio::client::Event;
 use libmodelio::vocabulary::ids::Version;
-use ps_backend::job::Event;
-use ps_backend::job::Job as _;
 
 use crate::common::{Job, decode, encode, floats_layout, gradient};
 
@@ -95,11 +93,10 @@ fn new_weights_come_first_and_committed_contributions_on_top() {
     let (a, b) = (job.join("a"), job.join("b"));
     let value = |v: f32| encode(&job.layout, 0, move |_| v);
     a.contribute(&value(1.0)).unwrap();
-    let Ok(Reply::Buffer(buffer)) = job.send(Message::Allocate) else { panic!() };
+    let buffer = job.shard.allocate().unwrap();
     // SAFETY: the buffer is this test's until it is assigned.
     unsafe { buffer.memory().write(0, &value(100.0)) };
-    let written = std::iter::once(0..job.layout.size()).collect();
-    job.send(Message::Assign { buffer, written }).unwrap();
+    job.assign(buffer, &[0..job.layout.size()]).unwrap();
     assert!(decode(&job.layout, &job.weights()).iter().all(|w| *w == 100.0));
     b.contribute(&value(2.0)).unwrap();
     job.wait(&a);

@@ -4,13 +4,11 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::client::Staged;
 use libmodelio::transport::reactor::Choice;
-use libmodelio::transport::{Region, RegionKey, ShardError};
+use libmodelio::transport::{CommitNotice, Region, RegionKey, ShardError};
 use libmodelio::vocabulary::ids::{Step, Version};
-use libmodelio::wire::{Message, Refusal};
+use libmodelio::wire::Message;
 
 use crate::memory::Raw;
 use crate::world::{LONG, Learner, Way, World, ask};
@@ -36,17 +34,12 @@ impl<'a> Mapped<'a> {
     }
 
     /// As an fsync of the mapping.
-    fn commit(&self, timeout: Duration) -> Result<Message, Refusal> {
+    fn commit(&self, timeout: Duration) -> Result<(), ShardError> {
         let (learner, client) = (self.learner.id, &self.learner.client);
         let step: Step = self.learner.open();
         let (sender, receiver) = channel();
-        let mut blocks = FixedBitSet::with_capacity(client.layout().blocks() as usize);
-        blocks.insert_range(..);
-        let mut tensors = FixedBitSet::with_capacity(client.layout().tensors().len());
-        tensors.insert_range(..);
-        let staged = Staged { region: self.region.clone(), steady: false, partly: Some(Default::default()) };
-        let done = Box::new(move |result| drop(sender.send(result)));
-        client.commit(learner, step, (&blocks, &tensors), staged, timeout, done);
+        let notice = CommitNotice::whole(client.layout(), self.region.clone(), false);
+        client.commit(learner, step, notice, timeout, Box::new(move |result| drop(sender.send(result))));
         let answer = receiver.recv_timeout(timeout + LONG).unwrap();
         if answer.is_err() {
             assert_eq!(ask(client, Message::Abort { learner }), Ok(Message::Done));
@@ -92,12 +85,12 @@ fn mapped_memory_that_changes_after_a_timeout_never_counts() {
                 Err(late) => break (readers.len() as f32 - 1.0, late),
             }
         };
-        assert!(matches!(late, Refusal::Shard(ShardError::TimedOut(_))), "{late}");
+        assert!(matches!(late, ShardError::TimedOut(_)), "{late}");
         mapped.store(1000.0);
         drop(readers);
         // Whatever the shards read now is not that contribution any more.
         for _ in 0..3 {
-            assert_eq!(mapped.commit(LONG), Ok(Message::Done), "{way:?}");
+            assert_eq!(mapped.commit(LONG), Ok(()), "{way:?}");
             sum += 1000.0;
             let (_, weights) = learner.pull();
             let wrong = weights.iter().position(|&weight| weight != sum);

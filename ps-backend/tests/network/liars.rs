@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::client::{Client, ClientOptions};
+use libmodelio::client::{ClientOptions, Job};
 use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
 use libmodelio::transport::rdma::{Endpoint, QueuePair};
 use libmodelio::transport::stream::Close;
@@ -97,7 +97,7 @@ fn a_shard_that_lies_harms_no_client() {
                 patience,
                 ..ClientOptions::default()
             };
-            let Err(error) = Client::connect(&world.record, &shards, options) else {
+            let Err(error) = Job::connect(&world.record, &shards, options) else {
                 panic!("{what} was believed")
             };
             assert!(begun.elapsed() < LONG, "{what}: {:?}", begun.elapsed());

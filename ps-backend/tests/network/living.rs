@@ -85,7 +85,7 @@ fn train(world: &mut World, count: u32, mut before: impl FnMut(&mut World, u32))
     let bits: Vec<Vec<u32>> =
         results.iter().map(|(_, weights)| weights.iter().map(|weight| weight.to_bits()).collect()).collect();
     assert_eq!(bits[0], bits[1]);
-    let owners: Vec<ShardId> = clients[0].peers().into_iter().map(|peer| peer.shard).collect();
+    let owners: Vec<ShardId> = clients[0].shards().into_iter().map(|peer| peer.shard).collect();
     let record = world.registry.model("m", Instant::now() + LONG).unwrap();
     assert_eq!(owners, record.block_map().unwrap().shares().into_keys().collect::<Vec<_>>());
     clients.iter().for_each(|client| client.shut_down());

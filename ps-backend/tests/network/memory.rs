@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use fixedbitset::FixedBitSet;
 use half::bf16;
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::client::{ClientError, TransportChoice};
@@ -54,15 +53,14 @@ fn new_weights_are_read_where_they_were_written() {
     let world = World::new(2, BYTES, &[("reducer", "assign")], Way::Memory);
     let client = world.client();
     for version in 1..=5 {
-        let buffer = client.take_buffer().unwrap();
+        let buffer = client.allocate().unwrap();
         let elements = client.layout().size() as usize / 4;
         // SAFETY: the buffer is this test's until it is published.
         unsafe { buffer.memory().floats_mut(0..elements) }.fill(version as f32);
-        let mut blocks = FixedBitSet::with_capacity(client.layout().blocks() as usize);
-        blocks.insert_range(..);
         let (sender, receiver) = channel();
-        client.assign(buffer, &blocks, LONG, Box::new(move |result| drop(sender.send(result))));
-        assert_eq!(receiver.recv_timeout(LONG).unwrap(), Ok(Message::Done));
+        let all = [0..client.layout().size()];
+        client.assign(buffer, &all, LONG, Box::new(move |result| drop(sender.send(result))));
+        assert_eq!(receiver.recv_timeout(LONG).unwrap(), Ok(()));
         let deadline = Instant::now() + LONG;
         while client.version() < Version(version) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
@@ -86,7 +84,7 @@ fn a_shard_on_another_host_is_reached_over_tcp_or_not_at_all() {
         "{error}"
     );
     let client = world.connect(&shards, TransportChoice::Auto).unwrap();
-    let ways: Vec<_> = client.peers().into_iter().map(|peer| (peer.transport, peer.no_memory)).collect();
+    let ways: Vec<_> = client.shards().into_iter().map(|peer| (peer.transport, peer.no_memory)).collect();
     assert_eq!(ways, [(TransportKind::SharedMemory, None), (TransportKind::Tcp, None)]);
     client.shut_down();
 }
@@ -98,7 +96,7 @@ fn a_shard_whose_socket_is_not_there_is_reached_over_tcp_and_that_is_said() {
     // The same place, by a name from which no socket's name follows.
     shards[0].address = shards[0].address.replace("127.0.0.1", "localhost");
     let client = Arc::new(world.connect(&shards, TransportChoice::Auto).unwrap());
-    let peer = client.peers().remove(0);
+    let peer = client.shards().remove(0);
     assert_eq!(peer.transport, TransportKind::Tcp);
     assert!(peer.no_memory.as_ref().is_some_and(|why| why.contains("Connection refused")), "{peer:?}");
     let learner = Learner::join(&client, "l");

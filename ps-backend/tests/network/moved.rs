@@ -8,12 +8,11 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use fixedbitset::FixedBitSet;
 use libmodelio::admin::AdminError;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::client::{Client, ClientError, ClientOptions, TransportChoice};
+use libmodelio::client::{ClientError, ClientOptions, Job, TransportChoice};
 use libmodelio::registry::{Registry, RegistryError};
-use libmodelio::transport::{Region, RegionKey, ShardError, TransportKind};
+use libmodelio::transport::{CommitNotice, Region, RegionKey, ShardError, TransportKind};
 use libmodelio::vocabulary::block_map::BlockMap;
 use libmodelio::vocabulary::ids::{
     ClientId, Epoch, Generation, Incarnation, LearnerId, ShardId, Step, Version,
@@ -252,32 +251,31 @@ fn options() -> ClientOptions {
     ClientOptions { transport: TransportChoice::Tcp, ..ClientOptions::default() }
 }
 
-fn connect(at: &Hand, options: ClientOptions) -> Result<Client, ClientError> {
+fn connect(at: &Hand, options: ClientOptions) -> Result<Job, ClientError> {
     let epoch = at.with(|script| script.epoch);
-    Client::connect(&record(at.record.shard, epoch), std::slice::from_ref(&at.record), options)
+    Job::connect(&record(at.record.shard, epoch), std::slice::from_ref(&at.record), options)
 }
 
-fn join(client: &Client) {
+fn join(client: &Job) {
     let joined = ask(client, Message::Join { name: "l".into() });
     assert!(matches!(joined, Ok(Message::Joined { .. })), "{joined:?}");
 }
 
 /// Commits the first step of the learner, all blocks.
-fn commit(client: &Client, timeout: Duration) -> std::sync::mpsc::Receiver<Result<Message, Refusal>> {
+fn commit(client: &Job, timeout: Duration) -> std::sync::mpsc::Receiver<Result<Message, Refusal>> {
     let (sender, receiver) = channel();
-    let mut blocks = FixedBitSet::with_capacity(client.layout().blocks() as usize);
-    blocks.insert_range(..);
-    let mut tensors = FixedBitSet::with_capacity(client.layout().tensors().len());
-    tensors.insert_range(..);
     let memory = Mapping::memfd("staging", client.layout().size() as usize).unwrap();
     let staging = Region::new(Arc::new(memory), RegionKey(1));
-    let done = Box::new(move |result| drop(sender.send(result)));
-    client.commit(LEARNER, Step(1), (&blocks, &tensors), staging, timeout, done);
+    let done = Box::new(move |result: Result<(), ShardError>| {
+        drop(sender.send(result.map(|()| Message::Done).map_err(Refusal::Shard)));
+    });
+    client.open(LEARNER, timeout, Box::new(|_| {}));
+    client.commit(LEARNER, Step(1), CommitNotice::whole(client.layout(), staging, true), timeout, done);
     receiver
 }
 
-fn is_at(client: &Client, hand: &Hand) -> bool {
-    let peers = client.peers();
+fn is_at(client: &Job, hand: &Hand) -> bool {
+    let peers = client.shards();
     let [peer] = &peers[..] else { panic!("{peers:?}") };
     peer.connected && (peer.address.as_ref(), peer.shard) == (Some(&hand.record.address), hand.record.shard)
 }
@@ -472,7 +470,7 @@ fn where_a_model_is_whose_shards_are_gone_is_found_in_the_registry() {
 }
 
 /// A client that asks a registry which says this.
-fn asking(at: &Hand, records: Vec<ModelRecord>, shards: &[&Hand]) -> (Client, Arc<Table>) {
+fn asking(at: &Hand, records: Vec<ModelRecord>, shards: &[&Hand]) -> (Job, Arc<Table>) {
     let table = Table::of(records, shards.iter().map(|hand| hand.record.clone()).collect());
     let registry = Some(Arc::clone(&table) as Arc<dyn Registry>);
     (connect(at, ClientOptions { registry, ..options() }).unwrap(), table)
@@ -560,17 +558,17 @@ fn shared_memory_alone_does_not_follow_to_another_host_and_says_so() {
         let moved = ModelRecord { epoch: Epoch(2), owners, coordinator: ShardId(9), ..world.record.clone() };
         let table = Table::of(vec![moved], vec![second.record.clone()]);
         let options = ClientOptions { transport, registry: Some(table), ..ClientOptions::default() };
-        let client = Client::connect(&world.record, &world.shards(), options).unwrap();
-        assert_eq!(client.peers()[0].transport, TransportKind::SharedMemory);
+        let client = Job::connect(&world.record, &world.shards(), options).unwrap();
+        assert_eq!(client.shards()[0].transport, TransportKind::SharedMemory);
         drop(world);
-        until("it has heard of the move", || client.peers()[0].shard == ShardId(9));
+        until("it has heard of the move", || client.shards()[0].shard == ShardId(9));
         // The coordinator is always spoken to over TCP.
         join(&client);
         if transport == TransportChoice::Auto {
-            until("blocks go over TCP", || client.peers()[0].connected);
-            assert_eq!(client.peers()[0].transport, TransportKind::Tcp);
+            until("blocks go over TCP", || client.shards()[0].connected);
+            assert_eq!(client.shards()[0].transport, TransportKind::Tcp);
         } else {
-            let peer = client.peers().remove(0);
+            let peer = client.shards().remove(0);
             assert!(!peer.connected && peer.transport == TransportKind::SharedMemory, "{peer:?}");
             assert!(
                 peer.no_memory.as_ref().is_some_and(|why| why.contains("is on another host")),

@@ -544,7 +544,7 @@ fn a_deleted_model_takes_no_memory_though_clients_are_connected() {
             assert!(matches!(peer.request(&delete, &[], Instant::now() + LONG), Ok((Message::Done, _))));
         }
         let deadline = Instant::now() + LONG;
-        while client.peers().iter().any(|peer| peer.connected) {
+        while client.shards().iter().any(|peer| peer.connected) {
             assert!(Instant::now() < deadline, "{way:?}: connections for blocks hold the model's partitions");
             std::thread::sleep(Duration::from_millis(5));
         }

@@ -18,13 +18,13 @@ fn counted(way: Way) -> (Payloads, Payloads) {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
     let client = world.client();
     let learner = Learner::join(&client, "l");
-    let before = client.payload();
+    let before = client.payload().unwrap();
     assert_eq!(before.pulled_bytes, BYTES, "the first version");
     for step in 1..=STEPS {
         assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
         assert!(learner.pull().1.iter().all(|&weight| weight == step as f32));
     }
-    let after = client.payload();
+    let after = client.payload().unwrap();
     client.shut_down();
     let ours = Payloads {
         pulled_bytes: after.pulled_bytes - before.pulled_bytes,

@@ -6,7 +6,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use libmodelio::client::{Client, TransportChoice};
+use libmodelio::client::{Job, TransportChoice};
 use libmodelio::transport::TransportKind;
 use libmodelio::transport::rdma::{Endpoint, Placement, RdmaOptions};
 use libmodelio::transport::stream::{Buffer, Close, Connection, Receive, ReceiveSlices, SendSlices, Stream};
@@ -84,7 +84,7 @@ fn steps(learner: &Learner, steps: std::ops::RangeInclusive<u64>) {
     }
 }
 
-fn connect(world: &World, transport: TransportChoice) -> Result<Arc<Client>, String> {
+fn connect(world: &World, transport: TransportChoice) -> Result<Arc<Job>, String> {
     let mut shards = world.shards();
     shards[0].host = "another host".into();
     world.connect(&shards, transport).map(Arc::new).map_err(|error| error.to_string())
@@ -108,7 +108,7 @@ fn is_turned_away(pages: i64, expected: &str) {
         std::thread::sleep(Duration::from_millis(10));
     }
     let client = connect(&world, TransportChoice::Auto).unwrap();
-    let peer = client.peers().remove(0);
+    let peer = client.shards().remove(0);
     assert_eq!(peer.transport, TransportKind::Tcp);
     names_the_limit(&peer.no_rdma.expect("a reason"));
     let learner = Learner::join(&client, "l");
@@ -116,7 +116,7 @@ fn is_turned_away(pages: i64, expected: &str) {
     // Now there is room for others.
     limit(None);
     let by_rdma = connect(&world, TransportChoice::Rdma).unwrap();
-    assert_eq!(by_rdma.peers()[0].transport, TransportKind::Rdma);
+    assert_eq!(by_rdma.shards()[0].transport, TransportKind::Rdma);
     assert_eq!(by_rdma.version(), Version(3));
     by_rdma.shut_down();
     client.shut_down();
@@ -152,8 +152,8 @@ fn what_a_client_may_not_pin_later_goes_through_the_ring() {
     limit(Some(0));
     let learner = Learner::join(&client, "second");
     steps(&learner, 5..=10);
-    let counts = client.payload();
-    assert_eq!(client.peers()[0].transport, TransportKind::Rdma);
+    let counts = client.payload().unwrap();
+    assert_eq!(client.shards()[0].transport, TransportKind::Rdma);
     assert!(counts.push_copied_bytes >= 6 * BYTES, "{counts:?}");
     // It has memory for one version that may be pinned.
     assert!((BYTES..counts.pulled_bytes).contains(&counts.pull_copied_bytes), "{counts:?}");
@@ -233,16 +233,16 @@ fn what_a_shard_may_not_pin_later_goes_through_the_ring() {
     let client = connect(&world, TransportChoice::Rdma).unwrap();
     let learner = Learner::join(&client, "l");
     steps(&learner, 1..=4);
-    assert_eq!(client.payload().pull_copied_bytes, 0);
+    assert_eq!(client.payload().unwrap().pull_copied_bytes, 0);
     // It takes more buffers, and uses them, when two versions are held.
     let endpoint = Endpoint::open(&world.rdma).unwrap();
     hold(&endpoint, &world, Version(3));
     hold(&endpoint, &world, Version(4));
-    let (before, of_shard_before) = (client.payload(), of_shard(&world));
+    let (before, of_shard_before) = (client.payload().unwrap(), of_shard(&world));
     // Not even if sums give way.
     limit(Some(-2 * VERSION));
     steps(&learner, 5..=10);
-    let (after, of_shard_after) = (client.payload(), of_shard(&world));
+    let (after, of_shard_after) = (client.payload().unwrap(), of_shard(&world));
     assert_eq!(after.push_copied_bytes, 0, "{after:?}");
     assert!(after.pull_copied_bytes >= before.pull_copied_bytes + BYTES, "{after:?}");
     let sent = of_shard_after.pull_copied_bytes - of_shard_before.pull_copied_bytes;
@@ -250,9 +250,9 @@ fn what_a_shard_may_not_pin_later_goes_through_the_ring() {
     // What lies there can be read when it may be pinned; that is found out with the next greeting.
     limit(None);
     let another = connect(&world, TransportChoice::Rdma).unwrap();
-    let before = client.payload();
+    let before = client.payload().unwrap();
     steps(&learner, 11..=16);
-    let after = client.payload();
+    let after = client.payload().unwrap();
     assert_eq!(after.pull_copied_bytes, before.pull_copied_bytes, "{after:?}");
     another.shut_down();
     client.shut_down();
@@ -294,7 +294,7 @@ fn sums_give_way_to_versions() {
     steps(5..=10);
     assert_eq!(steps(11..=12), 0);
     // All that versions needed was pinned: nothing came through the ring.
-    assert_eq!(clients.each_ref().map(|client| client.payload().pull_copied_bytes), [0, 0]);
+    assert_eq!(clients.each_ref().map(|client| client.payload().unwrap().pull_copied_bytes), [0, 0]);
     clients.iter().for_each(|client| client.shut_down());
     endpoint.shut_down(LONG);
 }

@@ -155,7 +155,7 @@ fn a_client_that_goes_without_a_word_leaves_nothing() {
     let world = World::new(1, BYTES, &[("reducer", "sum"), ("learners", "1")], way);
     for round in 1..=5 {
         let client = world.client();
-        assert_eq!(client.peers()[0].transport, TransportKind::Rdma);
+        assert_eq!(client.shards()[0].transport, TransportKind::Rdma);
         let learner = Learner::join(&client, "l");
         assert_eq!(learner.push(1.0).recv_timeout(LONG).unwrap(), Ok(Message::Done));
         let (_, weights) = learner.pull();
@@ -446,7 +446,7 @@ fn a_shard_whose_arena_is_full_is_reached_over_tcp() {
         let mut shards = world.shards();
         shards[0].host = "another host".into();
         let client = Arc::new(world.connect(&shards, TransportChoice::Auto).unwrap());
-        let peer = client.peers().remove(0);
+        let peer = client.shards().remove(0);
         assert_eq!(peer.transport, TransportKind::Tcp);
         let why = peer.no_rdma.expect("a reason");
         assert!(why.contains("raise ") && why.contains("--rdma-arena") && why.contains("or lower "), "{why}");

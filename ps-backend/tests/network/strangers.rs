@@ -109,7 +109,7 @@ fn strangers_are_turned_away_by_a_shard_which_says_what_it_speaks() {
     }
     // Who comes after them is served, too.
     let another = world.client();
-    assert!(another.peers()[0].connected);
+    assert!(another.shards()[0].connected);
     another.shut_down();
     client.shut_down();
 }

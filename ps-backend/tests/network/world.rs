@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use fixedbitset::FixedBitSet;
 use libmodelio::bytes::mmap::Mapping;
-use libmodelio::client::{Client, ClientError, ClientOptions, Pulls, TransportChoice};
+use libmodelio::client::{ClientError, ClientOptions, Job, Pulls, TransportChoice};
 use libmodelio::registry::{Registry, RemoteRegistry};
 use libmodelio::transport::rdma::RdmaOptions;
 use libmodelio::transport::reactor::Choice;
-use libmodelio::transport::{LeaveReason, Region, RegionKey};
+use libmodelio::transport::{CommitNotice, LeaveReason, Region, RegionKey, ShardError};
 use libmodelio::vocabulary::controls::Controls;
 use libmodelio::vocabulary::ids::{LearnerId, Step, Version};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
@@ -148,7 +148,7 @@ impl World {
         Server::start(ServerOptions { registry, ..self.options.clone() }).unwrap()
     }
 
-    pub fn client(&self) -> Arc<Client> {
+    pub fn client(&self) -> Arc<Job> {
         let shards = self.shards();
         Arc::new(self.connect(&shards, self.transport).unwrap())
     }
@@ -157,9 +157,9 @@ impl World {
         self.registry.shards(Instant::now() + LONG).unwrap()
     }
 
-    pub fn connect(&self, shards: &[ShardRecord], transport: TransportChoice) -> Result<Client, ClientError> {
+    pub fn connect(&self, shards: &[ShardRecord], transport: TransportChoice) -> Result<Job, ClientError> {
         let options = ClientOptions { transport, ..self.client_options() };
-        Client::connect(&self.record, shards, options)
+        Job::connect(&self.record, shards, options)
     }
 
     fn client_options(&self) -> ClientOptions {
@@ -171,14 +171,14 @@ impl World {
         }
     }
 
-    pub fn client_that(&self, pulls: Pulls) -> Arc<Client> {
+    pub fn client_that(&self, pulls: Pulls) -> Arc<Job> {
         self.client_with(|options| options.pulls = pulls)
     }
 
-    pub fn client_with(&self, change: impl FnOnce(&mut ClientOptions)) -> Arc<Client> {
+    pub fn client_with(&self, change: impl FnOnce(&mut ClientOptions)) -> Arc<Job> {
         let mut options = self.client_options();
         change(&mut options);
-        Arc::new(Client::connect(&self.record, &self.shards(), options).unwrap())
+        Arc::new(Job::connect(&self.record, &self.shards(), options).unwrap())
     }
 }
 
@@ -203,19 +203,19 @@ pub fn blank(
 
 /// One learner of a client.
 pub struct Learner {
-    pub client: Arc<Client>,
+    pub client: Arc<Job>,
     pub id: LearnerId,
     staging: Region,
 }
 
-pub fn ask(client: &Client, message: Message) -> Result<Message, Refusal> {
+pub fn ask(client: &Job, message: Message) -> Result<Message, Refusal> {
     let (sender, receiver) = channel();
     client.request(message, LONG, Box::new(move |result| sender.send(result).unwrap()));
     receiver.recv_timeout(2 * LONG).unwrap()
 }
 
 impl Learner {
-    pub fn join(client: &Arc<Client>, name: &str) -> Learner {
+    pub fn join(client: &Arc<Job>, name: &str) -> Learner {
         let Ok(Message::Joined { learner, .. }) = ask(client, Message::Join { name: name.into() }) else {
             panic!("{name} does not join")
         };
@@ -242,12 +242,13 @@ impl Learner {
 
     pub fn commit(&self, step: Step) -> std::sync::mpsc::Receiver<Result<Message, Refusal>> {
         let (sender, receiver) = channel();
-        let mut blocks = FixedBitSet::with_capacity(self.client.layout().blocks() as usize);
-        blocks.insert_range(..);
-        let mut tensors = FixedBitSet::with_capacity(self.client.layout().tensors().len());
-        tensors.insert_range(..);
-        let done = Box::new(move |result| drop(sender.send(result)));
-        self.client.commit(self.id, step, (&blocks, &tensors), self.staging.clone(), LONG, done);
+        let (layout, staging) = (self.client.layout(), self.staging.clone());
+        let unchecked = FixedBitSet::with_capacity(layout.blocks() as usize);
+        let notice = CommitNotice { unchecked, ..CommitNotice::whole(layout, staging, true) };
+        let done = Box::new(move |result: Result<(), ShardError>| {
+            drop(sender.send(result.map(|()| Message::Done).map_err(Refusal::Shard)));
+        });
+        self.client.commit(self.id, step, notice, LONG, done);
         receiver
     }
 
@@ -265,11 +266,11 @@ impl Learner {
     }
 }
 
-pub fn read(client: &Client, version: Version) -> (Version, Vec<f32>) {
+pub fn read(client: &Job, version: Version) -> (Version, Vec<f32>) {
     assert!(client.pin(version));
-    let (region, _) = client.get(version).unwrap();
+    let view = client.get(version).unwrap();
     // SAFETY: it is pinned.
-    let floats = unsafe { region.memory().floats(0..client.layout().size() as usize / 4) }.to_vec();
+    let floats = unsafe { view.region.memory().floats(0..client.layout().size() as usize / 4) }.to_vec();
     client.unpin(version, 1);
     (version, floats)
 }

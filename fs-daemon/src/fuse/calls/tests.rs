@@ -1,22 +1,16 @@
-//! The tree over a job that is asked over a network: a job in this process whose answers to what may have to be asked of
-//! others are held back until the test lets them go.
+//! The tree over a job whose coordinator takes its time: what is asked of it is held back in the mailbox of the job until the
+//! test lets it go.
 
 use std::ffi::OsStr;
-use std::ops::Range;
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use libmodelio::bytes::mmap::Mapping;
-use libmodelio::client::LastCommit;
-use libmodelio::transport::{
-    Attached, BlockSlot, Channel, Completion, Device, Message, Placement, Region, Reply, ShardError,
-    TransportKind,
-};
+use libmodelio::client::{Job, wait_for};
+use libmodelio::transport::local::{End, Word};
 use libmodelio::vocabulary::controls::{Controls, SETTINGS};
 use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use ps_backend::job::{Job, JobStatus, Listener, SetDone, SetError, VersionView};
-use ps_backend::remote::RemoteJob;
+use libmodelio::wire::Message;
 use ps_backend::server::local;
 
 use super::*;
@@ -28,197 +22,63 @@ use crate::session::model::Snapshots;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-type Held = Box<dyn FnOnce() + Send>;
-
-/// A job that takes its time.
-struct Late {
-    shard: Arc<RemoteJob>,
-    /// Takes what is held back.
-    held: mpsc::Sender<Held>,
-    /// A setting is not answered at all, but with this.
-    fault: Mutex<Option<ShardError>>,
-    /// Whoever wants this version is too late: there is another one.
-    goes: Mutex<Option<Version>>,
-    this: std::sync::Weak<Late>,
+/// Whether the coordinator hears this late.
+fn is_held(to: End, word: &Word) -> bool {
+    use Message::{Join, Leave, SetControl};
+    let is_late = matches!(word, Word::Says(_, Join { .. } | Leave { .. } | SetControl { .. }));
+    to == End::Coordinator && is_late
 }
 
-impl Job for Late {
-    fn layout(&self) -> &Arc<ModelLayout> {
-        self.shard.layout()
-    }
-
-    fn version(&self) -> Version {
-        self.shard.version()
-    }
-
-    fn pin(&self, version: Version) -> bool {
-        if *self.goes.lock() == Some(version) {
-            self.publish();
-            return false;
-        }
-        self.shard.pin(version)
-    }
-
-    fn unpin(&self, version: Version, count: u64) {
-        self.shard.unpin(version, count);
-    }
-
-    fn get(&self, version: Version) -> Option<VersionView> {
-        Job::get(&*self.shard, version)
-    }
-
-    fn versions(&self) -> Vec<Version> {
-        self.shard.versions()
-    }
-
-    fn retained(&self) -> Vec<Version> {
-        self.shard.retained()
-    }
-
-    fn controls(&self) -> Controls {
-        self.shard.controls()
-    }
-
-    fn set_control(&self, name: &str, value: &str, timeout: Duration, done: SetDone) {
-        let (shard, fault) = (Arc::clone(&self.shard), self.fault.lock().clone());
-        let (name, value) = (name.to_owned(), value.to_owned());
-        let answer = move || match fault {
-            Some(fault) => done(Err(SetError::Unanswered(fault))),
-            None => Job::set_control(&*shard, &name, &value, timeout, done),
-        };
-        self.held.send(Box::new(answer)).unwrap();
-    }
-
-    fn may_assign(&self) -> Result<(), ShardError> {
-        self.shard.may_assign()
-    }
-
-    fn check_finite(&self, buffer: &Region, written: &[Range<u64>]) -> Result<(), ShardError> {
-        self.shard.check_finite(buffer, written)
-    }
-
-    fn has_learner(&self, learner: LearnerId) -> bool {
-        self.shard.has_learner(learner)
-    }
-
-    fn last_commit(&self, learner: LearnerId) -> LastCommit {
-        self.shard.last_commit(learner)
-    }
-
-    fn touch(&self, learner: LearnerId, attached: Option<Attached>) {
-        self.shard.touch(learner, attached);
-    }
-
-    fn status(&self) -> JobStatus {
-        self.shard.status()
-    }
-
-    fn subscribe(&self, listener: Listener) {
-        self.shard.subscribe(listener);
-    }
-
-    fn shut_down(&self) {
-        self.shard.shut_down();
-    }
-}
-
-impl Late {
-    /// A version more.
-    fn publish(&self) {
-        let ask = |message| {
-            let (sender, answer) = channel();
-            self.shard.send(message, PATIENCE, Box::new(move |reply| sender.send(reply).unwrap()));
-            answer.recv_timeout(PATIENCE).unwrap().unwrap()
-        };
-        let Reply::Buffer(buffer) = ask(Message::Allocate) else { panic!("no buffer") };
-        ask(Message::Assign { buffer, written: std::iter::once(0..1 << 16).collect() });
-    }
-}
-
-impl Device for Late {
-    fn kind(&self) -> TransportKind {
-        TransportKind::Tcp
-    }
-
-    fn register(&self, memory: Arc<Mapping>) -> Result<Region, ShardError> {
-        self.shard.register(memory)
-    }
-
-    fn connect(&self) -> Result<Arc<dyn Channel>, ShardError> {
-        Ok(self.this.upgrade().unwrap())
-    }
-}
-
-impl Channel for Late {
-    fn write(&self, payload: &[u8], slot: BlockSlot, room: Option<&Region>) -> Result<Placement, ShardError> {
-        self.shard.write(payload, slot, room)
-    }
-
-    fn read(&self, offset: u64, local: &mut [u8]) -> Result<Version, ShardError> {
-        self.shard.read(offset, local)
-    }
-
-    fn send(&self, message: Message, timeout: Duration, done: Completion) {
-        let shard = Arc::clone(&self.shard);
-        let send = move |message| shard.send(message, timeout, done);
-        match message {
-            Message::Join { .. } | Message::Leave { .. } => {
-                self.held.send(Box::new(move || send(message))).unwrap();
-            }
-            message => send(message),
-        }
-    }
+/// A version more.
+fn publish(job: &Job) {
+    let buffer = job.allocate().unwrap();
+    let all = [0..job.layout().size()];
+    wait_for(PATIENCE, |done| job.assign(buffer, &all, PATIENCE, done)).unwrap();
 }
 
 struct Mounted {
     fs: Arc<Fs>,
     calls: Arc<Calls>,
-    job: Arc<Late>,
-    held: Receiver<Held>,
     _inbox: mpsc::Receiver<Chore>,
 }
 
 impl Mounted {
     fn new() -> Mounted {
-        Mounted::of(ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap())
+        Mounted::of(ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap(), &[])
     }
 
-    fn of(layout: ModelLayout) -> Mounted {
-        let layout = Arc::new(layout);
-        let pool = local::pool(1).unwrap();
-        let client = local::start("m", &layout, &Controls::default(), &pool, |_| Ok(())).unwrap();
-        let shard = RemoteJob::new(client);
-        let (sender, held) = channel();
-        let job = Arc::new_cyclic(|this| Late {
-            shard,
-            held: sender,
-            fault: Mutex::default(),
-            goes: Mutex::default(),
-            this: this.clone(),
-        });
-        let device: Arc<dyn Device> = Arc::clone(&job) as _;
-        let own = "host1".to_owned();
+    fn of(layout: ModelLayout, settings: &[(&str, &str)]) -> Mounted {
+        let (layout, pool) = (Arc::new(layout), local::pool(1).unwrap());
+        let controls = Controls::default().with_all(settings.iter().copied()).unwrap();
+        let job = local::start("m", &layout, &controls, &pool, |_| Ok(())).unwrap();
+        job.mailbox().unwrap().hold(is_held);
         let model = Model::new(
             "m".into(),
-            Arc::clone(&job) as _,
-            device,
+            job,
             Default::default(),
-            own,
+            "host1".into(),
             Snapshots::Here(Default::default()),
-        )
-        .unwrap();
+        );
         let access = Access { owner: (0, 0), umask: None };
         let Started { calls, inbox } = Calls::start(vec![Arc::new(model)], false, access).unwrap();
-        Mounted { fs: Arc::clone(&calls.fs), calls, job, held, _inbox: inbox }
+        Mounted { fs: Arc::clone(&calls.fs), calls, _inbox: inbox }
+    }
+
+    fn job(&self) -> &Job {
+        &self.model().job
     }
 
     fn model(&self) -> &Model {
         &self.fs.trees()[0].model
     }
 
-    /// Lets the next answer go, once it is held back.
+    /// Lets the coordinator hear the next request, once it is held back.
     fn answer(&self) {
-        self.held.recv_timeout(PATIENCE).expect("a request to answer")();
+        let deadline = Instant::now() + PATIENCE;
+        while !self.job().mailbox().unwrap().let_go() {
+            assert!(Instant::now() < deadline, "a request to answer");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     fn open(&self, file: File, flags: i32) -> Receiver<CallResult<Opened>> {
@@ -244,59 +104,62 @@ fn a_setting_is_answered_when_the_job_has_answered() {
     let mounted = Mounted::new();
     let written = mounted.set("learning_rate", "0.5\n");
     assert!(written.try_recv().is_err(), "answered before the job");
-    assert_eq!(mounted.job.controls().hyper.learning_rate, 0.01);
+    assert_eq!(mounted.job().controls().hyper.learning_rate, 0.01);
     mounted.answer();
     assert_eq!(written.recv_timeout(PATIENCE).unwrap(), Ok(()));
-    assert_eq!(mounted.job.controls().hyper.learning_rate, 0.5);
+    assert_eq!(mounted.job().controls().hyper.learning_rate, 0.5);
 
+    // What is wrong by itself need not be asked.
     let refused = mounted.set("learning_rate", "fast");
-    mounted.answer();
     let error = refused.recv_timeout(PATIENCE).unwrap().unwrap_err();
     assert_eq!((error.errno, error.message.contains("control/learning_rate")), (libc::EINVAL, true));
 }
 
 #[test]
 fn a_setting_that_nobody_answers_for_is_no_success() {
-    let mounted = Mounted::new();
-    for (fault, errno) in [
-        (ShardError::TimedOut("the coordinator".into()), libc::ETIMEDOUT),
-        (ShardError::Unreachable, libc::EIO),
-    ] {
-        *mounted.job.fault.lock() = Some(fault);
-        let written = mounted.set("learning_rate", "0.5");
-        mounted.answer();
-        assert_eq!(written.recv_timeout(PATIENCE).unwrap().unwrap_err().errno, errno);
-    }
+    let layout = ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap();
+    let mounted = Mounted::of(layout, &[("timeout", "0.001")]);
+    let late = mounted.set("learning_rate", "0.5");
+    assert_eq!(late.recv_timeout(PATIENCE).unwrap().unwrap_err().errno, libc::ETIMEDOUT);
+    let lost = mounted.set("learning_rate", "0.5");
+    mounted.job().shut_down();
+    assert_eq!(lost.recv_timeout(PATIENCE).unwrap().unwrap_err().errno, libc::EIO);
 }
 
 #[test]
 fn a_version_that_goes_while_its_name_is_looked_up_gives_way_to_the_next_one() {
-    let mounted = Mounted::new();
-    let set = Box::new(|outcome: Result<(), SetError>| outcome.unwrap());
-    Job::set_control(&*mounted.job.shard, "reducer", "assign", PATIENCE, set);
+    let layout = ModelLayout::blank(1 << 16, DType::F32, 64 << 10).unwrap();
+    let mounted = Mounted::of(layout, &[("reducer", "assign"), ("retain", "0")]);
+    let (fs, job) = (&mounted.fs, mounted.job());
+    // Whoever wants this version is too late: there is another one.
+    let goes = |version| {
+        move |node| {
+            if matches!(node, Node::Model(_, file) if file.pins() == Some(version))
+                && job.version() == version
+            {
+                publish(job);
+            }
+            fs.pin(node)
+        }
+    };
     let dir = Node::Model(0, File::Dir).ino();
-    *mounted.job.goes.lock() = Some(Version(0));
-    let found = mounted.fs.lookup(dir, OsStr::new("weights")).unwrap();
-    assert_eq!(mounted.job.shard.version(), Version(1));
+    let found = fs.lookup_by(dir, OsStr::new("weights"), goes(Version(0))).unwrap();
+    assert_eq!(job.version(), Version(1));
     assert_eq!(Node::from_ino(found.ino), Some(Node::Model(0, File::Weights(Version(1)))));
-    mounted.fs.forget(found.ino, 1);
+    fs.forget(found.ino, 1);
     // What names one version ends with it.
-    *mounted.job.goes.lock() = Some(Version(1));
     let versions = Node::Model(0, File::Versions).ino();
-    let gone = mounted.fs.lookup(versions, OsStr::new("1")).unwrap_err();
-    assert_eq!(gone.errno, libc::ENOENT);
+    let gone = fs.lookup_by(versions, OsStr::new("1"), goes(Version(1))).unwrap_err();
+    assert_eq!((gone.errno, job.version()), (libc::ENOENT, Version(2)));
 }
 
 #[test]
 fn directories_of_tensors_are_part_of_their_version() {
     let elements = 1 << 13;
     let tensors = ["a/b/w", "a/v"].map(|name| (name.to_owned(), DType::F32, vec![elements]));
-    let mounted = Mounted::of(ModelLayout::new(tensors.into(), 64 << 10).unwrap());
-    let (fs, job) = (&mounted.fs, &mounted.job);
-    let set = Box::new(|outcome: Result<(), SetError>| outcome.unwrap());
-    Job::set_control(&*job.shard, "reducer", "assign", PATIENCE, set);
-    let set = Box::new(|outcome: Result<(), SetError>| outcome.unwrap());
-    Job::set_control(&*job.shard, "retain", "0", PATIENCE, set);
+    let layout = ModelLayout::new(tensors.into(), 64 << 10).unwrap();
+    let mounted = Mounted::of(layout, &[("reducer", "assign"), ("retain", "0")]);
+    let (fs, job) = (&mounted.fs, mounted.job());
     let mut seen = std::collections::HashSet::new();
     for (way, top) in
         [("versions", File::RetainedTensors(Version(0), 0)), ("newest", File::Tensors(Version(0), 0))]
@@ -322,13 +185,13 @@ fn directories_of_tensors_are_part_of_their_version() {
         fs.forget(w.ino, 1);
         fs.forget(a.ino, 1);
     }
-    job.publish();
+    publish(job);
     let held = [File::RetainedTensors(Version(0), 2), File::Tensors(Version(0), 2)];
     for file in held {
         assert!(job.versions().contains(&Version(0)), "{file:?}");
         fs.forget(Node::Model(0, file).ino(), 1);
     }
-    job.publish();
+    publish(job);
     assert!(!job.versions().contains(&Version(0)), "{:?}", job.versions());
     // A path may lead through `tensors` to another version; one with a version's number leads nowhere now.
     for (file, errno) in held.into_iter().zip([libc::ENOENT, libc::ESTALE]) {
@@ -385,7 +248,7 @@ fn the_status_tells_transport_and_shards() {
     let mount = MountStatus { passthrough: false, open_files: 0, watched_processes: 0 };
     let status = text::status(&mounted.fs.trees()[0], &mount);
     let status: serde_json::Value = serde_json::from_str(&status).unwrap();
-    assert_eq!(status["transport"], "tcp");
+    assert_eq!(status["transport"], "in-process");
     let only = serde_json::json!([
         { "id": 0, "address": null, "transport": "in-process", "blocks": 1, "connected": true }
     ]);

@@ -244,6 +244,12 @@ impl ClientCore {
                 self.next_is(*learner, id, None);
                 self.release_refused(id, (*learner, *step), actions);
             }
+            // The next state shows it.
+            (Message::SetControl { name, value }, Ok(_)) => {
+                if let Ok(controls) = self.state.controls.with(name, value.trim()) {
+                    self.state.controls = controls;
+                }
+            }
             (Message::Leave { learner, reason }, Ok(_)) => self.learner_left(*learner, *reason, now, actions),
             // The core's own: while the coordinator names a learner that nobody uses, it is asked again.
             (Message::Leave { learner, .. }, Err(_)) if request.token == Token::MAX => {

@@ -59,9 +59,15 @@ pub struct Mailbox {
     queue: Mutex<Queue>,
 }
 
+/// Whether a word to an end is held back.
+type Holds = Box<dyn Fn(End, &Word) -> bool + Send>;
+
 #[derive(Default)]
 struct Queue {
     words: VecDeque<(End, End, Word)>,
+    /// What is held back, and by what.
+    held: VecDeque<(End, End, Word)>,
+    holds: Option<Holds>,
     /// A thread is at it.
     draining: bool,
 }
@@ -79,7 +85,25 @@ impl Mailbox {
 
     /// Puts a word in. Whoever does has it emptied, once its locks are let go of.
     pub fn put(&self, from: End, to: End, word: Word) {
-        self.queue.lock().words.push_back((from, to, word));
+        let mut queue = self.queue.lock();
+        let is_held = queue.holds.as_ref().is_some_and(|holds| holds(to, &word));
+        let words = if is_held { &mut queue.held } else { &mut queue.words };
+        words.push_back((from, to, word));
+    }
+
+    /// From now on, words of which this is true are held back, each until [`Self::let_go`]: for tests of who is late.
+    pub fn hold(&self, holds: impl Fn(End, &Word) -> bool + Send + 'static) {
+        self.queue.lock().holds = Some(Box::new(holds));
+    }
+
+    /// Hands over the word that is held back for longest. False if there is none.
+    pub fn let_go(&self) -> bool {
+        let mut queue = self.queue.lock();
+        let Some(word) = queue.held.pop_front() else { return false };
+        queue.words.push_back(word);
+        drop(queue);
+        self.drain();
+        true
     }
 
     /// Hands over all that is in it, and what is put in meanwhile; nothing if a thread is at it, which does. No lock of

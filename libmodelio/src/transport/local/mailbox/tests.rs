@@ -105,3 +105,17 @@ fn a_client_joins_once() {
     mailbox.drain();
     assert_eq!(*client.heard.lock(), [1]);
 }
+
+#[test]
+fn what_is_held_back_is_heard_when_it_is_let_go() {
+    let (mailbox, [coordinator, partition]) = ends(false);
+    mailbox.hold(|to, word| to == End::Coordinator && matches!(word, Word::Says(2.., _)));
+    for request in [1, 2, 3] {
+        mailbox.put(End::Partition, End::Coordinator, Word::Says(request, Message::Done));
+        mailbox.put(End::Coordinator, End::Partition, Word::Says(request, Message::Done));
+    }
+    mailbox.drain();
+    assert_eq!((&coordinator.heard.lock()[..], &partition.heard.lock()[..]), (&[1][..], &[1, 2, 3][..]));
+    assert!(mailbox.let_go() && mailbox.let_go() && !mailbox.let_go());
+    assert_eq!(coordinator.heard.lock()[..], [1, 2, 3]);
+}

@@ -1,22 +1,17 @@
-//! A remote machine is a device (RPCH §3.1): memory is registered with a [`Device`] as a
-//! [`Region`], and a [`Channel`] moves bytes between regions of two ends.
-//!
-//! Code above this seam never asks which transport it is on. In process, a region of the shard is
-//! the same memory, so nothing moves; over a network the same calls become pushes and pulls.
+//! What a learner hands to a shard, whatever the transport: memory, blocks, what a commit says of them; and what a shard
+//! refuses.
 
 use std::borrow::Cow;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
 
 use fixedbitset::FixedBitSet;
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::mmap::Mapping;
-use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step};
 use crate::vocabulary::layout::ModelLayout;
-use crate::vocabulary::members::LeaveReason;
 use crate::vocabulary::partly::PartlyWritten;
 
 /// Which way the bytes go. Named at start, in `status.json` and in messages.
@@ -46,7 +41,7 @@ impl fmt::Display for TransportKind {
     }
 }
 
-/// Names a region to the other end of a channel.
+/// Names a region to the other end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RegionKey(pub u64);
 
@@ -58,7 +53,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// For implementors of [`Device`]: `memory` under the key they gave it.
+    /// `memory` under a key that no other region of this process has.
     pub fn new(memory: Arc<Mapping>, key: RegionKey) -> Region {
         Region { memory, key }
     }
@@ -74,24 +69,6 @@ impl Region {
     }
 }
 
-/// A local endpoint of one transport: it registers memory and opens channels.
-pub trait Device: Send + Sync {
-    /// What it is.
-    fn kind(&self) -> TransportKind;
-
-    /// Makes `memory` addressable for peers. Not for the data path: register at start, then reuse.
-    ///
-    /// # Errors
-    /// When the transport's limits are reached.
-    fn register(&self, memory: Arc<Mapping>) -> Result<Region, ShardError>;
-
-    /// Opens a channel to the shard that owns the model.
-    ///
-    /// # Errors
-    /// [`ShardError::Unreachable`] when nobody answers.
-    fn connect(&self) -> Result<Arc<dyn Channel>, ShardError>;
-}
-
 /// Names one block of one contribution: the exactly-once key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockSlot {
@@ -105,7 +82,7 @@ pub struct BlockSlot {
     pub block: BlockId,
 }
 
-/// What the shard did with a block offered by [`Channel::write`].
+/// What the shard did with a block that was offered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// Reduced on arrival; the payload may be forgotten.
@@ -140,6 +117,25 @@ pub struct CommitNotice {
 }
 
 impl CommitNotice {
+    /// All of a model, as it lies in `staging`.
+    pub fn whole(layout: &ModelLayout, staging: Region, lendable: bool) -> CommitNotice {
+        let all = |len: usize| {
+            let mut all = FixedBitSet::with_capacity(len);
+            all.insert_range(..);
+            all
+        };
+        let blocks = all(layout.blocks() as usize);
+        CommitNotice {
+            sent: blocks.clone(),
+            deferred: blocks.clone(),
+            unchecked: blocks,
+            tensors: all(layout.tensors().len()),
+            partly: Some(PartlyWritten::default()),
+            staging,
+            lendable,
+        }
+    }
+
     /// Whether it can be looked at without harm.
     ///
     /// # Errors
@@ -155,118 +151,6 @@ impl CommitNotice {
             && self.staging.memory().len() as u64 >= layout.size();
         if fits { Ok(()) } else { Err(ShardError::OutOfRange) }
     }
-}
-
-/// Requests that are not bulk data. Each gets exactly one [`Reply`] before its deadline.
-#[derive(Debug)]
-pub enum Message {
-    /// A learner joins under a name.
-    Join {
-        /// As in `learners/<name>`.
-        name: String,
-    },
-    /// A learner leaves; an unfinished contribution is dropped, a committed one stays.
-    Leave {
-        /// Who.
-        learner: LearnerId,
-        /// For the log and the status.
-        reason: LeaveReason,
-    },
-    /// First write of a contribution: which step is it?
-    Open {
-        /// Who.
-        learner: LearnerId,
-    },
-    /// The contribution is complete.
-    Commit {
-        /// Who.
-        learner: LearnerId,
-        /// Which step.
-        step: Step,
-        /// What it holds.
-        notice: CommitNotice,
-    },
-    /// Drop the open contribution.
-    Abort {
-        /// Who.
-        learner: LearnerId,
-    },
-    /// Whoever waits for the learner's commit does so no longer: as if its deadline had come. A commit that
-    /// was taken, or is being, is answered as ever.
-    Withdraw {
-        /// Who.
-        learner: LearnerId,
-    },
-    /// As [`Message::Withdraw`], for an [`Message::Assign`] of this buffer.
-    WithdrawAssign {
-        /// Which.
-        buffer: RegionKey,
-    },
-    /// Answered when a version holds the learner's last committed step.
-    AwaitStep {
-        /// Who.
-        learner: LearnerId,
-    },
-    /// A buffer that can become a version by [`Message::Assign`].
-    Allocate,
-    /// Publish the buffer as the next version; bytes outside `written` keep their value.
-    Assign {
-        /// From [`Message::Allocate`]. It is assigned once, whatever the outcome.
-        buffer: Region,
-        /// Sorted, disjoint byte ranges that were written.
-        written: Vec<std::ops::Range<u64>>,
-    },
-}
-
-/// Answers to [`Message`]s.
-#[derive(Debug)]
-pub enum Reply {
-    /// Done, nothing to say.
-    Done,
-    /// The learner's identity.
-    Joined {
-        /// Its number.
-        learner: LearnerId,
-        /// Its life.
-        incarnation: Incarnation,
-    },
-    /// A contribution is open.
-    Opened {
-        /// Which step it is.
-        step: Step,
-        /// The staging region still holds the last contribution: stage this one elsewhere.
-        staging_lent: bool,
-    },
-    /// The newest version, which holds what was asked for.
-    Version(Version),
-    /// A buffer of the model's size.
-    Buffer(Region),
-}
-
-/// Called once with the outcome, perhaps from another thread, perhaps before `send` returns.
-pub type Completion = Box<dyn FnOnce(Result<Reply, ShardError>) + Send>;
-
-/// A connection to the shard that moves bytes between two regions.
-pub trait Channel: Send + Sync {
-    /// Offers one whole block of a contribution. Hot path: takes no lock for the length of a copy and
-    /// allocates nothing.
-    ///
-    /// `room` is the learner's staging region: a payload that is not reduced on arrival has been placed
-    /// there, at its block's offset, when this returns [`Placement::Deferred`]. Without `room` the payload
-    /// lies there already.
-    ///
-    /// # Errors
-    /// [`ShardError`]; then the block was not taken.
-    fn write(&self, payload: &[u8], slot: BlockSlot, room: Option<&Region>) -> Result<Placement, ShardError>;
-
-    /// Reads `local.len()` bytes of the newest version at `offset` of the model.
-    ///
-    /// # Errors
-    /// [`ShardError::OutOfRange`] past the end.
-    fn read(&self, offset: u64, local: &mut [u8]) -> Result<Version, ShardError>;
-
-    /// Sends a message; `done` is called before `timeout` is over.
-    fn send(&self, message: Message, timeout: Duration, done: Completion);
 }
 
 /// What a shard refuses, and why. State is unchanged by a refused request.

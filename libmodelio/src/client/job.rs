@@ -1,0 +1,267 @@
+//! [`Job`]: one model as a process takes part in it, wherever its shards are.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `connect` | how it comes about |
+//! | `requests` | what learners ask, and settings |
+//! | `weights` | whole new weights |
+//! | `status` | what it is doing |
+//!
+//! It answers from what the coordinator has told; what has to be asked of others has a completion.
+
+mod connect;
+mod requests;
+mod status;
+mod weights;
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, SystemTime};
+
+use parking_lot::Mutex;
+
+use super::core::LastCommit;
+use super::options::Listener;
+use super::shared::Shared;
+use crate::bytes::block;
+use crate::bytes::mmap::Mapping;
+use crate::transport::local::Mailbox;
+use crate::transport::reactor::Reactor;
+use crate::transport::tally::Payloads;
+use crate::transport::{Region, RegionKey, ShardError};
+use crate::vocabulary::controls::Controls;
+use crate::vocabulary::ids::{ClientId, LearnerId, Version};
+use crate::vocabulary::layout::ModelLayout;
+use crate::vocabulary::members::LeaveReason;
+use crate::wire::{LearnerState, Message};
+pub use requests::wait_for;
+pub use status::{JobStatus, ShardView};
+
+/// A version that is in memory.
+#[derive(Clone, Debug)]
+pub struct VersionView {
+    /// A memfd of the model's size that nobody else may write. Its bytes stay what they are only while it is the newest or
+    /// pinned.
+    pub region: Region,
+    /// When it was published.
+    pub published: SystemTime,
+}
+
+impl VersionView {
+    /// A range of its bytes. The caller holds a pin on the version.
+    ///
+    /// # Panics
+    /// When `range` leaves the model.
+    pub fn bytes(&self, range: Range<u64>) -> &[u8] {
+        block::pinned_bytes(&self.region, range)
+    }
+}
+
+/// A job: one model, its versions in this process's memory, its settings and its learners.
+///
+/// # What may wait
+/// Nothing does. The threads that answer the kernel call all of this, so each call returns from what this process
+/// knows already: it takes short locks, asks nobody and waits for nobody. What has to be asked of others has a
+/// completion ([`Self::set_control`]) or is only told to them ([`Self::touch`]). [`Self::check_finite`] computes in
+/// the calling thread, for as long as a pass over the bytes takes.
+///
+/// # What holds of what is mirrored
+/// Where the decisions are made elsewhere, what is known here may be late, but:
+/// - [`Self::version`] never goes back, and the version that it names is whole in this process's memory: it can be
+///   pinned, got and read.
+/// - Once a learner of this process has had its commit answered, [`Self::last_commit`] knows of that commit, and
+///   once a request for its version was answered, [`Self::version`] is at least that.
+/// - [`Event::Published`] is told after [`Self::version`] shows it, [`Event::Left`] after [`Self::has_learner`] does.
+/// - Versions that are pinned here stay, whatever becomes of them elsewhere.
+///
+/// Requests that the kernel's threads wait for are answered before the call returns, from what is known here:
+/// [`Self::open`], unless its learner's last commit was not answered with success, [`Self::abort`], [`Self::withdraw`],
+/// [`Self::withdraw_assign`] and [`Self::allocate`]. [`Self::join`] and [`Self::leave`] ask others, up to their deadline.
+pub struct Job {
+    shared: Arc<Shared>,
+    reactor: Mutex<Option<Reactor>>,
+    /// Buffers for new weights that were handed out and have not come back.
+    lent: Mutex<HashMap<RegionKey, Weak<Mapping>>>,
+    /// Blocks that were reduced from where they came.
+    on_arrival: AtomicU64,
+    next_key: AtomicU64,
+}
+
+impl Job {
+    /// The layout.
+    pub fn layout(&self) -> &Arc<ModelLayout> {
+        &self.shared.layout
+    }
+
+    /// What moves the bytes, to be named loudly.
+    pub fn backend(&self) -> String {
+        self.shared.net.as_ref().map_or("in this process".to_owned(), |net| net.backend().to_string())
+    }
+
+    /// This life of the process.
+    pub fn id(&self) -> ClientId {
+        self.shared.client
+    }
+
+    /// Payload that has gone to shards elsewhere and come from them; `None` where the model is part of this process.
+    pub fn payload(&self) -> Option<Payloads> {
+        self.shared.local.is_none().then(|| self.shared.tally.read())
+    }
+
+    /// What this end says to a shard in this process goes through it.
+    pub fn mailbox(&self) -> Option<&Mailbox> {
+        self.shared.local.as_ref().map(|local| local.shard.mailbox())
+    }
+
+    /// Makes `memory` addressable for shards. Not for the data path: register at start, then reuse.
+    pub fn register(&self, memory: Arc<Mapping>) -> Region {
+        Region::new(memory, RegionKey(self.next_key.fetch_add(1, Ordering::Relaxed)))
+    }
+
+    /// Who is told of events, in the place of whoever was before.
+    pub fn subscribe(&self, listener: Listener) {
+        *self.shared.listener.lock() = Some(Arc::new(listener));
+    }
+
+    /// The settings, as last heard.
+    pub fn controls(&self) -> Controls {
+        self.shared.inner.lock().controls().clone()
+    }
+
+    // -- versions
+
+    /// The newest version that can be read here.
+    pub fn version(&self) -> Version {
+        self.shared.inner.lock().core.version()
+    }
+
+    /// Versions in this process's memory, rising, the merely pinned ones included.
+    pub fn versions(&self) -> Vec<Version> {
+        self.shared.inner.lock().versions.numbers().collect()
+    }
+
+    /// Versions under `versions/`, the newest first: it and the retained.
+    pub fn retained(&self) -> Vec<Version> {
+        let inner = self.shared.inner.lock();
+        let mut versions: Vec<Version> = inner.versions.numbers().collect();
+        versions.reverse();
+        versions.truncate(inner.controls().retain as usize + 1);
+        versions
+    }
+
+    /// Pins `version`: it is not recycled before [`Self::unpin`]. False when it is gone.
+    pub fn pin(&self, version: Version) -> bool {
+        self.shared.inner.lock().versions.pin(version)
+    }
+
+    /// Takes `count` pins of `version` back.
+    pub fn unpin(&self, version: Version, count: u64) {
+        self.shared.unpin(version, count);
+    }
+
+    /// A version in this process's memory.
+    pub fn get(&self, version: Version) -> Option<VersionView> {
+        let inner = self.shared.inner.lock();
+        let shown = inner.versions.get(version)?;
+        Some(VersionView { region: shown.buffer.clone(), published: shown.at })
+    }
+
+    /// Reads `local.len()` bytes of the newest version at `offset` of the model.
+    ///
+    /// # Errors
+    /// [`ShardError::OutOfRange`] past the end.
+    pub fn read(&self, offset: u64, local: &mut [u8]) -> Result<Version, ShardError> {
+        let end = offset.checked_add(local.len() as u64).filter(|&end| end <= self.layout().size());
+        let end = end.ok_or(ShardError::OutOfRange)?;
+        let version = self.shared.pin_newest().ok_or(ShardError::Unreachable)?;
+        let found = self.get(version);
+        if let Some(view) = &found {
+            local.copy_from_slice(view.bytes(offset..end));
+        }
+        self.unpin(version, 1);
+        found.map(|_| version).ok_or(ShardError::Unreachable)
+    }
+
+    /// Version buffers in existence, and free ones.
+    pub fn buffers(&self) -> (usize, usize) {
+        match &self.shared.local {
+            Some(local) => local.shard.buffers(),
+            None => self.shared.inner.lock().versions.buffers(),
+        }
+    }
+
+    // -- learners
+
+    /// Whether `learner` is one of this client's and in the job, and does not leave it.
+    pub fn has_learner(&self, learner: LearnerId) -> bool {
+        let inner = self.shared.inner.lock();
+        inner.core.has_learner(learner) && !inner.core.is_leaving(learner)
+    }
+
+    /// Where the last commit of `learner`, one of this process's, is.
+    pub fn last_commit(&self, learner: LearnerId) -> LastCommit {
+        self.shared.inner.lock().core.last_commit(learner)
+    }
+
+    /// Whether a version with the last commit of `learner` is complete elsewhere, and on its way here.
+    pub fn is_coming(&self, learner: LearnerId) -> bool {
+        let inner = self.shared.inner.lock();
+        let shown = inner.core.version();
+        let is_coming = |known: &LearnerState| !known.unpublished && known.published_in > shown;
+        inner.core.state().learners.iter().find(|known| known.learner == learner).is_some_and(is_coming)
+    }
+
+    /// For how long nothing was heard of a learner, where that is known.
+    fn silence(&self, learner: LearnerId) -> Duration {
+        self.shared.local.as_ref().map(|local| local.shard.silence(learner)).unwrap_or_default()
+    }
+
+    // -- the end
+
+    /// Takes nothing more, and leaves: tells the coordinator that its learners go, answers what waits, ends all connections.
+    pub fn shut_down(&self) {
+        let shared = &self.shared;
+        shared.ends.store(true, Ordering::Relaxed);
+        // Before their learners leave, which would be their answer otherwise.
+        shared.dismiss();
+        let learners: Vec<LearnerId> =
+            shared.inner.lock().core.state().learners.iter().map(|learner| learner.learner).collect();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let patience = Duration::from_secs(1);
+        for &learner in &learners {
+            let sender = sender.clone();
+            let leave = Message::Leave { learner, reason: LeaveReason::Asked };
+            let left = Box::new(move |_| sender.send(()).unwrap_or_default());
+            shared.request(leave, patience, left, |_| {});
+        }
+        drop(sender);
+        for _ in &learners {
+            // Whoever does not answer is left with the lease.
+            let _ = receiver.recv_timeout(patience);
+        }
+        shared.stop();
+        let threads = Arc::clone(&shared.inner.lock().routes.threads);
+        if let Err(error) = threads.shut_down(Duration::from_secs(2)) {
+            tracing::warn!(%error, "connections through shared memory");
+        }
+        #[cfg(feature = "rdma")]
+        let endpoint = shared.rdma_endpoint.lock().clone();
+        #[cfg(feature = "rdma")]
+        if let Some(Ok(endpoint)) = endpoint {
+            endpoint.shut_down(Duration::from_secs(2));
+        }
+        if let Some(reactor) = self.reactor.lock().take()
+            && let Err(error) = reactor.shut_down(Duration::from_secs(2))
+        {
+            tracing::warn!(%error, "connections");
+        }
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        self.shared.stop();
+    }
+}

@@ -1,0 +1,196 @@
+//! How a process comes to take part in a job.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex};
+
+use super::Job;
+use crate::client::core::{ClientCore, Now};
+use crate::client::options::{ClientError, ClientOptions, Pulls, TransportChoice};
+use crate::client::routes::Routes;
+use crate::client::shared::{Inner, Local, Shared, keep};
+use crate::client::versions::{self, Versions};
+use crate::transport::local::{Hears, Shard};
+use crate::transport::reactor::{Reactor, ReactorOptions};
+use crate::transport::tally::Tally;
+use crate::vocabulary::ids::ClientId;
+use crate::vocabulary::layout::ModelLayout;
+use crate::wire::{ModelRecord, ShardRecord};
+
+impl Job {
+    /// Connects to the shards of a model and waits until a first version is here.
+    ///
+    /// # Errors
+    /// [`ClientError`], after `options.patience` at the latest.
+    pub fn connect(
+        record: &ModelRecord,
+        shards: &[ShardRecord],
+        options: ClientOptions,
+    ) -> Result<Job, ClientError> {
+        let model = record.name.clone();
+        let bad = |why: String| ClientError::Record { model: model.clone(), why };
+        let layout = Arc::new(record.layout().map_err(|error| bad(error.to_string()))?);
+        let map = record.block_map().map_err(|error| bad(error.to_string()))?;
+        let start = |error: &dyn std::fmt::Display| ClientError::Start(error.to_string());
+        let id = random_id()?;
+        let core = ClientCore::new(&map).apart(id);
+        let core = match options.pulls {
+            Pulls::Published => core,
+            Pulls::Awaited => core.on_demand(),
+        };
+        let (transport, connections) = (options.transport, options.connections);
+        if transport == TransportChoice::Rdma && !cfg!(feature = "rdma") {
+            return Err(ClientError::Transport { model, why: crate::transport::NO_RDMA.to_owned() });
+        }
+        let routes = Routes::new(&map, record.coordinator, shards, transport, connections).map_err(bad)?;
+        if let Some(why) = routes.parts.iter().find_map(|place| place.barred.clone()) {
+            return Err(ClientError::Transport { model, why });
+        }
+        let reactor =
+            ReactorOptions { threads: options.threads, choice: options.io, ..ReactorOptions::default() };
+        let reactor = Reactor::start(&reactor).map_err(|error| start(&error))?;
+        let size = layout.size() as usize;
+        #[cfg(feature = "rdma")]
+        let mut endpoint = None;
+        #[cfg(feature = "rdma")]
+        if transport == TransportChoice::Rdma {
+            // What must be is found out at once.
+            let opened = crate::transport::rdma::Endpoint::open(&options.rdma);
+            let opened = opened
+                .map_err(|error| ClientError::Transport { model: model.clone(), why: error.to_string() })?;
+            endpoint = Some(Ok(opened));
+        }
+        let mut versions = Versions::new(size);
+        versions.add_spare(versions::spare(size).map_err(|error| start(&error))?, usize::MAX);
+        let inner = Inner::new(core, versions, routes);
+        let net = reactor.handle();
+        let shared = Arc::new_cyclic(|this| Shared {
+            layout,
+            model: record.name.clone(),
+            generation: record.generation,
+            client: id,
+            record: record.clone(),
+            net: Some(net),
+            local: None,
+            started: Instant::now(),
+            inner: Mutex::new(inner),
+            unanswered: Mutex::default(),
+            changed: Condvar::new(),
+            listener: Mutex::new(None),
+            ends: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            tally: Tally::default(),
+            #[cfg(feature = "rdma")]
+            rdma_endpoint: Mutex::new(endpoint),
+            this: this.clone(),
+            options,
+        });
+        Job::begin(shared, Some(reactor))
+    }
+
+    /// A job whose only shard is in this process. `meet` introduces its client there.
+    ///
+    /// # Errors
+    /// [`ClientError`].
+    pub fn of_shard_here(
+        record: &ModelRecord,
+        layout: Arc<ModelLayout>,
+        shard: Arc<dyn Shard>,
+        meet: impl FnOnce(ClientId),
+    ) -> Result<Job, ClientError> {
+        let bad = |why: &dyn std::fmt::Display| {
+            let (model, why) = (record.name.clone(), why.to_string());
+            ClientError::Record { model, why }
+        };
+        let map = record.block_map().map_err(|error| bad(&error))?;
+        let id = random_id()?;
+        let mut core = ClientCore::new(&map).in_process();
+        let mut actions = Vec::new();
+        core.coordinator_up(Now::ZERO, &mut actions);
+        core.shard_up(0, Now::ZERO, &mut actions);
+        let inner = Inner::new(core, Versions::new(layout.size() as usize), Routes::here(map.epoch()));
+        let shared = Arc::new_cyclic(|this| Shared {
+            layout,
+            model: record.name.clone(),
+            generation: record.generation,
+            client: id,
+            record: record.clone(),
+            net: None,
+            local: Some(Local { shard: Arc::clone(&shard) }),
+            started: Instant::now(),
+            inner: Mutex::new(inner),
+            unanswered: Mutex::default(),
+            changed: Condvar::new(),
+            listener: Mutex::new(None),
+            ends: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            tally: Tally::default(),
+            #[cfg(feature = "rdma")]
+            rdma_endpoint: Mutex::new(None),
+            this: this.clone(),
+            options: ClientOptions::default(),
+        });
+        let ears: std::sync::Weak<dyn Hears> = Arc::downgrade(&shared) as std::sync::Weak<dyn Hears>;
+        if !shard.mailbox().join(ears) {
+            return Err(bad(&"the shard in this process has a client already"));
+        }
+        meet(id);
+        shared.with_core(|_, _, taken| taken.append(&mut actions));
+        Job::begin(shared, None)
+    }
+
+    fn begin(shared: Arc<Shared>, reactor: Option<Reactor>) -> Result<Job, ClientError> {
+        let keeper = Arc::downgrade(&shared);
+        let spawned = std::thread::Builder::new().name("client-keeper".into()).spawn(move || keep(&keeper));
+        spawned.map_err(|error| ClientError::Start(error.to_string()))?;
+        let job = Job {
+            shared,
+            reactor: Mutex::new(reactor),
+            lent: Mutex::default(),
+            on_arrival: AtomicU64::new(0),
+            next_key: AtomicU64::new(1 << 32),
+        };
+        job.await_first()?;
+        Ok(job)
+    }
+
+    fn await_first(&self) -> Result<(), ClientError> {
+        let deadline = Instant::now() + self.shared.options.patience;
+        let mut inner = self.shared.inner.lock();
+        while inner.versions.newest().is_none() {
+            if self.shared.changed.wait_until(&mut inner, deadline).timed_out() {
+                let routes = &inner.routes;
+                let peers = std::iter::once((routes.address(routes.coordinator), &inner.coordinator));
+                let parts = inner.parts.iter().enumerate();
+                let peers: Vec<_> =
+                    peers.chain(parts.map(|(part, peer)| (routes.address(part), peer))).collect();
+                let mut why: Vec<String> = peers
+                    .iter()
+                    .filter(|(_, peer)| peer.links.is_empty())
+                    .map(|(address, peer)| {
+                        format!("{address}: {}", peer.trouble.as_deref().unwrap_or("no answer"))
+                    })
+                    .collect();
+                if why.is_empty() {
+                    // Connections may come about again and again, only to be lost before it has come.
+                    why.push("no version came".to_owned());
+                    let lost =
+                        peers.iter().filter_map(|(address, peer)| Some((address, peer.lost.as_ref()?)));
+                    why.extend(lost.map(|(address, lost)| format!("{address}: connection lost: {lost}")));
+                }
+                let why = why.join("; ");
+                let why = format!("{why} (waited {:?})", self.shared.options.patience);
+                return Err(ClientError::Unreachable { model: self.shared.model.clone(), why });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn random_id() -> Result<ClientId, ClientError> {
+    let mut random = [0; 8];
+    getrandom::fill(&mut random).map_err(|error| ClientError::Start(error.to_string()))?;
+    Ok(ClientId(u64::from_le_bytes(random)))
+}

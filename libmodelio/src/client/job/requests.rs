@@ -1,0 +1,312 @@
+//! What learners ask, and what becomes of it: joining, contributing, waiting, leaving; and settings.
+//!
+//! A block that a program has written whole is put into the learner's staging region, from which the client sends it when
+//! the coordinator says so, unless it can be reduced from where it is.
+
+use std::time::Duration;
+
+use super::Job;
+use crate::bytes::block;
+use crate::client::options::{Answered, Done, Offered, Opening, SetDone, Staged};
+use crate::client::shared::Shared;
+use crate::transport::{BlockSlot, CommitNotice, Placement, Region, RegionKey, ShardError};
+use crate::vocabulary::block_ranges;
+use crate::vocabulary::controls::ControlError;
+use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
+use crate::vocabulary::members::{Attached, LeaveReason};
+use crate::vocabulary::partly::MAX_PIECES;
+use crate::wire::{Message, Refusal};
+use std::sync::atomic::Ordering;
+
+/// For requests that nobody waits for.
+const BESIDE: Duration = Duration::from_secs(30);
+
+impl Job {
+    /// Asks the coordinator; `done` is called once, before `timeout` is over.
+    pub fn request(&self, message: Message, timeout: Duration, done: Answered) {
+        match self.shared.refuse_if_ending() {
+            Ok(()) => self.shared.request(message, timeout, done, |_| {}),
+            Err(error) => done(Err(error.into())),
+        }
+    }
+
+    /// A learner joins under a name.
+    pub fn join(&self, name: String, timeout: Duration, done: Done<(LearnerId, Incarnation)>) {
+        let joined = move |result| {
+            done(match result {
+                Ok(Message::Joined { learner, incarnation, .. }) => Ok((learner, incarnation)),
+                other => Err(unexpected(other)),
+            });
+        };
+        self.request(Message::Join { name }, timeout, Box::new(joined));
+    }
+
+    /// A learner leaves: its unfinished contribution is dropped, a committed one stays.
+    pub fn leave(&self, learner: LearnerId, reason: LeaveReason, timeout: Duration, done: Done<()>) {
+        self.request(Message::Leave { learner, reason }, timeout, plain(done));
+    }
+
+    /// The first write of a contribution: which step it is. Where that is known here, it is answered before this returns.
+    pub fn open(&self, learner: LearnerId, timeout: Duration, done: Done<Opening>) {
+        let shared = &self.shared;
+        let stopped = || shared.inner.lock().core.stopped().map_or(Ok(()), Err);
+        let known = || match self.has_learner(learner) {
+            true => Ok(()),
+            false => Err(ShardError::UnknownLearner(learner)),
+        };
+        if let Err(error) = shared.refuse_if_ending().and_then(|()| stopped()).and_then(|()| known()) {
+            return done(Err(error));
+        }
+        let opened = move |result| {
+            done(match result {
+                Ok(Message::Opened { step, staging_lent }) => Ok(Opening { step, staging_lent }),
+                other => Err(unexpected(other)),
+            });
+        };
+        shared.ask(timeout, Box::new(opened), |inner, token, deadline, now, actions| {
+            inner.core.open(token, learner, deadline, now, actions);
+        });
+    }
+
+    /// Offers one whole block of a contribution. It takes no lock for the length of a copy and allocates nothing.
+    ///
+    /// `room` is the learner's staging region: a payload that is not reduced on arrival has been placed there, at its
+    /// block's offset, when this returns [`Placement::Deferred`]. Without `room` the payload lies there already.
+    ///
+    /// # Errors
+    /// [`ShardError`]; then the block was not taken.
+    pub fn write(
+        &self,
+        payload: &[u8],
+        slot: BlockSlot,
+        room: Option<&Region>,
+    ) -> Result<Placement, ShardError> {
+        let (shared, layout) = (&self.shared, self.layout());
+        let bad = || ShardError::BadBlock { block: slot.block, bytes: payload.len() };
+        if slot.block.0 >= layout.blocks() {
+            return Err(bad());
+        }
+        let extent = layout.block_bytes(slot.block);
+        if payload.len() as u64 != extent.end - extent.start {
+            return Err(bad());
+        }
+        if room.is_some_and(|room| (room.memory().len() as u64) < extent.end) {
+            return Err(ShardError::OutOfRange);
+        }
+        shared.refuse_if_ending()?;
+        let mut inner = shared.inner.lock();
+        if let Some(stopped) = inner.core.stopped() {
+            return Err(stopped);
+        }
+        if !inner.core.take(slot)? {
+            return Ok(Placement::Duplicate);
+        }
+        let check = inner.rejects_nonfinite();
+        let offered = match &shared.local {
+            Some(local) => shared.offer_here(local, inner, slot, payload),
+            None => {
+                drop(inner);
+                Offered::Stage
+            }
+        };
+        match offered {
+            Offered::Stage => {}
+            Offered::Reduced => {
+                self.on_arrival.fetch_add(1, Ordering::Relaxed);
+                return Ok(Placement::Reduced);
+            }
+            Offered::NonFinite => return Err(ShardError::NonFinite(slot.block)),
+            Offered::UnknownLearner => return Err(ShardError::UnknownLearner(slot.learner)),
+        }
+        let finite = match room {
+            Some(room) => block::place(layout, slot.block, payload, room, check),
+            None => !check || block::is_finite(layout, slot.block, payload),
+        };
+        if !finite {
+            shared.inner.lock().core.give_back(slot);
+            return Err(ShardError::NonFinite(slot.block));
+        }
+        Ok(Placement::Deferred)
+    }
+
+    /// The contribution is complete.
+    pub fn commit(
+        &self,
+        learner: LearnerId,
+        step: Step,
+        notice: CommitNotice,
+        timeout: Duration,
+        done: Done<()>,
+    ) {
+        let (shared, layout) = (&self.shared, self.layout());
+        let fits = shared.refuse_if_ending().and_then(|()| notice.check(layout));
+        if let Err(error) = fits.and_then(|()| shared.inner.lock().core.may_commit(learner, step)) {
+            return done(Err(error));
+        }
+        let rejects = shared.inner.lock().rejects_nonfinite();
+        // What was never offered whole was looked at by nobody. What is mapped is judged when it is read.
+        let unchecked = notice.unchecked.ones().filter(|_| notice.lendable && rejects);
+        let mut unchecked = unchecked.map(|block| BlockId(block as u32));
+        if let Some(bad) = unchecked.find(|block| !block::region_is_finite(layout, *block, &notice.staging)) {
+            return done(Err(ShardError::NonFinite(bad)));
+        }
+        shared.commit(learner, step, notice, timeout, plain(done));
+    }
+
+    /// Drops the open contribution.
+    ///
+    /// # Errors
+    /// When there is no such learner.
+    pub fn abort(&self, learner: LearnerId) -> Result<(), ShardError> {
+        self.tell_beside(learner, Message::Abort { learner })
+    }
+
+    /// Whoever waits for the learner's commit does so no longer: as if its deadline had come. A commit that was taken, or
+    /// is being, is answered as ever.
+    ///
+    /// # Errors
+    /// When there is no such learner.
+    pub fn withdraw(&self, learner: LearnerId) -> Result<(), ShardError> {
+        self.tell_beside(learner, Message::Withdraw { learner })
+    }
+
+    fn tell_beside(&self, learner: LearnerId, message: Message) -> Result<(), ShardError> {
+        self.shared.refuse_if_ending()?;
+        if !self.has_learner(learner) {
+            return Err(ShardError::UnknownLearner(learner));
+        }
+        self.ask_beside(message);
+        Ok(())
+    }
+
+    /// As [`Self::withdraw`], for an [`Self::assign`] of this buffer.
+    pub fn withdraw_assign(&self, buffer: RegionKey) {
+        self.ask_beside(Message::WithdrawAssign { token: buffer.0 });
+    }
+
+    /// Asks the coordinator for what nobody waits for.
+    fn ask_beside(&self, message: Message) {
+        let what = message.name();
+        let done = move |result| {
+            if let Err(error) = result {
+                tracing::debug!(what, %error, "refused");
+            }
+        };
+        self.request(message, BESIDE, Box::new(done));
+    }
+
+    /// `done` is called when a version that holds the last commit of `learner` is here, or `timeout` is over.
+    pub fn await_step(&self, learner: LearnerId, timeout: Duration, done: Done<Version>) {
+        if let Err(error) = self.shared.refuse_if_ending() {
+            return done(Err(error));
+        }
+        self.shared.wait(done, |core, token, now, actions| {
+            core.await_step(token, learner, now + timeout, now, actions);
+        });
+    }
+
+    /// `done` is called when the newest version that the coordinator has told of, or a newer one, is here, or `timeout`
+    /// is over.
+    pub fn await_newest(&self, timeout: Duration, done: Done<Version>) {
+        self.shared.await_newest(timeout, done);
+    }
+
+    /// Sign of life from `learner`. `attached` says whether a process uses it, where that is known anew.
+    pub fn touch(&self, learner: LearnerId, attached: Option<Attached>) {
+        let mut inner = self.shared.inner.lock();
+        let mut actions = Vec::new();
+        inner.core.touch(vec![learner], attached, &mut actions);
+        self.shared.act(inner, actions);
+    }
+
+    /// Changes one setting for the whole job; it takes effect at the next version. `done` is called before `timeout` is
+    /// over, and [`Self::controls`] shows the new value by the time it is called with success.
+    pub fn set_control(&self, name: &str, value: &str, timeout: Duration, done: SetDone) {
+        // What is wrong by itself is said at once.
+        if let Err(error) = self.controls().with(name, value)
+            && !matches!(error, ControlError::Conflict(_))
+        {
+            return done(Err(error.into()));
+        }
+        let answered = move |result| {
+            done(match result {
+                Ok(Message::Done) => Ok(()),
+                Err(Refusal::Control(why)) => Err(ControlError::Conflict(why).into()),
+                other => Err(unexpected(other).into()),
+            });
+        };
+        let (name, value) = (name.to_owned(), value.to_owned());
+        self.request(Message::SetControl { name, value }, timeout, Box::new(answered));
+    }
+}
+
+impl Shared {
+    /// Commits a contribution that lies in its staging region, where it stays until the answer, and if that is a timeout
+    /// until the learner's next opening says that it is not lent. What is not steady is lent until the answer and no
+    /// longer: if that is an error, nothing counts of which anything was read later.
+    fn commit(
+        &self,
+        learner: LearnerId,
+        step: Step,
+        notice: CommitNotice,
+        timeout: Duration,
+        done: Answered,
+    ) {
+        let CommitNotice { sent, tensors, partly, staging, lendable, .. } = notice;
+        let ranges = block_ranges::from_bits(&sent)
+            .and_then(|blocks| Ok((blocks, block_ranges::from_bits(&tensors)?)));
+        let Ok((blocks, tensors)) = ranges else {
+            return done(Err(ShardError::NotAllowed("the contribution is too scattered".into()).into()));
+        };
+        let (timeout_ms, lent) = (millis(timeout), !lendable);
+        let source = Staged { region: staging, steady: lendable, partly };
+        let partly = source.partly.clone().filter(|partly| partly.pieces() <= MAX_PIECES);
+        let message =
+            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, under: None };
+        self.request(message, timeout, done, |inner| {
+            inner.sources.insert((learner, step), source);
+        });
+    }
+}
+
+/// Asks for something, and waits for the answer, for at most `timeout` and a second.
+///
+/// # Errors
+/// The answer's, or [`ShardError::TimedOut`].
+pub fn wait_for<T: Send + 'static>(timeout: Duration, ask: impl FnOnce(Done<T>)) -> Result<T, ShardError> {
+    let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+    ask(Box::new(move |result| {
+        let _ = sender.send(result);
+    }));
+    receiver
+        .recv_timeout(timeout.saturating_add(Duration::from_secs(1)))
+        .unwrap_or(Err(ShardError::TimedOut("the shard did not answer".into())))
+}
+
+fn plain(done: Done<()>) -> Answered {
+    Box::new(move |result| {
+        done(match result {
+            Ok(Message::Done) => Ok(()),
+            other => Err(unexpected(other)),
+        });
+    })
+}
+
+pub(super) fn shard_error(refusal: Refusal) -> ShardError {
+    match refusal {
+        Refusal::Shard(error) => error,
+        Refusal::NoModel(_) | Refusal::Generation { .. } => ShardError::Unreachable,
+        other => ShardError::NotAllowed(other.to_string()),
+    }
+}
+
+fn unexpected(result: Result<Message, Refusal>) -> ShardError {
+    match result {
+        Err(refusal) => shard_error(refusal),
+        Ok(message) => ShardError::NotAllowed(format!("the coordinator answers with {}", message.name())),
+    }
+}
+
+pub(super) fn millis(timeout: Duration) -> u32 {
+    u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX)
+}

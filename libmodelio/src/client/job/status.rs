@@ -1,0 +1,184 @@
+//! What a job is doing, for whoever shows it.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::Job;
+use crate::client::fallback::FastPath;
+use crate::client::options::TransportChoice;
+use crate::client::peer::Peer;
+use crate::client::routes::ShardRoute;
+use crate::transport::TransportKind;
+use crate::vocabulary::ids::{ShardId, Version};
+use crate::vocabulary::members::{MemberView, WaitedFor};
+use crate::vocabulary::phase::{AWAY, JobPhase};
+use crate::wire::{JobState, LearnerState};
+
+/// One of the shards that a model is striped over.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardView {
+    /// Its number in the model's block map.
+    pub shard: ShardId,
+    /// Its host and port; `None` where it is part of this process.
+    pub address: Option<String>,
+    /// Which way bytes go to it and come from it.
+    pub transport: TransportKind,
+    /// Blocks of the model that it owns.
+    pub blocks: u32,
+    /// Why that is not shared memory, though the shard is on this host.
+    pub no_memory: Option<String>,
+    /// Why that is not RDMA, though the shard takes such connections, or though it must be.
+    pub no_rdma: Option<String>,
+    /// Why a connection to it was last lost, or did not come about.
+    pub lost: Option<String>,
+    /// Whether there is a connection to it now.
+    pub connected: bool,
+    /// For how long it has not been reached, by this process or by the coordinator, if that is long.
+    pub away: Option<Duration>,
+}
+
+/// What a job has done since its start.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JobStatus {
+    /// What it is doing.
+    pub state: JobPhase,
+    /// Learners that others have been waiting for, and for how long, if that is long.
+    pub late: Option<(WaitedFor, Duration)>,
+    /// The newest version.
+    pub version: Version,
+    /// Learners in the job, those of other mounts included.
+    pub members: Vec<MemberView>,
+    /// Of them, those whose contribution to the coming version is in.
+    pub committed: usize,
+    /// Contributions that are part of a version.
+    pub contributions: u64,
+    /// Blocks reduced straight from the buffer that they came in.
+    pub blocks_on_arrival: u64,
+    /// Version buffers in this process, and the free ones of them.
+    pub buffers: (usize, usize),
+    /// Versions in this process's memory.
+    pub versions: Vec<Version>,
+    /// Where the model's blocks are, by number of the shard; at least one.
+    pub shards: Vec<ShardView>,
+}
+
+impl Job {
+    /// What it is doing.
+    pub fn status(&self) -> JobStatus {
+        let state = self.state();
+        // Whoever answers for these may be in this process, and is asked without a lock.
+        let silences: Vec<Duration> =
+            state.learners.iter().map(|learner| self.silence(learner.learner)).collect();
+        let (buffers, shards) = (self.buffers(), self.shards());
+        let is_away = shards.iter().any(|shard| shard.away.is_some());
+        let inner = self.shared.inner.lock();
+        let member = |(learner, silent): (&LearnerState, Duration)| {
+            let (name, incarnation) = inner.core.identity(learner.learner)?;
+            Some(MemberView {
+                learner: learner.learner,
+                name: name.to_owned(),
+                incarnation,
+                step: learner.step,
+                unpublished: learner.unpublished,
+                published_in: learner.published_in,
+                phase: match inner.core.is_writing(learner.learner) {
+                    true => "writing",
+                    false if learner.unpublished => "committed",
+                    false => "idle",
+                },
+                silent,
+                joined_at: learner.joined_at,
+                attached: learner.attached,
+            })
+        };
+        JobStatus {
+            state: match state.phase {
+                JobPhase::Failed => JobPhase::Failed,
+                _ if is_away => JobPhase::Waiting,
+                phase => phase,
+            },
+            late: inner.late.learners.map(|since| {
+                let late = WaitedFor { learners: state.late.clone(), more: state.late_more as usize };
+                (late, since.elapsed())
+            }),
+            version: inner.core.version(),
+            members: state.learners.iter().zip(silences).filter_map(member).collect(),
+            committed: state.committed as usize,
+            contributions: state.contributions,
+            blocks_on_arrival: self.on_arrival.load(Ordering::Relaxed),
+            buffers,
+            versions: inner.versions.numbers().collect(),
+            shards,
+        }
+    }
+
+    /// The job at this moment, where its coordinator is in this process; as it last told, elsewhere.
+    pub fn state(&self) -> JobState {
+        match &self.shared.local {
+            Some(local) => local.shard.state(),
+            None => self.shared.inner.lock().core.state().clone(),
+        }
+    }
+
+    /// What carries all blocks: TCP where it is the way to one shard at least, RDMA where that is.
+    pub fn kind(&self) -> TransportKind {
+        let shards = self.shards();
+        let any = |kind| shards.iter().any(|shard| shard.transport == kind);
+        let kinds = [TransportKind::Tcp, TransportKind::Rdma, TransportKind::InProcess];
+        kinds.into_iter().find(|kind| any(*kind)).unwrap_or(TransportKind::SharedMemory)
+    }
+
+    /// The shards that the model is striped over, in the order of the block map's owners.
+    pub fn shards(&self) -> Vec<ShardView> {
+        let inner = self.shared.inner.lock();
+        if self.shared.local.is_some() {
+            let here = |&shard| ShardView {
+                shard,
+                address: None,
+                transport: TransportKind::InProcess,
+                blocks: self.layout().blocks(),
+                no_memory: None,
+                no_rdma: None,
+                lost: None,
+                connected: true,
+                away: None,
+            };
+            return inner.core.shards().iter().map(here).collect();
+        }
+        let view = |(part, (place, peer)): (usize, (&ShardRoute, &Peer))| {
+            let coordinator = Some(&inner.coordinator).filter(|_| part == inner.routes.coordinator);
+            let gone =
+                [Some(peer), coordinator].into_iter().flatten().filter_map(|peer| peer.gone_since).min();
+            let gone = gone.map(|since| since.elapsed()).filter(|gone| *gone >= AWAY);
+            let told = inner.late.shards.get(&place.record.shard).map(Instant::elapsed);
+            // What must not go another way does not.
+            let must = self.shared.options.transport;
+            let no = |fast: FastPath| {
+                let barred = place.barred.clone().filter(|_| must == fast.alone());
+                barred.or_else(|| peer.fallbacks.why(fast).map(str::to_owned))
+            };
+            let (no_memory, no_rdma) = (no(FastPath::SharedMemory), no(FastPath::Rdma));
+            let transport = match place.fast {
+                Some(FastPath::SharedMemory) if no_memory.is_none() || must != TransportChoice::Auto => {
+                    TransportKind::SharedMemory
+                }
+                Some(FastPath::Rdma) if no_rdma.is_none() || must != TransportChoice::Auto => {
+                    TransportKind::Rdma
+                }
+                _ => TransportKind::Tcp,
+            };
+            ShardView {
+                shard: place.record.shard,
+                address: Some(place.record.address.clone()),
+                transport,
+                blocks: place.blocks,
+                no_memory,
+                no_rdma,
+                lost: peer.lost.clone(),
+                connected: !peer.links.is_empty(),
+                away: gone.into_iter().chain(told).max(),
+            }
+        };
+        inner.routes.parts.iter().zip(&inner.parts).enumerate().map(view).collect()
+    }
+}

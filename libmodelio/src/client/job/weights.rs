@@ -1,0 +1,174 @@
+//! Whole new weights: a buffer is handed out, written, completed with what the newest version holds, and published.
+
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use fixedbitset::FixedBitSet;
+
+use super::Job;
+use super::requests::shard_error;
+use crate::bytes::block;
+use crate::bytes::mmap::Mapping;
+use crate::client::options::{Answered, Done};
+use crate::client::shared::Shared;
+use crate::transport::{Region, ShardError};
+use crate::vocabulary::block_ranges;
+use crate::vocabulary::ids::{BlockId, Version};
+use crate::vocabulary::reducer::Combine;
+use crate::wire::{Message, Refusal};
+
+impl Job {
+    /// Whether `weights` may be written now. It is looked at again when they are published.
+    ///
+    /// # Errors
+    /// [`ShardError::NotAllowed`].
+    pub fn may_assign(&self) -> Result<(), ShardError> {
+        let inner = self.shared.inner.lock();
+        let (reducer, version) = (inner.controls().reducer, inner.core.version());
+        if reducer.combine() == Combine::Last || version == Version(0) {
+            return Ok(());
+        }
+        Err(ShardError::NotAllowed(format!(
+            "weights is read-only at version {version} with reducer {reducer}: write \"assign\" to control/reducer first"
+        )))
+    }
+
+    /// A buffer of the model's size that can become a version by [`Self::assign`].
+    ///
+    /// # Errors
+    /// When too many are in use.
+    pub fn allocate(&self) -> Result<Region, ShardError> {
+        self.shared.refuse_if_ending()?;
+        let buffer = match &self.shared.local {
+            Some(local) => local.shard.take_buffer()?,
+            None => {
+                let mut inner = self.shared.inner.lock();
+                let (_, max) = inner.bounds();
+                inner.versions.take_buffer(max).map_err(|error| ShardError::no_memory(&error))?
+            }
+        };
+        let mut lent = self.lent.lock();
+        lent.retain(|_, memory| memory.strong_count() > 0);
+        lent.insert(buffer.key(), Arc::downgrade(buffer.memory()));
+        Ok(buffer)
+    }
+
+    /// Looks for NaN and Inf in the `written` ranges of new weights, if they are to be refused. `buffer` is of the
+    /// model's size, the ranges are sorted and disjoint.
+    ///
+    /// # Errors
+    /// [`ShardError::NonFinite`].
+    pub fn check_finite(&self, buffer: &Region, written: &[Range<u64>]) -> Result<(), ShardError> {
+        if !self.shared.inner.lock().rejects_nonfinite() {
+            return Ok(());
+        }
+        match block::written_is_finite(self.layout(), buffer, written) {
+            None => Ok(()),
+            Some(block) => Err(ShardError::NonFinite(block)),
+        }
+    }
+
+    /// Publishes `buffer` as the next version; bytes outside `written`, which is sorted and disjoint, keep their value. The
+    /// buffer is assigned once, whatever the outcome. Done when the version is shown here, too: whoever has written it
+    /// reads it.
+    pub fn assign(&self, buffer: Region, written: &[Range<u64>], timeout: Duration, done: Done<()>) {
+        if let Err(error) = self.shared.refuse_if_ending() {
+            return done(Err(error));
+        }
+        let layout = self.layout();
+        let mut at = 0;
+        let mut blocks = FixedBitSet::with_capacity(layout.blocks() as usize);
+        for range in written {
+            if range.start < at || range.end < range.start || range.end > layout.size() {
+                return done(Err(ShardError::OutOfRange));
+            }
+            at = range.end;
+            if !range.is_empty() {
+                let last = layout.block_of(range.end - 1).index();
+                blocks.insert_range(layout.block_of(range.start).index()..last + 1);
+            }
+        }
+        if !self.claim(&buffer) {
+            let why = "the buffer was not allocated for new weights, or is used up";
+            return done(Err(ShardError::NotAllowed(why.into())));
+        }
+        let deadline = Instant::now() + timeout;
+        let left = move || deadline.saturating_duration_since(Instant::now());
+        let (this, written) = (self.shared.this.clone(), written.to_vec());
+        let newest_is_here = move |result: Result<Version, ShardError>| {
+            let Some(shared) = this.upgrade() else { return done(Err(ShardError::Unreachable)) };
+            let completed = result.and_then(|_| shared.complete(&buffer, &written, &blocks));
+            if let Err(error) = completed {
+                return done(Err(error));
+            }
+            let answered = move |result: Result<Message, Refusal>| {
+                match (result, this.upgrade()) {
+                    (Err(refusal), _) => done(Err(shard_error(refusal))),
+                    (Ok(_), None) => done(Ok(())),
+                    // It counts, even if it cannot be shown in time.
+                    (Ok(_), Some(shared)) => {
+                        shared.await_newest(left(), Box::new(move |_| done(Ok(()))));
+                    }
+                }
+            };
+            shared.assign(buffer, &blocks, left(), Box::new(answered));
+        };
+        self.shared.await_newest(timeout, Box::new(newest_is_here));
+    }
+
+    /// Whether `buffer` was handed out for new weights and comes back for the first time.
+    fn claim(&self, buffer: &Region) -> bool {
+        let is_it = |memory: &Weak<Mapping>| memory.as_ptr() == Arc::as_ptr(buffer.memory());
+        let mut lent = self.lent.lock();
+        let claimed = lent.get(&buffer.key()).is_some_and(is_it);
+        if claimed {
+            lent.remove(&buffer.key());
+        }
+        claimed
+    }
+}
+
+impl Shared {
+    /// Publishes the whole blocks of `buffer` as the next version. A write that has timed out may have been taken: while
+    /// a plan sends it, it stays here until that is over.
+    fn assign(&self, buffer: Region, blocks: &FixedBitSet, timeout: Duration, done: Answered) {
+        let Ok(blocks) = block_ranges::from_bits(blocks) else {
+            return done(Err(ShardError::NotAllowed("the new weights are too scattered".into()).into()));
+        };
+        let (token, timeout_ms) = (buffer.key().0, super::requests::millis(timeout));
+        self.request(Message::Assign { token, blocks, timeout_ms }, timeout, done, |inner| {
+            inner.weights.insert(token, buffer);
+        });
+    }
+
+    /// Bytes of `blocks` that were not written get their present values.
+    fn complete(
+        &self,
+        buffer: &Region,
+        written: &[Range<u64>],
+        blocks: &FixedBitSet,
+    ) -> Result<(), ShardError> {
+        let newest = self.pin_newest().ok_or(ShardError::Unreachable)?;
+        let weights = self.inner.lock().versions.get(newest).map(|shown| shown.buffer.clone());
+        if let Some(weights) = weights {
+            let copy = |gap: Range<u64>| {
+                if gap.start < gap.end {
+                    block::copy_gap(&weights, buffer, gap);
+                }
+            };
+            for block in blocks.ones().map(|block| BlockId(block as u32)) {
+                let extent = self.layout.block_bytes(block);
+                let mut at = extent.start;
+                let first = written.partition_point(|range| range.end <= extent.start);
+                for range in written[first..].iter().take_while(|range| range.start < extent.end) {
+                    copy(at..range.start);
+                    at = range.end;
+                }
+                copy(at..extent.end);
+            }
+        }
+        self.unpin(newest, 1);
+        Ok(())
+    }
+}

@@ -1,0 +1,31 @@
+//! What the coordinator says that the job waits for, and since when it does.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use crate::vocabulary::ids::ShardId;
+use crate::vocabulary::phase::{AWAY, LONG};
+use crate::wire::JobState;
+
+/// Learners and shards that are waited for.
+#[derive(Default)]
+pub(super) struct Late {
+    pub(super) learners: Option<Instant>,
+    pub(super) shards: BTreeMap<ShardId, Instant>,
+}
+
+impl Late {
+    /// The coordinator says so when it has waited for a while.
+    pub(super) fn hear(&mut self, state: &JobState) {
+        let ago = |waited| Instant::now().checked_sub(waited).unwrap_or_else(Instant::now);
+        if state.late.is_empty() && state.late_more == 0 {
+            self.learners = None;
+        } else {
+            self.learners.get_or_insert_with(|| ago(LONG));
+        }
+        self.shards.retain(|shard, _| state.away.contains(shard));
+        for &shard in &state.away {
+            self.shards.entry(shard).or_insert_with(|| ago(AWAY));
+        }
+    }
+}
