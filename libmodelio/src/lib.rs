@@ -7,6 +7,7 @@ pub mod contributor;
 pub mod formats;
 pub mod publisher;
 pub mod registry;
+pub mod timer;
 pub mod tracker;
 pub mod transport;
 pub mod vocabulary;

@@ -60,7 +60,7 @@ impl Shared {
             peer.links.insert(at, link.clone());
             inner.core.shard_up(route.part, now, &mut actions);
             // For the next connection.
-            self.changed.notify_all();
+            self.rouse();
         }
         self.act(inner, actions);
         Ok(())
@@ -110,7 +110,7 @@ impl Shared {
             _ => inner.core.look_after(route.part, now, &mut actions),
         }
         self.act(inner, actions);
-        self.changed.notify_all();
+        self.rouse();
     }
 
     /// Opens the connections that are missing, and says when to look again.

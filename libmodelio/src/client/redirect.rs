@@ -212,7 +212,7 @@ impl Shared {
                 "{why}: requests that need it end at their deadlines; connect anew without asking for shared memory alone"
             );
         }
-        self.changed.notify_all();
+        self.rouse();
         Ok(true)
     }
 

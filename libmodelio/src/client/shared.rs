@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -17,6 +17,7 @@ use super::options::{Answered, ClientOptions, Done, Event, Listener, Staged};
 use super::peer::Peer;
 use super::routes::Routes;
 use super::versions::Versions;
+use crate::timer::{Alarm, Timed};
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::local::{End, Shard, Word};
 use crate::transport::reactor::Handle;
@@ -54,6 +55,8 @@ pub(super) struct Inner {
     pub(super) pumps: Pumps,
     /// When the keeper looks at deadlines again, unless it is woken.
     pub(super) looks_at: Now,
+    /// When the coordinator last heard that the client lives.
+    pub(super) alive_at: Instant,
 }
 
 /// The shard in this process.
@@ -116,6 +119,8 @@ pub(super) struct Shared {
     pub(super) started: Instant,
     pub(super) inner: Mutex<Inner>,
     pub(super) changed: Condvar,
+    /// Has its deadlines looked at.
+    pub(super) alarm: OnceLock<Alarm>,
     pub(super) listener: Mutex<Option<Arc<Listener>>>,
     /// It takes nothing more.
     pub(super) ends: AtomicBool,
@@ -145,6 +150,7 @@ impl Inner {
             spare: Vec::new(),
             pumps: Pumps::default(),
             looks_at: Now::ZERO,
+            alive_at: Instant::now(),
             routes: Arc::new(routes),
             core,
         }
@@ -266,7 +272,7 @@ impl Shared {
         // Their threads end soon.
         let _ = threads.shut_down(Duration::ZERO);
         self.dismiss();
-        self.changed.notify_all();
+        self.rouse();
     }
 
     pub(super) fn request(
@@ -305,10 +311,18 @@ impl Shared {
         self.act(inner, actions);
     }
 
+    /// Deadlines are looked at now, and whoever waits for the first version looks whether it is here.
+    pub(super) fn rouse(&self) {
+        self.changed.notify_all();
+        if let Some(alarm) = self.alarm.get() {
+            alarm.rouse();
+        }
+    }
+
     /// Wakes the thread that looks at deadlines if one has come about before it looks.
     pub(super) fn rouse_keeper(&self, inner: &Inner) {
         if inner.core.next_deadline().is_some_and(|due| due < inner.looks_at) {
-            self.changed.notify_all();
+            self.rouse();
         }
     }
 
@@ -420,7 +434,7 @@ impl Shared {
             Action::Pulled(version) => {
                 // Whoever connects waits for the first one. The keeper makes a spare buffer for those that are pulled.
                 if self.local.is_none() || !inner.core.shows_any() {
-                    self.changed.notify_all();
+                    self.rouse();
                 }
                 inner.versions.publish(version);
                 let (retain, max) = inner.bounds();
@@ -434,41 +448,38 @@ impl Shared {
 }
 
 /// Keeps connections up and time passing until the client is gone.
-pub(super) fn keep(shared: &Weak<Shared>) {
-    const IDLE: Duration = Duration::from_millis(200);
-    /// While there is none for the next version: one that was lent for new weights may have been dropped.
-    const NO_BUFFER: Duration = Duration::from_millis(20);
-    let mut alive_at = Instant::now();
-    loop {
-        let Some(shared) = shared.upgrade() else { return };
-        if shared.is_stopping() {
-            return;
+impl Timed for Shared {
+    fn look(&self) -> Option<Duration> {
+        const IDLE: Duration = Duration::from_millis(200);
+        /// While there is none for the next version: one that was lent for new weights may have been dropped.
+        const NO_BUFFER: Duration = Duration::from_millis(20);
+        if self.is_stopping() {
+            return None;
         }
-        let retry = match &shared.local {
+        let retry = match &self.local {
             None => {
-                shared.inquire();
-                shared.add_spare();
-                shared.connect_missing()
+                self.inquire();
+                self.add_spare();
+                self.connect_missing()
             }
             Some(local) => (!local.shard.find_buffer()).then(|| Instant::now() + NO_BUFFER),
         };
-        let mut inner = shared.inner.lock();
+        let mut inner = self.inner.lock();
         // The connection's own pings know nothing of leases.
-        let alive = inner.lease().map(|lease| alive_at + lease / 4);
+        let alive = inner.lease().map(|lease| inner.alive_at + lease / 4);
         if alive.is_some_and(|at| at <= Instant::now()) {
-            alive_at = Instant::now();
+            inner.alive_at = Instant::now();
             inner.coordinator.links.iter().for_each(|link| link.say(0, Message::Ping));
         }
-        let now = shared.now();
+        let now = self.now();
         let mut actions = Vec::new();
         inner.core.tick(now, &mut actions);
         let due = inner.core.next_deadline().map(|at| at.saturating_sub(now));
-        shared.act(inner, actions);
+        self.act(inner, actions);
         let [retry, alive] = [retry, alive].map(|at| Some(at?.saturating_duration_since(Instant::now())));
         let pause = [due, retry, alive].into_iter().flatten().min().unwrap_or(IDLE);
         let pause = pause.clamp(Duration::from_millis(5), IDLE);
-        let mut inner = shared.inner.lock();
-        inner.looks_at = shared.now() + pause;
-        shared.changed.wait_for(&mut inner, pause);
+        self.inner.lock().looks_at = self.now() + pause;
+        Some(pause)
     }
 }

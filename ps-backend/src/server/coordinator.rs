@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
+use libmodelio::timer::{self, Alarm, Timed};
 use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::transport::local::{End, Hears, Mailbox, Word};
 use libmodelio::transport::reactor::Handle;
@@ -17,7 +18,7 @@ use libmodelio::transport::stream::Close;
 use libmodelio::vocabulary::ids::{ClientId, Epoch, Generation, LearnerId, PlanId, ShardId, Version};
 use libmodelio::vocabulary::phase::JobPhase;
 use libmodelio::wire::{JobState, Message, ModelRecord, Refusal, ShardRecord};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 use super::partition::{Partition, ToCoordinator};
 use super::whereabouts::Whereabouts;
@@ -36,8 +37,10 @@ struct State {
     clients: HashMap<ClientId, Link>,
     /// The client in this process.
     client_here: Option<ClientId>,
-    /// When the timer looks at deadlines again, unless it is woken.
+    /// When deadlines are looked at again, unless the alarm is raised.
     looks_at: Duration,
+    /// When they were looked at last.
+    looked_at: Instant,
     /// It was handed over, and perhaps goes on elsewhere: nothing changes it.
     frozen: bool,
     /// Clients whose connections have come or gone meanwhile.
@@ -83,7 +86,8 @@ pub struct Coordinator {
     /// The core's time when this began.
     began_at: Duration,
     started: Instant,
-    wake: Condvar,
+    /// Has its deadlines looked at.
+    alarm: OnceLock<Alarm>,
     stopping: AtomicBool,
     /// Where the model is now, once another block map is in force.
     moved: OnceLock<Whereabouts>,
@@ -162,6 +166,7 @@ impl Coordinator {
             clients: HashMap::new(),
             client_here: None,
             looks_at: Duration::ZERO,
+            looked_at: Instant::now(),
             frozen: false,
             missed: BTreeSet::new(),
             late: None,
@@ -177,16 +182,16 @@ impl Coordinator {
             network,
             began_at,
             started: Instant::now(),
-            wake: Condvar::new(),
+            alarm: OnceLock::new(),
             stopping: AtomicBool::new(false),
             moved: OnceLock::new(),
             moves: Arc::default(),
             this: this.clone(),
         });
         here.follow(ToCoordinator::Here(Arc::clone(&coordinator.mailbox)), coordinator.over());
-        let timer = Arc::downgrade(&coordinator);
-        let spawned = std::thread::Builder::new().name("coord-timer".into()).spawn(move || run_timer(&timer));
-        spawned.map_err(|error| error.to_string())?;
+        let timed = Arc::downgrade(&coordinator);
+        let alarm = timer::watch(timed as Weak<dyn Timed>).map_err(|error| error.to_string())?;
+        let _ = coordinator.alarm.set(alarm);
         if goes_on {
             coordinator.with_core(|state, now, actions| state.core.go_on(now, actions));
         }
@@ -211,7 +216,7 @@ impl Coordinator {
                 link.close(Close::ShutDown);
             }
         }
-        self.wake.notify_all();
+        self.rouse();
     }
 
     /// Where the other shards of the model are, as far as is known.
@@ -299,6 +304,13 @@ impl Coordinator {
         }
     }
 
+    /// Deadlines are looked at now.
+    fn rouse(&self) {
+        if let Some(alarm) = self.alarm.get() {
+            alarm.rouse();
+        }
+    }
+
     pub(super) fn now(&self) -> Duration {
         self.began_at + self.started.elapsed()
     }
@@ -359,7 +371,7 @@ impl Coordinator {
             }
         }
         if is_due {
-            self.wake.notify_all();
+            self.rouse();
         }
         if drains {
             self.mailbox.drain();
@@ -538,27 +550,25 @@ fn patience(bytes: u64) -> Duration {
     Duration::from_secs_f64(bytes as f64 / BYTES_PER_SECOND).min(MOST)
 }
 
-fn run_timer(coordinator: &Weak<Coordinator>) {
-    const IDLE: Duration = Duration::from_millis(200);
-    const STALLED: Duration = Duration::from_millis(500);
-    let mut ticked = Instant::now();
-    loop {
-        let Some(coordinator) = coordinator.upgrade() else { return };
-        if coordinator.stopping.load(Ordering::Relaxed) {
-            return;
+impl Timed for Coordinator {
+    fn look(&self) -> Option<Duration> {
+        const IDLE: Duration = Duration::from_millis(200);
+        const STALLED: Duration = Duration::from_millis(500);
+        if self.is_stopping() {
+            return None;
         }
-        if ticked.elapsed() > STALLED {
-            coordinator.forgive_silence();
+        let looked_at = std::mem::replace(&mut self.state.lock().looked_at, Instant::now());
+        if looked_at.elapsed() > STALLED {
+            self.forgive_silence();
         }
-        ticked = Instant::now();
-        coordinator.connect_missing();
-        coordinator.with_core(|state, now, actions| state.core.tick(now, actions));
-        coordinator.say_who_is_waited_for();
-        let mut state = coordinator.state.lock();
-        let due = state.core.next_deadline().saturating_sub(coordinator.now());
+        self.connect_missing();
+        self.with_core(|state, now, actions| state.core.tick(now, actions));
+        self.say_who_is_waited_for();
+        let mut state = self.state.lock();
+        let due = state.core.next_deadline().saturating_sub(self.now());
         let pause = due.clamp(Duration::from_millis(1), IDLE);
-        state.looks_at = coordinator.now() + pause;
-        coordinator.wake.wait_for(&mut state, pause);
+        state.looks_at = self.now() + pause;
+        Some(pause)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -73,6 +74,8 @@ pub struct LocalShard {
     coordinator: Arc<Coordinator>,
     partition: Arc<Partition>,
     pool: Pool,
+    /// The memory of the first versions is being taken, or is there.
+    is_warm: AtomicBool,
 }
 
 /// What a model in this process begins with.
@@ -128,8 +131,12 @@ pub fn start_from(
     };
     let coordinator = Coordinator::new(&record, &partition, SHARD, None, job, &[]);
     let coordinator = coordinator.map_err(LocalError::Coordinator)?;
-    let shard =
-        Arc::new(LocalShard { coordinator, partition: Arc::clone(&partition), pool: Arc::clone(pool) });
+    let shard = Arc::new(LocalShard {
+        coordinator,
+        partition,
+        pool: Arc::clone(pool),
+        is_warm: AtomicBool::new(false),
+    });
     let coordinator = Arc::clone(&shard.coordinator);
     let captured = Arc::downgrade(&shard);
     let mut met = Ok(());
@@ -138,7 +145,6 @@ pub fn start_from(
     });
     met?;
     let job = job?;
-    partition.warm_up(record.controls.retain as usize);
     Ok((job, captured))
 }
 
@@ -192,6 +198,13 @@ impl Shard for LocalShard {
 
     fn threads(&self) -> usize {
         self.pool.current_num_threads()
+    }
+
+    fn warm_up(&self) {
+        if !self.is_warm.swap(true, Ordering::Relaxed) {
+            let retain = self.coordinator.status().controls.retain;
+            self.partition.warm_up(retain as usize);
+        }
     }
 
     fn set_buffers(&self, most: usize) {

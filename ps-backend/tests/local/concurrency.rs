@@ -100,6 +100,8 @@ fn stress(consistency: &str, steps: u64) {
             }
         });
     });
+    // A commit that is taken while a version is made is part of the next one.
+    learners.iter().for_each(|learner| _ = job.wait(learner));
     let added = steps as f32 * 4_369.0;
     let weights = decode(&job.layout, &job.weights());
     assert!(weights.iter().zip(&start).all(|(w, s)| w - s == added), "{} {}", weights[0] - start[0], added);

@@ -1,7 +1,7 @@
 //! How a process comes to take part in a job.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
@@ -10,8 +10,9 @@ use super::Job;
 use crate::client::core::{ClientCore, Now};
 use crate::client::options::{ClientError, ClientOptions, Pulls, TransportChoice};
 use crate::client::routes::Routes;
-use crate::client::shared::{Inner, Local, Shared, keep};
+use crate::client::shared::{Inner, Local, Shared};
 use crate::client::versions::{self, Versions};
+use crate::timer::{self, Timed};
 use crate::transport::local::{Hears, Shard};
 use crate::transport::reactor::{Reactor, ReactorOptions};
 use crate::transport::tally::Tally;
@@ -78,6 +79,7 @@ impl Job {
             inner: Mutex::new(inner),
             unanswered: Mutex::default(),
             changed: Condvar::new(),
+            alarm: OnceLock::new(),
             listener: Mutex::new(None),
             ends: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
@@ -123,6 +125,7 @@ impl Job {
             inner: Mutex::new(inner),
             unanswered: Mutex::default(),
             changed: Condvar::new(),
+            alarm: OnceLock::new(),
             listener: Mutex::new(None),
             ends: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
@@ -142,9 +145,9 @@ impl Job {
     }
 
     fn begin(shared: Arc<Shared>, reactor: Option<Reactor>) -> Result<Job, ClientError> {
-        let keeper = Arc::downgrade(&shared);
-        let spawned = std::thread::Builder::new().name("client-keeper".into()).spawn(move || keep(&keeper));
-        spawned.map_err(|error| ClientError::Start(error.to_string()))?;
+        let timed = Arc::downgrade(&shared);
+        let alarm = timer::watch(timed as Weak<dyn Timed>);
+        let _ = shared.alarm.set(alarm.map_err(|error| ClientError::Start(error.to_string()))?);
         let job = Job {
             shared,
             reactor: Mutex::new(reactor),

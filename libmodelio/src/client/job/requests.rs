@@ -213,6 +213,9 @@ impl Job {
 
     /// Sign of life from `learner`. `attached` says whether a process uses it, where that is known anew.
     pub fn touch(&self, learner: LearnerId, attached: Option<Attached>) {
+        if let (Some(Attached::Yes), Some(local)) = (attached, &self.shared.local) {
+            local.shard.warm_up();
+        }
         let mut inner = self.shared.inner.lock();
         let mut actions = Vec::new();
         inner.core.touch(vec![learner], attached, &mut actions);

@@ -90,6 +90,9 @@ pub trait Shard: Send + Sync {
     /// How many threads that has.
     fn threads(&self) -> usize;
 
+    /// Somebody is about to contribute: the memory of the versions after the next one is taken, beside the caller.
+    fn warm_up(&self);
+
     /// There may be so many version buffers from now on.
     fn set_buffers(&self, most: usize);
 

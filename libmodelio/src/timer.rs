@@ -1,0 +1,165 @@
+//! The thread of a process that looks after deadlines: of its clients and coordinators, however many models there are.
+//!
+//! Whoever has deadlines is [`Timed`] and gives itself to [`watch`]. The thread looks when the pause that the last look
+//! named is over, or as soon as an [`Alarm`] rouses it. A look must not block: it would hold up everybody else.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::Weak;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+/// Has deadlines.
+pub trait Timed: Send + Sync {
+    /// Does what is due, and says after which pause to look again. None ends it.
+    fn look(&self) -> Option<Duration>;
+}
+
+/// Has somebody that is watched looked at before its time.
+#[derive(Clone, Copy, Debug)]
+pub struct Alarm(u64);
+
+struct Entry {
+    what: Weak<dyn Timed>,
+    /// None while the thread looks.
+    at: Option<Instant>,
+    /// It was roused meanwhile.
+    roused: bool,
+}
+
+struct State {
+    runs: bool,
+    next: u64,
+    entries: BTreeMap<u64, Entry>,
+    due: BTreeSet<(Instant, u64)>,
+}
+
+static STATE: Mutex<State> =
+    Mutex::new(State { runs: false, next: 0, entries: BTreeMap::new(), due: BTreeSet::new() });
+static CHANGED: Condvar = Condvar::new();
+
+/// Looks after `what` from now on, for as long as it lives.
+///
+/// # Errors
+/// When there is no thread to be had.
+pub fn watch(what: Weak<dyn Timed>) -> io::Result<Alarm> {
+    let mut state = STATE.lock();
+    if !state.runs {
+        std::thread::Builder::new().name("timer".into()).spawn(run)?;
+        state.runs = true;
+    }
+    let (id, now) = (state.next, Instant::now());
+    state.next += 1;
+    state.entries.insert(id, Entry { what, at: Some(now), roused: false });
+    state.due.insert((now, id));
+    CHANGED.notify_one();
+    Ok(Alarm(id))
+}
+
+impl Alarm {
+    /// The thread looks at once.
+    pub fn rouse(self) {
+        let mut state = STATE.lock();
+        let Some(entry) = state.entries.get_mut(&self.0) else { return };
+        match entry.at {
+            None => entry.roused = true,
+            Some(at) => {
+                let now = Instant::now();
+                if at > now {
+                    entry.at = Some(now);
+                    state.due.remove(&(at, self.0));
+                    state.due.insert((now, self.0));
+                    CHANGED.notify_one();
+                }
+            }
+        }
+    }
+}
+
+fn run() {
+    let mut state = STATE.lock();
+    loop {
+        let Some(&(at, id)) = state.due.first() else {
+            CHANGED.wait(&mut state);
+            continue;
+        };
+        if at > Instant::now() {
+            CHANGED.wait_until(&mut state, at);
+            continue;
+        }
+        state.due.pop_first();
+        let Some(entry) = state.entries.get_mut(&id) else { continue };
+        (entry.at, entry.roused) = (None, false);
+        let what = entry.what.clone();
+        drop(state);
+        let pause = what.upgrade().and_then(|what| what.look());
+        state = STATE.lock();
+        match (pause, state.entries.get_mut(&id)) {
+            (Some(pause), Some(entry)) => {
+                let at = Instant::now() + if entry.roused { Duration::ZERO } else { pause };
+                entry.at = Some(at);
+                state.due.insert((at, id));
+            }
+            _ => _ = state.entries.remove(&id),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::mpsc::{Sender, channel};
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    struct Looks(Mutex<Vec<Duration>>, Sender<Instant>);
+
+    impl Timed for Looks {
+        fn look(&self) -> Option<Duration> {
+            self.1.send(Instant::now()).ok()?;
+            self.0.lock().pop()
+        }
+    }
+
+    fn watched(mut pauses: Vec<Duration>) -> (Arc<Looks>, Alarm, std::sync::mpsc::Receiver<Instant>) {
+        pauses.reverse();
+        let (sender, looks) = channel();
+        let what = Arc::new(Looks(Mutex::new(pauses), sender));
+        let alarm = watch(Arc::downgrade(&what) as Weak<dyn Timed>).unwrap();
+        (what, alarm, looks)
+    }
+
+    #[test]
+    fn it_looks_after_the_pause_that_was_named_until_there_is_none() {
+        let pause = Duration::from_millis(30);
+        let (_what, _, looks) = watched(vec![pause, Duration::ZERO]);
+        let first = looks.recv_timeout(LONG).unwrap();
+        let second = looks.recv_timeout(LONG).unwrap();
+        assert!(second - first >= pause);
+        looks.recv_timeout(LONG).unwrap();
+        assert!(looks.recv_timeout(2 * pause).is_err(), "it is over");
+    }
+
+    #[test]
+    fn whoever_is_roused_is_looked_at_at_once_and_others_are_not() {
+        let (_other, _, others) = watched(vec![LONG]);
+        others.recv_timeout(LONG).unwrap();
+        let (_what, alarm, looks) = watched(vec![LONG, LONG]);
+        looks.recv_timeout(LONG).unwrap();
+        alarm.rouse();
+        looks.recv_timeout(LONG / 2).unwrap();
+        assert!(others.try_recv().is_err());
+    }
+
+    #[test]
+    fn what_is_gone_is_not_looked_at() {
+        let (what, alarm, looks) = watched(vec![LONG, LONG]);
+        looks.recv_timeout(LONG).unwrap();
+        drop(what);
+        alarm.rouse();
+        assert!(looks.recv_timeout(LONG).is_err());
+    }
+}
