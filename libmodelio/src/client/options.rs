@@ -186,16 +186,3 @@ pub(super) struct Staged {
     /// [`MAX_PIECES`](crate::vocabulary::partly::MAX_PIECES) pieces.
     pub(super) partly: Option<PartlyWritten>,
 }
-
-/// What became of a block that was offered where it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Offered {
-    /// It was reduced.
-    Reduced,
-    /// It holds NaN or Inf, which is refused.
-    NonFinite,
-    /// Its learner is no longer in the job.
-    UnknownLearner,
-    /// It is to be staged, and read when it is committed.
-    Stage,
-}

@@ -186,6 +186,39 @@ impl Inner {
 }
 
 impl Shared {
+    /// Of the client of this number, of the model of this record, with a network or a shard in this process.
+    pub(super) fn new(
+        (client, record): (ClientId, &ModelRecord),
+        layout: Arc<ModelLayout>,
+        inner: Inner,
+        options: ClientOptions,
+        net: Option<Handle>,
+        local: Option<Local>,
+    ) -> Arc<Shared> {
+        Arc::new_cyclic(|this| Shared {
+            layout,
+            model: record.name.clone(),
+            generation: record.generation,
+            client,
+            record: record.clone(),
+            options,
+            net,
+            local,
+            unanswered: Mutex::default(),
+            started: Instant::now(),
+            inner: Mutex::new(inner),
+            changed: Condvar::new(),
+            alarm: OnceLock::new(),
+            listener: Mutex::new(None),
+            ends: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            tally: Tally::default(),
+            #[cfg(feature = "rdma")]
+            rdma_endpoint: Mutex::new(None),
+            this: this.clone(),
+        })
+    }
+
     pub(super) fn now(&self) -> Now {
         self.started.elapsed()
     }

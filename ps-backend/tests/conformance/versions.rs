@@ -68,7 +68,7 @@ fn read_on(end: &End, stop: &AtomicBool, pins: bool) -> usize {
             if !end.job.pin(version) {
                 continue;
             }
-            let weights = shown(&*end.job, version);
+            let weights = shown(&end.job, version);
             end.job.unpin(version, 1);
             (version, weights)
         } else {

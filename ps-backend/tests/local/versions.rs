@@ -96,7 +96,7 @@ fn new_weights_come_first_and_committed_contributions_on_top() {
     let buffer = job.shard.allocate().unwrap();
     // SAFETY: the buffer is this test's until it is assigned.
     unsafe { buffer.memory().write(0, &value(100.0)) };
-    job.assign(buffer, &[0..job.layout.size()]).unwrap();
+    job.assign(buffer, std::slice::from_ref(&(0..job.layout.size()))).unwrap();
     assert!(decode(&job.layout, &job.weights()).iter().all(|w| *w == 100.0));
     b.contribute(&value(2.0)).unwrap();
     job.wait(&a);

@@ -58,7 +58,7 @@ fn new_weights_are_read_where_they_were_written() {
         // SAFETY: the buffer is this test's until it is published.
         unsafe { buffer.memory().floats_mut(0..elements) }.fill(version as f32);
         let (sender, receiver) = channel();
-        let all = [0..client.layout().size()];
+        let all = std::iter::once(0..client.layout().size()).collect::<Vec<_>>();
         client.assign(buffer, &all, LONG, Box::new(move |result| drop(sender.send(result))));
         assert_eq!(receiver.recv_timeout(LONG).unwrap(), Ok(()));
         let deadline = Instant::now() + LONG;

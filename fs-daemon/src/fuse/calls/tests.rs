@@ -32,7 +32,7 @@ fn is_held(to: End, word: &Word) -> bool {
 /// A version more.
 fn publish(job: &Job) {
     let buffer = job.allocate().unwrap();
-    let all = [0..job.layout().size()];
+    let all = std::iter::once(0..job.layout().size()).collect::<Vec<_>>();
     wait_for(PATIENCE, |done| job.assign(buffer, &all, PATIENCE, done)).unwrap();
 }
 

@@ -1,10 +1,10 @@
 //! How a process comes to take part in a job.
 
-use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 use super::Job;
 use crate::client::core::{ClientCore, Now};
@@ -15,7 +15,6 @@ use crate::client::versions::{self, Versions};
 use crate::timer::{self, Timed};
 use crate::transport::local::{Hears, Shard};
 use crate::transport::reactor::{Reactor, ReactorOptions};
-use crate::transport::tally::Tally;
 use crate::vocabulary::ids::ClientId;
 use crate::vocabulary::layout::ModelLayout;
 use crate::wire::{ModelRecord, ShardRecord};
@@ -67,28 +66,11 @@ impl Job {
         versions.add_spare(versions::spare(size).map_err(|error| start(&error))?, usize::MAX);
         let inner = Inner::new(core, versions, routes);
         let net = reactor.handle();
-        let shared = Arc::new_cyclic(|this| Shared {
-            layout,
-            model: record.name.clone(),
-            generation: record.generation,
-            client: id,
-            record: record.clone(),
-            net: Some(net),
-            local: None,
-            started: Instant::now(),
-            inner: Mutex::new(inner),
-            unanswered: Mutex::default(),
-            changed: Condvar::new(),
-            alarm: OnceLock::new(),
-            listener: Mutex::new(None),
-            ends: AtomicBool::new(false),
-            stopping: AtomicBool::new(false),
-            tally: Tally::default(),
-            #[cfg(feature = "rdma")]
-            rdma_endpoint: Mutex::new(endpoint),
-            this: this.clone(),
-            options,
-        });
+        let shared = Shared::new((id, record), layout, inner, options, Some(net), None);
+        #[cfg(feature = "rdma")]
+        {
+            *shared.rdma_endpoint.lock() = endpoint;
+        }
         Job::begin(shared, Some(reactor))
     }
 
@@ -113,28 +95,8 @@ impl Job {
         core.coordinator_up(Now::ZERO, &mut actions);
         core.shard_up(0, Now::ZERO, &mut actions);
         let inner = Inner::new(core, Versions::new(layout.size() as usize), Routes::here(map.epoch()));
-        let shared = Arc::new_cyclic(|this| Shared {
-            layout,
-            model: record.name.clone(),
-            generation: record.generation,
-            client: id,
-            record: record.clone(),
-            net: None,
-            local: Some(Local { shard: Arc::clone(&shard) }),
-            started: Instant::now(),
-            inner: Mutex::new(inner),
-            unanswered: Mutex::default(),
-            changed: Condvar::new(),
-            alarm: OnceLock::new(),
-            listener: Mutex::new(None),
-            ends: AtomicBool::new(false),
-            stopping: AtomicBool::new(false),
-            tally: Tally::default(),
-            #[cfg(feature = "rdma")]
-            rdma_endpoint: Mutex::new(None),
-            this: this.clone(),
-            options: ClientOptions::default(),
-        });
+        let local = Local { shard: Arc::clone(&shard) };
+        let shared = Shared::new((id, record), layout, inner, ClientOptions::default(), None, Some(local));
         let ears: std::sync::Weak<dyn Hears> = Arc::downgrade(&shared) as std::sync::Weak<dyn Hears>;
         if !shard.mailbox().join(ears) {
             return Err(bad(&"the shard in this process has a client already"));

@@ -3,12 +3,12 @@
 //! A block that a program has written whole is put into the learner's staging region, from which the client sends it when
 //! the coordinator says so, unless it can be reduced from where it is.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Job;
 use crate::bytes::block;
-use crate::client::options::{Answered, Done, Offered, Opening, SetDone, Staged};
-use crate::client::shared::Shared;
+use crate::client::options::{Answered, Done, Opening, SetDone, Staged};
 use crate::transport::{BlockSlot, CommitNotice, Placement, Region, RegionKey, ShardError};
 use crate::vocabulary::block_ranges;
 use crate::vocabulary::controls::ControlError;
@@ -16,7 +16,6 @@ use crate::vocabulary::ids::{BlockId, Incarnation, LearnerId, Step, Version};
 use crate::vocabulary::members::{Attached, LeaveReason};
 use crate::vocabulary::partly::MAX_PIECES;
 use crate::wire::{Message, Refusal};
-use std::sync::atomic::Ordering;
 
 /// For requests that nobody waits for.
 const BESIDE: Duration = Duration::from_secs(30);
@@ -102,21 +101,14 @@ impl Job {
             return Ok(Placement::Duplicate);
         }
         let check = inner.rejects_nonfinite();
-        let offered = match &shared.local {
-            Some(local) => shared.offer_here(local, inner, slot, payload),
-            None => {
-                drop(inner);
-                Offered::Stage
+        match &shared.local {
+            Some(local) => {
+                if shared.offer_here(local, inner, slot, payload)? == Placement::Reduced {
+                    self.on_arrival.fetch_add(1, Ordering::Relaxed);
+                    return Ok(Placement::Reduced);
+                }
             }
-        };
-        match offered {
-            Offered::Stage => {}
-            Offered::Reduced => {
-                self.on_arrival.fetch_add(1, Ordering::Relaxed);
-                return Ok(Placement::Reduced);
-            }
-            Offered::NonFinite => return Err(ShardError::NonFinite(slot.block)),
-            Offered::UnknownLearner => return Err(ShardError::UnknownLearner(slot.learner)),
+            None => drop(inner),
         }
         let finite = match room {
             Some(room) => block::place(layout, slot.block, payload, room, check),
@@ -129,7 +121,9 @@ impl Job {
         Ok(Placement::Deferred)
     }
 
-    /// The contribution is complete.
+    /// The contribution is complete. It lies in its staging region, where it stays until the answer, and if that is a
+    /// timeout until the learner's next opening says that it is not lent. What is not lendable is lent until the answer and
+    /// no longer: if that is an error, nothing counts of which anything was read later.
     pub fn commit(
         &self,
         learner: LearnerId,
@@ -150,7 +144,20 @@ impl Job {
         if let Some(bad) = unchecked.find(|block| !block::region_is_finite(layout, *block, &notice.staging)) {
             return done(Err(ShardError::NonFinite(bad)));
         }
-        shared.commit(learner, step, notice, timeout, plain(done));
+        let CommitNotice { sent, tensors, partly, staging, lendable, .. } = notice;
+        let ranges = block_ranges::from_bits(&sent)
+            .and_then(|blocks| Ok((blocks, block_ranges::from_bits(&tensors)?)));
+        let Ok((blocks, tensors)) = ranges else {
+            return done(Err(ShardError::NotAllowed("the contribution is too scattered".into())));
+        };
+        let (timeout_ms, lent) = (millis(timeout), !lendable);
+        let source = Staged { region: staging, steady: lendable, partly };
+        let partly = source.partly.clone().filter(|partly| partly.pieces() <= MAX_PIECES);
+        let message =
+            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, under: None };
+        shared.request(message, timeout, plain(done), |inner| {
+            inner.sources.insert((learner, step), source);
+        });
     }
 
     /// Drops the open contribution.
@@ -240,35 +247,6 @@ impl Job {
         };
         let (name, value) = (name.to_owned(), value.to_owned());
         self.request(Message::SetControl { name, value }, timeout, Box::new(answered));
-    }
-}
-
-impl Shared {
-    /// Commits a contribution that lies in its staging region, where it stays until the answer, and if that is a timeout
-    /// until the learner's next opening says that it is not lent. What is not steady is lent until the answer and no
-    /// longer: if that is an error, nothing counts of which anything was read later.
-    fn commit(
-        &self,
-        learner: LearnerId,
-        step: Step,
-        notice: CommitNotice,
-        timeout: Duration,
-        done: Answered,
-    ) {
-        let CommitNotice { sent, tensors, partly, staging, lendable, .. } = notice;
-        let ranges = block_ranges::from_bits(&sent)
-            .and_then(|blocks| Ok((blocks, block_ranges::from_bits(&tensors)?)));
-        let Ok((blocks, tensors)) = ranges else {
-            return done(Err(ShardError::NotAllowed("the contribution is too scattered".into()).into()));
-        };
-        let (timeout_ms, lent) = (millis(timeout), !lendable);
-        let source = Staged { region: staging, steady: lendable, partly };
-        let partly = source.partly.clone().filter(|partly| partly.pieces() <= MAX_PIECES);
-        let message =
-            Message::Commit { learner, step, blocks, tensors, partly, timeout_ms, lent, under: None };
-        self.request(message, timeout, done, |inner| {
-            inner.sources.insert((learner, step), source);
-        });
     }
 }
 

@@ -10,11 +10,10 @@ use smallvec::SmallVec;
 
 use crate::client::blocks::Payload;
 use crate::client::core::{Action, Now, Own, Part};
-use crate::client::options::Offered;
 use crate::client::shared::{Answers, Inner, Local, Shared};
 use crate::transport::local::{End, Hears, HeldVersion, Pushed, SharedBlock, SharedPayload, Word};
 use crate::transport::tally::Flow;
-use crate::transport::{BlockSlot, Region};
+use crate::transport::{BlockSlot, Placement, Region, ShardError};
 use crate::vocabulary::ids::{BlockId, LearnerId, PlanId};
 use crate::wire::{Granted, Message, Refusal};
 
@@ -162,14 +161,15 @@ impl Shared {
         pushed
     }
 
-    /// Has a block that was taken of its learner reduced from where it is, if its plan is under way.
+    /// Has a block that was taken of its learner reduced from where it is, if its plan is under way. Otherwise it is to be
+    /// staged.
     pub(in crate::client) fn offer_here<'a>(
         &'a self,
         local: &Local,
         mut inner: MutexGuard<'a, Inner>,
         slot: BlockSlot,
         payload: &[u8],
-    ) -> Offered {
+    ) -> Result<Placement, ShardError> {
         let BlockSlot { learner, step, block, .. } = slot;
         let mut own = inner.core.next_own(learner, step, block);
         if own == Own::Tell {
@@ -180,22 +180,22 @@ impl Shared {
             inner = self.inner.lock();
             own = inner.core.next_own(learner, step, block);
         }
-        let Own::Send(plan) = own else { return Offered::Stage };
+        let Own::Send(plan) = own else { return Ok(Placement::Deferred) };
         let others = inner.others(learner, block);
         drop(inner);
         let pushed = self.push_own(local, plan, slot, payload, &others);
         let mut inner = self.inner.lock();
         match pushed {
-            Pushed::Taken if inner.core.sent_own(learner, step, plan, block) => Offered::Reduced,
-            Pushed::Taken => Offered::UnknownLearner,
+            Pushed::Taken if inner.core.sent_own(learner, step, plan, block) => Ok(Placement::Reduced),
+            Pushed::Taken => Err(ShardError::UnknownLearner(learner)),
             Pushed::NonFinite(_) => {
                 inner.core.not_sent(plan, block);
                 inner.core.give_back(slot);
-                Offered::NonFinite
+                Err(ShardError::NonFinite(block))
             }
             Pushed::Later | Pushed::Unwanted => {
                 inner.core.not_sent(plan, block);
-                Offered::Stage
+                Ok(Placement::Deferred)
             }
         }
     }
