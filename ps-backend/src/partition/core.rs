@@ -2,8 +2,8 @@
 //! come out; no bytes, no socket, no clock.
 //!
 //! One plan is under way at a time. Each of its blocks is stored, added to or finished as the payloads of its sources
-//! come; the core says which of these a payload is for, the edge does it and says that it [`PartitionCore::landed`]. A
-//! payload that is refused here changes nothing, whatever it holds: late, repeated and reordered ones are told apart
+//! come; the core reserves the block for one of them at a time and says which of these it is for, the edge does it and
+//! says how that has ended ([`PartitionCore::end`]). A payload that is refused here changes nothing, whatever it holds: late, repeated and reordered ones are told apart
 //! by the plan's number and its record of who has sent which block.
 //!
 //! Numbers of plans follow each other, and the coordinator says with each connection where it is, so what somebody else
@@ -11,9 +11,12 @@
 //!
 //! Blocks are numbered within the partition here.
 
+mod kept;
+
 use std::ops::Range;
 
 use fixedbitset::FixedBitSet;
+pub use kept::Taken;
 use libmodelio::vocabulary::ids::{ClientId, PlanId, Version};
 use libmodelio::vocabulary::reducer;
 use libmodelio::wire::Work;
@@ -72,6 +75,12 @@ impl Plan {
         Kind::from(&self.work)
     }
 
+    /// Which of its sources sends this block for `client`.
+    fn source_of(&self, client: ClientId, block: usize) -> Option<usize> {
+        let wants = |source: &Source| source.client == client && source.blocks.contains(block);
+        self.sources.iter().position(wants)
+    }
+
     /// Whether it is still to be sealed.
     pub fn is_provisional(&self) -> bool {
         self.sources.iter().any(|source| source.provisional)
@@ -102,34 +111,47 @@ impl Plan {
     }
 }
 
-/// What to do with a payload that is about to come.
+/// Where a payload goes that has been reserved for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// It is the first of its block: it is stored in the running plan's accumulator, to which others are added.
+    pub first: bool,
+    /// It is the last: the block of the next version is computed with it, and with what the accumulator holds.
+    pub last: bool,
+    /// NaN and Inf in it are refused.
+    pub check: bool,
+    /// Payloads that are kept go with it, in one pass: [`PartitionCore::take_kept`] says which.
+    pub kept: bool,
+}
+
+/// What becomes of a payload that is about to come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
-    /// It is the first of its block: store it in the running plan's accumulator, then call [`PartitionCore::landed`],
-    /// or [`PartitionCore::failed`] if it does not come.
-    Store {
-        /// Refuse NaN and Inf.
-        check: bool,
-    },
-    /// Add it there; then as above.
-    Add {
-        /// Refuse NaN and Inf.
-        check: bool,
-    },
-    /// It is the last: compute the block of the next version with it; then as above.
-    Finish {
-        /// The running plan's accumulator holds others' payloads of this block.
-        with_sum: bool,
-        /// Refuse NaN and Inf.
-        check: bool,
-    },
+    /// It may come. Once it is reserved for, its end is told by [`PartitionCore::end`].
+    Ready(Place),
+    /// It can be read where it lies, and others of its block are still to come: it is kept, and read with the last of
+    /// them. If it does not stay there, say so by [`PartitionCore::is_gone`].
+    Keep,
     /// It has been taken before: pass it over.
     Duplicate,
     /// The plan is over, or does not want this block of this client: pass it over.
     Unwanted,
-    /// Not now: another payload of the block is landing, it is not its turn, or the plan has not begun here. Ask
-    /// again when something has landed or begun.
+    /// Not now: another payload of the block is reserved for, it is not its turn, or the plan has not begun here. Ask
+    /// again when a reservation has ended or a plan begun.
     Later,
+}
+
+/// How a reservation ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The payload is where it belongs.
+    Complete,
+    /// It holds NaN or Inf, which is refused: nothing of the plan can count.
+    NonFinite,
+    /// It was read in memory that may not have been lent any more when it was: nothing of the plan can count.
+    Torn,
+    /// It did not come, or not as it was sent: it can come again.
+    Released,
 }
 
 /// What the edge has to do.
@@ -141,6 +163,8 @@ pub enum Action {
     Sealed(PlanId),
     /// Compute these blocks, for which nobody sends anything (more); then call [`PartitionCore::computed`].
     Compute(PlanId, FixedBitSet),
+    /// All that comes of these blocks has come, or is kept: reserve for what is by [`PartitionCore::reserve_kept`].
+    Gather(PlanId, FixedBitSet),
     /// Tell the coordinator that all blocks are there and computed.
     Ready(PlanId),
     /// Tell the coordinator whose contribution is refused.
@@ -156,10 +180,9 @@ pub enum Action {
     Torn(PlanId),
     /// What the plan has made counts: publish the version, or keep the sum.
     Conclude(PlanId, Kind),
-    /// What the plan has made is void. Nothing of it is landing any more.
+    /// What the plan has made is void. No reservation of it is left.
     Void(PlanId),
-    /// Give up the payloads that are landing for this plan (close their connections), and call
-    /// [`PartitionCore::failed`] for each.
+    /// See to it that the reservations of this plan end soon.
     Abandon(PlanId),
     /// Tell the coordinator that its order to conclude or to drop this plan is carried out.
     Done(PlanId),
@@ -216,9 +239,9 @@ enum Stage {
     },
     /// A payload may have changed while it was read; the coordinator has yet to drop the plan.
     Torn,
-    /// Dropped while payloads were landing.
+    /// Dropped while blocks were reserved.
     Dropped,
-    /// The coordinator knows nothing of it: somebody else has started it. Payloads are landing.
+    /// The coordinator knows nothing of it: somebody else has started it. Blocks are reserved.
     Disowned,
 }
 
@@ -228,14 +251,16 @@ struct Running {
     stage: Stage,
     /// Whoever coordinates by the newest connection has started it, or its start was repeated there.
     vouched: bool,
-    /// By source: blocks that have landed.
+    /// By source: blocks that have come.
     got: Vec<FixedBitSet>,
-    /// By block: payloads that have landed, and that will.
-    landed: Vec<u32>,
+    /// By source: blocks that are kept.
+    kept: Vec<FixedBitSet>,
+    /// By block: payloads that have come, and that will.
+    came: Vec<u32>,
     wanted: Vec<u32>,
-    /// By block: one is landing, or the block is being computed.
+    /// By block: it is reserved, or is being computed.
     busy: FixedBitSet,
-    /// Of those, and of all: blocks whose last payload is landing, or has landed.
+    /// Of those, and of all: blocks that are computed with their last payload, or are.
     last: FixedBitSet,
     /// Blocks that are being computed without a payload.
     computing: FixedBitSet,
@@ -365,7 +390,8 @@ impl PartitionCore {
             stage: Stage::Beginning,
             vouched: true,
             got: vec![FixedBitSet::with_capacity(blocks); plan.sources.len()],
-            landed: vec![0; blocks],
+            kept: vec![FixedBitSet::with_capacity(blocks); plan.sources.len()],
+            came: vec![0; blocks],
             wanted,
             busy: FixedBitSet::with_capacity(blocks),
             last: FixedBitSet::with_capacity(blocks),
@@ -412,11 +438,12 @@ impl PartitionCore {
         let id = plan.id;
         running.vouched = true;
         // What was not to come has come: somebody else has sent it.
+        running.kept.iter_mut().zip(&plan.sources).for_each(|(kept, of)| kept.intersect_with(&of.blocks));
         let strays =
             running.got.iter().zip(&plan.sources).any(|(got, source)| !got.is_subset(&source.blocks));
         running.wanted = wanted(&plan, running.wanted.len());
-        let (landed, wanted) = (running.landed.iter(), running.wanted.iter());
-        let lacks = landed.zip(wanted).map(|(&landed, &wanted)| u64::from(wanted.saturating_sub(landed)));
+        let (came, wanted) = (running.came.iter(), running.wanted.iter());
+        let lacks = came.zip(wanted).map(|(&came, &wanted)| u64::from(wanted.saturating_sub(came)));
         running.left = lacks.sum();
         running.plan = plan;
         actions.push(Action::Sealed(id));
@@ -425,7 +452,14 @@ impl PartitionCore {
                 running.stage = Stage::Torn;
                 actions.push(Action::Torn(id));
             }
-            Stage::Gathering => running.compute_rest(actions),
+            Stage::Gathering => {
+                running.compute_rest(actions);
+                let mut gathered = FixedBitSet::with_capacity(running.wanted.len());
+                gathered.extend((0..running.wanted.len()).filter(|&block| running.is_gathered(block)));
+                if !gathered.is_clear() {
+                    actions.push(Action::Gather(id, gathered));
+                }
+            }
             Stage::NonFinite { client, block } => actions.push(Action::NonFinite { plan: id, client, block }),
             Stage::Torn => actions.push(Action::Torn(id)),
             Stage::Beginning | Stage::Ready | Stage::Dropped | Stage::Disowned => {}
@@ -445,23 +479,31 @@ impl PartitionCore {
         self.settle(actions);
     }
 
-    /// A block of `client` is about to come. Hot path: allocates nothing.
-    pub fn arrive(&mut self, client: ClientId, plan: PlanId, block: u32) -> Placement {
-        let placement = self.look(client, plan, block);
-        if let (Placement::Store { .. } | Placement::Add { .. } | Placement::Finish { .. }, Some(running)) =
-            (placement, &mut self.running)
-        {
-            running.busy.insert(block as usize);
-            running.in_flight += 1;
-            if matches!(placement, Placement::Finish { .. }) {
-                running.last.insert(block as usize);
+    /// A block of `client` is about to come: nothing else of that block is taken until [`Self::end`], if it may come. Or it
+    /// `lies` where it can be read for as long as the plan takes. Hot path: allocates nothing.
+    pub fn reserve(&mut self, client: ClientId, plan: PlanId, block: u32, lies: bool) -> Placement {
+        let placement = self.look(client, plan, block, lies);
+        let Some(running) = &mut self.running else { return placement };
+        match placement {
+            Placement::Ready(place) => {
+                running.busy.insert(block as usize);
+                running.in_flight += 1;
+                if place.last {
+                    running.last.insert(block as usize);
+                }
             }
+            Placement::Keep => {
+                if let Some(at) = running.plan.source_of(client, block as usize) {
+                    running.kept[at].insert(block as usize);
+                }
+            }
+            Placement::Duplicate | Placement::Unwanted | Placement::Later => {}
         }
         placement
     }
 
-    /// What [`Self::arrive`] would say just now; nothing comes yet.
-    pub fn look(&self, client: ClientId, plan: PlanId, block: u32) -> Placement {
+    /// What [`Self::reserve`] would say just now; nothing comes yet.
+    pub fn look(&self, client: ClientId, plan: PlanId, block: u32, lies: bool) -> Placement {
         if plan > self.newest {
             return Placement::Later;
         }
@@ -477,91 +519,84 @@ impl PartitionCore {
             }
         }
         let b = block as usize;
-        let wants = |source: &Source| source.client == client && source.blocks.contains(b);
-        let Some(at) = running.plan.sources.iter().position(wants) else { return Placement::Unwanted };
-        if running.got[at].contains(b) {
+        let Some(at) = running.plan.source_of(client, b) else { return Placement::Unwanted };
+        if running.got[at].contains(b) || running.kept[at].contains(b) {
             return Placement::Duplicate;
         }
         if running.busy.contains(b) {
             return Placement::Later;
         }
-        if running.plan.ordered {
+        let is_last = running.came[b] + running.count_kept(b) + 1 == running.wanted[b];
+        if lies && !is_last {
+            return Placement::Keep;
+        }
+        let goes_with = running.goes_with(at, b, is_last);
+        if running.plan.ordered && !is_last {
             let before = running.plan.sources[..at].iter().filter(|source| source.blocks.contains(b)).count();
-            if (running.landed[b] as usize) < before {
+            if running.came[b] as usize + goes_with.clone().count() < before {
                 return Placement::Later;
             }
         }
-        let check = running.plan.sources[at].check;
-        let first = running.landed[b] == 0;
-        let last = running.plan.kind() != Kind::Add && running.landed[b] + 1 == running.wanted[b];
-        match (first, last) {
-            (_, true) => Placement::Finish { with_sum: !first, check },
-            (true, false) => Placement::Store { check },
-            (false, false) => Placement::Add { check },
-        }
+        let kept = goes_with.count() > 0;
+        Placement::Ready(Place {
+            first: running.came[b] == 0,
+            last: running.plan.kind() != Kind::Add && is_last,
+            check: running.plan.sources[at].check,
+            kept,
+        })
     }
 
-    /// A payload is where [`Self::arrive`] said. `fit` is false if it held NaN or Inf and was to be checked.
-    pub fn landed(
+    /// The reservation of a block is over.
+    pub fn end(
         &mut self,
         client: ClientId,
         plan: PlanId,
         block: u32,
-        fit: bool,
+        outcome: Outcome,
         actions: &mut Vec<Action>,
     ) {
         let Some(running) = self.running_if(plan) else { return };
         let b = block as usize;
         running.busy.set(b, false);
         running.in_flight -= 1;
-        let wants = |source: &Source| source.client == client && source.blocks.contains(b);
-        if running.stage == Stage::Gathering
-            && let Some(at) = running.plan.sources.iter().position(wants)
-        {
-            if fit {
-                running.got[at].insert(b);
-                running.landed[b] += 1;
-                running.left = running.left.saturating_sub(1);
-                // Another payload of it was expected when this one came.
-                if running.landed[b] == running.wanted[b] && !running.last.contains(b) {
-                    running.compute_rest(actions);
+        if outcome == Outcome::Released {
+            running.last.set(b, false);
+        }
+        if running.stage == Stage::Gathering {
+            match (outcome, running.plan.source_of(client, b)) {
+                (Outcome::Complete, Some(at)) => {
+                    running.got[at].insert(b);
+                    running.came[b] += 1;
+                    running.left = running.left.saturating_sub(1);
                 }
-            } else {
-                running.stage = Stage::NonFinite { client, block };
-                actions.push(Action::NonFinite { plan, client, block });
+                (Outcome::NonFinite, Some(_)) => {
+                    running.stage = Stage::NonFinite { client, block };
+                    actions.push(Action::NonFinite { plan, client, block });
+                }
+                (Outcome::Torn, _) => {
+                    running.stage = Stage::Torn;
+                    actions.push(Action::Torn(plan));
+                }
+                (Outcome::Released, _) | (_, None) => {}
             }
+        }
+        // Another payload of it was expected when this one was reserved for.
+        if running.stage == Stage::Gathering
+            && running.came[b] == running.wanted[b]
+            && !running.last.contains(b)
+        {
+            running.compute_rest(actions);
+        }
+        if running.stage == Stage::Gathering && running.is_gathered(b) {
+            let mut one = FixedBitSet::with_capacity(running.wanted.len());
+            one.insert(b);
+            actions.push(Action::Gather(plan, one));
         }
         self.check_ready(actions);
         self.settle(actions);
     }
 
-    /// A payload is where [`Self::arrive`] said, but it was read in memory that may not have been lent any more when it
-    /// was: nothing of the plan can count.
-    pub fn torn(&mut self, plan: PlanId, block: u32, actions: &mut Vec<Action>) {
-        let Some(running) = self.running_if(plan) else { return };
-        running.busy.set(block as usize, false);
-        running.in_flight -= 1;
-        if running.stage == Stage::Gathering {
-            running.stage = Stage::Torn;
-            actions.push(Action::Torn(plan));
-        }
-        self.settle(actions);
-    }
-
-    /// A payload that was to land did not come, or not as it was sent: it can come again.
-    pub fn failed(&mut self, plan: PlanId, block: u32, actions: &mut Vec<Action>) {
-        let Some(running) = self.running_if(plan) else { return };
-        running.busy.set(block as usize, false);
-        running.last.set(block as usize, false);
-        running.in_flight -= 1;
-        let is_whole = |running: &Running, b: usize| running.landed[b] == running.wanted[b];
-        if running.stage == Stage::Gathering && is_whole(running, block as usize) {
-            running.compute_rest(actions);
-        }
-        self.settle(actions);
-    }
-
-    /// Blocks that are still to come from `client`, those that are landing included; `None` if that cannot be said
+    /// Blocks that are still to come from `client`, those that are reserved for included; `None` if that cannot be said
     /// because the plan has not begun here.
     pub fn missing(&self, client: ClientId, plan: PlanId) -> Option<FixedBitSet> {
         let mut missing = FixedBitSet::with_capacity(self.blocks as usize);
@@ -580,10 +615,11 @@ impl PartitionCore {
                 return Some(missing);
             }
         }
-        for (source, got) in running.plan.sources.iter().zip(&running.got) {
+        for (at, source) in running.plan.sources.iter().enumerate() {
             if source.client == client {
                 missing.union_with(&source.blocks);
-                missing.difference_with(got);
+                missing.difference_with(&running.got[at]);
+                missing.difference_with(&running.kept[at]);
             }
         }
         Some(missing)
@@ -653,7 +689,7 @@ impl PartitionCore {
         }
     }
 
-    /// Ends a void plan when nothing of it is landing any more.
+    /// Ends a void plan when no reservation of it is left.
     fn settle(&mut self, actions: &mut Vec<Action>) {
         let over = |running: &mut Running| running.is_void() && running.in_flight == 0;
         if let Some(running) = self.running.take_if(over) {
@@ -671,7 +707,7 @@ impl Running {
         if self.plan.kind() == Kind::Add || self.plan.is_provisional() || !self.computing.is_clear() {
             return;
         }
-        let whole = |block: &usize| self.landed[*block] == self.wanted[*block];
+        let whole = |block: &usize| self.came[*block] == self.wanted[*block];
         let rest = |block: &usize| whole(block) && !self.last.contains(*block) && !self.busy.contains(*block);
         let mut alone = FixedBitSet::with_capacity(self.wanted.len());
         alone.extend((0..self.wanted.len()).filter(rest));

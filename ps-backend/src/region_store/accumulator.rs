@@ -14,7 +14,14 @@ use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::vocabulary::layout::{DType, ModelLayout, Segment};
 use libmodelio::vocabulary::reducer::Combine;
 
+use smallvec::SmallVec;
+
 use super::element_span;
+
+/// Contributions whose sources are listed on the stack; more of them cost an allocation a block.
+pub(super) const INLINE: usize = 16;
+/// Values of a sum to which all payloads are added before the next ones: they stay in the cache meanwhile.
+const CHUNK: usize = 2 << 10;
 
 /// The sum of contributions that had to leave their learners' memory before the version is made.
 #[derive(Clone, Debug)]
@@ -213,6 +220,42 @@ impl Accumulator {
             }
         }
         finite
+    }
+
+    /// Adds several payloads of a block to each other and to it, or stores their sum, in one pass over memory: what is added up
+    /// stays in the cache until the last is added. Gives the index of the first payload that is to be checked and
+    /// holds NaN or Inf.
+    ///
+    /// # Safety
+    /// As of [`Self::fold`].
+    pub(crate) unsafe fn fold_all(
+        &self,
+        layout: &ModelLayout,
+        block: BlockId,
+        payloads: &[(Payload<'_>, bool)],
+        stores: bool,
+    ) -> Option<usize> {
+        let mut bad: Option<usize> = None;
+        let mut sent: SmallVec<[_; INLINE]> =
+            payloads.iter().map(|&(payload, _)| segments(layout, block, payload)).collect();
+        for segment in layout.segments(block) {
+            let sent: SmallVec<[_; INLINE]> = sent.iter_mut().filter_map(Iterator::next).collect();
+            let Some(own) = Wire::of(segment.dtype) else { continue };
+            // SAFETY: the block is the caller's alone.
+            let sum = unsafe { self.sum.floats_mut(element_span(segment, own)) };
+            for (at, sum) in sum.chunks_mut(CHUNK).enumerate() {
+                for (index, (_, wire, bytes)) in sent.iter().enumerate() {
+                    let Some(wire) = *wire else { continue };
+                    let bytes_of = |words: usize| words / wire.words() * wire.size();
+                    let bytes = &bytes[bytes_of(at * CHUNK)..][..bytes_of(sum.len())];
+                    let finite = kernels::fold(wire, bytes, sum, stores && index == 0);
+                    if !finite && payloads[index].1 {
+                        bad = Some(bad.map_or(index, |bad| bad.min(index)));
+                    }
+                }
+            }
+        }
+        bad
     }
 
     /// Stores what was `written` of a block that was sent as it lies in the model, for `assign`; the rest stays as it is.

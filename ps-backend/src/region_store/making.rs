@@ -14,12 +14,9 @@ use libmodelio::vocabulary::reducer::{self, Combine};
 use libmodelio::vocabulary::tensor_steps::ByteSteps;
 use smallvec::SmallVec;
 
-use super::accumulator::{Accumulator, Payload, within};
+use super::accumulator::{Accumulator, INLINE, Payload, within};
 use super::{StateBuffer, VOID, VersionBuffer, element_span};
 use crate::reducers;
-
-/// Contributions whose sources are listed on the stack; more of them cost an allocation a block.
-pub(super) const INLINE: usize = 16;
 
 /// What a block is put together from.
 #[derive(Clone, Copy, Debug)]

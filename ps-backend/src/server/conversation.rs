@@ -18,12 +18,11 @@ use super::coordinator::Coordinator;
 use super::fabric::Remote;
 use super::memory::Memory;
 use super::moving;
-use super::partition::{Landing, Partition, ToCoordinator};
+use super::partition::{Partition, Reservation, Reserved, Room, Sender, ToCoordinator};
 use super::shared::Shared;
 use super::unsent::{Unsent, UnsentAll, say, say_counted};
 use super::whereabouts::{TurnedAway, Whereabouts};
 use crate::partition::store::PinnedVersion;
-use crate::partition::unheard::Unheard;
 
 /// Longest silence on a connection.
 const SILENCE: Duration = Duration::from_secs(10);
@@ -41,11 +40,10 @@ enum Kind {
 
 /// A client's blocks.
 struct Data {
-    client: ClientId,
+    sender: Sender,
     partition: Arc<Partition>,
-    landing: Option<Landing>,
-    /// Plans that blocks have come for, and nothing else.
-    unheard: Unheard,
+    /// Of the payload that is coming.
+    reservation: Option<Reservation>,
     /// When what waits for such a plan is to be looked at again.
     rouse_at: Option<Instant>,
     /// Blocks that it has asked for.
@@ -179,20 +177,17 @@ impl Peer {
             }
             Role::Data => {
                 self.link.expect_much();
-                let (landing, pulls, pinned) = (None, VecDeque::new(), None);
                 let mut memory = self.memory.take();
                 if let Some(memory) = &mut memory {
                     memory.serve(&partition);
                 }
-                let (unheard, rouse_at) = (Unheard::default(), None);
                 Kind::Data(Data {
-                    client: *client,
+                    sender: Sender::over(&self.link, *client),
                     partition,
-                    landing,
-                    unheard,
-                    rouse_at,
-                    pulls,
-                    pinned,
+                    reservation: None,
+                    rouse_at: None,
+                    pulls: VecDeque::new(),
+                    pinned: None,
                     memory,
                     #[cfg(feature = "rdma")]
                     remote: self.remote.take(),
@@ -212,9 +207,9 @@ impl Peer {
 
     fn welcome(&mut self) -> Result<(), Refusal> {
         #[cfg(feature = "rdma")]
-        if let Kind::Data(Data { client, partition, remote: Some(remote), .. }) = &mut self.kind {
+        if let Kind::Data(Data { sender, partition, remote: Some(remote), .. }) = &mut self.kind {
             let rdma = self.shared.rdma.get().ok_or_else(|| Refusal::other("the shard begins, or goes"))?;
-            let served = remote.serve(*client, partition, rdma, &self.link);
+            let served = remote.serve(sender.client, partition, rdma, &self.link);
             served.map_err(|refusal| Refusal::NoRdma(refusal.to_string()))?;
         }
         let silence_ms = SILENCE.as_millis() as u32;
@@ -222,7 +217,7 @@ impl Peer {
         self.answer(0, Message::Welcome { protocol, shard, epoch: self.epoch, silence_ms });
         match &self.kind {
             Kind::Control { client, coordinator } => coordinator.client_up(*client, &self.link)?,
-            Kind::Data(data) => data.partition.client_up(data.client, &self.link),
+            Kind::Data(data) => data.partition.client_up(data.sender.client, &self.link),
             _ => {}
         }
         Ok(())
@@ -379,7 +374,7 @@ impl Data {
     /// Time passes; when to call again.
     fn tick(&mut self, now: Instant, link: &Link) -> Result<Option<Instant>, Refusal> {
         if let Some(memory) = &mut self.memory {
-            memory.again(self.client, &self.partition, &mut self.unheard, link)?;
+            memory.again(&self.partition, &mut self.sender)?;
         }
         if self.rouse_at.take_if(|at| *at <= now).is_some() {
             // What is received is asked for again after that.
@@ -387,48 +382,51 @@ impl Data {
         }
         #[cfg(feature = "rdma")]
         if let Some(remote) = &mut self.remote {
-            remote.again(self.client, &self.partition, link)?;
-            return Ok(self.rouse_at.into_iter().chain(remote.until(now)).min());
+            remote.again(&self.partition, &mut self.sender)?;
+            return Ok(remote.until(&self.sender, now));
         }
         Ok(self.rouse_at)
     }
 
     /// Nothing more is taken.
-    fn given_up(&mut self, link: &Link) {
-        if let Some(landing) = self.landing.take() {
-            self.partition.lost(landing, link);
-        }
+    fn given_up(&mut self) {
+        self.reservation = None;
         #[cfg(feature = "rdma")]
         if let Some(remote) = &mut self.remote {
-            remote.given_up(&self.partition, link);
+            remote.given_up();
         }
     }
 
     fn message(&mut self, received: &Received, link: &Link) -> Result<Take, Refusal> {
         if let Some(memory) = &mut self.memory
-            && let Some(take) =
-                memory.message(self.client, &self.partition, received, &mut self.unheard, link)?
+            && let Some(take) = memory.message(&self.partition, received, &mut self.sender)?
         {
-            self.rouse_at = self.unheard.until(Instant::now());
+            self.rouse_at = self.sender.until(Instant::now());
             return Ok(take);
         }
         #[cfg(feature = "rdma")]
         if let Some(remote) = &mut self.remote
             && let Some(take) = remote.message(&self.partition, received)?
         {
-            remote.again(self.client, &self.partition, link)?;
+            remote.again(&self.partition, &mut self.sender)?;
             return Ok(take);
         }
         match &received.message {
             Message::Push { .. } => {
-                let (take, landing) =
-                    self.partition.arrive(self.client, received, &mut self.unheard, link)?;
-                self.landing = landing;
-                self.rouse_at = self.unheard.until(Instant::now());
-                return Ok(take);
+                let push = self.partition.push(received)?;
+                let reserved = self.partition.reserve(&mut self.sender, push, Room::Stream)?;
+                self.rouse_at = self.sender.until(Instant::now());
+                return Ok(match reserved {
+                    Reserved::Ready(reservation) => {
+                        let target = self.reservation.insert(reservation).target();
+                        target.map_or(Take::Buffered, Take::Into)
+                    }
+                    Reserved::Later => Take::Later,
+                    Reserved::Kept | Reserved::Skip => Take::Nothing,
+                });
             }
             Message::Probe { plan } => {
-                if let Some(missing) = self.partition.missing(self.client, *plan) {
+                if let Some(missing) = self.partition.missing(self.sender.client, *plan) {
                     link.send(Outgoing { epoch: self.partition.epoch, ..Outgoing::new(0, missing) });
                 }
             }
@@ -486,13 +484,13 @@ impl Conversation for Peer {
 
     fn payload(&mut self, received: &Received, bytes: &[u8]) -> Result<(), Close> {
         let outcome = match &mut self.kind {
-            Kind::Data(data) => match data.landing.take() {
-                Some(landing) => {
+            Kind::Data(data) => match data.reservation.take() {
+                Some(reservation) => {
                     if data.goes_through_rings() {
                         let len = received.header.payload_len() as usize;
                         data.partition.store().tally().copied(Flow::Push, len);
                     }
-                    data.partition.landed(landing, bytes, &self.link)
+                    reservation.complete(bytes, || true)
                 }
                 None => Ok(()),
             },
@@ -554,7 +552,7 @@ impl Conversation for Peer {
 
     fn given_up(&mut self) {
         if let Kind::Data(data) = &mut self.kind {
-            data.given_up(&self.link);
+            data.given_up();
         }
     }
 
@@ -562,14 +560,11 @@ impl Conversation for Peer {
         tracing::debug!(peer = %self.address, %why, "connection over");
         match std::mem::replace(&mut self.kind, Kind::Strange) {
             Kind::Control { client, coordinator } => coordinator.client_down(client, &self.link),
-            Kind::Data(mut data) => {
+            Kind::Data(data) => {
                 data.partition.client_down(&self.link);
-                if let Some(landing) = data.landing.take() {
-                    data.partition.lost(landing, &self.link);
-                }
                 #[cfg(feature = "rdma")]
-                if let Some(remote) = &mut data.remote {
-                    remote.closed(&data.partition, &self.link);
+                if let Some(mut remote) = data.remote {
+                    remote.closed();
                 }
             }
             _ => {}

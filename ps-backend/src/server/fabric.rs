@@ -22,15 +22,13 @@ use libmodelio::transport::rdma::{
     Buffers, Device, DeviceMemory, Endpoint, Placement, QueuePair, RdmaOptions,
 };
 use libmodelio::transport::shm::{MAX_REGIONS, longest_region, longest_sum};
-use libmodelio::transport::stream::{Close, Stream};
+use libmodelio::transport::stream::Stream;
 use libmodelio::vocabulary::ids::ClientId;
 use libmodelio::wire::{Message, Received, Refusal};
 use parking_lot::Mutex;
 
-use super::partition::{Fetching, Partition, Shown, SumMemory};
+use super::partition::{Partition, Push, Reservation, Reserved, Room, Sender, Shown, SumMemory};
 use crate::partition::fetches::{Edge, Fetches, Turn};
-use crate::partition::store::Payload;
-use crate::partition::unheard::Unheard;
 use slots::{Seat, Slots};
 
 /// Bytes that are read from a ring at once.
@@ -132,9 +130,10 @@ impl Rdma {
 
 /// A block that lies with a client.
 struct Named {
-    received: Received,
+    push: Push,
+    /// By which the client hears that its memory is not needed any more, if it wants to.
+    request: u64,
     from: Place,
-    len: usize,
 }
 
 /// What one connection has in common with a client elsewhere.
@@ -148,19 +147,17 @@ pub(super) struct Remote {
     /// What is fetched.
     fetches: Fetches<Named, Slot>,
     /// What is fetched to where it belongs, in order, by the token of the work.
-    fetching: VecDeque<(u64, Fetching)>,
-    /// When the connection ends if what is being fetched into sums has not come by then: its plan was given up.
+    fetching: VecDeque<(u64, Arc<Reservation>)>,
+    /// When the connection ends if what is being fetched into sums has not come by then: its plan is given up.
     overdue: Option<Instant>,
     /// Versions, and where they are made.
     shown: Option<Arc<Shown>>,
-    /// What the client has put into slots that it was granted, in order: which slot, and how many bytes.
-    placed: VecDeque<(Received, u32, usize)>,
+    /// What the client has put into slots that it was granted, in order, with the request and the slot.
+    placed: VecDeque<(Push, u64, u32)>,
     ready: VecDeque<Outgoing>,
     done: Done,
     /// For what is copied out of another device's memory.
     room: Vec<u8>,
-    /// Plans that what was named waits for, and nothing else.
-    unheard: Unheard,
 }
 
 struct Granted {
@@ -186,7 +183,6 @@ impl Remote {
             ready: VecDeque::new(),
             done: Vec::new(),
             room: Vec::new(),
-            unheard: Unheard::default(),
         }
     }
 
@@ -229,8 +225,8 @@ impl Remote {
     }
 
     /// When it is to go on at the latest, if anything of it waits for word of a plan.
-    pub(super) fn until(&self, now: Instant) -> Option<Instant> {
-        self.unheard.until(now).into_iter().chain(self.overdue).min()
+    pub(super) fn until(&self, sender: &Sender, now: Instant) -> Option<Instant> {
+        sender.until(now).into_iter().chain(self.overdue).min()
     }
 
     fn grant(&self, bytes: usize) -> Result<Granted, VerbsError> {
@@ -253,6 +249,7 @@ impl Remote {
         partition: &Arc<Partition>,
         received: &Received,
     ) -> Result<Option<Take>, Refusal> {
+        let request = received.header.request();
         match received.message {
             Message::ShareAt { region, bytes, address, key } => {
                 let refused = |what: &str| Err(Refusal::other(format!("region {region} {what}")));
@@ -271,8 +268,9 @@ impl Remote {
                     return Err(Refusal::other(format!("there is no region {region}")));
                 }
             }
-            Message::PushAt { block, wide, region, offset, .. } => {
-                let len = wanted(partition, block, wide)?;
+            Message::PushAt { region, offset, .. } => {
+                let push = partition.push(received)?;
+                let len = push.len;
                 let Some((start, bytes)) = self.regions.get(&region) else {
                     return Err(Refusal::other(format!("there is no region {region}")));
                 };
@@ -281,18 +279,20 @@ impl Remote {
                     return Err(Refusal::other(format!("{len} bytes at {offset} leave region {region}")));
                 }
                 self.is_bounded(partition)?;
-                self.fetches.name(Named { received: received.clone(), from: start.at(offset), len });
+                self.fetches.name(Named { push, request, from: start.at(offset) });
             }
-            Message::PushIn { block, wide, slot, .. } => {
-                let len = wanted(partition, block, wide)?;
+            Message::PushIn { slot, .. } => {
+                let push = partition.push(received)?;
                 self.is_bounded(partition)?;
                 let granted = self.granted.as_mut();
                 let busy = granted.and_then(|granted| granted.busy.get_mut(slot as usize));
                 match busy {
-                    Some(busy) if !*busy && len <= partition.layout().block_size() as usize => *busy = true,
+                    Some(busy) if !*busy && push.len <= partition.layout().block_size() as usize => {
+                        *busy = true
+                    }
                     _ => return Err(Refusal::other(format!("slot {slot} is not the client's to fill"))),
                 }
-                self.placed.push_back((received.clone(), slot, len));
+                self.placed.push_back((push, request, slot));
             }
             _ => return Ok(None),
         }
@@ -310,35 +310,19 @@ impl Remote {
 
     /// Goes on: fetches what was named, as there is room, and reduces what is there. The first one that has to wait
     /// holds up the others.
-    pub(super) fn again(
-        &mut self,
-        client: ClientId,
-        partition: &Arc<Partition>,
-        link: &Link,
-    ) -> Result<(), Refusal> {
-        self.take_finished(partition, link)?;
+    pub(super) fn again(&mut self, partition: &Arc<Partition>, sender: &mut Sender) -> Result<(), Refusal> {
+        self.take_finished()?;
         let (Some(seat), Some(shown)) = (&self.seat, &self.shown) else { return Ok(()) };
-        let given_up = self.fetching.front().and_then(|(_, fetching)| partition.given_up(fetching));
-        self.overdue = given_up.map(|at| at + OVERDUE);
-        if self.overdue.is_some_and(|at| at <= Instant::now()) {
-            link.close(Close::Asked("a plan was given up in mid-block".into()));
+        let now = Instant::now();
+        let is_abandoned = self.fetching.front().is_some_and(|(_, reservation)| reservation.is_abandoned());
+        self.overdue = is_abandoned.then(|| self.overdue.unwrap_or(now + OVERDUE));
+        if self.overdue.is_some_and(|at| at <= now) {
+            sender.close("a plan was given up in mid-block");
         }
-        let (queue_pair, room, unheard) = (&self.queue_pair, &mut self.room, &mut self.unheard);
-        let (sum_memory, fetching) = (shown.sum_memory(), &mut self.fetching);
-        let (waits, any) = (false, false);
-        let mut at_work = AtWork {
-            client,
-            partition,
-            unheard,
-            link,
-            queue_pair,
-            seat,
-            sum_memory,
-            fetching,
-            room,
-            waits,
-            any,
-        };
+        let (queue_pair, room, fetching) = (&self.queue_pair, &mut self.room, &mut self.fetching);
+        let (sum_memory, waits, any) = (shown.sum_memory(), false, false);
+        let mut at_work =
+            AtWork { partition, sender, queue_pair, seat, sum_memory, fetching, room, waits, any };
         let stand = self.fetches.advance(&mut at_work)?;
         if at_work.any {
             queue_pair.post().map_err(Refusal::other)?;
@@ -347,23 +331,23 @@ impl Remote {
             drop(self.fetches.give_back());
         }
         while !at_work.waits
-            && let Some((received, slot, len)) = self.placed.front()
+            && let Some(&(push, request, slot)) = self.placed.front()
         {
             let Some(granted) = &mut self.granted else {
                 return Err(Refusal::other("no slots were granted"));
             };
-            if !at_work.reduce(received, &granted.slots[*slot as usize], *len)? {
+            if !at_work.reduce(push, &granted.slots[slot as usize])? {
                 break;
             }
-            granted.busy[*slot as usize] = false;
-            at_work.is_done(received);
+            granted.busy[slot as usize] = false;
+            at_work.sender.is_done(partition, request);
             self.placed.pop_front();
         }
         Ok(())
     }
 
     /// Takes what has come, into slots or sums: all of it, also if something is wrong with some. The first error is told.
-    fn take_finished(&mut self, partition: &Arc<Partition>, link: &Link) -> Result<(), Refusal> {
+    fn take_finished(&mut self) -> Result<(), Refusal> {
         self.queue_pair.take(&mut self.done);
         let (mut came, mut outcome) = (0, Ok(()));
         for Finished { token, work } in self.done.drain(..) {
@@ -375,7 +359,7 @@ impl Remote {
                 Work::ReadTo { target, .. } => {
                     drop(target);
                     let counts = match self.fetching.pop_front_if(|(of, _)| *of == token) {
-                        Some((_, fetching)) => partition.fetched(fetching, link),
+                        Some((_, reservation)) => reservation.complete_fetched(),
                         None => Err(Refusal::other("a block came that was not fetched")),
                     };
                     self.fetches.came(None);
@@ -394,32 +378,30 @@ impl Remote {
 
     /// Nothing more is taken here, and the connection goes on for a while: what has come into sums counts, and slots are
     /// given back, so that nobody waits for them.
-    pub(super) fn given_up(&mut self, partition: &Arc<Partition>, link: &Link) {
+    pub(super) fn given_up(&mut self) {
         // It is being refused already.
-        drop(self.take_finished(partition, link));
+        drop(self.take_finished());
         drop(self.fetches.give_back());
     }
 
     /// The connection is over: what was on its way does not come.
-    pub(super) fn closed(&mut self, partition: &Arc<Partition>, link: &Link) {
+    pub(super) fn closed(&mut self) {
         // Before anybody else may have that memory.
         self.queue_pair.end();
         self.queue_pair.take(&mut self.done);
         self.done.clear();
-        self.fetching.drain(..).for_each(|(_, fetching)| partition.not_fetched(fetching, link));
+        self.fetching.clear();
     }
 }
 
 /// A connection that goes on.
 struct AtWork<'a> {
-    client: ClientId,
     partition: &'a Arc<Partition>,
-    unheard: &'a mut Unheard,
-    link: &'a Link,
+    sender: &'a mut Sender,
     queue_pair: &'a QueuePair,
     seat: &'a Seat,
     sum_memory: &'a Arc<SumMemory>,
-    fetching: &'a mut VecDeque<(u64, Fetching)>,
+    fetching: &'a mut VecDeque<(u64, Arc<Reservation>)>,
     room: &'a mut Vec<u8>,
     /// What it has named first has to wait.
     waits: bool,
@@ -429,29 +411,21 @@ struct AtWork<'a> {
 
 impl AtWork<'_> {
     /// Does with a block what is to be done with it. False if it cannot be done yet.
-    fn reduce(&mut self, received: &Received, slot: &Slot, len: usize) -> Result<bool, Refusal> {
-        match self.partition.arrive(self.client, received, self.unheard, self.link)? {
-            (Take::Later, _) => return Ok(false),
-            (_, Some(landing)) => {
-                let bytes = match slot.copied_out(len, self.room).map_err(Refusal::other)? {
+    fn reduce(&mut self, push: Push, slot: &Slot) -> Result<bool, Refusal> {
+        match self.partition.reserve(self.sender, push, Room::None)? {
+            Reserved::Later => return Ok(false),
+            Reserved::Ready(reservation) => {
+                let bytes = match slot.copied_out(push.len, self.room).map_err(Refusal::other)? {
                     Some(copied) => copied,
                     // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through
                     // it are those of its length.
-                    None => unsafe { slot.bytes(len) },
+                    None => unsafe { slot.bytes(push.len) },
                 };
-                self.partition.landed(landing, bytes, self.link)?;
+                reservation.complete(bytes, || true)?;
             }
-            (_, None) => {}
+            Reserved::Kept | Reserved::Skip => {}
         }
         Ok(true)
-    }
-
-    /// The client hears that its memory is not needed any more, if it wants to.
-    fn is_done(&self, received: &Received) {
-        let request = received.header.request();
-        if request != 0 {
-            self.link.send(saying(self.partition, request, Message::Done));
-        }
     }
 }
 
@@ -459,44 +433,44 @@ impl Edge<Named, Slot> for AtWork<'_> {
     type Error = Refusal;
 
     fn turn(&mut self, what: &Named) -> Result<Turn, Refusal> {
-        let turn = self.partition.turn(self.client, &what.received, self.unheard, self.link)?;
+        let turn = self.partition.turn(self.sender, &what.push);
         self.waits = turn == Turn::Later;
         Ok(turn)
     }
 
     fn is_due(&mut self, what: &Named) -> bool {
-        self.partition.is_due(self.client, &what.received)
+        self.partition.is_due(self.sender, &what.push)
     }
 
     fn land(&mut self, what: &Named, slot: &Slot) -> Result<bool, Refusal> {
-        let landed = self.reduce(&what.received, slot, what.len)?;
+        let landed = self.reduce(what.push, slot)?;
         self.waits = !landed;
         Ok(landed)
     }
 
     fn over(&mut self, what: Named) {
-        self.is_done(&what.received);
+        self.sender.is_done(self.partition, what.request);
     }
 
     fn fetch_direct(&mut self, what: &Named) -> Result<bool, Refusal> {
         if !self.sum_memory.may_be_registered() || self.queue_pair.room(1) == 0 {
             return Ok(false);
         }
-        let registered = |start, len| self.sum_memory.registration_of(start, len);
-        let found = self.partition.fetch_direct(self.client, &what.received, self.link, registered);
-        let Some((target, registration, fetching)) = found else { return Ok(false) };
+        let mut registration = None;
+        let mut suits = |start, len| {
+            registration = self.sum_memory.registration_of(start, len);
+            registration.is_some()
+        };
+        let reserved = self.partition.reserve(self.sender, what.push, Room::Sum(&mut suits))?;
+        let (Reserved::Ready(reservation), Some(registration)) = (reserved, registration) else {
+            return Ok(false);
+        };
+        let (Some(target), reservation) = reservation.fetch() else { return Ok(false) };
         let token = self.fetching.back().map_or(0, |(token, _)| token + 1);
-        match self.queue_pair.read_to(token, target, registration, what.from).map_err(Refusal::other) {
-            Ok(()) => {
-                self.fetching.push_back((token, fetching));
-                self.any = true;
-                Ok(true)
-            }
-            Err(refusal) => {
-                self.partition.not_fetched(fetching, self.link);
-                Err(refusal)
-            }
-        }
+        self.queue_pair.read_to(token, target, registration, what.from).map_err(Refusal::other)?;
+        self.fetching.push_back((token, reservation));
+        self.any = true;
+        Ok(true)
     }
 
     fn has_room(&self) -> bool {
@@ -512,23 +486,12 @@ impl Edge<Named, Slot> for AtWork<'_> {
     }
 
     fn fetch(&mut self, what: &Named, slot: Slot) -> Result<(), Refusal> {
-        let read = self.queue_pair.read(0, slot, what.len, what.from, false);
+        let read = self.queue_pair.read(0, slot, what.push.len, what.from, false);
         read.map_err(|(error, _)| Refusal::other(error))?;
         self.seat.began();
         self.any = true;
         Ok(())
     }
-}
-
-/// Bytes of a block's payload.
-fn wanted(
-    partition: &Partition,
-    block: libmodelio::vocabulary::ids::BlockId,
-    wide: bool,
-) -> Result<usize, Refusal> {
-    let local = partition.store().partition().local(block).ok_or(Refusal::NotMine { block })?;
-    let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
-    Ok(payload.wanted_len(partition.layout(), local))
 }
 
 fn saying(partition: &Partition, request: u64, message: Message) -> Outgoing {

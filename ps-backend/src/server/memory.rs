@@ -16,15 +16,14 @@ use std::time::Duration;
 use libmodelio::transport::frames::{Conversation, Framed, Link, Outgoing, Take};
 use libmodelio::transport::shm::{self, Descriptors, Lender, Meeting, Regions, Threads};
 use libmodelio::transport::tally::Flow;
-use libmodelio::vocabulary::ids::{BlockId, ClientId};
+use libmodelio::vocabulary::ids::BlockId;
 use libmodelio::wire::{HELLO_DEADLINE, Message, Received, Refusal};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{Shutdown, SockFlag, accept4, shutdown};
 
-use super::partition::Partition;
-use crate::partition::store::{Payload, PinnedVersion};
-use crate::partition::unheard::Unheard;
+use super::partition::{Lent, Partition, Push, Reserved, Room, Sender};
+use crate::partition::store::PinnedVersion;
 
 /// Connections through shared memory, at most: each has a thread.
 pub(super) const MAX_CONNECTIONS: usize = 512;
@@ -37,6 +36,13 @@ const LOOK: Duration = Duration::from_secs(2);
 /// Without a descriptor to spare, the next client is accepted after this time.
 const PAUSE: Duration = Duration::from_millis(100);
 
+/// A block that lies with a client, who hears of its end by that request, if it wants to.
+struct Named {
+    push: Push,
+    request: u64,
+    lent: Lent,
+}
+
 /// What one connection has in common with a client.
 pub(super) struct Memory {
     descriptors: Descriptors,
@@ -48,7 +54,7 @@ pub(super) struct Memory {
     ready: VecDeque<Outgoing>,
     /// Pushes that came too early, and where their payload lies. What is behind them is read all the same: it may say
     /// that the client has copied a version whose memory their plan waits for.
-    early: VecDeque<(Received, shm::Piece)>,
+    early: VecDeque<Named>,
 }
 
 impl Memory {
@@ -116,11 +122,9 @@ impl Memory {
     /// A message that has to do with shared memory. None if it is another one.
     pub(super) fn message(
         &mut self,
-        client: ClientId,
         partition: &Arc<Partition>,
         received: &Received,
-        unheard: &mut Unheard,
-        link: &Link,
+        sender: &mut Sender,
     ) -> Result<Option<Take>, Refusal> {
         let request = received.header.request();
         match received.message {
@@ -132,20 +136,19 @@ impl Memory {
                 Some((first, _)) if *first == request => drop(self.copied.pop_front()),
                 _ => return Err(Refusal::other(format!("request {request} is not the next to be answered"))),
             },
-            Message::PushAt { block, wide, region, offset, .. } => {
-                let local = partition.store().partition().local(block).ok_or(Refusal::NotMine { block })?;
-                let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
-                let len = payload.wanted_len(partition.layout(), local);
+            Message::PushAt { region, offset, .. } => {
+                let push = partition.push(received)?;
                 // Wherever it is said to lie, it lies within a region.
-                let piece = self.borrowed.piece(region, offset, len).map_err(Refusal::other)?;
-                let (descriptors, early) = (&self.descriptors, !self.early.is_empty());
-                if early || !reduce(client, partition, received, (&piece, descriptors), unheard, link)? {
+                let piece = self.borrowed.piece(region, offset, push.len).map_err(Refusal::other)?;
+                let lent = Lent { piece, descriptors: self.descriptors.clone() };
+                let named = Named { push, request, lent };
+                if !self.early.is_empty() || !self.reduce(partition, &named, sender)? {
                     // A client names each block of a plan once, and once more when it has looked after it.
                     let most = 2 * partition.store().partition().blocks().len();
                     if self.early.len() >= most {
                         return Err(Refusal::other(format!("more than {most} blocks of plans to come")));
                     }
-                    self.early.push_back((received.clone(), piece));
+                    self.early.push_back(named);
                 }
             }
             _ => return Ok(None),
@@ -154,51 +157,37 @@ impl Memory {
     }
 
     /// Goes on with what came too early. The first one that has to wait longer holds up the others.
-    pub(super) fn again(
-        &mut self,
-        client: ClientId,
-        partition: &Arc<Partition>,
-        unheard: &mut Unheard,
-        link: &Link,
-    ) -> Result<(), Refusal> {
-        while let Some((received, piece)) = self.early.front() {
-            if !reduce(client, partition, received, (piece, &self.descriptors), unheard, link)? {
+    pub(super) fn again(&mut self, partition: &Arc<Partition>, sender: &mut Sender) -> Result<(), Refusal> {
+        while let Some(named) = self.early.front() {
+            if !self.reduce(partition, named, sender)? {
                 break;
             }
             self.early.pop_front();
         }
         Ok(())
     }
-}
 
-/// Does with a block what is to be done with it, and says so to the client if that wants to know. False if it cannot
-/// be done yet: the connection is woken when it may be.
-///
-/// What is read is lent as long as the connection lasts: a client that needs its memory back ends it.
-fn reduce(
-    client: ClientId,
-    partition: &Arc<Partition>,
-    received: &Received,
-    (piece, descriptors): (&shm::Piece, &Descriptors),
-    unheard: &mut Unheard,
-    link: &Link,
-) -> Result<bool, Refusal> {
-    match partition.arrive(client, received, unheard, link)? {
-        (Take::Later, _) => return Ok(false),
-        (_, Some(landing)) => {
-            let stands = || matches!(descriptors.is_hung_up(), Ok(false));
-            // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through it are
-            // those of its length.
-            let bytes = unsafe { piece.bytes() };
-            partition.landed_on_loan(landing, bytes, stands, link)?;
+    /// Does with a block what is to be done with it, and says so to the client if that wants to know. False if it cannot
+    /// be done yet: the connection is woken when it may be.
+    ///
+    /// What is read is lent as long as the connection lasts: a client that needs its memory back ends it.
+    fn reduce(
+        &self,
+        partition: &Arc<Partition>,
+        named: &Named,
+        sender: &mut Sender,
+    ) -> Result<bool, Refusal> {
+        // The client waits for slots, in which it makes sums; the rest lies there until the plan is over.
+        let is_in_slot = (1..=u64::from(shm::SUMS)).contains(&named.request);
+        let room = if is_in_slot { Room::None } else { Room::Lent(&named.lent) };
+        match partition.reserve(sender, named.push, room)? {
+            Reserved::Later => return Ok(false),
+            Reserved::Ready(reservation) => reservation.complete_lent(&named.lent)?,
+            Reserved::Kept | Reserved::Skip => {}
         }
-        (_, None) => {}
+        sender.is_done(partition, named.request);
+        Ok(true)
     }
-    let request = received.header.request();
-    if request != 0 {
-        link.send(saying(partition, request, Message::Done));
-    }
-    Ok(true)
 }
 
 impl Drop for Memory {

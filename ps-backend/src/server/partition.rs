@@ -6,7 +6,8 @@
 //! | module | holds |
 //! |---|---|
 //! | `plans` | orders of the coordinator, and what comes of them |
-//! | `blocks` | blocks on their way (`unsafe`) |
+//! | `reservation` | blocks that come: where they go, and what has become of them (`unsafe`) |
+//! | `blocks` | blocks of versions that go (`unsafe`) |
 //! | `here` | a client in this process |
 //! | `resting` | which connections are used |
 //! | `moving` | the partition of another block map |
@@ -17,6 +18,7 @@ mod blocks;
 mod here;
 mod moving;
 mod plans;
+mod reservation;
 mod resting;
 #[cfg(feature = "rdma")]
 mod shown;
@@ -40,12 +42,9 @@ use crate::memory::{self, MemoryUse, gib};
 use crate::partition::core::PartitionCore;
 use crate::partition::store::{Limits, PartitionError, PartitionJob, PartitionStore, PartitionWork};
 use crate::snapshot::Piece;
-#[cfg(feature = "rdma")]
-pub(super) use blocks::Fetching;
-#[cfg(feature = "rdma")]
-use blocks::FetchingPlan;
-pub(super) use blocks::Landing;
 use here::Here;
+use reservation::{AllKept, Coming};
+pub(super) use reservation::{Lent, Push, Reservation, Reserved, Room, Sender};
 use resting::Connected;
 #[cfg(feature = "rdma")]
 pub(super) use shown::Shown;
@@ -73,11 +72,10 @@ struct State {
     partly: Vec<PlanSource>,
     /// Connections that are to ask again when something has changed.
     waiting: Vec<Link>,
-    /// Payloads that are landing, by their connections.
-    landing: Vec<(PlanId, Link)>,
-    /// The plan of what is fetched straight into sums.
-    #[cfg(feature = "rdma")]
-    fetching: FetchingPlan,
+    /// Payloads that are on their way to where they belong.
+    coming: Vec<Coming>,
+    /// Payloads that wait, where they lie, for the others of their blocks.
+    kept: AllKept,
     coordinator: Option<ToCoordinator>,
     /// When that was said.
     coordinated_since: Instant,
@@ -200,9 +198,8 @@ impl Partition {
             partly: Vec::new(),
             job: None,
             waiting: Vec::new(),
-            landing: Vec::new(),
-            #[cfg(feature = "rdma")]
-            fetching: FetchingPlan::default(),
+            coming: Vec::new(),
+            kept: AllKept::new(),
             coordinator: None,
             coordinated_since: Instant::now(),
             here: Here::default(),

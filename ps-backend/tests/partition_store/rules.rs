@@ -65,6 +65,73 @@ fn an_inf_of_a_sum_that_was_looked_at_is_nobodys_fault() {
     assert!(common::decode(&model, newest.block(BlockId(0))).iter().all(|&value| value == f32::INFINITY));
 }
 
+#[test]
+fn several_payloads_in_one_pass_are_what_one_after_the_other_is() {
+    several_in_one_pass(&model(), true);
+    several_in_one_pass(&ModelLayout::blank(u64::from(BLOCK) + 8, DType::F64, BLOCK).unwrap(), false);
+}
+
+fn several_in_one_pass(model: &ModelLayout, with_wide: bool) {
+    let [together, alone] = [(); 2].map(|()| {
+        let store =
+            PartitionStore::new(partition_of(model, |_| true), Reducer::Sum, Limits::default()).unwrap();
+        let layout = store.partition().layout();
+        for block in (0..layout.blocks()).map(BlockId) {
+            let bytes = layout.block_bytes(block);
+            store.load(block, &vec![0; (bytes.end - bytes.start) as usize]).unwrap();
+        }
+        store.finish_loading().unwrap();
+        store
+    });
+    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 6, t: 1 };
+    let [one_pass, one_by_one] = [&together, &alone]
+        .map(|store| store.begin(Version(0), reduces_all(store, step.clone(), true), true).unwrap());
+    let layout = together.partition().layout();
+    for block in (0..layout.blocks()).map(BlockId) {
+        // Into an empty sum, and into one that holds something.
+        for seeds in [[1, 2, 3], [4, 5, 6]] {
+            let sources = seeds.map(|seed| Source { seed, way: Way::Plain, blocks: Vec::new() });
+            let [first, second, third] = &sources;
+            let first = first.plain(layout, block);
+            let second = if with_wide { second.wide(layout, block) } else { second.plain(layout, block) };
+            let third = [&[0][..], &third.plain(layout, block)].concat();
+            let second = if with_wide { Payload::Wide(&second) } else { Payload::Plain(&second) };
+            let payloads = [Payload::Plain(&first), second, Payload::Plain(&third[1..])];
+            let parts = payloads.map(|payload| Part { payload, written: None, check: true });
+            assert_eq!(one_pass.add_all(block, &parts).unwrap(), None);
+            for payload in payloads {
+                assert!(one_by_one.add(block, payload).unwrap());
+            }
+        }
+        for job in [&one_pass, &one_by_one] {
+            assert!(job.finish(block, None).unwrap());
+        }
+    }
+    for (store, job) in [(&together, &one_pass), (&alone, &one_by_one)] {
+        store.conclude(job).unwrap();
+    }
+    let [together, alone] = [&together, &alone].map(|store| store.newest().unwrap());
+    for block in (0..layout.blocks()).map(BlockId) {
+        assert!(together.block(block) == alone.block(block), "{block}");
+    }
+}
+
+#[test]
+fn in_one_pass_the_first_that_is_to_be_looked_at_and_holds_nan_is_named() {
+    let model = ModelLayout::blank(u64::from(BLOCK), DType::F32, BLOCK).unwrap();
+    let store = PartitionStore::new(partition_of(&model, |_| true), Reducer::Sum, Limits::default()).unwrap();
+    store.load(BlockId(0), &encode(&model, 0, |_| 1.0)).unwrap();
+    store.finish_loading().unwrap();
+    let step = Step { reducer: Reducer::Sum, hyper: Hyper::default(), contributions: 4, t: 1 };
+    let job = store.begin(Version(0), reduces_all(&store, step, true), true).unwrap();
+    let good = encode(&model, 0, |_| 1.0);
+    let last = BLOCK as usize / 4 - 1;
+    let [early, late] = [0, last].map(|at| encode(&model, 0, |i| if i == at { f32::NAN } else { 1.0 }));
+    let part = |bytes, check| Part { payload: Payload::Plain(bytes), written: None, check };
+    let parts = [part(&good, true), part(&early, false), part(&late, true), part(&early, true)];
+    assert_eq!(job.add_all(BlockId(0), &parts).unwrap(), Some(2));
+}
+
 /// Memory in which another thread keeps storing 1 and NaN, as a client may over shared memory.
 struct Restless {
     memory: Arc<Mapping>,

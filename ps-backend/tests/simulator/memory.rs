@@ -205,6 +205,7 @@ impl World {
     /// A partition hears that connections of a client before this one have ended.
     pub fn loses_pins(&mut self, partition: usize, index: usize, epoch: u64) {
         self.loans.lost_pins += self.shards[partition].memory.give_up(index, epoch);
+        self.loses_kept(partition, index, epoch);
     }
 
     /// A process does nothing for so long. Shards end the connections of clients that are silent for too long.

@@ -7,7 +7,7 @@ use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId, Version};
 use libmodelio::vocabulary::reducer::Reducer;
 use libmodelio::vocabulary::tensor_steps::TensorSteps;
 use libmodelio::wire::{Message, Plan, Refusal, Work};
-use ps_backend::partition::core::{self, Action, Kind, PartitionCore, Placement};
+use ps_backend::partition::core::{self, Action, Kind, Outcome, PartitionCore, Place, Placement};
 
 use crate::client::Keys;
 use crate::history::{Content, GARBAGE, Uid};
@@ -32,11 +32,11 @@ pub struct Sum {
 
 /// A payload on its way into the shard's memory.
 #[derive(Clone, Debug)]
-pub struct Landing {
+pub struct Reservation {
     client: ClientId,
     plan: PlanId,
     block: u32,
-    placement: Placement,
+    place: Place,
     body: Body,
 }
 
@@ -45,7 +45,7 @@ pub struct Landing {
 pub enum ShardEvent {
     Begun(PlanId),
     Computed(PlanId, FixedBitSet),
-    Landed(u64),
+    Came(u64),
     /// A client has copied what was pinned for it under this number.
     Copied(u64),
     /// A client has been silent for long, if it hangs still and its connection is this one.
@@ -79,8 +79,10 @@ pub struct Shard {
     step: Option<(Reducer, bool, TensorSteps)>,
     /// The one that begins, which may be in the place of another one.
     starting: Option<Plan>,
-    landing: BTreeMap<u64, Landing>,
-    next_landing: u64,
+    reservations: BTreeMap<u64, Reservation>,
+    next_reservation: u64,
+    /// Payloads that are kept where they lie, by block and client.
+    kept: BTreeMap<(u32, ClientId), (PlanId, Body)>,
     parked: VecDeque<(ClientId, PlanId, u32, Body)>,
 }
 
@@ -106,15 +108,16 @@ impl Shard {
             plan: None,
             step: None,
             starting: None,
-            landing: BTreeMap::new(),
-            next_landing: 0,
+            reservations: BTreeMap::new(),
+            next_reservation: 0,
+            kept: BTreeMap::new(),
             parked: VecDeque::new(),
         }
     }
 
     /// Whether nothing is going on here.
     pub fn is_quiet(&self) -> bool {
-        self.core.running().is_none() && self.landing.is_empty()
+        self.core.running().is_none() && self.reservations.is_empty()
     }
 
     /// Its process has ended: nothing of it is left.
@@ -271,6 +274,19 @@ impl World {
                     self.after(after, Event::Shard(partition, ShardEvent::Computed(plan, blocks)));
                 }
                 Action::Sealed(_) => {}
+                Action::Gather(plan, blocks) => {
+                    for block in blocks.ones() {
+                        let shard = &mut self.shards[partition];
+                        let Some((client, place)) = shard.core.reserve_kept(plan, block as u32) else {
+                            continue;
+                        };
+                        let (_, body) = shard.kept.remove(&(block as u32, client)).expect("what is kept");
+                        self.is_reserved(
+                            partition,
+                            Reservation { client, plan, block: block as u32, place, body },
+                        );
+                    }
+                }
                 Action::Ready(plan) => self.say_to_coordinator(partition, 0, Message::Ready { plan }),
                 Action::Torn(plan) => self.say_to_coordinator(partition, 0, Message::Torn { plan }),
                 Action::NonFinite { plan, client, block } => {
@@ -282,19 +298,20 @@ impl World {
                 Action::Void(plan) => {
                     let shard = &mut self.shards[partition];
                     assert!(
-                        shard.landing.values().all(|landing| landing.plan != plan),
-                        "{plan} is void, but lands"
+                        shard.reservations.values().all(|reservation| reservation.plan != plan),
+                        "{plan} is void, but blocks are reserved for it"
                     );
                     shard.open.fill(None);
                     shard.back.fill(None);
+                    shard.kept.clear();
                     (shard.plan, shard.step) = (None, None);
                 }
                 Action::Abandon(plan) => {
-                    let of_plan =
-                        self.shards[partition].landing.iter().filter(|(_, landing)| landing.plan == plan);
+                    let all = self.shards[partition].reservations.iter();
+                    let of_plan = all.filter(|(_, reservation)| reservation.plan == plan);
                     let of_plan: Vec<u64> = of_plan.map(|(&id, _)| id).collect();
                     for id in of_plan {
-                        self.shard_lands(partition, id, false);
+                        self.reservation_ends(partition, id, false);
                     }
                 }
             }
@@ -303,6 +320,7 @@ impl World {
 
     fn shard_concludes(&mut self, partition: usize, plan: PlanId, kind: Kind) {
         let shard = &mut self.shards[partition];
+        assert!(shard.kept.is_empty(), "partition {partition}: plan {plan} counts without what is kept");
         if kind == Kind::Add {
             let replaces = shard.replaces();
             for (sealed, open) in shard.sealed.iter_mut().zip(&mut shard.open) {
@@ -355,9 +373,9 @@ impl World {
             }
             ShardEvent::Copied(pin) => self.has_copied(partition, pin),
             ShardEvent::Silent(client, epoch) => self.is_silent(partition, client, epoch),
-            ShardEvent::Landed(id) => {
+            ShardEvent::Came(id) => {
                 let whole = !self.chance(self.settings.broken);
-                self.shard_lands(partition, id, whole);
+                self.reservation_ends(partition, id, whole);
             }
         }
     }
@@ -369,15 +387,93 @@ impl World {
     }
 
     /// A payload is there, or is lost in the middle.
-    fn shard_lands(&mut self, partition: usize, id: u64, whole: bool) {
+    fn reservation_ends(&mut self, partition: usize, id: u64, whole: bool) {
         let shard = &mut self.shards[partition];
-        let Some(Landing { client, plan, block, placement, body }) = shard.landing.remove(&id) else {
+        let Some(Reservation { client, plan, block, mut place, body }) = shard.reservations.remove(&id)
+        else {
             return;
         };
-        let of_model = shard.mine[block as usize];
-        let (sum, stands) = match body {
+        let b = block as usize;
+        let is_sum = |open: &Option<Vec<Uid>>| open.as_ref().is_some_and(|open| !open.is_empty());
+        if !whole {
+            if place.first && !place.last && !place.kept {
+                // It was being written there.
+                shard.open[b] = Some(Vec::new());
+            }
+            self.on_shard(partition, |core, actions| {
+                core.end(client, plan, block, Outcome::Released, actions)
+            });
+            return self.ask_again(partition);
+        }
+        let mut all = vec![(client, place.check, body)];
+        if place.kept {
+            let (taken, last) = shard.core.take_kept(client, plan, block);
+            place.last = last;
+            let mut own = all.pop().map(|(.., body)| body);
+            for (of, check) in taken {
+                let body = match of == client {
+                    true => own.take(),
+                    false => shard.kept.remove(&(block, of)).map(|(_, body)| body),
+                };
+                all.push((of, check, body.expect("what is kept")));
+            }
+            self.together += u64::from(all.len() > 1);
+        }
+        let (mut sum, mut culprit, mut stands) = (Vec::new(), None, true);
+        let replaces = self.shards[partition].replaces();
+        let clients: Vec<ClientId> = all.iter().map(|(client, ..)| *client).collect();
+        for (of, check, body) in all {
+            let (part, lent) = self.read(partition, block, body);
+            stands &= lent;
+            if check && part.bad {
+                culprit.get_or_insert(of);
+            }
+            if replaces {
+                sum.clear();
+            }
+            sum.extend(part.of);
+        }
+        self.early += u64::from(self.shards[partition].core.is_provisional());
+        let shard = &mut self.shards[partition];
+        match place {
+            Place { last: true, first, .. } => {
+                assert_eq!(!first, is_sum(&shard.open[b]), "plan {plan} finishes block {block}");
+                assert_eq!(shard.back[b], None, "plan {plan} finishes block {block} twice");
+                if culprit.is_none() {
+                    shard.finish(b, shard.compute(b, !first, Some(&sum)));
+                }
+            }
+            Place { first: true, .. } => {
+                assert!(!is_sum(&shard.open[b]), "plan {plan} stores block {block} over a sum");
+                shard.open[b] = Some(sum);
+            }
+            Place { first: false, .. } => {
+                assert!(is_sum(&shard.open[b]), "plan {plan} adds block {block} to nothing");
+                let open = shard.open[b].get_or_insert_default();
+                if replaces {
+                    open.clear();
+                }
+                open.extend(sum);
+            }
+        }
+        for client in clients {
+            let outcome = match culprit {
+                _ if !stands => Outcome::Torn,
+                None => Outcome::Complete,
+                Some(culprit) if culprit == client => Outcome::NonFinite,
+                Some(_) => Outcome::Released,
+            };
+            self.on_shard(partition, |core, actions| core.end(client, plan, block, outcome, actions));
+        }
+        self.ask_again(partition);
+    }
+
+    /// What a payload is, and whether it was lent until it was read.
+    fn read(&mut self, partition: usize, block: u32, body: Body) -> (Sum, bool) {
+        match body {
             Body::Sum(sum) => (sum, true),
             Body::Named { index, keys, epoch } => {
+                let of_model = self.shards[partition].mine[block as usize];
                 let sum = self.read_payload(index, of_model, &keys);
                 let now = self.network.connection(Node::Client(index), Node::Partition(partition)).epoch;
                 // New weights are not written again.
@@ -387,54 +483,20 @@ impl World {
                 (sum, stands)
             }
             other => panic!("{other:?} lands"),
-        };
-        let shard = &mut self.shards[partition];
-        let b = block as usize;
-        let is_sum = |open: &Option<Vec<Uid>>| open.as_ref().is_some_and(|open| !open.is_empty());
-        if !whole {
-            if matches!(placement, Placement::Store { .. }) {
-                // It was being written there.
-                shard.open[b] = Some(Vec::new());
-            }
-            self.on_shard(partition, |core, actions| core.failed(plan, block, actions));
-            return self.ask_again(partition);
         }
-        self.early += u64::from(self.shards[partition].core.is_provisional());
-        let shard = &mut self.shards[partition];
-        let fit;
-        match placement {
-            Placement::Store { check } => {
-                assert!(!is_sum(&shard.open[b]), "plan {plan} stores block {block} over a sum");
-                fit = !(check && sum.bad);
-                shard.open[b] = Some(sum.of);
-            }
-            Placement::Add { check } => {
-                assert!(is_sum(&shard.open[b]), "plan {plan} adds block {block} to nothing");
-                fit = !(check && sum.bad);
-                let replaces = shard.replaces();
-                let open = shard.open[b].get_or_insert_default();
-                if replaces {
-                    open.clear();
-                }
-                open.extend(sum.of);
-            }
-            Placement::Finish { with_sum, check } => {
-                assert_eq!(with_sum, is_sum(&shard.open[b]), "plan {plan} finishes block {block}");
-                assert_eq!(shard.back[b], None, "plan {plan} finishes block {block} twice");
-                fit = !(check && sum.bad);
-                if fit {
-                    shard.finish(b, shard.compute(b, with_sum, Some(&sum.of)));
-                }
-            }
-            Placement::Duplicate | Placement::Unwanted | Placement::Later => {
-                unreachable!("nothing lands then")
-            }
+    }
+
+    /// Connections of a client before this one have ended: what was kept of them is there no more.
+    pub fn loses_kept(&mut self, partition: usize, client: usize, before: u64) {
+        let Shard { kept, core, .. } = &mut self.shards[partition];
+        let is_lost = |body: &Body| matches!(*body, Body::Named { index, epoch, .. } if index == client && epoch < before);
+        let lost: Vec<_> = kept.extract_if(.., |_, (_, body)| is_lost(body)).collect();
+        for ((block, client), (plan, _)) in &lost {
+            core.is_gone(*client, *plan, *block);
         }
-        self.on_shard(partition, |core, actions| match stands {
-            true => core.landed(client, plan, block, fit, actions),
-            false => core.torn(plan, block, actions),
-        });
-        self.ask_again(partition);
+        if !lost.is_empty() {
+            self.ask_again(partition);
+        }
     }
 
     /// What waits may be wanted now.
@@ -445,7 +507,8 @@ impl World {
     }
 
     fn payload_comes(&mut self, partition: usize, client: ClientId, plan: PlanId, block: u32, body: Body) {
-        let placement = self.shards[partition].core.arrive(client, plan, block);
+        let lies = matches!(body, Body::Named { .. });
+        let placement = self.shards[partition].core.reserve(client, plan, block, lies);
         self.trace(|| format!("partition {partition}: block {block} of {client} for {plan}: {placement:?}"));
         match placement {
             Placement::Later => {
@@ -458,15 +521,23 @@ impl World {
                 }
             }
             Placement::Duplicate | Placement::Unwanted => {}
-            placement => {
-                let after = self.some_time(self.settings.landing);
-                let shard = &mut self.shards[partition];
-                let id = shard.next_landing;
-                shard.next_landing += 1;
-                shard.landing.insert(id, Landing { client, plan, block, placement, body });
-                self.after(after, Event::Shard(partition, ShardEvent::Landed(id)));
+            Placement::Keep => {
+                let before = self.shards[partition].kept.insert((block, client), (plan, body));
+                assert!(before.is_none(), "block {block} of {client} is kept twice");
+            }
+            Placement::Ready(place) => {
+                self.is_reserved(partition, Reservation { client, plan, block, place, body })
             }
         }
+    }
+
+    fn is_reserved(&mut self, partition: usize, reservation: Reservation) {
+        let after = self.some_time(self.settings.landing);
+        let shard = &mut self.shards[partition];
+        let id = shard.next_reservation;
+        shard.next_reservation += 1;
+        shard.reservations.insert(id, reservation);
+        self.after(after, Event::Shard(partition, ShardEvent::Came(id)));
     }
 
     /// Somebody connects as its coordinator, whose plans up to `over` are over.

@@ -124,6 +124,8 @@ pub struct World {
     pub loans: Loans,
     /// Blocks of plans that were not sealed yet.
     pub early: u64,
+    /// Passes over what several clients have of a block.
+    pub together: u64,
     /// How often a stranger has spoken.
     pub strangers: u64,
     /// What it has said under numbers of requests that the coordinator believes.
@@ -188,6 +190,7 @@ impl World {
             moves: Moves::default(),
             loans: Loans::default(),
             early: 0,
+            together: 0,
             strangers: 0,
             believed: 0,
             jumped: 0,

@@ -7,6 +7,14 @@ const B: ClientId = ClientId(2);
 const ONE: PlanId = PlanId(1);
 const TWO: PlanId = PlanId(2);
 
+const fn place(first: bool, last: bool) -> Placement {
+    Placement::Ready(Place { first, last, check: true, kept: false })
+}
+const STORE: Placement = place(true, false);
+const ADD: Placement = place(false, false);
+const LAST: Placement = place(false, true);
+const ALONE: Placement = place(true, true);
+
 fn blocks(of: impl IntoIterator<Item = usize>) -> FixedBitSet {
     let mut set = FixedBitSet::with_capacity(3);
     set.extend(of);
@@ -68,8 +76,8 @@ impl Bench {
         error
     }
 
-    fn lands(&mut self, client: ClientId, plan: PlanId, block: u32) -> Vec<Action> {
-        self.acts(|core, actions| core.landed(client, plan, block, true, actions))
+    fn completes(&mut self, client: ClientId, plan: PlanId, block: u32) -> Vec<Action> {
+        self.acts(|core, actions| core.end(client, plan, block, Outcome::Complete, actions))
     }
 }
 
@@ -78,23 +86,27 @@ fn the_first_is_stored_others_are_added_the_last_finishes() {
     let mut bench = Bench::new();
     let alone = bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1]), source(B, [0])]));
     assert_eq!(alone, [Action::Compute(ONE, blocks([2]))]);
-    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Store { check: true });
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later, "another payload of the block is landing");
-    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Finish { with_sum: false, check: true });
-    assert_eq!(bench.lands(B, ONE, 0), []);
-    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Duplicate);
-    assert_eq!(bench.core.arrive(B, ONE, 1), Placement::Unwanted, "nobody expects it of this client");
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Finish { with_sum: true, check: true });
+    assert_eq!(bench.core.reserve(B, ONE, 0, false), STORE);
+    assert_eq!(
+        bench.core.reserve(A, ONE, 0, false),
+        Placement::Later,
+        "the block is reserved for another payload"
+    );
+    assert_eq!(bench.core.reserve(A, ONE, 1, false), ALONE);
+    assert_eq!(bench.completes(B, ONE, 0), []);
+    assert_eq!(bench.core.reserve(B, ONE, 0, false), Placement::Duplicate);
+    assert_eq!(bench.core.reserve(B, ONE, 1, false), Placement::Unwanted, "nobody expects it of this client");
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), LAST);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([0, 1])));
-    assert_eq!(bench.lands(A, ONE, 0), []);
-    assert_eq!(bench.lands(A, ONE, 1), []);
+    assert_eq!(bench.completes(A, ONE, 0), []);
+    assert_eq!(bench.completes(A, ONE, 1), []);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
     assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Duplicate);
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Duplicate);
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(concluded, [Action::Conclude(ONE, Kind::Reduce), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(5));
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Unwanted, "the plan is over");
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Unwanted, "the plan is over");
 }
 
 #[test]
@@ -102,10 +114,10 @@ fn a_sum_that_is_kept_makes_no_version() {
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0])];
     assert_eq!(bench.begin(Bench::plan(ONE, Kind::Add, sources)), []);
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
-    bench.lands(A, ONE, 0);
-    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Add { check: true });
-    assert_eq!(bench.lands(B, ONE, 0), [Action::Ready(ONE)]);
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), STORE);
+    bench.completes(A, ONE, 0);
+    assert_eq!(bench.core.reserve(B, ONE, 0, false), ADD);
+    assert_eq!(bench.completes(B, ONE, 0), [Action::Ready(ONE)]);
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(concluded, [Action::Conclude(ONE, Kind::Add), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(4));
@@ -116,9 +128,9 @@ fn new_values_make_a_version_and_leave_the_other_blocks() {
     let mut bench = Bench::new();
     let alone = bench.begin(Bench::plan(ONE, Kind::Assign, vec![source(A, [1])]));
     assert_eq!(alone, [Action::Compute(ONE, blocks([0, 2]))]);
-    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Finish { with_sum: false, check: true });
+    assert_eq!(bench.core.reserve(A, ONE, 1, false), ALONE);
     bench.acts(|core, actions| core.computed(ONE, actions));
-    assert_eq!(bench.lands(A, ONE, 1), [Action::Ready(ONE)]);
+    assert_eq!(bench.completes(A, ONE, 1), [Action::Ready(ONE)]);
     let concluded = bench.acts(|core, actions| core.conclude(ONE, actions).unwrap());
     assert_eq!(concluded, [Action::Conclude(ONE, Kind::Assign), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(5));
@@ -129,34 +141,34 @@ fn an_ordered_plan_takes_each_in_its_turn() {
     let mut bench = Bench::new();
     let sources = vec![source(B, [0]), source(A, [0, 1])];
     bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Add, sources) });
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later, "B comes first");
-    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Store { check: true }, "it is alone here");
-    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Store { check: true });
-    bench.lands(B, ONE, 0);
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Add { check: true });
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Later, "B comes first");
+    assert_eq!(bench.core.reserve(A, ONE, 1, false), STORE, "it is alone here");
+    assert_eq!(bench.core.reserve(B, ONE, 0, false), STORE);
+    bench.completes(B, ONE, 0);
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), ADD);
 }
 
 #[test]
 fn payloads_may_come_before_their_plan() {
     let mut bench = Bench::new();
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later);
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Later);
     assert_eq!(bench.core.missing(A, ONE), None);
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
     bench.acts(|core, actions| core.start(plan, false, actions).unwrap());
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Later, "the edge takes its memory");
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Later, "the edge takes its memory");
     assert_eq!(bench.core.missing(A, ONE), None);
     bench.acts(|core, actions| core.begun(ONE, actions));
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), STORE);
 }
 
 #[test]
-fn what_did_not_land_can_come_again() {
+fn what_is_released_can_come_again() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0])]));
-    bench.core.arrive(A, ONE, 0);
-    assert_eq!(bench.acts(|core, actions| core.failed(ONE, 0, actions)), []);
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
-    assert_eq!(bench.lands(A, ONE, 0), [Action::Ready(ONE)]);
+    bench.core.reserve(A, ONE, 0, false);
+    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::Released, actions)), []);
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), STORE);
+    assert_eq!(bench.completes(A, ONE, 0), [Action::Ready(ONE)]);
 }
 
 #[test]
@@ -164,13 +176,13 @@ fn nan_voids_a_plan_until_it_is_dropped() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0, 1])]);
     bench.begin(plan.clone());
-    bench.core.arrive(A, ONE, 0);
-    let non_finite = [Action::NonFinite { plan: ONE, client: A, block: 0 }];
-    assert_eq!(bench.acts(|core, actions| core.landed(A, ONE, 0, false, actions)), non_finite);
-    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Unwanted);
+    bench.core.reserve(A, ONE, 0, false);
+    let refused = [Action::NonFinite { plan: ONE, client: A, block: 0 }];
+    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::NonFinite, actions)), refused);
+    assert_eq!(bench.core.reserve(A, ONE, 1, false), Placement::Unwanted);
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([])));
     // The coordinator asks again: it may not have heard.
-    assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), non_finite);
+    assert_eq!(bench.acts(|core, actions| core.start(plan, false, actions).unwrap()), refused);
     let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
     assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
 }
@@ -180,14 +192,14 @@ fn what_may_have_changed_while_it_was_read_is_in_no_plan() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2])]);
     bench.begin(plan.clone());
-    bench.core.arrive(A, ONE, 0);
-    bench.lands(A, ONE, 0);
-    bench.core.arrive(A, ONE, 1);
-    bench.core.arrive(A, ONE, 2);
-    assert_eq!(bench.acts(|core, actions| core.torn(ONE, 1, actions)), [Action::Torn(ONE)]);
-    // What else lands makes it no better, and nothing more is wanted.
-    assert_eq!(bench.lands(A, ONE, 2), []);
-    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Unwanted);
+    bench.core.reserve(A, ONE, 0, false);
+    bench.completes(A, ONE, 0);
+    bench.core.reserve(A, ONE, 1, false);
+    bench.core.reserve(A, ONE, 2, false);
+    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 1, Outcome::Torn, actions)), [Action::Torn(ONE)]);
+    // What else comes makes it no better, and nothing more is wanted.
+    assert_eq!(bench.completes(A, ONE, 2), []);
+    assert_eq!(bench.core.reserve(A, ONE, 1, false), Placement::Unwanted);
     let early = bench.core.conclude(ONE, &mut Vec::new());
     assert_eq!(early, Err(PartitionError::NotReady(ONE)));
     // The coordinator asks again: it may not have heard.
@@ -197,16 +209,16 @@ fn what_may_have_changed_while_it_was_read_is_in_no_plan() {
 }
 
 #[test]
-fn a_dropped_plan_is_void_when_nothing_of_it_lands_any_more() {
+fn a_dropped_plan_is_void_when_no_reservation_of_it_is_left() {
     let mut bench = Bench::new();
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0, 1])]));
-    bench.core.arrive(A, ONE, 0);
-    bench.core.arrive(A, ONE, 1);
+    bench.core.reserve(A, ONE, 0, false);
+    bench.core.reserve(A, ONE, 1, false);
     assert!(bench.core.wants(ONE));
     assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Abandon(ONE)]);
     assert!(!bench.core.wants(ONE));
-    assert_eq!(bench.acts(|core, actions| core.failed(ONE, 0, actions)), []);
-    assert_eq!(bench.lands(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::Released, actions)), []);
+    assert_eq!(bench.completes(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
     assert_eq!(
         bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()),
         [Action::Done(ONE)],
@@ -221,7 +233,7 @@ fn a_plan_that_is_dropped_before_it_comes_never_begins() {
     let late = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
     assert_eq!(bench.refused(|core, actions| core.start(late, false, actions)), order(ONE, ONE));
     assert_eq!(bench.core.running(), None);
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Unwanted);
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Unwanted);
 }
 
 #[test]
@@ -231,8 +243,8 @@ fn orders_that_are_repeated_are_answered_again_and_change_nothing() {
     bench.begin(plan.clone());
     assert_eq!(bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()), []);
     for block in 0..3 {
-        bench.core.arrive(A, ONE, block);
-        bench.lands(A, ONE, block);
+        bench.core.reserve(A, ONE, block, false);
+        bench.completes(A, ONE, block);
     }
     assert_eq!(
         bench.acts(|core, actions| core.start(plan.clone(), false, actions).unwrap()),
@@ -287,18 +299,21 @@ fn a_plan_of_a_false_coordinator_makes_way_for_the_true_ones() {
     let mut bench = Bench::new();
     bench.core.coordinated_anew(PlanId(0));
     bench.begin(Bench::plan(ONE, Kind::Add, vec![source(B, [0, 1])]));
-    bench.core.arrive(B, ONE, 0);
+    bench.core.reserve(B, ONE, 0, false);
     bench.core.coordinated_anew(PlanId(0));
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
     let start =
         |core: &mut PartitionCore, actions: &mut Vec<Action>| core.start(plan.clone(), false, actions);
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Abandon(ONE)]);
-    assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [], "a payload of it is landing");
-    assert_eq!(bench.acts(|core, actions| core.failed(ONE, 0, actions)), [Action::Void(ONE)]);
+    assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [], "a block of it is reserved");
+    assert_eq!(
+        bench.acts(|core, actions| core.end(A, ONE, 0, Outcome::Released, actions)),
+        [Action::Void(ONE)]
+    );
     assert_eq!(bench.acts(|core, actions| start(core, actions).unwrap()), [Action::Begin(ONE)]);
     bench.acts(|core, actions| core.begun(ONE, actions));
-    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Unwanted);
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Store { check: true });
+    assert_eq!(bench.core.reserve(B, ONE, 0, false), Placement::Unwanted);
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), STORE);
 }
 
 #[test]
@@ -306,8 +321,8 @@ fn a_plan_that_is_ready_is_only_ended_by_who_knows_it() {
     let mut bench = Bench::new();
     let plan = Bench::plan(ONE, Kind::Add, vec![source(A, [0])]);
     bench.begin(plan.clone());
-    bench.core.arrive(A, ONE, 0);
-    assert_eq!(bench.lands(A, ONE, 0), [Action::Ready(ONE)]);
+    bench.core.reserve(A, ONE, 0, false);
+    assert_eq!(bench.completes(A, ONE, 0), [Action::Ready(ONE)]);
     for said in [PlanId(0), ONE, PlanId(u64::MAX)] {
         bench.core.coordinated_anew(said);
         let other = Bench::plan(ONE, Kind::Add, vec![]);
@@ -370,8 +385,8 @@ fn provisional(id: PlanId, client: ClientId) -> Plan {
 fn blocks_of_a_provisional_plan_are_computed_as_they_come_and_the_rest_when_it_is_sealed() {
     let mut bench = Bench::new();
     assert_eq!(bench.begin(provisional(ONE, A)), []);
-    assert_eq!(bench.core.arrive(A, ONE, 1), Placement::Finish { with_sum: false, check: true });
-    assert_eq!(bench.lands(A, ONE, 1), []);
+    assert_eq!(bench.core.reserve(A, ONE, 1, false), ALONE);
+    assert_eq!(bench.completes(A, ONE, 1), []);
     assert_eq!(
         (bench.core.missing(A, ONE), bench.core.running()),
         (None, Some((ONE, 2))),
@@ -393,9 +408,9 @@ fn blocks_of_a_provisional_plan_are_computed_as_they_come_and_the_rest_when_it_i
     let repeated = bench.acts(|core, actions| core.start(late, false, actions).unwrap());
     assert_eq!(repeated, [], "it has been sealed since");
     assert_eq!(bench.core.missing(A, ONE), Some(blocks([0])));
-    assert_eq!(bench.core.arrive(A, ONE, 2), Placement::Unwanted);
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Finish { with_sum: false, check: true });
-    assert_eq!(bench.lands(A, ONE, 0), []);
+    assert_eq!(bench.core.reserve(A, ONE, 2, false), Placement::Unwanted);
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), ALONE);
+    assert_eq!(bench.completes(A, ONE, 0), []);
     assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
 }
 
@@ -417,17 +432,17 @@ fn of_several_who_write_each_may_turn_out_to_send_less() {
     let open = |client| Source { provisional: true, ..source(client, [0, 1, 2]) };
     bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open(A), open(B)]));
     for block in [0, 1] {
-        assert_eq!(bench.core.arrive(A, ONE, block), Placement::Store { check: true });
-        bench.lands(A, ONE, block);
+        assert_eq!(bench.core.reserve(A, ONE, block, false), STORE);
+        bench.completes(A, ONE, block);
     }
-    // One is landing while the plan is sealed, and turns out to be the only one.
-    assert_eq!(bench.core.arrive(A, ONE, 2), Placement::Store { check: true });
+    // One is reserved while the plan is sealed, and turns out to be the only one.
+    assert_eq!(bench.core.reserve(A, ONE, 2, false), STORE);
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2]), source(B, [0])]);
     let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
     assert_eq!(actions, [Action::Sealed(ONE), Action::Compute(ONE, blocks([1]))]);
-    assert_eq!(bench.lands(A, ONE, 2), [], "one thing is computed at a time");
-    assert_eq!(bench.core.arrive(B, ONE, 0), Placement::Finish { with_sum: true, check: true });
-    bench.lands(B, ONE, 0);
+    assert_eq!(bench.completes(A, ONE, 2), [], "one thing is computed at a time");
+    assert_eq!(bench.core.reserve(B, ONE, 0, false), LAST);
+    bench.completes(B, ONE, 0);
     let computed = bench.acts(|core, actions| core.computed(ONE, actions));
     assert_eq!(computed, [Action::Compute(ONE, blocks([2]))]);
     assert_eq!(bench.acts(|core, actions| core.computed(ONE, actions)), [Action::Ready(ONE)]);
@@ -437,8 +452,8 @@ fn of_several_who_write_each_may_turn_out_to_send_less() {
 fn a_block_that_was_not_to_come_tears_the_plan_when_it_is_sealed() {
     let mut bench = Bench::new();
     bench.begin(provisional(ONE, A));
-    bench.core.arrive(A, ONE, 1);
-    bench.lands(A, ONE, 1);
+    bench.core.reserve(A, ONE, 1, false);
+    bench.completes(A, ONE, 1);
     let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0])]);
     let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
     assert_eq!(actions, [Action::Sealed(ONE), Action::Torn(ONE)]);
@@ -448,11 +463,11 @@ fn a_block_that_was_not_to_come_tears_the_plan_when_it_is_sealed() {
 fn a_provisional_plan_that_is_dropped_leaves_nothing() {
     let mut bench = Bench::new();
     bench.begin(provisional(ONE, A));
-    bench.core.arrive(A, ONE, 1);
+    bench.core.reserve(A, ONE, 1, false);
     assert_eq!(bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap()), [Action::Abandon(ONE)]);
-    assert_eq!(bench.lands(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
+    assert_eq!(bench.completes(A, ONE, 1), [Action::Void(ONE), Action::Done(ONE)]);
     assert_eq!(bench.core.version(), Version(4));
-    assert_eq!(bench.core.arrive(A, ONE, 0), Placement::Unwanted);
+    assert_eq!(bench.core.reserve(A, ONE, 0, false), Placement::Unwanted);
 }
 
 #[test]
@@ -462,4 +477,103 @@ fn what_is_sealed_is_the_plan_that_has_begun() {
     let other = Bench::plan(ONE, Kind::Reduce, vec![source(B, [0])]);
     let error = bench.refused(|core, actions| core.start(other, false, actions));
     assert_eq!(error, PartitionError::Overlap { new: ONE, running: ONE });
+}
+
+/// A payload that goes in one pass with others, which are kept.
+const fn together(last: bool) -> Placement {
+    Placement::Ready(Place { first: true, last, check: true, kept: true })
+}
+
+fn taken(clients: impl IntoIterator<Item = ClientId>) -> Taken {
+    clients.into_iter().map(|client| (client, true)).collect()
+}
+
+const C: ClientId = ClientId(3);
+
+#[test]
+fn what_lies_where_it_can_be_read_is_kept_for_the_last_of_its_block() {
+    let mut bench = Bench::new();
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0]), source(B, [0]), source(C, [0, 1, 2])]));
+    assert_eq!(bench.core.reserve(C, ONE, 1, true), ALONE, "nothing else of it comes");
+    bench.completes(C, ONE, 1);
+    assert_eq!(bench.core.reserve(B, ONE, 0, true), Placement::Keep);
+    assert_eq!(bench.core.reserve(B, ONE, 0, true), Placement::Duplicate);
+    assert_eq!(bench.core.missing(B, ONE), Some(blocks([])));
+    assert_eq!(bench.core.reserve(C, ONE, 0, true), Placement::Keep);
+    assert_eq!(bench.core.reserve(A, ONE, 0, true), together(true));
+    assert_eq!(bench.core.take_kept(A, ONE, 0), (taken([A, B, C]), true), "in the order of the sources");
+    for client in [A, B, C] {
+        assert_eq!(bench.completes(client, ONE, 0), []);
+    }
+    assert_eq!(bench.core.running(), Some((ONE, 1)));
+    assert_eq!(bench.core.reserve(C, ONE, 2, true), ALONE);
+    assert_eq!(bench.completes(C, ONE, 2), [Action::Ready(ONE)]);
+}
+
+#[test]
+fn what_is_kept_and_gone_can_come_again() {
+    let mut bench = Bench::new();
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![source(A, [0]), source(B, [0])]));
+    assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
+    bench.core.is_gone(A, ONE, 0);
+    assert_eq!(bench.core.missing(A, ONE), Some(blocks([0])));
+    assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
+    assert_eq!(bench.core.reserve(B, ONE, 0, false), together(true));
+    bench.core.is_gone(A, ONE, 0);
+    // It was to be the last, and is not any more.
+    assert_eq!(bench.core.take_kept(B, ONE, 0), (taken([B]), false));
+    bench.completes(B, ONE, 0);
+    assert_eq!(bench.core.reserve(A, ONE, 0, true), LAST);
+}
+
+#[test]
+fn in_an_ordered_plan_what_is_kept_goes_before_what_follows_it() {
+    let mut bench = Bench::new();
+    let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
+    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+    assert_eq!(bench.core.reserve(C, ONE, 0, true), Placement::Keep, "though it is not its turn");
+    assert_eq!(bench.core.reserve(B, ONE, 0, false), Placement::Later, "A comes first");
+    assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
+    assert_eq!(bench.core.reserve(B, ONE, 0, false), together(true));
+    assert_eq!(bench.core.take_kept(B, ONE, 0), (taken([A, B, C]), true));
+
+    let mut bench = Bench::new();
+    let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
+    bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
+    assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
+    assert_eq!(bench.core.reserve(B, ONE, 0, false), together(false));
+    assert_eq!(bench.core.take_kept(B, ONE, 0), (taken([A, B]), false));
+    bench.completes(A, ONE, 0);
+    bench.completes(B, ONE, 0);
+    assert_eq!(bench.core.reserve(C, ONE, 0, true), LAST);
+}
+
+#[test]
+fn what_is_kept_when_nothing_else_comes_of_its_block_is_gathered() {
+    let mut bench = Bench::new();
+    let open = |client| Source { provisional: true, ..source(client, [0, 1, 2]) };
+    bench.begin(Bench::plan(ONE, Kind::Reduce, vec![open(A), open(B)]));
+    for block in 0..3 {
+        assert_eq!(bench.core.reserve(A, ONE, block, true), Placement::Keep);
+    }
+    // One is on its way into the sum while the plan is sealed.
+    assert_eq!(bench.core.reserve(B, ONE, 1, false), together(true));
+    let sealed = Bench::plan(ONE, Kind::Reduce, vec![source(A, [0, 1, 2]), source(B, [1])]);
+    let actions = bench.acts(|core, actions| core.start(sealed, false, actions).unwrap());
+    assert_eq!(actions, [Action::Sealed(ONE), Action::Gather(ONE, blocks([0, 2]))]);
+    let (client, place) = bench.core.reserve_kept(ONE, 0).unwrap();
+    assert_eq!((client, Placement::Ready(place)), (A, ALONE));
+    assert_eq!(bench.core.reserve_kept(ONE, 0), None);
+    assert_eq!(bench.completes(A, ONE, 0), []);
+    assert_eq!(bench.acts(|core, actions| core.end(B, ONE, 1, Outcome::Released, actions)), []);
+    assert_eq!(bench.core.reserve(B, ONE, 1, true), together(true));
+}
+
+#[test]
+fn what_is_kept_holds_no_plan_up_that_is_dropped() {
+    let mut bench = Bench::new();
+    bench.begin(Bench::plan(ONE, Kind::Add, vec![source(A, [0]), source(B, [0])]));
+    assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
+    let over = bench.acts(|core, actions| core.drop_plan(ONE, actions).unwrap());
+    assert_eq!(over, [Action::Void(ONE), Action::Done(ONE)]);
 }

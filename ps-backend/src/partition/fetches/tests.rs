@@ -8,7 +8,7 @@ use libmodelio::wire::Work;
 use proptest::prelude::*;
 
 use super::*;
-use crate::partition::core::{Action, PartitionCore, Placement, Plan, Source};
+use crate::partition::core::{Action, Outcome, PartitionCore, Place, Placement, Plan, Source};
 
 const PLAN: PlanId = PlanId(1);
 
@@ -110,7 +110,7 @@ impl Edge<u32, Slot> for Sides<'_> {
     type Error = std::convert::Infallible;
 
     fn turn(&mut self, &block: &u32) -> Result<Turn, Self::Error> {
-        Ok(match self.core.look(self.client, PLAN, block) {
+        Ok(match self.core.look(self.client, PLAN, block, false) {
             Placement::Later => {
                 *self.waits_for_core = true;
                 Turn::Later
@@ -121,19 +121,19 @@ impl Edge<u32, Slot> for Sides<'_> {
     }
 
     fn is_due(&mut self, &block: &u32) -> bool {
-        let placement = self.core.look(self.client, PLAN, block);
-        !matches!(placement, Placement::Later | Placement::Duplicate | Placement::Unwanted)
+        let placement = self.core.look(self.client, PLAN, block, false);
+        matches!(placement, Placement::Ready(_))
     }
 
     fn land(&mut self, &block: &u32, _: &Slot) -> Result<bool, Self::Error> {
-        match self.core.arrive(self.client, PLAN, block) {
+        match self.core.reserve(self.client, PLAN, block, false) {
             Placement::Later => {
                 *self.waits_for_core = true;
                 Ok(false)
             }
             Placement::Duplicate | Placement::Unwanted => Ok(true),
             _ => {
-                self.core.landed(self.client, PLAN, block, true, &mut Vec::new());
+                self.core.end(self.client, PLAN, block, Outcome::Complete, &mut Vec::new());
                 self.moved = true;
                 Ok(true)
             }
@@ -145,11 +145,12 @@ impl Edge<u32, Slot> for Sides<'_> {
     }
 
     fn fetch_direct(&mut self, &block: &u32) -> Result<bool, Self::Error> {
-        let is_first = matches!(self.core.look(self.client, PLAN, block), Placement::Store { .. });
+        let placement = self.core.look(self.client, PLAN, block, false);
+        let is_first = matches!(placement, Placement::Ready(Place { first: true, last: false, .. }));
         if !self.direct || !is_first {
             return Ok(false);
         }
-        self.core.arrive(self.client, PLAN, block);
+        self.core.reserve(self.client, PLAN, block, false);
         self.under_way.push_back((block, None));
         *self.reads.entry(block).or_default() += 1;
         Ok(true)
@@ -230,7 +231,7 @@ impl World {
         let (model, is_direct) = (connection.model, slot.is_none());
         connection.fetches.came(slot);
         if is_direct {
-            self.cores[model].landed(connection.client, PLAN, block, true, &mut Vec::new());
+            self.cores[model].end(connection.client, PLAN, block, Outcome::Complete, &mut Vec::new());
             let others = self.connections.iter_mut().filter(|other| other.model == model);
             others.for_each(|other| other.woken |= other.waits_for_core);
             return;

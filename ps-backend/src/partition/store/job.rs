@@ -189,18 +189,31 @@ impl PartitionJob {
         Ok(finite || !self.check)
     }
 
-    /// Adds several payloads to the open sum of `block`, in their order. Gives the index of one that is not finite, if
+    /// Adds several payloads to the open sum of `block`, in their order, in one pass. Gives the index of one that is not finite, if
     /// that matters; what the sum holds is void then.
     ///
     /// # Errors
     /// As of [`Self::add`].
     pub fn add_all(&self, block: BlockId, parts: &[Part<'_>]) -> Result<Option<usize>, PartitionError> {
-        for (index, part) in parts.iter().enumerate() {
-            if !self.add_written(block, part.payload, part.written)? && part.check {
-                return Ok(Some(index));
+        if self.replaces() || parts.len() < 2 {
+            for (index, part) in parts.iter().enumerate() {
+                if !self.add_written(block, part.payload, part.written)? && part.check {
+                    return Ok(Some(index));
+                }
             }
+            return Ok(None);
         }
-        Ok(None)
+        self.work.combine().ok_or(PartitionError::AssignsOnly)?;
+        for part in parts {
+            check_payload(&self.layout, block, part.payload)?;
+        }
+        let claim = self.claim(block)?;
+        let payloads: SmallVec<[_; INLINE]> =
+            parts.iter().map(|part| (part.payload, part.check && self.check)).collect();
+        // SAFETY: the block is claimed, and payloads are as long as they should be.
+        let bad = unsafe { self.sums.open(block).fold_all(&self.layout, block, &payloads, !claim.holds()) };
+        claim.set(HELD);
+        Ok(bad)
     }
 
     /// Computes `block` of the next version from the sealed and the open sum, where there are such, and the `last`

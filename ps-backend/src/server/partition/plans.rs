@@ -80,15 +80,10 @@ impl Partition {
             Message::Drop { plan } => state.core.drop_plan(plan, &mut actions).map_err(Refusal::from),
             other => Err(Refusal::Role { what: other.name().to_owned() }),
         };
-        let mut mailbox = None;
         if let Err(refusal) = outcome {
             state.say(self.epoch, request, Message::Refused(refusal));
-            mailbox = state.mailbox();
         }
         self.act(state, actions);
-        if let Some(mailbox) = mailbox {
-            mailbox.drain();
-        }
     }
 
     fn start(&self, state: &mut State, plan: wire::Plan, actions: &mut Vec<Action>) -> Result<(), Refusal> {
@@ -139,15 +134,13 @@ impl Partition {
         Ok(())
     }
 
-    /// Carries out actions; the lock is let go of where they leave it, and then the coordinator hears what was said.
+    /// Carries out actions, and has those go on that wait; the lock is let go of where they leave it, and then the coordinator
+    /// hears what was said.
     pub(super) fn act(
         self: &Arc<Partition>,
         mut state: parking_lot::MutexGuard<'_, State>,
         actions: Vec<Action>,
     ) {
-        if actions.is_empty() {
-            return;
-        }
         let mut jobs: Vec<Box<dyn FnOnce() + Send>> = Vec::new();
         let mut begins = None;
         for action in actions {
@@ -162,6 +155,10 @@ impl Partition {
                         jobs.push(Box::new(move || partition.begin(plan)));
                     }
                 },
+                Action::Gather(plan, blocks) => {
+                    let partition = Arc::clone(self);
+                    jobs.push(Box::new(move || partition.gather(plan, &blocks)));
+                }
                 Action::Compute(plan, blocks) => {
                     let partition = Arc::clone(self);
                     jobs.push(Box::new(move || partition.compute(plan, &blocks)));
@@ -176,6 +173,7 @@ impl Partition {
                 Action::Torn(plan) => state.say(self.epoch, 0, Message::Torn { plan }),
                 Action::Done(plan) => state.say(self.epoch, plan.0, Message::Done),
                 Action::Conclude(plan, kind) => {
+                    state.kept.clear();
                     if let Err(error) = self.conclude(&mut state, plan, &mut jobs) {
                         tracing::error!(model = %self.model, %plan, %error, "cannot be concluded");
                         let lost = ShardError::Lost(format!("plan {plan}: {error}"));
@@ -186,16 +184,13 @@ impl Partition {
                     }
                 }
                 Action::Void(plan) => {
+                    state.kept.clear();
                     if let Some((_, job)) = state.job.take_if(|(of, _)| *of == plan) {
                         job.give_up();
                     }
                 }
                 Action::Abandon(plan) => {
-                    for (_, link) in state.landing.iter().filter(|(of, _)| *of == plan) {
-                        link.close(Close::Asked(format!("plan {plan} was given up in mid-block").into()));
-                    }
-                    #[cfg(feature = "rdma")]
-                    state.fetching.give_up(plan, Instant::now());
+                    state.coming.iter().for_each(|coming| coming.abandon(plan));
                 }
             }
         }
@@ -283,7 +278,6 @@ impl Partition {
             state.starting = None;
         }
         state.core.begun(plan, &mut actions);
-        state.wake();
         self.act(state, actions);
         Ok(())
     }

@@ -3,6 +3,7 @@
 //! threads, the same number of each client, on different threads; the others rest until something is lost.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use libmodelio::transport::frames::{Link, Outgoing};
 use libmodelio::vocabulary::ids::ClientId;
@@ -55,7 +56,8 @@ impl Partition {
     }
 
     /// It is over.
-    pub(in crate::server) fn client_down(&self, link: &Link) {
+    pub(in crate::server) fn client_down(self: &Arc<Partition>, link: &Link) {
+        self.forget_kept(link);
         let mut links = self.links.lock();
         links.retain(|known| !known.link.is(link));
         self.share_out(&mut links);

@@ -3,9 +3,10 @@ use std::time::Duration;
 
 use libmodelio::transport::local::{End, Hears, Mailbox, Word};
 use libmodelio::vocabulary::controls::Controls;
+use libmodelio::vocabulary::ids::Version;
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId};
 use libmodelio::vocabulary::layout::{DType, ModelLayout};
-use libmodelio::wire::{self, Limits, ModelRecord, PlanSource, Receiver, Work, frame};
+use libmodelio::wire::{self, ModelRecord, PlanSource, Work};
 
 use super::*;
 use crate::server::partition::ToCoordinator;
@@ -81,15 +82,12 @@ fn begun() -> Arc<Partition> {
     partition
 }
 
-fn named(block: u32) -> Received {
-    let (plan, block, wide) = (PlanId(1), BlockId(block), false);
-    let message = Message::PushAt { plan, block, wide, region: 1, offset: 0 };
-    let bytes = frame(&message, 0, Epoch(1), &[]).unwrap();
-    Receiver::new(Limits::MAX).push(&bytes).unwrap().1.expect("a frame")
+fn push(partition: &Partition, block: u32) -> Push {
+    partition.push_of(PlanId(1), BlockId(block), false).unwrap()
 }
 
 fn is_due(partition: &Partition, client: ClientId, block: u32) -> bool {
-    partition.is_due(client, &named(block))
+    partition.is_due(&Sender::over(&Link::default(), client), &push(partition, block))
 }
 
 /// What a device does.
@@ -99,10 +97,26 @@ fn fill(mut target: Target, with: f32) {
     unsafe { target.copy_from(from.as_ptr().cast(), BLOCK as usize).unwrap() };
 }
 
-fn fetch(partition: &Arc<Partition>, client: ClientId, block: u32) -> Option<(Target, Fetching)> {
-    let (target, (), fetching) =
-        partition.fetch_direct(client, &named(block), &Link::default(), |_, _| Some(()))?;
-    Some((target, fetching))
+fn fetch_if(
+    partition: &Arc<Partition>,
+    client: ClientId,
+    block: u32,
+    registered: bool,
+) -> Option<(Target, Arc<Reservation>)> {
+    let mut sender = Sender::over(&Link::default(), client);
+    let mut suits = |_, _| registered;
+    match partition.reserve(&mut sender, push(partition, block), Room::Sum(&mut suits)).unwrap() {
+        Reserved::Ready(reservation) => {
+            let (target, reservation) = reservation.fetch();
+            Some((target.expect("memory"), reservation))
+        }
+        Reserved::Kept | Reserved::Later => panic!("there is another way for it"),
+        Reserved::Skip => None,
+    }
+}
+
+fn fetch(partition: &Arc<Partition>, client: ClientId, block: u32) -> Option<(Target, Arc<Reservation>)> {
+    fetch_if(partition, client, block, true)
 }
 
 fn left(partition: &Partition) -> u64 {
@@ -111,13 +125,13 @@ fn left(partition: &Partition) -> u64 {
 
 #[test]
 fn a_block_that_is_fetched_direct_is_nobody_elses_until_it_is_there() {
-    let (partition, link) = (begun(), Link::default());
+    let partition = begun();
     let (target, fetching) = fetch(&partition, CLIENTS[0], 0).expect("room");
     assert!(fetch(&partition, CLIENTS[0], 0).is_none());
     assert!(fetch(&partition, CLIENTS[1], 0).is_none());
     assert!(!is_due(&partition, CLIENTS[1], 0) && is_due(&partition, CLIENTS[1], 1));
     fill(target, 2.5);
-    partition.fetched(fetching, &link).unwrap();
+    fetching.complete_fetched().unwrap();
     assert_eq!((left(&partition), partition.store().tally().read().push_stored_bytes), (5, u64::from(BLOCK)));
     // The second is added to it, and is no first one.
     assert!(fetch(&partition, CLIENTS[1], 0).is_none());
@@ -126,22 +140,22 @@ fn a_block_that_is_fetched_direct_is_nobody_elses_until_it_is_there() {
 
 #[test]
 fn a_block_that_is_not_fetched_can_come_again() {
-    let (partition, link) = (begun(), Link::default());
+    let partition = begun();
     let (target, fetching) = fetch(&partition, CLIENTS[0], 1).expect("room");
     fill(target, f32::NAN);
-    partition.not_fetched(fetching, &link);
+    drop(fetching);
     assert_eq!(left(&partition), 6);
     let (target, fetching) = fetch(&partition, CLIENTS[1], 1).expect("room");
     fill(target, 1.0);
-    partition.fetched(fetching, &link).unwrap();
+    fetching.complete_fetched().unwrap();
     assert_eq!(left(&partition), 5);
 }
 
 #[test]
 fn what_is_still_being_fetched_does_not_count() {
-    let (partition, link) = (begun(), Link::default());
+    let partition = begun();
     let (target, fetching) = fetch(&partition, CLIENTS[0], 2).expect("room");
-    let refusal = partition.fetched(fetching, &link).unwrap_err();
+    let refusal = fetching.complete_fetched().unwrap_err();
     assert!(refusal.to_string().contains("still being fetched"), "{refusal}");
     assert_eq!(left(&partition), 6);
     // Whoever fetches it has its memory as long as that lasts.
@@ -152,32 +166,32 @@ fn what_is_still_being_fetched_does_not_count() {
 
 #[test]
 fn a_plan_that_is_dropped_waits_for_what_is_being_fetched() {
-    let (partition, link) = (begun(), Link::default());
+    let partition = begun();
     let (target, fetching) = fetch(&partition, CLIENTS[0], 0).expect("room");
-    assert!(partition.given_up(&fetching).is_none());
+    assert!(!fetching.is_abandoned());
     partition.from_coordinator(2, Message::Drop { plan: PlanId(1) }, None);
     assert!(partition.progress().1.is_some());
-    assert!(partition.given_up(&fetching).is_some());
+    assert!(fetching.is_abandoned());
     assert!(fetch(&partition, CLIENTS[0], 1).is_none());
     drop(target);
-    partition.fetched(fetching, &link).unwrap();
+    fetching.complete_fetched().unwrap();
     assert!(partition.progress().1.is_none());
 }
 
 #[test]
 fn memory_that_is_not_registered_is_left_alone() {
     let partition = begun();
-    assert!(partition.fetch_direct(CLIENTS[0], &named(0), &Link::default(), |_, _| None::<()>).is_none());
+    assert!(fetch_if(&partition, CLIENTS[0], 0, false).is_none());
     assert!(is_due(&partition, CLIENTS[0], 0) && is_due(&partition, CLIENTS[1], 0));
     assert!(fetch(&partition, CLIENTS[0], 0).is_some());
 }
 
 #[test]
 fn nan_that_is_fetched_direct_voids_the_plan() {
-    let (partition, link) = (begun(), Link::default());
+    let partition = begun();
     let (target, fetching) = fetch(&partition, CLIENTS[0], 0).expect("room");
     fill(target, f32::NAN);
-    partition.fetched(fetching, &link).unwrap();
+    fetching.complete_fetched().unwrap();
     assert_eq!(left(&partition), 6);
     assert!(fetch(&partition, CLIENTS[1], 0).is_none(), "nothing more is wanted");
 }

@@ -1,0 +1,437 @@
+//! Reservations: a payload's place in a plan, taken before the payload comes. Whoever brings it has the block to itself,
+//! with memory to receive it in where it needs some, until it says that the reservation is complete, or drops it.
+//!
+//! One of the modules that hold `unsafe`: memory of sums is lent to connections.
+
+mod kept;
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use libmodelio::transport::frames::{Link, Outgoing};
+use libmodelio::transport::local::Pushed;
+use libmodelio::transport::stream::{Close, Guard, Target};
+use libmodelio::transport::tally::Flow;
+use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId};
+use libmodelio::vocabulary::ranges;
+use libmodelio::wire::{Message, Received, Refusal};
+use smallvec::SmallVec;
+
+use super::{Partition, State};
+use crate::partition::core::{Outcome, Place, Placement};
+#[cfg(feature = "rdma")]
+use crate::partition::fetches::Turn;
+use crate::partition::store::{self, Part, PartitionError, PartitionJob, PartitionWork, Payload};
+use crate::partition::unheard::Unheard;
+pub(super) use kept::AllKept;
+pub(in crate::server) use kept::Lent;
+use kept::{Kept, Other, Together};
+
+/// Payloads that are listed on the stack.
+pub(super) const INLINE: usize = 16;
+
+/// Who sends blocks, and goes on when one that had to wait may come.
+pub(in crate::server) struct Sender {
+    pub client: ClientId,
+    /// Its connection; none of the client in this process.
+    link: Option<Link>,
+    /// Plans that it waits for, and nothing else.
+    unheard: Unheard,
+}
+
+impl Sender {
+    /// A client, over one of its connections.
+    pub(in crate::server) fn over(link: &Link, client: ClientId) -> Sender {
+        Sender { client, link: Some(link.clone()), unheard: Unheard::default() }
+    }
+
+    /// The client in this process.
+    pub(super) fn here(client: ClientId) -> Sender {
+        Sender { client, link: None, unheard: Unheard::default() }
+    }
+
+    /// When what waits for word of a plan is to be looked at again, if anything does.
+    pub(in crate::server) fn until(&self, now: Instant) -> Option<Instant> {
+        self.unheard.until(now)
+    }
+
+    /// Ends its connection.
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn close(&self, why: &'static str) {
+        if let Some(link) = &self.link {
+            link.close(Close::Asked(why.into()));
+        }
+    }
+
+    /// Says that nothing more becomes of a block, if the client wants to know.
+    pub(in crate::server) fn is_done(&self, partition: &Partition, request: u64) {
+        if let (Some(link), 1..) = (&self.link, request) {
+            link.send(Outgoing { epoch: partition.epoch, ..Outgoing::new(request, Message::Done) });
+        }
+    }
+}
+
+/// A block of a plan that somebody sends.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::server) struct Push {
+    pub plan: PlanId,
+    /// Within the partition.
+    pub block: BlockId,
+    pub wide: bool,
+    /// Bytes of its payload.
+    pub len: usize,
+}
+
+/// Memory that a payload needs.
+pub(in crate::server) enum Room<'a> {
+    /// None: it can be read where it lies, now.
+    None,
+    /// None: it lies there for as long as the plan takes.
+    Lent(&'a Lent),
+    /// That of the sum, or of the connection where it cannot come there.
+    Stream,
+    /// That of the sum, if the first byte and the length of it suit. There is another way for the payload, so that it does
+    /// not wait.
+    #[cfg_attr(not(feature = "rdma"), allow(dead_code, reason = "all else can be received elsewhere"))]
+    Sum(&'a mut dyn FnMut(*const u8, usize) -> bool),
+}
+
+/// What came of asking for a reservation.
+pub(in crate::server) enum Reserved {
+    /// The payload may come.
+    Ready(Reservation),
+    /// It is read where it lies with the last of its block, or with one whose turn it is.
+    Kept,
+    /// Not yet: whoever asks is woken when it may.
+    Later,
+    /// Nobody wants it.
+    Skip,
+}
+
+/// A payload's place in a plan, until it is complete, or this is dropped: then it can come again.
+pub(in crate::server) struct Reservation {
+    partition: Arc<Partition>,
+    client: ClientId,
+    push: Push,
+    place: Place,
+    /// What of it counts where values are replaced, if that is not all.
+    counts: Option<Vec<Range<u32>>>,
+    /// None once it is over.
+    job: Option<Arc<PartitionJob>>,
+    target: Option<store::Target>,
+    /// A connection waits for the payload.
+    comes: bool,
+    /// All whose payloads go in one pass, if others are kept.
+    together: SmallVec<[ClientId; 4]>,
+}
+
+/// A payload that takes its time to come: when its plan is given up, its connection is closed, or woken.
+pub(super) struct Coming {
+    plan: PlanId,
+    block: BlockId,
+    link: Link,
+    closes: bool,
+}
+
+impl Coming {
+    /// Its plan is given up.
+    pub(super) fn abandon(&self, plan: PlanId) {
+        match self.closes {
+            _ if self.plan != plan => {}
+            true => self.link.close(Close::Asked(format!("plan {plan} was given up in mid-block").into())),
+            false => self.link.wake(),
+        }
+    }
+}
+
+impl Partition {
+    /// What `received` sends, or names.
+    pub(in crate::server) fn push(&self, received: &Received) -> Result<Push, Refusal> {
+        let (Message::Push { plan, block, wide }
+        | Message::PushAt { plan, block, wide, .. }
+        | Message::PushIn { plan, block, wide, .. }) = received.message
+        else {
+            return Err(Refusal::Role { what: received.message.name().to_owned() });
+        };
+        let push = self.push_of(plan, block, wide)?;
+        let comes = matches!(received.message, Message::Push { .. });
+        let fits = received.expect_payload(if comes { push.len as u32 } else { 0 });
+        fits.map_err(|error| error.to_refusal())?;
+        Ok(push)
+    }
+
+    /// A block of the model that is sent for `plan`.
+    pub(super) fn push_of(&self, plan: PlanId, block: BlockId, wide: bool) -> Result<Push, Refusal> {
+        let block = self.store.partition().local(block).ok_or(Refusal::NotMine { block })?;
+        let payload = if wide { Payload::Wide(&[]) } else { Payload::Plain(&[]) };
+        Ok(Push { plan, block, wide, len: payload.wanted_len(self.layout(), block) })
+    }
+
+    /// Reserves the block for a payload.
+    pub(in crate::server) fn reserve(
+        self: &Arc<Partition>,
+        sender: &mut Sender,
+        push: Push,
+        room: Room<'_>,
+    ) -> Result<Reserved, Refusal> {
+        let Push { plan, block, wide, .. } = push;
+        let client = sender.client;
+        let mut state = self.state.lock();
+        // A pass takes one wide payload at most.
+        let lies = matches!(room, Room::Lent(_)) && !wide;
+        let place = match state.core.look(client, plan, block.0, lies) {
+            Placement::Ready(place) => place,
+            Placement::Keep => {
+                if let (Room::Lent(lent), Some(link)) = (room, sender.link.clone()) {
+                    state.core.reserve(client, plan, block.0, lies);
+                    state.kept.insert((block, client), Kept { plan, lent: lent.clone(), link });
+                }
+                return Ok(Reserved::Kept);
+            }
+            placement
+                if !matches!(room, Room::Sum(_)) && self.waits(&mut state, sender, &push, placement) =>
+            {
+                return Ok(Reserved::Later);
+            }
+            _ => return Ok(Reserved::Skip),
+        };
+        // The core lets nothing come before its plan has its memory.
+        let Some((_, job)) = state.job.clone().filter(|(of, _)| *of == plan) else {
+            return Ok(Reserved::Skip);
+        };
+        let mut target = None;
+        let closes = matches!(room, Room::Stream);
+        if place.first && !place.last && !place.kept && (closes || matches!(room, Room::Sum(_))) {
+            target = job.destination(block, wide).map_err(Refusal::other)?;
+        }
+        if let Room::Sum(suits) = room {
+            let bytes = target.as_mut().map(store::Target::bytes);
+            if !bytes.is_some_and(|bytes| suits(bytes.as_ptr(), bytes.len())) {
+                return Ok(Reserved::Skip);
+            }
+        }
+        state.core.reserve(client, plan, block.0, lies);
+        let comes = closes || target.is_some();
+        if let (true, Some(link)) = (comes, &sender.link) {
+            state.coming.push(Coming { plan, block, link: link.clone(), closes });
+        }
+        let counts = self.counts(&state, client, block);
+        let (partition, job, together) = (Arc::clone(self), Some(job), SmallVec::new());
+        let reservation =
+            Reservation { partition, client, push, place, counts, job, target, comes, together };
+        Ok(Reserved::Ready(reservation))
+    }
+
+    /// What counts of a block of a client where values are replaced, if that is not all.
+    fn counts(&self, state: &State, client: ClientId, block: BlockId) -> Option<Vec<Range<u32>>> {
+        state.written(client, self.store.partition().global(block).unwrap_or_default())
+    }
+
+    /// Whether a payload that cannot be reserved for is to wait; who sends it is woken then.
+    fn waits(&self, state: &mut State, sender: &mut Sender, push: &Push, placement: Placement) -> bool {
+        if placement != Placement::Later {
+            return false;
+        }
+        let Some(link) = &sender.link else {
+            state.here.waits = true;
+            return true;
+        };
+        if !state.core.has_heard_of(push.plan) && !sender.unheard.waits(push.plan, Instant::now()) {
+            let Push { plan, block, .. } = push;
+            tracing::debug!(model = %self.model, %plan, %block, "passed over: no word of its plan");
+            return false;
+        }
+        state.wait(link);
+        true
+    }
+
+    /// What [`Self::reserve`] would say of a payload of which nothing comes yet: so that nothing need. One that has to wait
+    /// waits as there.
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn turn(&self, sender: &mut Sender, push: &Push) -> Turn {
+        let mut state = self.state.lock();
+        match state.core.look(sender.client, push.plan, push.block.0, false) {
+            Placement::Ready(_) => Turn::Now,
+            placement if self.waits(&mut state, sender, push, placement) => Turn::Later,
+            _ => Turn::Never,
+        }
+    }
+
+    /// Whether a payload would be taken at once.
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn is_due(&self, sender: &Sender, push: &Push) -> bool {
+        let placement = self.state.lock().core.look(sender.client, push.plan, push.block.0, false);
+        matches!(placement, Placement::Ready(_))
+    }
+}
+
+impl Reservation {
+    /// Where the payload is to be received, if it is to come where it belongs. The reservation is kept until it is there,
+    /// or the connection is over.
+    pub(in crate::server) fn target(&mut self) -> Option<Target> {
+        let guard = Arc::clone(&self.partition) as Guard;
+        let bytes = self.target.as_mut()?.bytes();
+        // SAFETY: the block is claimed until the reservation is over, which is when the payload is there or the connection
+        // over; the memory is the partition's, which the guard keeps.
+        Some(unsafe { Target::new(bytes.as_mut_ptr(), bytes.len(), guard) })
+    }
+
+    /// The same for somebody who may let go of that memory late: the reservation is not over before. To be completed by
+    /// [`Self::complete_fetched`].
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn fetch(mut self) -> (Option<Target>, Arc<Reservation>) {
+        let bytes = self.target.as_mut().map(|target| {
+            let bytes = target.bytes();
+            (bytes.as_mut_ptr(), bytes.len())
+        });
+        let this = Arc::new(self);
+        // SAFETY: the block is claimed, and its memory there, as long as the guard lives, and nobody asks for its bytes
+        // before that is gone.
+        let target = bytes.map(|(start, len)| unsafe { Target::new(start, len, Arc::clone(&this) as Guard) });
+        (target, this)
+    }
+
+    /// All of the payload is there. Whoever has put it there has let go of the memory.
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn complete_fetched(self: Arc<Reservation>) -> Result<(), Refusal> {
+        let still = || Refusal::other("a block that has come is still being fetched");
+        Arc::into_inner(self).ok_or_else(still)?.complete(&[], || true)
+    }
+
+    /// Whether its plan is given up: what is still on its way a while later need not be waited for.
+    #[cfg(feature = "rdma")]
+    pub(in crate::server) fn is_abandoned(&self) -> bool {
+        !self.partition.state.lock().core.wants(self.push.plan)
+    }
+
+    /// The payload is there: `bytes`, unless it was received where it belongs. If they are in memory of the client's,
+    /// `stands` says, once they are read, whether that was lent until then; if not, they may be those of another
+    /// contribution, and the plan is not made. The coordinator hears whose holds NaN or Inf.
+    pub(in crate::server) fn complete(
+        self,
+        bytes: &[u8],
+        stands: impl FnOnce() -> bool,
+    ) -> Result<(), Refusal> {
+        let payload = if self.push.wide { Payload::Wide(bytes) } else { Payload::Plain(bytes) };
+        let part = Part { payload, written: None, check: self.place.check };
+        self.complete_with(&[part], true, stands).map(drop).map_err(Refusal::other)
+    }
+
+    /// The same of several payloads, which are added in their order. If one holds NaN or Inf and the coordinator is not
+    /// to hear of it (`told`), the block can come again.
+    pub(super) fn complete_with(
+        mut self,
+        parts: &[Part<'_>],
+        told: bool,
+        stands: impl FnOnce() -> bool,
+    ) -> Result<Pushed, PartitionError> {
+        let Some(job) = self.job.clone() else { return Ok(Pushed::Unwanted) };
+        let partition = Arc::clone(&self.partition);
+        let mut all_stand = true;
+        let bad = match self.target.take() {
+            Some(target) => {
+                partition.store.tally().stored(self.push.len);
+                partition.store.tally().moved(Flow::Push, self.push.len);
+                (!target.complete_written(self.counts.as_deref()) && self.place.check).then_some(0)
+            }
+            None => {
+                let with = if self.place.kept { self.take_kept()? } else { Together::new() };
+                let bad = self.reduce(&job, parts, &with)?;
+                all_stand = with.iter().all(|other| other.kept.lent.stands());
+                bad
+            }
+        };
+        // New weights lie in memory that is not written again.
+        let stands = *job.work() == PartitionWork::Assign || (stands() && all_stand);
+        drop(job);
+        let Push { plan, block, .. } = self.push;
+        let (pushed, outcome) = match bad {
+            _ if !stands => {
+                tracing::debug!(model = %partition.model, %plan, %block, "it may have changed while it was read");
+                (Pushed::Unwanted, Outcome::Torn)
+            }
+            None => (Pushed::Taken, Outcome::Complete),
+            Some(_) if told => (Pushed::Taken, Outcome::NonFinite),
+            Some(bad) => (Pushed::NonFinite(bad), Outcome::Released),
+        };
+        // With others, each has one payload.
+        let whose = bad.and_then(|bad| self.together.get(bad)).copied().unwrap_or(self.client);
+        self.end(outcome, whose);
+        Ok(pushed)
+    }
+
+    /// Adds payloads to the plan, with what is kept of others, and computes the block if they are the last. Gives the index of
+    /// one that holds NaN or Inf.
+    fn reduce(
+        &self,
+        job: &PartitionJob,
+        own: &[Part<'_>],
+        with: &[Other],
+    ) -> Result<Option<usize>, PartitionError> {
+        let before = self.together.iter().position(|client| *client == self.client).unwrap_or(0);
+        let (before, after) = with.split_at(before);
+        let counts = self.counts.as_deref();
+        let own = own.iter().map(|part| (*part, counts));
+        let all = before.iter().map(Other::part).chain(own).chain(after.iter().map(Other::part));
+        let all: SmallVec<[(Part<'_>, Option<&[Range<u32>]>); INLINE]> = all.collect();
+        let counted: SmallVec<[Option<Vec<Range<u32>>>; INLINE]> =
+            all.iter().map(|(part, counts)| Some(counted(part.written, (*counts)?))).collect();
+        let parts = all.iter().zip(&counted);
+        let parts =
+            parts.map(|((part, _), counted)| Part { written: counted.as_deref().or(part.written), ..*part });
+        let parts: SmallVec<[Part<'_>; INLINE]> = parts.collect();
+        let moved = parts.iter().map(|part| part.payload.bytes().len()).sum();
+        self.partition.store.tally().moved(Flow::Push, moved);
+        match self.place.last {
+            true => job.finish_all(self.push.block, &parts),
+            false => job.add_all(self.push.block, &parts),
+        }
+    }
+
+    /// It is over, and with it what went in one pass; if NaN or Inf was found, `whose`.
+    fn end(&mut self, outcome: Outcome, whose: ClientId) {
+        // Before the core hears of it: from then on its memory may be wanted.
+        self.target = None;
+        if self.job.take().is_none() {
+            return;
+        }
+        let Push { plan, block, .. } = self.push;
+        let mut state = self.partition.state.lock();
+        if self.comes {
+            let is_this = |coming: &Coming| coming.plan == plan && coming.block == block;
+            if let Some(at) = state.coming.iter().position(is_this) {
+                state.coming.swap_remove(at);
+            }
+        }
+        if self.together.is_empty() {
+            self.together.push(self.client);
+        }
+        let mut actions = Vec::new();
+        for &client in &self.together {
+            let outcome = match outcome {
+                Outcome::NonFinite if client != whose => Outcome::Released,
+                outcome => outcome,
+            };
+            state.core.end(client, plan, block.0, outcome, &mut actions);
+        }
+        self.partition.act(state, actions);
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.end(Outcome::Released, self.client);
+    }
+}
+
+/// What counts of a block of which this was `written`.
+fn counted(written: Option<&[Range<u32>]>, counts: &[Range<u32>]) -> Vec<Range<u32>> {
+    match written {
+        None => counts.to_vec(),
+        Some(written) => ranges::without(written, &ranges::without(written, counts)),
+    }
+}
+
+#[cfg(all(test, feature = "rdma"))]
+mod tests;

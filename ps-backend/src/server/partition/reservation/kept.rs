@@ -1,0 +1,128 @@
+//! Payloads that are kept where they lie, in memory that other processes lend, until all of their block can be read in one
+//! pass.
+//!
+//! One of the modules that hold `unsafe`: memory of other processes is read.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use fixedbitset::FixedBitSet;
+use libmodelio::transport::frames::Link;
+use libmodelio::transport::shm::{Descriptors, Piece};
+use libmodelio::vocabulary::ids::{BlockId, ClientId, PlanId};
+use libmodelio::wire::Refusal;
+use rayon::prelude::*;
+use smallvec::SmallVec;
+
+use super::super::{Partition, State};
+use super::{Push, Reservation};
+use crate::partition::store::{Part, PartitionError, Payload};
+
+/// A payload in memory that is lent to this shard.
+#[derive(Clone)]
+pub(in crate::server) struct Lent {
+    pub piece: Piece,
+    /// Whose end of the connection ends the loan.
+    pub descriptors: Descriptors,
+}
+
+impl Lent {
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: what is made of it is sums, and whether all of it is finite. The kernels' ways through it are those of
+        // its length.
+        unsafe { self.piece.bytes() }
+    }
+
+    /// Whether the loan stands.
+    pub(super) fn stands(&self) -> bool {
+        matches!(self.descriptors.is_hung_up(), Ok(false))
+    }
+}
+
+/// A payload that is kept for the others of its block.
+pub(in crate::server::partition) struct Kept {
+    pub(super) plan: PlanId,
+    pub(super) lent: Lent,
+    /// Over which it came: it is gone when that is over.
+    pub(super) link: Link,
+}
+
+/// By the block and whose they are.
+pub(in crate::server::partition) type AllKept = HashMap<(BlockId, ClientId), Kept>;
+
+/// A payload of somebody else's that goes in one pass with another one.
+pub(super) struct Other {
+    check: bool,
+    pub(super) kept: Kept,
+    counts: Option<Vec<Range<u32>>>,
+}
+
+pub(super) type Together = SmallVec<[Other; 4]>;
+
+impl Other {
+    pub(super) fn part(&self) -> (Part<'_>, Option<&[Range<u32>]>) {
+        let payload = Payload::Plain(self.kept.lent.bytes());
+        (Part { payload, written: None, check: self.check }, self.counts.as_deref())
+    }
+}
+
+impl Partition {
+    /// Does with blocks of which all that comes is kept what is to be done.
+    pub(in crate::server::partition) fn gather(self: &Arc<Partition>, plan: PlanId, blocks: &FixedBitSet) {
+        let blocks: Vec<u32> = blocks.ones().map(|block| block as u32).collect();
+        blocks.into_par_iter().for_each(|block| {
+            let mut state = self.state.lock();
+            let Some((_, job)) = state.job.clone().filter(|(of, _)| *of == plan) else { return };
+            let Some((client, place)) = state.core.reserve_kept(plan, block) else { return };
+            let block = BlockId(block);
+            let kept = state.kept.remove(&(block, client));
+            let (partition, counts) = (Arc::clone(self), self.counts(&state, client, block));
+            drop(state);
+            let push = Push { plan, block, wide: false, len: 0 };
+            let (job, target, comes, together) = (Some(job), None, false, SmallVec::new());
+            let reservation =
+                Reservation { partition, client, push, place, counts, job, target, comes, together };
+            if let Some(Kept { lent, .. }) = kept
+                && let Err(error) = reservation.complete_lent(&lent)
+            {
+                tracing::error!(model = %self.model, %plan, %block, %error, "cannot be reduced");
+            }
+        });
+    }
+
+    /// What is kept of a connection is there no more.
+    pub(in crate::server::partition) fn forget_kept(self: &Arc<Partition>, link: &Link) {
+        let mut state = self.state.lock();
+        if state.kept.is_empty() {
+            return;
+        }
+        let State { kept, core, .. } = &mut *state;
+        for ((block, client), Kept { plan, .. }) in kept.extract_if(|_, kept| kept.link.is(link)) {
+            core.is_gone(client, plan, block.0);
+        }
+        self.act(state, Vec::new());
+    }
+}
+
+impl Reservation {
+    /// As [`Reservation::complete`], of a payload that is lent.
+    pub(in crate::server) fn complete_lent(self, lent: &Lent) -> Result<(), Refusal> {
+        self.complete(lent.bytes(), || lent.stands())
+    }
+
+    /// Takes what is kept for a pass with this payload.
+    pub(super) fn take_kept(&mut self) -> Result<Together, PartitionError> {
+        let Push { plan, block, .. } = self.push;
+        let mut state = self.partition.state.lock();
+        let (all, last) = state.core.take_kept(self.client, plan, block.0);
+        self.place.last = last;
+        self.together = all.iter().map(|(client, _)| *client).collect();
+        let others = all.into_iter().filter(|(client, _)| *client != self.client);
+        let take = |(client, check)| {
+            let kept = state.kept.remove(&(block, client))?;
+            Some(Other { check, kept, counts: self.partition.counts(&state, client, block) })
+        };
+        others.map(take).collect::<Option<Together>>().ok_or(PartitionError::Over)
+    }
+}
