@@ -12,6 +12,7 @@
 
 pub(crate) mod accumulator;
 mod buffers;
+mod elements;
 mod keeping;
 mod making;
 pub mod table;
@@ -30,7 +31,7 @@ use libmodelio::vocabulary::tensor_steps::ByteSteps;
 
 pub(crate) use buffers::Loading;
 pub use buffers::VersionBuffer;
-use buffers::{StateBuffer, VOID, element_span};
+use buffers::{StateBuffer, VOID};
 pub(crate) use keeping::Keeping;
 pub use keeping::kept_range;
 pub(crate) use making::{Making, Term, Written};

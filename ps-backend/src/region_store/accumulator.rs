@@ -16,7 +16,7 @@ use libmodelio::vocabulary::reducer::Combine;
 
 use smallvec::SmallVec;
 
-use super::element_span;
+use super::elements::element_span;
 
 /// Contributions whose sources are listed on the stack; more of them cost an allocation a block.
 pub(super) const INLINE: usize = 16;

@@ -12,9 +12,9 @@ use libmodelio::bytes::kernels::{self, Wire};
 use libmodelio::bytes::mmap::Mapping;
 use libmodelio::transport::{Region, RegionKey};
 use libmodelio::vocabulary::ids::BlockId;
-use libmodelio::vocabulary::layout::{ModelLayout, Segment};
+use libmodelio::vocabulary::layout::ModelLayout;
 
-use super::making::widen;
+use super::elements::element_span;
 
 /// A block whose bytes belong to no version.
 pub(super) const VOID: u64 = u64::MAX;
@@ -118,8 +118,14 @@ impl Loading {
     /// # Safety
     /// The block is this thread's alone, and nobody reads version 0 yet.
     pub(crate) unsafe fn filled(&self, block: BlockId) {
+        let Some(master) = &self.state.master else { return };
         for segment in self.layout.segments(block) {
-            widen(segment, &self.front, &self.state);
+            let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { continue };
+            // SAFETY: passed on to the caller.
+            unsafe {
+                let weights = self.front.region.memory().bytes(span(&segment.bytes));
+                kernels::widen(wire, weights, master.floats_mut(element_span(segment, wire)));
+            }
         }
     }
 
@@ -137,10 +143,4 @@ impl Loading {
         // SAFETY: passed on to the caller.
         unsafe { self.filled(block) };
     }
-}
-
-/// A segment's elements in accumulators and states, by values of 32 bits.
-pub(super) fn element_span(segment: &Segment, wire: Wire) -> Range<usize> {
-    let count = (segment.bytes.end - segment.bytes.start) as usize / wire.size() * wire.words();
-    segment.element as usize..segment.element as usize + count
 }

@@ -11,7 +11,8 @@ use libmodelio::vocabulary::ids::{BlockId, Version};
 use libmodelio::vocabulary::layout::ModelLayout;
 use libmodelio::wire::Kept;
 
-use super::{Loading, RegionStore, StateBuffer, VersionBuffer, element_span};
+use super::elements::element_span;
+use super::{Loading, RegionStore, StateBuffer, VersionBuffer};
 
 /// The newest version with its masters and optimizer state.
 #[derive(Debug)]

@@ -15,7 +15,8 @@ use libmodelio::vocabulary::tensor_steps::ByteSteps;
 use smallvec::SmallVec;
 
 use super::accumulator::{Accumulator, INLINE, Payload, within};
-use super::{StateBuffer, VOID, VersionBuffer, element_span};
+use super::elements::element_span;
+use super::{StateBuffer, VOID, VersionBuffer};
 use crate::reducers;
 
 /// What a block is put together from.
@@ -413,18 +414,6 @@ fn floats<'a>(bytes: &'a [u8], aligned: &'a mut Vec<f32>) -> &'a [f32] {
             aligned.clear();
             aligned.extend(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)));
             aligned
-        }
-    }
-}
-
-/// Sets the fp32 master of a half-precision segment from its weights.
-pub(super) fn widen(segment: &Segment, weights: &VersionBuffer, state: &StateBuffer) {
-    let Some(wire) = Wire::of(segment.dtype).filter(|wire| wire.is_half()) else { return };
-    if let Some(master) = &state.master {
-        // SAFETY: called while the block belongs to this thread, in both buffers.
-        unsafe {
-            let bytes = weights.region.memory().bytes(span(&segment.bytes));
-            kernels::widen(wire, bytes, master.floats_mut(element_span(segment, wire)));
         }
     }
 }
