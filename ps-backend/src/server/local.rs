@@ -57,6 +57,9 @@ impl From<Refusal> for LocalError {
     }
 }
 
+/// To take the memory of a larger version lasts longer than a step: that does not wait for the first contribution.
+const WARM_UP_AT_ONCE: u64 = 16 << 20;
+
 /// Threads that work on many blocks, of any number of models.
 pub type Pool = Arc<rayon::ThreadPool>;
 
@@ -137,6 +140,9 @@ pub fn start_from(
         pool: Arc::clone(pool),
         is_warm: AtomicBool::new(false),
     });
+    if layout.size() >= WARM_UP_AT_ONCE {
+        shard.warm_up();
+    }
     let coordinator = Arc::clone(&shard.coordinator);
     let captured = Arc::downgrade(&shard);
     let mut met = Ok(());
@@ -212,7 +218,11 @@ impl Shard for LocalShard {
     }
 
     fn find_buffer(&self) -> bool {
-        self.partition.find_buffer()
+        let found = self.partition.find_buffer();
+        if self.is_warm.load(Ordering::Relaxed) {
+            self.partition.keep_spare();
+        }
+        found
     }
 
     fn buffers(&self) -> (usize, usize) {

@@ -314,11 +314,20 @@ impl Partition {
                 starts.into_par_iter().for_each(|start| merge.run(start..(start + AT_ONCE).min(all)));
             }));
         }
-        if self.store.wants_spare() {
+        // A client in this process has yet to give back what it does not show any more.
+        if !self.has_client_here && self.store.wants_spare() {
             let partition = Arc::clone(self);
             jobs.push(Box::new(move || partition.add_spares(1)));
         }
         Ok(())
+    }
+
+    /// Has a version buffer made, on the pool, if none is free.
+    pub(in crate::server) fn keep_spare(self: &Arc<Partition>) {
+        if self.store.wants_spare() {
+            let partition = Arc::clone(self);
+            self.pool.spawn(move || partition.add_spares(1));
+        }
     }
 
     /// Makes version buffers until `count` are free.
