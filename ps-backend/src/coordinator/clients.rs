@@ -312,15 +312,15 @@ impl CoordinatorCore {
                 }
                 let ticket = self.ticket(id, asked);
                 let source = Source { client: id, name: step.0, weights: BlockRanges::new() };
-                let contribution = Contribution { learner, sent, tensors, partly, source, lent };
+                let steady = self.in_process && !lent;
+                let contribution = Contribution { learner, sent, tensors, partly, source, steady, lent };
                 let deadline = deadline(timeout_ms);
                 // Another contribution to the step was begun before this one, and blocks of it were sent.
                 let is_stale = under.is_none() || under != self.provisional_plan();
                 if is_stale {
                     self.core.drop_early(learner, &mut wanted);
                 }
-                let lendable = self.in_process && !lent;
-                self.core.commit(ticket, step, contribution, lendable, deadline, now, &mut wanted);
+                self.core.commit(ticket, step, contribution, deadline, now, &mut wanted);
                 None
             }
             Message::Assign { token, blocks, timeout_ms } => {

@@ -34,6 +34,8 @@ pub struct Contribution<S> {
     pub partly: Option<PartlyWritten>,
     /// Where its payload lies.
     pub source: S,
+    /// Its payload is in this process, and stays as it is until its version is made: it is safe as soon as it is taken.
+    pub steady: bool,
     /// `source` is memory of a program's, which has it back when the commit is answered: it is answered with an error
     /// only when nothing that has read it can count any more.
     pub lent: bool,

@@ -48,7 +48,6 @@ impl<S: Clone> JobCore<S> {
         ticket: Ticket,
         step: Step,
         contribution: Contribution<S>,
-        lendable: bool,
         deadline: Now,
         now: Now,
         actions: &mut Vec<Action<S>>,
@@ -66,7 +65,7 @@ impl<S: Clone> JobCore<S> {
         }
         let superseded = ShardError::NotAllowed("the same commit was sent again".into());
         self.drop_pending_commit(learner, superseded, actions);
-        let kind = PendingKind::Commit { contribution, lendable };
+        let kind = PendingKind::Commit { contribution };
         self.pending.push_back(Pending { ticket, deadline, kind });
         self.advance(now, actions);
     }
@@ -119,7 +118,7 @@ impl<S: Clone> JobCore<S> {
         if !same {
             let what = "the contribution was already taken, without what was written since";
             actions.push(Action::Reply(ticket, Err(ShardError::NotAllowed(what.into()))));
-        } else if taken.lendable || taken.place == Place::Accumulated {
+        } else if taken.contribution.steady || taken.place == Place::Accumulated {
             actions.push(Action::Reply(ticket, Ok(())));
         } else if let Some((earlier, _)) = taken.ticket.replace((ticket, deadline)) {
             let what = "the same commit was sent again";

@@ -100,7 +100,7 @@ impl<S: Clone> JobCore<S> {
                 _ => None,
             };
         }
-        if !self.committed.iter().all(|c| matches!(c.place, Place::Lent | Place::Accumulated)) {
+        if !self.committed.iter().all(|c| matches!(c.place, Place::Kept | Place::Accumulated)) {
             return None;
         }
         let all = self.consistency == Consistency::Sync;

@@ -1,6 +1,6 @@
 //! Work that was begun and cannot be ended: what it leaves behind, and what is begun anew.
 //!
-//! Until it is accumulated or part of a version, a commit that is not lendable can be taken out again, and with it
+//! Until it is accumulated or part of a version, a commit that is not steady can be taken out again, and with it
 //! the plan or the accumulation that has it. Everybody else's contributions go back to where they can be read
 //! again; what the accumulator held before stays.
 
@@ -35,7 +35,7 @@ impl<S: Clone> JobCore<S> {
         self.advance(now, actions);
     }
 
-    /// The payload of these learners' commits cannot be had any more. Those that are neither lendable (their
+    /// The payload of these learners' commits cannot be had any more. Those that are neither steady (their
     /// payload is the shard's own) nor accumulated are not part of the job: they fail. Of the learners, those
     /// still in the job leave it with [`LeaveReason::Died`].
     ///
@@ -43,7 +43,7 @@ impl<S: Clone> JobCore<S> {
     /// not be reported as done; `actions` may begin another.
     pub fn lost(&mut self, learners: &[LearnerId], now: Now, actions: &mut Vec<Action<S>>) -> bool {
         let is_gone = |committed: &Committed<S>| {
-            !committed.lendable
+            !committed.contribution.steady
                 && committed.place != Place::Accumulated
                 && learners.contains(&committed.contribution.learner)
         };
@@ -91,7 +91,7 @@ impl<S: Clone> JobCore<S> {
         let (place, is_read) = (committed.place, committed.is_read());
         match place {
             Place::Accumulating => self.stop_accumulation(),
-            Place::Lent => self.stop_plan(),
+            Place::Kept => self.stop_plan(),
             Place::ToAccumulate | Place::Accumulated => {}
         }
         self.fail(vec![(learner, why)], actions);
@@ -122,7 +122,9 @@ impl<S: Clone> JobCore<S> {
     /// The version that was being made is not.
     fn stop_plan(&mut self) {
         self.running = None;
-        for committed in self.committed.iter_mut().filter(|c| !c.lendable && c.place == Place::Lent) {
+        for committed in
+            self.committed.iter_mut().filter(|c| !c.contribution.steady && c.place == Place::Kept)
+        {
             committed.place = Place::ToAccumulate;
         }
     }

@@ -51,7 +51,7 @@ impl Member {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Place {
     /// The payload stays where it is until the version is made.
-    Lent,
+    Kept,
     /// Waits for its turn to be accumulated.
     ToAccumulate,
     /// Being accumulated; the commit's ticket waits, if there is one.
@@ -64,7 +64,6 @@ pub(super) enum Place {
 pub(super) struct Committed<S> {
     pub(super) contribution: Arc<Contribution<S>>,
     pub(super) place: Place,
-    pub(super) lendable: bool,
     /// To answer when the payload is safe, at the latest at the time beside it.
     pub(super) ticket: Option<(Ticket, Now)>,
     /// When it is accumulated unless its version is made before.
@@ -77,7 +76,7 @@ pub(super) struct Committed<S> {
 impl<S> Committed<S> {
     /// Whether its payload is being read where it is not the shard's own.
     pub(super) fn is_read(&self) -> bool {
-        self.place == Place::Accumulating || self.place == Place::Lent && !self.lendable
+        self.place == Place::Accumulating || self.place == Place::Kept && !self.contribution.steady
     }
 
     /// Whether it is being read in memory that is lent.
@@ -100,7 +99,7 @@ pub(super) struct Pending<S> {
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum PendingKind<S> {
-    Commit { contribution: Contribution<S>, lendable: bool },
+    Commit { contribution: Contribution<S> },
     Assign { buffer: S },
 }
 

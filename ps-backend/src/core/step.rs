@@ -105,8 +105,8 @@ impl<S: Clone> JobCore<S> {
             }
             let Pending { ticket, deadline, kind } = pending;
             match kind {
-                PendingKind::Commit { contribution, lendable } if self.takes_commit(contribution.learner) => {
-                    self.accept((ticket, deadline), contribution, lendable, now);
+                PendingKind::Commit { contribution } if self.takes_commit(contribution.learner) => {
+                    self.accept((ticket, deadline), contribution, now);
                     if !self.gathers() {
                         self.start_step(actions);
                     }
@@ -127,7 +127,7 @@ impl<S: Clone> JobCore<S> {
         self.pending = kept;
     }
 
-    fn accept(&mut self, ticket: (Ticket, Now), contribution: Contribution<S>, lendable: bool, now: Now) {
+    fn accept(&mut self, ticket: (Ticket, Now), contribution: Contribution<S>, now: Now) {
         let learner = contribution.learner;
         let mut undo = None;
         if let Some(member) = self.members.get_mut(&learner) {
@@ -135,12 +135,11 @@ impl<S: Clone> JobCore<S> {
             member.step = member.step.next();
             member.pace += 1;
             member.unpublished = true;
-            undo = Some(std::mem::replace(&mut member.phase, Phase::Idle)).filter(|_| !lendable);
+            undo = Some(std::mem::replace(&mut member.phase, Phase::Idle)).filter(|_| !contribution.steady);
         }
         self.committed.push(Committed {
+            place: if contribution.steady { Place::Kept } else { Place::ToAccumulate },
             contribution: Arc::new(contribution),
-            place: if lendable { Place::Lent } else { Place::ToAccumulate },
-            lendable,
             ticket: Some(ticket),
             accumulate_at: now + self.accumulate_patience.min(ticket.1.saturating_sub(now) / 4),
             undo,
@@ -154,7 +153,7 @@ impl<S: Clone> JobCore<S> {
             return;
         }
         if !self.is_complete() || self.is_busy() || !self.buffer_ready || self.is_held() {
-            for committed in self.committed.iter_mut().filter(|c| c.place == Place::Lent) {
+            for committed in self.committed.iter_mut().filter(|c| c.place == Place::Kept) {
                 if let Some((ticket, _)) = committed.ticket.take() {
                     actions.push(Action::Reply(ticket, Ok(())));
                 }
@@ -164,7 +163,7 @@ impl<S: Clone> JobCore<S> {
         // What was to be accumulated is read in place instead: the version is made now.
         for committed in &mut self.committed {
             if committed.place == Place::ToAccumulate {
-                committed.place = Place::Lent;
+                committed.place = Place::Kept;
             }
         }
         self.run(self.reduce_plan(None), actions);
@@ -173,8 +172,8 @@ impl<S: Clone> JobCore<S> {
     /// The plan for the coming version from what is committed, and, if it is provisional, what this learner still writes,
     /// which may hold any tensor.
     pub(super) fn reduce_plan(&self, provisional: Option<LearnerId>) -> Plan<S> {
-        let lent = self.committed.iter().filter(|committed| committed.place == Place::Lent);
-        let mut inputs: Vec<_> = lent.map(|committed| Arc::clone(&committed.contribution)).collect();
+        let kept = self.committed.iter().filter(|committed| committed.place == Place::Kept);
+        let mut inputs: Vec<_> = kept.map(|committed| Arc::clone(&committed.contribution)).collect();
         inputs.sort_by_key(|contribution| contribution.learner);
         let (reducer, hyper, frozen) = self.params();
         let mut written = FixedBitSet::with_capacity(self.tensors);

@@ -54,7 +54,8 @@ impl<S: Clone> JobCore<S> {
 
     /// Where the contributions lie that are taken and still have to be read, by whose they are.
     pub fn unread(&self) -> impl Iterator<Item = (LearnerId, &S)> {
-        let unread = self.committed.iter().filter(|c| !c.lendable && c.place != Place::Accumulated);
+        let unread =
+            self.committed.iter().filter(|c| !c.contribution.steady && c.place != Place::Accumulated);
         unread.map(|c| (c.contribution.learner, &c.contribution.source))
     }
 

@@ -117,8 +117,8 @@ pub enum Moving {
     /// A shard is told something.
     Tell(usize, u64, ShardId, Tell),
     Answered(usize, u64, Result<Told, String>),
-    /// The registry is asked to replace the record.
-    PutComes(usize),
+    /// The registry is asked to replace the record; the flag says whether its answer is not lost.
+    PutComes(usize, bool),
     Put(usize, Put),
     /// A shard has fetched its blocks.
     Filled(usize, ShardId),
@@ -471,7 +471,7 @@ impl World {
 
     /// The request may be lost, come late, or be carried out without an answer.
     fn asks_to_put(&mut self, of: usize) {
-        let comes = |after| (after, Event::Moves(Moving::PutComes(of)));
+        let comes = |after, is_answered| (after, Event::Moves(Moving::PutComes(of, is_answered)));
         let answered = |after, answer| (after, Event::Moves(Moving::Put(of, answer)));
         let lost = || Put::Unknown("no answer".into());
         let after = self.some_delay();
@@ -479,11 +479,10 @@ impl World {
         let events = match kind {
             0 => vec![answered(after, Put::NotSent("nobody listens".into()))],
             1 => vec![answered(after, lost())],
-            2 => vec![comes(after), answered(after + after, lost())],
+            2 => vec![comes(after, false), answered(after + after, lost())],
             // It is carried out long after it was asked again.
-            3..5 => vec![answered(after, lost()), comes(after + self.some_time(LATEST))],
-            // The answer is what is then.
-            _ => vec![comes(after), answered(after, Put::Done)],
+            3..5 => vec![answered(after, lost()), comes(after + self.some_time(LATEST), false)],
+            _ => vec![comes(after, true)],
         };
         events.into_iter().for_each(|(after, event)| self.after(after, event));
     }
@@ -523,14 +522,16 @@ impl World {
             Moving::Answered(of, number, answer) => {
                 self.on_mover(of, |core, now, actions| core.answered(number, answer, now, actions));
             }
-            Moving::PutComes(of) => drop(self.puts(of)),
-            Moving::Put(of, Put::Done) => {
+            Moving::PutComes(of, is_answered) => {
                 let answer = match self.puts(of) {
                     Ok(()) => Put::Done,
                     Err(Refusal::Epoch { expected, .. }) => Put::Other(expected),
                     Err(other) => Put::Refused(other.to_string()),
                 };
-                self.on_mover(of, |core, now, actions| core.put(answer, now, actions));
+                // Whoever hangs hears later what was answered now.
+                if is_answered {
+                    self.after(Now::ZERO, Event::Moves(Moving::Put(of, answer)));
+                }
             }
             Moving::Put(of, answer) => self.on_mover(of, |core, now, actions| core.put(answer, now, actions)),
             Moving::Filled(of, shard) => self.filled(of, shard),

@@ -95,7 +95,7 @@ fn what_is_lost_voids_the_accumulation_that_has_it() {
 }
 
 #[test]
-fn what_is_accumulated_or_lent_cannot_be_lost() {
+fn what_is_accumulated_or_steady_cannot_be_lost() {
     let (mut sim, ids) = patient("3", &["a", "b", "c"], 0);
     let (accumulated, _) = everything(&mut sim, ids[0], false);
     sim.accumulate_done(true);

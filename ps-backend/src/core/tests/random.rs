@@ -74,7 +74,7 @@ fn op() -> impl Strategy<Value = Op> {
         14 => (who.clone(), 0..BLOCKS).prop_map(|(who, block)| Op::Comes(who, block)),
         1 => who.clone().prop_map(Op::Stale),
         8 => (who.clone(), 0..16u32, prop::bool::weighted(0.6), 1..200u64)
-            .prop_map(|(who, parts, lendable, timeout)| Op::Commit(who, parts, lendable, timeout)),
+            .prop_map(|(who, parts, steady, timeout)| Op::Commit(who, parts, steady, timeout)),
         1 => who.clone().prop_map(Op::Abort),
         2 => who.clone().prop_map(Op::Withdraw),
         4 => prop::bool::weighted(0.9).prop_map(Op::AccumulateDone),
@@ -254,7 +254,7 @@ impl Client {
                 let Ok(opening) = sim.open(self.id) else { return };
                 let unpublished = self.taken.iter().filter(|&&uid| sim.versions_of(&[uid]) == [None]);
                 let lent =
-                    unpublished.filter(|uid| sim.records[uid].lendable && !sim.records[uid].sent.is_empty());
+                    unpublished.filter(|uid| sim.records[uid].steady && !sim.records[uid].sent.is_empty());
                 if lent.count() > 0 {
                     assert!(opening.staging_lent, "the last contribution is still to be read");
                 }
@@ -270,14 +270,13 @@ impl Client {
                 }
             }
             Op::Stale(_) if self.commit.is_none() => sim.is_stale(self.id),
-            Op::Commit(_, parts, lendable, timeout) if self.commit.is_none() => {
+            Op::Commit(_, parts, steady, timeout) if self.commit.is_none() => {
                 let Some(open) = &mut self.open else { return };
-                let (sent, lendable) = open.notice.get_or_insert_with(|| {
+                let (sent, steady) = open.notice.get_or_insert_with(|| {
                     let in_part = (0..BLOCKS).filter(|b| parts & (1 << b) != 0);
-                    (blocks(in_part.chain(open.blocks.iter().copied())), lendable)
+                    (blocks(in_part.chain(open.blocks.iter().copied())), steady)
                 });
-                self.commit =
-                    Some(sim.commit(self.id, open.step, open.uid, sent.clone(), *lendable, timeout));
+                self.commit = Some(sim.commit(self.id, open.step, open.uid, sent.clone(), *steady, timeout));
             }
             Op::Abort(_) => {
                 sim.abort(self.id);

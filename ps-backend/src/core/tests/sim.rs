@@ -29,7 +29,7 @@ type Content = Vec<Uid>;
 #[derive(Clone, Debug, Default)]
 pub struct Record {
     pub sent: BTreeSet<u32>,
-    pub lendable: bool,
+    pub steady: bool,
     /// Its commit was answered with success.
     pub taken: bool,
     /// A commit of it was sent.
@@ -308,7 +308,7 @@ impl Sim {
         let mut content = self.accumulator.get(&block).cloned().unwrap_or_default();
         for input in inputs.iter().filter(|input| input.sent.contains(block as usize)) {
             let record = &self.records[&input.source];
-            assert!(record.lendable || !record.taken, "memory is read that was given back: {}", input.source);
+            assert!(record.steady || !record.taken, "memory is read that was given back: {}", input.source);
             content.push(input.source);
         }
         content
@@ -339,7 +339,7 @@ impl Sim {
     /// The payloads of these learners are gone, but for what the shard holds itself.
     pub fn lose(&mut self, learners: &[LearnerId]) {
         let needs = |of: &[Arc<Contribution<Uid>>]| {
-            of.iter().any(|c| !self.records[&c.source].lendable && learners.contains(&c.learner))
+            of.iter().any(|c| !self.records[&c.source].steady && learners.contains(&c.learner))
         };
         let plan_is_void = self.running.as_ref().is_some_and(|plan| match &plan.work {
             Work::Reduce { inputs, .. } => needs(inputs),
@@ -349,7 +349,7 @@ impl Sim {
         for (&uid, record) in &self.records {
             let learner = record.learner.filter(|learner| learners.contains(learner));
             // What was taken is in the accumulator, or a version.
-            if learner.is_some() && !record.lendable && !record.taken && !self.is_in(uid) {
+            if learner.is_some() && !record.steady && !record.taken && !self.is_in(uid) {
                 self.gone.insert(uid);
             }
         }
@@ -434,7 +434,7 @@ impl Sim {
         let Some(Work::Reduce { inputs, .. }) = self.running.as_ref().map(|plan| &plan.work) else {
             return false;
         };
-        let Some(bad) = inputs.iter().find(|input| !self.records[&input.source].lendable) else {
+        let Some(bad) = inputs.iter().find(|input| !self.records[&input.source].steady) else {
             return false;
         };
         let bad = vec![(bad.learner, ShardError::NonFinite(BlockId(0)))];
@@ -473,13 +473,13 @@ impl Sim {
         step: Step,
         uid: Uid,
         sent: FixedBitSet,
-        lendable: bool,
+        steady: bool,
         timeout: u64,
     ) -> Ticket {
         let (ticket, deadline) = self.ticket(timeout, Some(uid));
         let record = self.record(uid);
         record.sent = sent.ones().map(|block| block as u32).collect();
-        (record.lendable, record.offered, record.learner) = (lendable, true, Some(learner));
+        (record.steady, record.offered, record.learner) = (steady, true, Some(learner));
         let mut tensors = FixedBitSet::with_capacity(TENSORS);
         tensors.extend(sent.ones().map(|block| tensor_of(block as u32)));
         let contribution = Contribution {
@@ -488,10 +488,11 @@ impl Sim {
             tensors,
             partly: Some(Default::default()),
             source: uid,
+            steady,
             lent: false,
         };
         self.call(|core, now, actions| {
-            core.commit(ticket, step, contribution, lendable, deadline, now, actions);
+            core.commit(ticket, step, contribution, deadline, now, actions);
         });
         ticket
     }
@@ -550,9 +551,9 @@ pub fn open(sim: &mut Sim, id: Id) -> (Step, Uid) {
 }
 
 /// A contribution to all blocks.
-pub fn everything(sim: &mut Sim, id: Id, lendable: bool) -> (Uid, Ticket) {
+pub fn everything(sim: &mut Sim, id: Id, steady: bool) -> (Uid, Ticket) {
     let (step, uid) = open(sim, id);
-    (uid, sim.commit(id.0, step, uid, blocks(0..BLOCKS), lendable, 1_000))
+    (uid, sim.commit(id.0, step, uid, blocks(0..BLOCKS), steady, 1_000))
 }
 
 /// Whether a commit was taken.
