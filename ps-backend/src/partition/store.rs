@@ -14,8 +14,8 @@
 //! [`PartitionStore::begin`] waits until all of the last job is gone.
 
 mod job;
+mod kept;
 mod merge;
-mod moving;
 mod pinned;
 mod sums;
 use std::io;
@@ -38,8 +38,8 @@ pub use crate::region_store::accumulator::Payload;
 use crate::region_store::{Loading, RegionStore};
 use job::Alive;
 pub use job::{Part, PartitionJob, Target};
+pub use kept::KeptState;
 pub use merge::Merge;
-pub use moving::KeptState;
 pub use pinned::PinnedVersion;
 use sums::Sums;
 

@@ -17,7 +17,9 @@ use crate::snapshot::{Copied, Piece};
 
 /// A job stands still no longer than this for a snapshot that comes to nothing.
 pub(super) const PINNED: Duration = Duration::from_secs(10);
-/// A copy that nobody fetches from, and memory for one that is never made, are given up after this.
+/// Memory for a copy that is never made is given up after this: other shards may take their time for theirs.
+const RESERVED: Duration = Duration::from_secs(330);
+/// A copy that nobody fetches from is given up after this.
 const UNUSED: Duration = Duration::from_secs(60);
 /// Copies that a shard has at most.
 const MAX_CAPTURES: usize = 4;
@@ -76,7 +78,7 @@ impl Captures {
         }
         let copied = looks_after()
             .and_then(|()| Copied::reserve(store.partition().layout(), kinds(slots)).map_err(Refusal::other));
-        self.put(name, UNUSED, copied.map(|copied| ((), Stage::Reserved(Box::new(copied)))))
+        self.put(name, RESERVED, copied.map(|copied| ((), Stage::Reserved(Box::new(copied)))))
     }
 
     /// From now on no plan begins: the version that is returned stays the newest, but for one of a plan that has begun.
@@ -84,7 +86,11 @@ impl Captures {
         let (copied, before) = match self.take(name)?.1 {
             Stage::Reserved(copied) => (copied, None),
             Stage::Pinned(copied, kept) => (copied, Some(kept)),
-            Stage::Copied(_) | Stage::Busy => return Err(unknown()),
+            Stage::Copied(copied) => {
+                self.put(name, UNUSED, Ok(((), Stage::Copied(copied))))?;
+                return Err(Refusal::other("the copy is made"));
+            }
+            Stage::Busy => return Err(unknown()),
         };
         let kept = store.keep().map_err(Refusal::other);
         // The pin before has held until now.
@@ -219,8 +225,10 @@ mod tests {
         }
         captures.copy(NAME, Version(0), 1, &pool).unwrap();
         assert!(begins(&store));
-        // Said again.
+        // Said again, and said too late.
         captures.copy(NAME, Version(0), 1, &pool).unwrap();
+        captures.pin(NAME, &store).unwrap_err();
+        assert!(begins(&store));
         for block in [1, 2] {
             let weights = captures.fetch(NAME, (BlockId(block), Kept::Weights)).unwrap();
             assert_eq!(weights, [block as u8; 1 << 16]);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use libmodelio::vocabulary::ids::{Epoch, Generation, ShardId, Version};
-use libmodelio::wire::{Message, Refusal};
+use libmodelio::wire::{Kept, Message, Refusal};
 use serde_json::json;
 
 use super::captures::{Name, PINNED};
@@ -26,7 +26,6 @@ const PATIENT: Duration = Duration::from_secs(300);
 const PROMPT: Duration = Duration::from_secs(10);
 /// The pause before whoever is behind is pinned again.
 const AGAIN: Duration = Duration::from_millis(2);
-
 /// How often is looked whether a pin, or a copy, is over.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -211,13 +210,15 @@ impl Capturing<'_> {
     }
 }
 
+/// Kinds of state that the optimizer can keep.
 fn slots(record: &JobRecord) -> u8 {
     // What the optimizer keeps may come to be needed before the shards are pinned.
     record.optimizer.state_slots() as u8
 }
 
+/// Kinds of state that it has kept.
 fn slots_of(record: &JobRecord) -> u8 {
-    snapshot::kinds(record).filter(|what| matches!(what, libmodelio::wire::Kept::Slot(_))).count() as u8
+    snapshot::kinds(record).filter(|what| matches!(what, Kept::Slot(_))).count() as u8
 }
 
 fn pinned(answer: Message) -> Result<Version, Refusal> {

@@ -81,10 +81,13 @@ pub struct LocalShard {
     is_warm: AtomicBool,
 }
 
+/// Fills the memory of version 0, in which blocks lie one behind the other.
+pub type Fill<'a> = Box<dyn FnOnce(&Mapping) -> io::Result<()> + 'a>;
+
 /// What a model in this process begins with.
 pub enum Beginning<'a> {
-    /// Version 0, by its memory.
-    Weights(Box<dyn FnOnce(&Mapping) -> io::Result<()> + 'a>),
+    /// Version 0.
+    Weights(Fill<'a>),
     /// A snapshot, with the record of its job.
     Snapshot(JobRecord, &'a mut dyn Source),
 }
