@@ -407,7 +407,8 @@ impl World {
         }
         let mut all = vec![(client, place.check, body)];
         if place.kept {
-            let (taken, last) = shard.core.take_kept(client, plan, block);
+            let taken = shard.core.take_kept(client, plan, block);
+            let (taken, last) = taken.expect("a block that the client was to send");
             place.last = last;
             let mut own = all.pop().map(|(.., body)| body);
             for (of, check) in taken {

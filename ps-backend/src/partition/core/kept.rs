@@ -11,12 +11,12 @@ pub type Taken = SmallVec<[(ClientId, bool); 4]>;
 impl PartitionCore {
     /// A block is reserved for a payload of `client` with which others go: whose they are, and which are to be checked, in the
     /// order in which they are added, with its own. Each of them has a reservation from now on. Some may be gone
-    /// since: where the block is going to be put is told anew.
-    pub fn take_kept(&mut self, client: ClientId, plan: PlanId, block: u32) -> (Taken, bool) {
+    /// since: whether the block is computed with them is told anew. `None` if the client was not to send it after all.
+    pub fn take_kept(&mut self, client: ClientId, plan: PlanId, block: u32) -> Option<(Taken, bool)> {
         let mut taken = Taken::new();
-        let Some(running) = self.running_if(plan) else { return (taken, false) };
+        let running = self.running_if(plan)?;
         let b = block as usize;
-        let Some(own) = running.plan.source_of(client, b) else { return (taken, false) };
+        let own = running.plan.source_of(client, b)?;
         let is_last = running.came[b] + running.count_kept(b) + 1 == running.wanted[b];
         for at in 0..running.kept.len() {
             let goes = running.goes_with(own, b, is_last).any(|of| of == at);
@@ -30,7 +30,7 @@ impl PartitionCore {
         }
         let last = is_last && running.plan.kind() != Kind::Add;
         running.last.set(b, last);
-        (taken, last)
+        Some((taken, last))
     }
 
     /// Reserves a block for a payload that is kept, and with which others go.

@@ -501,7 +501,11 @@ fn what_lies_where_it_can_be_read_is_kept_for_the_last_of_its_block() {
     assert_eq!(bench.core.missing(B, ONE), Some(blocks([])));
     assert_eq!(bench.core.reserve(C, ONE, 0, true), Placement::Keep);
     assert_eq!(bench.core.reserve(A, ONE, 0, true), together(true));
-    assert_eq!(bench.core.take_kept(A, ONE, 0), (taken([A, B, C]), true), "in the order of the sources");
+    assert_eq!(
+        bench.core.take_kept(A, ONE, 0),
+        Some((taken([A, B, C]), true)),
+        "in the order of the sources"
+    );
     for client in [A, B, C] {
         assert_eq!(bench.completes(client, ONE, 0), []);
     }
@@ -521,7 +525,7 @@ fn what_is_kept_and_gone_can_come_again() {
     assert_eq!(bench.core.reserve(B, ONE, 0, false), together(true));
     bench.core.is_gone(A, ONE, 0);
     // It was to be the last, and is not any more.
-    assert_eq!(bench.core.take_kept(B, ONE, 0), (taken([B]), false));
+    assert_eq!(bench.core.take_kept(B, ONE, 0), Some((taken([B]), false)));
     bench.completes(B, ONE, 0);
     assert_eq!(bench.core.reserve(A, ONE, 0, true), LAST);
 }
@@ -535,14 +539,14 @@ fn in_an_ordered_plan_what_is_kept_goes_before_what_follows_it() {
     assert_eq!(bench.core.reserve(B, ONE, 0, false), Placement::Later, "A comes first");
     assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
     assert_eq!(bench.core.reserve(B, ONE, 0, false), together(true));
-    assert_eq!(bench.core.take_kept(B, ONE, 0), (taken([A, B, C]), true));
+    assert_eq!(bench.core.take_kept(B, ONE, 0), Some((taken([A, B, C]), true)));
 
     let mut bench = Bench::new();
     let sources = vec![source(A, [0]), source(B, [0]), source(C, [0])];
     bench.begin(Plan { ordered: true, ..Bench::plan(ONE, Kind::Reduce, sources) });
     assert_eq!(bench.core.reserve(A, ONE, 0, true), Placement::Keep);
     assert_eq!(bench.core.reserve(B, ONE, 0, false), together(false));
-    assert_eq!(bench.core.take_kept(B, ONE, 0), (taken([A, B]), false));
+    assert_eq!(bench.core.take_kept(B, ONE, 0), Some((taken([A, B]), false)));
     bench.completes(A, ONE, 0);
     bench.completes(B, ONE, 0);
     assert_eq!(bench.core.reserve(C, ONE, 0, true), LAST);

@@ -115,7 +115,8 @@ impl Reservation {
     pub(super) fn take_kept(&mut self) -> Result<Together, PartitionError> {
         let Push { plan, block, .. } = self.push;
         let mut state = self.partition.state.lock();
-        let (all, last) = state.core.take_kept(self.client, plan, block.0);
+        let taken = state.core.take_kept(self.client, plan, block.0);
+        let (all, last) = taken.ok_or(PartitionError::Over)?;
         self.place.last = last;
         self.together = all.iter().map(|(client, _)| *client).collect();
         let others = all.into_iter().filter(|(client, _)| *client != self.client);
