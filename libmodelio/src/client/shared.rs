@@ -498,6 +498,8 @@ impl Timed for Shared {
             Some(local) => (!local.shard.find_buffer()).then(|| Instant::now() + NO_BUFFER),
         };
         let mut inner = self.inner.lock();
+        // Nobody raises the alarm for a deadline meanwhile: all of them are looked at in the end.
+        inner.looks_at = Now::ZERO;
         // The connection's own pings know nothing of leases.
         let alive = inner.lease().map(|lease| inner.alive_at + lease / 4);
         if alive.is_some_and(|at| at <= Instant::now()) {
@@ -507,12 +509,13 @@ impl Timed for Shared {
         let now = self.now();
         let mut actions = Vec::new();
         inner.core.tick(now, &mut actions);
-        let due = inner.core.next_deadline().map(|at| at.saturating_sub(now));
         self.act(inner, actions);
+        let mut inner = self.inner.lock();
+        let due = inner.core.next_deadline().map(|at| at.saturating_sub(now));
         let [retry, alive] = [retry, alive].map(|at| Some(at?.saturating_duration_since(Instant::now())));
         let pause = [due, retry, alive].into_iter().flatten().min().unwrap_or(IDLE);
         let pause = pause.clamp(Duration::from_millis(5), IDLE);
-        self.inner.lock().looks_at = self.now() + pause;
+        inner.looks_at = self.now() + pause;
         Some(pause)
     }
 }

@@ -557,7 +557,12 @@ impl Timed for Coordinator {
         if self.is_stopping() {
             return None;
         }
-        let looked_at = std::mem::replace(&mut self.state.lock().looked_at, Instant::now());
+        let looked_at = {
+            let mut state = self.state.lock();
+            // Nobody raises the alarm meanwhile: all deadlines are looked at in the end.
+            state.looks_at = Duration::ZERO;
+            std::mem::replace(&mut state.looked_at, Instant::now())
+        };
         if looked_at.elapsed() > STALLED {
             self.forgive_silence();
         }
