@@ -1,13 +1,10 @@
 """Model files that must be refused."""
 
 import os
-import subprocess
-import tempfile
-from pathlib import Path
 
 import pytest
 
-from conftest import gradfs_binary
+from daemons import as_root, in_namespace, place_for_all  # noqa: F401
 from refusals import refused_up, safetensors, tensor
 
 
@@ -94,23 +91,12 @@ def test_model_is_a_pipe_that_nobody_writes(gradfs, tmp_path):
     refused_up(gradfs, tmp_path, path, words=[str(path), "not a regular file"], code=1)
 
 
-def test_model_may_not_be_read(tmp_path):
-    if os.geteuid() != 0:
-        pytest.skip("only root can become somebody else")
-    with tempfile.TemporaryDirectory(prefix="gradfs-test-") as place:
-        os.chmod(place, 0o755)
-        place = Path(place)
-        binary, model, mnt = place / "gradfs", place / "secret.safetensors", place / "mnt"
-        binary.write_bytes(gradfs_binary().read_bytes())
-        binary.chmod(0o755)
-        model.write_bytes(safetensors({"a": tensor(0, 32)}, DATA))
-        model.chmod(0o600)
-        mnt.mkdir()
-        os.chown(mnt, 65534, 65534)
-        done = subprocess.run(
-            [binary, "up", model, mnt],
-            user=65534, group=65534, extra_groups=[], capture_output=True, text=True, timeout=10, cwd="/", check=False,
-        )
-        assert done.returncode == 1, done
-        assert str(model) in done.stderr and "Permission denied" in done.stderr, done.stderr
-        assert not os.path.ismount(mnt)
+@as_root
+def test_model_may_not_be_read(place_for_all):
+    model = place_for_all / "secret.safetensors"
+    model.write_bytes(safetensors({"a": tensor(0, 32)}, DATA))
+    model.chmod(0o600)
+    setup = 'mount -t tmpfs none "$2" && mknod -m 666 "$2/fuse" c 10 229 && mount --bind "$2/fuse" /dev/fuse'
+    done = in_namespace(place_for_all, setup, f'${{up%% up *}} up {model} "$1"')
+    assert done.returncode == 1, done
+    assert str(model) in done.stderr and "Permission denied" in done.stderr, done.stderr
