@@ -6,6 +6,7 @@
 //! | `job` | [`Job`], what others call |
 //! | `options` | what it is told, and tells |
 //! | `late` | whom the job waits for |
+//! | `keeper` | its clock: deadlines, connections that are missing |
 //! | `shared` | lock, clock, and what the core's decisions change |
 //! | `routes`, `redirect`, `inquiry` | the block map in force, where its shards are, and how another one takes its place |
 //! | `peer`, `connections`, `usage`, `fallback` | which connections there are, are missing, are used, and go by TCP for now |
@@ -22,6 +23,7 @@ pub mod core;
 mod fallback;
 mod inquiry;
 mod job;
+mod keeper;
 mod late;
 mod options;
 mod paths;

@@ -261,9 +261,9 @@ impl Shared {
         let Some(registry) = self.options.registry.clone() else { return };
         let (this, name) = (self.this.clone(), self.model.clone());
         let ask = move || {
-            let found = look_up(&*registry, &name);
+            let found = registry_view(&*registry, &name);
             if let Some(shared) = this.upgrade() {
-                shared.looked_up(found);
+                shared.hear_registry(found);
             }
         };
         if let Err(error) = std::thread::Builder::new().name("client-registry".into()).spawn(ask) {
@@ -272,7 +272,7 @@ impl Shared {
         }
     }
 
-    fn looked_up(&self, found: Result<(ModelRecord, Vec<ShardRecord>), RegistryError>) {
+    fn hear_registry(&self, found: Result<(ModelRecord, Vec<ShardRecord>), RegistryError>) {
         let (word, unconfirmed, known) = {
             let mut inner = self.inner.lock();
             let unconfirmed = inner.unconfirmed.as_ref().map(|unconfirmed| unconfirmed.moved.clone());
@@ -416,7 +416,10 @@ fn is_same(record: &ModelRecord, shards: &[ShardRecord], word: &Moved) -> bool {
     map(record) == map(&word.record) && places(record, shards) == places(&word.record, &word.shards)
 }
 
-fn look_up(registry: &dyn Registry, name: &str) -> Result<(ModelRecord, Vec<ShardRecord>), RegistryError> {
+fn registry_view(
+    registry: &dyn Registry,
+    name: &str,
+) -> Result<(ModelRecord, Vec<ShardRecord>), RegistryError> {
     let deadline = Instant::now() + ANSWER;
     Ok((registry.model(name, deadline)?, registry.shards(deadline)?))
 }

@@ -17,7 +17,7 @@ use super::options::{Answered, ClientOptions, Done, Event, Listener, Staged};
 use super::peer::Peer;
 use super::routes::Routes;
 use super::versions::Versions;
-use crate::timer::{Alarm, Timed};
+use crate::timer::Alarm;
 use crate::transport::frames::{Link, Outgoing};
 use crate::transport::local::{End, Shard, Word};
 use crate::transport::reactor::Handle;
@@ -477,45 +477,5 @@ impl Shared {
                 after.events.push(Event::Published(version));
             }
         }
-    }
-}
-
-/// Keeps connections up and time passing until the client is gone.
-impl Timed for Shared {
-    fn look(&self) -> Option<Duration> {
-        const IDLE: Duration = Duration::from_millis(200);
-        /// While there is none for the next version: one that was lent for new weights may have been dropped.
-        const NO_BUFFER: Duration = Duration::from_millis(20);
-        if self.is_stopping() {
-            return None;
-        }
-        let retry = match &self.local {
-            None => {
-                self.inquire();
-                self.add_spare();
-                self.connect_missing()
-            }
-            Some(local) => (!local.shard.find_buffer()).then(|| Instant::now() + NO_BUFFER),
-        };
-        let mut inner = self.inner.lock();
-        // Nobody raises the alarm for a deadline meanwhile: all of them are looked at in the end.
-        inner.looks_at = Now::ZERO;
-        // The connection's own pings know nothing of leases.
-        let alive = inner.lease().map(|lease| inner.alive_at + lease / 4);
-        if alive.is_some_and(|at| at <= Instant::now()) {
-            inner.alive_at = Instant::now();
-            inner.coordinator.links.iter().for_each(|link| link.say(0, Message::Ping));
-        }
-        let now = self.now();
-        let mut actions = Vec::new();
-        inner.core.tick(now, &mut actions);
-        self.act(inner, actions);
-        let mut inner = self.inner.lock();
-        let due = inner.core.next_deadline().map(|at| at.saturating_sub(now));
-        let [retry, alive] = [retry, alive].map(|at| Some(at?.saturating_duration_since(Instant::now())));
-        let pause = [due, retry, alive].into_iter().flatten().min().unwrap_or(IDLE);
-        let pause = pause.clamp(Duration::from_millis(5), IDLE);
-        inner.looks_at = self.now() + pause;
-        Some(pause)
     }
 }
