@@ -23,6 +23,9 @@ START_DEADLINE = 60.0
 ROUND_DEADLINE = 120.0
 STOP_DEADLINE = 5.0
 
+# To a shard, that a learner by the library has by default.
+CONNECTIONS = 2
+
 BASELINES = ROOT / "scripts" / "baselines"
 
 # An allocator that keeps what it has, on huge pages: gRPC allocates every byte that it receives.
@@ -64,7 +67,7 @@ def build(grpc=True, only_look=False):
     target = ROOT / (os.environ.get("CARGO_TARGET_DIR") or "target/baselines")
     release = target / "release"
     if only_look:
-        names = ("sockets", "copy", "grpc") if grpc else ("sockets", "copy")
+        names = ("sockets", "stream_add", "grpc") if grpc else ("sockets", "stream_add")
         if missing := [name for name in names if not (release / name).exists()]:
             raise Failed(f"not built in {release}: {', '.join(missing)}")
         return release
@@ -263,7 +266,7 @@ def grpc_unary(binaries, size, learners, shards=1, tensor=64 << 20):
     return _rival(binaries / "grpc", size, learners, shards, options, _KEEP_MEMORY)
 
 
-def copy(binaries, size):
-    """One memcpy into memory that another process has."""
-    server = [binaries / "copy", "server", "--bytes", size]
-    return Rival([server], lambda _, paths: [binaries / "copy", "learner", *paths], 1)
+def stream_add(binaries, size):
+    """A STREAM-like add in the memory of one process, by as many threads as a shard has for one learner."""
+    program = binaries / "stream_add"
+    return Rival([], lambda *_: [program, "--bytes", size, "--threads", CONNECTIONS], 1)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import net_gradfs
 from against import NEW, OLD, PASSES, Comparison
 from machine import MIB
+from net_baselines import CONNECTIONS
 from report import Figure
 
 SIZE = 16 * MIB
@@ -18,9 +19,8 @@ MANY = 32
 STEPS = 4
 TARGET = 1.05
 
-# Of a connection for blocks: HEADS, and a payload of a block. Each learner has that many by default.
+# Of a connection for blocks: HEADS, and a payload of a block.
 BUFFERS = (32 << 10) + BLOCK
-CONNECTIONS = 2
 
 
 def _after_steps(binaries, learners):

@@ -8,7 +8,10 @@ use std::ptr::NonNull;
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous};
+
+/// Bytes of a huge page.
+const HUGE: usize = 2 << 20;
 
 /// Bytes that several threads read and write, each in places that are its own at the time.
 pub struct Memory {
@@ -35,16 +38,28 @@ impl Memory {
         let length = usize::try_from(file.metadata()?.len())?;
         ensure!(length > 0 && length.is_multiple_of(4), "{length} bytes are no fp32 values");
         let size = NonZeroUsize::new(length).context("no bytes")?;
-        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        // SAFETY: a new mapping of a file that is kept open, at an address that the kernel chooses.
-        let start =
-            unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, &file, 0) }.context("mmap")?;
+        // A huge page is mapped as one only at a multiple of its size.
+        let room = size.checked_add(HUGE).context("too many bytes")?;
+        // SAFETY: a new mapping at an address that the kernel chooses; nobody touches it.
+        let room = unsafe { mmap_anonymous(None, room, ProtFlags::PROT_NONE, MapFlags::MAP_PRIVATE) };
+        let place = NonZeroUsize::new(room.context("mmap")?.addr().get().next_multiple_of(HUGE));
+        let (protection, flags) = (ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED);
+        // SAFETY: within the room above, which nobody else has; the file is kept open.
+        let start = unsafe { mmap(place, size, protection, flags | MapFlags::MAP_FIXED, &file, 0) }
+            .context("mmap")?;
         // SAFETY: the whole of the mapping just made. That it is refused where there are no huge pages for
         // shared memory costs speed only.
         let _ = unsafe { madvise(start, length, MmapAdvise::MADV_HUGEPAGE) };
         // SAFETY: as above; every page becomes present and writable.
         unsafe { madvise(start, length, MmapAdvise::MADV_POPULATE_WRITE) }.context("touching the pages")?;
         Ok(Self { file, start: start.cast(), length })
+    }
+
+    /// Gathers the pages in huge ones, whatever `shmem_enabled` says, as a shard and its clients do. Where there are none,
+    /// small ones have to do.
+    pub fn gather(&self) {
+        // SAFETY: whole huge pages of the mapping; the advice changes no contents.
+        unsafe { libc::madvise(self.start.as_ptr().cast(), self.length & !(HUGE - 1), libc::MADV_COLLAPSE) };
     }
 
     /// The memfd.
